@@ -1,0 +1,3 @@
+"""Quantization-enhanced reinforcement learning for verl."""
+
+__version__ = "0.1.0"

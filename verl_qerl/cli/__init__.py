@@ -1,0 +1,32 @@
+"""`python -m verl_qerl <command>`: prepare, check and look at runs."""
+
+import argparse
+import importlib
+from collections.abc import Sequence
+
+from verl_qerl import __version__
+
+# Each module has add_parser(subparsers) and imports what is slow only when it runs.
+_COMMANDS = ("quantize", "doctor", "data", "pretrain", "plot")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: Arguments after the program's name; None takes them from the process.
+
+    Returns:
+        The exit code: 0 when it worked, 1 when the command says something is off, 2 for wrong arguments.
+    """
+    parser = argparse.ArgumentParser(prog="python -m verl_qerl", description=__doc__)
+    parser.add_argument("--version", action="version", version=__version__)
+    subparsers = parser.add_subparsers(required=True, metavar="command")
+    for name in _COMMANDS:
+        importlib.import_module(f"verl_qerl.cli.{name}").add_parser(subparsers)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except (ValueError, FileNotFoundError, FileExistsError) as error:
+        # What a user can mend is said in one sentence; anything else keeps its traceback.
+        parser.exit(1, f"{parser.prog}: {error}\n")

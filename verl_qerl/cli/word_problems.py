@@ -1,0 +1,90 @@
+"""Seeded arithmetic word problems with GSM8K's answer format: one line per step, then `#### N`.
+
+A problem is a start ("Mia has 4 apples." or "Mia has 3 boxes with 4 apples in each."), further events that add or take
+away, and a question. The sentences are few and the numbers small on purpose: a model of a million parameters learns
+them in about a minute on a CPU.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Gina", "Hugo", "Ida", "Jack", "Lena", "Mia", "Noah", "Olga")
+OBJECTS = ("apples", "balls", "books", "cards", "coins", "eggs", "keys", "pens", "plums", "shells", "stamps", "toys")
+BOXES = ("bags", "boxes", "jars")
+ADDITIONS = ("{name} buys {b} more.", "{name} finds {b} more.", "{name} gets {b} more from a friend.")
+SUBTRACTIONS = ("{name} gives away {b}.", "{name} loses {b}.", "{name} sells {b}.")
+MAX_FACTOR = 5  # boxes per problem, so that products stay in the range the sums already cover
+
+
+@dataclass(frozen=True)
+class WordProblem:
+    """A question and its worked answer; `answer` ends in `#### N`."""
+
+    question: str
+    answer: str
+
+
+def generate(num_problems: int, *, max_steps: int, max_number: int, seed: int) -> list[WordProblem]:
+    """Draw `num_problems` problems with pairwise different questions.
+
+    Args:
+        num_problems: At least 1.
+        max_steps: 1 to 3; each problem has one to this many steps.
+        max_number: At least 2; the largest number in a question.
+        seed: Of the generator; the same arguments give the same list.
+
+    Raises:
+        ValueError: An argument is out of range, or so many different problems do not exist.
+    """
+    _check(num_problems, max_steps, max_number)
+    problems: dict[str, WordProblem] = {}
+    draws = _draws(max_steps, max_number, seed)
+    # Repeats grow as the space fills up; 20 draws per problem reach about all of it and still end.
+    for _, problem in zip(range(20 * num_problems), draws, strict=False):
+        problems.setdefault(problem.question, problem)
+        if len(problems) == num_problems:
+            return list(problems.values())
+    raise ValueError(
+        f"only {len(problems)} different problems were found: num_problems={num_problems}, max_steps={max_steps}, "
+        f"max_number={max_number}. Fewer problems or larger numbers are accepted. Lower --num-train or raise --max-number."
+    )
+
+
+def _check(num_problems: int, max_steps: int, max_number: int) -> None:
+    if num_problems < 1:
+        raise ValueError(f"no problems were asked for: num_problems={num_problems}. At least 1 is accepted. Raise it.")
+    if not 1 <= max_steps <= 3:
+        raise ValueError(f"the number of steps is out of range: max_steps={max_steps}. 1 to 3 is accepted. Choose one.")
+    if max_number < 2:
+        raise ValueError(f"the numbers are too small: max_number={max_number}. At least 2 is accepted. Raise it.")
+
+
+def _draws(max_steps: int, max_number: int, seed: int) -> Iterator[WordProblem]:
+    rng = random.Random(seed)
+    while True:
+        yield _draw(rng, rng.randint(1, max_steps), max_number)
+
+
+def _draw(rng: random.Random, num_steps: int, max_number: int) -> WordProblem:
+    """One problem; the running total never gets below zero."""
+    name, objects = rng.choice(NAMES), rng.choice(OBJECTS)
+    lines: list[str] = []
+    if rng.random() < 0.25:
+        boxes, total = rng.randint(2, min(MAX_FACTOR, max_number)), rng.randint(2, max_number)
+        sentences = [f"{name} has {boxes} {rng.choice(BOXES)} with {total} {objects} in each."]
+        lines.append(f"{boxes}*{total}={boxes * total}")
+        total *= boxes
+    else:
+        total = rng.randint(1, max_number)
+        sentences = [f"{name} has {total} {objects}."]
+    while len(lines) < num_steps:
+        change = rng.randint(1, max_number)
+        is_addition = rng.random() < 0.5 or change > total
+        sentence = rng.choice(ADDITIONS if is_addition else SUBTRACTIONS)
+        sentences.append(sentence.format(name=name, b=change))
+        after = total + change if is_addition else total - change
+        lines.append(f"{total}{'+' if is_addition else '-'}{change}={after}")
+        total = after
+    question = f"{' '.join(sentences)} How many {objects} does {name} have now?"
+    return WordProblem(question, "\n".join([*lines, f"#### {total}"]))

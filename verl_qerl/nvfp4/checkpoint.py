@@ -1,0 +1,176 @@
+"""NVFP4 on disk: compressed-tensors `nvfp4-pack-quantized` (read and written) and ModelOpt NVFP4 (read).
+
+    compressed-tensors   weight_packed   weight_scale   weight_global_scale [1] = 1 / global_decode_scale
+    ModelOpt             weight          weight_scale   weight_scale_2     [] = global_decode_scale
+"""
+
+import logging
+import re
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.nvfp4.format import BLOCK_SIZE, E4M3_MIN_NORMAL, PackedWeight
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "nvfp4-pack-quantized"
+DEFAULT_IGNORE = ("lm_head",)
+CODES, BLOCK_SCALE, GLOBAL_SCALE = "weight_packed", "weight_scale", "weight_global_scale"
+# Members of one kernel launch in vLLM; they share one global scale.
+FUSED_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_MODELOPT = {"weight": CODES, "weight_scale": BLOCK_SCALE, "weight_scale_2": GLOBAL_SCALE}
+_ACTIVATION_SCALES = ("input_scale", "input_global_scale")  # W4A4 files; our rollouts keep activations in bf16
+
+
+def quantization_config(ignore: Sequence[str] = DEFAULT_IGNORE) -> dict:
+    """The `quantization_config` of config.json that vLLM 0.24.0 and transformers 5.9 both read.
+
+    Args:
+        ignore: Modules left in bf16: exact names, or `re:` and a regular expression.
+    """
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group",
+        "group_size": BLOCK_SIZE,
+        "symmetric": True,
+        "dynamic": False,
+        "observer": "minmax",
+        "scale_dtype": "torch.float8_e4m3fn",
+    }
+    group = {
+        "targets": ["Linear"],
+        "format": FORMAT,
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": FORMAT,
+        "quantization_status": "compressed",
+        "ignore": list(ignore),
+        "config_groups": {"group_0": group},
+        "kv_cache_scheme": None,
+    }
+
+
+def stored_format(config: dict) -> str:
+    """What the linears of a checkpoint are stored as, from its config.json.
+
+    Returns:
+        `bf16` (any float, unquantized), `compressed-tensors` or `modelopt`.
+
+    Raises:
+        CheckpointFormatError: Quantized in a way that is not read here.
+    """
+    found = config.get("quantization_config") or {}
+    method = found.get("quant_method")
+    if not found:
+        return "bf16"
+    if method == "compressed-tensors" and found.get("format") == FORMAT:
+        return "compressed-tensors"
+    if method == "modelopt" and "NVFP4" in str(found.get("quant_algo", "")):
+        return "modelopt"
+    raise CheckpointFormatError(
+        f"the checkpoint is quantized as {method!r} ({found.get('format') or found.get('quant_algo')}). "
+        f"Accepted are unquantized weights, compressed-tensors {FORMAT} and ModelOpt NVFP4. "
+        "Point model.path at the original bf16 model."
+    )
+
+
+def ignored_modules(config: dict) -> tuple[str, ...]:
+    """The modules that config.json says were left unquantized (`re:` marks a regular expression)."""
+    found = config.get("quantization_config") or {}
+    return tuple(found.get("ignore") or found.get("exclude_modules") or DEFAULT_IGNORE)
+
+
+def is_ignored(module: str, ignore: Iterable[str]) -> bool:
+    """Whether `module` is named in `ignore`: exactly, or by a `re:` regular expression matched from its start."""
+    return any(re.match(rule[3:], module) if rule.startswith("re:") else rule == module for rule in ignore)
+
+
+def is_linear_weight(name: str, shape: Sequence[int], ignore: Iterable[str]) -> bool:
+    """Whether the tensor `name` is a decoder linear's weight that NVFP4 replaces.
+
+    Those are the matrices inside `...layers.<i>...`: embeddings, lm_head, norms and biases stay as they are.
+    """
+    module, _, kind = name.rpartition(".")
+    inside = ".layers." in f".{name}"
+    return kind == "weight" and len(shape) == 2 and inside and not is_ignored(module, ignore)
+
+
+def fused_group(module: str) -> tuple[str, tuple[str, ...]]:
+    """(key, modules) of the group that shares one global scale with `module`; a group of one for most linears."""
+    parent, _, leaf = module.rpartition(".")
+    for members in FUSED_GROUPS:
+        if leaf in members:
+            return f"{parent}.{'+'.join(members)}", tuple(f"{parent}.{member}" for member in members)
+    return module, (module,)
+
+
+def to_tensors(module: str, weight: PackedWeight) -> dict[str, torch.Tensor]:
+    """compressed-tensors names and tensors of one weight; `weight_global_scale` is [1] float32."""
+    return {
+        f"{module}.{CODES}": weight.codes,
+        f"{module}.{BLOCK_SCALE}": weight.block_scale,
+        f"{module}.{GLOBAL_SCALE}": (1.0 / weight.global_decode_scale).reshape(1),
+    }
+
+
+def from_tensors(module: str, tensors: dict[str, torch.Tensor], layout: str) -> PackedWeight:
+    """The inverse of `to_tensors`, and of ModelOpt's names.
+
+    Block scales below 2**-6 are read as Marlin computes with them: their blocks become zero.
+
+    Args:
+        module: For messages.
+        tensors: Keyed by the names of `layout` without the module.
+        layout: `compressed-tensors` or `modelopt`.
+
+    Raises:
+        CheckpointFormatError: A tensor is missing, or dtypes and shapes do not fit.
+    """
+    if layout == "modelopt":
+        tensors = {_MODELOPT.get(key, key): tensor for key, tensor in tensors.items()}
+    missing = {CODES, BLOCK_SCALE, GLOBAL_SCALE} - set(tensors)
+    if missing:
+        raise CheckpointFormatError(f"{module!r} lacks {sorted(missing)}. Download or quantize the model again.")
+    scale = tensors[GLOBAL_SCALE].float().reshape(())
+    try:
+        weight = PackedWeight(tensors[CODES], tensors[BLOCK_SCALE], scale if layout == "modelopt" else 1.0 / scale)
+    except ValueError as error:
+        raise CheckpointFormatError(f"{module!r}: {error}") from error
+    return _without_subnormal_scales(module, weight)
+
+
+def is_activation_scale(name: str) -> bool:
+    """Whether the tensor belongs to W4A4 activation quantization, which weight-only rollouts do not use."""
+    return name.rpartition(".")[2] in _ACTIVATION_SCALES
+
+
+def check_fused(weights: dict[str, PackedWeight]) -> None:
+    """Require one global scale within a fused group.
+
+    Raises:
+        CheckpointFormatError: The scales differ; vLLM would use the largest divisor for all of them.
+    """
+    scales = {name: float(weight.global_decode_scale) for name, weight in weights.items()}
+    if len(set(scales.values())) > 1:
+        raise CheckpointFormatError(
+            f"linears that vLLM fuses have different global scales: {scales}. One scale per group is accepted. "
+            "Quantize the bf16 model with `python -m verl_qerl quantize`."
+        )
+
+
+def _without_subnormal_scales(module: str, weight: PackedWeight) -> PackedWeight:
+    small = weight.block_scale.float() < E4M3_MIN_NORMAL
+    count = int(small.sum())
+    if not count:
+        return weight
+    logger.warning("%s: %d block scales below 2**-6 are zero in Marlin; their blocks are read as zero.", module, count)
+    codes = weight.codes.masked_fill(small.repeat_interleave(BLOCK_SIZE // 2, dim=1), 0)
+    scale = weight.block_scale.float().clamp(min=E4M3_MIN_NORMAL).to(torch.float8_e4m3fn)
+    return PackedWeight(codes, scale, weight.global_decode_scale)

@@ -1,0 +1,44 @@
+"""A digest of packed weights, to show that actor and rollout hold the same bits."""
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+
+from verl_qerl.nvfp4.format import PackedWeight
+
+
+def weight_digest(weight: PackedWeight) -> str:
+    """First 16 hex digits of the SHA-256 over shape, codes, block scales and global scale, in this order."""
+    digest = hashlib.sha256(repr(tuple(weight.shape)).encode())
+    for tensor in (weight.codes, weight.block_scale, weight.global_decode_scale.reshape(1)):
+        digest.update(tensor.detach().contiguous().view(torch.uint8).cpu().numpy())
+    return digest.hexdigest()[:16]
+
+
+def model_digest(weights: Mapping[str, str]) -> str:
+    """One digest of a model from `module -> weight_digest`, independent of order."""
+    lines = "\n".join(f"{module} {digest}" for module, digest in sorted(weights.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()[:16]
+
+
+def check_same_base(actor: Mapping[str, str], rollout: Mapping[str, str]) -> None:
+    """Require that both sides hold the same packed weights.
+
+    Args:
+        actor: module -> weight_digest of the trained model's base.
+        rollout: The same of the model that samples.
+
+    Raises:
+        ValueError: A weight is on one side only, or its bits differ.
+    """
+    if not actor:
+        raise ValueError("the actor holds no packed weights. A run with `+rollout=nvfp4` needs some. Check model.path.")
+    differing = sorted(name for name in actor.keys() | rollout.keys() if actor.get(name) != rollout.get(name))
+    if differing:
+        name = differing[0]
+        raise ValueError(
+            f"actor and rollout hold different base weights: {len(differing)} of {len(actor.keys() | rollout.keys())} "
+            f"differ, first {name!r} (actor {actor.get(name)}, rollout {rollout.get(name)}). Identical packed weights "
+            "are required. Load both from the same model.path with the same quantization options."
+        )

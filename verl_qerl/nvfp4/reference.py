@@ -1,0 +1,151 @@
+"""Quantize and dequantize NVFP4 in plain torch: the specification every kernel is tested against.
+
+Every step is an elementwise IEEE operation and sums over a block run in a fixed order, so that a CPU and a GPU give the
+same bits: actor and rollout may quantize on different devices and still agree.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from verl_qerl.nvfp4.format import BLOCK_SIZE, E2M1_MAX, E2M1_VALUES, E4M3_MAX, E4M3_MIN_NORMAL, PackedWeight
+
+SCALE_CHOICES = ("minmax", "mse", "four_over_six")
+
+# Factors on amax / 6 that a block's scale is tried with.
+_FACTORS = {
+    "minmax": (1.0,),
+    "four_over_six": (1.0, 1.5),  # amax lands on 6 or on 4 (arXiv 2512.02010)
+    "mse": tuple(i / 64 for i in range(40, 108, 4)),  # 0.625 .. 1.625; as good as trying every E4M3 neighbour
+}
+# Largest block scale before the factor, so that the largest factor still fits E4M3.
+_HEADROOM = {"minmax": E4M3_MAX, "four_over_six": 256.0, "mse": 256.0}
+_CHUNK_ELEMENTS = 1 << 24  # bounds float32 temporaries to a few hundred MB
+
+
+def quantize(weight: torch.Tensor, scale: str = "minmax", name: str = "weight") -> PackedWeight:
+    """Quantize one weight. See `quantize_group`."""
+    return quantize_group({name: weight}, scale)[name]
+
+
+def quantize_group(weights: dict[str, torch.Tensor], scale: str = "minmax") -> dict[str, PackedWeight]:
+    """Quantize weights that a kernel multiplies as one (q, k, v; gate, up), with one global scale for all.
+
+    vLLM takes the maximum of the global scales of a fused linear without rescaling the blocks, so they must be equal.
+
+    Args:
+        weights: name -> [N, K] floating point, K % 16 == 0; N may differ.
+        scale: `minmax` (amax to 6, as QeRL), `mse` (the factor with the least squared error), `four_over_six`.
+
+    Returns:
+        name -> PackedWeight on the weight's device. The global scale is a power of two.
+
+    Raises:
+        ValueError: Unknown `scale`, a K that is no multiple of 16, or NaN or infinite values.
+    """
+    if scale not in SCALE_CHOICES:
+        raise ValueError(f"unknown scale choice: scale={scale!r}. Choose one of {', '.join(SCALE_CHOICES)}.")
+    for name, weight in weights.items():
+        _check(name, weight)
+    amax = max(float(weight.abs().amax()) for weight in weights.values())
+    encode = _power_of_two_below(_HEADROOM[scale] * E2M1_MAX / amax) if amax > 0 else 1.0
+    return {name: _quantize(weight, encode, scale) for name, weight in weights.items()}
+
+
+def dequantize(weight: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Decode an NVFP4 weight.
+
+    w[n, k] = e2m1(codes)[n, k] * block_scale[n, k // 16] * global_decode_scale
+
+    Args:
+        weight: [N, K], K % 16 == 0.
+        dtype: Of the result. The product is taken in float32 and rounded once.
+
+    Returns:
+        [N, K] of `dtype` on the weight's device.
+    """
+    N, K = weight.shape
+    table = torch.tensor(E2M1_VALUES, device=weight.codes.device)
+    codes = torch.stack((weight.codes & 15, weight.codes >> 4), dim=-1).view(N, K)
+    values = table[codes.int()].view(N, K // BLOCK_SIZE, BLOCK_SIZE)
+    scales = weight.block_scale.float() * weight.global_decode_scale
+    return (values * scales[..., None]).view(N, K).to(dtype)
+
+
+def relative_error(weight: torch.Tensor, packed: PackedWeight) -> float:
+    """||dequantize(packed) - weight|| / ||weight||, Frobenius norms in float32; 0 for a zero weight."""
+    norm = weight.float().norm()
+    error = (dequantize(packed, torch.float32) - weight.float()).norm()
+    return float(error / norm) if norm > 0 else 0.0
+
+
+def _check(name: str, weight: torch.Tensor) -> None:
+    if weight.ndim != 2 or not weight.is_floating_point():
+        raise ValueError(f"{name!r} is {weight.dtype} with shape {tuple(weight.shape)}. NVFP4 holds float matrices.")
+    if weight.shape[1] % BLOCK_SIZE:
+        raise ValueError(
+            f"in_features={weight.shape[1]} of {name!r} is not a multiple of {BLOCK_SIZE}."
+            f" NVFP4 cannot hold this weight. Add {name!r} to `ignore`."
+        )
+    bad = weight.numel() - int(torch.isfinite(weight).sum())
+    if bad:
+        raise ValueError(
+            f"{name!r} holds {bad} NaN or infinite values. NVFP4 holds finite weights only."
+            " Repair the checkpoint and quantize again."
+        )
+
+
+def _power_of_two_below(value: float) -> float:
+    # frexp is exact where log2 may round up to the next integer.
+    mantissa_exponent = torch.frexp(torch.tensor(value, dtype=torch.float64)).exponent
+    return float(2.0 ** min(int(mantissa_exponent) - 1, 126))
+
+
+def _quantize(weight: torch.Tensor, encode: float, scale: str) -> PackedWeight:
+    K = weight.shape[1]
+    rows = max(1, _CHUNK_ELEMENTS // K)
+    parts = [_quantize_rows(part, encode, _FACTORS[scale]) for part in weight.split(rows)]
+    codes, block_scale = (torch.cat([part[i] for part in parts]) for i in range(2))
+    decode = torch.tensor(1.0 / encode, dtype=torch.float32, device=weight.device)
+    return PackedWeight(codes, block_scale, decode)
+
+
+def _quantize_rows(weight: torch.Tensor, encode: float, factors: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
+    n, K = weight.shape
+    blocks = weight.float().view(n, K // BLOCK_SIZE, BLOCK_SIZE) * encode  # exact: a power of two
+    ideal = blocks.abs().amax(dim=-1) / E2M1_MAX
+    best_codes, best_scale, best_error = None, None, None
+    for factor in factors:
+        scale = (ideal * factor).clamp(E4M3_MIN_NORMAL, E4M3_MAX).to(torch.float8_e4m3fn)
+        step = scale.float()[..., None]
+        scaled = blocks / step
+        codes = _e2m1_codes(scaled)
+        if len(factors) == 1:
+            best_codes, best_scale = codes, scale
+            break
+        error = _block_error(scaled, codes) * step.squeeze(-1).square()
+        if best_error is None:
+            best_codes, best_scale, best_error = codes, scale, error
+            continue
+        better = error < best_error
+        best_codes = torch.where(better[..., None], codes, best_codes)
+        best_scale = torch.where(better, scale.view(torch.uint8), best_scale.view(torch.uint8)).view(scale.dtype)
+        best_error = torch.where(better, error, best_error)
+    codes = best_codes.view(n, K)
+    return codes[:, 0::2] | (codes[:, 1::2] << 4), best_scale
+
+
+def _e2m1_codes(x: torch.Tensor) -> torch.Tensor:
+    # Round to nearest, ties to even, on each of the grid's three spacings (0.5, 1, 2); torch.round ties to even.
+    a = x.abs().clamp(max=E2M1_MAX)
+    index = torch.where(a < 2, (a * 2).round(), torch.where(a < 4, a.round() + 2, (a / 2).round() + 4))
+    return index.to(torch.uint8) | (torch.signbit(x).to(torch.uint8) << 3)
+
+
+def _block_error(scaled: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    table = torch.tensor(E2M1_VALUES, device=scaled.device)
+    squared = (table[codes.int()] - scaled).square()
+    total = squared[..., 0]
+    for i in range(1, BLOCK_SIZE):  # fixed order: the same sum on every device
+        total = total + squared[..., i]
+    return total

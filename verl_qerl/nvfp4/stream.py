@@ -1,0 +1,177 @@
+"""A checkpoint as a stream of packed weights and other tensors: the one reader of the command line, actor and rollout.
+
+A bf16 checkpoint is quantized on the way, an NVFP4 one passes as it is. Memory: one tensor of a shard, plus the members
+of a fused group (q, k, v; gate, up) that are still waiting for each other.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.nvfp4 import checkpoint
+from verl_qerl.nvfp4.format import PackedWeight
+from verl_qerl.nvfp4.reference import quantize_group
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model directory whose tensors are known but not read.
+
+    Attributes:
+        path: The directory.
+        config: Its config.json.
+        layout: `bf16`, `compressed-tensors` or `modelopt`.
+        files: tensor name -> shard file name.
+        shapes: tensor name -> shape as stored.
+    """
+
+    path: Path
+    config: dict
+    layout: str
+    files: dict[str, str]
+    shapes: dict[str, tuple[int, ...]] = field(repr=False)
+
+    @property
+    def shards(self) -> list[str]:
+        """Shard file names in order."""
+        return sorted(set(self.files.values()))
+
+
+def open_source(path: str | Path) -> Source:
+    """Read config.json and the headers of every shard.
+
+    Raises:
+        CheckpointFormatError: A file is missing or cut short, the index names a tensor that no shard holds, or the
+            checkpoint is quantized in another way.
+    """
+    path = Path(path)
+    config = _read_json(path / "config.json")
+    layout = checkpoint.stored_format(config)
+    indexed = _read_json(path / INDEX)["weight_map"] if (path / INDEX).exists() else None
+    names = sorted(set(indexed.values())) if indexed else [SINGLE]
+    files: dict[str, str] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        with _open(path / name, "cpu") as shard:
+            for key in shard.keys():  # noqa: SIM118 (safe_open is no mapping)
+                files[key] = name
+                shapes[key] = tuple(shard.get_slice(key).get_shape())
+    lost = sorted(set(indexed or ()) - set(files))
+    if lost:
+        raise CheckpointFormatError(
+            f"{path / INDEX} names {len(lost)} tensors that no shard holds, first {lost[0]!r}."
+            " Every indexed tensor must be there. Download the model again."
+        )
+    return Source(path, config, layout, files, shapes)
+
+
+def stream(
+    source: Source,
+    scale: str = "minmax",
+    ignore: Sequence[str] | None = None,
+    device: str | torch.device = "cpu",
+) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
+    """Every tensor of the checkpoint, linears packed.
+
+    Args:
+        source: From `open_source`.
+        scale: Scale choice for a bf16 source; see `nvfp4.reference.quantize_group`.
+        ignore: Modules of a bf16 source left unquantized (default: lm_head). An NVFP4 source brings its own list.
+        device: Where weights are read to and quantized.
+
+    Yields:
+        (module name, PackedWeight) for a quantized linear, (tensor name, tensor) for everything else.
+
+    Raises:
+        CheckpointFormatError: A weight is incomplete, or members of a fused group disagree.
+        ValueError: A weight cannot be held by NVFP4.
+    """
+    rules = tuple(ignore if ignore is not None else checkpoint.DEFAULT_IGNORE)
+    if source.layout != "bf16":
+        yield from _stream_packed(source, device)
+        return
+    linears = {
+        name.removesuffix(".weight")
+        for name, shape in source.shapes.items()
+        if checkpoint.is_linear_weight(name, shape, rules)
+    }
+    waiting: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in _tensors(source, device):
+        module = name.removesuffix(".weight")
+        if module == name or module not in linears:
+            yield name, tensor
+            continue
+        key, members = checkpoint.fused_group(module)
+        group = waiting.setdefault(key, {})
+        group[module] = tensor
+        if set(group) == linears.intersection(members):
+            yield from quantize_group(waiting.pop(key), scale).items()
+
+
+def _stream_packed(source: Source, device: str | torch.device) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
+    marker = checkpoint.CODES if source.layout == "compressed-tensors" else "weight_scale_2"
+    modules = {name.rpartition(".")[0] for name in source.files if name.endswith(f".{marker}")}
+    wanted: dict[str, set[str]] = {}
+    for name in source.files:
+        module = name.rpartition(".")[0]
+        if module in modules and "bias" not in name and not checkpoint.is_activation_scale(name):
+            wanted.setdefault(module, set()).add(name.rpartition(".")[2])
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    fused: dict[str, dict[str, PackedWeight]] = {}
+    for name, tensor in _tensors(source, device):
+        module, _, kind = name.rpartition(".")
+        if checkpoint.is_activation_scale(name):
+            continue
+        if kind not in wanted.get(module, ()):
+            yield name, tensor
+            continue
+        held = parts.setdefault(module, {})
+        held[kind] = tensor
+        if set(held) != wanted[module]:
+            continue
+        key, members = checkpoint.fused_group(module)
+        group = fused.setdefault(key, {})
+        group[module] = checkpoint.from_tensors(module, parts.pop(module), source.layout)
+        if set(group) == modules.intersection(members):
+            checkpoint.check_fused(group)
+            yield from fused.pop(key).items()
+
+
+def _tensors(source: Source, device: str | torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in source.shards:
+        with _open(source.path / file, str(device)) as shard:
+            for name in shard.keys():  # noqa: SIM118
+                yield name, shard.get_tensor(name)
+
+
+def _open(path: Path, device: str) -> safe_open:
+    try:
+        return safe_open(path, framework="pt", device=device)
+    except FileNotFoundError as error:
+        raise CheckpointFormatError(
+            f"a shard is missing: {path}. Every shard that the index names must be there. Download the model again."
+        ) from error
+    except SafetensorError as error:
+        raise CheckpointFormatError(
+            f"a shard cannot be read: {path} ({error}). A whole safetensors file is accepted."
+            " It may be cut short: download it again."
+        ) from error
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointFormatError(
+            f"{path} does not exist. A directory in Hugging Face layout is accepted. Check the path."
+        ) from error
+    except json.JSONDecodeError as error:
+        raise CheckpointFormatError(f"{path} is not JSON: {error}. Download the model again.") from error
