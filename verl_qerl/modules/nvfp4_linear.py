@@ -1,0 +1,94 @@
+"""A frozen linear whose weight stays packed.
+
+The codes are called `weight`, as bitsandbytes does: PEFT then treats the module as the nn.Linear it is (`all-linear`,
+device placement, state-dict keys), and needs no wrapper class of its own.
+"""
+
+import torch
+import torch.nn as nn
+
+from verl_qerl.kernels.linear import nvfp4_linear
+from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
+
+
+class NVFP4Linear(nn.Linear):
+    """y = x W^T + bias, W in NVFP4 and frozen, gradients for x.
+
+    All packed tensors are uint8 parameters: FSDP2 shards and gathers them as bytes and no `.to(dtype)` reaches them.
+
+    Attributes:
+        weight: [N, K / 2] uint8, the codes.
+        weight_scale: [N, K / 16] uint8, the bytes of float8_e4m3fn.
+        weight_decode_scale: [4] uint8, the bytes of one float32.
+        bias: [N] floating point, frozen, or None.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: nn.Parameter | None, device: torch.device | str
+    ) -> None:
+        nn.Module.__init__(self)  # nn.Linear's own would allocate a dense weight
+        self.in_features = in_features
+        self.out_features = out_features
+        for name, shape in (
+            ("weight", (out_features, in_features // 2)),
+            ("weight_scale", (out_features, in_features // BLOCK_SIZE)),
+            ("weight_decode_scale", (4,)),
+        ):
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=torch.uint8, device=device), False))
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear) -> "NVFP4Linear":
+        """An unfilled module of the same size, on the device of `linear`; the bias is taken over.
+
+        Raises:
+            ValueError: in_features is not a multiple of 16.
+        """
+        if linear.in_features % BLOCK_SIZE:
+            raise ValueError(
+                f"in_features={linear.in_features} is not a multiple of {BLOCK_SIZE}. NVFP4 cannot hold this weight."
+                " Leave the module out of the match."
+            )
+        return cls(linear.in_features, linear.out_features, linear.bias, linear.weight.device)
+
+    def fill(self, packed: PackedWeight) -> None:
+        """Take over the tensors of `packed` (no copy; its device becomes the module's).
+
+        Raises:
+            ValueError: The shapes differ.
+        """
+        if packed.shape != (self.out_features, self.in_features):
+            raise ValueError(
+                f"the packed weight is {packed.shape}, the linear {(self.out_features, self.in_features)}."
+                " Both must be (out_features, in_features). Check that config.json belongs to these weights."
+            )
+        scale = packed.global_decode_scale.reshape(1).view(torch.uint8)
+        for name, tensor in (
+            ("weight", packed.codes),
+            ("weight_scale", packed.block_scale.view(torch.uint8)),
+            ("weight_decode_scale", scale),
+        ):
+            setattr(self, name, nn.Parameter(tensor, requires_grad=False))
+
+    def packed(self) -> PackedWeight:
+        """The weight as a PackedWeight over the module's own storage; sharded parameters are gathered (collective)."""
+        full = [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in self._packed_parameters()]
+        return PackedWeight(full[0], full[1].view(torch.float8_e4m3fn), full[2].view(torch.float32).reshape(()))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., K] -> [..., N], in the dtype of the input or of an active autocast."""
+        device = input.device.type
+        if torch.is_autocast_enabled(device):
+            input = input.to(torch.get_autocast_dtype(device))
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        codes, scale, decode = self._packed_parameters()
+        return nvfp4_linear(input, codes, scale, decode.view(torch.float32), bias)
+
+    def _packed_parameters(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.weight, self.weight_scale, self.weight_decode_scale  # type: ignore[return-value]
+
+    def extra_repr(self) -> str:
+        """As nn.Linear's, with the format."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, nvfp4"
