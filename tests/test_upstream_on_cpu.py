@@ -1,0 +1,150 @@
+"""A shim replaces what it was written for, gives it back, and refuses everything else."""
+
+import importlib
+import sys
+
+import pytest
+
+from verl_qerl.errors import UpstreamDriftError
+from verl_qerl.upstream import Shim, fingerprint, install, uninstall
+
+SOURCE = """
+import functools
+
+def scale(x):
+    return x * 2
+
+class Model:
+    def run(self, x):
+        return x * 3
+
+    @classmethod
+    def build(cls):
+        return cls()
+
+class Child(Model):
+    pass
+"""
+PATCHED_SOURCE = SOURCE.replace("x * 3", "x * 30")
+
+
+@pytest.fixture
+def upstream(tmp_path, monkeypatch):
+    """An installed package `toyhost` 1.2.0, shipped by a distribution of another name."""
+    info = tmp_path / "toyhost_cpu-1.2.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toyhost-cpu\nVersion: 1.2.0\n")
+    (info / "top_level.txt").write_text("toyhost\n")
+    (tmp_path / "toyhost").mkdir()
+    (tmp_path / "toyhost" / "__init__.py").write_text("")
+    (tmp_path / "toyhost" / "model.py").write_text(SOURCE)
+    (tmp_path / "toyhost" / "patched.py").write_text(PATCHED_SOURCE)
+    (tmp_path / "toyhost" / "user.py").write_text("from toyhost.model import scale\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("toyhost.model")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "toyhost"]:
+        del sys.modules[name]
+
+
+def times_ten(original):
+    def replacement(*args):
+        return original(*args) * 10
+
+    return replacement
+
+
+def make_shim(model, **changes):
+    patched = importlib.import_module("toyhost.patched")
+    fields = {
+        "target": "toyhost.model:Model.run",
+        "versions": ">=1.2,<1.3",
+        "fingerprint": fingerprint(model.Model.run),
+        "patched": fingerprint(patched.Model.run),
+        "patch": "toyhost/0001",
+        "wrap": times_ten,
+    }
+    return Shim(**(fields | changes))
+
+
+def test_replaces_once_and_gives_back(upstream):
+    shim = make_shim(upstream)
+    assert install(shim) is True
+    assert install(shim) is True
+    assert upstream.Model().run(1) == 30
+    uninstall(shim)
+    assert upstream.Model().run(1) == 3
+    uninstall(shim)
+    assert upstream.Model().run(1) == 3
+
+
+def test_replaces_a_function(upstream):
+    shim = make_shim(upstream, target="toyhost.model:scale", fingerprint=fingerprint(upstream.scale))
+    install(shim)
+    assert upstream.scale(1) == 20
+    uninstall(shim)
+    assert upstream.scale(1) == 2
+
+
+def test_the_replacement_looks_like_the_original(upstream):
+    before = fingerprint(upstream.Model.run)
+    install(make_shim(upstream))
+    assert upstream.Model.run.__qualname__ == "Model.run"
+    assert fingerprint(upstream.Model.run) == before
+
+
+def test_stands_down_where_the_patch_is_applied(upstream):
+    shim = make_shim(upstream, target="toyhost.patched:Model.run")
+    assert install(shim) is False
+    assert importlib.import_module("toyhost.patched").Model().run(1) == 30
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"versions": ">=2"}, "the installed version is 1.2.0"),
+        ({"fingerprint": "000000000000"}, "its source has fingerprint"),
+        ({"target": "toyhost.gone:Model.run"}, "No module named 'toyhost.gone'"),
+        ({"target": "toyhost.model:Gone.run"}, "no attribute 'Gone'"),
+        ({"target": "toyhost.model:Model.gone"}, "Model does not define gone"),
+        ({"target": "toyhost.model:Child.run"}, "Child does not define run"),
+        ({"target": "toyhost.model:Model.build"}, "it is a classmethod, not a plain function"),
+        ({"target": "toyhost.model:functools"}, "it is a module, not a plain function"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refuses_what_it_was_not_written_for(upstream, changes, reason):
+    with pytest.raises(UpstreamDriftError, match=reason) as caught:
+        install(make_shim(upstream, **changes))
+    assert "or apply patch toyhost/0001 instead." in str(caught.value)
+    assert upstream.Model().run(1) == 3
+
+
+def test_refuses_a_target_that_another_shim_has(upstream):
+    install(make_shim(upstream))
+    with pytest.raises(UpstreamDriftError, match="the shim of toyhost/0001 has replaced it already"):
+        install(make_shim(upstream, patch="toyhost/0002"))
+    uninstall(make_shim(upstream, patch="toyhost/0002"))
+    assert upstream.Model().run(1) == 30
+
+
+def test_refuses_a_function_that_is_bound_elsewhere(upstream):
+    importlib.import_module("toyhost.user")
+    shim = make_shim(upstream, target="toyhost.model:scale", fingerprint=fingerprint(upstream.scale))
+    with pytest.raises(UpstreamDriftError, match=r"imported by name already in toyhost\.user"):
+        install(shim)
+    assert upstream.scale(1) == 2
+
+
+def test_refuses_a_package_without_a_distribution(upstream, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.packages_distributions", dict)
+    with pytest.raises(UpstreamDriftError, match="no installed distribution ships the package toyhost"):
+        install(make_shim(upstream))
+
+
+def test_refuses_a_target_without_source(upstream):
+    namespace = {}
+    exec("def run(self, x):\n    return x\n", namespace)
+    shim = make_shim(upstream)
+    upstream.Model.run = namespace["run"]
+    with pytest.raises(UpstreamDriftError, match="or apply patch"):
+        install(shim)

@@ -1,0 +1,1 @@
+"""The mathematics of QeRL: pure functions, no model classes."""

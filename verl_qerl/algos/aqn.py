@@ -1,0 +1,150 @@
+"""Adaptive Quantization Noise (QeRL, arXiv 2510.11696, section 3.3 and algorithm 1).
+
+Training of M steps is cut into K equal stages. Stage 0 samples without noise; stage k = 1 .. K-1 adds
+Z ~ N(0, sigma_k^2) to the RMSNorm weights of the sampling model, with equation 8
+
+    sigma_k = sigma_start * (sigma_end / sigma_start) ^ ((k - 1) / (K - 2))
+
+The paper prints K - 1 in the exponent's denominator, which never reaches sigma_end; its code, and this, use K - 2.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+
+# t = 0 at stage 1, 1 at stage K - 1.
+_SCHEDULES: dict[str, Callable[[float, float, float, int], float]] = {
+    "exponential": lambda start, end, t, n: start * (end / start) ** t,
+    "linear": lambda start, end, t, n: start + (end - start) * t,
+    "cosine": lambda start, end, t, n: end + (start - end) * (1 + math.cos(math.pi * t)) / 2,
+    "logarithmic": lambda start, end, t, n: start + (end - start) * (math.log1p(t * n) / math.log1p(n) if n else 1.0),
+}
+SCHEDULES = tuple(_SCHEDULES)
+MODES = ("additive", "multiplicative")
+
+
+@dataclass(frozen=True)
+class AQNConfig:
+    """Options of Adaptive Quantization Noise; every default is the paper's (table 4, figure 9).
+
+    Attributes:
+        enabled: Whether noise is injected.
+        sigma_start: Standard deviation at stage 1, > 0, in units of the norm weights.
+        sigma_end: Standard deviation at the last stage, in (0, sigma_start].
+        num_stages: K >= 2, the first of which is free of noise.
+        schedule: `exponential`, `linear`, `cosine` or `logarithmic`.
+        mode: `additive` (w + Z) or `multiplicative` (w (1 + Z)).
+        targets: Names of the norms that get noise, the last part of the module's name.
+        seed: Of the draw, together with step and name.
+    """
+
+    enabled: bool = False
+    sigma_start: float = 1e-2
+    sigma_end: float = 5e-4
+    num_stages: int = 10
+    schedule: str = "exponential"
+    mode: str = "additive"
+    targets: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range.
+
+        Raises:
+            ValueError: One sentence that names the option, its value and what is accepted.
+        """
+        for name, value, kind in (("enabled", self.enabled, bool), ("seed", self.seed, int)):
+            if type(value) is not kind:
+                raise _bad(name, value, f"a {kind.__name__}")
+        for name in ("sigma_start", "sigma_end"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+                raise _bad(name, value, "a number in (0, 1); to switch noise off, leave out `+aqn.enabled=true`")
+        if self.sigma_end > self.sigma_start:
+            raise _bad("sigma_end", self.sigma_end, f"at most sigma_start={self.sigma_start}, since noise decays")
+        if type(self.num_stages) is not int or self.num_stages < 2:
+            raise _bad("num_stages", self.num_stages, "an integer of at least 2: one stage without noise, one with")
+        if self.schedule not in SCHEDULES:
+            raise _bad("schedule", self.schedule, f"one of {', '.join(SCHEDULES)}")
+        if self.mode not in MODES:
+            raise _bad("mode", self.mode, f"one of {', '.join(MODES)}")
+        if isinstance(self.targets, str) or not self.targets or not all(isinstance(t, str) for t in self.targets):
+            raise _bad("targets", self.targets, "a list of norm names such as [input_layernorm]")
+        object.__setattr__(self, "targets", tuple(self.targets))
+
+    @classmethod
+    def from_mapping(cls, options: dict[str, Any] | None) -> "AQNConfig":
+        """From the `aqn` node of a configuration; None gives the defaults (off).
+
+        Raises:
+            ValueError: An option is unknown or out of range.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in options or {}:
+            if name not in known:
+                raise ValueError(
+                    f"unknown option aqn.{name}={options[name]!r}. Known options are {', '.join(known)}."
+                    " Check the spelling."
+                )
+        return cls(**(options or {}))
+
+
+def stage_at_step(step: int, total_steps: int, num_stages: int) -> int:
+    """Stage k in [0, K-1] of training step 1 .. total_steps; stages differ in length by at most one step.
+
+    Raises:
+        ValueError: The step lies outside of training.
+    """
+    if not 1 <= step <= total_steps:
+        raise ValueError(f"step={step} is outside of training. Steps run from 1 to total_steps={total_steps}.")
+    return (step - 1) * num_stages // total_steps
+
+
+def sigma_at_step(config: AQNConfig, step: int, total_steps: int) -> float:
+    """Standard deviation of the noise while the rollouts of training step `step` (from 1) are sampled."""
+    stage = stage_at_step(step, total_steps, config.num_stages)
+    if not config.enabled or stage == 0:
+        return 0.0
+    intervals = config.num_stages - 2
+    t = (stage - 1) / intervals if intervals else 1.0
+    return _SCHEDULES[config.schedule](config.sigma_start, config.sigma_end, t, intervals)
+
+
+def draw_noise(seed: int, step: int, name: str, size: int) -> torch.Tensor:
+    """Standard normal numbers that depend on (seed, step, name) and on nothing else.
+
+    Philox, a counter-based generator in scalar code: the same on every rank, replica and kind of processor, which the
+    vectorized generators of torch do not promise.
+
+    Returns:
+        [size] float32 on the CPU.
+    """
+    key = hashlib.sha256(f"{seed}/{step}/{name}".encode()).digest()[:16]
+    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+    return torch.from_numpy(generator.standard_normal(size, dtype=np.float32))
+
+
+def noisy_weight(clean: torch.Tensor, noise: torch.Tensor, sigma: float, mode: str) -> torch.Tensor:
+    """w + sigma Z, or w (1 + sigma Z).
+
+    Args:
+        clean: [K] float32, the norm's weight w.
+        noise: [K] float32, Z of unit variance.
+        sigma: Standard deviation; 0 returns `clean` itself.
+        mode: `additive` or `multiplicative`.
+
+    Returns:
+        [K] float32.
+    """
+    if sigma == 0.0:
+        return clean
+    return clean + sigma * noise if mode == "additive" else clean * (1.0 + sigma * noise)
+
+
+def _bad(name: str, value: object, accepted: str) -> ValueError:
+    return ValueError(f"aqn.{name}={value!r} is out of range. Accepted is {accepted}. Set `+aqn.{name}=...` anew.")

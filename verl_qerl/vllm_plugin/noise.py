@@ -1,0 +1,69 @@
+"""Adaptive Quantization Noise on the norms of a vLLM model.
+
+The weights are kept in float32 from loading on: near 1, bf16 has steps of 2**-8 to 2**-7 and swallows most of a noise
+below 4e-3. vLLM's rms_norm takes a float32 weight for bf16 activations (its C kernel declines and the native one runs).
+They are changed in place, so that captured CUDA graphs and compiled code see it.
+"""
+
+import torch
+
+from verl_qerl.algos.aqn import AQNConfig, draw_noise, noisy_weight
+
+
+class NormNoise:
+    """The noisy norms of one worker. Create it after loading and before anything is compiled or captured.
+
+    Args:
+        model: The vLLM model; weights of the targets become float32.
+        config: Targets, mode and seed.
+
+    Raises:
+        ValueError: A target names no norm of this model.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: AQNConfig) -> None:
+        self._config = config
+        self._norms = _find(model, config.targets)
+        for norm in self._norms.values():
+            norm.weight.data = norm.weight.data.float()
+        self.recapture()
+
+    @property
+    def names(self) -> list[str]:
+        """Module names, in the order of the model."""
+        return list(self._norms)
+
+    def recapture(self) -> None:
+        """Take the present weights as the clean ones; after a full weight sync, never while noise is on."""
+        self._clean = {name: norm.weight.data.clone() for name, norm in self._norms.items()}
+
+    @torch.no_grad()
+    def apply(self, sigma: float, step: int) -> int:
+        """Set every norm to its clean weight plus noise; sigma 0 restores the clean weights bit for bit.
+
+        Returns:
+            Number of norms set.
+        """
+        for name, norm in self._norms.items():
+            clean = self._clean[name]
+            noise = draw_noise(self._config.seed, step, name, clean.numel()).to(clean.device) if sigma else clean
+            norm.weight.data.copy_(noisy_weight(clean, noise, sigma, self._config.mode))
+        return len(self._norms)
+
+
+def _find(model: torch.nn.Module, targets: tuple[str, ...]) -> dict[str, torch.nn.Module]:
+    found, present = {}, set()
+    for name, module in model.named_modules():
+        leaf = name.rpartition(".")[2]
+        weight = getattr(module, "weight", None)
+        if "norm" in leaf and isinstance(weight, torch.nn.Parameter) and weight.ndim == 1:
+            present.add(leaf)
+            if leaf in targets:
+                found[name] = module
+    lost = sorted(set(targets) - {name.rpartition(".")[2] for name in found})
+    if lost:
+        raise ValueError(
+            f"{type(model).__name__} has no norms named {lost}. Its norms are {sorted(present)}."
+            " Name them with `+aqn.targets=[...]`."
+        )
+    return found

@@ -1,0 +1,63 @@
+"""Methods that vLLM's workers gain: `collective_rpc("qerl_set_noise", ...)`.
+
+vLLM appends an extension to the bases of its worker class, so that nothing here can override a method; what has to run
+after loading is hung on the instance.
+"""
+
+from typing import Any
+
+import torch
+
+from verl_qerl.algos.aqn import AQNConfig
+from verl_qerl.vllm_plugin.noise import NormNoise
+
+# Key of `additional_config`, vLLM's door for options of a plugin.
+OPTIONS = "verl_qerl"
+
+
+class NoiseWorkerExtension:
+    """Adds noise to a worker whose `additional_config.verl_qerl.aqn` holds the options of AQNConfig."""
+
+    _qerl_noise: NormNoise | None
+
+    def __new__(cls, **kwargs: Any) -> Any:
+        """Create the worker; `load_model` prepares the norms before anything is compiled."""
+        instance = super().__new__(cls)
+        instance._qerl_noise = None
+        options = (getattr(kwargs.get("vllm_config"), "additional_config", None) or {}).get(OPTIONS, {})
+        config = AQNConfig.from_mapping(options.get("aqn"))
+        if config.enabled:
+            load_model = instance.load_model
+
+            def load_then_prepare(*args: Any, **load_kwargs: Any) -> None:
+                load_model(*args, **load_kwargs)
+                # Outside of the sleep-mode pool: a few hundred kB that stay readable while the engine sleeps.
+                instance._qerl_noise = NormNoise(instance.model_runner.get_model(), config)
+
+            instance.load_model = load_then_prepare
+        return instance
+
+    def qerl_set_noise(self, sigma: float, step: int) -> int:
+        """Give every target norm fresh noise; `reset_prefix_cache` must follow.
+
+        Args:
+            sigma: Standard deviation, 0 to restore.
+            step: Training step, part of the seed.
+
+        Returns:
+            Number of norms set.
+
+        Raises:
+            ValueError: The engine was started without noise.
+        """
+        if self._qerl_noise is None:
+            raise ValueError(
+                "this engine was started without noise. Options of AQN go into additional_config.verl_qerl.aqn."
+                " Start it with `+aqn.enabled=true`."
+            )
+        return self._qerl_noise.apply(sigma, step)
+
+    def qerl_norm_weights(self) -> dict[str, torch.Tensor]:
+        """name -> present float32 weight on the CPU, to look at."""
+        norms = self._qerl_noise._norms if self._qerl_noise else {}
+        return {name: norm.weight.data.cpu() for name, norm in norms.items()}
