@@ -7,7 +7,7 @@ set -euo pipefail
 # ---- user-adjustable ----
 NAME=qwen2_5_14b
 ROLLOUT=${ROLLOUT:-nvfp4}
-DATA_DIR=${DATA_DIR:-$HOME/data/math}
+DATA_DIR=${DATA_DIR:-$HOME/data/math_3_5}
 NNODES=${NNODES:-1}
 NUM_GPUS=${NUM_GPUS:-8}              # per node; the paper trains on 8
 MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-14B-Instruct}

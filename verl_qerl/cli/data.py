@@ -116,9 +116,7 @@ def read_jsonl(path: Path, required: Sequence[str]) -> list[Row]:
             raise ValueError(f"line {number} is not JSON: path={path}. {error.msg}. Mend or drop the line.") from error
         missing = [key for key in required if not isinstance(row, dict) or key not in row]
         if missing:
-            raise ValueError(
-                f"line {number} lacks {missing}: path={path}. Objects with them are accepted. Mend the line."
-            )
+            raise ValueError(f"line {number} lacks {missing}: path={path}. Give each line both.")
         rows.append(row)
     if not rows:
         raise ValueError(f"a file is empty: path={path}. At least one line is accepted. Check the path.")
@@ -181,7 +179,7 @@ def _math_row(record: Mapping[str, Any], split: str, index: int) -> Row:
     """From the hub's flat columns, or from a parquet that nests them in reward_model.ground_truth."""
     fields = record if "solution" in record else record["reward_model"]["ground_truth"]
     question, solution = fields.get("problem") or fields["question"], fields["solution"]
-    truth = fields.get("target") or last_boxed(solution)
+    truth = last_boxed(solution)  # as verl; a column `target`, where there is one, is normalised and fails its reward
     prompt = [{"role": "user", "content": f"{question} {MATH_INSTRUCTION}"}]
     row = _row(MATH_SOURCE, prompt, truth, split, index, question, solution)
     row["extra_info"] |= {"level": record["level"], "type": record["type"]}

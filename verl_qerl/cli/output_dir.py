@@ -16,7 +16,7 @@ def check_absent(path: Path) -> None:
     """
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise FileExistsError(
-            f"the output already exists: out={path}. A new or an empty directory is accepted. Remove it, or choose another."
+            f"the output already exists: out={path}. A new or empty directory is accepted. Choose another."
         )
 
 

@@ -9,7 +9,7 @@ def _gloo_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
     """Name the CPU once: verl's default backend on a CPU platform is "cpu:gloo,cpu:gloo", which torch refuses."""
 
     def initialize_global_process_group_ray(timeout_second: float | None = None, backend: str | None = None) -> None:
-        from verl.utils.device import get_device_name  # resolves verl's platform, so not before it is needed
+        from verl.utils.device import get_device_name  # listing the shims must not import verl
 
         if backend is None and get_device_name() == "cpu":
             backend = "gloo"

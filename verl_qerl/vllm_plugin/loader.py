@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from vllm.config import ModelConfig
 from vllm.config.load import LoadConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from verl_qerl.nvfp4.checkpoint import to_tensors
@@ -50,7 +51,7 @@ class NVFP4ModelLoader(BaseModelLoader):
         digests: dict[str, str] = {}
         device = next(model.parameters()).device
         loaded = model.load_weights(self._tensors(model_config.model, device, digests))
-        missing = sorted({name for name, _ in model.named_parameters()} - set(loaded))
+        missing = sorted(_required(model) - set(loaded))
         if missing:
             raise ValueError(
                 f"{model_config.model} lacks {len(missing)} parameters of {type(model).__name__}, first {missing[0]!r}."
@@ -67,6 +68,17 @@ class NVFP4ModelLoader(BaseModelLoader):
                 yield from to_tensors(name, item).items()
             else:
                 yield name, item
+
+
+def _required(model: torch.nn.Module) -> set[str]:
+    # Attention holds the scales of a quantized KV cache, which have defaults of their own.
+    optional = {
+        f"{name}.{key}"
+        for name, module in model.named_modules()
+        if isinstance(module, AttentionLayerBase)
+        for key, _ in module.named_parameters()
+    }
+    return {name for name, _ in model.named_parameters()} - optional
 
 
 def base_digests(model: torch.nn.Module) -> dict[str, str]:

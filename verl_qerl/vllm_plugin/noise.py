@@ -26,6 +26,7 @@ class NormNoise:
         self._norms = _find(model, config.targets)
         for norm in self._norms.values():
             norm.weight.data = norm.weight.data.float()
+        self._sigma, self._step = 0.0, 0
         self.recapture()
 
     @property
@@ -34,8 +35,9 @@ class NormNoise:
         return list(self._norms)
 
     def recapture(self) -> None:
-        """Take the present weights as the clean ones; after a full weight sync, never while noise is on."""
+        """Take the present weights as the clean ones, after a full weight sync; the noise goes back on top of them."""
         self._clean = {name: norm.weight.data.clone() for name, norm in self._norms.items()}
+        self.apply(self._sigma, self._step)
 
     @torch.no_grad()
     def apply(self, sigma: float, step: int) -> int:
@@ -44,6 +46,7 @@ class NormNoise:
         Returns:
             Number of norms set.
         """
+        self._sigma, self._step = sigma, step
         for name, norm in self._norms.items():
             clean = self._clean[name]
             noise = draw_noise(self._config.seed, step, name, clean.numel()).to(clean.device) if sigma else clean

@@ -21,20 +21,9 @@ class NoiseWorkerExtension:
     _qerl_noise: NormNoise | None
 
     def __new__(cls, **kwargs: Any) -> Any:
-        """Create the worker; `load_model` prepares the norms before anything is compiled."""
+        """Create the worker; `load_model` will prepare the norms."""
         instance = super().__new__(cls)
-        instance._qerl_noise = None
-        options = (getattr(kwargs.get("vllm_config"), "additional_config", None) or {}).get(OPTIONS, {})
-        config = AQNConfig.from_mapping(options.get("aqn"))
-        if config.enabled:
-            load_model = instance.load_model
-
-            def load_then_prepare(*args: Any, **load_kwargs: Any) -> None:
-                load_model(*args, **load_kwargs)
-                # Outside of the sleep-mode pool: a few hundred kB that stay readable while the engine sleeps.
-                instance._qerl_noise = NormNoise(instance.model_runner.get_model(), config)
-
-            instance.load_model = load_then_prepare
+        prepare_noise(instance, kwargs.get("vllm_config"))
         return instance
 
     def qerl_set_noise(self, sigma: float, step: int) -> int:
@@ -61,3 +50,25 @@ class NoiseWorkerExtension:
         """name -> present float32 weight on the CPU, to look at."""
         norms = self._qerl_noise._norms if self._qerl_noise else {}
         return {name: norm.weight.data.cpu() for name, norm in norms.items()}
+
+
+def prepare_noise(worker: Any, vllm_config: Any) -> None:
+    """Have `worker.load_model` prepare the norms when `additional_config.verl_qerl.aqn` asks for noise.
+
+    Raises:
+        ValueError: An option is unknown or out of range.
+    """
+    worker._qerl_noise = None
+    options = (getattr(vllm_config, "additional_config", None) or {}).get(OPTIONS, {})
+    config = AQNConfig.from_mapping(options.get("aqn"))
+    if not config.enabled:
+        return
+    load_model = worker.load_model
+
+    def load_then_prepare(*args: Any, **kwargs: Any) -> None:
+        load_model(*args, **kwargs)
+        # Before anything is compiled, and outside of the sleep-mode pool: a few hundred kB that stay readable while
+        # the engine sleeps.
+        worker._qerl_noise = NormNoise(worker.model_runner.get_model(), config)
+
+    worker.load_model = load_then_prepare

@@ -1,0 +1,83 @@
+"""A byte-level BPE tokenizer with a chat template, trained on the questions and answers of `pretrain`."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from verl_qerl.cli.data import gsm8k_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+VOCAB_MULTIPLE = 64  # vLLM and the GPU's matrix units pad to it; a padded vocabulary biases the mismatch metrics
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, *, split_digits: bool) -> "PreTrainedTokenizerFast":
+    """Train the tokenizer; its vocabulary is `vocab_size`, or the largest smaller multiple of 64 the texts allow.
+
+    Args:
+        texts: What merges are learned from; read once.
+        vocab_size: A multiple of 64, at least 320: 256 bytes and three special tokens have to fit.
+        split_digits: One token per digit, else one token per number where it is frequent enough.
+
+    Raises:
+        ValueError: `vocab_size` is not accepted.
+    """
+    if vocab_size < 320 or vocab_size % VOCAB_MULTIPLE:
+        raise ValueError(
+            f"the vocabulary size cannot be used: vocab_size={vocab_size}. A multiple of {VOCAB_MULTIPLE} from 320 is "
+            "accepted. Change --vocab-size."
+        )
+    texts = list(texts)
+    tokenizer = _train(texts, vocab_size, split_digits)
+    reached = tokenizer.get_vocab_size() // VOCAB_MULTIPLE * VOCAB_MULTIPLE
+    if reached != vocab_size:
+        tokenizer = _train(texts, reached, split_digits)
+    return _with_template(tokenizer)
+
+
+def encode_prompts(tokenizer: "PreTrainedTokenizerFast", questions: Sequence[str]) -> list[list[int]]:
+    """Token ids of the chats up to the assistant's turn, as verl sends them to the rollout."""
+    texts = [
+        tokenizer.apply_chat_template(gsm8k_prompt(question), tokenize=False, add_generation_prompt=True)
+        for question in questions
+    ]
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+
+def encode_answers(tokenizer: "PreTrainedTokenizerFast", answers: Sequence[str]) -> list[list[int]]:
+    """Token ids of the answers, each closed by the end-of-turn token."""
+    return tokenizer([answer + END for answer in answers], add_special_tokens=False)["input_ids"]
+
+
+def _train(texts: list[str], vocab_size: int, split_digits: bool):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    # Numbers are cut off from their blanks first: "has 12" and "12+3" then share one token for 12.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=split_digits), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, START, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _with_template(tokenizer) -> "PreTrainedTokenizerFast":
+    from transformers import PreTrainedTokenizerFast
+
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped

@@ -1,0 +1,219 @@
+"""`pretrain`: a tokenizer and a Qwen2 trained from scratch on questions and answers, ready for verl.
+
+The result is right sometimes, which is what reinforcement learning needs to start. Prompts go through the chat template
+and the GSM8K instruction that verl uses at rollout; nothing else is learned.
+"""
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_qerl.cli.data import read_jsonl
+from verl_qerl.cli.output_dir import check_absent, new_directory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+    from verl_qerl.cli.packing import Document
+
+HEAD_DIM = 64  # vLLM on a CPU has no attention kernel for less
+TOKENIZER_TEXTS = 5000  # per file; more do not change the merges of a small vocabulary
+
+
+@dataclass(frozen=True)
+class Size:
+    """Shape and training settings of one model size; widths are multiples of 128, which NVFP4 kernels take."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    split_digits: bool
+    lr: float
+    rows: int  # per batch
+    row_length: int | None  # tokens; None puts one problem into a row
+    prompt_weight: float  # of prompt tokens in the loss; answers have 1
+    max_new_tokens: int
+
+
+SIZES = {
+    "tiny": Size(256, 512, 2, 4, 2, 512, False, 3e-3, 32, None, 0.0, 40),
+    "small": Size(384, 1024, 6, 6, 6, 2048, True, 1.5e-3, 32, 512, 0.3, 256),
+    "100m": Size(768, 2304, 12, 12, 12, 8192, True, 1e-3, 128, 512, 0.3, 320),
+}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser("pretrain", help="train a tokenizer and a small Qwen2 from scratch")
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help="JSON lines with question and answer")
+    parser.add_argument("--repeats", type=int, nargs="+", help="how often a pass repeats each file (default: once)")
+    parser.add_argument("--out", type=Path, required=True, help="directory to create")
+    parser.add_argument("--size", choices=SIZES, default="tiny", help="default: %(default)s")
+    parser.add_argument("--minutes", type=float, default=1.0, help="training time at most (default: %(default)s)")
+    parser.add_argument("--max-steps", type=int, help="optimizer steps at most; the same model on any machine")
+    parser.add_argument("--vocab-size", type=int, help="multiple of 64")
+    parser.add_argument("--batch-size", type=int, help="rows per step")
+    parser.add_argument("--lr", type=float, help="peak learning rate")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--compile", action="store_true", help="torch.compile; pays for runs of some minutes on a GPU")
+    parser.add_argument("--eval-data", type=Path, help="held-out JSON lines (default: taken out of the first file)")
+    parser.add_argument("--eval-problems", type=int, default=200, help="default: %(default)s")
+    parser.add_argument("--target-accuracy", type=float, help="stop once sampled answers reach it, for example 0.3")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, report greedy and sampled accuracy, and save; the directory appears whole or not at all."""
+    import torch
+
+    from verl_qerl.cli.pretrain_loop import Budget, accuracy, train
+
+    check_absent(args.out)
+    size = SIZES[args.size]
+    _check(args)
+    sources, held_out = _read(args)
+    tokenizer, documents = _tokenize(sources, size, args)
+    torch.manual_seed(args.seed)
+    model = build_model(size, tokenizer).to(_device(args.device))
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"{parameters / 1e6:.2f} M parameters, vocabulary {len(tokenizer)}, {sum(map(len, documents))} problems")
+
+    def measure(count: int, sample: bool) -> float:
+        return accuracy(model, tokenizer, held_out[:count], sample=sample, max_new_tokens=size.max_new_tokens)
+
+    target = args.target_accuracy
+    trained = train(
+        model,
+        _batches(documents, tokenizer, size, args),
+        lr=args.lr or size.lr,
+        budget=Budget(60 * args.minutes, args.max_steps),
+        compile_model=args.compile,
+        is_good_enough=None if target is None else lambda: measure(64, sample=True) >= target,
+    )
+    model.to(torch.bfloat16)
+    torch.manual_seed(args.seed)
+    report = {
+        "parameters": parameters,
+        **asdict(trained),
+        "greedy_accuracy": measure(args.eval_problems, sample=False),
+        "sampled_accuracy": measure(args.eval_problems, sample=True),
+    }
+    with new_directory(args.out) as directory:
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        (directory / "pretrain.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{trained.steps} steps, {trained.tokens / 1e6:.2f} M tokens in {trained.seconds:.0f} s")
+    print(
+        f"accuracy on {min(args.eval_problems, len(held_out))} held-out problems: greedy "
+        f"{report['greedy_accuracy']:.1%}, sampled {report['sampled_accuracy']:.1%}"
+    )
+    return 0
+
+
+def build_model(size: Size, tokenizer: "PreTrainedTokenizerFast") -> "Qwen2ForCausalLM":
+    """A Qwen2 with random weights whose vocabulary is exactly the tokenizer's."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.minutes <= 0 or (args.max_steps is not None and args.max_steps < 1):
+        raise ValueError(
+            f"there is nothing to train: minutes={args.minutes}, max_steps={args.max_steps}. Positive values are "
+            "accepted. Raise them."
+        )
+    if args.repeats is not None and (len(args.repeats) != len(args.data) or min(args.repeats) < 1):
+        raise ValueError(
+            f"repeats do not fit the files: repeats={args.repeats} for {len(args.data)} files. One count from 1 per "
+            "file is accepted. Change --repeats."
+        )
+    if args.target_accuracy is not None and not 0 < args.target_accuracy <= 1:
+        raise ValueError(
+            f"the target is not a share: target_accuracy={args.target_accuracy}. 0 to 1 is accepted. Change it."
+        )
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("there is no GPU: device=cuda. cpu and auto are accepted here. Change --device.")
+    return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def _read(args: argparse.Namespace) -> tuple[list[list[dict[str, str]]], list[dict[str, str]]]:
+    """The problems of each file, and the held-out ones."""
+    sources = [read_jsonl(path, ("question", "answer")) for path in args.data]
+    if args.eval_data is not None:
+        return sources, read_jsonl(args.eval_data, ("question", "answer"))[: args.eval_problems]
+    held_out, sources[0] = sources[0][: args.eval_problems], sources[0][args.eval_problems :]
+    if not sources[0]:
+        raise ValueError(
+            f"no problem is left to train on: eval_problems={args.eval_problems}. Fewer than {args.data[0]} holds are "
+            "accepted. Lower it, or give --eval-data."
+        )
+    return sources, held_out
+
+
+def _tokenize(
+    sources: list[list[dict[str, str]]], size: Size, args: argparse.Namespace
+) -> "tuple[PreTrainedTokenizerFast, list[list[Document]]]":
+    from verl_qerl.cli.chat_tokenizer import encode_answers, encode_prompts, train_tokenizer
+    from verl_qerl.cli.data import gsm8k_prompt
+    from verl_qerl.cli.packing import Document
+
+    texts = (
+        text
+        for source in sources
+        for row in source[:TOKENIZER_TEXTS]
+        for text in ("user\n" + gsm8k_prompt(row["question"])[0]["content"], "assistant\n" + row["answer"])
+    )
+    tokenizer = train_tokenizer(texts, args.vocab_size or size.vocab, split_digits=size.split_digits)
+    documents = []
+    for path, source in zip(args.data, sources, strict=True):
+        prompts = encode_prompts(tokenizer, [row["question"] for row in source])
+        answers = encode_answers(tokenizer, [row["answer"] for row in source])
+        every = [Document(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        fitting = [doc for doc in every if size.row_length is None or len(doc) <= size.row_length]
+        if len(fitting) < len(every):
+            print(f"{path}: {len(every) - len(fitting)} problems are longer than {size.row_length} tokens, left out")
+        if not fitting:
+            raise ValueError(
+                f"every problem is too long: data={path}, {size.row_length} tokens are accepted. Drop the file."
+            )
+        documents.append(fitting)
+    return tokenizer, documents
+
+
+def _batches(documents, tokenizer: "PreTrainedTokenizerFast", size: Size, args: argparse.Namespace):
+    from verl_qerl.cli.packing import collate, document_stream, packed_rows, single_rows
+
+    stream = document_stream(documents, args.repeats or [1] * len(documents), args.seed)
+    num_rows = args.batch_size or size.rows
+    rows = single_rows(stream, num_rows) if size.row_length is None else packed_rows(stream, num_rows, size.row_length)
+    for batch in rows:
+        yield collate(
+            batch, pad_id=tokenizer.pad_token_id, prompt_weight=size.prompt_weight, row_length=size.row_length
+        )

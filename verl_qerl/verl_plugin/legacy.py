@@ -1,0 +1,16 @@
+"""verl's first trainer (`trainer.use_v1=False`) knows none of our options; say so instead of training without them."""
+
+import sys
+from types import ModuleType
+
+from verl_qerl import verl_plugin
+
+
+def install(module: ModuleType) -> None:
+    """Stop the program if it asks for QeRL.
+
+    Raises:
+        SystemExit: The command line sets one of our options.
+    """
+    if verl_plugin.asks_for_qerl(sys.argv):
+        raise SystemExit("trainer.use_v1=False has no AQN and no NVFP4. Accepted is True. Leave the option out.")

@@ -1,0 +1,131 @@
+"""The trainers of verl with Adaptive Quantization Noise.
+
+Noise is set right before each weight sync: norms are not synchronized with an adapter, their storage stays mapped while
+the engine sleeps, and verl drops the prefix cache after the sync. So the rollouts of step t are sampled, from their
+first token on, with the sigma and the draw of step t.
+"""
+
+import logging
+from types import ModuleType
+from typing import Any
+
+import ray
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
+from verl_qerl.verl_plugin.config import aqn_options
+
+logger = logging.getLogger(__name__)
+
+WORKER_EXTENSION = "verl_qerl.verl_plugin.worker_extension.WorkerExtension"
+# Trainers whose weight sync runs in `on_step_end`.
+_MODES = ("sync", "colocate_async")
+
+
+def install(module: ModuleType) -> None:
+    """Replace the trainers of verl's registry by subclasses; a second call does nothing."""
+    registry = module.trainer_base.TRAINER_REGISTRY
+    for mode, trainer in list(registry.items()):
+        if not issubclass(trainer, NoiseMixin):
+            registry[mode] = type(f"Qerl{trainer.__name__}", (NoiseMixin, trainer), {"__doc__": trainer.__doc__})
+
+
+class NoiseMixin:
+    """Hooks of verl's PPOTrainer; does nothing unless `aqn.enabled`."""
+
+    def __init__(self, config: DictConfig) -> None:
+        self._aqn = aqn_options(config)
+        self._aqn_num_norms = 0
+        if self._aqn.enabled:
+            mode = config.trainer.v1.trainer_mode
+            if mode not in _MODES:
+                raise ValueError(
+                    f"trainer.v1.trainer_mode={mode} has no noise. Accepted are {', '.join(_MODES)}."
+                    " Leave out `+aqn.enabled=true` or change the mode."
+                )
+            ask_workers_for_noise(config, self._aqn)
+        super().__init__(config)
+
+    def on_init_end(self) -> None:
+        """Noise of the first step, then the first weight sync."""
+        self._warn_of_skipped_stages()
+        self._set_noise(self.global_steps + 1)
+        super().on_init_end()
+
+    def on_step_end(self) -> None:
+        """Noise of the next step (none after the last), then the weight sync."""
+        used = self._sigma(self.global_steps)
+        num_norms = self._aqn_num_norms
+        self._set_noise(self.global_steps + 1)
+        super().on_step_end()
+        if self._aqn.enabled:
+            metrics = getattr(self, "_pending_sync_metrics", None) or {}
+            self._pending_sync_metrics = {**metrics, "aqn/sigma": used, "aqn/num_norms": num_norms}
+
+    def on_validate_begin(self) -> None:
+        """Validation samples from the clean model."""
+        self._switch_noise(0.0, 0)
+        super().on_validate_begin()
+
+    def on_validate_end(self) -> None:
+        """The noise that was on before comes back, draw included."""
+        super().on_validate_end()
+        # Before training, global_steps is the last finished step; in the loop, the step that just ended.
+        self._switch_noise(self._sigma(self.global_steps + 1), self.global_steps + 1)
+
+    def _sigma(self, step: int) -> float:
+        inside = 1 <= step <= self.total_training_steps
+        return sigma_at_step(self._aqn, step, self.total_training_steps) if inside else 0.0
+
+    def _set_noise(self, step: int) -> None:
+        if self._aqn.enabled:
+            self._aqn_num_norms = self._call_workers("qerl_set_noise", sigma=self._sigma(step), step=step)
+
+    def _switch_noise(self, sigma: float, step: int) -> None:
+        if self._aqn.enabled:
+            self._call_workers("qerl_set_noise", sigma=sigma, step=step)
+            ray.get([server.clear_kv_cache.remote() for server in self._servers()])
+
+    def _call_workers(self, method: str, **kwargs: Any) -> int:
+        """The answer of every worker of every replica, which must be the same number."""
+        calls = [server.collective_rpc.remote(method, kwargs=kwargs) for server in self._servers()]
+        answers = {answer for answers in ray.get(calls) for answer in answers or ()}
+        if len(answers) != 1 or not min(answers):
+            raise RuntimeError(
+                f"the rollout workers set {sorted(answers)} norms. All must set the same number, at least one."
+                " Check that every node has the same verl_qerl installed."
+            )
+        return answers.pop()
+
+    def _servers(self) -> list[Any]:
+        # The first server of a replica reaches all of its workers.
+        return [replica.servers[0] for replica in self.llm_server_manager.get_replicas()]
+
+    def _warn_of_skipped_stages(self) -> None:
+        if self._aqn.enabled and self.total_training_steps < self._aqn.num_stages:
+            logger.warning(
+                "aqn.num_stages=%d exceeds the %d steps of this run: some stages are skipped.",
+                self._aqn.num_stages,
+                self.total_training_steps,
+            )
+
+
+def ask_workers_for_noise(config: DictConfig, aqn: AQNConfig) -> None:
+    """Name our worker extension and hand it the options of AQN, by the door vLLM has for plugins.
+
+    Args:
+        config: Of the run, changed in place. A worker extension named by the user stays.
+        aqn: Options of the noise.
+    """
+    options = {name: getattr(aqn, name) for name in aqn.__dataclass_fields__}
+    options["targets"] = list(aqn.targets)
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name != "vllm":
+        raise ValueError(
+            f"actor_rollout_ref.rollout.name={rollout.name} has no noise. Accepted is vllm."
+            " Leave out `+aqn.enabled=true` or set the name."
+        )
+    with open_dict(config):
+        kwargs = rollout.engine_kwargs.vllm
+        kwargs.setdefault("worker_extension_cls", WORKER_EXTENSION)
+        OmegaConf.update(config, "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.aqn", options)
