@@ -4,7 +4,8 @@ set -euo pipefail
 
 # What is trained. The defaults fit two CPU cores.
 NUM_TRAIN=${NUM_TRAIN:-20000}             # word problems
-MAX_NUMBER=${MAX_NUMBER:-9}               # largest number in a question
+MAX_NUMBER=${MAX_NUMBER:-6}               # largest number in a question
+HASH_SHARE=${HASH_SHARE:-0.5}             # share of pretraining answers that end in `#### N`, as the reward wants
 PRETRAIN_STEPS=${PRETRAIN_STEPS:-320}     # at most; pretraining ends once TARGET_ACCURACY is reached
 PRETRAIN_MINUTES=${PRETRAIN_MINUTES:-3}   # at most
 TARGET_ACCURACY=${TARGET_ACCURACY:-0.25}  # share of sampled answers that are right before GRPO
@@ -40,7 +41,7 @@ fi
 # A directory appears whole or not at all, so one that exists is finished. Remove work/ to begin again.
 if [[ ! -d data ]]; then
     "$PYTHON" -m verl_qerl data arithmetic --out data --num-train "$NUM_TRAIN" --num-test 200 \
-        --max-number "$MAX_NUMBER" --seed "$SEED"
+        --max-number "$MAX_NUMBER" --hash-share "$HASH_SHARE" --seed "$SEED"
 fi
 if [[ ! -d base ]]; then
     "$PYTHON" -m verl_qerl pretrain --size tiny --data data/train.jsonl --eval-data data/test.jsonl --out base \

@@ -103,6 +103,19 @@ def test_arithmetic_splits_do_not_overlap_and_repeat_with_the_seed(tmp_path):
     assert read(tmp_path / "a" / "train.parquet") == read(tmp_path / "b" / "train.parquet")
 
 
+def test_the_share_of_endings_concerns_the_pretraining_file_only(tmp_path):
+    out = tmp_path / "out"
+    arguments = ["--num-train", "400", "--num-test", "50", "--hash-share", "0.25", "--out", str(out)]
+    assert main(["data", "arithmetic", *arguments]) == 0
+    rows = read(out / "train.parquet")
+    mixed = [json.loads(line)["answer"] for line in (out / "train.jsonl").read_text().splitlines()]
+    kept = [answer for answer, row in zip(mixed, rows, strict=True) if answer == row["extra_info"]["answer"]]
+    assert 0.15 < len(kept) / 400 < 0.35
+    for answer, row in zip(mixed, rows, strict=True):
+        assert answer.endswith((f"#### {row['reward_model']['ground_truth']}", "."))
+    assert "The answer is" not in (out / "test.jsonl").read_text()
+
+
 @pytest.mark.parametrize(
     ("solution", "expected"),
     [
@@ -144,6 +157,7 @@ def test_damaged_input_is_refused_and_nothing_is_written(gsm8k, tmp_path, capsys
     ("arguments", "message"),
     [
         (["gsm8k", "--source", "no-such-directory"], "no such source: source=no-such-directory"),
+        (["arithmetic", "--hash-share", "1.5"], "not a share: --hash-share=1.5"),
         (["arithmetic", "--num-test", "0"], "a split would be empty: --num-test=0"),
     ],
 )

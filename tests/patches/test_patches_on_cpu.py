@@ -1,6 +1,6 @@
 """Every patch is well formed, still applies to the pinned upstream, and is not upstream yet."""
 
-import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
@@ -64,8 +64,8 @@ each_patch = pytest.mark.parametrize("patch", ALL, ids=str)
 def copy_upstream(root: Path, *patches: Patch) -> Path:
     """Copy the files the patches touch out of the installed package."""
     for patch in patches:
-        (dist, *_) = importlib.metadata.packages_distributions()[patch.package]
-        site = Path(importlib.metadata.distribution(dist).locate_file(""))
+        (installed,) = importlib.util.find_spec(patch.package).submodule_search_locations
+        site = Path(installed).parent
         for name in patch.package_files:
             if not (root / name).exists() and (site / name).exists():
                 (root / name).parent.mkdir(parents=True, exist_ok=True)

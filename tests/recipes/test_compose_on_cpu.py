@@ -237,11 +237,12 @@ def test_twins_differ_only_in_what_is_declared(recorder: Path, script: Path) -> 
     assert differ - emptied == declared
 
 
+@each_twin
 @each_script
-def test_verl_accepts_every_key(recorder: Path, script: Path) -> None:
+def test_verl_accepts_every_key(recorder: Path, script: Path, twin: str) -> None:
     from verl.utils.config import omega_conf_to_dataclass
 
-    config = composed(recorder, script, "bf16")
+    config = composed(recorder, script, twin)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     actor.validate(config.trainer.n_gpus_per_node, config.data.train_batch_size, config.actor_rollout_ref.model)
     assert actor.checkpoint.save_lora_only

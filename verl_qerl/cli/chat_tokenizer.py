@@ -13,16 +13,19 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Qwen2's own: transformers rebuilds the tokenizer of a Qwen2 directory with it, whatever tokenizer.json says.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 VOCAB_MULTIPLE = 64  # vLLM and the GPU's matrix units pad to it; a padded vocabulary biases the mismatch metrics
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, *, split_digits: bool) -> "PreTrainedTokenizerFast":
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
     """Train the tokenizer; its vocabulary is `vocab_size`, or the largest smaller multiple of 64 the texts allow.
 
     Args:
         texts: What merges are learned from; read once.
         vocab_size: A multiple of 64, at least 320: 256 bytes and three special tokens have to fit.
-        split_digits: One token per digit, else one token per number where it is frequent enough.
 
     Raises:
         ValueError: `vocab_size` is not accepted.
@@ -33,10 +36,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, split_digits: bool
             "accepted. Change --vocab-size."
         )
     texts = list(texts)
-    tokenizer = _train(texts, vocab_size, split_digits)
+    tokenizer = _train(texts, vocab_size)
     reached = tokenizer.get_vocab_size() // VOCAB_MULTIPLE * VOCAB_MULTIPLE
     if reached != vocab_size:
-        tokenizer = _train(texts, reached, split_digits)
+        tokenizer = _train(texts, reached)
     return _with_template(tokenizer)
 
 
@@ -54,13 +57,16 @@ def encode_answers(tokenizer: "PreTrainedTokenizerFast", answers: Sequence[str])
     return tokenizer([answer + END for answer in answers], add_special_tokens=False)["input_ids"]
 
 
-def _train(texts: list[str], vocab_size: int, split_digits: bool):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+def _train(texts: list[str], vocab_size: int):
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    # Numbers are cut off from their blanks first: "has 12" and "12+3" then share one token for 12.
+    tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=split_digits), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

@@ -6,6 +6,7 @@ not in its wheel. `arithmetic` is generated and graded as GSM8K.
 
 import argparse
 import json
+import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,12 @@ def add_parser(subparsers: Any) -> None:
     arithmetic.add_argument("--seed", type=int, default=0)
     arithmetic.add_argument("--max-steps", type=int, default=2, help="steps per problem, 1 to 3 (default: %(default)s)")
     arithmetic.add_argument("--max-number", type=int, default=9, help="largest number asked (default: %(default)s)")
+    arithmetic.add_argument(
+        "--hash-share",
+        type=float,
+        default=1.0,
+        help="share of train.jsonl that ends in `#### N`; the rest ends in `The answer is N.` (default: %(default)s)",
+    )
     arithmetic.set_defaults(make=_arithmetic)
     for each in (gsm8k, math, arithmetic):
         each.add_argument("--out", type=Path, required=True, help="directory to create")
@@ -54,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     with new_directory(args.out) as directory:
         for split, rows in splits.items():
             _write(directory, split, rows)
+        if (share := getattr(args, "hash_share", 1.0)) < 1:
+            _mix_endings(directory / "train.jsonl", share, args.seed)
     for split, rows in splits.items():
         print(f"{args.out / split}.parquet: {len(rows)} rows")
     return 0
@@ -158,6 +167,8 @@ def _arithmetic(args: argparse.Namespace) -> dict[str, list[Row]]:
     for option, count in (("--num-train", args.num_train), ("--num-test", args.num_test)):
         if count < 1:
             raise ValueError(f"a split would be empty: {option}={count}. At least 1 is accepted. Raise it.")
+    if not 0 <= args.hash_share <= 1:
+        raise ValueError(f"not a share: --hash-share={args.hash_share}. 0 to 1 is accepted. Change it.")
     problems = generate(
         args.num_train + args.num_test, max_steps=args.max_steps, max_number=args.max_number, seed=args.seed
     )
@@ -205,9 +216,22 @@ def _write(directory: Path, split: str, rows: list[Row]) -> None:
 
     pq.write_table(pa.Table.from_pylist(rows), directory / f"{split}.parquet")
     if rows[0]["data_source"] == GSM8K_SOURCE:
-        with (directory / f"{split}.jsonl").open("w", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps({key: row["extra_info"][key] for key in ("question", "answer")}) + "\n")
+        problems = [{key: row["extra_info"][key] for key in ("question", "answer")} for row in rows]
+        _write_jsonl(directory / f"{split}.jsonl", problems)
+
+
+def _write_jsonl(path: Path, rows: Sequence[Row]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _mix_endings(path: Path, hash_share: float, seed: int) -> None:
+    """Let only `hash_share` of the answers end as the reward wants; what is pretrained on them has that to learn."""
+    rng = random.Random(seed)
+    rows = read_jsonl(path, ("question", "answer"))
+    for row in rows:
+        if rng.random() >= hash_share:
+            row["answer"] = _GSM8K_ANSWER.sub(r"The answer is \1.", row["answer"])
+    _write_jsonl(path, rows)
 
 
 def _local(source: str) -> Path | None:

@@ -32,7 +32,6 @@ class Size:
     heads: int
     kv_heads: int
     vocab: int
-    split_digits: bool
     lr: float
     rows: int  # per batch
     row_length: int | None  # tokens; None puts one problem into a row
@@ -41,9 +40,9 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(256, 512, 2, 4, 2, 512, False, 3e-3, 32, None, 0.0, 40),
-    "small": Size(384, 1024, 6, 6, 6, 2048, True, 1.5e-3, 32, 512, 0.3, 256),
-    "100m": Size(768, 2304, 12, 12, 12, 8192, True, 1e-3, 128, 512, 0.3, 320),
+    "tiny": Size(256, 512, 2, 4, 2, 512, 3e-3, 32, None, 0.0, 40),
+    "small": Size(384, 1024, 6, 6, 6, 2048, 1.5e-3, 32, 512, 0.3, 256),
+    "100m": Size(768, 2304, 12, 12, 12, 8192, 1e-3, 128, 512, 0.3, 320),
 }
 
 
@@ -190,7 +189,7 @@ def _tokenize(
         for row in source[:TOKENIZER_TEXTS]
         for text in ("user\n" + gsm8k_prompt(row["question"])[0]["content"], "assistant\n" + row["answer"])
     )
-    tokenizer = train_tokenizer(texts, args.vocab_size or size.vocab, split_digits=size.split_digits)
+    tokenizer = train_tokenizer(texts, args.vocab_size or size.vocab)
     documents = []
     for path, source in zip(args.data, sources, strict=True):
         prompts = encode_prompts(tokenizer, [row["question"] for row in source])

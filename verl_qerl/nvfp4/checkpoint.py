@@ -1,7 +1,7 @@
 """NVFP4 on disk: compressed-tensors `nvfp4-pack-quantized` (read and written) and ModelOpt NVFP4 (read).
 
-    compressed-tensors   weight_packed   weight_scale   weight_global_scale [1] = 1 / global_decode_scale
-    ModelOpt             weight          weight_scale   weight_scale_2     [] = global_decode_scale
+compressed-tensors   weight_packed   weight_scale   weight_global_scale [1] = 1 / global_decode_scale
+ModelOpt             weight          weight_scale   weight_scale_2     [] = global_decode_scale
 """
 
 import logging

@@ -63,6 +63,4 @@ class PackedWeight:
 
     def to(self, device: torch.device | str) -> "PackedWeight":
         """The same weight on `device`."""
-        return PackedWeight(
-            self.codes.to(device), self.block_scale.to(device), self.global_decode_scale.to(device)
-        )
+        return PackedWeight(self.codes.to(device), self.block_scale.to(device), self.global_decode_scale.to(device))

@@ -73,20 +73,36 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> tor
 
 
 def relative_error(weight: torch.Tensor, packed: PackedWeight) -> float:
-    """||dequantize(packed) - weight|| / ||weight||, Frobenius norms in float32; 0 for a zero weight."""
-    norm = weight.float().norm()
-    error = (dequantize(packed, torch.float32) - weight.float()).norm()
-    return float(error / norm) if norm > 0 else 0.0
+    """||dequantize(packed) - weight|| / ||weight||, Frobenius norms; 0 for a zero weight."""
+    N, K = packed.shape
+    rows = max(1, _CHUNK_ELEMENTS // K)
+    squares = torch.zeros(2, dtype=torch.float64, device=weight.device)
+    for i in range(0, N, rows):
+        part = PackedWeight(packed.codes[i : i + rows], packed.block_scale[i : i + rows], packed.global_decode_scale)
+        original = weight[i : i + rows].float()
+        error = dequantize(part, torch.float32) - original
+        squares += torch.stack([x.square().sum(dtype=torch.float64) for x in (error, original)])
+    error, norm = squares.sqrt().tolist()
+    return error / norm if norm > 0 else 0.0
+
+
+def check_in_features(name: str, in_features: int) -> None:
+    """Require in_features that NVFP4 can hold.
+
+    Raises:
+        ValueError: It is no multiple of 16.
+    """
+    if in_features % BLOCK_SIZE:
+        raise ValueError(
+            f"in_features={in_features} of {name!r} is not a multiple of {BLOCK_SIZE}."
+            f" NVFP4 cannot hold this weight. Add {name!r} to `ignore`."
+        )
 
 
 def _check(name: str, weight: torch.Tensor) -> None:
     if weight.ndim != 2 or not weight.is_floating_point():
         raise ValueError(f"{name!r} is {weight.dtype} with shape {tuple(weight.shape)}. NVFP4 holds float matrices.")
-    if weight.shape[1] % BLOCK_SIZE:
-        raise ValueError(
-            f"in_features={weight.shape[1]} of {name!r} is not a multiple of {BLOCK_SIZE}."
-            f" NVFP4 cannot hold this weight. Add {name!r} to `ignore`."
-        )
+    check_in_features(name, weight.shape[1])
     bad = weight.numel() - int(torch.isfinite(weight).sum())
     if bad:
         raise ValueError(
@@ -112,7 +128,7 @@ def _quantize(weight: torch.Tensor, encode: float, scale: str) -> PackedWeight:
 
 def _quantize_rows(weight: torch.Tensor, encode: float, factors: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
     n, K = weight.shape
-    blocks = weight.float().view(n, K // BLOCK_SIZE, BLOCK_SIZE) * encode  # exact: a power of two
+    blocks = weight.float().reshape(n, K // BLOCK_SIZE, BLOCK_SIZE) * encode  # exact: a power of two
     ideal = blocks.abs().amax(dim=-1) / E2M1_MAX
     best_codes, best_scale, best_error = None, None, None
     for factor in factors:

@@ -5,7 +5,7 @@ of a fused group (q, k, v; gate, up) that are still waiting for each other.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.nvfp4 import checkpoint
 from verl_qerl.nvfp4.format import PackedWeight
-from verl_qerl.nvfp4.reference import quantize_group
+from verl_qerl.nvfp4.reader import TensorSpec, read_shard
+from verl_qerl.nvfp4.reference import check_in_features, quantize_group
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -30,19 +31,24 @@ class Source:
         config: Its config.json.
         layout: `bf16`, `compressed-tensors` or `modelopt`.
         files: tensor name -> shard file name.
-        shapes: tensor name -> shape as stored.
+        specs: tensor name -> dtype and shape as stored.
     """
 
     path: Path
     config: dict
     layout: str
     files: dict[str, str]
-    shapes: dict[str, tuple[int, ...]] = field(repr=False)
+    specs: dict[str, TensorSpec] = field(repr=False)
 
     @property
     def shards(self) -> list[str]:
         """Shard file names in order."""
         return sorted(set(self.files.values()))
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors as stored."""
+        return sum(spec.size_bytes for spec in self.specs.values())
 
 
 def open_source(path: str | Path) -> Source:
@@ -58,19 +64,47 @@ def open_source(path: str | Path) -> Source:
     indexed = _read_json(path / INDEX)["weight_map"] if (path / INDEX).exists() else None
     names = sorted(set(indexed.values())) if indexed else [SINGLE]
     files: dict[str, str] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    specs: dict[str, TensorSpec] = {}
     for name in names:
-        with _open(path / name, "cpu") as shard:
-            for key in shard.keys():  # noqa: SIM118 (safe_open is no mapping)
-                files[key] = name
-                shapes[key] = tuple(shard.get_slice(key).get_shape())
+        found = _specs(path / name)
+        specs |= found
+        files |= dict.fromkeys(found, name)
     lost = sorted(set(indexed or ()) - set(files))
     if lost:
         raise CheckpointFormatError(
             f"{path / INDEX} names {len(lost)} tensors that no shard holds, first {lost[0]!r}."
             " Every indexed tensor must be there. Download the model again."
         )
-    return Source(path, config, layout, files, shapes)
+    return Source(path, config, layout, files, specs)
+
+
+def linear_modules(source: Source, ignore: Sequence[str] | None = None) -> set[str]:
+    """The modules of a bf16 source that `stream` quantizes.
+
+    Raises:
+        ValueError: There is none, one has in_features that NVFP4 cannot hold, or a fused group is ignored in part.
+    """
+    rules = tuple(ignore if ignore is not None else checkpoint.DEFAULT_IGNORE)
+    found = {
+        name.removesuffix(".weight"): spec.shape
+        for name, spec in source.specs.items()
+        if checkpoint.is_linear_weight(name, spec.shape, rules)
+    }
+    if not found:
+        raise ValueError(
+            f"{source.path} holds no linear to quantize: ignore={list(rules)}. Matrices named "
+            "`...layers.<i>...weight` are quantized. Check the model family and `ignore`."
+        )
+    for module, (_, in_features) in found.items():
+        check_in_features(module, in_features)
+        members = [name for name in checkpoint.fused_group(module)[1] if f"{name}.weight" in source.files]
+        left_out = sorted(set(members) - set(found))
+        if left_out:
+            raise ValueError(
+                f"a group of linears that vLLM runs as one is ignored in part: ignored={left_out} of {members}. "
+                "All or none of them are quantized. Name all of them in `ignore`, or none."
+            )
+    return set(found)
 
 
 def stream(
@@ -78,6 +112,7 @@ def stream(
     scale: str = "minmax",
     ignore: Sequence[str] | None = None,
     device: str | torch.device = "cpu",
+    observe: Callable[[str, torch.Tensor, PackedWeight], None] | None = None,
 ) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
     """Every tensor of the checkpoint, linears packed.
 
@@ -86,23 +121,19 @@ def stream(
         scale: Scale choice for a bf16 source; see `nvfp4.reference.quantize_group`.
         ignore: Modules of a bf16 source left unquantized (default: lm_head). An NVFP4 source brings its own list.
         device: Where weights are read to and quantized.
+        observe: Called with module, original and packed weight of each linear that is quantized here.
 
     Yields:
         (module name, PackedWeight) for a quantized linear, (tensor name, tensor) for everything else.
 
     Raises:
         CheckpointFormatError: A weight is incomplete, or members of a fused group disagree.
-        ValueError: A weight cannot be held by NVFP4.
+        ValueError: A weight cannot be held by NVFP4; see also `linear_modules`.
     """
-    rules = tuple(ignore if ignore is not None else checkpoint.DEFAULT_IGNORE)
     if source.layout != "bf16":
         yield from _stream_packed(source, device)
         return
-    linears = {
-        name.removesuffix(".weight")
-        for name, shape in source.shapes.items()
-        if checkpoint.is_linear_weight(name, shape, rules)
-    }
+    linears = linear_modules(source, ignore)
     waiting: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in _tensors(source, device):
         module = name.removesuffix(".weight")
@@ -113,7 +144,11 @@ def stream(
         group = waiting.setdefault(key, {})
         group[module] = tensor
         if set(group) == linears.intersection(members):
-            yield from quantize_group(waiting.pop(key), scale).items()
+            packed = quantize_group(waiting.pop(key), scale)
+            if observe:
+                for member, original in group.items():
+                    observe(member, original, packed[member])
+            yield from packed.items()
 
 
 def _stream_packed(source: Source, device: str | torch.device) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
@@ -146,10 +181,28 @@ def _stream_packed(source: Source, device: str | torch.device) -> Iterator[tuple
 
 
 def _tensors(source: Source, device: str | torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     for file in source.shards:
-        with _open(source.path / file, str(device)) as shard:
-            for name in shard.keys():  # noqa: SIM118
-                yield name, shard.get_tensor(name)
+        for name, tensor in _read(source.path / file, device):
+            if source.files[name] == file:  # a tensor that two shards hold comes once
+                yield name, tensor
+
+
+def _read(path: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    if device.type == "cuda":
+        yield from read_shard(path, device)
+        return
+    with _open(path, "cpu") as shard:  # pages are read as they are used, and arithmetic on a CPU is slower than that
+        for name in shard.keys():  # noqa: SIM118 (safe_open is no mapping)
+            yield name, shard.get_tensor(name)
+
+
+def _specs(path: Path) -> dict[str, TensorSpec]:
+    with _open(path, "cpu") as shard:
+        slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118
+        return {name: TensorSpec(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
 
 
 def _open(path: Path, device: str) -> safe_open:

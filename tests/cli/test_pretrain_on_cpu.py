@@ -1,0 +1,93 @@
+import json
+
+import pytest
+import torch
+
+from verl_qerl.cli import main
+from verl_qerl.cli.pretrain import HEAD_DIM, SIZES, build_model
+from verl_qerl.cli.word_problems import generate
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "problems.jsonl"
+    rows = generate(64, max_steps=1, max_number=6, seed=0)
+    path.write_text("".join(json.dumps({"question": r.question, "answer": r.answer}) + "\n" for r in rows))
+    return path
+
+
+def pretrain(problems, out, *arguments):
+    common = ["--eval-problems", "4", "--max-steps", "3", "--batch-size", "4"]
+    return main(["pretrain", "--data", str(problems), "--out", str(out), *common, *arguments])
+
+
+@pytest.mark.parametrize("size", ["tiny", "small"])
+def test_what_is_saved_loads_in_transformers(problems, tmp_path, size, capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert pretrain(problems, tmp_path / "out", "--size", size, "--vocab-size", "320", "--repeats", "2") == 0
+    assert "accuracy on 4 held-out problems: greedy" in capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert model.dtype is torch.bfloat16
+    assert model.config.vocab_size == len(tokenizer) == 320
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
+    assert json.loads((tmp_path / "out" / "pretrain.json").read_text())["steps"] == 3
+
+
+def test_the_same_seed_and_steps_give_the_same_model(problems, tmp_path):
+    from safetensors.torch import load_file
+
+    for out, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        pretrain(problems, tmp_path / out, "--seed", seed)
+    a, b, c = (load_file(tmp_path / out / "model.safetensors") for out in "abc")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not torch.equal(a["lm_head.weight"], c["lm_head.weight"])
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_widths_suit_nvfp4_kernels_and_attention(name):
+    class Tokenizer:
+        eos_token_id, pad_token_id = 2, 0
+
+        def __len__(self):
+            return SIZES[name].vocab
+
+    size = SIZES[name]
+    assert HEAD_DIM == 64
+    assert all(width % 128 == 0 for width in (size.hidden, size.intermediate, 64 * size.heads, 64 * size.kv_heads))
+    with torch.device("meta"):
+        model = build_model(size, Tokenizer())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    low, high = {"tiny": (1e6, 2e6), "small": (1e7, 2e7), "100m": (1e8, 1.2e8)}[name]
+    assert low <= parameters <= high
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--minutes", "0"], "there is nothing to train: minutes=0.0"),
+        (["--repeats", "1", "2"], "repeats do not fit the files"),
+        (["--repeats", "0"], "repeats do not fit the files"),
+        (["--target-accuracy", "30"], "target_accuracy=30.0"),
+        (["--vocab-size", "333"], "vocab_size=333"),
+        (["--eval-problems", "64"], "no problem is left to train on"),
+        (["--eval-data", "none.jsonl"], "a file is missing: path=none.jsonl"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence_and_write_nothing(problems, tmp_path, capsys, arguments, message):
+    with pytest.raises(SystemExit) as exit_info:
+        pretrain(problems, tmp_path / "out", *arguments)
+    assert exit_info.value.code == 1
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_earlier_output_is_refused_before_training(problems, tmp_path, capsys):
+    (tmp_path / "kept").write_text("x")
+    with pytest.raises(SystemExit):
+        pretrain(problems, tmp_path)
+    captured = capsys.readouterr()
+    assert "the output already exists" in captured.err
+    assert "parameters" not in captured.out
