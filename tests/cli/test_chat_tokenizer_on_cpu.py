@@ -1,6 +1,6 @@
 import pytest
 
-from verl_qerl.cli.chat_tokenizer import END, SPLIT, encode_answers, encode_prompts, train_tokenizer
+from verl_qerl.cli.chat_tokenizer import END, END_ID, PAD_ID, SPLIT, encode_answers, encode_prompts, train_tokenizer
 from verl_qerl.cli.data import gsm8k_prompt
 from verl_qerl.cli.word_problems import generate
 
@@ -28,7 +28,8 @@ def test_prompts_are_what_verl_sends(tokenizer):
 
 def test_answers_end_with_the_end_of_sequence_and_survive_decoding(tokenizer):
     (ids,) = encode_answers(tokenizer, [PROBLEMS[0].answer])
-    assert ids[-1] == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids(END)
+    assert ids[-1] == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids(END) == END_ID
+    assert tokenizer.pad_token_id == PAD_ID
     assert tokenizer.decode(ids, skip_special_tokens=True) == PROBLEMS[0].answer
 
 

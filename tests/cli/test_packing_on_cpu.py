@@ -33,6 +33,22 @@ def test_packing_cuts_nothing_loses_nothing_and_leaves_little_room():
     assert len(seen) == len(set(seen)) > 100
 
 
+def test_what_does_not_fit_comes_in_a_later_batch():
+    drawn, seen = [], []
+
+    def recorded(stream):
+        for document in stream:
+            drawn.append(id(document))
+            yield document
+
+    stream = recorded(iter(documents([300] * 50 + [10] * 50)))
+    for rows in islice(packed_rows(stream, 4, 512), 5):
+        seen += [id(document) for row in rows for document in row]
+    assert len(seen) == len(set(seen))
+    # The first 13 long ones are more than three batches hold, one per row.
+    assert set(drawn[:12]) <= set(seen)
+
+
 def test_single_rows_hold_one_document():
     (rows,) = islice(single_rows(document_stream([documents([5, 6, 7])], [1], seed=0), 3), 1)
     assert sorted(len(document) for (document,) in rows) == [5, 6, 7]

@@ -29,7 +29,7 @@ def batch(tokenizer):
 
 def learn(tokenizer, batch, steps, is_good_enough=None):
     torch.manual_seed(0)
-    model = build_model(SIZES["tiny"], tokenizer)
+    model = build_model(SIZES["tiny"], tokenizer, "cpu")
     trained = train(
         model,
         itertools.repeat(batch),

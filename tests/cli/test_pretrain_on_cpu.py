@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from verl_qerl.cli import main
-from verl_qerl.cli.pretrain import HEAD_DIM, SIZES, build_model
+from verl_qerl.cli.pretrain import SIZES, build_model
 from verl_qerl.cli.word_problems import generate
 
 
@@ -49,16 +49,13 @@ def test_the_same_seed_and_steps_give_the_same_model(problems, tmp_path):
 @pytest.mark.parametrize("name", SIZES)
 def test_widths_suit_nvfp4_kernels_and_attention(name):
     class Tokenizer:
-        eos_token_id, pad_token_id = 2, 0
-
         def __len__(self):
             return SIZES[name].vocab
 
     size = SIZES[name]
-    assert HEAD_DIM == 64
+    assert size.hidden == 64 * size.heads
     assert all(width % 128 == 0 for width in (size.hidden, size.intermediate, 64 * size.heads, 64 * size.kv_heads))
-    with torch.device("meta"):
-        model = build_model(size, Tokenizer())
+    model = build_model(size, Tokenizer(), "meta")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     low, high = {"tiny": (1e6, 2e6), "small": (1e7, 2e7), "100m": (1e8, 1.2e8)}[name]
     assert low <= parameters <= high
@@ -67,7 +64,7 @@ def test_widths_suit_nvfp4_kernels_and_attention(name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--minutes", "0"], "there is nothing to train: minutes=0.0"),
+        (["--minutes", "0"], "there is nothing to do: minutes=0.0"),
         (["--repeats", "1", "2"], "repeats do not fit the files"),
         (["--repeats", "0"], "repeats do not fit the files"),
         (["--target-accuracy", "30"], "target_accuracy=30.0"),
@@ -90,4 +87,14 @@ def test_earlier_output_is_refused_before_training(problems, tmp_path, capsys):
         pretrain(problems, tmp_path)
     captured = capsys.readouterr()
     assert "the output already exists" in captured.err
+    assert "parameters" not in captured.out
+
+
+def test_a_held_out_answer_without_a_result_is_refused_before_training(tmp_path, capsys):
+    path = tmp_path / "problems.jsonl"
+    path.write_text('{"question": "?", "answer": "The answer is 5."}\n' * 20)
+    with pytest.raises(SystemExit):
+        pretrain(path, tmp_path / "out")
+    captured = capsys.readouterr()
+    assert "an answer has no result" in captured.err
     assert "parameters" not in captured.out

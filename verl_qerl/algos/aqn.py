@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-# t = 0 at stage 1, 1 at stage K - 1.
+# t = (k - 1) / n with n = K - 2 intervals: 0 at stage 1, below 1 up to stage K - 2.
 _SCHEDULES: dict[str, Callable[[float, float, float, int], float]] = {
     "exponential": lambda start, end, t, n: start * (end / start) ** t,
     "linear": lambda start, end, t, n: start + (end - start) * t,
     "cosine": lambda start, end, t, n: end + (start - end) * (1 + math.cos(math.pi * t)) / 2,
-    "logarithmic": lambda start, end, t, n: start + (end - start) * (math.log1p(t * n) / math.log1p(n) if n else 1.0),
+    "logarithmic": lambda start, end, t, n: start + (end - start) * math.log1p(t * n) / math.log1p(n),
 }
 SCHEDULES = tuple(_SCHEDULES)
 MODES = ("additive", "multiplicative")
@@ -73,7 +73,8 @@ class AQNConfig:
             raise _bad("schedule", self.schedule, f"one of {', '.join(SCHEDULES)}")
         if self.mode not in MODES:
             raise _bad("mode", self.mode, f"one of {', '.join(MODES)}")
-        if isinstance(self.targets, str) or not self.targets or not all(isinstance(t, str) for t in self.targets):
+        is_list = isinstance(self.targets, list | tuple) and len(self.targets) > 0
+        if not is_list or not all(isinstance(target, str) for target in self.targets):
             raise _bad("targets", self.targets, "a list of norm names such as [input_layernorm]")
         object.__setattr__(self, "targets", tuple(self.targets))
 
@@ -84,6 +85,11 @@ class AQNConfig:
         Raises:
             ValueError: An option is unknown or out of range.
         """
+        if options is not None and not isinstance(options, dict):
+            raise ValueError(
+                f"aqn={options!r} is no group of options. Accepted are options such as `+aqn.enabled=true`."
+                " Set them one by one."
+            )
         known = [field.name for field in fields(cls)]
         for name in options or {}:
             if name not in known:
@@ -110,9 +116,10 @@ def sigma_at_step(config: AQNConfig, step: int, total_steps: int) -> float:
     stage = stage_at_step(step, total_steps, config.num_stages)
     if not config.enabled or stage == 0:
         return 0.0
+    if stage == config.num_stages - 1:
+        return config.sigma_end  # without the rounding of the formulas; with K = 2 the only stage with noise
     intervals = config.num_stages - 2
-    t = (stage - 1) / intervals if intervals else 1.0
-    return _SCHEDULES[config.schedule](config.sigma_start, config.sigma_end, t, intervals)
+    return _SCHEDULES[config.schedule](config.sigma_start, config.sigma_end, (stage - 1) / intervals, intervals)
 
 
 def draw_noise(seed: int, step: int, name: str, size: int) -> torch.Tensor:
@@ -130,7 +137,7 @@ def draw_noise(seed: int, step: int, name: str, size: int) -> torch.Tensor:
 
 
 def noisy_weight(clean: torch.Tensor, noise: torch.Tensor, sigma: float, mode: str) -> torch.Tensor:
-    """w + sigma Z, or w (1 + sigma Z).
+    """The weight to sample with: w + sigma Z, or w (1 + sigma Z).
 
     Args:
         clean: [K] float32, the norm's weight w.

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 from verl_qerl.cli.data import gsm8k_prompt
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+PAD, START, END = SPECIAL = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+PAD_ID, END_ID = SPECIAL.index(PAD), SPECIAL.index(END)  # the trainer numbers special tokens first
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -46,7 +48,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
 def encode_prompts(tokenizer: "PreTrainedTokenizerFast", questions: Sequence[str]) -> list[list[int]]:
     """Token ids of the chats up to the assistant's turn, as verl sends them to the rollout."""
     texts = [
-        tokenizer.apply_chat_template(gsm8k_prompt(question), tokenize=False, add_generation_prompt=True)
+        str(tokenizer.apply_chat_template(gsm8k_prompt(question), tokenize=False, add_generation_prompt=True))
         for question in questions
     ]
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -57,7 +59,7 @@ def encode_answers(tokenizer: "PreTrainedTokenizerFast", answers: Sequence[str])
     return tokenizer([answer + END for answer in answers], add_special_tokens=False)["input_ids"]
 
 
-def _train(texts: list[str], vocab_size: int):
+def _train(texts: list[str], vocab_size: int) -> "Tokenizer":
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -71,7 +73,7 @@ def _train(texts: list[str], vocab_size: int):
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[PAD, START, END],
+        special_tokens=list(SPECIAL),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -79,7 +81,7 @@ def _train(texts: list[str], vocab_size: int):
     return tokenizer
 
 
-def _with_template(tokenizer) -> "PreTrainedTokenizerFast":
+def _with_template(tokenizer: "Tokenizer") -> "PreTrainedTokenizerFast":
     from transformers import PreTrainedTokenizerFast
 
     wrapped = PreTrainedTokenizerFast(

@@ -244,11 +244,11 @@ def _local(source: str) -> Path | None:
     raise FileNotFoundError(f"no such source: source={source}. A directory or owner/name is accepted. Check --source.")
 
 
-def _from_hub(name: str, split: str, config: str | None) -> Iterable[Mapping[str, Any]]:
+def _from_hub(name: str, split: str, config: str | None) -> list[Row]:
     import datasets
 
     try:
-        return datasets.load_dataset(name, config, split=split)
+        return datasets.load_dataset(name, config, split=split).to_list()
     except ConnectionError as error:
         raise ValueError(f"the hub did not answer: source={name}. {error}. Give a directory with --source.") from error
 

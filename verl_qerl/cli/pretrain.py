@@ -6,25 +6,30 @@ and the GSM8K instruction that verl uses at rollout; nothing else is learned.
 
 import argparse
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_qerl.cli.data import read_jsonl
+from verl_qerl.cli.chat_tokenizer import END_ID, PAD_ID
+from verl_qerl.cli.data import gsm8k_ground_truth, read_jsonl
 from verl_qerl.cli.output_dir import check_absent, new_directory
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
     from verl_qerl.cli.packing import Document
 
-HEAD_DIM = 64  # vLLM on a CPU has no attention kernel for less
 TOKENIZER_TEXTS = 5000  # per file; more do not change the merges of a small vocabulary
 
 
 @dataclass(frozen=True)
 class Size:
-    """Shape and training settings of one model size; widths are multiples of 128, which NVFP4 kernels take."""
+    """Shape and training settings of one model size.
+
+    Widths are multiples of 128, which NVFP4 kernels take, and a head has 64, the least vLLM has a CPU kernel for.
+    """
 
     hidden: int
     intermediate: int
@@ -71,43 +76,21 @@ def run(args: argparse.Namespace) -> int:
     """Train, report greedy and sampled accuracy, and save; the directory appears whole or not at all."""
     import torch
 
-    from verl_qerl.cli.pretrain_loop import Budget, accuracy, train
-
     check_absent(args.out)
     size = SIZES[args.size]
     _check(args)
     sources, held_out = _read(args)
     tokenizer, documents = _tokenize(sources, size, args)
     torch.manual_seed(args.seed)
-    model = build_model(size, tokenizer).to(_device(args.device))
+    model = build_model(size, tokenizer, _device(args.device))
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters / 1e6:.2f} M parameters, vocabulary {len(tokenizer)}, {sum(map(len, documents))} problems")
-
-    def measure(count: int, sample: bool) -> float:
-        return accuracy(model, tokenizer, held_out[:count], sample=sample, max_new_tokens=size.max_new_tokens)
-
-    target = args.target_accuracy
-    trained = train(
-        model,
-        _batches(documents, tokenizer, size, args),
-        lr=args.lr or size.lr,
-        budget=Budget(60 * args.minutes, args.max_steps),
-        compile_model=args.compile,
-        is_good_enough=None if target is None else lambda: measure(64, sample=True) >= target,
-    )
-    model.to(torch.bfloat16)
-    torch.manual_seed(args.seed)
-    report = {
-        "parameters": parameters,
-        **asdict(trained),
-        "greedy_accuracy": measure(args.eval_problems, sample=False),
-        "sampled_accuracy": measure(args.eval_problems, sample=True),
-    }
+    report = {"parameters": parameters, **_train(model, tokenizer, documents, held_out, args)}
     with new_directory(args.out) as directory:
         model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
+        tokenizer.save_pretrained(str(directory))
         (directory / "pretrain.json").write_text(json.dumps(report, indent=1) + "\n")
-    print(f"{trained.steps} steps, {trained.tokens / 1e6:.2f} M tokens in {trained.seconds:.0f} s")
+    print(f"{report['steps']} steps, {report['tokens'] / 1e6:.2f} M tokens in {report['seconds']:.0f} s")
     print(
         f"accuracy on {min(args.eval_problems, len(held_out))} held-out problems: greedy "
         f"{report['greedy_accuracy']:.1%}, sampled {report['sampled_accuracy']:.1%}"
@@ -115,8 +98,42 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def build_model(size: Size, tokenizer: "PreTrainedTokenizerFast") -> "Qwen2ForCausalLM":
+def _train(
+    model: "Qwen2ForCausalLM",
+    tokenizer: "PreTrainedTokenizerFast",
+    documents: "list[list[Document]]",
+    held_out: list[dict[str, str]],
+    args: argparse.Namespace,
+) -> dict[str, float]:
+    """Train, turn the model to bfloat16 and measure it."""
+    import torch
+    from torch import nn
+
+    from verl_qerl.cli.pretrain_loop import Budget, accuracy, train
+
+    size = SIZES[args.size]
+
+    def measure(count: int, sample: bool) -> float:
+        return accuracy(model, tokenizer, held_out[:count], sample=sample, max_new_tokens=size.max_new_tokens)
+
+    target = args.target_accuracy
+    trained = train(
+        model,
+        _batches(documents, size, args),
+        lr=args.lr or size.lr,
+        budget=Budget(60 * args.minutes, args.max_steps),
+        compile_model=args.compile,
+        is_good_enough=None if target is None else lambda: measure(100, sample=True) >= target,
+    )
+    nn.Module.to(model, torch.bfloat16)
+    torch.manual_seed(args.seed)
+    greedy, sampled = (measure(args.eval_problems, sample) for sample in (False, True))
+    return {**asdict(trained), "greedy_accuracy": greedy, "sampled_accuracy": sampled}
+
+
+def build_model(size: Size, tokenizer: "PreTrainedTokenizerFast", device: str) -> "Qwen2ForCausalLM":
     """A Qwen2 with random weights whose vocabulary is exactly the tokenizer's."""
+    import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -126,22 +143,21 @@ def build_model(size: Size, tokenizer: "PreTrainedTokenizerFast") -> "Qwen2ForCa
         num_hidden_layers=size.layers,
         num_attention_heads=size.heads,
         num_key_value_heads=size.kv_heads,
-        head_dim=HEAD_DIM,
         max_position_embeddings=1024,
         tie_word_embeddings=False,
-        attn_implementation="sdpa",
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=END_ID,
+        pad_token_id=PAD_ID,
     )
-    return Qwen2ForCausalLM(config)
+    with torch.device(device):
+        return Qwen2ForCausalLM(config)
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.minutes <= 0 or (args.max_steps is not None and args.max_steps < 1):
+    if args.minutes <= 0 or (args.max_steps is not None and args.max_steps < 1) or args.eval_problems < 1:
         raise ValueError(
-            f"there is nothing to train: minutes={args.minutes}, max_steps={args.max_steps}. Positive values are "
-            "accepted. Raise them."
+            f"there is nothing to do: minutes={args.minutes}, max_steps={args.max_steps}, "
+            f"eval_problems={args.eval_problems}. Positive values are accepted. Raise them."
         )
     if args.repeats is not None and (len(args.repeats) != len(args.data) or min(args.repeats) < 1):
         raise ValueError(
@@ -163,16 +179,19 @@ def _device(name: str) -> str:
 
 
 def _read(args: argparse.Namespace) -> tuple[list[list[dict[str, str]]], list[dict[str, str]]]:
-    """The problems of each file, and the held-out ones."""
+    """The problems of each file, and the held-out ones, whose answers have a result to compare with."""
     sources = [read_jsonl(path, ("question", "answer")) for path in args.data]
     if args.eval_data is not None:
-        return sources, read_jsonl(args.eval_data, ("question", "answer"))[: args.eval_problems]
-    held_out, sources[0] = sources[0][: args.eval_problems], sources[0][args.eval_problems :]
+        held_out = read_jsonl(args.eval_data, ("question", "answer"))[: args.eval_problems]
+    else:
+        held_out, sources[0] = sources[0][: args.eval_problems], sources[0][args.eval_problems :]
     if not sources[0]:
         raise ValueError(
             f"no problem is left to train on: eval_problems={args.eval_problems}. Fewer than {args.data[0]} holds are "
             "accepted. Lower it, or give --eval-data."
         )
+    for problem in held_out:
+        gsm8k_ground_truth(problem["answer"])
     return sources, held_out
 
 
@@ -206,13 +225,13 @@ def _tokenize(
     return tokenizer, documents
 
 
-def _batches(documents, tokenizer: "PreTrainedTokenizerFast", size: Size, args: argparse.Namespace):
+def _batches(
+    documents: "list[list[Document]]", size: Size, args: argparse.Namespace
+) -> "Iterator[tuple[torch.Tensor, torch.Tensor]]":
     from verl_qerl.cli.packing import collate, document_stream, packed_rows, single_rows
 
     stream = document_stream(documents, args.repeats or [1] * len(documents), args.seed)
     num_rows = args.batch_size or size.rows
     rows = single_rows(stream, num_rows) if size.row_length is None else packed_rows(stream, num_rows, size.row_length)
     for batch in rows:
-        yield collate(
-            batch, pad_id=tokenizer.pad_token_id, prompt_weight=size.prompt_weight, row_length=size.row_length
-        )
+        yield collate(batch, pad_id=PAD_ID, prompt_weight=size.prompt_weight, row_length=size.row_length)

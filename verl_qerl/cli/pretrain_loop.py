@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl_qerl.cli.chat_tokenizer import encode_prompts
 from verl_qerl.cli.data import gsm8k_ground_truth
@@ -91,7 +91,13 @@ def train(
     return Trained(step, tokens, seconds, loss)
 
 
-def _step(model, trunk, optimizer, ids: "torch.Tensor", weights: "torch.Tensor") -> float:
+def _step(
+    model: "Qwen2ForCausalLM",
+    trunk: "Callable[..., Any]",
+    optimizer: "torch.optim.Optimizer",
+    ids: "torch.Tensor",
+    weights: "torch.Tensor",
+) -> float:
     """One optimizer step on the weighted next-token loss; the head sees only positions with a weight."""
     import torch
     from torch.nn import functional as F
@@ -141,7 +147,8 @@ def accuracy(
         padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(model.device)
         how = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sample else {"do_sample": False}
         with torch.no_grad():
-            out = model.generate(**padded, max_new_tokens=max_new_tokens, **how)
+            # Its annotations name attributes that only quantized models have.
+            out = model.generate(**padded, max_new_tokens=max_new_tokens, **how)  # pyright: ignore
         texts = tokenizer.batch_decode(out[:, padded["input_ids"].shape[1] :], skip_special_tokens=True)
         right += sum(is_right(text, problem["answer"]) for text, problem in zip(texts, part, strict=True))
     model.train(was_training)

@@ -65,8 +65,9 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> tor
 def launch(
     codes: torch.Tensor, block_scale: torch.Tensor, global_decode_scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Run the Triton kernel; shapes as in `dequantize_nvfp4`, every tensor contiguous on one device."""
+    """Run the Triton kernel; shapes as in `dequantize_nvfp4`, every tensor on one device."""
     N, half_k = codes.shape
+    codes, block_scale = codes.contiguous(), block_scale.contiguous()  # the kernel knows no strides
     out = torch.empty((N, half_k * 2), dtype=dtype, device=codes.device)
     num_blocks = half_k * 2 // BLOCK_SIZE
     grid = (triton.cdiv(N, _ROWS), triton.cdiv(num_blocks, _BLOCKS))

@@ -39,7 +39,7 @@ def nvfp4_linear(
     global_decode_scale: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y = x W^T + bias with W = dequantize(codes, block_scale, global_decode_scale), differentiable in x alone.
+    """The product x W^T + bias, W = dequantize(codes, block_scale, global_decode_scale), differentiable in x alone.
 
     Args:
         x: [..., K] bfloat16, float16 or float32.

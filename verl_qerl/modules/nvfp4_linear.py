@@ -14,7 +14,8 @@ from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
 class NVFP4Linear(nn.Linear):
     """y = x W^T + bias, W in NVFP4 and frozen, gradients for x.
 
-    All packed tensors are uint8 parameters: FSDP2 shards and gathers them as bytes and no `.to(dtype)` reaches them.
+    The packed tensors are uint8 buffers, so that no `.to(dtype)` reaches them: FSDP2 of torch 2.11 refuses integer
+    parameters. Every rank holds all of them. They are not persistent: a checkpoint names the base, it does not copy it.
 
     Attributes:
         weight: [N, K / 2] uint8, the codes.
@@ -23,7 +24,9 @@ class NVFP4Linear(nn.Linear):
         bias: [N] floating point, frozen, or None.
     """
 
-    weight: nn.Parameter
+    weight: torch.Tensor  # type: ignore[assignment]
+    weight_scale: torch.Tensor
+    weight_decode_scale: torch.Tensor
 
     def __init__(
         self, in_features: int, out_features: int, bias: nn.Parameter | None, device: torch.device | str
@@ -36,7 +39,7 @@ class NVFP4Linear(nn.Linear):
             ("weight_scale", (out_features, in_features // BLOCK_SIZE)),
             ("weight_decode_scale", (4,)),
         ):
-            self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=torch.uint8, device=device), False))
+            self.register_buffer(name, torch.zeros(shape, dtype=torch.uint8, device=device), persistent=False)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
 
     @classmethod
@@ -64,18 +67,14 @@ class NVFP4Linear(nn.Linear):
                 f"the packed weight is {packed.shape}, the linear {(self.out_features, self.in_features)}."
                 " Both must be (out_features, in_features). Check that config.json belongs to these weights."
             )
-        scale = packed.global_decode_scale.reshape(1).view(torch.uint8)
-        for name, tensor in (
-            ("weight", packed.codes),
-            ("weight_scale", packed.block_scale.view(torch.uint8)),
-            ("weight_decode_scale", scale),
-        ):
-            setattr(self, name, nn.Parameter(tensor, requires_grad=False))
+        self.weight = packed.codes
+        self.weight_scale = packed.block_scale.view(torch.uint8)
+        self.weight_decode_scale = packed.global_decode_scale.reshape(1).view(torch.uint8)
 
     def packed(self) -> PackedWeight:
-        """The weight as a PackedWeight over the module's own storage; sharded parameters are gathered (collective)."""
-        full = [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in self._packed_parameters()]
-        return PackedWeight(full[0], full[1].view(torch.float8_e4m3fn), full[2].view(torch.float32).reshape(()))
+        """The weight as a PackedWeight over the module's own storage."""
+        decode = self.weight_decode_scale.view(torch.float32).reshape(())
+        return PackedWeight(self.weight, self.weight_scale.view(torch.float8_e4m3fn), decode)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., N], in the dtype of the input or of an active autocast."""
@@ -83,11 +82,8 @@ class NVFP4Linear(nn.Linear):
         if torch.is_autocast_enabled(device):
             input = input.to(torch.get_autocast_dtype(device))
         bias = None if self.bias is None else self.bias.to(input.dtype)
-        codes, scale, decode = self._packed_parameters()
-        return nvfp4_linear(input, codes, scale, decode.view(torch.float32), bias)
-
-    def _packed_parameters(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.weight, self.weight_scale, self.weight_decode_scale  # type: ignore[return-value]
+        decode = self.weight_decode_scale.view(torch.float32)
+        return nvfp4_linear(input, self.weight, self.weight_scale, decode, bias)
 
     def extra_repr(self) -> str:
         """As nn.Linear's, with the format."""

@@ -12,7 +12,7 @@ def weight_digest(weight: PackedWeight) -> str:
     """First 16 hex digits of the SHA-256 over shape, codes, block scales and global scale, in this order."""
     digest = hashlib.sha256(repr(tuple(weight.shape)).encode())
     for tensor in (weight.codes, weight.block_scale, weight.global_decode_scale.reshape(1)):
-        digest.update(tensor.detach().contiguous().view(torch.uint8).cpu().numpy())
+        digest.update(tensor.detach().contiguous().view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()[:16]
 
 
@@ -38,7 +38,7 @@ def check_same_base(actor: Mapping[str, str], rollout: Mapping[str, str]) -> Non
     if differing:
         name = differing[0]
         raise ValueError(
-            f"actor and rollout hold different base weights: {len(differing)} of {len(actor.keys() | rollout.keys())} "
-            f"differ, first {name!r} (actor {actor.get(name)}, rollout {rollout.get(name)}). Identical packed weights "
+            f"two processes hold different base weights: {len(differing)} of {len(actor.keys() | rollout.keys())} "
+            f"differ, first {name!r} ({actor.get(name)}, {rollout.get(name)}). Identical packed weights "
             "are required. Load both from the same model.path with the same quantization options."
         )

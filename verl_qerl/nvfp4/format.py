@@ -47,8 +47,8 @@ class PackedWeight:
             raise ValueError(f"an NVFP4 weight holds uint8, float8_e4m3fn and float32 tensors, not {found}.")
         if tuple(self.block_scale.shape) != (N, half_k * 2 // BLOCK_SIZE) or self.global_decode_scale.numel() != 1:
             raise ValueError(
-                f"codes {tuple(self.codes.shape)} need block scales {(N, half_k * 2 // BLOCK_SIZE)} and one global scale,"
-                f" not {tuple(self.block_scale.shape)} and {tuple(self.global_decode_scale.shape)}."
+                f"codes {tuple(self.codes.shape)} need block scales {(N, half_k * 2 // BLOCK_SIZE)} and one global"
+                f" scale, not {tuple(self.block_scale.shape)} and {tuple(self.global_decode_scale.shape)}."
             )
 
     @property

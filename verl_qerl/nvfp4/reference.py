@@ -130,25 +130,25 @@ def _quantize_rows(weight: torch.Tensor, encode: float, factors: Sequence[float]
     n, K = weight.shape
     blocks = weight.float().reshape(n, K // BLOCK_SIZE, BLOCK_SIZE) * encode  # exact: a power of two
     ideal = blocks.abs().amax(dim=-1) / E2M1_MAX
-    best_codes, best_scale, best_error = None, None, None
-    for factor in factors:
-        scale = (ideal * factor).clamp(E4M3_MIN_NORMAL, E4M3_MAX).to(torch.float8_e4m3fn)
-        step = scale.float()[..., None]
-        scaled = blocks / step
-        codes = _e2m1_codes(scaled)
-        if len(factors) == 1:
-            best_codes, best_scale = codes, scale
-            break
-        error = _block_error(scaled, codes) * step.squeeze(-1).square()
-        if best_error is None:
-            best_codes, best_scale, best_error = codes, scale, error
-            continue
+    best_codes, best_scale, scaled = _encode(blocks, ideal * factors[0])
+    if len(factors) > 1:
+        best_error = _block_error(scaled, best_codes, best_scale)
+    for factor in factors[1:]:
+        codes, scale, scaled = _encode(blocks, ideal * factor)
+        error = _block_error(scaled, codes, scale)
         better = error < best_error
         best_codes = torch.where(better[..., None], codes, best_codes)
         best_scale = torch.where(better, scale.view(torch.uint8), best_scale.view(torch.uint8)).view(scale.dtype)
         best_error = torch.where(better, error, best_error)
     codes = best_codes.view(n, K)
     return codes[:, 0::2] | (codes[:, 1::2] << 4), best_scale
+
+
+def _encode(blocks: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(codes, E4M3 block scale, blocks over that scale)."""
+    scale = scale.clamp(E4M3_MIN_NORMAL, E4M3_MAX).to(torch.float8_e4m3fn)
+    scaled = blocks / scale.float()[..., None]
+    return _e2m1_codes(scaled), scale, scaled
 
 
 def _e2m1_codes(x: torch.Tensor) -> torch.Tensor:
@@ -158,10 +158,10 @@ def _e2m1_codes(x: torch.Tensor) -> torch.Tensor:
     return index.to(torch.uint8) | (torch.signbit(x).to(torch.uint8) << 3)
 
 
-def _block_error(scaled: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+def _block_error(scaled: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     table = torch.tensor(E2M1_VALUES, device=scaled.device)
     squared = (table[codes.int()] - scaled).square()
     total = squared[..., 0]
     for i in range(1, BLOCK_SIZE):  # fixed order: the same sum on every device
         total = total + squared[..., i]
-    return total
+    return total * scale.float().square()

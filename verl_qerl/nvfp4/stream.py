@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.nvfp4 import checkpoint
 from verl_qerl.nvfp4.format import PackedWeight
-from verl_qerl.nvfp4.reader import TensorSpec, read_shard
+from verl_qerl.nvfp4.reader import DTYPES, TensorSpec, read_shard
 from verl_qerl.nvfp4.reference import check_in_features, quantize_group
 
 INDEX = "model.safetensors.index.json"
@@ -44,11 +44,6 @@ class Source:
     def shards(self) -> list[str]:
         """Shard file names in order."""
         return sorted(set(self.files.values()))
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all tensors as stored."""
-        return sum(spec.size_bytes for spec in self.specs.values())
 
 
 def open_source(path: str | Path) -> Source:
@@ -202,7 +197,13 @@ def _read(path: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]
 def _specs(path: Path) -> dict[str, TensorSpec]:
     with _open(path, "cpu") as shard:
         slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118
-        return {name: TensorSpec(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+        specs = {name: TensorSpec(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+    unknown = sorted({spec.dtype for spec in specs.values()} - set(DTYPES))
+    if unknown:
+        raise CheckpointFormatError(
+            f"{path} holds tensors of dtype {unknown}. Accepted are {sorted(DTYPES)}. Convert the checkpoint first."
+        )
+    return specs
 
 
 def _open(path: Path, device: str) -> safe_open:

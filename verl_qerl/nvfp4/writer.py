@@ -99,8 +99,8 @@ class ShardedWriter:
             raise ValueError(f"tensor {name!r} is {'not expected' if slot is None else 'written already'}.")
         if (DTYPES[slot.spec.dtype], slot.spec.shape) != (tensor.dtype, tuple(tensor.shape)):
             raise ValueError(f"tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}, not {slot.spec}.")
-        data = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
-        _write(self._files[slot.file], memoryview(data), slot.position)
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data
+        _write(self._files[slot.file], data, slot.position)
         self._missing.discard(name)
 
     def _create(self, file: str, names: list[str]) -> None:

@@ -15,6 +15,9 @@ from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE
 from verl_qerl.nvfp4.reference import SCALE_CHOICES
 
+# Key under which the actor's digests travel to the rollout, with the adapter's configuration.
+DIGESTS = "verl_qerl_base_digests"
+
 
 @dataclass(frozen=True)
 class BaseOptions:

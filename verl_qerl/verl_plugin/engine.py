@@ -18,10 +18,9 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_qerl.modules.convert import packed_linears
-from verl_qerl.nvfp4.digest import model_digest, weight_digest
-from verl_qerl.verl_plugin.config import BaseOptions
+from verl_qerl.nvfp4.digest import check_same_base, model_digest, weight_digest
+from verl_qerl.verl_plugin.config import DIGESTS, BaseOptions
 from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
-from verl_qerl.verl_plugin.keys import DIGESTS
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ class QerlFSDPEngine(FSDPEngineWithLMHead):
     """FSDPEngineWithLMHead whose decoder linears are NVFP4Linear when `engine_config.qerl` is set.
 
     Order of construction: an empty model, packed linears read into it, PEFT on top, FSDP2 around. Packed tensors are
-    uint8 parameters, sharded and gathered as bytes. Adapters are float32, whatever the base's dtype: an update of 1e-5
+    uint8 buffers, broadcast by verl to every rank. Adapters are float32, whatever the base's dtype: an update of 1e-5
     is lost in a bf16 parameter.
     """
 
@@ -84,12 +83,13 @@ class QerlFSDPEngine(FSDPEngineWithLMHead):
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
         module = super()._build_fsdp_module(module)
         if self._base is not None:
-            # Here, while every rank's shards are still on the device: gathering them is collective.
-            digests = {name: _digest(linear, self.rank) for name, linear in packed_linears(module)}
-            holder = [digests]
-            torch.distributed.broadcast_object_list(holder, src=0)
-            self._digests = holder[0]
-            logger.warning("packed base: %d linears, digest %s", len(digests), model_digest(self._digests))
+            digests = {name: weight_digest(linear.packed()) for name, linear in packed_linears(module)}
+            first_rank = [digests]
+            torch.distributed.broadcast_object_list(first_rank, src=0)
+            check_same_base(first_rank[0], digests)
+            self._digests = digests
+            if self.rank == 0:
+                print(f"packed base: {len(digests)} linears, digest {model_digest(digests)}")
         return module
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,11 +99,6 @@ class QerlFSDPEngine(FSDPEngineWithLMHead):
             peft_config = {**peft_config, DIGESTS: self._digests}
             self._digests = None
         return params, peft_config
-
-
-def _digest(linear: nn.Module, rank: int) -> str:
-    packed = linear.packed()  # collective
-    return weight_digest(packed) if rank == 0 else ""
 
 
 def install(module: ModuleType) -> None:

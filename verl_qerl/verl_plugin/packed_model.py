@@ -53,7 +53,9 @@ def load_packed(
         else:
             _set_parameter(model, name, item.to("cpu", dtype), path)
     if waiting:
-        raise _mismatch(path, model, f"holds no packed weight for {len(waiting)} linears, first {next(iter(waiting))!r}")
+        raise _mismatch(
+            path, model, f"holds no packed weight for {len(waiting)} linears, first {next(iter(waiting))!r}"
+        )
     model.tie_weights()
     lost = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if lost:

@@ -128,4 +128,6 @@ def ask_workers_for_noise(config: DictConfig, aqn: AQNConfig) -> None:
     with open_dict(config):
         kwargs = rollout.engine_kwargs.vllm
         kwargs.setdefault("worker_extension_cls", WORKER_EXTENSION)
-        OmegaConf.update(config, "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.aqn", options)
+        OmegaConf.update(
+            config, "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.aqn", options
+        )

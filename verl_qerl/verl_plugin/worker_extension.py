@@ -6,7 +6,7 @@ from typing import Any
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from verl_qerl.nvfp4.digest import check_same_base
-from verl_qerl.verl_plugin.keys import DIGESTS
+from verl_qerl.verl_plugin.config import DIGESTS
 from verl_qerl.vllm_plugin.loader import base_digests
 from verl_qerl.vllm_plugin.worker import NoiseWorkerExtension, prepare_noise
 

@@ -59,9 +59,7 @@ class NVFP4ModelLoader(BaseModelLoader):
             )
         setattr(model, _DIGESTS, digests)
 
-    def _tensors(
-        self, path: str, device: torch.device, digests: dict[str, str]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self, path: str, device: torch.device, digests: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, item in stream(open_source(path), device=device, **self._options):
             if isinstance(item, PackedWeight):
                 digests[name] = weight_digest(item)
@@ -82,7 +80,7 @@ def _required(model: torch.nn.Module) -> set[str]:
 
 
 def base_digests(model: torch.nn.Module) -> dict[str, str]:
-    """module -> digest of the packed weights that `model` was loaded from.
+    """Module -> digest of the packed weights that `model` was loaded from.
 
     Raises:
         ValueError: The model was not loaded by NVFP4ModelLoader.

@@ -70,8 +70,6 @@ class ReferenceKernel(NvFp4LinearKernel):
         layer.weight = torch.nn.Parameter(dense, requires_grad=False)
         del layer.weight_scale, layer.weight_global_scale
 
-    def apply_weights(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """x W^T + bias; x [..., K], result [..., N]."""
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """X W^T + bias; x [..., K], result [..., N]."""
         return torch.nn.functional.linear(x, layer.weight, bias)

@@ -47,7 +47,7 @@ class NoiseWorkerExtension:
         return self._qerl_noise.apply(sigma, step)
 
     def qerl_norm_weights(self) -> dict[str, torch.Tensor]:
-        """name -> present float32 weight on the CPU, to look at."""
+        """Name -> present float32 weight on the CPU, to look at."""
         norms = self._qerl_noise._norms if self._qerl_noise else {}
         return {name: norm.weight.data.cpu() for name, norm in norms.items()}
 

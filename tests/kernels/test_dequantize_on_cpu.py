@@ -1,0 +1,106 @@
+"""The Triton kernel in Triton's interpreter, in a process of its own: the variable that starts it acts on import."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from verl_qerl.kernels.dequantize import dequantize, dequantize_nvfp4
+from verl_qerl.nvfp4 import reference
+from verl_qerl.nvfp4.format import PackedWeight
+from verl_qerl.testing import random_packed_weight
+
+# Outputs are born as NaN, so that an element that no program writes is seen.
+SCRIPT = """
+import sys
+import torch
+from verl_qerl.kernels.dequantize import launch
+
+empty = torch.empty
+
+def poisoned(*args, **kwargs):
+    out = empty(*args, **kwargs)
+    return out.fill_(float("nan")) if out.is_floating_point() else out
+
+torch.empty = poisoned
+torch.save([launch(*case) for case in torch.load(sys.argv[1])], sys.argv[2])
+"""
+# A program decodes 4 rows of 1024: below, at, just above and between multiples, one row, one block, odd numbers.
+SHAPES = [(1, 16), (1, 1024), (3, 48), (4, 1024), (5, 1040), (7, 16), (9, 3072), (64, 176), (2, 4112)]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def arguments(weight: PackedWeight, dtype: torch.dtype) -> tuple:
+    return weight.codes, weight.block_scale.view(torch.uint8), weight.global_decode_scale, dtype
+
+
+def with_global(weight: PackedWeight, value: float) -> PackedWeight:
+    return PackedWeight(weight.codes, weight.block_scale, torch.tensor(value))
+
+
+def strided(weight: PackedWeight) -> PackedWeight:
+    """The same weight, its tensors column-major."""
+    scale = weight.block_scale.view(torch.uint8).T.contiguous().T.view(torch.float8_e4m3fn)
+    return PackedWeight(weight.codes.T.contiguous().T, scale, weight.global_decode_scale)
+
+
+def build_cases(every_byte: PackedWeight) -> dict[str, tuple[PackedWeight, torch.dtype]]:
+    cases = {}
+    for dtype in DTYPES:
+        kind = str(dtype).removeprefix("torch.")
+        for N, K in SHAPES:
+            cases[f"{N}x{K}-{kind}"] = random_packed_weight(N, K, seed=N), dtype
+        cases[f"every_byte-{kind}"] = every_byte, dtype
+        cases[f"strided-{kind}"] = strided(random_packed_weight(6, 64)), dtype
+    # ModelOpt's global scales are no powers of two, so the product is rounded. The interpreter cuts where it converts
+    # to bfloat16; test_dequantize.py has that case on the GPU.
+    for dtype in DTYPES[1:]:
+        cases[f"rounded-{str(dtype).removeprefix('torch.')}"] = (
+            with_global(random_packed_weight(5, 1040), 0.0123),
+            dtype,
+        )
+    cases["subnormal-float32"] = with_global(every_byte, 2.0**-130), torch.float32
+    return cases
+
+
+NAMES = list(build_cases(random_packed_weight(1, 16)))
+
+
+@pytest.fixture(scope="module")
+def decoded(every_byte, tmp_path_factory):
+    """Case -> (weight, dtype, what the kernel made of it)."""
+    folder = tmp_path_factory.mktemp("interpreter")
+    cases = build_cases(every_byte)
+    torch.save([arguments(*case) for case in cases.values()], folder / "in.pt")
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SCRIPT, str(folder / "in.pt"), str(folder / "out.pt")]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    outputs = torch.load(folder / "out.pt")
+    return {name: (*case, out) for (name, case), out in zip(cases.items(), outputs, strict=True)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_kernel_gives_the_bits_of_the_reference(name, decoded):
+    weight, dtype, out = decoded[name]
+    expected = reference.dequantize(weight, dtype)
+    assert out.dtype == dtype
+    assert torch.equal(out, expected)
+    assert torch.equal(out.signbit(), expected.signbit())
+
+
+def test_every_byte_is_every_value(every_byte):
+    assert len(torch.unique(every_byte.block_scale.view(torch.uint8))) == 127
+    assert torch.isfinite(every_byte.block_scale.float()).all()
+    assert len(torch.unique(every_byte.codes)) == 256
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_operator_is_the_reference_without_a_gpu(dtype, every_byte):
+    assert torch.equal(dequantize(every_byte, dtype), reference.dequantize(every_byte, dtype))
+
+
+def test_the_operator_can_be_traced():
+    torch.library.opcheck(dequantize_nvfp4, arguments(random_packed_weight(3, 48), torch.bfloat16))

