@@ -10,7 +10,9 @@ from verl_qerl.cli.pretrain import SIZES, build_model
 from verl_qerl.cli.pretrain_loop import Budget, accuracy, is_right, lr_factor, train
 from verl_qerl.cli.word_problems import generate
 
-PROBLEMS = [{"question": p.question, "answer": p.answer} for p in generate(4, max_steps=1, max_number=5, seed=0)]
+PROBLEMS = [{"question": p.question, "answer": p.answer} for p in generate(3, max_steps=1, max_number=5, seed=0)]
+# A long one last, so that the others of its batch are padded far.
+PROBLEMS += [{"question": "Mia has 1 pen. " * 12 + "How many pens does Mia have now?", "answer": "#### 12"}]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from verl_qerl.cli import main
 from verl_qerl.cli.quantize import quantize_checkpoint
-from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.nvfp4 import PackedWeight, dequantize, quantize_group
 from verl_qerl.nvfp4.checkpoint import quantization_config
 from verl_qerl.nvfp4.digest import model_digest, weight_digest
@@ -67,9 +66,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int16)
 
 
-@pytest.mark.parametrize(
-    ("family", "tied"), [*[(family, False) for family in FAMILIES], ("Qwen2", True)], ids=str
-)
+@pytest.mark.parametrize(("family", "tied"), [*[(family, False) for family in FAMILIES], ("Qwen2", True)], ids=str)
 def test_compressed_tensors_decompresses_to_our_values_bit_for_bit(tmp_path: Path, family: str, tied: bool) -> None:
     from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
     from compressed_tensors.quantization import QuantizationScheme

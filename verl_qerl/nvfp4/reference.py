@@ -77,11 +77,12 @@ def relative_error(weight: torch.Tensor, packed: PackedWeight) -> float:
     N, K = packed.shape
     rows = max(1, _CHUNK_ELEMENTS // K)
     squares = torch.zeros(2, dtype=torch.float64, device=weight.device)
+    unit = 1.0 / packed.global_decode_scale  # exact; keeps squares of huge and tiny weights in range
     for i in range(0, N, rows):
         part = PackedWeight(packed.codes[i : i + rows], packed.block_scale[i : i + rows], packed.global_decode_scale)
         original = weight[i : i + rows].float()
         error = dequantize(part, torch.float32) - original
-        squares += torch.stack([x.square().sum(dtype=torch.float64) for x in (error, original)])
+        squares += torch.stack([(x * unit).square().sum(dtype=torch.float64) for x in (error, original)])
     error, norm = squares.sqrt().tolist()
     return error / norm if norm > 0 else 0.0
 

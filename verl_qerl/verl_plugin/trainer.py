@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
+from verl.utils.debug import marked_timer
 
 from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
 from verl_qerl.verl_plugin.config import aqn_options
@@ -56,7 +57,9 @@ class NoiseMixin:
         """Noise of the next step (none after the last), then the weight sync."""
         used = self._sigma(self.global_steps)
         num_norms = self._aqn_num_norms
-        self._set_noise(self.global_steps + 1)
+        if self._aqn.enabled:
+            with marked_timer("set_noise", self.timing_raw, color="red"):
+                self._set_noise(self.global_steps + 1)
         super().on_step_end()
         if self._aqn.enabled:
             metrics = getattr(self, "_pending_sync_metrics", None) or {}

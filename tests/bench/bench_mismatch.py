@@ -1,0 +1,211 @@
+"""Actor against rollout: log-prob differences without noise, and the entropy of sampling with noise.
+
+Both arms run in one call: the NVFP4 base and the bf16 base, each with the same LoRA adapter. The rollout is vLLM, the
+actor the module the engine trains, in bf16. The estimate of the entropy is the mean of -log p over the sampled tokens,
+with the standard error over sequences.
+
+    python tests/bench/bench_mismatch.py --model DIR --prompts train.parquet --out FILE.json
+"""
+
+import argparse
+import datetime
+import gc
+import json
+import math
+import os
+import statistics
+import subprocess
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the worker is asked for log-probs in this process
+
+SIGMAS = (0.0, 1e-2, 5e-2)
+
+
+def main() -> None:
+    args = parse()
+    import torch
+    import vllm
+
+    prompts = read_prompts(args.prompts, args.model, args.num_prompts)
+    result = {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+        "vllm": vllm.__version__,
+        "commit": commit(),
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "model": args.describe,
+        "lora_rank": args.rank,
+        "num_prompts": len(prompts),
+        "samples_per_prompt": args.samples,
+        "max_tokens": args.max_tokens,
+        "arms": [],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        adapter = Path(folder) / "adapter"
+        make_adapter(args.model, adapter, args.rank)
+        for arm in ("bf16", "nvfp4"):
+            result["arms"].append(run_arm(arm, args, prompts, adapter))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result["arms"], indent=1))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="bf16 model directory")
+    parser.add_argument("--describe", default="", help="what the model is, for the result file")
+    parser.add_argument("--prompts", required=True, help="parquet in verl's schema")
+    parser.add_argument("--num-prompts", type=int, default=128)
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--max-tokens", type=int, default=192)
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--memory", type=float, default=0.3, help="vLLM's share of the GPU")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+def commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or os.environ.get("QERL_COMMIT", "unknown")
+
+
+def read_prompts(path: str, model: str, count: int) -> list[list[int]]:
+    import pandas as pd
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = pd.read_parquet(path).prompt[:count]
+    texts = [tokenizer.apply_chat_template(list(row), tokenize=False, add_generation_prompt=True) for row in rows]
+    return [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+
+
+def make_adapter(model: str, out: Path, rank: int) -> None:
+    """A LoRA adapter on every linear whose product is about a hundredth of the base: neither zero nor dominant."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    peft = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=rank, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=2e-3)
+    peft.save_pretrained(out)
+
+
+def run_arm(arm: str, args: argparse.Namespace, prompts: list[list[int]], adapter: Path) -> dict:
+    import torch
+    from vllm import LLM
+    from vllm.lora.request import LoRARequest
+
+    from verl_qerl.nvfp4.checkpoint import quantization_config
+
+    nvfp4 = {
+        "load_format": "verl_qerl_nvfp4",
+        "quantization": "verl_qerl_nvfp4",
+        "hf_overrides": {"quantization_config": quantization_config()},
+    }
+    common = {
+        "model": args.model,
+        "dtype": "bfloat16",
+        "max_model_len": max(map(len, prompts)) + args.max_tokens,
+        "gpu_memory_utilization": args.memory,
+        "enable_lora": True,
+        "max_lora_rank": args.rank,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": "verl_qerl.vllm_plugin.worker.NoiseWorkerExtension",
+    }
+    row: dict = {"arm": arm}
+    lora = LoRARequest("adapter", 1, str(adapter))
+    for noise in (False, True):
+        options = {"additional_config": {"verl_qerl": {"aqn": {"enabled": True}}}} if noise else {}
+        engine = LLM(**common, **(nvfp4 if arm == "nvfp4" else {}), **options)
+        if noise:
+            row["noise"] = [entropy_at(engine, sigma, args, prompts, lora) for sigma in SIGMAS]
+        else:
+            samples = sample(engine, args, prompts, lora)
+        del engine
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    row |= compare(arm, args, samples, adapter)
+    return row
+
+
+def sample(engine: object, args: argparse.Namespace, prompts: list[list[int]], lora: object) -> list[tuple]:
+    """(prompt ids, answer ids, log-probs of the answer) of every sampled sequence."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=1.0, n=args.samples, max_tokens=args.max_tokens, logprobs=0, seed=0)
+    outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, lora_request=lora)
+    return [
+        (ids, list(answer.token_ids), [next(iter(entry.values())).logprob for entry in answer.logprobs])
+        for ids, output in zip(prompts, outputs, strict=True)
+        for answer in output.outputs
+    ]
+
+
+def entropy_at(engine: object, sigma: float, args: argparse.Namespace, prompts: list, lora: object) -> dict:
+    (num_norms,) = engine.collective_rpc("qerl_set_noise", args=(sigma, 1))
+    if not engine.reset_prefix_cache():
+        raise RuntimeError("the prefix cache was not reset")
+    samples = sample(engine, args, prompts, lora)
+    means = [-statistics.fmean(log_probs) for _, _, log_probs in samples]
+    return {
+        "sigma": sigma,
+        "num_norms": num_norms,
+        "entropy": statistics.fmean(means),
+        "standard_error": statistics.stdev(means) / math.sqrt(len(means)),
+        "tokens": sum(len(answer) for _, answer, _ in samples),
+    }
+
+
+def compare(arm: str, args: argparse.Namespace, samples: list[tuple], adapter: Path) -> dict:
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    actor = build_actor(arm, args.model, adapter).to(device).eval()
+    differences = []
+    for prompt, answer, rollout in samples:
+        ids = torch.tensor([prompt + answer], device=device)
+        with torch.no_grad(), torch.autocast(device, torch.bfloat16):
+            logits = actor(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
+        log_probs = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()
+        differences.append(log_probs - torch.tensor(rollout))
+    delta = torch.cat(differences)
+    # k3 estimator of KL(rollout || actor), Schulman 2020
+    return {
+        "mean_abs_log_prob_difference": delta.abs().mean().item(),
+        "max_abs_log_prob_difference": delta.abs().max().item(),
+        "kl_k3": (delta.exp() - 1 - delta).mean().item(),
+        "tokens": delta.numel(),
+    }
+
+
+def build_actor(arm: str, model: str, adapter: Path):
+    import torch
+    from accelerate import init_empty_weights
+    from peft import PeftModel
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if arm == "bf16":
+        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    else:
+        from verl_qerl.verl_plugin.config import BaseOptions
+        from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
+
+        config = AutoConfig.from_pretrained(model)
+        with init_empty_weights(include_buffers=False):
+            base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        linears = build_skeleton(base, model, BaseOptions().ignore)
+        load_packed(base, linears, model, BaseOptions(), torch.bfloat16)
+    return PeftModel.from_pretrained(base, adapter, autocast_adapter_dtype=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Time and peak memory of every phase of a training step, all processes together.
+
+Runs a verl command with its file logger on, samples the memory the driver reports for the GPUs meanwhile, and lays
+verl's own timings back from the end of each step: the phases of a step follow one another.
+
+    python tests/bench/bench_train_step.py --out FILE.json --describe "7B, random weights" -- <arguments of main_ppo>
+"""
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+# In the order verl runs them within a step (trainer_base.py: fit, _step_once).
+PHASES = (
+    "gen",
+    "reward",
+    "old_log_prob",
+    "ref",
+    "adv",
+    "update_actor",
+    "save_checkpoint",
+    "set_noise",
+    "update_weights",
+)
+
+
+def main() -> int:
+    args, command = parse()
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = Path(folder) / "metrics.jsonl"
+        watch = Watch(metrics)
+        watch.start()
+        env = os.environ | {"VERL_FILE_LOGGER_PATH": str(metrics)}
+        run = [sys.executable, "-m", "verl.trainer.main_ppo", *command, 'trainer.logger=["console","file"]']
+        code = subprocess.run(run, env=env, check=False).returncode
+        watch.stop()
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    steps = [row for row in rows if "timing_s/step" in row["data"]]
+    result = {
+        **machine(),
+        "describe": args.describe,
+        "command": command,
+        "startup_s": round(watch.ends[0] - watch.began - steps[0]["data"]["timing_s/step"], 1) if steps else None,
+        "peak_gib": max((gib for _, gib in watch.samples), default=None),
+        "steps": [lay_out(row, end, watch.samples) for row, end in zip(steps, watch.ends, strict=False)],
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result["steps"], indent=1))
+    return code if steps else 1
+
+
+def parse() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--describe", default="")
+    if "--" not in sys.argv:
+        parser.error("arguments of main_ppo follow after --")
+    split = sys.argv.index("--")
+    return parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
+
+
+def machine() -> dict:
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    gpus = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip().splitlines()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "gpus": gpus,
+        "versions": {name: version(name) for name in ("verl", "vllm", "torch", "transformers", "verl-qerl")},
+        "commit": commit.stdout.strip() or os.environ.get("QERL_COMMIT", "unknown"),
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def lay_out(row: dict, end: float, samples: list[tuple[float, float]]) -> dict:
+    """Seconds and peak memory of each phase of the step that was logged at `end`."""
+    seconds = {phase: row["data"][key] for phase in PHASES if (key := f"timing_s/{phase}") in row["data"]}
+    out: dict = {"step": row["step"], "step_s": row["data"]["timing_s/step"], "phases": {}}
+    at = end - sum(seconds.values())
+    for phase, duration in seconds.items():
+        inside = [gib for t, gib in samples if at <= t <= at + duration]
+        out["phases"][phase] = {"seconds": round(duration, 3), "peak_gib": max(inside, default=None)}
+        at += duration
+    out["response_tokens"] = row["data"].get("response_length/mean")
+    out["tokens_per_s"] = row["data"].get("perf/throughput")
+    return out
+
+
+class Watch(threading.Thread):
+    """Samples GPU memory ten times a second and notes when the metrics file grows."""
+
+    def __init__(self, metrics: Path) -> None:
+        super().__init__(daemon=True)
+        import pynvml
+
+        pynvml.nvmlInit()
+        self._nvml = pynvml
+        self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        self._metrics = metrics
+        self._running = True
+        self.began = time.time()
+        self.samples: list[tuple[float, float]] = []
+        self.ends: list[float] = []
+
+    def run(self) -> None:
+        seen = 0
+        while self._running:
+            used = max(self._nvml.nvmlDeviceGetMemoryInfo(handle).used for handle in self._handles)
+            self.samples.append((time.time(), round(used / 2**30, 2)))
+            lines = self._metrics.read_text().splitlines() if self._metrics.exists() else []
+            steps = sum("timing_s/step" in line for line in lines)
+            self.ends += [time.time()] * (steps - seen)
+            seen = steps
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        self._running = False
+        self.join()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

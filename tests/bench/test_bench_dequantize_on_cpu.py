@@ -1,0 +1,108 @@
+"""The benchmark's own arithmetic and files, with a clock that is not one."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+SPEC = importlib.util.spec_from_file_location("bench_dequantize", Path(__file__).with_name("bench_dequantize.py"))
+bench = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(bench)
+
+
+class FakeTimer:
+    """Makes the calls, and says that each took a microsecond, but for one in five that took ten."""
+
+    def __init__(self):
+        self.results = []
+
+    def __call__(self, calls):
+        self.results.append([call() for call in calls])
+        return [1e-6, 1e-6, 1e-5, 1e-6, 1e-6]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Shapes that a CPU decodes at once, and a gate that is open."""
+    monkeypatch.setattr(bench, "SHAPES", {"7b": {"q, o": (32, 64), "k, v": (8, 64)}})
+    monkeypatch.setattr(bench, "TUNE_SHAPES", [("7b", "k, v")])
+    monkeypatch.setattr(bench, "WORKING_SET_BYTES", 40_000)
+    monkeypatch.setattr(bench, "COPY_BYTES", 1 << 12)
+    monkeypatch.setattr(bench, "gate_passes", lambda: True)
+
+
+def test_bytes_count_reads_and_writes():
+    # 32 weights: 16 bytes of codes, 2 of scales, 64 of bfloat16.
+    assert bench.traffic_bytes(2, 16) == 16 + 2 + 64
+
+
+def test_summary_by_hand():
+    row = bench.summary([4e-6, 1e-6, 2e-6, 3e-6, 5e-6, 6e-6], 3_500_000, copy_gb_s=2000.0)
+    assert row == {"median_us": 3.5, "p20_us": 2.0, "p80_us": 5.0, "gb_s": 1000.0, "fraction_of_copy": 0.5}
+
+
+def test_copies_exceed_the_working_set(small):
+    timer = FakeTimer()
+    bench.measure_shape(32, 64, timer, "cpu", copy_gb_s=1.0)
+    (outputs,) = timer.results
+    assert len(outputs) * bench.traffic_bytes(32, 64) >= bench.WORKING_SET_BYTES
+    assert len({out.data_ptr() for out in outputs}) == len(outputs)
+    assert all(torch.equal(out, outputs[0]) for out in outputs)
+
+
+def test_writes_what_it_measured(small, tmp_path, capsys):
+    out = tmp_path / "gpu" / "dequantize.json"
+    assert bench.main(["--out", str(out), "--commit", "abc"], FakeTimer(), "cpu") == 0
+    report = json.loads(out.read_text())
+    assert {"gpu", "driver", "torch", "triton", "timestamp", "copy", "tile", "shapes"} <= set(report)
+    assert report["commit"] == "abc"
+    assert report["torch"] == torch.__version__
+    assert [(row["N"], row["K"]) for row in report["shapes"]] == [(32, 64), (8, 64)]
+    assert report["shapes"][0]["gb_s"] == pytest.approx(bench.traffic_bytes(32, 64) / 1e-6 / 1e9, rel=1e-3)
+    assert "tune" not in report
+    assert "of copy" in capsys.readouterr().out
+
+
+def test_tune_lists_every_candidate_and_puts_the_kernels_own_back(small, tmp_path):
+    own = bench.kernel._ROWS, bench.kernel._BLOCKS, bench.kernel._WARPS
+    out = tmp_path / "dequantize.json"
+    assert bench.main(["--out", str(out), "--tune"], FakeTimer(), "cpu") == 0
+    rows = json.loads(out.read_text())["tune"]
+    assert {(row["rows"], row["blocks"], row["warps"]) for row in rows} == set(bench.TUNE)
+    assert own in bench.TUNE
+    assert own == (bench.kernel._ROWS, bench.kernel._BLOCKS, bench.kernel._WARPS)
+
+
+def test_a_red_gate_is_not_timed(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "gate_passes", lambda: False)
+    timer, out = FakeTimer(), tmp_path / "dequantize.json"
+    assert bench.main(["--out", str(out)], timer, "cpu") == 1
+    assert not timer.results
+    assert not out.exists()
+    assert "nothing is timed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("body", "passes"),
+    [
+        pytest.param("def test_a(): pass", True, id="green"),
+        pytest.param("def test_a(): assert False", False, id="red"),
+        pytest.param("import pytest\n@pytest.mark.skip\ndef test_a(): pass", False, id="skipped"),
+    ],
+)
+def test_the_gate(body, passes, tmp_path, monkeypatch):
+    (tmp_path / "test_gate.py").write_text(body)
+    monkeypatch.setattr(bench, "GATE", tmp_path / "test_gate.py")
+    assert bench.gate_passes() is passes
+
+
+def test_out_is_required(capsys):
+    with pytest.raises(SystemExit):
+        bench.build_parser().parse_args([])
+    assert "--out" in capsys.readouterr().err
+
+
+def test_a_missing_command_is_unknown():
+    assert bench.first_line("no-such-command-here") == "unknown"
