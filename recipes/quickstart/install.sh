@@ -34,7 +34,7 @@ qerl_install() {
 qerl_find_python() {
     local name
     for name in python3.12 python3.11 python3.10 python3; do
-        if command -v "$name" >/dev/null && "$name" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))'; then
+        if "$name" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null; then
             echo "$name"
             return
         fi

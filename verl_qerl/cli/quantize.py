@@ -83,55 +83,66 @@ def quantize_checkpoint(
     device: str = "auto",
     max_shard_bytes: int = 5 * 10**9,
 ) -> dict[str, Any]:
-    """Quantize `model` into the new directory `out`.
+    """Quantize `model` into the new directory `out`, which appears when everything is written.
 
     Args:
         model: Directory in Hugging Face layout, unquantized.
-        out: Appears when everything is written; on an error nothing is left.
+        out: Absent or empty; on an error nothing is left.
         scale: Scale choice, see `nvfp4.reference.quantize_group`.
         ignore: Modules left as they are, besides lm_head.
         device: `auto`, `cpu` or `cuda`.
         max_shard_bytes: Of one output file.
 
     Returns:
-        The report that is also written to `quantization_report.json`.
+        What is also written to `quantization_report.json`.
 
     Raises:
-        CheckpointFormatError: The source is incomplete, damaged, or quantized already.
-        FileExistsError: `out` exists and is not empty.
-        ValueError: A weight cannot be held by NVFP4, or an option does not fit.
+        FileExistsError: `out` holds something.
+        ValueError: The source is damaged, quantized already or not for NVFP4, or an option does not fit.
     """
     check_absent(out)
     source = open_source(model)
     rules = tuple(dict.fromkeys((*DEFAULT_IGNORE, *ignore)))
     _check(source, rules)
     specs = quantized_specs(source, linear_modules(source, rules))
-    where = _device(device)
-    started = time.perf_counter()
     with new_directory(out) as folder:
         _check_free_space(folder, _total(specs))
-        with ShardedWriter(folder, specs, max_shard_bytes) as writer:
-            layers = _write(writer, source, scale, rules, where)
-        seconds = time.perf_counter() - started
+        report = _write(folder, source, specs, max_shard_bytes, scale, rules, _device(device))
         _copy_other_files(source.path, folder)
         _write_json(folder / "config.json", source.config | {"quantization_config": quantization_config(rules)})
-        report = {
-            "verl_qerl": __version__,
-            "torch": torch.__version__,
-            "device": torch.cuda.get_device_name() if where == "cuda" else "cpu",
-            "ignore": rules,
-            "seconds": round(seconds, 3),
-            "read_gb_per_s": round(_total(source.specs) / 1e9 / seconds, 3),
-            "bytes_before": _total(source.specs),
-            "bytes_after": _total(specs),
-            "model_digest": model_digest({module: layer["digest"] for module, layer in layers.items()}),
-            "layers": layers,
-        }
         _write_json(folder / REPORT, report)
     return report
 
 
 def _write(
+    folder: Path,
+    source: Source,
+    specs: Mapping[str, TensorSpec],
+    max_shard_bytes: int,
+    scale: str,
+    ignore: Sequence[str],
+    device: str,
+) -> dict[str, Any]:
+    """Write the weights; the report."""
+    started = time.perf_counter()
+    with ShardedWriter(folder, specs, max_shard_bytes) as writer:
+        layers = _write_tensors(writer, source, scale, ignore, device)
+    seconds = time.perf_counter() - started
+    return {
+        "verl_qerl": __version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "ignore": ignore,
+        "seconds": round(seconds, 3),
+        "read_gb_per_s": round(_total(source.specs) / 1e9 / seconds, 3),
+        "bytes_before": _total(source.specs),
+        "bytes_after": _total(specs),
+        "model_digest": model_digest({module: layer["digest"] for module, layer in layers.items()}),
+        "layers": layers,
+    }
+
+
+def _write_tensors(
     writer: ShardedWriter, source: Source, scale: str, ignore: Sequence[str], device: str
 ) -> dict[str, dict[str, Any]]:
     """Fill `writer`; the report of each layer, in the order of their names."""

@@ -11,9 +11,9 @@ import triton.language as tl
 from verl_qerl.nvfp4 import reference
 from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
 
-# Rows and blocks of 16 a program decodes. Best of six on an H200 for every linear of the 7B and 32B shapes
+# Rows and blocks of 16 a program decodes: of eleven tried on an H200, the best balance of small and large linears
 # (tests/bench/results).
-_ROWS, _BLOCKS, _WARPS = 4, 64, 4
+_ROWS, _BLOCKS, _WARPS = 8, 32, 4
 
 
 @torch.library.custom_op("verl_qerl::dequantize_nvfp4", mutates_args=())
