@@ -11,7 +11,7 @@ qerl_install() {
     PYTHON=$root/.venv/bin/python
     stamp=$root/.venv/.qerl-installed${extras:+-$extras}
     if command -v nvidia-smi >/dev/null; then base=gpu; else base=cpu; fi
-    key="$base $(sha256sum <"$root/pyproject.toml")"
+    key="$base $(cat "$root/pyproject.toml" "$root/verl_qerl/hydra_plugin.py" | sha256sum)"  # what an editable install copies
     if [[ -x $PYTHON && -f $stamp && $(<"$stamp") == "$key" ]]; then
         return
     fi

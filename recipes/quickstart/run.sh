@@ -30,7 +30,6 @@ export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false WANDB_MODE=disabled
 export RAY_AUTH_MODE=disabled  # Ray would write a token file into the home directory
 if [[ $device == cpu ]]; then
     export VERL_PLATFORM=cpu
-    export VERL_ENGINE_DEVICE=cuda  # verl has no engine for the device "cpu"; this one runs on it
     export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)}
 fi
@@ -67,7 +66,7 @@ arguments=(
     actor_rollout_ref.model.lora_alpha="$((2 * LORA_RANK))"
     actor_rollout_ref.model.use_remove_padding=False
     actor_rollout_ref.model.enable_gradient_checkpointing=False
-    +actor_rollout_ref.model.override_config.attn_implementation=sdpa
+    ++actor_rollout_ref.model.override_config.attn_implementation=sdpa
     actor_rollout_ref.actor.strategy=fsdp2
     actor_rollout_ref.actor.optim.lr="$LR"
     actor_rollout_ref.actor.use_kl_loss=False
@@ -86,7 +85,7 @@ arguments=(
     actor_rollout_ref.rollout.agent.num_workers=1
     reward.num_workers=1
     transfer_queue.backend.SimpleStorage.num_data_storage_units=1
-    +ray_kwargs.ray_init.include_dashboard=False
+    ++ray_kwargs.ray_init.include_dashboard=False
     trainer.n_gpus_per_node=1
     trainer.nnodes=1
     trainer.total_training_steps="$STEPS"
@@ -99,15 +98,7 @@ arguments=(
     trainer.experiment_name=quickstart
 )
 if [[ $device == cpu ]]; then
-    arguments+=(
-        trainer.device=cpu
-        actor_rollout_ref.rollout.enforce_eager=True
-        actor_rollout_ref.rollout.free_cache_engine=False
-        actor_rollout_ref.rollout.gpu_memory_utilization=0.1
-        ray_kwargs.ray_init.num_cpus=32  # Ray counts actors, not cores
-        +ray_kwargs.ray_init.num_gpus=1  # verl asks Ray for one; the CPU platform stands behind it
-        +ray_kwargs.ray_init.object_store_memory=300000000
-    )
+    arguments+=(+platform=cpu actor_rollout_ref.rollout.gpu_memory_utilization=0.1)
 else
     arguments+=(actor_rollout_ref.rollout.gpu_memory_utilization=0.3)
 fi

@@ -143,8 +143,8 @@ def test_searches_are_no_worse_than_minmax_in_any_block() -> None:
 
 @pytest.mark.parametrize(("scale", "expected"), [("minmax", 20.4), ("four_over_six", 21.2), ("mse", 21.8)])
 def test_signal_to_noise_ratio_of_a_gaussian(scale: str, expected: float) -> None:
-    # Measured on 1024 x 4096; compressed-tensors' own minmax gives the same 20.4 dB (relative MSE 0.0091). A wrong tie, a
-    # lost factor or a scale off by one step of E4M3 costs more than the 0.1 dB of sampling noise allowed here.
+    # Measured; compressed-tensors' own minmax gives the same 20.4 dB on a Gaussian (relative MSE 0.0091). Allowed
+    # is sampling noise, while reading nibbles in the wrong order or a block scale one step off costs decibels.
     values = gaussian(256, 4096)
     assert sqnr_db(dequantize(quantize(values, scale)), values) == pytest.approx(expected, abs=0.1)
 
@@ -175,7 +175,7 @@ def test_chunking_changes_nothing(monkeypatch: pytest.MonkeyPatch, scale: str, c
     values = gaussian(37, 64)
     whole = quantize(values, scale)
     error = relative_error(values, whole)
-    monkeypatch.setattr(reference, "_CHUNK_ELEMENTS", chunk)
+    monkeypatch.setitem(reference._CHUNK_ELEMENTS, "cpu", chunk)
     assert weight_digest(quantize(values, scale)) == weight_digest(whole)
     assert relative_error(values, whole) == pytest.approx(error, rel=1e-6)
 
@@ -202,7 +202,7 @@ def test_a_transposed_view_is_quantized_as_its_copy() -> None:
 
 
 # Of integers, so that no random generator is involved. A change means that checkpoints and running replicas disagree.
-_GOLDEN = {"minmax": "", "mse": "", "four_over_six": ""}
+_GOLDEN = {"minmax": "f5986d823ec6f3a8", "mse": "2a9f572769fdd960", "four_over_six": "c85171acae6eafe3"}
 
 
 @pytest.mark.parametrize("scale", SCALE_CHOICES)
@@ -233,5 +233,5 @@ def test_only_float_matrices_are_accepted(values: torch.Tensor) -> None:
 
 
 def test_unknown_scale_choice_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown scale choice: scale='max'. Choose one of minmax, mse, four_over_six"):
+    with pytest.raises(ValueError, match="unknown scale choice: scale='max'"):
         quantize(torch.ones(2, 16), "max")

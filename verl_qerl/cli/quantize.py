@@ -105,9 +105,10 @@ def quantize_checkpoint(
     rules = tuple(dict.fromkeys((*DEFAULT_IGNORE, *ignore)))
     _check(source, rules)
     specs = quantized_specs(source, linear_modules(source, rules))
+    where = _device(device)
     with new_directory(out) as folder:
         _check_free_space(folder, _total(specs))
-        report = _write(folder, source, specs, max_shard_bytes, scale, rules, _device(device))
+        report = _write(folder, source, specs, max_shard_bytes, scale, rules, where)
         _copy_other_files(source.path, folder)
         _write_json(folder / "config.json", source.config | {"quantization_config": quantization_config(rules)})
         _write_json(folder / REPORT, report)

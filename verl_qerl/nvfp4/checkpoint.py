@@ -21,6 +21,11 @@ CODES, BLOCK_SCALE, GLOBAL_SCALE = "weight_packed", "weight_scale", "weight_glob
 # Members of one kernel launch in vLLM; they share one global scale.
 FUSED_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _MODELOPT = {"weight": CODES, "weight_scale": BLOCK_SCALE, "weight_scale_2": GLOBAL_SCALE}
+# Names that only a packed weight has (ModelOpt keeps the codes under the name of the bf16 weight).
+PARTS = {
+    "compressed-tensors": (f".{CODES}", f".{BLOCK_SCALE}", f".{GLOBAL_SCALE}"),
+    "modelopt": (".weight_scale", ".weight_scale_2"),
+}
 _ACTIVATION_SCALES = ("input_scale", "input_global_scale")  # W4A4 files; our rollouts keep activations in bf16
 
 
@@ -139,6 +144,11 @@ def from_tensors(module: str, tensors: dict[str, torch.Tensor], layout: str) -> 
     if missing:
         raise CheckpointFormatError(f"{module!r} lacks {sorted(missing)}. Download or quantize the model again.")
     scale = tensors[GLOBAL_SCALE].float().reshape(())
+    if not (torch.isfinite(scale) and scale > 0):
+        raise CheckpointFormatError(
+            f"the global scale of {module!r} is {float(scale)}. A positive number is accepted."
+            " The file is damaged: download or quantize the model again."
+        )
     try:
         weight = PackedWeight(tensors[CODES], tensors[BLOCK_SCALE], scale if layout == "modelopt" else 1.0 / scale)
     except ValueError as error:

@@ -5,6 +5,7 @@ of a fused group (q, k, v; gate, up) that are still waiting for each other.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,13 +48,13 @@ class Source:
 
 
 def open_source(path: str | Path) -> Source:
-    """Read config.json and the headers of every shard.
+    """Read config.json and the headers of every shard; `path` may be a hub id, which is fetched.
 
     Raises:
         CheckpointFormatError: A file is missing or cut short, the index names a tensor that no shard holds, or the
             checkpoint is quantized in another way.
     """
-    path = Path(path)
+    path = _local(path)
     config = _read_json(path / "config.json")
     layout = checkpoint.stored_format(config)
     indexed = _read_json(path / INDEX)["weight_map"] if (path / INDEX).exists() else None
@@ -71,6 +72,22 @@ def open_source(path: str | Path) -> Source:
             " Every indexed tensor must be there. Download the model again."
         )
     return Source(path, config, layout, files, specs)
+
+
+def _local(path: str | Path) -> Path:
+    if Path(path).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        return Path(path)
+    # A hub id, as verl and vLLM take it; both sides of a run find the files in the same cache.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise CheckpointFormatError(
+            f"{path} is neither a directory nor a model of the hub that can be reached ({type(error).__name__})."
+            " A directory in Hugging Face layout or a hub id is accepted. Check the name, or download it first."
+        ) from error
 
 
 def linear_modules(source: Source, ignore: Sequence[str] | None = None) -> set[str]:
@@ -122,12 +139,10 @@ def stream(
         (module name, PackedWeight) for a quantized linear, (tensor name, tensor) for everything else.
 
     Raises:
-        CheckpointFormatError: A weight is incomplete, or members of a fused group disagree.
-        ValueError: A weight cannot be held by NVFP4; see also `linear_modules`.
+        ValueError: A weight is incomplete or cannot be held by NVFP4, or a group disagrees; see `linear_modules`.
     """
     if source.layout != "bf16":
-        yield from _stream_packed(source, device)
-        return
+        return (yield from _stream_packed(source, device))
     linears = linear_modules(source, ignore)
     waiting: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in _tensors(source, device):
@@ -140,15 +155,15 @@ def stream(
         group[module] = tensor
         if set(group) == linears.intersection(members):
             packed = quantize_group(waiting.pop(key), scale)
-            if observe:
-                for member, original in group.items():
-                    observe(member, original, packed[member])
+            for member in packed:
+                if observe:
+                    observe(member, group[member], packed[member])
             yield from packed.items()
 
 
 def _stream_packed(source: Source, device: str | torch.device) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
-    marker = checkpoint.CODES if source.layout == "compressed-tensors" else "weight_scale_2"
-    modules = {name.rpartition(".")[0] for name in source.files if name.endswith(f".{marker}")}
+    # Any part makes a module a packed one, so that a missing part is noticed.
+    modules = {name.rpartition(".")[0] for name in source.files if name.endswith(checkpoint.PARTS[source.layout])}
     wanted: dict[str, set[str]] = {}
     for name in source.files:
         module = name.rpartition(".")[0]

@@ -1,0 +1,112 @@
+"""A tiny model and questions, and a way to run verl's own command on them."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished run of main_ppo."""
+
+    code: int
+    log: str
+    steps: list[dict]  # metrics of each training step, in order
+
+    def check(self) -> "Run":
+        assert self.code == 0, self.log[-6000:]
+        return self
+
+
+@dataclass(frozen=True)
+class Workbench:
+    """Inputs of a run."""
+
+    folder: Path
+    model: Path
+    data: Path
+
+    def train(self, name: str, *options: str, model: Path | None = None, num_ranks: int = 1) -> Run:
+        """Run `python -m verl.trainer.main_ppo` on the CPU platform; outputs go to a folder of that name."""
+        out = self.folder / name
+        out.mkdir(exist_ok=True)
+        metrics = out / "metrics.jsonl"
+        env = os.environ | {
+            "VERL_PLATFORM": "cpu",
+            "VERL_FILE_LOGGER_PATH": str(metrics),
+            "RAY_AUTH_MODE": "disabled",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-m", "verl.trainer.main_ppo", *self.arguments(out, model, num_ranks), *options]
+        done = subprocess.run(command, env=env, cwd=out, capture_output=True, text=True, timeout=900, check=False)
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        steps = [row["data"] for row in rows if "training/global_step" in row["data"]]
+        return Run(done.returncode, done.stdout + done.stderr, steps)
+
+    def arguments(self, out: Path, model: Path | None, num_ranks: int) -> list[str]:
+        return [
+            "algorithm.adv_estimator=grpo",
+            f"data.train_files={self.data / 'train.parquet'}",
+            f"data.val_files={self.data / 'test.parquet'}",
+            "data.train_batch_size=4",
+            "data.max_prompt_length=96",
+            "data.max_response_length=16",
+            f"actor_rollout_ref.model.path={model or self.model}",
+            "actor_rollout_ref.model.lora_rank=8",
+            "actor_rollout_ref.model.lora_alpha=16",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+            "actor_rollout_ref.actor.optim.lr=1e-2",  # an adapter that did not arrive shows in the log-probs
+            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+            "actor_rollout_ref.rollout.name=vllm",
+            "actor_rollout_ref.rollout.n=2",
+            "actor_rollout_ref.rollout.max_model_len=128",
+            "actor_rollout_ref.rollout.max_num_seqs=8",
+            "actor_rollout_ref.rollout.gpu_memory_utilization=0.1",
+            f"reward.custom_reward_function.path={self.folder / 'reward.py'}",
+            "reward.custom_reward_function.name=compute_score",
+            f"trainer.n_gpus_per_node={num_ranks}",
+            "trainer.nnodes=1",
+            'trainer.logger=["console","file"]',
+            "trainer.val_before_train=False",
+            "trainer.test_freq=-1",
+            "trainer.save_freq=-1",
+            "trainer.total_training_steps=2",
+            "trainer.resume_mode=auto",
+            f"trainer.default_local_dir={out / 'checkpoints'}",
+            "+platform=cpu",
+        ]
+
+
+@pytest.fixture(scope="session")
+def workbench(tmp_path_factory) -> Workbench:
+    import torch
+
+    from verl_qerl.cli import main
+    from verl_qerl.cli.chat_tokenizer import train_tokenizer
+    from verl_qerl.cli.pretrain import Size, build_model
+
+    folder = tmp_path_factory.mktemp("e2e")
+    assert main(["data", "arithmetic", "--out", str(folder / "data"), "--num-train", "64", "--num-test", "8"]) == 0
+    rows = [json.loads(line) for line in (folder / "data" / "train.jsonl").read_text().splitlines()]
+    tokenizer = train_tokenizer([row["question"] + row["answer"] for row in rows], 320)
+    torch.manual_seed(0)
+    size = Size(128, 256, 2, 2, 1, 320, 0.0, 0, None, 0.0, 0)
+    model = build_model(size, tokenizer, "cpu").to(torch.bfloat16)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(str(folder / "model"))
+    # Depends on the answer even when nothing is ever right, so that advantages are not all zero.
+    (folder / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
+        "    return sum(letter in 'aeiou 0123456789' for letter in solution_str) / 16\n"
+    )
+    return Workbench(folder, folder / "model", folder / "data")

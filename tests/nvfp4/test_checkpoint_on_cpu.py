@@ -1,0 +1,198 @@
+import logging
+
+import pytest
+import torch
+
+from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.nvfp4 import dequantize, quantize
+from verl_qerl.nvfp4.checkpoint import (
+    FORMAT,
+    check_fused,
+    from_tensors,
+    fused_group,
+    ignored_modules,
+    is_activation_scale,
+    is_ignored,
+    is_linear_weight,
+    quantization_config,
+    stored_format,
+    to_tensors,
+)
+from verl_qerl.nvfp4.digest import weight_digest
+from verl_qerl.nvfp4.format import PackedWeight
+from verl_qerl.testing import random_packed_weight
+
+
+def without_module(tensors: dict[str, torch.Tensor], module: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(f"{module}."): tensor for name, tensor in tensors.items()}
+
+
+def modelopt(weight: PackedWeight) -> dict[str, torch.Tensor]:
+    return {"weight": weight.codes, "weight_scale": weight.block_scale, "weight_scale_2": weight.global_decode_scale}
+
+
+def test_stored_global_scale_multiplies_to_encode() -> None:
+    # amax 6 gives the encode scale 256, which is what compressed-tensors stores; we hold its inverse.
+    weight = quantize(torch.tensor([[6.0, *[0.0] * 15]]))
+    tensors = to_tensors("m", weight)
+    assert sorted(tensors) == ["m.weight_global_scale", "m.weight_packed", "m.weight_scale"]
+    assert tensors["m.weight_global_scale"].tolist() == [256.0]
+    assert tensors["m.weight_packed"] is weight.codes
+    assert from_tensors("m", without_module(tensors, "m"), "compressed-tensors").global_decode_scale == 1 / 256
+
+
+def test_compressed_tensors_names_round_trip() -> None:
+    weight = random_packed_weight(32, 64)
+    back = from_tensors("a.b", without_module(to_tensors("a.b", weight), "a.b"), "compressed-tensors")
+    assert weight_digest(back) == weight_digest(weight)
+
+
+def test_modelopt_names_hold_the_decode_scale() -> None:
+    weight = random_packed_weight(32, 64)
+    assert weight_digest(from_tensors("m", modelopt(weight), "modelopt")) == weight_digest(weight)
+
+
+@pytest.mark.parametrize("name", ["weight", "weight_scale", "weight_scale_2"])
+def test_a_missing_part_is_named(name: str) -> None:
+    tensors = modelopt(random_packed_weight(16, 32))
+    del tensors[name]
+    ours = {"weight": "weight_packed", "weight_scale": "weight_scale", "weight_scale_2": "weight_global_scale"}[name]
+    with pytest.raises(CheckpointFormatError, match=rf"'m' lacks \['{ours}'\]"):
+        from_tensors("m", tensors, "modelopt")
+
+
+def test_parts_that_do_not_fit_name_the_module() -> None:
+    tensors = modelopt(random_packed_weight(16, 32))
+    tensors["weight_scale"] = tensors["weight_scale"].float()
+    with pytest.raises(CheckpointFormatError, match=r"'layer\.3': an NVFP4 weight holds"):
+        from_tensors("layer.3", tensors, "modelopt")
+
+
+def test_subnormal_block_scales_are_read_as_zero_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    weight = random_packed_weight(4, 48)
+    scale = weight.block_scale.float()
+    scale[1, 0], scale[2, 2], scale[3, 1] = 2.0**-9, 2.0**-7, 2.0**-6  # the last is normal
+    stored = PackedWeight(weight.codes, scale.to(torch.float8_e4m3fn), weight.global_decode_scale)
+    with caplog.at_level(logging.WARNING):
+        found = from_tensors("m", modelopt(stored), "modelopt")
+    expected = dequantize(stored)
+    expected[1, :16], expected[2, 32:] = 0, 0
+    assert torch.equal(dequantize(found), expected)
+    assert expected[3, 16:32].any()
+    assert found.block_scale.float().min() == 2.0**-6
+    assert "m: 2 block scales below 2**-6 are zero in Marlin" in caplog.text
+
+
+def test_normal_block_scales_are_read_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    from_tensors("m", modelopt(random_packed_weight(4, 48)), "modelopt")
+    assert caplog.text == ""
+
+
+def test_fused_members_with_different_scales_are_refused() -> None:
+    weight = random_packed_weight(16, 32)
+    other = PackedWeight(weight.codes, weight.block_scale, weight.global_decode_scale * 2)
+    check_fused({"q": weight, "k": weight})
+    with pytest.raises(CheckpointFormatError, match=r"have different global scales: \{'q': .*, 'k': .*\}"):
+        check_fused({"q": weight, "k": other})
+
+
+def test_config_is_what_compressed_tensors_accepts() -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.quantization import QuantizationConfig
+
+    config = quantization_config(["lm_head", "re:.*down_proj"])
+    parsed = QuantizationConfig.model_validate(config)
+    scheme = parsed.config_groups["group_0"]
+    assert parsed.format == scheme.format == FORMAT
+    assert (scheme.weights.num_bits, scheme.weights.group_size, scheme.weights.strategy) == (4, 16, "tensor_group")
+    assert scheme.input_activations is None
+    assert parsed.ignore == ["lm_head", "re:.*down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("found", "layout"),
+    [
+        ({}, "bf16"),
+        ({"quantization_config": None}, "bf16"),
+        ({"quantization_config": quantization_config()}, "compressed-tensors"),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "modelopt"),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}}, "modelopt"),
+    ],
+)
+def test_layout_follows_the_config(found: dict, layout: str) -> None:
+    assert stored_format(found) == layout
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        {"quant_method": "gptq"},
+    ],
+)
+def test_other_quantizations_are_refused(found: dict) -> None:
+    with pytest.raises(CheckpointFormatError, match=f"is quantized as '{found['quant_method']}'"):
+        stored_format({"quantization_config": found})
+
+
+def test_ignored_modules_come_from_either_layout() -> None:
+    assert ignored_modules({}) == ("lm_head",)
+    assert ignored_modules({"quantization_config": {"ignore": ["a", "re:b"]}}) == ("a", "re:b")
+    assert ignored_modules({"quantization_config": {"exclude_modules": ["lm_head", "c"]}}) == ("lm_head", "c")
+
+
+@pytest.mark.parametrize(
+    ("module", "rule", "ignored"),
+    [
+        ("model.layers.1.mlp.up_proj", "model.layers.1.mlp.up_proj", True),
+        ("model.layers.1.mlp.up_proj", "model.layers.1", False),
+        ("model.layers.1.mlp.up_proj", "up_proj", False),
+        ("model.layers.1.mlp.up_proj", r"re:.*up_proj$", True),
+        ("model.layers.1.mlp.up_proj", r"re:up_proj", False),
+        ("model.layers.11.mlp.up_proj", r"re:model\.layers\.1\.", False),
+    ],
+)
+def test_ignore_rules(module: str, rule: str, ignored: bool) -> None:
+    assert is_ignored(module, ["another", rule]) is ignored
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", (64, 32), True),
+        ("layers.0.mlp.up_proj.weight", (64, 32), True),
+        ("model.layers.0.self_attn.q_proj.bias", (64,), False),
+        ("model.layers.0.input_layernorm.weight", (32,), False),
+        ("model.layers.0.self_attn.q_proj.weight_scale", (64, 2), False),
+        ("model.embed_tokens.weight", (256, 32), False),
+        ("lm_head.weight", (256, 32), False),
+        ("model.layers.0.mlp.down_proj.weight", (32, 64), False),  # ignored below
+    ],
+)
+def test_only_matrices_inside_layers_are_replaced(name: str, shape: tuple[int, ...], expected: bool) -> None:
+    assert is_linear_weight(name, shape, ["re:.*down_proj"]) is expected
+
+
+def test_groups_are_those_that_vllm_fuses() -> None:
+    key, members = fused_group("model.layers.3.self_attn.k_proj")
+    assert members == tuple(f"model.layers.3.self_attn.{kind}_proj" for kind in "qkv")
+    assert fused_group("model.layers.3.self_attn.q_proj")[0] == key
+    assert fused_group("model.layers.4.self_attn.q_proj")[0] != key
+    assert fused_group("l.mlp.up_proj")[1] == ("l.mlp.gate_proj", "l.mlp.up_proj")
+    assert fused_group("l.mlp.down_proj") == ("l.mlp.down_proj", ("l.mlp.down_proj",))
+
+
+def test_activation_scales_are_recognized() -> None:
+    assert is_activation_scale("a.input_scale")
+    assert is_activation_scale("a.input_global_scale")
+    assert not is_activation_scale("a.weight_scale")
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_damaged_global_scale_is_refused(value):
+    tensors = checkpoint.to_tensors("m", random_packed_weight(2, 16))
+    parts = {name.removeprefix("m."): tensor for name, tensor in tensors.items()}
+    parts["weight_global_scale"] = torch.tensor([value])
+    with pytest.raises(CheckpointFormatError, match="global scale of 'm'"):
+        checkpoint.from_tensors("m", parts, "compressed-tensors")

@@ -1,0 +1,266 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.nvfp4 import PackedWeight, quantize, quantize_group
+from verl_qerl.nvfp4.checkpoint import quantization_config, to_tensors
+from verl_qerl.nvfp4.digest import weight_digest
+from verl_qerl.nvfp4.stream import INDEX, Source, linear_modules, open_source, stream
+
+QKV = tuple(f"model.layers.0.self_attn.{kind}_proj" for kind in "qkv")
+OTHERS = ("model.layers.0.self_attn.o_proj", "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj")
+PLAIN = ("model.embed_tokens.weight", "model.norm.weight", f"{QKV[0]}.bias", "lm_head.weight")
+MODELOPT = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+COMPRESSED = {"quantization_config": quantization_config()}
+
+
+def bf16_tensors(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {f"{module}.weight": torch.randn(32, 64, generator=generator) * 0.02 for module in (*QKV, *OTHERS)}
+    tensors[f"{QKV[1]}.weight"] *= 100  # decides the scale of the group
+    tensors |= {name: torch.randn(64, 64, generator=generator) for name in PLAIN}
+    tensors["model.norm.weight"] = torch.ones(64)
+    return {name: tensor.to(dtype) for name, tensor in tensors.items()}
+
+
+def packed() -> dict[str, PackedWeight]:
+    """What the model of `bf16_tensors` should become, by module."""
+    weights = {name.removesuffix(".weight"): tensor for name, tensor in bf16_tensors().items()}
+    groups = (QKV, OTHERS[:1], OTHERS[1:])
+    return {name: item for group in groups for name, item in quantize_group({m: weights[m] for m in group}).items()}
+
+
+def save(path: Path, shards: list[dict[str, torch.Tensor]], config: dict | None = None) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config or {}))
+    if len(shards) == 1:
+        save_file(shards[0], path / "model.safetensors")
+        return path
+    weight_map = {}
+    for i, tensors in enumerate(shards):
+        save_file(tensors, path / f"shard-{i}.safetensors")
+        weight_map |= dict.fromkeys(tensors, f"shard-{i}.safetensors")
+    (path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return path
+
+
+def spread(tensors: dict[str, torch.Tensor], num_shards: int) -> list[dict[str, torch.Tensor]]:
+    """Neighbours in different shards, so that every group is spread."""
+    names = list(tensors)
+    return [{name: tensors[name] for name in names[i::num_shards]} for i in range(num_shards)]
+
+
+def digests(source: Source, **options: object) -> dict[str, str]:
+    """Of every packed weight; each comes once."""
+    found = [(name, item) for name, item in stream(source, **options) if isinstance(item, PackedWeight)]
+    assert len(found) == len({name for name, _ in found})
+    return {name: weight_digest(item) for name, item in found}
+
+
+EXPECTED = {name: weight_digest(item) for name, item in packed().items()}
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 10])
+def test_shards_in_any_order_give_the_same_bits(tmp_path: Path, num_shards: int, reverse: bool) -> None:
+    shards = spread(bf16_tensors(), num_shards)
+    source = open_source(save(tmp_path / "m", shards[::-1] if reverse else shards))
+    assert digests(source) == EXPECTED
+    rest = {name: item for name, item in stream(source) if isinstance(item, torch.Tensor)}
+    assert set(rest) == set(PLAIN)
+    assert all(torch.equal(rest[name], bf16_tensors()[name]) for name in PLAIN)
+
+
+def test_fused_members_use_the_scale_of_the_group_and_others_their_own(tmp_path: Path) -> None:
+    source = open_source(save(tmp_path / "m", spread(bf16_tensors(), 3)))
+    found = {name: item for name, item in stream(source) if isinstance(item, PackedWeight)}
+    assert len({float(found[name].global_decode_scale) for name in QKV}) == 1
+    alone = quantize(bf16_tensors()[f"{QKV[0]}.weight"])
+    assert weight_digest(alone) != EXPECTED[QKV[0]]
+    assert found[OTHERS[0]].global_decode_scale < found[QKV[0]].global_decode_scale
+
+
+def test_scale_choice_is_passed_on(tmp_path: Path) -> None:
+    source = open_source(save(tmp_path / "m", [bf16_tensors()]))
+    expected = weight_digest(quantize(bf16_tensors()[f"{OTHERS[0]}.weight"], "mse"))
+    assert digests(source, scale="mse")[OTHERS[0]] == expected != EXPECTED[OTHERS[0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_input_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = bf16_tensors(dtype)
+    source = open_source(save(tmp_path / "m", [tensors]))
+    expected = quantize_group({m: tensors[f"{m}.weight"] for m in QKV})
+    found = digests(source)
+    assert {m: found[m] for m in QKV} == {m: weight_digest(item) for m, item in expected.items()}
+    rest = dict(stream(source))
+    assert rest["model.norm.weight"].dtype == dtype
+
+
+def test_observer_sees_each_original_beside_its_packed_weight(tmp_path: Path) -> None:
+    source = open_source(save(tmp_path / "m", spread(bf16_tensors(), 2)))
+    seen = {}
+    list(stream(source, observe=lambda module, weight, item: seen.update({module: (weight, item)})))
+    assert {module: weight_digest(item) for module, (_, item) in seen.items()} == EXPECTED
+    assert all(torch.equal(weight, bf16_tensors()[f"{module}.weight"]) for module, (weight, _) in seen.items())
+
+
+def compressed_tensors_file() -> dict[str, torch.Tensor]:
+    plain = {name: bf16_tensors()[name] for name in PLAIN}
+    return plain | {key: part for module, item in packed().items() for key, part in to_tensors(module, item).items()}
+
+
+def modelopt_file() -> dict[str, torch.Tensor]:
+    """As ModelOpt writes W4A4: codes named `weight`, the decode scale, and scales of activations."""
+    tensors = {name: bf16_tensors()[name] for name in PLAIN}
+    for module, item in packed().items():
+        tensors[f"{module}.weight"] = item.codes
+        tensors[f"{module}.weight_scale"] = item.block_scale
+        tensors[f"{module}.weight_scale_2"] = item.global_decode_scale.clone()
+        tensors[f"{module}.input_scale"] = torch.tensor(0.5)
+    return tensors
+
+
+@pytest.mark.parametrize("num_shards", [1, 5])
+@pytest.mark.parametrize(
+    ("tensors", "config"),
+    [(compressed_tensors_file(), COMPRESSED), (modelopt_file(), MODELOPT)],
+    ids=["ct", "modelopt"],
+)
+def test_packed_checkpoints_pass_as_they_are(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], config: dict, num_shards: int
+) -> None:
+    source = open_source(save(tmp_path / "m", spread(tensors, num_shards), config))
+    assert digests(source) == EXPECTED
+    rest = {name: item for name, item in stream(source) if isinstance(item, torch.Tensor)}
+    assert set(rest) == set(PLAIN)
+    assert torch.equal(rest[f"{QKV[0]}.bias"], bf16_tensors()[f"{QKV[0]}.bias"])
+
+
+def test_a_packed_weight_without_its_global_scale_is_refused(tmp_path: Path) -> None:
+    tensors = compressed_tensors_file()
+    del tensors[f"{QKV[2]}.weight_global_scale"]
+    source = open_source(save(tmp_path / "m", [tensors], COMPRESSED))
+    with pytest.raises(CheckpointFormatError, match=rf"'{QKV[2]}' lacks \['weight_global_scale'\]"):
+        list(stream(source))
+
+
+@pytest.mark.parametrize("part", ["weight_packed", "weight_scale", "weight_scale_2"])
+def test_a_packed_weight_without_any_one_part_is_refused(tmp_path: Path, part: str) -> None:
+    tensors, config = (
+        (modelopt_file(), MODELOPT) if part == "weight_scale_2" else (compressed_tensors_file(), COMPRESSED)
+    )
+    del tensors[f"{OTHERS[0]}.{part}"]
+    source = open_source(save(tmp_path / "m", [tensors], config))
+    with pytest.raises(CheckpointFormatError, match=rf"'{OTHERS[0]}' lacks"):
+        list(stream(source))
+
+
+def test_fused_members_that_disagree_are_refused(tmp_path: Path) -> None:
+    tensors = compressed_tensors_file()
+    tensors[f"{QKV[2]}.weight_global_scale"] = tensors[f"{QKV[2]}.weight_global_scale"] * 2
+    source = open_source(save(tmp_path / "m", spread(tensors, 3), COMPRESSED))
+    with pytest.raises(CheckpointFormatError, match="have different global scales"):
+        list(stream(source))
+
+
+def test_a_tensor_that_two_shards_hold_comes_once(tmp_path: Path) -> None:
+    shards = spread(bf16_tensors(), 2)
+    shards[0] |= shards[1]
+    source = open_source(save(tmp_path / "m", shards))
+    assert digests(source) == EXPECTED
+    names = [name for name, item in stream(source) if isinstance(item, torch.Tensor)]
+    assert sorted(names) == sorted(PLAIN)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    path = save(tmp_path / "m", spread(bf16_tensors(), 3))
+    (path / "shard-1.safetensors").unlink()
+    with pytest.raises(CheckpointFormatError, match=r"a shard is missing: .*shard-1\.safetensors"):
+        open_source(path)
+
+
+@pytest.mark.parametrize("keep", [4, 100, -1])
+def test_a_cut_shard_is_named(tmp_path: Path, keep: int) -> None:
+    path = save(tmp_path / "m", spread(bf16_tensors(), 3))
+    shard = path / "shard-2.safetensors"
+    os.truncate(shard, keep if keep > 0 else shard.stat().st_size + keep)
+    with pytest.raises(CheckpointFormatError, match=r"a shard cannot be read: .*shard-2\.safetensors"):
+        open_source(path)
+
+
+def test_an_indexed_tensor_that_no_shard_holds_is_named(tmp_path: Path) -> None:
+    path = save(tmp_path / "m", spread(bf16_tensors(), 2))
+    index = json.loads((path / INDEX).read_text())
+    index["weight_map"]["model.layers.7.lost.weight"] = "shard-0.safetensors"
+    (path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointFormatError, match=r"names 1 tensors that no shard holds, first 'model.layers.7.lost"):
+        open_source(path)
+
+
+def test_an_unknown_quantization_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "m", [bf16_tensors()], {"quantization_config": {"quant_method": "awq"}})
+    with pytest.raises(CheckpointFormatError, match="is quantized as 'awq'"):
+        open_source(path)
+
+
+def test_a_dtype_we_cannot_read_is_named(tmp_path: Path) -> None:
+    tensors = {"model.layers.0.x.weight": torch.zeros(2, 16, dtype=torch.uint16)}
+    with pytest.raises(CheckpointFormatError, match=r"holds tensors of dtype \['U16'\]"):
+        open_source(save(tmp_path / "m", [tensors]))
+
+
+@pytest.mark.parametrize(("content", "told"), [(None, "does not exist"), ("{", "is not JSON")])
+def test_a_config_that_cannot_be_read_is_named(tmp_path: Path, content: str | None, told: str) -> None:
+    path = save(tmp_path / "m", [bf16_tensors()])
+    (path / "config.json").unlink()
+    if content is not None:
+        (path / "config.json").write_text(content)
+    with pytest.raises(CheckpointFormatError, match=rf"config\.json {told}"):
+        open_source(path)
+
+
+def test_linears_are_listed_before_anything_is_read(tmp_path: Path) -> None:
+    source = open_source(save(tmp_path / "m", [bf16_tensors()]))
+    assert linear_modules(source) == {*QKV, *OTHERS}
+    assert linear_modules(source, [f"re:.*{OTHERS[0]}"]) == {*QKV, *OTHERS[1:]}
+
+
+@pytest.mark.parametrize(
+    ("ignore", "told"),
+    [
+        ([QKV[1]], r"is ignored in part: ignored=\['model.layers.0.self_attn.k_proj'\]"),
+        (["re:.*gate_proj"], r"is ignored in part: ignored=\['model.layers.0.mlp.gate_proj'\]"),
+        (["re:.*"], "holds no linear to quantize"),
+    ],
+)
+def test_wrong_ignore_lists_are_refused(tmp_path: Path, ignore: list[str], told: str) -> None:
+    source = open_source(save(tmp_path / "m", [bf16_tensors()]))
+    with pytest.raises(ValueError, match=told):
+        linear_modules(source, ignore)
+
+
+def test_in_features_are_checked_before_anything_is_read(tmp_path: Path) -> None:
+    tensors = bf16_tensors() | {f"{OTHERS[0]}.weight": torch.zeros(4, 24)}
+    source = open_source(save(tmp_path / "m", [tensors]))
+    with pytest.raises(ValueError, match=f"in_features=24 of '{OTHERS[0]}' is not a multiple of 16"):
+        next(stream(source))
+
+
+def test_nan_is_refused_with_its_module(tmp_path: Path) -> None:
+    tensors = bf16_tensors()
+    tensors[f"{OTHERS[0]}.weight"][0, 0] = torch.nan
+    source = open_source(save(tmp_path / "m", [tensors]))
+    with pytest.raises(ValueError, match=f"'{OTHERS[0]}' holds 1 NaN"):
+        list(stream(source))
+
+
+def test_a_name_that_is_no_directory_is_looked_up_as_a_hub_id(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(CheckpointFormatError, match="neither a directory nor a model of the hub"):
+        open_source("nobody/no-such-model")

@@ -1,0 +1,48 @@
+import math
+
+import pytest
+import torch
+
+from verl_qerl.nvfp4.digest import weight_digest
+from verl_qerl.testing import assert_close, random_packed_weight, rms_error_ratio, sqnr_db
+
+
+def test_error_ratio_by_hand() -> None:
+    # error (0, 1), expected (3, 4): 1 / 5
+    assert rms_error_ratio(torch.tensor([3.0, 5.0]), torch.tensor([3.0, 4.0])) == pytest.approx(0.2)
+    assert rms_error_ratio(torch.tensor([3e4, 5e4]), torch.tensor([3e4, 4e4])) == pytest.approx(0.2)
+
+
+def test_error_against_zero_is_absolute() -> None:
+    assert rms_error_ratio(torch.tensor([3.0, 4.0]), torch.zeros(2)) == pytest.approx(5.0)
+    assert rms_error_ratio(torch.zeros(2), torch.zeros(2)) == 0
+
+
+def test_assert_close_passes_at_the_ratio_and_fails_beyond() -> None:
+    expected, actual = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 5.0])
+    assert_close(actual, expected, 0.2001)
+    with pytest.raises(AssertionError, match="RMS error ratio"):
+        assert_close(actual, expected, 0.1999)
+
+
+@pytest.mark.parametrize("actual", [torch.tensor([3.0, math.nan]), torch.tensor([3.0, math.inf])])
+def test_values_that_are_not_finite_never_pass(actual: torch.Tensor) -> None:
+    with pytest.raises(AssertionError):
+        assert_close(actual, torch.tensor([3.0, 4.0]), 1e9)
+
+
+def test_shapes_must_agree_even_where_they_broadcast() -> None:
+    with pytest.raises(AssertionError, match="shape"):
+        assert_close(torch.ones(1, 4), torch.ones(4), 1.0)
+
+
+def test_sqnr_by_hand() -> None:
+    assert sqnr_db(torch.tensor([3.0, 5.0]), torch.tensor([3.0, 4.0])) == pytest.approx(20 * math.log10(5))
+    assert sqnr_db(torch.ones(3), torch.ones(3)) == math.inf
+
+
+def test_random_weights_depend_on_the_seed_only() -> None:
+    weight = random_packed_weight(8, 32, seed=1)
+    assert weight.shape == (8, 32)
+    assert weight_digest(weight) == weight_digest(random_packed_weight(8, 32, seed=1))
+    assert weight_digest(weight) != weight_digest(random_packed_weight(8, 32, seed=2))
