@@ -191,8 +191,8 @@ def test_activation_scales_are_recognized() -> None:
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_damaged_global_scale_is_refused(value):
-    tensors = checkpoint.to_tensors("m", random_packed_weight(2, 16))
+    tensors = to_tensors("m", random_packed_weight(2, 16))
     parts = {name.removeprefix("m."): tensor for name, tensor in tensors.items()}
     parts["weight_global_scale"] = torch.tensor([value])
     with pytest.raises(CheckpointFormatError, match="global scale of 'm'"):
-        checkpoint.from_tensors("m", parts, "compressed-tensors")
+        from_tensors("m", parts, "compressed-tensors")
