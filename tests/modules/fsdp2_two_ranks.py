@@ -64,8 +64,7 @@ def main(out: Path) -> None:
         "loss": loss.item(),
         "grads": {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None},
         "digests": {name: weight_digest(linear.packed()) for name, linear in packed_linears(model)},
-        "local": {name: p.to_local().shape[0] for name, p in model.named_parameters() if p.dtype == torch.uint8},
-        "total": {name: p.shape[0] for name, p in model.named_parameters() if p.dtype == torch.uint8},
+        "parameters": {name: (p.dtype, tuple(p.to_local().shape)) for name, p in model.named_parameters()},
     }
     losses, grads = run_whole(whole, batch)
     digests = {name: weight_digest(linear.packed()) for name, linear in packed_linears(whole)}

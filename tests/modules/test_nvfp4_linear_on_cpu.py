@@ -5,7 +5,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from verl_qerl.kernels import linear
 from verl_qerl.modules import NVFP4Linear
+from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.reference import dequantize, quantize
 from verl_qerl.testing import random_packed_weight
 
@@ -23,8 +25,7 @@ def build(N: int = 24, K: int = 48, bias: bool = True, dtype: torch.dtype = torc
 
 
 def same_bits(a, b) -> bool:
-    pairs = zip((a.codes, a.block_scale, a.global_decode_scale), (b.codes, b.block_scale, b.global_decode_scale))
-    return all(x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in pairs)
+    return weight_digest(a) == weight_digest(b)
 
 
 def test_what_was_filled_in_comes_out():
@@ -54,13 +55,21 @@ def test_gradients_reach_the_input_alone():
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in packed.parameters())
 
 
-def test_autocast_decides_the_dtype():
+def test_autocast_decides_the_dtype(monkeypatch):
     packed, _, dense = build(dtype=torch.float32)
-    x = torch.randn(3, 48)
-    with torch.autocast("cpu", torch.bfloat16):
-        found, expected = packed(x), dense(x)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, expected)
+    operator, decoded_to = linear.dequantize_nvfp4, []
+    monkeypatch.setattr(linear, "dequantize_nvfp4", lambda *args: decoded_to.append(args[-1]) or operator(*args))
+    grads = []
+    for module in (packed, dense):
+        x = torch.randn(3, 48, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = module(x)
+        assert y.dtype == torch.bfloat16
+        y.square().sum().backward()
+        grads.append((y.detach(), x.grad))
+    assert all(torch.equal(found, expected) for found, expected in zip(*grads, strict=True))
+    # Not a float32 weight that autocast would then copy to bf16.
+    assert decoded_to == [torch.bfloat16, torch.bfloat16]
     assert packed(x).dtype == torch.float32
 
 
@@ -72,10 +81,16 @@ def test_an_unfilled_module_has_weight_zero():
 
 def test_holds_nine_bytes_for_sixteen_weights_and_no_more():
     packed = NVFP4Linear.from_linear(nn.Linear(64, 128, bias=False))
-    size = sum(tensor.numel() * tensor.element_size() for tensor in packed.state_dict().values())
-    assert size == 64 * 128 * 9 // 16 + 4
-    assert list(packed.state_dict()) == ["weight", "weight_scale", "weight_decode_scale"]
-    assert not list(packed.buffers())
+    tensors = [*packed.parameters(), *packed.buffers()]
+    assert sum(tensor.numel() * tensor.element_size() for tensor in tensors) == 64 * 128 * 9 // 16 + 4
+
+
+def test_only_the_bias_is_a_parameter_and_in_checkpoints():
+    packed, weight, _ = build()
+    packed.fill(weight)
+    assert [name for name, _ in packed.named_parameters()] == ["bias"]
+    assert list(packed.state_dict()) == ["bias"]
+    assert {name for name, _ in packed.named_buffers()} == {"weight", "weight_scale", "weight_decode_scale"}
 
 
 @pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.bfloat16, nn.Module.double], ids=lambda f: f.__name__)
@@ -85,18 +100,19 @@ def test_no_change_of_dtype_reaches_the_bits(convert):
     assert same_bits(packed.packed(), weight)
 
 
-def test_state_dict_and_deepcopy_keep_the_bits():
-    packed, weight, dense = build()
-    other = NVFP4Linear.from_linear(dense)
-    other.load_state_dict(copy.deepcopy(packed).state_dict())
+def test_deepcopy_and_loading_a_state_dict_keep_the_bits():
+    packed, weight, _ = build()
+    other = copy.deepcopy(packed)
+    other.load_state_dict(packed.state_dict())
     assert same_bits(other.packed(), weight)
+    assert other.weight.data_ptr() != packed.weight.data_ptr()
 
 
 def test_takes_its_place_on_the_meta_device_and_leaves_it():
     packed = NVFP4Linear.from_linear(nn.Linear(48, 24, bias=False, device="meta"))
-    assert all(parameter.is_meta for parameter in packed.parameters())
+    assert all(buffer.is_meta for buffer in packed.buffers())
     packed.fill(random_packed_weight(24, 48))
-    assert not any(parameter.is_meta for parameter in packed.parameters())
+    assert not any(buffer.is_meta for buffer in packed.buffers())
 
 
 def test_is_a_linear_to_others():

@@ -30,16 +30,15 @@ def round_weights(model) -> None:
             module.weight.data = dequantize(quantize(module.weight.detach()))
 
 
-def add_lora(model, seed: int | None = None):
-    """LoRA on all linears; with a seed B is not zero."""
-    torch.manual_seed(0)
+def add_lora(model, trained: bool = False):
+    """LoRA on all linears, B not zero when it is to look trained."""
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear")
     model = peft.get_peft_model(model, config)
-    if seed is not None:
-        generator = torch.Generator().manual_seed(seed)
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.data.normal_(std=0.05, generator=generator)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        # A too: on a bf16 weight PEFT rounds its first values to bf16, on a packed one it does not.
+        if "lora_A" in name or ("lora_B" in name and trained):
+            parameter.data.normal_(std=0.05, generator=generator)
     return model
 
 
@@ -70,12 +69,12 @@ def test_adapter_keys_and_shapes_are_those_of_a_plain_model(packed, dense):
     ]
 
 
-def test_all_keys_are_those_of_a_plain_model_but_for_the_packed_scales(packed, dense):
+def test_all_keys_are_those_of_a_plain_model_but_for_the_packed_weights(packed, dense):
     of_packed, of_dense = (set(add_lora(model).state_dict()) for model in (packed, dense))
-    assert of_dense < of_packed
-    extra = {name.rpartition(".")[2] for name in of_packed - of_dense}
-    assert extra == {"weight_scale", "weight_decode_scale"}
-    assert len(of_packed - of_dense) == 2 * 7 * 2
+    left_out = of_dense - of_packed
+    assert not of_packed - of_dense
+    assert len(left_out) == 2 * 7
+    assert all(name.endswith("_proj.base_layer.weight") for name in left_out)
 
 
 def test_without_an_adapter_both_models_are_equal(packed, dense):
@@ -89,14 +88,14 @@ def test_b_of_zero_is_the_base(packed):
 
 def test_an_adapter_acts_as_on_a_plain_model(packed, dense):
     base = logits(packed)
-    of_packed, of_dense = (logits(add_lora(model, seed=1)) for model in (packed, dense))
+    of_packed, of_dense = (logits(add_lora(model, trained=True)) for model in (packed, dense))
     assert not torch.equal(of_packed, base)
     assert torch.equal(of_packed, of_dense)
 
 
 def test_a_disabled_adapter_is_the_base(packed):
     base = logits(packed)
-    model = add_lora(packed, seed=1)
+    model = add_lora(packed, trained=True)
     with model.disable_adapter():
         assert torch.equal(logits(model), base)
     assert not torch.equal(logits(model), base)
@@ -105,7 +104,7 @@ def test_a_disabled_adapter_is_the_base(packed):
 def test_only_adapters_learn_and_as_on_a_plain_model(packed, dense):
     grads = []
     for model in (packed, dense):
-        model = add_lora(model, seed=1)
+        model = add_lora(model, trained=True)
         model(input_ids=IDS, labels=IDS).loss.backward()
         grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert len(grads[0]) == 28
@@ -115,14 +114,14 @@ def test_only_adapters_learn_and_as_on_a_plain_model(packed, dense):
 
 
 def test_a_saved_adapter_loads_into_a_plain_model(packed, dense, tmp_path):
-    model = add_lora(packed, seed=1)
+    model = add_lora(packed, trained=True)
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(peft.PeftModel.from_pretrained(dense, tmp_path)), logits(model))
 
 
 def test_merging_is_refused_and_changes_nothing(packed):
     base = logits(packed)
-    model = add_lora(packed, seed=1)
+    model = add_lora(packed, trained=True)
     with pytest.raises(RuntimeError):
         model.merge_adapter()
     with model.disable_adapter():
@@ -131,7 +130,7 @@ def test_merging_is_refused_and_changes_nothing(packed):
 
 def test_gradient_checkpointing_gives_the_same_gradients(packed):
     grads = []
-    model = add_lora(packed, seed=1).train()
+    model = add_lora(packed, trained=True).train()
     model.enable_input_require_grads()
     for checkpointed in (False, True):
         if checkpointed:

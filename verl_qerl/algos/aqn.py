@@ -91,11 +91,10 @@ class AQNConfig:
                 " Set them one by one."
             )
         known = [field.name for field in fields(cls)]
-        for name in options or {}:
+        for name, value in (options or {}).items():
             if name not in known:
                 raise ValueError(
-                    f"unknown option aqn.{name}={options[name]!r}. Known options are {', '.join(known)}."
-                    " Check the spelling."
+                    f"unknown option aqn.{name}={value!r}. Known options are {', '.join(known)}. Check the spelling."
                 )
         return cls(**(options or {}))
 

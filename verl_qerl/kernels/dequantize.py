@@ -4,6 +4,8 @@ Bound by memory: 9/16 byte read and two written a weight. Both E2M1 and E4M3 are
 exponent and mantissa of a half, subnormals included, so that one kernel serves GPUs with and without native FP8.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -71,9 +73,8 @@ def launch(
     out = torch.empty((N, half_k * 2), dtype=dtype, device=codes.device)
     num_blocks = half_k * 2 // BLOCK_SIZE
     grid = (triton.cdiv(N, _ROWS), triton.cdiv(num_blocks, _BLOCKS))
-    _dequantize_kernel[grid](
-        codes, block_scale, global_decode_scale, out, N, num_blocks, ROWS=_ROWS, BLOCKS=_BLOCKS, num_warps=_WARPS
-    )
+    tile: Any = {"ROWS": _ROWS, "BLOCKS": _BLOCKS, "num_warps": _WARPS}  # num_warps is Triton's, not the kernel's
+    _dequantize_kernel[grid](codes, block_scale, global_decode_scale, out, N, num_blocks, **tile)
     return out
 
 

@@ -36,7 +36,7 @@ def _register() -> None:
 def asks_for_qerl(arguments: list[str]) -> bool:
     """Whether a command line sets `aqn.*` or selects one of our rollouts."""
     keys = [argument.lstrip("+").partition("=")[0] for argument in arguments]
-    return any(key.startswith("aqn.") for key in keys) or "+rollout=nvfp4" in arguments
+    return any(key == "aqn" or key.startswith("aqn.") for key in keys) or "+rollout=nvfp4" in arguments
 
 
 try:

@@ -116,6 +116,12 @@ def _check_run(run: dict[str, Any]) -> None:
             "The rollout is quantized by `+rollout=nvfp4`: leave the option out.",
         ),
         ("trainer.use_v1", bool, "True", "Leave the option out."),
+        (
+            "trainer.v1.trainer_mode",
+            lambda v: v in ("sync", "colocate_async"),
+            "sync or colocate_async",
+            "Other modes send whole models.",
+        ),
     )
     for name, accepts, accepted, remedy in rules:
         if name in run and not accepts(run[name]):

@@ -25,7 +25,10 @@ from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
 logger = logging.getLogger(__name__)
 
 
-class QerlFSDPEngine(FSDPEngineWithLMHead):
+_Stock: Any = FSDPEngineWithLMHead  # verl's untyped decorator hides the class from type checkers
+
+
+class QerlFSDPEngine(_Stock):
     """FSDPEngineWithLMHead whose decoder linears are NVFP4Linear when `engine_config.qerl` is set.
 
     Order of construction: an empty model, packed linears read into it, PEFT on top, FSDP2 around. Packed tensors are
@@ -47,19 +50,18 @@ class QerlFSDPEngine(FSDPEngineWithLMHead):
         config = self.model_config.hf_config
         dtype = PrecisionType.to_dtype(self.engine_config.model_dtype)
         with init_empty_weights(include_buffers=False):
-            module = get_hf_auto_model_class(hf_config=config).from_config(
-                config, dtype=dtype, trust_remote_code=self.model_config.trust_remote_code
-            )
+            auto_class: Any = get_hf_auto_model_class(hf_config=config)
+            module = auto_class.from_config(config, dtype=dtype, trust_remote_code=self.model_config.trust_remote_code)
         linears = build_skeleton(module, self.model_config.local_path, self._base.ignore)
         if self._reads_weights():
             load_packed(module, linears, self.model_config.local_path, self._base, dtype)
-        options = self.model_config.fused_kernel_options
+        options: Any = self.model_config.fused_kernel_options or {}
         apply_monkey_patch(
             model=module,
             use_remove_padding=self.use_remove_padding,
             ulysses_sp_size=self.ulysses_sequence_parallel_size,
             use_fused_kernels=self.model_config.use_fused_kernels,
-            fused_kernels_backend=options.get("impl_backend", None) if options is not None else None,
+            fused_kernels_backend=options.get("impl_backend"),
         )
         if self.model_config.enable_gradient_checkpointing:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -89,7 +91,7 @@ class QerlFSDPEngine(FSDPEngineWithLMHead):
             check_same_base(first_rank[0], digests)
             self._digests = digests
             if self.rank == 0:
-                print(f"packed base: {len(digests)} linears, digest {model_digest(digests)}")
+                logger.warning("packed base: %d linears, digest %s", len(digests), model_digest(digests))
         return module
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:

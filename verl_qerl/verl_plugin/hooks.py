@@ -65,8 +65,9 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        for then in _waiting.pop(self._name, []):
+        for then in _waiting.get(self._name, []):
             _install(then, module)
+        _waiting.pop(self._name, None)  # not before: an import that is tried again after an error must install again
 
     def __getattr__(self, name: str) -> Any:  # the rest of the loader's protocol, e.g. get_source
         return getattr(self._loader, name)

@@ -1,7 +1,10 @@
 """Fill a Transformers model with packed weights straight from a checkpoint; no dense copy of the model ever exists."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn as nn
+from transformers import PreTrainedModel
 
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.modules.convert import replace_linears
@@ -29,7 +32,7 @@ def build_skeleton(model: nn.Module, path: str, ignore: tuple[str, ...]) -> dict
 
 
 def load_packed(
-    model: nn.Module, linears: dict[str, NVFP4Linear], path: str, options: BaseOptions, dtype: torch.dtype
+    model: PreTrainedModel, linears: dict[str, NVFP4Linear], path: str, options: BaseOptions, dtype: torch.dtype
 ) -> None:
     """Read the checkpoint into `model`, on the CPU; quantization runs on the GPU when there is one.
 
@@ -45,13 +48,21 @@ def load_packed(
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     waiting = dict(linears)
+    places = dict(model.named_parameters(remove_duplicate=False))
     for name, item in stream(open_source(path), options.scale, options.ignore, device):
         if isinstance(item, PackedWeight):
             if name not in waiting:
                 raise _mismatch(path, model, f"packs {name!r}, which is no linear of the model")
-            waiting.pop(name).fill(item.to("cpu"))
+            linear = waiting.pop(name)
+            _check_shape(path, model, name, item.shape, (linear.out_features, linear.in_features))
+            linear.fill(item.to("cpu"))
         else:
-            _set_parameter(model, name, item.to("cpu", dtype), path)
+            if name not in places:
+                raise _mismatch(path, model, f"holds {name!r}, for which the model has no place")
+            _check_shape(path, model, name, item.shape, places[name].shape)
+            parent, _, leaf = name.rpartition(".")
+            parameter = nn.Parameter(item.to("cpu", dtype), requires_grad=places[name].requires_grad)
+            setattr(model.get_submodule(parent), leaf, parameter)
     if waiting:
         raise _mismatch(
             path, model, f"holds no packed weight for {len(waiting)} linears, first {next(iter(waiting))!r}"
@@ -62,16 +73,9 @@ def load_packed(
         raise _mismatch(path, model, f"lacks {len(lost)} parameters, first {lost[0]!r}")
 
 
-def _set_parameter(model: nn.Module, name: str, tensor: torch.Tensor, path: str) -> None:
-    parent, _, leaf = name.rpartition(".")
-    try:
-        module = model.get_submodule(parent)
-        current = getattr(module, leaf)
-    except AttributeError as error:
-        raise _mismatch(path, model, f"holds {name!r}, for which the model has no place") from error
-    if current.shape != tensor.shape:
-        raise _mismatch(path, model, f"holds {name!r} of {tuple(tensor.shape)}, the model {tuple(current.shape)}")
-    setattr(module, leaf, nn.Parameter(tensor, requires_grad=current.requires_grad))
+def _check_shape(path: str, model: nn.Module, name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
+    if tuple(found) != tuple(wanted):
+        raise _mismatch(path, model, f"holds {name!r} of {tuple(found)}, the model {tuple(wanted)}")
 
 
 def _mismatch(path: str, model: nn.Module, what: str) -> CheckpointFormatError:

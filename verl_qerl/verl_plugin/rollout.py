@@ -1,7 +1,6 @@
 """verl's vLLM replica with a server that adapts to our checkpoints and returns what its workers answer."""
 
 import json
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +22,7 @@ def _load_replica() -> type:
 
         async def collective_rpc(
             self,
-            method: str | Callable,
+            method: Any,
             timeout: float | None = None,
             args: tuple = (),
             kwargs: dict[str, Any] | None = None,

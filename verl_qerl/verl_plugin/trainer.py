@@ -7,12 +7,13 @@ first token on, with the sigma and the draw of step t.
 
 import logging
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.utils.debug import marked_timer
 
+from verl_qerl import vllm_plugin
 from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
 from verl_qerl.verl_plugin.config import aqn_options
 
@@ -31,13 +32,22 @@ def install(module: ModuleType) -> None:
             registry[mode] = type(f"Qerl{trainer.__name__}", (NoiseMixin, trainer), {"__doc__": trainer.__doc__})
 
 
-class NoiseMixin:
+if TYPE_CHECKING:
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Trainer
+else:
+    _Trainer = object  # mixed into whichever trainers verl has
+
+
+class NoiseMixin(_Trainer):
     """Hooks of verl's PPOTrainer; does nothing unless `aqn.enabled`."""
 
     def __init__(self, config: DictConfig) -> None:
         self._aqn = aqn_options(config)
         self._aqn_num_norms = 0
         if self._aqn.enabled:
+            problem = vllm_plugin.version_problem()
+            if problem:
+                raise RuntimeError(problem)
             mode = config.trainer.v1.trainer_mode
             if mode not in _MODES:
                 raise ValueError(

@@ -42,16 +42,17 @@ class NVFP4ModelLoader(BaseModelLoader):
         """Fetch the files, if the model is a hub id."""
         open_source(model_config.model)
 
-    def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+    def load_weights(self, model: Any, model_config: ModelConfig) -> None:
         """Fill every parameter of `model`.
 
         Raises:
             ValueError: A parameter is in no file.
         """
         digests: dict[str, str] = {}
+        given: set[str] = set()
         device = next(model.parameters()).device
-        loaded = model.load_weights(self._tensors(model_config.model, device, digests))
-        missing = sorted(_required(model) - set(loaded))
+        loaded = model.load_weights(self._tensors(model_config.model, device, digests, given))
+        missing = sorted((_required(model) - set(loaded)) | _lost_members(model, given))
         if missing:
             raise ValueError(
                 f"{model_config.model} lacks {len(missing)} parameters of {type(model).__name__}, first {missing[0]!r}."
@@ -59,24 +60,39 @@ class NVFP4ModelLoader(BaseModelLoader):
             )
         setattr(model, _DIGESTS, digests)
 
-    def _tensors(self, path: str, device: torch.device, digests: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(
+        self, path: str, device: torch.device, digests: dict[str, str], given: set[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, item in stream(open_source(path), device=device, **self._options):
             if isinstance(item, PackedWeight):
                 digests[name] = weight_digest(item)
-                yield from to_tensors(name, item).items()
+                tensors = to_tensors(name, item)
             else:
-                yield name, item
+                tensors = {name: item}
+            given.update(tensors)
+            yield from tensors.items()
 
 
-def _required(model: torch.nn.Module) -> set[str]:
+def _required(model: Any) -> set[str]:
     # Attention holds the scales of a quantized KV cache, which have defaults of their own.
-    optional = {
-        f"{name}.{key}"
-        for name, module in model.named_modules()
-        if isinstance(module, AttentionLayerBase)
-        for key, _ in module.named_parameters()
-    }
+    attention = [
+        (name, module) for name, module in model.named_modules() if issubclass(type(module), AttentionLayerBase)
+    ]
+    optional = {f"{name}.{key}" for name, module in attention for key, _ in module.named_parameters()}
     return {name for name, _ in model.named_parameters()} - optional
+
+
+def _lost_members(model: torch.nn.Module, given: set[str]) -> set[str]:
+    # vLLM calls a fused parameter loaded once one member of it has come; the rest would be uninitialized memory.
+    lost: set[str] = set()
+    fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    for name, _ in model.named_parameters():
+        module, _, kind = name.rpartition(".")
+        parent, _, leaf = module.rpartition(".")
+        members = {f"{parent}.{member}.{kind}" for member in fused.get(leaf, ())}
+        if members & given:
+            lost |= members - given
+    return lost
 
 
 def base_digests(model: torch.nn.Module) -> dict[str, str]:

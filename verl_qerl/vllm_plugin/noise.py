@@ -5,6 +5,8 @@ below 4e-3. vLLM's rms_norm takes a float32 weight for bf16 activations (its C k
 They are changed in place, so that captured CUDA graphs and compiled code see it.
 """
 
+from typing import Any
+
 import torch
 
 from verl_qerl.algos.aqn import AQNConfig, draw_noise, noisy_weight
@@ -54,7 +56,7 @@ class NormNoise:
         return len(self._norms)
 
 
-def _find(model: torch.nn.Module, targets: tuple[str, ...]) -> dict[str, torch.nn.Module]:
+def _find(model: torch.nn.Module, targets: tuple[str, ...]) -> dict[str, Any]:  # modules with a weight
     found, present = {}, set()
     for name, module in model.named_modules():
         leaf = name.rpartition(".")[2]

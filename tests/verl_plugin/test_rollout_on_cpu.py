@@ -1,0 +1,130 @@
+import importlib.util
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from verl_qerl.nvfp4.checkpoint import quantization_config
+from verl_qerl.verl_plugin.rollout import describe_checkpoint
+
+needs_hosts = pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("verl", "vllm")), reason="verl or vLLM is not installed"
+)
+OF_THE_YAML = {"hf_overrides": {"quantization_config": quantization_config(["lm_head"]), "rope_theta": 1}, "seed": 2}
+SERVER = """
+import asyncio, json, sys
+from types import SimpleNamespace
+import verl.workers.rollout.replica as replica
+from verl_qerl.verl_plugin import rollout
+light = "vllm" not in sys.modules
+found = replica.get_rollout_replica_class("vllm")
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+vLLMReplica.__init__ = lambda self, *args: None
+remote = found(0, None, None).server_class
+Server = remote.__ray_metadata__.modified_class
+
+class Engine:
+    async def collective_rpc(self, **kwargs):
+        self.asked = kwargs
+        return [7, 7]
+
+def described(custom):
+    server = Server.__new__(Server)
+    server.config = SimpleNamespace(custom=custom, checkpoint_engine=None)
+    server.model_config = SimpleNamespace(local_path=sys.argv[1])
+    kwargs = {"hf_overrides": {"a": 1}}
+    server._preprocess_engine_kwargs(kwargs)
+    return kwargs["hf_overrides"]
+
+server = Server.__new__(Server)
+server.engine = Engine()
+answer = asyncio.run(server.collective_rpc("qerl_set_noise", kwargs={"sigma": 0.1}))
+module = SimpleNamespace(RolloutReplicaRegistry=replica.RolloutReplicaRegistry)
+rollout.install(module)
+print(json.dumps({
+    "light": light,
+    "replica": [issubclass(found, vLLMReplica), found is not vLLMReplica],
+    "server": [issubclass(Server, vLLMHttpServer), Server.__name__],
+    "answer": answer,
+    "asked": server.engine.asked,
+    "ours": described({"qerl": {"base": "nvfp4"}}).get("quantization_config", {}).get("ignore"),
+    "stock": [described(None), described({}), described({"qerl": None}), described({"other": 1})],
+    "others": sorted(name for name in replica.RolloutReplicaRegistry._registry),
+    "again": issubclass(replica.get_rollout_replica_class("vllm"), vLLMReplica),
+}))
+"""
+
+
+def write(path, quantization=None):
+    config = {} if quantization is None else {"quantization_config": quantization}
+    (path / "config.json").write_text(json.dumps(config))
+    save_file({"model.norm.weight": torch.ones(4)}, path / "model.safetensors")
+    return str(path)
+
+
+def described(path, overrides):
+    kwargs = {"hf_overrides": overrides, "seed": 2}
+    describe_checkpoint(kwargs, path)
+    assert kwargs["seed"] == 2
+    return kwargs["hf_overrides"]
+
+
+def test_a_bf16_directory_is_described_by_the_yaml(tmp_path):
+    assert described(write(tmp_path), dict(OF_THE_YAML["hf_overrides"])) == OF_THE_YAML["hf_overrides"]
+
+
+@pytest.mark.parametrize(
+    ("stored", "ignore"),
+    [
+        (quantization_config(["lm_head", "re:.*o_proj"]), ["lm_head", "re:.*o_proj"]),
+        (quantization_config([]), ["lm_head"]),  # no list is the default one
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head", "m"]}, ["lm_head", "m"]),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ["a"]}, ["a"]),
+    ],
+    ids=["compressed-tensors", "no-list", "modelopt", "modelopt-w4a16"],
+)
+def test_an_nvfp4_directory_brings_its_own_list(tmp_path, stored, ignore):
+    path = write(tmp_path, stored)
+    expected = {"quantization_config": quantization_config(ignore), "rope_theta": 1}
+    assert described(path, dict(OF_THE_YAML["hf_overrides"])) == expected
+    assert described(path, json.dumps(OF_THE_YAML["hf_overrides"])) == expected  # as some scripts pass it
+    assert described(path, None) == {"quantization_config": quantization_config(ignore)}
+
+
+def test_overrides_of_the_caller_are_not_changed(tmp_path):
+    overrides = {"quantization_config": "of the YAML"}
+    described(write(tmp_path, quantization_config(["a"])), overrides)
+    assert overrides == {"quantization_config": "of the YAML"}
+
+
+@pytest.fixture(scope="module")
+def server(fresh_process, tmp_path_factory):
+    path = write(tmp_path_factory.mktemp("model"), quantization_config(["lm_head", "re:.*o_proj"]))
+    return json.loads(fresh_process("-c", SERVER, path).stdout.splitlines()[-1])
+
+
+@needs_hosts
+def test_importing_it_leaves_vllm_alone(server):
+    assert server["light"]
+
+
+@needs_hosts
+def test_the_name_vllm_is_our_replica_with_our_server(server):
+    assert server["replica"] == [True, True]
+    assert server["server"][0]
+    assert "QerlServer" in server["server"][1]
+    assert {"vllm", "sglang", "trtllm"} <= set(server["others"])
+    assert server["again"]
+
+
+@needs_hosts
+def test_the_answers_of_the_workers_come_back(server):
+    assert server["answer"] == [7, 7]
+    assert server["asked"] == {"method": "qerl_set_noise", "timeout": None, "args": [], "kwargs": {"sigma": 0.1}}
+
+
+@needs_hosts
+def test_only_our_runs_describe_their_checkpoint(server):
+    assert server["ours"] == ["lm_head", "re:.*o_proj"]
+    assert server["stock"] == [{"a": 1}] * 4

@@ -1,0 +1,70 @@
+import importlib.util
+
+import pytest
+
+from verl_qerl import verl_plugin
+
+needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
+LORA = (
+    "actor_rollout_ref.model.path=model",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.name=vllm",
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asks"),
+    [
+        (["+rollout=nvfp4"], True),
+        (["trainer.nnodes=1", "+aqn.enabled=true"], True),
+        (["++aqn.seed=1"], True),
+        (["+aqn={enabled: true}"], True),
+        (["actor_rollout_ref.rollout.name=vllm", "+aqnx=1", "rollout=nvfp4x"], False),
+        ([], False),
+    ],
+)
+def test_asks_for_qerl(arguments, asks):
+    assert verl_plugin.asks_for_qerl(arguments) == asks
+
+
+OTHER_VERL = """
+import importlib.metadata, sys
+real = importlib.metadata.version
+importlib.metadata.version = lambda name: "0.10.0" if name == "verl" else real(name)
+sys.argv = ["-m", *sys.argv[1:]]
+import verl
+from verl_qerl import verl_plugin
+print(type(verl_plugin.FAILURE).__name__, verl_plugin.hooks._waiting)
+"""
+
+
+@needs_verl
+def test_another_verl_stops_a_run_that_asks_for_qerl(fresh_process):
+    found = fresh_process("-c", OTHER_VERL, "+aqn.enabled=true", fails=True)
+    assert found.stderr.splitlines()[-1] == (
+        "verl_qerl cannot be used: verl is 0.10.0. verl_qerl works with verl==0.9.1. Install that release."
+    )
+
+
+@needs_verl
+def test_another_verl_leaves_a_stock_run_alone_and_says_so(fresh_process):
+    found = fresh_process("-c", OTHER_VERL, "trainer.nnodes=1")
+    assert found.stdout.splitlines()[-1] == "UpstreamDriftError {}"
+    assert "verl_qerl is installed but not active: verl is 0.10.0" in found.stderr
+
+
+@needs_verl
+def test_main_ppo_stops_before_ray(fresh_process, tmp_path):
+    command = [
+        "-m",
+        "verl.trainer.main_ppo",
+        *LORA,
+        "+rollout=nvfp4",
+        "+platform=cpu",
+        "actor_rollout_ref.model.lora_rank=0",
+    ]
+    found = fresh_process(*command, f"hydra.run.dir={tmp_path}", fails=True, RAY_TMPDIR=str(tmp_path / "ray"))
+    assert "model.lora_rank=0 leaves nothing to train on a frozen NVFP4 base." in found.stderr
+    assert "Started a local Ray instance" not in found.stderr
+    assert not (tmp_path / "ray").exists()

@@ -1,0 +1,92 @@
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl")
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+SCRIPT = Path(__file__).with_name("worker_extension_cases.py")
+PEFT = {"r": 8, "lora_alpha": 16}
+NVFP4 = ("compressed-tensors", "modelopt")
+
+
+@pytest.fixture(scope="module")
+def found(fresh_process):
+    return json.loads(fresh_process(str(SCRIPT)).stdout.splitlines()[-1])
+
+
+def kinds(case):
+    return [event[0] for event in case["log"]]
+
+
+@pytest.mark.parametrize("name", NVFP4)
+def test_an_nvfp4_worker_has_no_qat(found, name):
+    case = found[name]
+    assert case["flags"] == [False, False]
+    assert not case["verl saw a quantized model"]
+    assert case["the worker keeps it"]
+
+
+def test_verl_alone_takes_nvfp4_for_qat(found):
+    """When this fails, verl has learned it: delete `_without_nvfp4`, and patches/verl/0003."""
+    assert found["upstream"] == [True, True]
+
+
+@pytest.mark.parametrize("name", ["fp8", "bf16"])
+def test_other_models_are_shown_to_verl_as_they_are(found, name):
+    assert found[name] == {
+        "flags": [False, False],
+        "verl saw a quantized model": name == "fp8",
+        "the same configuration": True,
+        "the worker keeps it": True,
+    }
+
+
+def test_equal_bases_pass_and_verl_sees_its_own_keys_only(found):
+    case = found["equal"]
+    assert case["error"] is None
+    assert case["log"] == [["transfer", PEFT, True, True], ["look"]]
+
+
+def test_differing_bases_stop_the_run_after_the_transfer(found):
+    case = found["differing"]
+    assert kinds(case) == ["transfer", "look"]  # an error before the transfer would leave the sender waiting
+    assert case["error"].startswith("ValueError: two processes hold different base weights: 1 of 1 differ, first")
+
+
+def test_an_actor_without_a_packed_base_stops_the_run(found):
+    """The first adapter brings no digests when our engine is not the one that trains."""
+    case = found["without digests"]
+    assert kinds(case) == ["transfer", "look"]
+    assert case["error"].startswith("ValueError: the actor holds no packed weights. A run with `+rollout=nvfp4` needs")
+
+
+def test_a_rollout_without_a_packed_base_stops_the_run(found):
+    assert "holds no packed weights of ours" in found["base of others"]["error"]
+
+
+def test_the_bases_are_compared_once(found):
+    case = found["second adapter"]
+    assert (kinds(case), case["error"]) == (["transfer", "look", "transfer"], None)
+
+
+def test_a_bf16_base_is_not_compared(found):
+    assert found["bf16 adapter"] == {"log": [["transfer", PEFT, True, True]], "error": None, "clean": None}
+
+
+def test_an_adapter_leaves_the_clean_norms_alone(found):
+    case = found["noise, adapter"]
+    assert (kinds(case), case["clean"]) == (["transfer"], 1.0)
+
+
+@pytest.mark.parametrize("name", ["noise, whole model", "noise, whole model before the adapter"])
+def test_a_whole_model_brings_new_clean_norms(found, name):
+    case = found[name]
+    assert (kinds(case), case["clean"], case["error"]) == (["transfer", "recapture"], 3.0, None)
+
+
+def test_no_name_clashes_with_vllms_worker(found):
+    assert found["clash"] == []

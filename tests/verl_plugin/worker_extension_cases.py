@@ -1,0 +1,152 @@
+"""Started by test_worker_extension_on_cpu.py: what a worker with our extension does. Prints case -> finding as JSON.
+
+A process of its own, since verl's class patches vLLM when a worker is made.
+"""
+
+import json
+from types import SimpleNamespace
+
+import torch
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension as Upstream
+from vllm.v1.worker.gpu_worker import Worker as VllmWorker
+
+from verl_qerl.verl_plugin.config import DIGESTS
+from verl_qerl.verl_plugin.worker_extension import WorkerExtension
+
+DIGEST = {"model.layers.0.mlp.down_proj": "0123456789abcdef"}
+OTHER = {"model.layers.0.mlp.down_proj": "fedcba9876543210"}
+PEFT = {"r": 8, "lora_alpha": 16}
+
+
+class ModelOptNvFp4Config:
+    """Known to verl by its name."""
+
+
+class Base:
+    """vLLM's worker, as far as the extension sees it. vLLM appends the extension to its bases."""
+
+    def __init__(self, vllm_config):
+        self.vllm_config = vllm_config
+
+    def load_model(self):
+        model = torch.nn.Module()
+        model.add_module("input_layernorm", SimpleNorm())
+        model.verl_qerl_digests = self.vllm_config.digests
+        self.model_runner = SimpleNamespace(get_model=lambda: model)
+
+
+class SimpleNorm(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(16), requires_grad=False)
+
+
+def config(quant_config=None, aqn=None, load_format="auto", digests=None):
+    additional = {"verl_qerl": {"aqn": aqn}} if aqn else {}
+    return SimpleNamespace(
+        quant_config=quant_config,
+        additional_config=additional,
+        load_config=SimpleNamespace(load_format=load_format),
+        digests=digests or {},
+        model_config=None,
+    )
+
+
+def make(vllm_config):
+    class Worker(Base):
+        pass
+
+    Worker.__bases__ = (*Worker.__bases__, WorkerExtension)
+    worker = Worker(vllm_config=vllm_config)
+    worker.load_model()
+    return worker
+
+
+def construction(quant_config):
+    """What verl's class got to see, and the flags afterwards."""
+    seen, real = [], Upstream.__new__
+
+    def spy(cls, **kwargs):
+        seen.append(kwargs["vllm_config"])
+        return real(cls, **kwargs)
+
+    Upstream.__new__ = spy
+    try:
+        given = config(quant_config)
+        worker = make(given)
+    finally:
+        Upstream.__new__ = real
+    return {
+        "flags": [worker._is_qat_model, worker._is_modelopt_qat],
+        "verl saw a quantized model": seen[0].quant_config is not None,
+        "the same configuration": seen[0] is given,
+        "the worker keeps it": worker.vllm_config is given and given.quant_config is quant_config,
+    }
+
+
+def update(vllm_config, peft_config, base_sync_done=True, norm=None):
+    """What is called, in order, during one sync, and the error at its end."""
+    log, real = [], Upstream.update_weights_from_ipc
+
+    def transfer(self, peft_config=None, base_sync_done=False, use_shm=False):
+        log.append(["transfer", peft_config, base_sync_done, use_shm])
+        if norm is not None:
+            model().input_layernorm.weight.data.fill_(norm)
+
+    Upstream.update_weights_from_ipc = transfer
+    worker = make(vllm_config)
+    if worker._qerl_noise is not None:
+        worker.qerl_set_noise(0.1, 1)
+        recapture = worker._qerl_noise.recapture
+        worker._qerl_noise.recapture = lambda: log.append(["recapture"]) or recapture()
+    model = worker.model_runner.get_model
+    worker.model_runner.get_model = lambda: log.append(["look"]) or model()
+    error = None
+    try:
+        for peft in peft_config if isinstance(peft_config, list) else [peft_config]:
+            worker.update_weights_from_ipc(peft_config=peft, base_sync_done=base_sync_done, use_shm=True)
+    except (ValueError, RuntimeError) as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    finally:
+        Upstream.update_weights_from_ipc = real
+    clean = None
+    if worker._qerl_noise is not None:
+        worker.qerl_set_noise(0.0, 0)
+        clean = model().input_layernorm.weight[0].item()
+    return {"log": log, "error": error, "clean": clean}
+
+
+def upstream(quant_config):
+    """Whether verl's own class takes the model for QAT: it sets a flag, or fails where it patches vLLM."""
+    try:
+        worker = Upstream(vllm_config=config(quant_config))
+    except (ImportError, AttributeError):
+        return True
+    return worker._is_qat_model or worker._is_modelopt_qat
+
+
+def cases():
+    compressed = SimpleNamespace(quant_format="nvfp4-pack-quantized")
+    fp8 = SimpleNamespace(quant_format="float-quantized")
+    ours = config(load_format="verl_qerl_nvfp4", digests=DIGEST)
+    noisy = config(aqn={"enabled": True, "targets": ["input_layernorm"]}, digests=DIGEST)
+    yield "compressed-tensors", construction(compressed)
+    yield "modelopt", construction(ModelOptNvFp4Config())
+    yield "fp8", construction(fp8)
+    yield "bf16", construction(None)
+    yield "equal", update(ours, PEFT | {DIGESTS: DIGEST})
+    yield "differing", update(ours, PEFT | {DIGESTS: OTHER})
+    yield "without digests", update(ours, dict(PEFT))
+    yield "second adapter", update(ours, [PEFT | {DIGESTS: DIGEST}, dict(PEFT)])
+    yield "base of others", update(config(), PEFT | {DIGESTS: DIGEST})
+    yield "bf16 adapter", update(config(), dict(PEFT))
+    yield "noise, adapter", update(noisy, dict(PEFT), norm=None)
+    yield "noise, whole model", update(noisy, None, base_sync_done=False, norm=3.0)
+    yield "noise, whole model before the adapter", update(noisy, dict(PEFT), base_sync_done=False, norm=3.0)
+    yield "clash", [name for name in dir(WorkerExtension) if not name.startswith("__") and hasattr(VllmWorker, name)]
+    # Last, since these change vLLM where they succeed.
+    yield "upstream", [upstream(compressed), upstream(ModelOptNvFp4Config())]
+
+
+if __name__ == "__main__":
+    print(json.dumps(dict(cases())))

@@ -1,0 +1,195 @@
+"""Tiny models on disk, and engines over them that the tests of this folder share."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl_qerl.nvfp4.checkpoint import quantization_config
+from verl_qerl.nvfp4.reference import dequantize
+from verl_qerl.nvfp4.stream import open_source, stream
+
+VOCABULARY = 512
+FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}
+NAME = "verl_qerl_nvfp4"
+
+
+@pytest.fixture(scope="session")
+def prompt() -> list[int]:
+    """Longer than the 128 tokens of a block of the CPU's prefix cache."""
+    return [(7 * i) % 500 for i in range(200)]
+
+
+@pytest.fixture(scope="session")
+def vllm():
+    """The vllm module, its engines in this process and small."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    yield pytest.importorskip("vllm")
+    patch.undo()
+
+
+@pytest.fixture(autouse=True)
+def default_dtype():
+    """Put back what an engine that fails while it loads leaves behind in this process."""
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)
+
+
+def save_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {f"t{i}": i for i in range(VOCABULARY - 2)} | {"<eos>": VOCABULARY - 2, "<pad>": VOCABULARY - 1}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
+
+
+def save_model(folder: Path, family: str) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{FAMILIES[family]}Config")(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=VOCABULARY - 2,
+    )
+    model = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")(config).bfloat16()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(3)  # so that log-probs are far from uniform
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory):
+    """Family -> directory of a bf16 model with two layers."""
+    made = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            save_model(made[family], family)
+        return made[family]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def packed_dir(model_dir, tmp_path_factory):
+    """The Qwen2 model as `quantize --scale mse` writes it."""
+    from verl_qerl.cli.quantize import quantize_checkpoint
+
+    out = tmp_path_factory.mktemp("packed") / "qwen2"
+    quantize_checkpoint(model_dir("qwen2"), out, scale="mse", device="cpu")
+    return out
+
+
+@pytest.fixture(scope="session")
+def start(vllm):
+    """Starts an engine with our loader; `aqn` are options of the noise, None leaves it out."""
+
+    def start_engine(path: Path, aqn: dict | None = None, **options):
+        extra = {"kv_cache_memory_bytes": 1 << 26, "max_model_len": 256, "max_num_seqs": 4} | options
+        if "quantization_config" not in json.loads((path / "config.json").read_text()):
+            extra["hf_overrides"] = {"quantization_config": quantization_config()}
+        if aqn is not None:
+            extra["additional_config"] = {"verl_qerl": {"aqn": aqn}}
+        return vllm.LLM(
+            model=str(path),
+            dtype="bfloat16",
+            enforce_eager=True,
+            load_format=NAME,
+            quantization=NAME,
+            worker_extension_cls="verl_qerl.vllm_plugin.worker.NoiseWorkerExtension",
+            **extra,
+        )
+
+    return start_engine
+
+
+@pytest.fixture(scope="session")
+def engine(start, model_dir):
+    """The bf16 Qwen2, quantized by the loader, with noise and room for an adapter. Tests leave it without noise."""
+    return start(
+        model_dir("qwen2"),
+        aqn={"enabled": True},
+        model_loader_extra_config={"scale": "mse"},
+        enable_lora=True,
+        max_lora_rank=8,
+    )
+
+
+@pytest.fixture(scope="session")
+def packed_engine(start, packed_dir):
+    """The NVFP4 directory, without noise."""
+    return start(packed_dir)
+
+
+@pytest.fixture(scope="session")
+def prompt_log_probs(vllm, prompt):
+    """Log-probs of prompt[1:], [199] float64, as an engine gives them. They never come from the prefix cache."""
+
+    def ask(engine, **options) -> torch.Tensor:
+        params = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0)
+        (output,) = engine.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False, **options)
+        pairs = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+        return torch.tensor([found[token].logprob for token, found in pairs], dtype=torch.float64)
+
+    return ask
+
+
+@pytest.fixture(scope="session")
+def generate(vllm, prompt):
+    """(log-probs of four greedy tokens, how many tokens of the prompt came from the prefix cache)."""
+
+    def ask(engine, **options) -> tuple[list[tuple[int, float]], int]:
+        params = vllm.SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
+        (output,) = engine.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False, **options)
+        steps = [next(iter(step.items())) for step in output.outputs[0].logprobs]
+        return [(token, found.logprob) for token, found in steps], output.num_cached_tokens
+
+    return ask
+
+
+@pytest.fixture(scope="session")
+def reference_model(model_dir):
+    """Builds the Qwen2 in transformers, its linears holding what NVFP4 makes of them (scale None: as they are)."""
+    import transformers
+
+    def build(scale: str | None = "mse", dtype: torch.dtype = torch.float32):
+        model = transformers.Qwen2ForCausalLM.from_pretrained(model_dir("qwen2"), dtype=torch.bfloat16).eval()
+        if scale is not None:
+            for name, item in stream(open_source(model_dir("qwen2")), scale):
+                if not isinstance(item, torch.Tensor):
+                    model.get_submodule(name).weight.data = dequantize(item)
+        return model.to(dtype)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def reference_log_probs(prompt):
+    """The same numbers from a transformers model, of its logits in float64."""
+
+    def ask(model) -> torch.Tensor:
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            log_probs = model(input_ids=ids).logits[0, :-1].double().log_softmax(-1)
+        return log_probs.gather(1, ids[0, 1:, None]).squeeze(1)
+
+    return ask

@@ -1,0 +1,107 @@
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from verl_qerl.nvfp4.digest import weight_digest
+from verl_qerl.nvfp4.format import PackedWeight
+from verl_qerl.nvfp4.stream import open_source, stream
+
+pytest.importorskip("vllm")
+
+
+def digests_of(path, scale: str = "mse") -> dict[str, str]:
+    items = stream(open_source(path), scale)
+    return {name: weight_digest(item) for name, item in items if isinstance(item, PackedWeight)}
+
+
+def digests_in(engine) -> dict[str, str]:
+    from verl_qerl.vllm_plugin.loader import base_digests
+
+    return engine.collective_rpc(lambda worker: base_digests(worker.model_runner.get_model()))[0]
+
+
+@pytest.fixture
+def copy_of(model_dir, tmp_path):
+    """A copy of the Qwen2 directory, its tensors given to a function that changes them."""
+
+    def make(change) -> str:
+        folder = tmp_path / "changed"
+        shutil.copytree(model_dir("qwen2"), folder)
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    return make
+
+
+def test_digests_are_those_of_the_stream(engine, model_dir):
+    found = digests_in(engine)
+    assert len(found) == 2 * 7
+    assert found == digests_of(model_dir("qwen2"))
+    assert found != digests_of(model_dir("qwen2"), "minmax")
+
+
+def test_an_nvfp4_directory_has_the_digests_of_its_source(engine, packed_engine, packed_dir):
+    assert digests_in(packed_engine) == digests_in(engine) == digests_of(packed_dir)
+
+
+def test_digests_see_the_global_scale(start, copy_of, model_dir):
+    # Twice the weight has the same codes and block scales.
+    def double(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.mlp.down_proj.weight"] *= 2
+
+    before, after = digests_of(model_dir("qwen2"), "minmax"), digests_in(start(copy_of(double)))
+    assert {name for name in before if before[name] != after[name]} == {"model.layers.0.mlp.down_proj"}
+
+
+def test_a_missing_tensor(start, copy_of):
+    folder = copy_of(lambda tensors: tensors.pop("model.layers.1.input_layernorm.weight"))
+    expected = r"lacks 1 parameters of Qwen2ForCausalLM, first 'model\.layers\.1\.input_layernorm\.weight'\. Every .*\."
+    with pytest.raises(ValueError, match=expected):
+        start(folder)
+
+
+@pytest.mark.parametrize("name", ["self_attn.k_proj.weight", "self_attn.v_proj.bias", "mlp.up_proj.weight"])
+def test_a_missing_member_of_a_fused_linear(start, copy_of, name):
+    # vLLM itself is content with the other members.
+    folder = copy_of(lambda tensors: tensors.pop(f"model.layers.0.{name}"))
+    module = name.rpartition(".")[0].replace(".", r"\.")
+    with pytest.raises(ValueError, match=rf"lacks \d parameters of Qwen2.*, first 'model\.layers\.0\.{module}"):
+        start(folder)
+
+
+def test_an_infinite_weight(start, copy_of):
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = torch.inf
+
+    with pytest.raises(ValueError, match=r"'model\.layers\.0\.mlp\.up_proj' holds 1 NaN or infinite values"):
+        start(copy_of(spoil))
+
+
+@pytest.mark.parametrize("options", [{"scales": "mse"}, {"scale": "mse", "device": "cpu"}], ids=str)
+def test_an_unknown_option(start, model_dir, options):
+    with pytest.raises(ValueError, match=r"unknown model_loader_extra_config .* Accepted are \['ignore', 'scale'\]\."):
+        start(model_dir("qwen2"), model_loader_extra_config=options)
+
+
+def test_an_unknown_scale_choice(start, model_dir):
+    with pytest.raises(ValueError, match="unknown scale choice: scale='best'"):
+        start(model_dir("qwen2"), model_loader_extra_config={"scale": "best"})
+
+
+def test_a_model_that_was_loaded_otherwise_has_no_digests():
+    from verl_qerl.vllm_plugin.loader import base_digests
+
+    with pytest.raises(ValueError, match=r"^Linear holds no packed weights of ours\. .* Remove your own"):
+        base_digests(torch.nn.Linear(1, 1))
+
+
+def test_the_directory_says_how_it_is_quantized(packed_dir):
+    # So that an engine needs no hf_overrides for it.
+    assert (
+        json.loads((packed_dir / "config.json").read_text())["quantization_config"]["format"] == "nvfp4-pack-quantized"
+    )

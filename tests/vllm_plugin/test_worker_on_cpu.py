@@ -1,0 +1,180 @@
+"""Noise in engines: what it changes, what undoes it, and which norms of which model family get it."""
+
+import pytest
+import torch
+
+from verl_qerl.algos.aqn import AQNConfig, draw_noise
+from verl_qerl.vllm_plugin.worker import NoiseWorkerExtension, prepare_noise
+
+NAMES = [
+    f"model.layers.{index}.{kind}" for index in range(2) for kind in ("input_layernorm", "post_attention_layernorm")
+]
+
+
+@pytest.fixture
+def noisy(engine):
+    """The shared engine, given back without noise and with an empty prefix cache."""
+    engine.reset_prefix_cache()
+    yield engine
+    set_noise(engine, 0.0)
+
+
+def set_noise(engine, sigma: float, step: int = 1) -> None:
+    assert engine.collective_rpc("qerl_set_noise", args=(sigma, step)) == [4]
+    assert engine.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("sigma", [1e-2, 5e-4], ids=str)
+def test_noise_changes_log_probs_and_zero_restores_them(noisy, prompt_log_probs, generate, sigma):
+    clean, steps = prompt_log_probs(noisy), generate(noisy)[0]
+    set_noise(noisy, sigma)
+    found = prompt_log_probs(noisy)
+    # Most of 199 positions, not one that happens to flip.
+    assert torch.count_nonzero(found - clean) > 150
+    assert generate(noisy)[0] != steps
+    set_noise(noisy, 0.0)
+    assert torch.equal(prompt_log_probs(noisy), clean)
+    assert generate(noisy)[0] == steps
+
+
+def test_noise_grows_with_sigma_and_changes_with_the_step(noisy, prompt_log_probs):
+    clean = prompt_log_probs(noisy)
+    found = {}
+    for sigma, step in ((5e-2, 1), (5e-3, 1), (5e-2, 2)):
+        set_noise(noisy, sigma, step)
+        found[sigma, step] = prompt_log_probs(noisy)
+    assert (found[5e-2, 1] - clean).norm() > 3 * (found[5e-3, 1] - clean).norm()
+    assert not torch.equal(found[5e-2, 1], found[5e-2, 2])
+
+
+def test_another_engine_with_the_same_options_samples_with_the_same_noise(noisy, start, packed_dir, prompt_log_probs):
+    other = start(packed_dir, aqn={"enabled": True})
+    for engine in (noisy, other):
+        set_noise(engine, 1e-2, 5)
+    (first,), (second,) = (engine.collective_rpc("qerl_norm_weights") for engine in (noisy, other))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+    assert torch.equal(prompt_log_probs(noisy), prompt_log_probs(other))
+
+
+def test_the_norms_hold_clean_weight_plus_sigma_times_the_draw(noisy):
+    (clean,) = noisy.collective_rpc("qerl_norm_weights")
+    assert list(clean) == NAMES
+    set_noise(noisy, 1e-2, 3)
+    (found,) = noisy.collective_rpc("qerl_norm_weights")
+    for name, weight in found.items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, clean[name] + 1e-2 * draw_noise(0, 3, name, 128))
+
+
+def test_without_a_reset_of_the_prefix_cache_old_keys_and_values_are_used(noisy, generate):
+    clean, _ = generate(noisy)
+    noisy.collective_rpc("qerl_set_noise", args=(5e-2, 1))
+    stale, num_cached = generate(noisy)
+    assert num_cached == 128
+    assert noisy.reset_prefix_cache()
+    fresh, num_cached = generate(noisy)
+    assert num_cached == 0
+    assert stale not in (clean, fresh)
+
+
+def test_after_a_full_sync_recapture_puts_the_noise_on_the_new_weights(noisy, prompt_log_probs):
+    def sync(worker, value: float) -> None:
+        for norm in worker._qerl_noise._norms.values():
+            norm.weight.data.fill_(value)
+        worker._qerl_noise.recapture()
+
+    clean = prompt_log_probs(noisy)
+    set_noise(noisy, 1e-2, 2)
+    on_ones = prompt_log_probs(noisy)  # transformers starts norms at 1
+    noisy.collective_rpc(sync, args=(0.5,))
+    assert not torch.equal(prompt_log_probs(noisy), on_ones)
+    noisy.collective_rpc(sync, args=(1.0,))
+    assert torch.equal(prompt_log_probs(noisy), on_ones)
+    set_noise(noisy, 0.0)
+    assert torch.equal(prompt_log_probs(noisy), clean)
+
+
+def test_an_engine_without_noise_says_how_to_get_it(packed_engine):
+    with pytest.raises(ValueError, match=r"started without noise\. .* Start it with `\+aqn\.enabled=true`\."):
+        packed_engine.collective_rpc("qerl_set_noise", args=(1e-2, 1))
+    assert packed_engine.collective_rpc("qerl_norm_weights") == [{}]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral"])
+def test_norms_of_the_other_families(start, model_dir, family):
+    engine = start(model_dir(family), aqn={"enabled": True})
+    before = engine.collective_rpc(norms_of)[0]
+    set_noise(engine, 1e-2)
+    after = engine.collective_rpc(norms_of)[0]
+    assert sorted(name for name in before if not torch.equal(before[name], after[name])) == sorted(NAMES)
+    others = {name.rpartition(".")[2] for name in set(before) - set(NAMES)}
+    assert others == ({"norm", "q_norm", "k_norm"} if family == "qwen3" else {"norm"})
+
+
+def norms_of(worker) -> dict[str, torch.Tensor]:
+    named = worker.model_runner.get_model().named_parameters()
+    return {name.removesuffix(".weight"): parameter.data.clone() for name, parameter in named if "norm" in name}
+
+
+@pytest.mark.parametrize(
+    ("family", "norms"),
+    [
+        ("qwen2", "'input_layernorm', 'norm', 'post_attention_layernorm'"),
+        ("qwen3", "'input_layernorm', 'k_norm', 'norm', 'post_attention_layernorm', 'q_norm'"),
+    ],
+)
+def test_an_unknown_target_names_the_norms_there_are(start, model_dir, family, norms):
+    with pytest.raises(ValueError, match=rf"has no norms named \['ln_f'\]\. Its norms are \[{norms}\]\."):
+        start(model_dir(family), aqn={"enabled": True, "targets": ["input_layernorm", "ln_f"]})
+
+
+def test_a_bad_option_stops_the_engine(start, model_dir):
+    with pytest.raises(ValueError, match=r"aqn\.sigma_start=2 is out of range"):
+        start(model_dir("qwen2"), aqn={"enabled": True, "sigma_start": 2})
+
+
+class Worker:
+    """As much of a vLLM worker as the extension sees."""
+
+    def __init__(self, model):
+        self.model, self.calls = model, []
+        self.model_runner = self
+
+    def get_model(self):
+        return self.model
+
+    def load_model(self, *args, **kwargs):
+        self.calls.append((args, kwargs))
+
+
+class Config:
+    def __init__(self, additional_config):
+        self.additional_config = additional_config
+
+
+@pytest.mark.parametrize(
+    "config", [None, Config(None), Config({}), Config({"verl_qerl": {}})], ids=lambda c: str(c)[:8]
+)
+def test_without_options_nothing_is_hung_on_the_worker(config):
+    worker = Worker(torch.nn.ReLU())
+    prepare_noise(worker, config)
+    assert worker._qerl_noise is None
+    assert "load_model" not in vars(worker)
+
+
+def test_noise_is_prepared_after_loading():
+    model = torch.nn.ModuleDict({"input_layernorm": torch.nn.LayerNorm(4, bias=False)})
+    worker = Worker(model)
+    prepare_noise(worker, Config({"verl_qerl": {"aqn": {"enabled": True, "targets": ["input_layernorm"]}}}))
+    assert worker._qerl_noise is None
+    worker.load_model(1, load_dummy_weights=False)
+    assert worker.calls == [((1,), {"load_dummy_weights": False})]
+    assert worker._qerl_noise.names == ["input_layernorm"]
+    assert NoiseWorkerExtension.qerl_set_noise(worker, 0.1, 1) == 1
+
+
+def test_options_of_the_noise_are_those_of_aqn():
+    with pytest.raises(ValueError, match=r"unknown option aqn\.sigma"):
+        prepare_noise(Worker(None), Config({"verl_qerl": {"aqn": {"sigma": 1}}}))
+    assert AQNConfig.from_mapping({}).enabled is False
