@@ -104,5 +104,10 @@ else
 fi
 
 export VERL_FILE_LOGGER_PATH=$work/metrics.jsonl
-"$PYTHON" -m verl.trainer.main_ppo "${arguments[@]}" "$@"
+echo "GRPO: Ray, verl and vLLM take one to three minutes to start; everything they say is in $work/train.log"
+"$PYTHON" -m verl.trainer.main_ppo "${arguments[@]}" "$@" 2>&1 | tee train.log |
+    grep --line-buffered -oE 'Training Progress: .*\]|critic/score/mean:[0-9.]+' || {
+    tail -n 40 train.log
+    exit 1
+}
 "$PYTHON" -m verl_qerl plot metrics.jsonl --out reward.png

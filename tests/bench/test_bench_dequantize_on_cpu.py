@@ -46,10 +46,23 @@ def test_summary_by_hand():
 def test_copies_exceed_the_working_set(small):
     timer = FakeTimer()
     bench.measure_shape(32, 64, timer, "cpu", copy_gb_s=1.0)
-    (outputs,) = timer.results
+    outputs, same_size_copies = timer.results
+    assert len(same_size_copies) > 1
     assert len(outputs) * bench.traffic_bytes(32, 64) >= bench.WORKING_SET_BYTES
     assert len({out.data_ptr() for out in outputs}) == len(outputs)
     assert all(torch.equal(out, outputs[0]) for out in outputs)
+
+
+def test_the_copy_counts_each_byte_read_and_written():
+    timer = FakeTimer()
+    row = bench.measure_copy(timer, "cpu", num_bytes=8000)
+    assert timer.results[0][0].numel() * timer.results[0][0].element_size() == 4000
+    assert row["gb_s"] == pytest.approx(8000 / 1e-6 / 1e9)
+
+
+def test_a_shape_is_also_held_against_a_copy_of_its_size(small):
+    # The clock gives both the same time, so that the ratio is that of the bytes.
+    assert bench.measure_shape(32, 64, FakeTimer(), "cpu", copy_gb_s=1.0)["fraction_of_same_size_copy"] == 1.0
 
 
 def test_writes_what_it_measured(small, tmp_path, capsys):

@@ -74,8 +74,12 @@ def reference(engine, model):
     for name, linear in packed_linears(engine.module):
         dense.get_submodule(name).weight.data = dequantize(linear.packed())
     config = LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules="all-linear")
-    module = get_peft_model(dense, config).bfloat16()
-    module.load_state_dict({name: p.bfloat16() for name, p in adapters(engine).items()}, strict=False)
+    module = get_peft_model(dense, config)
+    trained = adapters(engine)
+    for name, parameter in module.named_parameters():
+        if name in trained:
+            parameter.data = trained.pop(name).bfloat16()
+    assert not trained, f"PEFT names them otherwise: {list(trained)}"
     return module
 
 
@@ -155,11 +159,12 @@ def resume(lora_only):
 def stock():
     """Without our options the class does what verl's does."""
     engines = [build("bf16", cls=cls, packed=False) for cls in (ours.QerlFSDPEngine, FSDPEngineWithLMHead)]
+    sent = [engine.get_per_tensor_param(layered_summon=True, base_sync_done=True) for engine in engines]
     return {
         "types": [module_types(engine) for engine in engines],
         "dtypes": [{name: p.dtype for name, p in engine.module.named_parameters()} for engine in engines],
         "logits": [logits(engine.module) for engine in engines],
-        "sent": [engine.get_per_tensor_param(layered_summon=True, base_sync_done=True)[1] for engine in engines],
+        "sent": [sorted(peft_config) for _, peft_config in sent],
     }
 
 

@@ -17,10 +17,12 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from verl_qerl import upstream
 from verl_qerl.modules.convert import packed_linears
 from verl_qerl.nvfp4.digest import check_same_base, model_digest, weight_digest
 from verl_qerl.verl_plugin.config import DIGESTS, BaseOptions
 from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
+from verl_qerl.verl_plugin.shims import LOG_PROBS
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class QerlFSDPEngine(_Stock):
     def _build_module(self) -> nn.Module:
         if self._base is None:
             return super()._build_module()
+        upstream.install(LOG_PROBS)
         if self.model_config.use_liger:
             raise ValueError("model.use_liger=True is not supported on an NVFP4 base. Accepted is False. Leave it out.")
         config = self.model_config.hf_config

@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 
+import torch
+
+from verl_qerl.algos.log_probs import log_probs_of_labels
 from verl_qerl.upstream import Shim
 
 
@@ -18,13 +21,33 @@ def _gloo_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
     return initialize_global_process_group_ray
 
 
-SHIMS: tuple[Shim, ...] = (
-    Shim(
-        target="verl.utils.distributed:initialize_global_process_group_ray",
-        versions="==0.9.1",
-        fingerprint="761a94d1a2e0",
-        patched="75c43fbe0859",
-        patch="verl/0002",
-        wrap=_gloo_on_cpu,
-    ),
+def _float32_log_probs(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Take log-probs of half-precision logits in float32 and in chunks: verl takes one token at a time, in bf16."""
+
+    def logprobs_from_logits_v2(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if logits.dtype in (torch.float32, torch.float64):
+            return original(logits, labels)
+        return log_probs_of_labels(logits, labels)
+
+    return logprobs_from_logits_v2
+
+
+# Needed by the CPU platform.
+PROCESS_GROUP = Shim(
+    target="verl.utils.distributed:initialize_global_process_group_ray",
+    versions="==0.9.1",
+    fingerprint="761a94d1a2e0",
+    patched="75c43fbe0859",
+    patch="verl/0002",
+    wrap=_gloo_on_cpu,
 )
+# In force where the engine trains on a packed base; with flash-attn verl does not get there.
+LOG_PROBS = Shim(
+    target="verl.utils.torch_functional:logprobs_from_logits_v2",
+    versions="==0.9.1",
+    fingerprint="1074be97faf3",
+    patched="000000000001",
+    patch="verl/0006",
+    wrap=_float32_log_probs,
+)
+SHIMS: tuple[Shim, ...] = (PROCESS_GROUP, LOG_PROBS)

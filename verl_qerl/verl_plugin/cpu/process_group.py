@@ -1,9 +1,9 @@
-"""Install our shims once verl's distributed helpers exist."""
+"""Install the shim of the process group once verl's distributed helpers exist."""
 
 from types import ModuleType
 
 from verl_qerl import upstream
-from verl_qerl.verl_plugin.shims import SHIMS
+from verl_qerl.verl_plugin.shims import PROCESS_GROUP
 
 
 def install(module: ModuleType) -> None:
@@ -12,5 +12,4 @@ def install(module: ModuleType) -> None:
     Raises:
         UpstreamDriftError: verl's function is not the one the shim was written for.
     """
-    for shim in SHIMS:
-        upstream.install(shim)
+    upstream.install(PROCESS_GROUP)

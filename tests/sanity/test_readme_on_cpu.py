@@ -1,0 +1,32 @@
+"""The README's table of options is that of the code."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from verl_qerl.algos.aqn import AQNConfig
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def rows() -> dict[str, str]:
+    text = README.read_text(encoding="utf-8")
+    return dict(re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", text, flags=re.M))
+
+
+def spelled(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(value)}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@pytest.mark.parametrize("field", fields(AQNConfig), ids=lambda field: field.name)
+def test_every_option_of_the_noise_is_listed_with_its_default(field):
+    assert rows()[f"+aqn.{field.name}"].strip() == spelled(field.default)
+
+
+def test_no_option_is_listed_that_is_gone():
+    listed = {name.removeprefix("+aqn.") for name in rows() if name.startswith("+aqn.")}
+    assert listed == {field.name for field in fields(AQNConfig)}
