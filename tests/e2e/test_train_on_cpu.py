@@ -14,10 +14,10 @@ NUM_NORMS = 4  # two layers, two norms each
 
 
 def assert_in_step(metrics: dict) -> None:
-    # bf16 arithmetic on both sides differs by less than 1e-3 in probability on this model; an adapter that was not
-    # synchronized, at this learning rate, by more than 1e-1.
-    assert metrics["training/rollout_probs_diff_max"] < 2e-2
-    assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.97
+    # Actor and rollout differ by bf16 arithmetic alone: 6e-7 measured. An adapter that does not arrive makes 2e-2 at
+    # this learning rate.
+    assert metrics["rollout_corr/k3_kl"] < 1e-5
+    assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.999
     assert metrics["actor/grad_norm"] > 0
 
 

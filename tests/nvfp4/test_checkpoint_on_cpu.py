@@ -196,3 +196,12 @@ def test_a_damaged_global_scale_is_refused(value):
     parts["weight_global_scale"] = torch.tensor([value])
     with pytest.raises(CheckpointFormatError, match="global scale of 'm'"):
         from_tensors("m", parts, "compressed-tensors")
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xB8], ids=["nan", "negative"])
+def test_a_damaged_block_scale_is_refused(byte):
+    packed = random_packed_weight(2, 32)
+    parts = {name.removeprefix("m."): tensor.clone() for name, tensor in to_tensors("m", packed).items()}
+    parts["weight_scale"].view(torch.uint8)[1, 1] = byte
+    with pytest.raises(CheckpointFormatError, match="negative or NaN"):
+        from_tensors("m", parts, "compressed-tensors")

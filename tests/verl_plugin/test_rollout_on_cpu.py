@@ -11,7 +11,10 @@ from verl_qerl.verl_plugin.rollout import describe_checkpoint
 needs_hosts = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ("verl", "vllm")), reason="verl or vLLM is not installed"
 )
-OF_THE_YAML = {"hf_overrides": {"quantization_config": quantization_config(["lm_head"]), "rope_theta": 1}, "seed": 2}
+OF_THE_YAML = {
+    "hf_overrides": {"quantization_config": quantization_config(["lm_head", "mine"]), "rope_theta": 1},
+    "seed": 2,
+}
 SERVER = """
 import asyncio, json, sys
 from types import SimpleNamespace

@@ -153,6 +153,11 @@ def from_tensors(module: str, tensors: dict[str, torch.Tensor], layout: str) -> 
         weight = PackedWeight(tensors[CODES], tensors[BLOCK_SCALE], scale if layout == "modelopt" else 1.0 / scale)
     except ValueError as error:
         raise CheckpointFormatError(f"{module!r}: {error}") from error
+    if not bool((weight.block_scale.float() >= 0).all()):
+        raise CheckpointFormatError(
+            f"{module!r} has block scales that are negative or NaN. Numbers from 0 to 448 are accepted."
+            " The file is damaged: download or quantize the model again."
+        )
     return _without_subnormal_scales(module, weight)
 
 

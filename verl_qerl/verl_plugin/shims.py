@@ -46,7 +46,7 @@ LOG_PROBS = Shim(
     target="verl.utils.torch_functional:logprobs_from_logits_v2",
     versions="==0.9.1",
     fingerprint="1074be97faf3",
-    patched="000000000001",
+    patched="473b1706eaf4",
     patch="verl/0006",
     wrap=_float32_log_probs,
 )

@@ -133,11 +133,13 @@ def ask_workers_for_noise(config: DictConfig, aqn: AQNConfig) -> None:
     options = {name: getattr(aqn, name) for name in aqn.__dataclass_fields__}
     options["targets"] = list(aqn.targets)
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name != "vllm":
-        raise ValueError(
-            f"actor_rollout_ref.rollout.name={rollout.name} has no noise. Accepted is vllm."
-            " Leave out `+aqn.enabled=true` or set the name."
-        )
+    # A call to the workers of a data-parallel engine is not known to reach every shard.
+    for name, accepted in (("name", "vllm"), ("data_parallel_size", 1)):
+        if rollout.get(name, accepted) != accepted:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.{name}={rollout[name]} has no noise. Accepted is {accepted}."
+                " Leave out `+aqn.enabled=true` or set the value."
+            )
     with open_dict(config):
         kwargs = rollout.engine_kwargs.vllm
         kwargs.setdefault("worker_extension_cls", WORKER_EXTENSION)

@@ -13,18 +13,16 @@ initialize_global_process_group_ray()
 print("backend", dist.get_backend())
 """
 DRIFTED = """
-import verl_qerl.verl_plugin.shims as shims
 import dataclasses
-shims.SHIMS = tuple(dataclasses.replace(shim, fingerprint="000000000000") for shim in shims.SHIMS)
 from verl_qerl.verl_plugin.cpu import process_group
-process_group.SHIMS = shims.SHIMS
+process_group.PROCESS_GROUP = dataclasses.replace(process_group.PROCESS_GROUP, fingerprint="000000000000")
 import verl.utils.distributed
 """
 STOOD_DOWN = """
 import dataclasses
-from verl_qerl.verl_plugin import shims
 from verl_qerl.verl_plugin.cpu import process_group
-process_group.SHIMS = tuple(dataclasses.replace(shim, patched=shim.fingerprint) for shim in shims.SHIMS)
+shim = process_group.PROCESS_GROUP
+process_group.PROCESS_GROUP = dataclasses.replace(shim, patched=shim.fingerprint)
 import verl.utils.distributed as module
 assert not hasattr(module.initialize_global_process_group_ray, "__wrapped__")
 """
