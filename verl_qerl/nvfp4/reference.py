@@ -133,7 +133,8 @@ def _chunk_rows(weight: torch.Tensor) -> int:
 def _quantize_rows(weight: torch.Tensor, encode: float, factors: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
     n, K = weight.shape
     blocks = weight.float().reshape(n, K // BLOCK_SIZE, BLOCK_SIZE) * encode  # exact: a power of two
-    ideal = blocks.abs().amax(dim=-1) / E2M1_MAX
+    # By a tensor on the device: CUDA turns a division by a number into a product with its reciprocal.
+    ideal = blocks.abs().amax(dim=-1) / blocks.new_tensor(E2M1_MAX)
     best_codes, best_scale, scaled = _encode(blocks, ideal * factors[0])
     if len(factors) > 1:
         best_error = _block_error(scaled, best_codes, best_scale)
