@@ -2,7 +2,7 @@
 
 Both arms run in one call with the same LoRA adapter: bf16 as stock vLLM runs it, and NVFP4 prepared for noise (norms in
 float32), which is off for the comparison. The actor is the module the engine trains, in bf16. The estimate of the
-entropy is the mean of -log p over the sampled tokens, with the standard error over sequences.
+entropy is the mean of -log p over the sampled tokens, with the standard error over prompts.
 
     python tests/bench/bench_mismatch.py --model DIR --prompts train.parquet --out FILE.json
 """
@@ -128,7 +128,7 @@ def run_arm(arm: str, args: argparse.Namespace, prompts: list[list[int]], adapte
     samples = sample(engine, args, prompts, lora)
     row: dict = {"arm": arm}
     if arm == "nvfp4":
-        row["noise"] = [entropy_at(engine, sigma, args, prompts, lora) for sigma in SIGMAS]
+        row["noise"] = entropies(engine, args, prompts, lora)
     return row | compare(arm, args, samples, adapter)
 
 
@@ -145,19 +145,31 @@ def sample(engine: object, args: argparse.Namespace, prompts: list[list[int]], l
     ]
 
 
-def entropy_at(engine: object, sigma: float, args: argparse.Namespace, prompts: list, lora: object) -> dict:
-    (num_norms,) = engine.collective_rpc("qerl_set_noise", args=(sigma, 1))
-    if not engine.reset_prefix_cache():
-        raise RuntimeError("the prefix cache was not reset")
-    samples = sample(engine, args, prompts, lora)
-    means = [-statistics.fmean(log_probs) for _, _, log_probs in samples]
-    return {
-        "sigma": sigma,
-        "num_norms": num_norms,
-        "entropy": statistics.fmean(means),
-        "standard_error": statistics.stdev(means) / math.sqrt(len(means)),
-        "tokens": sum(len(answer) for _, answer, _ in samples),
-    }
+def entropies(engine: object, args: argparse.Namespace, prompts: list, lora: object) -> list[dict]:
+    """Entropy at every sigma, and its difference from no noise paired by prompt: prompts differ more than sigmas."""
+    rows, without = [], None
+    for sigma in SIGMAS:
+        (num_norms,) = engine.collective_rpc("qerl_set_noise", args=(sigma, 1))
+        if not engine.reset_prefix_cache():
+            raise RuntimeError("the prefix cache was not reset")
+        samples = sample(engine, args, prompts, lora)
+        sums = [[-math.fsum(lp), len(lp)] for _, _, lp in samples]
+        n = args.samples
+        groups = [sums[i : i + n] for i in range(0, len(sums), n)]
+        by_prompt = [sum(total for total, _ in group) / sum(count for _, count in group) for group in groups]
+        row = {"sigma": sigma, "num_norms": num_norms, "entropy": statistics.fmean(by_prompt)}
+        row |= {"standard_error": error_of_mean(by_prompt), "tokens": sum(count for _, count in sums)}
+        if without is None:
+            without = by_prompt
+        else:
+            gains = [a - b for a, b in zip(by_prompt, without, strict=True)]
+            row |= {"gain": statistics.fmean(gains), "gain_standard_error": error_of_mean(gains)}
+        rows.append(row)
+    return rows
+
+
+def error_of_mean(values: list[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values))
 
 
 def compare(arm: str, args: argparse.Namespace, samples: list[tuple], adapter: Path) -> dict:

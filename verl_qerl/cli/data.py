@@ -39,16 +39,17 @@ def add_parser(subparsers: Any) -> None:
     arithmetic = sets.add_parser("arithmetic", help="generated word problems with GSM8K's answer format")
     arithmetic.add_argument("--num-train", type=int, default=20000)
     arithmetic.add_argument("--num-test", type=int, default=200)
-    arithmetic.add_argument("--seed", type=int, default=0)
     arithmetic.add_argument("--max-steps", type=int, default=2, help="steps per problem, 1 to 3 (default: %(default)s)")
     arithmetic.add_argument("--max-number", type=int, default=9, help="largest number asked (default: %(default)s)")
-    arithmetic.add_argument(
-        "--hash-share",
-        type=float,
-        default=1.0,
-        help="share of train.jsonl that ends in `#### N`; the rest ends in `The answer is N.` (default: %(default)s)",
-    )
     arithmetic.set_defaults(make=_arithmetic)
+    for each in (gsm8k, arithmetic):
+        each.add_argument("--seed", type=int, default=0)
+        each.add_argument(
+            "--hash-share",
+            type=float,
+            default=1.0,
+            help="share of train.jsonl that ends in `#### N`, the rest in `The answer is N.` (default: %(default)s)",
+        )
     for each in (gsm8k, math, arithmetic):
         each.add_argument("--out", type=Path, required=True, help="directory to create")
         each.set_defaults(run=run)
@@ -56,12 +57,15 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the two splits; the directory appears whole or not at all."""
+    share = getattr(args, "hash_share", 1.0)
+    if not 0 <= share <= 1:
+        raise ValueError(f"not a share: --hash-share={share}. 0 to 1 is accepted. Change it.")
     check_absent(args.out)
     splits: dict[str, list[Row]] = args.make(args)
     with new_directory(args.out) as directory:
         for split, rows in splits.items():
             _write(directory, split, rows)
-        if (share := getattr(args, "hash_share", 1.0)) < 1:
+        if share < 1:
             _mix_endings(directory / "train.jsonl", share, args.seed)
     for split, rows in splits.items():
         print(f"{args.out / split}.parquet: {len(rows)} rows")
@@ -167,8 +171,6 @@ def _arithmetic(args: argparse.Namespace) -> dict[str, list[Row]]:
     for option, count in (("--num-train", args.num_train), ("--num-test", args.num_test)):
         if count < 1:
             raise ValueError(f"a split would be empty: {option}={count}. At least 1 is accepted. Raise it.")
-    if not 0 <= args.hash_share <= 1:
-        raise ValueError(f"not a share: --hash-share={args.hash_share}. 0 to 1 is accepted. Change it.")
     problems = generate(
         args.num_train + args.num_test, max_steps=args.max_steps, max_number=args.max_number, seed=args.seed
     )
