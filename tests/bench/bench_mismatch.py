@@ -136,7 +136,7 @@ def sample(engine: object, args: argparse.Namespace, prompts: list[list[int]], l
     """(prompt ids, answer ids, log-probs of the answer) of every sampled sequence."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=1.0, n=args.samples, max_tokens=args.max_tokens, logprobs=0, seed=0)
+    params = SamplingParams(temperature=1.0, n=args.samples, max_tokens=args.max_tokens, logprobs=0)
     outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, lora_request=lora)
     return [
         (ids, list(answer.token_ids), [next(iter(entry.values())).logprob for entry in answer.logprobs])
