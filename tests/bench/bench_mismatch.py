@@ -1,8 +1,8 @@
 """Actor against rollout: log-prob differences without noise, and the entropy of sampling with noise.
 
-Both arms run in one call with the same LoRA adapter: bf16 as stock vLLM runs it, and NVFP4 prepared for noise (norms in
-float32), which is off for the comparison. The actor is the module the engine trains, in bf16. The estimate of the
-entropy is the mean of -log p over the sampled tokens, with the standard error over prompts.
+Three arms in one call with the same LoRA adapter: bf16, NVFP4, and NVFP4 prepared for noise (norms in float32). The
+rollout is vLLM, the actor the module the engine trains, in bf16. Log-probs are compared without noise. The entropy is
+measured twice: on what the rollout samples at each sigma, and exactly on fixed contexts.
 
     python tests/bench/bench_mismatch.py --model DIR --prompts train.parquet --out FILE.json
 """
@@ -21,6 +21,7 @@ from pathlib import Path
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the worker is asked for log-probs in this process
 
 SIGMAS = (0.0, 1e-2, 5e-2)
+STEP = 1  # of the draw
 
 
 def main() -> None:
@@ -45,7 +46,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         adapter = Path(folder) / "adapter"
         make_adapter(args.model, adapter, args.rank)
-        for arm in ("bf16", "nvfp4"):
+        for arm in ("bf16", "nvfp4", "nvfp4_noise"):
             # One process each: an engine that shares its process does not give its memory back.
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 result["arms"].append(pool.apply(run_arm, (arm, args, prompts, adapter)))
@@ -121,14 +122,16 @@ def run_arm(arm: str, args: argparse.Namespace, prompts: list[list[int]], adapte
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "verl_qerl.vllm_plugin.worker.NoiseWorkerExtension",
     }
-    if arm == "nvfp4":
-        common |= {**nvfp4, "additional_config": {"verl_qerl": {"aqn": {"enabled": True}}}}
+    if arm != "bf16":
+        common |= nvfp4
+    if arm == "nvfp4_noise":
+        common["additional_config"] = {"verl_qerl": {"aqn": {"enabled": True}}}
     engine = LLM(**common)
     lora = LoRARequest("adapter", 1, str(adapter))
     samples = sample(engine, args, prompts, lora)
     row: dict = {"arm": arm}
-    if arm == "nvfp4":
-        row["noise"] = entropies(engine, args, prompts, lora)
+    if arm == "nvfp4_noise":
+        row["sampled_entropy"] = entropies(engine, args, prompts, lora)
     return row | compare(arm, args, samples, adapter)
 
 
@@ -146,26 +149,54 @@ def sample(engine: object, args: argparse.Namespace, prompts: list[list[int]], l
 
 
 def entropies(engine: object, args: argparse.Namespace, prompts: list, lora: object) -> list[dict]:
-    """Entropy at every sigma, and its difference from no noise paired by prompt: prompts differ more than sigmas."""
-    rows, without = [], None
+    """-log p of the tokens that the rollout samples at every sigma: an unbiased and noisy estimate of its entropy."""
+    rows = []
     for sigma in SIGMAS:
-        (num_norms,) = engine.collective_rpc("qerl_set_noise", args=(sigma, 1))
+        (num_norms,) = engine.collective_rpc("qerl_set_noise", args=(sigma, STEP))
         if not engine.reset_prefix_cache():
             raise RuntimeError("the prefix cache was not reset")
-        samples = sample(engine, args, prompts, lora)
-        sums = [[-math.fsum(lp), len(lp)] for _, _, lp in samples]
-        n = args.samples
-        groups = [sums[i : i + n] for i in range(0, len(sums), n)]
-        by_prompt = [sum(total for total, _ in group) / sum(count for _, count in group) for group in groups]
-        row = {"sigma": sigma, "num_norms": num_norms, "entropy": statistics.fmean(by_prompt)}
-        row |= {"standard_error": error_of_mean(by_prompt), "tokens": sum(count for _, count in sums)}
+        means = [-statistics.fmean(log_probs) for _, _, log_probs in sample(engine, args, prompts, lora)]
+        row = {"sigma": sigma, "num_norms": num_norms, "entropy": statistics.fmean(means)}
+        rows.append(row | {"standard_error": error_of_mean(means), "sequences": len(means)})
+    return rows
+
+
+def exact_entropies(actor: object, samples: list[tuple], device: str) -> list[dict]:
+    """Entropy of the whole distribution on fixed contexts, those sampled without noise, and its gain by the noise.
+
+    The actor gets the very draw of the rollout, on norms in float32; sequences are their own controls.
+    """
+
+    from verl_qerl.algos.aqn import AQNConfig
+    from verl_qerl.vllm_plugin.noise import NormNoise
+
+    noise = NormNoise(actor.base_model.model, AQNConfig(enabled=True))
+    rows, without = [], None
+    for sigma in SIGMAS:
+        noise.apply(sigma, STEP)
+        means = []
+        for prompt, answer, _ in samples:
+            logits = answer_logits(actor, prompt, answer, device)
+            log_probs = logits.log_softmax(-1)
+            means.append(-(log_probs.exp() * log_probs).sum(-1).mean().item())
+        row = {"sigma": sigma, "entropy": statistics.fmean(means), "standard_error": error_of_mean(means)}
         if without is None:
-            without = by_prompt
+            without = means
         else:
-            gains = [a - b for a, b in zip(by_prompt, without, strict=True)]
+            gains = [a - b for a, b in zip(means, without, strict=True)]
             row |= {"gain": statistics.fmean(gains), "gain_standard_error": error_of_mean(gains)}
         rows.append(row)
+    noise.apply(0.0, STEP)
     return rows
+
+
+def answer_logits(actor: object, prompt: list[int], answer: list[int], device: str) -> object:
+    """[T, V] float32, the logits that each token of the answer was drawn from."""
+    import torch
+
+    ids = torch.tensor([prompt + answer], device=device)
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
+        return actor(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
 
 
 def error_of_mean(values: list[float]) -> float:
@@ -179,11 +210,9 @@ def compare(arm: str, args: argparse.Namespace, samples: list[tuple], adapter: P
     actor = build_actor(arm, args.model, adapter).to(device).eval()
     differences = []
     for prompt, answer, rollout in samples:
-        ids = torch.tensor([prompt + answer], device=device)
-        with torch.no_grad(), torch.autocast(device, torch.bfloat16):
-            logits = actor(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
-        log_probs = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()
-        differences.append(log_probs - torch.tensor(rollout))
+        logits = answer_logits(actor, prompt, answer, device)
+        chosen = torch.tensor(answer, device=device)[:, None]
+        differences.append(logits.log_softmax(-1).gather(1, chosen)[:, 0].cpu() - torch.tensor(rollout))
     delta = torch.cat(differences)
     # k3 estimator of KL(rollout || actor), Schulman 2020
     return {
@@ -191,6 +220,7 @@ def compare(arm: str, args: argparse.Namespace, samples: list[tuple], adapter: P
         "max_abs_log_prob_difference": delta.abs().max().item(),
         "kl_k3": (delta.exp() - 1 - delta).mean().item(),
         "tokens": delta.numel(),
+        **({"exact_entropy": exact_entropies(actor, samples, device)} if arm == "nvfp4_noise" else {}),
     }
 
 

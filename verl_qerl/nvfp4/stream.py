@@ -21,6 +21,7 @@ from verl_qerl.nvfp4.reference import check_in_features, quantize_group
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights, configuration, tokenizer
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def _local(path: str | Path) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json"]))
+        return Path(snapshot_download(str(path), allow_patterns=_HUB_FILES))
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise CheckpointFormatError(
             f"{path} is neither a directory nor a model of the hub that can be reached ({type(error).__name__})."
