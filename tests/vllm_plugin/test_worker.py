@@ -1,0 +1,83 @@
+"""Noise under CUDA graphs and in sleep mode, which only a GPU has."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+SCRIPT = """
+import json, os, sys
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+import torch
+from vllm import LLM, SamplingParams
+from verl_qerl.nvfp4.checkpoint import quantization_config
+
+def main():
+    llm = LLM(sys.argv[1], dtype="bfloat16", max_model_len=512, gpu_memory_utilization=0.2, skip_tokenizer_init=True,
+              load_format="verl_qerl_nvfp4", quantization="verl_qerl_nvfp4", enable_sleep_mode=True,
+              hf_overrides={"quantization_config": quantization_config()},
+              worker_extension_cls="verl_qerl.vllm_plugin.worker.NoiseWorkerExtension",
+              additional_config={"verl_qerl": {"aqn": {"enabled": True}}})
+    params = SamplingParams(temperature=0, max_tokens=16, logprobs=0, ignore_eos=True, detokenize=False)
+
+    def decode():
+        assert llm.reset_prefix_cache()  # a cached prefill rounds in other places
+        out = llm.generate([{"prompt_token_ids": [(7 * i + 3) % 1000 for i in range(200)]}], params, use_tqdm=False)[0]
+        return [next(iter(entry.values())).logprob for entry in out.outputs[0].logprobs]
+
+    def noise(sigma, step):
+        return llm.collective_rpc("qerl_set_noise", args=(sigma, step))[0]
+
+    def norms():
+        return llm.collective_rpc("qerl_norm_weights")[0]
+
+    def same(a, b):
+        return all(torch.equal(a[name], b[name]) for name in a)
+
+    clean, clean_norms = decode(), norms()
+    seen = {"repeats": decode() == clean, "num_norms": noise(5e-4, 1)}
+    seen["small_sigma_acts"] = decode() != clean
+    noise(1e-2, 2)
+    noisy, noisy_norms = decode(), norms()
+    seen["sigma_acts"] = noisy != clean
+    llm.sleep(level=1)
+    noise(0.0, 0)
+    llm.wake_up()
+    seen["restored_while_asleep"] = decode() == clean and same(norms(), clean_norms)
+    noise(1e-2, 2)
+    seen["same_draw_again"] = decode() == noisy and same(norms(), noisy_norms)
+    print("RESULT", json.dumps(seen))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_noise_acts_under_cuda_graphs_and_is_undone_while_asleep(tmp_path):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=1024,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    Qwen2ForCausalLM(config).bfloat16().save_pretrained(tmp_path / "model")
+    script = tmp_path / "ask.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), str(tmp_path / "model")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
+    seen = json.loads(lines[0].removeprefix("RESULT "))
+    assert seen.pop("num_norms") == 8
+    assert all(seen.values()), seen
