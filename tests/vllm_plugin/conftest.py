@@ -1,6 +1,10 @@
 """Tiny models on disk, and engines over them that the tests of this folder share."""
 
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -193,3 +197,40 @@ def reference_log_probs(prompt):
         return log_probs.gather(1, ids[0, 1:, None]).squeeze(1)
 
     return ask
+
+
+@pytest.fixture
+def random_qwen2(tmp_path) -> Path:
+    """A bf16 Qwen2 of shapes that Marlin takes, with random weights and no tokenizer."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=1024,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    Qwen2ForCausalLM(config).bfloat16().save_pretrained(tmp_path / "bf16")
+    return tmp_path / "bf16"
+
+
+@pytest.fixture
+def run_script(tmp_path) -> Callable[..., object]:
+    """Run source code with arguments in a process of its own; what it prints after `RESULT `, decoded."""
+
+    def run(source: str, *arguments: str, plugins: str | None = None) -> object:
+        env = {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
+        env |= {} if plugins is None else {"VLLM_PLUGINS": plugins}
+        script = tmp_path / "script.py"
+        script.write_text(source)
+        command = [sys.executable, str(script), *arguments]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        assert lines, done.stdout[-2000:] + done.stderr[-4000:]
+        return json.loads(lines[0].removeprefix("RESULT "))
+
+    return run

@@ -1,9 +1,5 @@
 """Noise under CUDA graphs and in sleep mode, which only a GPU has."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -58,26 +54,7 @@ if __name__ == "__main__":
 """
 
 
-def test_noise_acts_under_cuda_graphs_and_is_undone_while_asleep(tmp_path):
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=1024,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
-    Qwen2ForCausalLM(config).bfloat16().save_pretrained(tmp_path / "model")
-    script = tmp_path / "ask.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, str(script), str(tmp_path / "model")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
-    seen = json.loads(lines[0].removeprefix("RESULT "))
+def test_noise_acts_under_cuda_graphs_and_is_undone_while_asleep(random_qwen2, run_script):
+    seen = run_script(SCRIPT, str(random_qwen2))
     assert seen.pop("num_norms") == 8
     assert all(seen.values()), seen

@@ -97,14 +97,15 @@ def is_ignored(module: str, ignore: Iterable[str]) -> bool:
     return any(re.match(rule[3:], module) if rule.startswith("re:") else rule == module for rule in ignore)
 
 
-def is_linear_weight(name: str, shape: Sequence[int], ignore: Iterable[str]) -> bool:
-    """Whether the tensor `name` is a decoder linear's weight that NVFP4 replaces.
+def is_packed_module(module: str, ignore: Iterable[str]) -> bool:
+    """Whether a linear of this name is packed: those inside `...layers.<i>...` are, lm_head and embeddings are not."""
+    return ".layers." in f".{module}." and not is_ignored(module, ignore)
 
-    Those are the matrices inside `...layers.<i>...`: embeddings, lm_head, norms and biases stay as they are.
-    """
+
+def is_linear_weight(name: str, shape: Sequence[int], ignore: Iterable[str]) -> bool:
+    """Whether the tensor `name` is the weight of a linear that is packed: a matrix, so no norm and no bias."""
     module, _, kind = name.rpartition(".")
-    inside = ".layers." in f".{name}"
-    return kind == "weight" and len(shape) == 2 and inside and not is_ignored(module, ignore)
+    return kind == "weight" and len(shape) == 2 and is_packed_module(module, ignore)
 
 
 def fused_group(module: str) -> tuple[str, tuple[str, ...]]:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.modules.convert import replace_linears
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
-from verl_qerl.nvfp4.checkpoint import ignored_modules, is_ignored
+from verl_qerl.nvfp4.checkpoint import ignored_modules, is_packed_module
 from verl_qerl.nvfp4.format import PackedWeight
 from verl_qerl.nvfp4.stream import open_source, stream
 from verl_qerl.verl_plugin.config import BaseOptions
@@ -28,7 +28,7 @@ def build_skeleton(model: nn.Module, path: str, ignore: tuple[str, ...]) -> dict
     """
     source = open_source(path)
     rules = ignore if source.layout == "bf16" else ignored_modules(source.config)
-    return replace_linears(model, lambda name: ".layers." in f".{name}" and not is_ignored(name, rules))
+    return replace_linears(model, lambda name: is_packed_module(name, rules))
 
 
 def load_packed(

@@ -75,11 +75,8 @@ class NVFP4ModelLoader(BaseModelLoader):
 
 def _required(model: Any) -> set[str]:
     # Attention holds the scales of a quantized KV cache, which have defaults of their own.
-    attention = [
-        (name, module) for name, module in model.named_modules() if issubclass(type(module), AttentionLayerBase)
-    ]
-    optional = {f"{name}.{key}" for name, module in attention for key, _ in module.named_parameters()}
-    return {name for name, _ in model.named_parameters()} - optional
+    attention = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, AttentionLayerBase))
+    return {name for name, _ in model.named_parameters() if not name.startswith(attention)}
 
 
 def _lost_members(model: torch.nn.Module, given: set[str]) -> set[str]:
