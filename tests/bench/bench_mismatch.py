@@ -21,7 +21,6 @@ from pathlib import Path
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the worker is asked for log-probs in this process
 
 SIGMAS = (0.0, 1e-2, 5e-2)
-STEP = 1  # of the draw
 
 
 def main() -> None:
@@ -63,6 +62,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-prompts", type=int, default=128)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=192)
+    parser.add_argument("--draws", type=int, default=8, help="draws of the noise at every sigma, at least 2")
+    parser.add_argument("--contexts", type=int, default=128, help="sequences that the exact entropy is taken on")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--memory", type=float, default=0.3, help="vLLM's share of the GPU")
     parser.add_argument("--out", type=Path, required=True)
@@ -149,45 +150,55 @@ def sample(engine: object, args: argparse.Namespace, prompts: list[list[int]], l
 
 
 def entropies(engine: object, args: argparse.Namespace, prompts: list, lora: object) -> list[dict]:
-    """-log p of the tokens that the rollout samples at every sigma: an unbiased and noisy estimate of its entropy."""
+    """-log p of the tokens that the rollout samples at every sigma: an unbiased and noisy estimate of its entropy.
+
+    One draw moves the entropy up or down in the first order of sigma; what the noise does on average is what several
+    draws have in common, so the error is that between draws.
+    """
     rows = []
     for sigma in SIGMAS:
-        (num_norms,) = engine.collective_rpc("qerl_set_noise", args=(sigma, STEP))
-        if not engine.reset_prefix_cache():
-            raise RuntimeError("the prefix cache was not reset")
-        means = [-statistics.fmean(log_probs) for _, _, log_probs in sample(engine, args, prompts, lora)]
+        means = []
+        for draw in range(1, args.draws + 1):
+            (num_norms,) = engine.collective_rpc("qerl_set_noise", args=(sigma, draw))
+            if not engine.reset_prefix_cache():
+                raise RuntimeError("the prefix cache was not reset")
+            samples = sample(engine, args, prompts, lora)
+            means.append(statistics.fmean(-statistics.fmean(log_probs) for _, _, log_probs in samples))
         row = {"sigma": sigma, "num_norms": num_norms, "entropy": statistics.fmean(means)}
-        rows.append(row | {"standard_error": error_of_mean(means), "sequences": len(means)})
+        rows.append(row | {"standard_error": error_of_mean(means), "draws": args.draws, "sequences": len(samples)})
     return rows
 
 
-def exact_entropies(actor: object, samples: list[tuple], device: str) -> list[dict]:
+def exact_entropies(actor: object, args: argparse.Namespace, samples: list[tuple], device: str) -> list[dict]:
     """Entropy of the whole distribution on fixed contexts, those sampled without noise, and its gain by the noise.
 
-    The actor gets the very draw of the rollout, on norms in float32; sequences are their own controls.
+    The actor gets the very draws of the rollout, on norms in float32; contexts are their own controls.
     """
-
     from verl_qerl.algos.aqn import AQNConfig
     from verl_qerl.vllm_plugin.noise import NormNoise
 
     noise = NormNoise(actor.base_model.model, AQNConfig(enabled=True))
-    rows, without = [], None
-    for sigma in SIGMAS:
-        noise.apply(sigma, STEP)
-        means = []
-        for prompt, answer, _ in samples:
-            logits = answer_logits(actor, prompt, answer, device)
-            log_probs = logits.log_softmax(-1)
-            means.append(-(log_probs.exp() * log_probs).sum(-1).mean().item())
-        row = {"sigma": sigma, "entropy": statistics.fmean(means), "standard_error": error_of_mean(means)}
-        if without is None:
-            without = means
-        else:
-            gains = [a - b for a, b in zip(means, without, strict=True)]
-            row |= {"gain": statistics.fmean(gains), "gain_standard_error": error_of_mean(gains)}
-        rows.append(row)
-    noise.apply(0.0, STEP)
+    contexts = samples[:: max(1, len(samples) // args.contexts)]
+    noise.apply(0.0, 1)
+    without = mean_entropy(actor, contexts, device)
+    rows: list[dict] = [{"sigma": 0.0, "entropy": without, "contexts": len(contexts)}]
+    for sigma in SIGMAS[1:]:
+        gains = []
+        for draw in range(1, args.draws + 1):
+            noise.apply(sigma, draw)
+            gains.append(mean_entropy(actor, contexts, device) - without)
+        row = {"sigma": sigma, "entropy": without + statistics.fmean(gains), "gain": statistics.fmean(gains)}
+        rows.append(row | {"gain_standard_error": error_of_mean(gains), "gain_of_each_draw": gains})
+    noise.apply(0.0, 1)
     return rows
+
+
+def mean_entropy(actor: object, contexts: list[tuple], device: str) -> float:
+    means = []
+    for prompt, answer, _ in contexts:
+        log_probs = answer_logits(actor, prompt, answer, device).log_softmax(-1)
+        means.append(-(log_probs.exp() * log_probs).sum(-1).mean())
+    return statistics.fmean(mean.item() for mean in means)
 
 
 def answer_logits(actor: object, prompt: list[int], answer: list[int], device: str) -> object:
@@ -220,7 +231,7 @@ def compare(arm: str, args: argparse.Namespace, samples: list[tuple], adapter: P
         "max_abs_log_prob_difference": delta.abs().max().item(),
         "kl_k3": (delta.exp() - 1 - delta).mean().item(),
         "tokens": delta.numel(),
-        **({"exact_entropy": exact_entropies(actor, samples, device)} if arm == "nvfp4_noise" else {}),
+        **({"exact_entropy": exact_entropies(actor, args, samples, device)} if arm == "nvfp4_noise" else {}),
     }
 
 
