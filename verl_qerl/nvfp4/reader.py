@@ -8,8 +8,9 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,13 +70,15 @@ def read_shard(path: Path, device: torch.device) -> Iterator[tuple[str, torch.Te
     """
     specs, positions = _read_header(path)
     data = torch.empty(0, dtype=torch.uint8)
-    for piece, buffer in _read_ahead(path, _pieces(specs, positions), pinned=device.type == "cuda"):
-        spec = specs[piece.name]
-        if piece.start == 0:
-            data = torch.empty(spec.size_bytes, dtype=torch.uint8, device=device)
-        data[piece.start : piece.start + piece.size].copy_(buffer[: piece.size])  # blocks: the buffer is free again
-        if piece.start + piece.size == spec.size_bytes:
-            yield piece.name, data.view(DTYPES[spec.dtype]).view(spec.shape)
+    # Closed with us: Python 3.12 keeps an inner generator, and so the file, alive for longer.
+    with closing(_read_ahead(path, _pieces(specs, positions), pinned=device.type == "cuda")) as pieces:
+        for piece, buffer in pieces:
+            spec = specs[piece.name]
+            if piece.start == 0:
+                data = torch.empty(spec.size_bytes, dtype=torch.uint8, device=device)
+            data[piece.start : piece.start + piece.size].copy_(buffer[: piece.size])  # blocks: the buffer is free again
+            if piece.start + piece.size == spec.size_bytes:
+                yield piece.name, data.view(DTYPES[spec.dtype]).view(spec.shape)
 
 
 def _read_header(path: Path) -> tuple[dict[str, TensorSpec], dict[str, int]]:
@@ -97,7 +100,7 @@ def _pieces(specs: dict[str, TensorSpec], positions: dict[str, int]) -> list[_Pi
     return pieces
 
 
-def _read_ahead(path: Path, pieces: list[_Piece], pinned: bool) -> Iterator[tuple[_Piece, torch.Tensor]]:
+def _read_ahead(path: Path, pieces: list[_Piece], pinned: bool) -> Generator[tuple[_Piece, torch.Tensor], None, None]:
     """Each piece with the buffer that holds it until the next one is asked for."""
     size = max((piece.size for piece in pieces), default=0)
     num_buffers = min(_NUM_BUFFERS, len(pieces))
