@@ -135,6 +135,24 @@ def test_refuses_a_function_that_is_bound_elsewhere(upstream):
     assert upstream.scale(1) == 2
 
 
+def test_replaces_a_function_where_it_is_known_to_be_bound(upstream):
+    user = importlib.import_module("toyhost.user")
+    changes = {"target": "toyhost.model:scale", "fingerprint": fingerprint(upstream.scale)}
+    shim = make_shim(upstream, **changes, bindings=("toyhost.user",))
+    assert install(shim) is True
+    assert (upstream.scale(1), user.scale(1)) == (20, 20)
+    uninstall(shim)
+    assert (upstream.scale(1), user.scale(1)) == (2, 2)
+
+
+def test_refuses_a_binding_that_is_gone(upstream):
+    changes = {"target": "toyhost.model:scale", "fingerprint": fingerprint(upstream.scale)}
+    shim = make_shim(upstream, **changes, bindings=("toyhost.patched",))  # has a function of that name, but its own
+    with pytest.raises(UpstreamDriftError, match=r"toyhost\.patched does not import it by name"):
+        install(shim)
+    assert upstream.scale(1) == 2
+
+
 def test_refuses_a_package_without_a_distribution(upstream, monkeypatch):
     monkeypatch.setattr("importlib.metadata.packages_distributions", dict)
     with pytest.raises(UpstreamDriftError, match="no installed distribution ships the package toyhost"):

@@ -10,6 +10,7 @@ pytest.importorskip("verl")
 pytestmark = pytest.mark.e2e
 
 NVFP4 = ["+rollout=nvfp4", "+aqn.enabled=true", "+aqn.sigma_start=1e-2", "+aqn.sigma_end=1e-3"]
+ACR = "actor_rollout_ref.actor.policy_loss.loss_mode=acr"
 NUM_NORMS = 4  # two layers, two norms each
 
 
@@ -56,7 +57,7 @@ def test_two_ranks_from_an_nvfp4_directory_save_adapters_only(workbench):
 
     packed = workbench.folder / "model-nvfp4"
     assert main(["quantize", "--model", str(workbench.model), "--out", str(packed), "--scale", "mse"]) == 0
-    options = [*NVFP4, "+aqn.num_stages=2", "trainer.save_freq=2"]
+    options = [*NVFP4, ACR, "+aqn.num_stages=2", "trainer.save_freq=2"]
     options.append("+actor_rollout_ref.actor.checkpoint.save_lora_only=true")
     # Without noise in step 2 the adapter's arrival shows: both sides are the same model.
     run = workbench.train(
@@ -66,6 +67,9 @@ def test_two_ranks_from_an_nvfp4_directory_save_adapters_only(workbench):
     assert len(run.steps) == 2
     for step in run.steps:
         assert_in_step(step)
+        assert abs(step["actor/acr_ratio"] - 1) < 1e-3
+        assert step["actor/acr_widened_frac"] == 0
+        assert step["actor/acr_upper_bound"] == pytest.approx(1.2)
     actor = workbench.folder / "two_ranks" / "checkpoints" / "global_step_2" / "actor"
     for file in actor.glob("model_world_size_2_rank_*.pt"):
         state = torch.load(file, weights_only=False)
@@ -75,9 +79,14 @@ def test_two_ranks_from_an_nvfp4_directory_save_adapters_only(workbench):
 
 def test_noise_alone_on_a_bf16_rollout_with_validation(workbench):
     options = ["+aqn.enabled=true", "+aqn.num_stages=2", "trainer.val_before_train=True", "trainer.test_freq=1"]
-    run = workbench.train("noise_alone", *options).check()
+    # Where C is 1, the rounding of the two policies suffices to widen the range of some tokens.
+    run = workbench.train("noise_alone", *options, ACR, "+acr.max_ratio=1").check()
     assert [step["aqn/num_norms"] for step in run.steps] == [NUM_NORMS, NUM_NORMS]
     assert run.steps[1]["aqn/sigma"] == 5e-4
+    for step in run.steps:
+        assert 0 < step["actor/acr_widened_frac"] < 1
+        assert step["actor/acr_upper_bound"] > 1.2
+        assert step["actor/acr_ratio"] < 1
     assert "packed base" not in run.log
 
 

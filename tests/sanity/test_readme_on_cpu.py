@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from verl_qerl.algos.acr import ACRConfig
 from verl_qerl.algos.aqn import AQNConfig
 
 README = Path(__file__).parents[2] / "README.md"
@@ -27,6 +28,12 @@ def test_every_option_of_the_noise_is_listed_with_its_default(field):
     assert rows()[f"+aqn.{field.name}"].strip() == spelled(field.default)
 
 
-def test_no_option_is_listed_that_is_gone():
-    listed = {name.removeprefix("+aqn.") for name in rows() if name.startswith("+aqn.")}
-    assert listed == {field.name for field in fields(AQNConfig)}
+@pytest.mark.parametrize("field", fields(ACRConfig), ids=lambda field: field.name)
+def test_every_option_of_acr_is_listed_with_its_default(field):
+    assert rows()[f"+acr.{field.name}"].strip() == spelled(field.default)
+
+
+@pytest.mark.parametrize(("node", "options"), [("+aqn.", AQNConfig), ("+acr.", ACRConfig)])
+def test_no_option_is_listed_that_is_gone(node, options):
+    listed = {name.removeprefix(node) for name in rows() if name.startswith(node)}
+    assert listed == {field.name for field in fields(options)}

@@ -9,11 +9,19 @@ MODULE = ModuleType("verl.trainer.main_ppo_v0")
 
 
 @pytest.mark.parametrize(
-    "option", ["+rollout=nvfp4", "+aqn.enabled=true", "++aqn.sigma_start=0.02", "aqn.seed=1", "+aqn={enabled: true}"]
+    "option",
+    [
+        "+rollout=nvfp4",
+        "+aqn.enabled=true",
+        "++aqn.sigma_start=0.02",
+        "aqn.seed=1",
+        "+aqn={enabled: true}",
+        "+acr.max_ratio=4",
+    ],
 )
 def test_stops_a_run_that_asks_for_qerl(monkeypatch, option):
     monkeypatch.setattr(sys, "argv", ["-m", "trainer.use_v1=False", option])
-    with pytest.raises(SystemExit, match=r"^trainer.use_v1=False has no AQN and no NVFP4\. Accepted is True\."):
+    with pytest.raises(SystemExit, match=r"^trainer.use_v1=False has no AQN, no ACR and no NVFP4\. Accepted is True\."):
         legacy.install(MODULE)
 
 

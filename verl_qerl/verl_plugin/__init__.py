@@ -27,6 +27,8 @@ def _register() -> None:
         from verl_qerl.verl_plugin import cpu
 
         cpu.register()
+    hooks.when_imported("verl.utils", "verl_qerl.verl_plugin.driver")
+    hooks.when_imported("verl.trainer.ppo.core_algos", "verl_qerl.verl_plugin.policy_loss")
     hooks.when_imported("verl.workers.engine", "verl_qerl.verl_plugin.engine")
     hooks.when_imported("verl.workers.rollout.replica", "verl_qerl.verl_plugin.rollout")
     hooks.when_imported("verl.trainer.ppo.v1", "verl_qerl.verl_plugin.trainer")
@@ -34,9 +36,11 @@ def _register() -> None:
 
 
 def asks_for_qerl(arguments: list[str]) -> bool:
-    """Whether a command line sets `aqn.*` or selects one of our rollouts."""
-    keys = [argument.lstrip("+").partition("=")[0] for argument in arguments]
-    return any(key == "aqn" or key.startswith("aqn.") for key in keys) or "+rollout=nvfp4" in arguments
+    """Whether a command line sets `aqn.*` or `acr.*`, or selects one of our rollouts or our policy loss."""
+    plain = [argument.lstrip("+") for argument in arguments]
+    nodes = {argument.partition("=")[0].partition(".")[0] for argument in plain}
+    acr = "actor_rollout_ref.actor.policy_loss.loss_mode=acr"
+    return bool(nodes & {"aqn", "acr"}) or acr in plain or "+rollout=nvfp4" in arguments
 
 
 try:

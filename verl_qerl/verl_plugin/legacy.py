@@ -13,4 +13,6 @@ def install(module: ModuleType) -> None:
         SystemExit: The command line sets one of our options.
     """
     if verl_plugin.asks_for_qerl(sys.argv):
-        raise SystemExit("trainer.use_v1=False has no AQN and no NVFP4. Accepted is True. Leave the option out.")
+        raise SystemExit(
+            "trainer.use_v1=False has no AQN, no ACR and no NVFP4. Accepted is True. Leave the option out."
+        )

@@ -1,6 +1,7 @@
 """What verl lacks and a wrapper can supply. Each shim stands down once its patch in patches/ is applied."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -32,6 +33,21 @@ def _float32_log_probs(original: Callable[..., torch.Tensor]) -> Callable[..., t
     return logprobs_from_logits_v2
 
 
+def _policy_loss_checks(original: Callable[..., None]) -> Callable[..., None]:
+    """Let a registered policy loss refuse the configuration: verl calls it for the first time in the first update."""
+
+    def validate_config(config: Any, use_reference_policy: bool, use_critic: bool) -> None:
+        from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+
+        policy_loss = POLICY_LOSS_REGISTRY.get(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+        check_config = getattr(policy_loss, "check_config", None)
+        if check_config is not None:
+            check_config(config)
+        original(config=config, use_reference_policy=use_reference_policy, use_critic=use_critic)
+
+    return validate_config
+
+
 # Needed by the CPU platform.
 PROCESS_GROUP = Shim(
     target="verl.utils.distributed:initialize_global_process_group_ray",
@@ -50,4 +66,14 @@ LOG_PROBS = Shim(
     patch="verl/0006",
     wrap=_float32_log_probs,
 )
-SHIMS: tuple[Shim, ...] = (PROCESS_GROUP, LOG_PROBS)
+# Asked by ACR; verl's own policy losses check nothing.
+CONFIG_CHECK = Shim(
+    target="verl.utils.config:validate_config",
+    versions="==0.9.1",
+    fingerprint="ab4096deecfe",
+    patched="f62545372c47",
+    patch="verl/0007",
+    wrap=_policy_loss_checks,
+    bindings=("verl.utils",),
+)
+SHIMS: tuple[Shim, ...] = (PROCESS_GROUP, LOG_PROBS, CONFIG_CHECK)

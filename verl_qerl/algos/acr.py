@@ -1,0 +1,174 @@
+"""ACR, the Adaptive Clipping Range of QuRL (arXiv 2602.13953, equation 9).
+
+Three policies: theta is trained; prox is the actor in full precision as it was before the update (old_log_probs);
+behav is the quantized rollout that sampled the tokens (rollout_log_probs). Per token, with R = pi_theta / pi_prox,
+
+    E[ min(pi_prox / pi_behav, C) * min(R A, clip(R, 1 - eps_low, (1 + eps_high) / r) A) ]
+    r = min(1, C * pi_behav / pi_prox)
+
+Truncating the first factor alone (TIS) is the same as sampling from another behaviour policy, under which the trust
+region shrinks by r. ACR divides the upper bound by r, so that tokens with A > 0 whose factor was truncated keep their
+range; where pi_prox / pi_behav <= C it is TIS, and where all three policies are equal it is PPO. A < 0 never meets the
+upper bound. The paper prints one eps; eps_low and eps_high are DAPO's, and the dual clip for A < 0 is that of verl's
+vanilla loss (arXiv 1912.09729).
+
+The paper's text was not at hand: the equation is the one on which its published summaries agree.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+
+# Of a log-ratio: as verl's losses clamp theirs. exp(20) = 5e8, so that a larger C never truncates.
+_MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True)
+class ACRConfig:
+    """Options of ACR.
+
+    Attributes:
+        max_ratio: C >= 1, where pi_prox / pi_behav is truncated. QuRL takes it from Flash-RL, which uses 2 on GSM8K and
+            8 for DAPO; no value is printed in what we could read of QuRL.
+    """
+
+    max_ratio: float = 2.0
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range.
+
+        Raises:
+            ValueError: One sentence that names the option, its value and what is accepted.
+        """
+        value = self.max_ratio
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 1:
+            raise ValueError(
+                f"acr.max_ratio={value!r} is out of range. Accepted is a number of at least 1, at which equal policies"
+                " are left alone. Correct the option."
+            )
+
+    @classmethod
+    def from_mapping(cls, options: Any) -> "ACRConfig":
+        """From the `acr` node of a configuration; None gives the defaults.
+
+        Raises:
+            ValueError: An option is unknown or out of range.
+        """
+        if options is not None and not isinstance(options, Mapping):
+            raise ValueError(
+                f"acr={options!r} is no group of options. Accepted are options such as `+acr.max_ratio=4`."
+                " Set them one by one."
+            )
+        known = [field.name for field in fields(cls)]
+        for name, value in (options or {}).items():
+            if name not in known:
+                raise ValueError(
+                    f"unknown option acr.{name}={value!r}. Known options are {', '.join(known)}. Check the spelling."
+                )
+        return cls(**(options or {}))
+
+
+@dataclass(frozen=True)
+class ClipRange:
+    """How the ratio of PPO is clipped.
+
+    Attributes:
+        low: eps_low; the lower bound is 1 - low.
+        high: eps_high; the upper bound is 1 + high before ACR widens it.
+        dual: c > 1 of the dual clip: with A < 0 the loss is at most c |A|.
+    """
+
+    low: float = 0.2
+    high: float = 0.2
+    dual: float = 3.0
+
+    def __post_init__(self) -> None:
+        """Refuse a dual clip that would cut into the range.
+
+        Raises:
+            ValueError: c is not above 1.
+        """
+        if not self.dual > 1:
+            raise ValueError(
+                f"clip_ratio_c={self.dual!r} is out of range. Accepted is a number above 1."
+                " Set actor_rollout_ref.actor.clip_ratio_c=3."
+            )
+
+
+class LogProbs(NamedTuple):
+    """Log-probabilities of the sampled tokens under the three policies, each [batch, tokens]."""
+
+    theta: torch.Tensor
+    prox: torch.Tensor
+    behav: torch.Tensor
+
+
+def acr_loss(
+    log_probs: LogProbs, advantages: torch.Tensor, mask: torch.Tensor, clip: ClipRange, max_ratio: float
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Loss per token, and metrics.
+
+    Args:
+        log_probs: Of the three policies; gradients flow into theta alone.
+        advantages: [batch, tokens].
+        mask: [batch, tokens], 0 where a token does not count. What stands there, NaN included, has no influence.
+        clip: Bounds of the ratio.
+        max_ratio: C.
+
+    Returns:
+        The loss to be minimized, [batch, tokens] float32, 0 where masked; and means over the tokens that count:
+        `actor/pg_clipfrac`, `actor/pg_clipfrac_lower` and `actor/ppo_kl` as verl's vanilla loss defines them, and
+
+        - `actor/acr_ratio`: pi_prox / pi_behav, truncated at C;
+        - `actor/acr_widened_frac`: share of tokens with r < 1;
+        - `actor/acr_upper_bound`: (1 + eps_high) / r;
+        - `actor/acr_freed_frac`: share of tokens with A > 0 that PPO's bound would clip and the wider one does not.
+
+    Raises:
+        ValueError: Shapes differ.
+    """
+    keep = mask.bool()
+    inputs = (*log_probs, advantages)
+    for name, tensor in zip((*LogProbs._fields, "advantages"), inputs, strict=True):
+        if tensor.shape != keep.shape:
+            raise ValueError(
+                f"{name} and the mask differ: shape={tuple(tensor.shape)}. Accepted is {tuple(keep.shape)}."
+                " Pad both alike."
+            )
+    # Before any arithmetic: a NaN that is multiplied by 0 afterwards is still one, in the gradient too.
+    theta, prox, behav, advantages = (torch.where(keep, x, torch.zeros_like(x)).float() for x in inputs)
+    log_ratio = (theta - prox.detach()).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    behav_ratio = (prox - behav).detach().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    widening = (behav_ratio / max_ratio).clamp(min=1.0)  # 1 / r
+    upper = (1 + clip.high) * widening
+    truncated = behav_ratio.clamp(max=max_ratio)
+
+    ratio = log_ratio.exp()
+    plain = -advantages * ratio
+    # One clamp, and no minimum with `upper`: on a bound the gradient is then that of verl's vanilla loss.
+    clipped = -advantages * torch.clamp(ratio, torch.full_like(upper, 1 - clip.low), upper)
+    upper_clipped = torch.maximum(plain, clipped)
+    most = -advantages * clip.dual
+    loss = torch.where(advantages < 0, torch.min(most, upper_clipped), upper_clipped) * truncated
+
+    freed = (advantages > 0) & (ratio > 1 + clip.high) & (ratio <= upper)
+    per_token = {
+        "actor/pg_clipfrac": clipped > plain,
+        "actor/pg_clipfrac_lower": (upper_clipped > most) & (advantages < 0),
+        "actor/ppo_kl": -log_ratio,
+        "actor/acr_ratio": truncated,
+        "actor/acr_widened_frac": widening > 1,
+        "actor/acr_upper_bound": upper,
+        "actor/acr_freed_frac": freed,
+    }
+    return loss, _masked_means(per_token, keep)
+
+
+def _masked_means(per_token: dict[str, torch.Tensor], keep: torch.Tensor) -> dict[str, float]:
+    """Means over the tokens that count, 0 if there is none; one transfer from the device for all."""
+    count = keep.sum().clamp(min=1)
+    with torch.no_grad():
+        means = torch.stack([torch.where(keep, x.float(), 0.0).sum() / count for x in per_token.values()])
+    return dict(zip(per_token, means.tolist(), strict=True))

@@ -1,0 +1,18 @@
+"""What runs on the driver, before verl starts Ray: a policy loss looks at the configuration of the whole run."""
+
+import logging
+from types import ModuleType
+
+from verl_qerl import upstream
+from verl_qerl.errors import UpstreamDriftError
+from verl_qerl.verl_plugin.shims import CONFIG_CHECK
+
+logger = logging.getLogger(__name__)
+
+
+def install(module: ModuleType) -> None:
+    """Have verl ask the policy loss; where verl is not as expected, our trainer refuses the same, after Ray started."""
+    try:
+        upstream.install(CONFIG_CHECK)
+    except UpstreamDriftError as error:
+        logger.warning("options of ACR are checked only after Ray has started: %s", error)
