@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import save_file
 
 from verl_qerl.cli import main
-from verl_qerl.cli.quantize import _size
+from verl_qerl.cli.model_dir import parse_size
 from verl_qerl.nvfp4.stream import INDEX
 
 
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 mb", 1_500_000), ("700", 700)])
 def test_shard_sizes_are_parsed(text: str, size: int) -> None:
-    assert _size(text) == size
+    assert parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "0", "5TB", "GB", "-1GB"])

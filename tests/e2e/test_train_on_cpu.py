@@ -1,5 +1,6 @@
 """verl's own command, end to end: Ray, TransferQueue, FSDP2, vLLM."""
 
+import json
 import shutil
 
 import pytest
@@ -28,6 +29,13 @@ def adapter(checkpoint) -> dict[str, torch.Tensor]:
     return {name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in state.items() if "lora_" in name}
 
 
+def export(run, out, form, *options) -> dict:
+    from verl_qerl.cli import main
+
+    assert main(["export", "--checkpoint", str(run), "--out", str(out), "--to", form, *options]) == 0
+    return json.loads((out / "export_report.json").read_text())
+
+
 def test_two_steps_with_noise_then_resume(workbench):
     options = [*NVFP4, "+aqn.num_stages=2", "trainer.save_freq=1", "trainer.test_freq=2"]
     first = workbench.train("resume", *options).check()
@@ -50,6 +58,15 @@ def test_two_steps_with_noise_then_resume(workbench):
     assert len(moved) == len(after), "an adapter that was loaded and trained has moved everywhere"
     largest = max((after[name] - before[name]).abs().max().item() for name in after)
     assert largest < 5e-2, "one Adam step at 1e-2 from the saved adapter, not a run from scratch"
+
+    # The run's latest step, of one rank and with the tensors besides the adapter.
+    out = workbench.folder / "resume" / "merged"
+    prompts = ["--prompts", str(workbench.data / "test.parquet"), "--num-prompts", "2"]
+    report = export(checkpoints, out, "merged-nvfp4", *prompts)
+    assert (report["world_size"], report["base"]) == (1, str(workbench.model))
+    assert (report["scaling"], len(report["layers"])) == (2, 14)
+    assert (report["base_digest_checked"], report["changed_besides_the_adapter"]) == (True, [])
+    assert report["log_probs"]["prompts"] == 2
 
 
 def test_two_ranks_from_an_nvfp4_directory_save_adapters_only(workbench):
@@ -75,6 +92,8 @@ def test_two_ranks_from_an_nvfp4_directory_save_adapters_only(workbench):
         state = torch.load(file, weights_only=False)
         assert state
         assert all("lora_" in name for name in state)
+    report = export(actor, workbench.folder / "two_ranks" / "adapter", "peft")
+    assert (report["world_size"], report["base"], report["base_digest_checked"]) == (2, str(packed), True)
 
 
 def test_noise_alone_on_a_bf16_rollout_with_validation(workbench):

@@ -5,14 +5,9 @@ the pace. Memory: a few tensors, whatever the size of the model.
 """
 
 import argparse
-import json
-import re
-import shutil
 import sys
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +15,26 @@ import torch
 from tqdm import tqdm
 
 from verl_qerl import __version__
+from verl_qerl.cli.model_dir import (
+    QUANTIZATION_REPORT,
+    check_free_space,
+    copy_other_files,
+    device_name,
+    parse_size,
+    pick_device,
+    store,
+    total_bytes,
+    write_json,
+)
 from verl_qerl.cli.output_dir import check_absent, new_directory
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.nvfp4 import SCALE_CHOICES, PackedWeight
-from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, is_ignored, quantization_config, to_tensors
-from verl_qerl.nvfp4.digest import model_digest, weight_digest
+from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, is_ignored, quantization_config
+from verl_qerl.nvfp4.digest import model_digest
 from verl_qerl.nvfp4.reader import TensorSpec
 from verl_qerl.nvfp4.reference import relative_error
 from verl_qerl.nvfp4.stream import Source, linear_modules, open_source, stream
 from verl_qerl.nvfp4.writer import ShardedWriter, quantized_specs
-
-REPORT = "quantization_report.json"
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
-_NUM_STORING = 4  # threads; SHA-256 and writing both release the GIL
-_MAX_WAITING = 8  # results between arithmetic and disk; bounds memory when the disk is slower
 
 
 def add_parser(subparsers: Any) -> None:
@@ -51,7 +51,9 @@ def add_parser(subparsers: Any) -> None:
         help="modules left as they are besides lm_head: exact names, or `re:` and a regular expression",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
-    parser.add_argument("--max-shard-size", type=_size, default="5GB", help="of an output file (default: %(default)s)")
+    parser.add_argument(
+        "--max-shard-size", type=parse_size, default="5GB", help="of an output file (default: %(default)s)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -104,14 +106,14 @@ def quantize_checkpoint(
     source = open_source(model)
     rules = tuple(dict.fromkeys((*DEFAULT_IGNORE, *ignore)))
     _check(source, rules)
-    specs = quantized_specs(source, linear_modules(source, rules))
-    where = _device(device)
+    specs = quantized_specs(source.specs, linear_modules(source, rules))
+    where = pick_device(device)
     with new_directory(out) as folder:
-        _check_free_space(folder, _total(specs))
+        check_free_space(folder, total_bytes(specs))
         report = _write(folder, source, specs, max_shard_bytes, scale, rules, where)
-        _copy_other_files(source.path, folder)
-        _write_json(folder / "config.json", source.config | {"quantization_config": quantization_config(rules)})
-        _write_json(folder / REPORT, report)
+        copy_other_files(source.path, folder)
+        write_json(folder / "config.json", source.config | {"quantization_config": quantization_config(rules)})
+        write_json(folder / QUANTIZATION_REPORT, report)
     return report
 
 
@@ -132,12 +134,12 @@ def _write(
     return {
         "verl_qerl": __version__,
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "device": device_name(device),
         "ignore": ignore,
         "seconds": round(seconds, 3),
-        "read_gb_per_s": round(_total(source.specs) / 1e9 / seconds, 3),
-        "bytes_before": _total(source.specs),
-        "bytes_after": _total(specs),
+        "read_gb_per_s": round(total_bytes(source.specs) / 1e9 / seconds, 3),
+        "bytes_before": total_bytes(source.specs),
+        "bytes_after": total_bytes(specs),
         "model_digest": model_digest({module: layer["digest"] for module, layer in layers.items()}),
         "layers": layers,
     }
@@ -148,24 +150,20 @@ def _write_tensors(
 ) -> dict[str, dict[str, Any]]:
     """Fill `writer`; the report of each layer, in the order of their names."""
     layers: dict[str, dict[str, Any]] = {}
-    waiting: deque[Future[None]] = deque()
-    with (
-        tqdm(total=_total(source.specs), unit="B", unit_scale=True, desc="quantize") as bar,
-        ThreadPoolExecutor(_NUM_STORING) as pool,
-    ):
+    with tqdm(total=total_bytes(source.specs), unit="B", unit_scale=True, desc="quantize") as bar:
 
         def observe(module: str, weight: torch.Tensor, packed: PackedWeight) -> None:
             layers[module] = _layer(weight, packed, scale)
             bar.update(weight.nbytes)
 
-        for name, item in stream(source, scale, ignore, device, observe):
-            if isinstance(item, torch.Tensor):
-                bar.update(item.nbytes)
-            waiting.append(pool.submit(_store, writer, layers, name, item))
-            if len(waiting) == _MAX_WAITING:
-                waiting.popleft().result()
-        for future in waiting:
-            future.result()
+        def items() -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
+            for name, item in stream(source, scale, ignore, device, observe):
+                if isinstance(item, torch.Tensor):
+                    bar.update(item.nbytes)
+                yield name, item
+
+        for module, digest in store(writer, items()).items():
+            layers[module]["digest"] = digest
     return dict(sorted(layers.items()))
 
 
@@ -176,23 +174,6 @@ def _layer(weight: torch.Tensor, packed: PackedWeight, scale: str) -> dict[str, 
         "bits_per_weight": round(8 * packed.size_bytes / weight.numel(), 4),
         "relative_error": relative_error(weight, packed),
     }
-
-
-def _store(
-    writer: ShardedWriter, layers: dict[str, dict[str, Any]], name: str, item: PackedWeight | torch.Tensor
-) -> None:
-    """Runs in a thread."""
-    if isinstance(item, torch.Tensor):
-        writer.add(name, item)
-        return
-    item = item.to("cpu")
-    for key, tensor in to_tensors(name, item).items():
-        writer.add(key, tensor)
-    layers[name]["digest"] = weight_digest(item)
-
-
-def _total(specs: Mapping[str, TensorSpec]) -> int:
-    return sum(spec.size_bytes for spec in specs.values())
 
 
 def _check(source: Source, rules: Sequence[str]) -> None:
@@ -209,44 +190,6 @@ def _check(source: Source, rules: Sequence[str]) -> None:
                 f"nothing is ignored by {rule!r}: no module of {source.path} matches. An exact module name, or "
                 "`re:` and a regular expression from its start, is accepted. Correct or remove it."
             )
-
-
-def _check_free_space(folder: Path, wanted: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < wanted:
-        raise ValueError(
-            f"the disk is too full: free={free / 1e9:.1f} GB. The output takes {wanted / 1e9:.1f} GB. "
-            "Free some space or choose another --out."
-        )
-
-
-def _device(wanted: str) -> str:
-    available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
-        raise ValueError("torch finds no GPU: device='cuda'. With a GPU, cuda is accepted. Use --device cpu.")
-    return "cuda" if available and wanted != "cpu" else "cpu"
-
-
-def _copy_other_files(source: Path, folder: Path) -> None:
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not path.name.endswith(_WEIGHTS):
-            shutil.copyfile(path, folder / path.name)
-        elif path.is_dir() and path.name == "additional_chat_templates":  # transformers' name
-            shutil.copytree(path, folder / path.name)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)B?", text.strip(), re.IGNORECASE)
-    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
-    if size < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no size. A number with KB, MB or GB is accepted, for example 5GB."
-        )
-    return size
 
 
 def _table(report: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""NVFP4 on disk: compressed-tensors `nvfp4-pack-quantized` (read and written) and ModelOpt NVFP4 (read).
+"""NVFP4 on disk: compressed-tensors `nvfp4-pack-quantized` and ModelOpt NVFP4, both read and written.
 
 compressed-tensors   weight_packed   weight_scale   weight_global_scale [1] = 1 / global_decode_scale
 ModelOpt             weight          weight_scale   weight_scale_2     [] = global_decode_scale
@@ -20,7 +20,13 @@ DEFAULT_IGNORE = ("lm_head",)
 CODES, BLOCK_SCALE, GLOBAL_SCALE = "weight_packed", "weight_scale", "weight_global_scale"
 # Members of one kernel launch in vLLM; they share one global scale.
 FUSED_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_MODELOPT = {"weight": CODES, "weight_scale": BLOCK_SCALE, "weight_scale_2": GLOBAL_SCALE}
+# (codes, block scales, global scale) of a packed weight, by layout.
+PART_NAMES = {
+    "compressed-tensors": (CODES, BLOCK_SCALE, GLOBAL_SCALE),
+    "modelopt": ("weight", "weight_scale", "weight_scale_2"),
+}
+# ModelOpt's name for 4-bit weights under bf16 activations; `NVFP4` alone would have vLLM quantize activations too.
+MODELOPT_ALGORITHM = "W4A16_NVFP4"
 # Names that only a packed weight has (ModelOpt keeps the codes under the name of the bf16 weight).
 PARTS = {
     "compressed-tensors": (f".{CODES}", f".{BLOCK_SCALE}", f".{GLOBAL_SCALE}"),
@@ -59,6 +65,34 @@ def quantization_config(ignore: Sequence[str] = DEFAULT_IGNORE) -> dict:
         "ignore": list(ignore),
         "config_groups": {"group_0": group},
         "kv_cache_scheme": None,
+    }
+
+
+def modelopt_config(ignore: Sequence[str]) -> dict:
+    """The `quantization_config` of config.json that vLLM's `modelopt` loader reads.
+
+    Args:
+        ignore: Names of the modules left in bf16, in full: ModelOpt knows wildcards, not regular expressions.
+    """
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": MODELOPT_ALGORITHM,
+        "group_size": BLOCK_SIZE,
+        "kv_cache_scheme": None,
+        "ignore": list(ignore),
+    }
+
+
+def modelopt_legacy_config(ignore: Sequence[str]) -> dict:
+    """The same as hf_quant_config.json, which readers of ModelOpt's older files look for."""
+    return {
+        "producer": {"name": "modelopt"},  # readers take it for the name of the format
+        "quantization": {
+            "quant_algo": MODELOPT_ALGORITHM,
+            "kv_cache_quant_algo": None,
+            "group_size": BLOCK_SIZE,
+            "exclude_modules": list(ignore),
+        },
     }
 
 
@@ -117,13 +151,12 @@ def fused_group(module: str) -> tuple[str, tuple[str, ...]]:
     return module, (module,)
 
 
-def to_tensors(module: str, weight: PackedWeight) -> dict[str, torch.Tensor]:
-    """compressed-tensors names and tensors of one weight; `weight_global_scale` is [1] float32."""
-    return {
-        f"{module}.{CODES}": weight.codes,
-        f"{module}.{BLOCK_SCALE}": weight.block_scale,
-        f"{module}.{GLOBAL_SCALE}": (1.0 / weight.global_decode_scale).reshape(1),
-    }
+def to_tensors(module: str, weight: PackedWeight, layout: str = "compressed-tensors") -> dict[str, torch.Tensor]:
+    """Names and tensors of one weight in `layout`, as the table above has them."""
+    decode = weight.global_decode_scale
+    global_scale = decode.reshape(()) if layout == "modelopt" else (1.0 / decode).reshape(1)
+    parts = zip(PART_NAMES[layout], (weight.codes, weight.block_scale, global_scale), strict=True)
+    return {f"{module}.{kind}": tensor for kind, tensor in parts}
 
 
 def from_tensors(module: str, tensors: dict[str, torch.Tensor], layout: str) -> PackedWeight:
@@ -140,7 +173,8 @@ def from_tensors(module: str, tensors: dict[str, torch.Tensor], layout: str) -> 
         CheckpointFormatError: A tensor is missing, or dtypes and shapes do not fit.
     """
     if layout == "modelopt":
-        tensors = {_MODELOPT.get(key, key): tensor for key, tensor in tensors.items()}
+        ours = dict(zip(PART_NAMES["modelopt"], PART_NAMES["compressed-tensors"], strict=True))
+        tensors = {ours.get(key, key): tensor for key, tensor in tensors.items()}
     missing = {CODES, BLOCK_SCALE, GLOBAL_SCALE} - set(tensors)
     if missing:
         raise CheckpointFormatError(f"{module!r} lacks {sorted(missing)}. Download or quantize the model again.")

@@ -6,7 +6,7 @@ of a fused group (q, k, v; gate, up) that are still waiting for each other.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -143,10 +143,27 @@ def stream(
         ValueError: A weight is incomplete or cannot be held by NVFP4, or a group disagrees; see `linear_modules`.
     """
     if source.layout != "bf16":
-        return (yield from _stream_packed(source, device))
-    linears = linear_modules(source, ignore)
+        yield from _stream_packed(source, device)
+    else:
+        yield from pack(stored_tensors(source, device), linear_modules(source, ignore), scale, observe)
+
+
+def pack(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    linears: Set[str],
+    scale: str = "minmax",
+    observe: Callable[[str, torch.Tensor, PackedWeight], None] | None = None,
+) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
+    """Quantize the weights of `linears` as they come; see `stream`.
+
+    Args:
+        tensors: (name, tensor), in any order; every weight of `linears` among them.
+        linears: Modules whose `weight` is packed.
+        scale: Scale choice.
+        observe: As `stream`'s.
+    """
     waiting: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in _tensors(source, device):
+    for name, tensor in tensors:
         module = name.removesuffix(".weight")
         if module == name or module not in linears:
             yield name, tensor
@@ -154,7 +171,7 @@ def stream(
         key, members = checkpoint.fused_group(module)
         group = waiting.setdefault(key, {})
         group[module] = tensor
-        if set(group) == linears.intersection(members):
+        if set(group) == linears & set(members):
             packed = quantize_group(waiting.pop(key), scale)
             for member in packed:
                 if observe:
@@ -163,8 +180,7 @@ def stream(
 
 
 def _stream_packed(source: Source, device: str | torch.device) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
-    # Any part makes a module a packed one, so that a missing part is noticed.
-    modules = {name.rpartition(".")[0] for name in source.files if name.endswith(checkpoint.PARTS[source.layout])}
+    modules = packed_modules(source)
     wanted: dict[str, set[str]] = {}
     for name in source.files:
         module = name.rpartition(".")[0]
@@ -172,7 +188,7 @@ def _stream_packed(source: Source, device: str | torch.device) -> Iterator[tuple
             wanted.setdefault(module, set()).add(name.rpartition(".")[2])
     parts: dict[str, dict[str, torch.Tensor]] = {}
     fused: dict[str, dict[str, PackedWeight]] = {}
-    for name, tensor in _tensors(source, device):
+    for name, tensor in stored_tensors(source, device):
         module, _, kind = name.rpartition(".")
         if checkpoint.is_activation_scale(name):
             continue
@@ -191,7 +207,14 @@ def _stream_packed(source: Source, device: str | torch.device) -> Iterator[tuple
             yield from fused.pop(key).items()
 
 
-def _tensors(source: Source, device: str | torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+def packed_modules(source: Source) -> set[str]:
+    """The modules whose weights an NVFP4 source holds packed, in whole or in part."""
+    # Any part makes a module a packed one, so that a missing part is noticed.
+    return {name.rpartition(".")[0] for name in source.files if name.endswith(checkpoint.PARTS[source.layout])}
+
+
+def stored_tensors(source: Source, device: str | torch.device = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) as the files hold them, shard by shard."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())

@@ -12,11 +12,12 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
+from safetensors.torch import save_file
 
 from verl_qerl.nvfp4 import checkpoint
 from verl_qerl.nvfp4.format import BLOCK_SIZE
 from verl_qerl.nvfp4.reader import DTYPES, TensorSpec
-from verl_qerl.nvfp4.stream import INDEX, SINGLE, Source
+from verl_qerl.nvfp4.stream import INDEX, SINGLE
 
 
 @dataclass(frozen=True)
@@ -26,20 +27,28 @@ class _Slot:
     spec: TensorSpec
 
 
-def quantized_specs(source: Source, linears: Iterable[str]) -> dict[str, TensorSpec]:
-    """What the checkpoint holds once `linears` are packed, in the order of the source."""
+def quantized_specs(
+    dense: Mapping[str, TensorSpec], linears: Iterable[str], layout: str = "compressed-tensors"
+) -> dict[str, TensorSpec]:
+    """What a checkpoint holds once `linears` are packed in `layout`, in the order of `dense`, what it holds before."""
     packed = set(linears)
     specs: dict[str, TensorSpec] = {}
-    for name, spec in source.specs.items():
+    for name, spec in dense.items():
         module = name.removesuffix(".weight")
         if module == name or module not in packed:
             specs[name] = spec
             continue
         N, K = spec.shape
-        specs[f"{module}.{checkpoint.CODES}"] = TensorSpec("U8", (N, K // 2))
-        specs[f"{module}.{checkpoint.BLOCK_SCALE}"] = TensorSpec("F8_E4M3", (N, K // BLOCK_SIZE))
-        specs[f"{module}.{checkpoint.GLOBAL_SCALE}"] = TensorSpec("F32", (1,))
+        codes, block_scale, global_scale = checkpoint.PART_NAMES[layout]
+        specs[f"{module}.{codes}"] = TensorSpec("U8", (N, K // 2))
+        specs[f"{module}.{block_scale}"] = TensorSpec("F8_E4M3", (N, K // BLOCK_SIZE))
+        specs[f"{module}.{global_scale}"] = TensorSpec("F32", () if layout == "modelopt" else (1,))
     return specs
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write a few tensors that fit memory as one safetensors file."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
 class ShardedWriter:

@@ -4,6 +4,7 @@ Chosen by verl's registry through the vendor key, before the stock class; withou
 """
 
 import logging
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +21,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl_qerl import upstream
 from verl_qerl.modules.convert import packed_linears
 from verl_qerl.nvfp4.digest import check_same_base, model_digest, weight_digest
+from verl_qerl.verl_plugin.base_record import base_record
 from verl_qerl.verl_plugin.config import DIGESTS, BaseOptions
 from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
 from verl_qerl.verl_plugin.shims import LOG_PROBS
@@ -39,6 +41,7 @@ class QerlFSDPEngine(_Stock):
     """
 
     _digests: dict[str, str] | None = None
+    _digests_sent = False
 
     @property
     def _base(self) -> BaseOptions | None:
@@ -97,12 +100,19 @@ class QerlFSDPEngine(_Stock):
                 logger.warning("packed base: %d linears, digest %s", len(digests), model_digest(digests))
         return module
 
+    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """As verl's; beside the shards, rank 0 writes which base they belong to."""
+        super().save_checkpoint(local_path, *args, **kwargs)
+        if self._base is not None and self.rank == 0:
+            config = self.module.peft_config["default"]
+            base_record(self.model_config.path, self._base, self._digests or {}, config).write(Path(local_path))
+
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
         """As verl's; the first adapter carries the digests of the base, which the rollout compares with its own."""
         params, peft_config = super().get_per_tensor_param(*args, **kwargs)
-        if self._digests is not None and peft_config is not None:
+        if self._digests is not None and not self._digests_sent and peft_config is not None:
             peft_config = {**peft_config, DIGESTS: self._digests}
-            self._digests = None
+            self._digests_sent = True
         return params, peft_config
 
 

@@ -1,0 +1,89 @@
+"""Real checkpoints of verl's FSDP2 engine, for what reads them."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("train_checkpoint.py")
+CASES = ("ours-bf16-full", "stock-bf16-full", "ours-nvfp4-lora", "ours-tied-full")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished training.
+
+    Attributes:
+        run: Folder with global_step_4/actor.
+        base: The model that it started from.
+        found: What the engine held and computed at the end; see train_checkpoint.py.
+    """
+
+    run: Path
+    base: Path
+    found: dict
+
+    @property
+    def actor(self) -> Path:
+        return self.run / "global_step_4" / "actor"
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> Path:
+    """Folder with Qwen2 models of two layers and a tokenizer: bf16, tied (tied embeddings), nvfp4 (of bf16)."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from verl_qerl.cli.chat_tokenizer import train_tokenizer
+    from verl_qerl.cli.quantize import quantize_checkpoint
+
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = train_tokenizer(["What is 2 + 3? The answer is #### 5", "Ann has 4 apples and buys 3 more."], 320)
+    for name in ("bf16", "tied"):
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=320,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=512,
+            tie_word_embeddings=name == "tied",
+        )
+        model = Qwen2ForCausalLM(config).bfloat16()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 2:
+                    parameter.mul_(3)  # so that log-probs are far from uniform
+        model.save_pretrained(folder / name, max_shard_size="200KB")
+        tokenizer.save_pretrained(str(folder / name))
+    quantize_checkpoint(folder / "bf16", folder / "nvfp4", scale="mse", device="cpu")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def trained(models, tmp_path_factory) -> Callable[[str], Trained]:
+    """Case of train_checkpoint.py -> its checkpoint, sharded over two ranks (tests/e2e exports a single rank's)."""
+    pytest.importorskip("verl")
+    out = tmp_path_factory.mktemp("checkpoints")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    settings = {"VERL_PLATFORM": "cpu", "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    settings["CUDA_VISIBLE_DEVICES"] = ""  # the GPU tests compare with the same checkpoints
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *torchrun, str(SCRIPT), str(models), str(out), *CASES]
+    env = inherited | {"PYTHONPATH": path} | settings
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
+
+    def get(case: str) -> Trained:
+        found = torch.load(out / f"{case}.pt")
+        return Trained(out / case, models / case.split("-")[1], found)
+
+    return get

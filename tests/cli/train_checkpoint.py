@@ -1,0 +1,78 @@
+"""Started by conftest.py, alone or by torchrun: trains adapters with verl's FSDP2 engine and saves real checkpoints.
+
+python train_checkpoint.py <folder of models> <folder for checkpoints> <case> ...
+
+A case is <engine>-<model>-<full or lora>. Beside each checkpoint `<case>.pt` holds what the engine computes.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+import verl  # noqa: F401  (its plugins come with it, ours among them)
+from verl.trainer.config import CheckpointConfig
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from verl_qerl.modules.convert import packed_linears
+from verl_qerl.nvfp4.digest import weight_digest
+from verl_qerl.verl_plugin.config import QerlFSDPEngineConfig
+from verl_qerl.verl_plugin.engine import QerlFSDPEngine
+
+MODELS, OUT, *CASES = sys.argv[1:]
+TOKENS = torch.tensor([[(7 * i) % 300 for i in range(64)]])
+
+
+def build(kind, model, contents):
+    torch.manual_seed(1)
+    model_config = HFModelConfig(
+        path=f"{MODELS}/{model}",
+        use_remove_padding=False,
+        override_config={"attn_implementation": "sdpa"},
+        lora_rank=8,
+        lora_alpha=16,
+    )
+    settings = {"strategy": "fsdp2", "use_torch_compile": False, "model_dtype": "bf16"}
+    if kind == "ours":
+        cls, config = QerlFSDPEngine, QerlFSDPEngineConfig(**settings, qerl={"scale": "mse"})
+    else:
+        cls, config = FSDPEngineWithLMHead, FSDPEngineConfig(**settings)
+    optimizer = FSDPOptimizerConfig(lr=2e-2, total_training_steps=10, lr_warmup_steps=0)
+    engine = cls(model_config, config, optimizer, CheckpointConfig(save_lora_only=contents == "lora"))
+    engine.initialize()
+    return engine
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def log_probs(module):
+    with torch.no_grad():
+        found = module(TOKENS).logits[0, :-1].float().log_softmax(-1)
+    return found.gather(1, TOKENS[0, 1:, None]).squeeze(1)
+
+
+def run(case):
+    engine = build(*case.split("-"))
+    before = log_probs(engine.module)
+    for _ in range(4):
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            engine.module(TOKENS, labels=TOKENS).loss.backward()
+            engine.optimizer_step()
+    engine.save_checkpoint(f"{OUT}/{case}/global_step_4/actor", global_step=4)
+    trained = {name: whole(p) for name, p in engine.module.named_parameters() if p.requires_grad}
+    found = {"adapter": trained, "before": before, "log_probs": log_probs(engine.module)}
+    found["digests"] = {name: weight_digest(linear.packed()) for name, linear in packed_linears(engine.module)}
+    if dist.get_rank() == 0:
+        torch.save(found, f"{OUT}/{case}.pt")
+
+
+if __name__ == "__main__":
+    rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    dist.init_process_group("gloo", init_method=f"file://{OUT}/store{world_size}", rank=rank, world_size=world_size)
+    for case in CASES:
+        run(case)
+    dist.destroy_process_group()

@@ -1,0 +1,51 @@
+import json
+
+import pytest
+import torch
+
+from verl_qerl.nvfp4 import checkpoint
+from verl_qerl.nvfp4.digest import weight_digest
+from verl_qerl.nvfp4.stream import open_source, stream
+from verl_qerl.nvfp4.writer import ShardedWriter, quantized_specs, write_tensors
+from verl_qerl.testing import random_packed_weight
+
+MODULE = "model.layers.0.mlp.down_proj"
+
+
+def test_modelopt_names_and_convention():
+    weight = random_packed_weight(32, 64)
+    tensors = checkpoint.to_tensors(MODULE, weight, "modelopt")
+    assert list(tensors) == [f"{MODULE}.weight", f"{MODULE}.weight_scale", f"{MODULE}.weight_scale_2"]
+    scale = tensors[f"{MODULE}.weight_scale_2"]
+    # A multiplier, where compressed-tensors stores the divisor.
+    assert (scale.shape, scale.item()) == ((), weight.global_decode_scale.item())
+    assert scale.item() * checkpoint.to_tensors(MODULE, weight)[f"{MODULE}.weight_global_scale"].item() == 1
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+def test_both_layouts_are_read_back_to_the_same_bits(tmp_path, layout):
+    weight = random_packed_weight(32, 64)
+    write_tensors(tmp_path / "dense.safetensors", {f"{MODULE}.weight": torch.zeros(32, 64, dtype=torch.bfloat16)})
+    (tmp_path / "dense.safetensors").rename(tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    specs = quantized_specs(open_source(tmp_path).specs, [MODULE], layout)
+    (tmp_path / "model.safetensors").unlink()
+    with ShardedWriter(tmp_path, specs, 10**9) as writer:
+        for name, tensor in checkpoint.to_tensors(MODULE, weight, layout).items():
+            writer.add(name, tensor)
+    make = checkpoint.modelopt_config if layout == "modelopt" else checkpoint.quantization_config
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": make(["lm_head"])}))
+    source = open_source(tmp_path)
+    assert source.layout == layout
+    ((name, found),) = stream(source)
+    assert (name, weight_digest(found)) == (MODULE, weight_digest(weight))
+
+
+def test_vllm_takes_the_configuration_for_4_bit_weights_and_bf16_activations():
+    modelopt = pytest.importorskip("vllm.model_executor.layers.quantization.modelopt")
+    for config in (checkpoint.modelopt_config(["lm_head"]), checkpoint.modelopt_legacy_config(["lm_head"])):
+        hf_config = {"quant_method": "modelopt", **config}
+        assert modelopt.ModelOptNvFp4Config.override_quantization_method(hf_config, None) == "modelopt_fp4"
+        found = modelopt.ModelOptNvFp4Config.from_config(config)
+        assert found.LinearMethodCls is modelopt.ModelOptNvFp4W4A16LinearMethod
+        assert (found.group_size, found.exclude_modules) == (16, ["lm_head"])

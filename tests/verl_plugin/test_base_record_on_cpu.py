@@ -1,0 +1,39 @@
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl")
+
+from peft import LoraConfig
+
+from verl_qerl.verl_plugin.base_record import adapter_options, base_record
+from verl_qerl.verl_plugin.config import BaseOptions
+
+PLAIN = {"r": 32, "lora_alpha": 64, "use_rslora": False, "target_modules": ["k_proj", "q_proj"]}
+
+
+def lora(**options):
+    return LoraConfig(task_type="CAUSAL_LM", r=32, lora_alpha=64, target_modules=["q_proj", "k_proj"], **options)
+
+
+def test_plain_lora_names_what_it_computes_and_nothing_else():
+    found = adapter_options(lora())
+    assert found == PLAIN
+    assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.parametrize(
+    "option", [{"use_rslora": True}, {"use_dora": True}, {"lora_dropout": 0.1}, {"rank_pattern": {"q_proj": 4}}]
+)
+def test_what_differs_from_the_defaults_is_named(option):
+    assert adapter_options(lora(**option)) == PLAIN | option
+
+
+def test_the_base_is_named_so_that_another_process_finds_it(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    record = base_record("model", BaseOptions(scale="mse"), {"a": "0"}, lora())
+    assert Path(record.base) == (tmp_path / "model").resolve()
+    assert (record.scale, record.ignore, record.digests) == ("mse", ("lm_head",), {"a": "0"})
+    assert base_record("org/model", BaseOptions(), {}, lora()).base == "org/model"

@@ -1,0 +1,259 @@
+"""`export`: a LoRA checkpoint of a verl run to an adapter or a model that vLLM, transformers and PEFT load.
+
+The weights pass as a stream; what re-quantization costs is measured on the way.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from verl_qerl import __version__
+from verl_qerl.cli.adapter import Adapter, read_adapter, write_peft
+from verl_qerl.cli.export_summary import summary
+from verl_qerl.cli.fsdp_checkpoint import Checkpoint, open_checkpoint
+from verl_qerl.cli.merge import Base, Merge, open_base
+from verl_qerl.cli.model_dir import (
+    EXPORT_REPORT,
+    check_free_space,
+    copy_other_files,
+    device_name,
+    parse_size,
+    pick_device,
+    store,
+    total_bytes,
+    write_json,
+)
+from verl_qerl.cli.output_dir import check_absent, new_directory
+from verl_qerl.cli.prompt_log_probs import Prompt, log_prob_change, read_prompts, tokenize
+from verl_qerl.nvfp4 import SCALE_CHOICES, PackedWeight
+from verl_qerl.nvfp4.checkpoint import modelopt_config, modelopt_legacy_config, quantization_config
+from verl_qerl.nvfp4.digest import model_digest
+from verl_qerl.nvfp4.reader import TensorSpec
+from verl_qerl.nvfp4.reference import relative_error
+from verl_qerl.nvfp4.stream import pack
+from verl_qerl.nvfp4.writer import ShardedWriter, quantized_specs
+
+# Form of the export -> layout of its packed weights on disk.
+_LAYOUTS = {"merged-nvfp4": "compressed-tensors", "modelopt": "modelopt"}
+FORMS = ("peft", "merged-bf16", *_LAYOUTS)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to export.
+
+    Attributes:
+        scale: Scale choice of a quantized export; None for the base's own, or `minmax` where that is not known.
+        device: `auto`, `cpu` or `cuda`.
+        max_shard_bytes: Of one output file.
+        prompts: The log-prob change of a quantized export is measured on these.
+    """
+
+    scale: str | None = None
+    device: str = "auto"
+    max_shard_bytes: int = 5 * 10**9
+    prompts: tuple[Prompt, ...] = ()
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser("export", help="write the adapter or the merged model of a training checkpoint")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="folder of a run, of a step, or of its shards")
+    parser.add_argument("--out", type=Path, required=True, help="new directory; appears whole or not at all")
+    parser.add_argument("--to", choices=FORMS, required=True, help="what to write")
+    parser.add_argument("--base", default=None, help="base model, in place of the one that the checkpoint names")
+    parser.add_argument(
+        "--scale", choices=SCALE_CHOICES, default=None, help="of a block when quantized (default: as the base's)"
+    )
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help=".parquet or .jsonl with `prompt`: also measure the log-prob change of merged-nvfp4 and modelopt",
+    )
+    parser.add_argument("--num-prompts", type=int, default=64, help="of FILE, from its start (default: %(default)s)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
+    parser.add_argument("--max-shard-size", type=parse_size, default="5GB", help="of a file (default: %(default)s)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export, then print what it cost."""
+    for name, value in (("--scale", args.scale), ("--prompts", args.prompts)):
+        if value is not None and args.to not in _LAYOUTS:
+            raise ValueError(
+                f"an option has no meaning here: {name}={value} with --to {args.to}. It is accepted with "
+                f"{' and '.join(_LAYOUTS)}. Leave it out."
+            )
+    if args.num_prompts < 1:
+        raise ValueError(f"too few prompts: --num-prompts={args.num_prompts}. At least 1 is accepted. Raise it.")
+    check_absent(args.out)
+    prompts = tuple(read_prompts(args.prompts, args.num_prompts)) if args.prompts else ()
+    options = Options(args.scale, args.device, args.max_shard_size, prompts)
+    try:
+        report = export_checkpoint(args.checkpoint, args.out, args.to, args.base, options)
+    except KeyboardInterrupt:
+        print(f"interrupted; {args.out} was not written", file=sys.stderr)
+        return 130  # as a shell reports SIGINT
+    print(summary(report))
+    print(f"wrote {args.out}")
+    return 0
+
+
+def export_checkpoint(
+    checkpoint: Path, out: Path, form: str, base: str | None = None, options: Options | None = None
+) -> dict[str, Any]:
+    """Export `checkpoint` into the new directory `out`, which appears when everything is written.
+
+    Args:
+        checkpoint: See `fsdp_checkpoint.open_checkpoint`.
+        out: Absent or empty; on an error nothing is left.
+        form: One of FORMS.
+        base: Directory or hub id, in place of the base that the checkpoint names; the bits must be the same.
+        options: See Options.
+
+    Returns:
+        What is also written to `export_report.json`.
+
+    Raises:
+        FileExistsError: `out` holds something.
+        FileNotFoundError: There is no checkpoint.
+        ValueError: Checkpoint and base do not go together, or one is damaged.
+    """
+    if form not in FORMS:
+        raise ValueError(f"unknown form of export: to={form!r}. Accepted are {', '.join(FORMS)}. Choose one of them.")
+    options = options or Options()
+    check_absent(out)
+    trained = open_checkpoint(checkpoint)
+    found = open_base(base, trained)
+    adapter = read_adapter(trained, found.shapes)
+    started = time.perf_counter()
+    with new_directory(out) as folder:
+        export = _Export(folder, form, found, adapter, trained, options, pick_device(options.device))
+        layers = export.write()
+        report = export.report(layers) | {"seconds": round(time.perf_counter() - started, 3)}
+        write_json(folder / EXPORT_REPORT, report)
+    return report
+
+
+class _Export:
+    """One export into `folder`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        form: str,
+        base: Base,
+        adapter: Adapter,
+        checkpoint: Checkpoint,
+        options: Options,
+        device: str,
+    ) -> None:
+        self.folder, self.form, self.base, self.adapter = folder, form, base, adapter
+        self.checkpoint, self.options, self.device = checkpoint, options, device
+        self.scale = options.scale or (base.scale if form in _LAYOUTS else None) or "minmax"
+        # Before the long work: a model without a tokenizer is refused here.
+        self.tokens = tokenize(base.source.path, options.prompts) if options.prompts else []
+        self.merge: Merge | None = None
+        self.log_probs: dict[str, Any] | None = None
+
+    def write(self) -> dict[str, dict[str, Any]]:
+        """Write everything but the report; what is to be said of each layer."""
+        layers: dict[str, dict[str, Any]] = {}
+        with self._pass("export") as merge:
+            self.merge = merge
+            if self.form == "peft":
+                self._write_peft(merge)
+            elif self.form == "merged-bf16":
+                config = {k: v for k, v in self.base.source.config.items() if k != "quantization_config"}
+                self._write_model(merge.tensors(), self.base.specs, config)
+            else:
+                layers = self._write_quantized(merge)
+        if self.tokens:
+            with self._pass("log-probs") as again:
+                self.log_probs = log_prob_change(again.tensors(), self.folder, self.tokens, self.device)
+        for module, update in merge.relative_update.items():
+            layers.setdefault(module, {})["relative_update"] = update
+        return dict(sorted(layers.items()))
+
+    def report(self, layers: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """What `export_report.json` holds, but for the time."""
+        assert self.merge is not None
+        report: dict[str, Any] = {
+            "verl_qerl": __version__,
+            "torch": torch.__version__,
+            "device": device_name(self.device),
+            "to": self.form,
+            "checkpoint": str(self.checkpoint.folder),
+            "world_size": self.checkpoint.world_size,
+            "base": self.base.name,
+            "base_digest": model_digest(self.merge.digests) if self.merge.digests else None,
+            "base_digest_checked": self.base.record is not None,
+            "r": self.adapter.r,
+            "lora_alpha": self.adapter.alpha,
+            "scaling": self.adapter.scaling,
+            "changed_besides_the_adapter": self.merge.changed,
+            "layers": layers,
+        }
+        if self.form in _LAYOUTS:
+            report["scale"] = self.scale
+            report["log_probs"] = self.log_probs
+        return report
+
+    @contextmanager
+    def _pass(self, what: str) -> Iterator[Merge]:
+        """A Merge with a progress bar."""
+        with tqdm(total=total_bytes(self.base.source.specs), unit="B", unit_scale=True, desc=what) as bar:
+            observe: Callable[[int], object] = bar.update
+            yield Merge(self.base, self.adapter, self.checkpoint.others, self.device, observe)
+
+    def _write_peft(self, merge: Merge) -> None:
+        merge.run()
+        if merge.changed:
+            raise ValueError(
+                f"an adapter alone cannot hold this checkpoint: {merge.changed[0]!r} was trained too "
+                f"({len(merge.changed)} tensors besides LoRA). Merged models can. Use --to merged-bf16."
+            )
+        write_peft(self.folder, self.adapter, self.base.name)
+
+    def _write_model(
+        self,
+        items: Iterable[tuple[str, PackedWeight | torch.Tensor]],
+        specs: Mapping[str, TensorSpec],
+        config: dict[str, Any],
+        layout: str = "compressed-tensors",
+    ) -> dict[str, str]:
+        """Weights, configuration and tokenizer; the digests of packed weights."""
+        check_free_space(self.folder, total_bytes(specs))
+        with ShardedWriter(self.folder, specs, self.options.max_shard_bytes) as writer:
+            digests = store(writer, items, layout)
+        copy_other_files(self.base.source.path, self.folder)
+        dtype = "torch_dtype" if "torch_dtype" in config else "dtype"  # transformers 4 and 5
+        write_json(self.folder / "config.json", config | {dtype: "bfloat16"})
+        return digests
+
+    def _write_quantized(self, merge: Merge) -> dict[str, dict[str, Any]]:
+        layers: dict[str, dict[str, Any]] = {}
+
+        def observe(module: str, weight: torch.Tensor, packed: PackedWeight) -> None:
+            layers[module] = {"shape": packed.shape, "relative_error": relative_error(weight, packed)}
+
+        layout, linears = _LAYOUTS[self.form], self.base.linears
+        make = modelopt_config if layout == "modelopt" else quantization_config
+        config = self.base.source.config | {"quantization_config": make(self.base.ignore)}
+        items = pack(merge.tensors(), linears, self.scale, observe)
+        digests = self._write_model(items, quantized_specs(self.base.specs, linears, layout), config, layout)
+        if layout == "modelopt":
+            write_json(self.folder / "hf_quant_config.json", modelopt_legacy_config(self.base.ignore))
+        for module, layer in layers.items():
+            layer |= {"digest": digests[module], "relative_update": 0.0}
+        return layers

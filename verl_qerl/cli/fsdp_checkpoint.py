@@ -1,0 +1,194 @@
+"""A checkpoint of verl's FSDP2 engine: the shards of all ranks put together, and what lies beside them.
+
+`verl.model_merger` writes a whole model and rounds adapters to bf16; LoRA-only checkpoints have no model to write.
+"""
+
+import json
+import logging
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard  # also registers them for weights_only
+
+from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.nvfp4.record import BaseRecord, read_record
+
+_LATEST = "latest_checkpointed_iteration.txt"
+_PREFIX = "base_model.model."
+_FACTOR = re.compile(r"(.+)\.lora_([AB])\.default\.weight")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What one step of a run has trained.
+
+    Attributes:
+        folder: Of the shards.
+        world_size: Ranks that wrote it.
+        factors: module -> (A [r, in], B [out, r]) as trained.
+        others: name in the base model -> tensor, for a checkpoint that is not LoRA-only.
+        record: What our engine says of base and adapter; None when another engine wrote it.
+        lora_meta: verl's own lora_train_meta.json: r and lora_alpha.
+    """
+
+    folder: Path
+    world_size: int
+    factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(repr=False)
+    others: Mapping[str, torch.Tensor] = field(repr=False)
+    record: BaseRecord | None
+    lora_meta: Mapping[str, Any]
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint.
+
+    Args:
+        path: The folder of the shards (`actor`), a step's folder, or a run's, whose latest step is taken.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint.
+        CheckpointFormatError: A rank is missing, a file is cut, or the shards do not fit together.
+    """
+    folder = _folder(path)
+    world_size = _world_size(folder)
+    files = [folder / f"model_world_size_{world_size}_rank_{rank}.pt" for rank in range(world_size)]
+    missing = [rank for rank, file in enumerate(files) if not file.is_file()]
+    if missing:
+        raise CheckpointFormatError(
+            f"the checkpoint lacks the shards of some ranks: missing={missing} of world_size={world_size} in {folder}. "
+            "The files of all ranks are needed. Copy those of the other nodes here."
+        )
+    # torch warns that a mesh without process groups cannot be compiled.
+    mesh_logger = logging.getLogger("torch.distributed.device_mesh")
+    level = mesh_logger.level
+    mesh_logger.setLevel(logging.ERROR)
+    shards = [_load(file) for file in files]
+    mesh_logger.setLevel(level)
+    for rank, shard in enumerate(shards):
+        if shard.keys() != shards[0].keys():
+            raise _unfit(folder, f"rank {rank} holds other names than rank 0")
+    factors, others = _sort(folder, {name: _whole(folder, name, shards) for name in shards[0]})
+    meta = _read_json(folder / "lora_train_meta.json") if (folder / "lora_train_meta.json").is_file() else {}
+    return Checkpoint(folder, world_size, factors, others, read_record(folder), meta)
+
+
+def _folder(path: Path) -> Path:
+    candidates = [path, path / "actor"]
+    if (path / _LATEST).is_file():
+        candidates.append(path / f"global_step_{(path / _LATEST).read_text(encoding='utf-8').strip()}" / "actor")
+    for folder in candidates:
+        if folder.is_dir() and any(folder.glob("model_world_size_*_rank_*.pt")):
+            return folder
+    raise FileNotFoundError(
+        f"no checkpoint is found: checkpoint={path}. A folder with model_world_size_*_rank_*.pt, the global_step_N "
+        f"above it, or a run's folder with {_LATEST} is accepted. Check the path."
+    )
+
+
+def _world_size(folder: Path) -> int:
+    if not (folder / "fsdp_config.json").is_file():
+        raise CheckpointFormatError(
+            f"the checkpoint is half-written: {folder} lacks fsdp_config.json. verl writes it after the shards. "
+            "Export another step."
+        )
+    size = _read_json(folder / "fsdp_config.json").get("world_size")
+    if not isinstance(size, int) or size < 1:
+        raise CheckpointFormatError(
+            f"fsdp_config.json names no number of ranks: world_size={size!r} in {folder}. A positive integer is "
+            "accepted. Export another step."
+        )
+    return size
+
+
+def _load(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        # Mapped: of a checkpoint with a whole model, only what is used is read.
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointFormatError(
+            f"a shard cannot be read: {path} ({reason[:120]}). A whole file of torch.save is accepted. "
+            "It may be cut short: copy it again or export another step."
+        ) from error
+
+
+def _whole(folder: Path, name: str, shards: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """Put one tensor together; a plain one is the same on every rank."""
+    first = shards[0][name]
+    if not isinstance(first, DTensor):
+        return first
+    ranks, dim = _ranks(folder, name, first)
+    if max(ranks) >= len(shards):
+        raise _unfit(folder, f"{name!r} is sharded over ranks {ranks}")
+    parts = []
+    for rank in ranks:
+        shard = shards[rank][name]
+        if not isinstance(shard, DTensor) or shard.shape != first.shape:
+            raise _unfit(folder, f"rank {rank} holds {name!r} with another shape than rank 0")
+        parts.append(shard.to_local().detach())
+    whole = parts[0] if dim is None else torch.cat(parts, dim)
+    if whole.shape != first.shape:
+        raise _unfit(folder, f"the parts of {name!r} make {tuple(whole.shape)}, not {tuple(first.shape)}")
+    return whole
+
+
+def _ranks(folder: Path, name: str, tensor: DTensor) -> tuple[list[int], int | None]:
+    """(ranks whose parts are needed, in order; the dimension they are joined in)."""
+    mesh = tensor.device_mesh.mesh
+    dim, axis = None, 0
+    for placement in tensor.placements:
+        if type(placement) is Replicate:
+            mesh = mesh.select(axis, 0)
+        elif type(placement) is Shard and dim is None:
+            dim, axis = placement.dim, axis + 1
+        else:
+            raise _unfit(folder, f"{name!r} is placed as {tensor.placements}; FSDP2 and its replicas are known")
+    return mesh.reshape(-1).tolist(), dim
+
+
+def _sort(
+    folder: Path, tensors: dict[str, torch.Tensor]
+) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], dict[str, torch.Tensor]]:
+    """(factors of the adapter by module, other tensors under their names in the base model)."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    others: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        plain = name.removeprefix(_PREFIX)
+        factor = _FACTOR.fullmatch(plain)
+        if factor:
+            found.setdefault(factor[1], {})[factor[2]] = tensor
+        elif "lora_" in plain or ".modules_to_save." in plain or ".original_module." in plain:
+            raise _unfit(folder, f"{name!r} is no lora_A or lora_B of a linear")
+        else:
+            others[plain.replace(".base_layer.", ".")] = tensor
+    if not found:
+        raise CheckpointFormatError(
+            f"the checkpoint holds no adapter: {folder}. One of a run with model.lora_rank > 0 is accepted. "
+            "For a run of all weights, use `python -m verl.model_merger merge --backend fsdp`."
+        )
+    for module, parts in found.items():
+        if len(parts) != 2:
+            raise _unfit(folder, f"{module!r} has lora_{next(iter(parts))} alone")
+    return {module: (parts["A"], parts["B"]) for module, parts in sorted(found.items())}, others
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointFormatError(
+            f"a file of the checkpoint is not JSON: {path} ({error}). What verl writes is accepted. "
+            "It may be cut short: export another step."
+        ) from error
+
+
+def _unfit(folder: Path, what: str) -> CheckpointFormatError:
+    return CheckpointFormatError(
+        f"the checkpoint cannot be put together: {what} in {folder}. A LoRA checkpoint of verl's FSDP2 engine is "
+        "accepted. Export another step."
+    )

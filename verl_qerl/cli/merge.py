@@ -1,0 +1,230 @@
+"""Base and adapter as one stream of bf16 tensors; memory: a few tensors, whatever the size of the model."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from verl_qerl.cli.adapter import Adapter
+from verl_qerl.cli.fsdp_checkpoint import Checkpoint
+from verl_qerl.cli.model_dir import QUANTIZATION_REPORT
+from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, PART_NAMES, is_activation_scale, is_packed_module
+from verl_qerl.nvfp4.digest import weight_digest
+from verl_qerl.nvfp4.format import PackedWeight
+from verl_qerl.nvfp4.reader import DTYPES, TensorSpec
+from verl_qerl.nvfp4.record import BaseRecord
+from verl_qerl.nvfp4.reference import dequantize
+from verl_qerl.nvfp4.stream import Source, linear_modules, open_source, packed_modules, stored_tensors, stream
+
+
+@dataclass(frozen=True)
+class Base:
+    """The frozen model that a checkpoint was trained on.
+
+    Attributes:
+        name: Directory or hub id, as given or recorded.
+        source: Its files.
+        record: What the checkpoint says of it; None when another engine than ours wrote the checkpoint.
+        linears: Modules that NVFP4 holds, in training (`is_packed`) or in a quantized export.
+        is_packed: Whether training saw those as NVFP4.
+        specs: name -> dtype and shape of every tensor of the model once it is bf16.
+    """
+
+    name: str
+    source: Source
+    record: BaseRecord | None
+    linears: set[str] = field(repr=False)
+    is_packed: bool
+    specs: dict[str, TensorSpec] = field(repr=False)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Module -> (out, in) of every matrix."""
+        return {
+            name.removesuffix(".weight"): spec.shape
+            for name, spec in self.specs.items()
+            if name.endswith(".weight") and len(spec.shape) == 2
+        }
+
+    @property
+    def ignore(self) -> list[str]:
+        """The linears of decoder layers that no quantized export packs, in full, and lm_head."""
+        return [*DEFAULT_IGNORE, *(name for name in self.shapes if is_packed_module(name, self.linears))]
+
+    @property
+    def scale(self) -> str | None:
+        """The scale choice that NVFP4 was made with, where the run or `quantize` wrote it down.
+
+        Weights that are quantized again with another one lose more than a step of the grid.
+        """
+        if self.source.layout == "bf16":
+            return self.record.scale if self.record else None
+        report = self.source.path / QUANTIZATION_REPORT
+        if not report.is_file():
+            return None
+        try:
+            layers = json.loads(report.read_text(encoding="utf-8"))["layers"].values()
+            found = {layer["scale"] for layer in layers}
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointFormatError(
+                f"the report beside the base cannot be read: {report} ({error!r}). What `quantize` wrote is accepted. "
+                "Name --scale and remove the file."
+            ) from error
+        return found.pop() if len(found) == 1 else None
+
+    def items(self, device: str) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
+        """The model as training saw it; see `nvfp4.stream.stream`."""
+        if not self.is_packed:
+            return stored_tensors(self.source, device)
+        if self.record is None:
+            return stream(self.source, device=device)
+        return stream(self.source, self.record.scale, self.record.ignore, device)
+
+
+def open_base(path: str | Path | None, checkpoint: Checkpoint) -> Base:
+    """The base of a checkpoint.
+
+    Args:
+        path: Directory or hub id, in place of the one that the checkpoint names.
+        checkpoint: From `open_checkpoint`.
+
+    Raises:
+        ValueError: No base is named, or it cannot be read.
+    """
+    record = checkpoint.record
+    if path is None and record is None:
+        raise ValueError(
+            f"the checkpoint does not name its base: checkpoint={checkpoint.folder}. One that verl_qerl's engine wrote "
+            "does. Give the model.path of the run with --base."
+        )
+    name = str(path or record.base)  # type: ignore[union-attr]
+    source = open_source(name)
+    if source.layout == "bf16":
+        linears = linear_modules(source, record.ignore if record else None)
+        return Base(name, source, record, linears, record is not None, _bf16(source.specs))
+    linears = packed_modules(source)
+    return Base(name, source, record, linears, True, _dense_specs(source, linears))
+
+
+def _bf16(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    return {
+        name: TensorSpec("BF16", spec.shape) if DTYPES[spec.dtype].is_floating_point else spec
+        for name, spec in specs.items()
+    }
+
+
+def _dense_specs(source: Source, packed: set[str]) -> dict[str, TensorSpec]:
+    codes = PART_NAMES[source.layout][0]
+    parts = set(PART_NAMES[source.layout])
+    specs = {}
+    for name, spec in source.specs.items():
+        module, _, kind = name.rpartition(".")
+        if module in packed and kind == codes:
+            specs[f"{module}.weight"] = TensorSpec("BF16", (spec.shape[0], spec.shape[1] * 2))
+        elif not is_activation_scale(name) and not (module in packed and kind in parts):
+            specs[name] = spec
+    return _bf16(specs)
+
+
+@dataclass
+class Merge:
+    """One pass over base and checkpoint.
+
+    Attributes:
+        relative_update: module -> ||merged - base|| / ||merged||, Frobenius norms, filled by `tensors`.
+        changed: Names of tensors besides the adapter that training changed, filled by `tensors`.
+        digests: module -> digest of the packed base, filled by `tensors`.
+    """
+
+    base: Base
+    adapter: Adapter
+    others: Mapping[str, torch.Tensor]
+    device: str
+    observe: Callable[[int], object]
+    relative_update: dict[str, float] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of the merged model: bf16(base + scaling * B A), the sum taken in float32.
+
+        `observe` is called with the bytes of each tensor that was read.
+
+        Raises:
+            CheckpointFormatError: The base is not the one that the checkpoint was trained on.
+        """
+        self._check_others()
+        for name, item in self.base.items(self.device):
+            if isinstance(item, PackedWeight):
+                self._check_digest(name, item)
+                self.observe(item.size_bytes)
+                yield f"{name}.weight", self._merge(name, dequantize(item, torch.float32))
+                continue
+            self.observe(item.nbytes)
+            if not item.is_floating_point():
+                yield name, item
+                continue
+            weight = self._trained(name, item)
+            module = name.removesuffix(".weight")
+            yield name, self._merge(module, weight) if module in self.adapter.factors else weight.to(torch.bfloat16)
+        self._check_all_came()
+
+    def run(self) -> None:
+        """Check the base and find what changed, without keeping the result."""
+        for _ in self.tensors():
+            pass
+
+    def _merge(self, module: str, weight: torch.Tensor) -> torch.Tensor:
+        if module not in self.adapter.factors:
+            return weight.to(torch.bfloat16)
+        weight = weight.float()
+        merged = (weight + self.adapter.delta(module, weight.device)).to(torch.bfloat16)
+        norm = float(merged.float().norm(dtype=torch.float64))
+        difference = float((merged.float() - weight).norm(dtype=torch.float64))
+        self.relative_update[module] = difference / norm if norm > 0 else 0.0
+        return merged
+
+    def _trained(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The checkpoint's own tensor, where it holds one."""
+        trained = self.others.get(name)
+        if trained is None:
+            return tensor
+        trained = trained.to(tensor.device)
+        if not torch.equal(trained, tensor.to(trained.dtype)):
+            self.changed.append(name)
+        return trained
+
+    def _check_others(self) -> None:
+        tied = bool(self.base.source.config.get("tie_word_embeddings", False))
+        for name, tensor in self.others.items():
+            spec = self.base.specs.get(name)
+            if spec is None and tied and name == "lm_head.weight":
+                continue  # the embedding once more
+            if spec is None or spec.shape != tuple(tensor.shape):
+                raise CheckpointFormatError(
+                    f"the checkpoint does not fit the base: it holds {name!r} of {tuple(tensor.shape)}, the base "
+                    f"{'none' if spec is None else spec.shape}. The same tensors are accepted. Name the right base with"
+                    " --base."
+                )
+
+    def _check_digest(self, module: str, weight: PackedWeight) -> None:
+        self.digests[module] = weight_digest(weight)
+        if self.base.record and self.base.record.digests.get(module) != self.digests[module]:
+            raise self._other_base(module)
+
+    def _check_all_came(self) -> None:
+        if self.base.record:
+            missing = sorted(self.base.record.digests.keys() - self.digests.keys())
+            if missing:
+                raise self._other_base(missing[0])
+
+    def _other_base(self, module: str) -> CheckpointFormatError:
+        digests = self.base.record.digests if self.base.record else {}
+        return CheckpointFormatError(
+            f"the base is not the one of the checkpoint: {self.base.source.path} holds {module!r} with digest "
+            f"{self.digests.get(module)}, the checkpoint names {digests.get(module)}. The same bits are accepted. "
+            "Name the model.path of the run with --base."
+        )

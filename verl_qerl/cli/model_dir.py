@@ -1,0 +1,127 @@
+"""What the commands that write a model share: tensors to disk in threads, the files beside them, and checks."""
+
+import argparse
+import json
+import re
+import shutil
+from collections import deque
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_qerl.nvfp4.checkpoint import to_tensors
+from verl_qerl.nvfp4.digest import weight_digest
+from verl_qerl.nvfp4.format import PackedWeight
+from verl_qerl.nvfp4.reader import TensorSpec
+from verl_qerl.nvfp4.writer import ShardedWriter
+
+EXPORT_REPORT, QUANTIZATION_REPORT = "export_report.json", "quantization_report.json"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+# Say of the source what is not true of the output.
+_OF_THE_SOURCE = ("hf_quant_config.json", QUANTIZATION_REPORT, EXPORT_REPORT)
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+_NUM_STORING = 4  # threads; SHA-256 and writing both release the GIL
+_MAX_WAITING = 8  # results between arithmetic and disk; bounds memory when the disk is slower
+
+
+def store(
+    writer: ShardedWriter,
+    items: Iterable[tuple[str, PackedWeight | torch.Tensor]],
+    layout: str = "compressed-tensors",
+) -> dict[str, str]:
+    """Write tensors, and packed weights in `layout`, while the next ones are computed.
+
+    Returns:
+        module -> digest of each packed weight.
+    """
+    digests: dict[str, str] = {}
+    waiting: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(_NUM_STORING) as pool:
+        for name, item in items:
+            waiting.append(pool.submit(_store, writer, digests, name, item, layout))
+            if len(waiting) == _MAX_WAITING:
+                waiting.popleft().result()
+        for future in waiting:
+            future.result()
+    return digests
+
+
+def _store(
+    writer: ShardedWriter, digests: dict[str, str], name: str, item: PackedWeight | torch.Tensor, layout: str
+) -> None:
+    """Runs in a thread."""
+    if isinstance(item, torch.Tensor):
+        writer.add(name, item)
+        return
+    item = item.to("cpu")
+    for key, tensor in to_tensors(name, item, layout).items():
+        writer.add(key, tensor)
+    digests[name] = weight_digest(item)
+
+
+def total_bytes(specs: Mapping[str, TensorSpec]) -> int:
+    """Bytes of all tensors."""
+    return sum(spec.size_bytes for spec in specs.values())
+
+
+def check_free_space(folder: Path, wanted: int) -> None:
+    """Require room on the disk.
+
+    Raises:
+        ValueError: `folder`'s disk has less than `wanted` bytes left.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < wanted:
+        raise ValueError(
+            f"the disk is too full: free={free / 1e9:.1f} GB. The output takes {wanted / 1e9:.1f} GB. "
+            "Free some space or choose another --out."
+        )
+
+
+def pick_device(wanted: str) -> str:
+    """`cpu` or `cuda` for `auto`, `cpu` or `cuda`.
+
+    Raises:
+        ValueError: `cuda` is wanted and there is none.
+    """
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise ValueError("torch finds no GPU: device='cuda'. With a GPU, cuda is accepted. Use --device cpu.")
+    return "cuda" if available and wanted != "cpu" else "cpu"
+
+
+def device_name(device: str) -> str:
+    """What a report calls it."""
+    return torch.cuda.get_device_name() if device == "cuda" else "cpu"
+
+
+def copy_other_files(source: Path, folder: Path) -> None:
+    """Copy tokenizer, generation configuration and the like: everything but weights and what describes them."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not path.name.endswith(_WEIGHTS) and path.name not in _OF_THE_SOURCE:
+            shutil.copyfile(path, folder / path.name)
+        elif path.is_dir() and path.name == "additional_chat_templates":  # transformers' name
+            shutil.copytree(path, folder / path.name)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write indented JSON."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `5GB` and the like; for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: It is no size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)B?", text.strip(), re.IGNORECASE)
+    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size. A number with KB, MB or GB is accepted, for example 5GB."
+        )
+    return size

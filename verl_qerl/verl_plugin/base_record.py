@@ -1,0 +1,38 @@
+"""The record that a checkpoint of the engine carries: its base, by name and digest, and the options of its adapter."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig, PeftConfig
+
+from verl_qerl.nvfp4.record import BaseRecord
+from verl_qerl.verl_plugin.config import BaseOptions
+
+# Written even when they are PEFT's defaults, which may change.
+_ALWAYS = ("r", "lora_alpha", "use_rslora", "target_modules")
+# Say nothing about what the adapter computes.
+_NEVER = ("task_type", "peft_type", "peft_version", "base_model_name_or_path", "inference_mode", "auto_mapping")
+
+
+def base_record(path: str, options: BaseOptions, digests: Mapping[str, str], adapter: PeftConfig) -> BaseRecord:
+    """The record of an engine's model.
+
+    Args:
+        path: model.path.
+        options: Of the base.
+        digests: module -> digest of its packed linears.
+        adapter: As PEFT holds it.
+    """
+    base = str(Path(path).resolve()) if Path(path).is_dir() else path
+    return BaseRecord(base, options.scale, options.ignore, digests, adapter_options(adapter))
+
+
+def adapter_options(config: PeftConfig) -> dict[str, Any]:
+    """What `config` sets, as JSON holds it; see `BaseRecord.adapter`."""
+    defaults = LoraConfig().to_dict()
+    found = {}
+    for name, value in config.to_dict().items():
+        if name in _ALWAYS or (name not in _NEVER and (name not in defaults or value != defaults[name])):
+            found[name] = sorted(value) if isinstance(value, set | frozenset) else value
+    return found
