@@ -1,0 +1,118 @@
+"""The single-adapter product: its reference against plain matrices, its kernels in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from verl_qerl.kernels.lora import MAX_SPLITS, lora_expand, lora_shrink, member_of_tile, num_splits
+
+ACTIVE, NONE = torch.tensor([False]), torch.tensor([True])
+# Rows below, at and above a tile and every number of splits; members of equal and unequal size; ranks below a tile too.
+CASES = [
+    (rows, slices, rank)
+    for rows in (1, 16, 17, 65, 1025)
+    for slices, rank in (((128, 32, 32), 8), ((64, 64), 16), ((48,), 32))
+]
+# Half, not bf16: the interpreter multiplies bf16 as integers.
+SCRIPT = """
+import sys
+import torch
+from verl_qerl.kernels.lora import MAX_SPLITS, launch_expand, launch_shrink
+
+cases, empty = torch.load(sys.argv[1]), torch.empty
+torch.empty = lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan"))
+outputs = []
+for x, a, y, b, members, slots, bias in cases:
+    partial = torch.full((MAX_SPLITS, x.shape[0], a.shape[0]), float("nan"))
+    launch_shrink(x, a, partial)
+    outputs.append((partial, launch_expand(y, partial, b, members, slots, bias, x.shape[1])))
+torch.save(outputs, sys.argv[2])
+"""
+
+
+def build(rows: int, slices: tuple[int, ...], rank: int, dtype: torch.dtype = torch.float16) -> tuple:
+    generator = torch.Generator().manual_seed(rows + rank)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    N, K = sum(slices), 208
+    slots = torch.zeros(rows + 3, dtype=torch.int64)
+    slots[1::3] = -1  # tokens without an adapter
+    bias = random(N) if rows % 2 else None
+    members = member_of_tile(slices, "cpu")
+    return random(rows, K), random(len(slices) * rank, K) / 14, random(rows, N), random(N, rank), members, slots, bias
+
+
+def plain(x, a, y, b, slots, bias, slices, rank) -> torch.Tensor:
+    """Member by member, in float64."""
+    total = y.double() if bias is None else y.double() + bias.double()
+    low = (x.double() @ a.double().T).to(y.dtype).double()
+    start = 0
+    for member, size in enumerate(slices):
+        columns = slice(start, start + size)
+        product = low[:, member * rank : (member + 1) * rank] @ b[columns].double().T
+        total[:, columns] += product * (slots[: len(x), None] >= 0)
+        start += size
+    return total
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_reference_is_the_low_rank_product(case):
+    rows, slices, rank = case
+    x, a, y, b, members, slots, bias = build(rows, slices, rank)
+    out = lora_expand(y, lora_shrink(x, a, ACTIVE), b, members, slots, ACTIVE, bias, x.shape[1])
+    expected = plain(x, a, y, b, slots, bias, slices, rank)
+    # Half an ulp of the result, and one of each low-rank value, which float32 may round to the other side.
+    assert ((out.double() - expected).abs() <= 2**-10 * expected.abs() + 2**-6).all()
+    assert (out.double() - y.double()).abs().max() > 1
+
+
+def test_kernels_agree_with_the_reference_and_write_everything(tmp_path):
+    inputs = [build(*case) for case in CASES]
+    torch.save(inputs, tmp_path / "in.pt")
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "in.pt"), str(tmp_path / "out.pt")]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for case, (x, a, y, b, members, slots, bias), (partial, out) in zip(
+        CASES, inputs, torch.load(tmp_path / "out.pt"), strict=True
+    ):
+        splits = num_splits(case[0], x.shape[1])
+        assert partial[splits:].isnan().all(), case
+        reference = lora_shrink(x, a, ACTIVE)
+        torch.testing.assert_close(partial[:splits].sum(0), reference.sum(0), rtol=1e-5, atol=1e-4)
+        partial[splits:] = 0
+        torch.testing.assert_close(
+            out, lora_expand(y, partial, b, members, slots, ACTIVE, bias, x.shape[1]), rtol=2e-3, atol=1e-2
+        )
+
+
+def test_without_an_adapter_only_the_bias_is_added():
+    x, a, y, b, members, slots, bias = build(17, (64, 64), 16)
+    partial = lora_shrink(x, a, NONE)
+    assert torch.equal(
+        lora_expand(y, partial, b, members, slots, NONE, bias, x.shape[1]), (y.float() + bias.float()).half()
+    )
+    assert torch.equal(lora_expand(y, partial, b, members, slots, NONE, None, x.shape[1]), y)
+
+
+def test_a_tile_of_columns_never_spans_two_members():
+    assert member_of_tile((256, 128), "cpu").tolist() == [0, 0, 1]
+    assert member_of_tile((128, 64), "cpu").tolist() == [0, 0, 1]
+    assert member_of_tile((48, 16, 16), "cpu").tolist() == [0, 0, 0, 1, 2]
+    with pytest.raises(ValueError, match="not all multiples of 16"):
+        member_of_tile((64, 24), "cpu")
+
+
+def test_every_number_of_splits_fits():
+    assert {num_splits(rows, K) for rows in range(1, 5000) for K in (512, 18944)} <= set(range(1, MAX_SPLITS + 1))
+
+
+def test_operators_can_be_traced():
+    x, a, y, b, members, slots, bias = build(5, (64, 64), 16, torch.bfloat16)
+    torch.library.opcheck(lora_shrink, (x, a, ACTIVE))
+    torch.library.opcheck(lora_expand, (y, lora_shrink(x, a, ACTIVE), b, members, slots, ACTIVE, bias, 208))

@@ -1,0 +1,43 @@
+"""The tiled layout on a GPU: decoded bit for bit, and the one that humming itself prepares."""
+
+import pytest
+import torch
+
+from verl_qerl.kernels.tiled import dequantize_tiled, tile
+from verl_qerl.nvfp4 import reference
+from verl_qerl.testing import random_packed_weight
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+SHAPES = [(64, 16), (128, 144), (4608, 3584), (3584, 18944)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_decodes_bit_for_bit(shape):
+    weight = random_packed_weight(*shape, device="cuda")
+    words, scale = tile(weight)
+    torch.full(shape, float("nan"), dtype=torch.bfloat16, device="cuda")  # the block that the output is given
+    out = dequantize_tiled(words, scale.view(torch.uint8), weight.global_decode_scale.reshape(1))
+    expected = reference.dequantize(weight, torch.bfloat16)
+    assert torch.equal(out, expected)
+    assert torch.equal(out.signbit(), expected.signbit())
+
+
+@pytest.mark.parametrize("shape", [(256, 128), (4608, 3584)], ids=str)
+def test_is_the_layout_that_humming_prepares(shape):
+    pytest.importorskip("humming")
+    from humming import dtypes
+    from humming.utils.weight import prepare_humming_weight, prepare_humming_weight_scale
+
+    weight = random_packed_weight(*shape, device="cuda")
+    words, scale = tile(weight)
+    prepared = prepare_humming_weight(
+        weight=weight.codes.view(torch.int32),
+        b_dtype=dtypes.float4e2m1,
+        a_dtype=dtypes.bfloat16,
+        use_wgmma=True,
+        packed=True,
+    )
+    assert torch.equal(words, prepared)
+    prepared_scale = prepare_humming_weight_scale(weight.block_scale.view(torch.uint8))
+    assert torch.equal(scale.view(torch.uint8), prepared_scale)

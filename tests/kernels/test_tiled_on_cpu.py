@@ -1,0 +1,78 @@
+"""The layout against its formula, and the Triton kernel in Triton's interpreter (a process of its own)."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from verl_qerl.kernels.tiled import dequantize_tiled, tile, untile
+from verl_qerl.nvfp4 import reference
+from verl_qerl.nvfp4.format import PackedWeight
+from verl_qerl.testing import random_packed_weight
+
+SHAPES = [(64, 16), (64, 128), (128, 144), (192, 272)]  # a program decodes 8 blocks of 16: below, at and above it
+SCRIPT = """
+import sys
+import torch
+from verl_qerl.kernels.tiled import launch
+
+cases, empty = torch.load(sys.argv[1]), torch.empty
+torch.empty = lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan"))
+torch.save([launch(*case) for case in cases], sys.argv[2])
+"""
+
+
+def tensors(weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    words, scale = tile(weight)
+    return words, scale.view(torch.uint8), weight.global_decode_scale.reshape(1)
+
+
+@pytest.fixture(scope="module")
+def every_pair() -> PackedWeight:
+    """[128, 512]: every finite E4M3 byte (one twice) times every byte of two codes."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(128, 1)
+    scale = torch.arange(128, dtype=torch.uint8).clamp(max=126)[:, None].repeat(1, 32).view(torch.float8_e4m3fn)
+    return PackedWeight(codes, scale, torch.tensor(2.0**-12))
+
+
+def test_every_code_and_scale_is_where_the_formula_says():
+    weight = random_packed_weight(128, 48)
+    words, scale = tile(weight)
+    n, k = torch.meshgrid(torch.arange(128), torch.arange(48), indexing="ij")
+    word = words[k // 16, n // 64 * 128 + (n % 8 * 4 + k % 8 // 2) * 4 + n % 64 // 16]
+    nibble = k % 2 * 4 + k % 16 // 8 * 2 + n % 16 // 8
+    codes = torch.stack((weight.codes & 15, weight.codes >> 4), dim=-1).view(128, 48)
+    assert torch.equal(word >> (4 * nibble) & 15, codes.int())
+    found = scale.view(torch.uint8)[k // 16, n // 64 * 64 + n % 8 * 8 + n % 64 // 8]
+    assert torch.equal(found, weight.block_scale.view(torch.uint8).repeat_interleave(16, 1))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_untile_is_the_inverse(shape):
+    weight = random_packed_weight(*shape)
+    back = untile(*tile(weight), weight.global_decode_scale)
+    assert torch.equal(back.codes, weight.codes)
+    assert torch.equal(back.block_scale.view(torch.uint8), weight.block_scale.view(torch.uint8))
+
+
+def test_the_operator_is_the_reference_without_a_gpu(every_pair):
+    assert torch.equal(dequantize_tiled(*tensors(every_pair)), reference.dequantize(every_pair, torch.bfloat16))
+
+
+def test_the_kernel_gives_the_bits_of_the_reference(every_pair, tmp_path):
+    weights = [random_packed_weight(*shape) for shape in SHAPES] + [every_pair]
+    torch.save([tensors(weight) for weight in weights], tmp_path / "in.pt")
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "in.pt"), str(tmp_path / "out.pt")]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for weight, out in zip(weights, torch.load(tmp_path / "out.pt"), strict=True):
+        expected = reference.dequantize(weight, torch.bfloat16)
+        assert torch.equal(out, expected)
+        assert torch.equal(out.signbit(), expected.signbit())
+
+
+def test_the_operator_can_be_traced():
+    torch.library.opcheck(dequantize_tiled, tensors(random_packed_weight(64, 32)))

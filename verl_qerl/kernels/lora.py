@@ -1,0 +1,275 @@
+"""Low-rank product of one adapter: y + (x A^T) B^T, in two operators without atomics or host work.
+
+vLLM's own kernels gather tokens by adapter, add with atomics and take twelve launches a layer. In RL every token has
+the same adapter or none, so A and B of a fused linear (q,k,v or gate,up) are stacked, and a mask per token is enough.
+
+M tokens, K in_features, N out_features, R rank, L members of a fused linear:
+    shrink   partial[s] = x A^T over the s-th part of K             A [L R, K]   partial [S, M, L R] float32
+    expand   y + bias + bf16(sum_s partial[s])_member B^T           B [N, R]
+The sum over s runs in a fixed order: the same input gives the same bits. It is rounded to bf16 as PEFT's is under
+autocast.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_SPLITS = 16  # parts of K; the first dimension of `partial`, of which large batches use fewer
+_TRITON_TOKENS = 64  # cuBLAS takes more
+_TILES = (128, 64, 32, 16)  # columns that a program of `expand` owns; all belong to one member
+
+
+def num_splits(num_tokens: int, in_features: int) -> int:
+    """Parts of K for a batch: many while tokens alone do not fill a GPU, one once cuBLAS fills it."""
+    if num_tokens <= 16 or (num_tokens <= _TRITON_TOKENS and in_features > 8192):
+        return MAX_SPLITS
+    return 8 if num_tokens <= _TRITON_TOKENS else 1
+
+
+def member_of_tile(slices: tuple[int, ...], device: torch.device | str) -> torch.Tensor:
+    """Which member of a fused linear each tile of output columns belongs to.
+
+    Args:
+        slices: Output columns of each member, in order.
+        device: Of the result.
+
+    Returns:
+        [N / tile] int32, with the largest tile that divides every member.
+
+    Raises:
+        ValueError: A member is no multiple of 16.
+    """
+    for tile in _TILES:
+        if all(size % tile == 0 for size in slices):
+            members = [member for member, size in enumerate(slices) for _ in range(size // tile)]
+            return torch.tensor(members, dtype=torch.int32, device=device)
+    raise ValueError(
+        f"out_features {slices} are not all multiples of 16, which the single-adapter kernel needs."
+        ' Use vLLM\'s own with additional_config.verl_qerl.lora="stock".'
+    )
+
+
+@torch.library.custom_op("verl_qerl::lora_shrink", mutates_args=())
+def lora_shrink(x: torch.Tensor, a: torch.Tensor, none_active: torch.Tensor) -> torch.Tensor:
+    """X A^T in parts.
+
+    Args:
+        x: [M, K] bf16.
+        a: [L R, K] bf16.
+        none_active: One bool on the CPU; true skips the work (read by the host, so constant within a CUDA graph).
+
+    Returns:
+        [MAX_SPLITS, M, L R] float32, of which `num_splits(M, K)` parts are written.
+    """
+    partial = x.new_zeros((MAX_SPLITS, x.shape[0], a.shape[0]), dtype=torch.float32)
+    if not none_active.item():
+        partial[0] = x.float() @ a.float().T
+    return partial
+
+
+@lora_shrink.register_kernel("cuda")
+def _shrink_cuda(x: torch.Tensor, a: torch.Tensor, none_active: torch.Tensor) -> torch.Tensor:
+    partial = torch.empty((MAX_SPLITS, x.shape[0], a.shape[0]), dtype=torch.float32, device=x.device)
+    if not none_active.item():
+        launch_shrink(x, a, partial)
+    return partial
+
+
+@lora_shrink.register_fake
+def _shrink_fake(x: torch.Tensor, a: torch.Tensor, none_active: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((MAX_SPLITS, x.shape[0], a.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("verl_qerl::lora_expand", mutates_args=())
+def lora_expand(
+    y: torch.Tensor,
+    partial: torch.Tensor,
+    b: torch.Tensor,
+    members: torch.Tensor,
+    slots: torch.Tensor,
+    none_active: torch.Tensor,
+    bias: torch.Tensor | None,
+    in_features: int,
+) -> torch.Tensor:
+    """Y + bias + the low-rank product.
+
+    Args:
+        y: [M, N] bf16.
+        partial: Of `lora_shrink`.
+        b: [N, R] bf16, the scaling alpha / r folded in.
+        members: Of `member_of_tile`.
+        slots: [>= M] int64; tokens with a negative entry have no adapter.
+        none_active: As in `lora_shrink`.
+        bias: [N] bf16 or None.
+        in_features: K, which tells how many parts there are.
+
+    Returns:
+        [M, N] bf16.
+    """
+    total = y.float() if bias is None else y.float() + bias.float()
+    if not none_active.item():
+        has_adapter = slots[: y.shape[0]] >= 0
+        low = partial.sum(0).to(y.dtype).float() * has_adapter[:, None]
+        rank, tile = b.shape[1], b.shape[0] // len(members)
+        per_row = members.long().repeat_interleave(tile)
+        for member in range(low.shape[1] // rank):
+            rows = per_row == member
+            total[:, rows] += low[:, member * rank : (member + 1) * rank] @ b[rows].float().T
+    return total.to(y.dtype)
+
+
+@lora_expand.register_kernel("cuda")
+def _expand_cuda(
+    y: torch.Tensor,
+    partial: torch.Tensor,
+    b: torch.Tensor,
+    members: torch.Tensor,
+    slots: torch.Tensor,
+    none_active: torch.Tensor,
+    bias: torch.Tensor | None,
+    in_features: int,
+) -> torch.Tensor:
+    if none_active.item():
+        return y.clone() if bias is None else y + bias
+    return launch_expand(y, partial, b, members, slots, bias, in_features)
+
+
+@lora_expand.register_fake
+def _expand_fake(
+    y: torch.Tensor,
+    partial: torch.Tensor,
+    b: torch.Tensor,
+    members: torch.Tensor,
+    slots: torch.Tensor,
+    none_active: torch.Tensor,
+    bias: torch.Tensor | None,
+    in_features: int,
+) -> torch.Tensor:
+    return torch.empty_like(y, memory_format=torch.contiguous_format)
+
+
+def launch_shrink(x: torch.Tensor, a: torch.Tensor, partial: torch.Tensor) -> None:
+    """Run the Triton kernel, or cuBLAS for large batches; shapes as in `lora_shrink`, `partial` is written."""
+    M, K = x.shape
+    if M > _TRITON_TOKENS and x.is_cuda:
+        torch.ops.aten.mm.dtype_out(x, a.T, torch.float32, out=partial[0])
+        return
+    columns = a.shape[0]
+    splits = num_splits(M, K)
+    rows, block_k = (16, 128) if M <= 16 else (32, 64)
+    block_r = min(128, max(16, triton.next_power_of_2(columns)))
+    grid = (triton.cdiv(M, rows), triton.cdiv(columns, block_r), splits)
+    per_split = triton.cdiv(triton.cdiv(K, splits), block_k) * block_k
+    tile: Any = {"ROWS": rows, "BLOCK_R": block_r, "BLOCK_K": block_k, "num_warps": 4, "num_stages": 4}
+    _shrink_kernel[grid](x, a, partial, M, K, columns, x.stride(0), a.stride(0), per_split, **tile)
+
+
+@triton.jit(do_not_specialize=["M"])  # a batch of any size runs what another has compiled
+def _shrink_kernel(
+    x_ptr,
+    a_ptr,
+    out_ptr,
+    M,
+    K,
+    columns,
+    x_stride,
+    a_stride,
+    per_split,
+    ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    split = tl.program_id(2)
+    first = split * per_split
+    last = tl.minimum(first + per_split, K)
+    x_rows = x_ptr + m[:, None].to(tl.int64) * x_stride
+    a_rows = a_ptr + r[None, :].to(tl.int64) * a_stride
+    total = tl.zeros((ROWS, BLOCK_R), dtype=tl.float32)
+    for start in range(first, last, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        in_k = k < last
+        x = tl.load(x_rows + k[None, :], mask=(m < M)[:, None] & in_k[None, :], other=0.0)
+        a = tl.load(a_rows + k[:, None], mask=(r < columns)[None, :] & in_k[:, None], other=0.0)
+        total = tl.dot(x, a, total)
+    out = out_ptr + (split * M + m[:, None]).to(tl.int64) * columns + r[None, :]
+    tl.store(out, total, mask=(m < M)[:, None] & (r < columns)[None, :])
+
+
+def launch_expand(
+    y: torch.Tensor,
+    partial: torch.Tensor,
+    b: torch.Tensor,
+    members: torch.Tensor,
+    slots: torch.Tensor,
+    bias: torch.Tensor | None,
+    in_features: int,
+) -> torch.Tensor:
+    """Run the Triton kernel; shapes as in `lora_expand`."""
+    M, N = y.shape
+    out = torch.empty((M, N), dtype=y.dtype, device=y.device)
+    rank, columns, tile = b.shape[1], partial.shape[2], N // len(members)
+    rows = 16 if M <= 16 else 32 if M <= 32 else 64
+    grid = (N // tile, triton.cdiv(M, rows))
+    shape: Any = {"ROWS": rows, "TILE": tile, "RANK": max(16, triton.next_power_of_2(rank)), "num_warps": 4}
+    shape["HAS_BIAS"] = bias is not None
+    _expand_kernel[grid](
+        y,
+        partial,
+        b,
+        members,
+        slots,
+        y if bias is None else bias,
+        out,
+        M,
+        N,
+        columns,
+        rank,
+        y.stride(0),
+        num_splits(M, in_features),
+        **shape,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["M", "splits"])
+def _expand_kernel(
+    y_ptr,
+    partial_ptr,
+    b_ptr,
+    members_ptr,
+    slots_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    columns,
+    rank,
+    y_stride,
+    splits,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    RANK: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    n = tile * TILE + tl.arange(0, TILE)
+    r = tl.arange(0, RANK)
+    in_rank, in_rows = r < rank, m < M
+    member = tl.load(members_ptr + tile)
+    b = tl.load(b_ptr + n[None, :] * rank + r[:, None], mask=in_rank[:, None], other=0.0)
+    y = tl.load(y_ptr + m[:, None].to(tl.int64) * y_stride + n[None, :], mask=in_rows[:, None], other=0.0)
+    active = in_rows & (tl.load(slots_ptr + m, mask=in_rows, other=-1) >= 0)
+    part = partial_ptr + m[:, None].to(tl.int64) * columns + member * rank + r[None, :]
+    low = tl.zeros((ROWS, RANK), dtype=tl.float32)
+    for _ in range(0, splits):
+        low += tl.load(part, mask=active[:, None] & in_rank[None, :], other=0.0)
+        part += M * columns
+    total = tl.dot(low.to(b.dtype), b, y.to(tl.float32))
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + n)[None, :].to(tl.float32)
+    tl.store(out_ptr + m[:, None].to(tl.int64) * N + n[None, :], total.to(y.dtype), mask=in_rows[:, None])

@@ -1,0 +1,124 @@
+"""The layout in which humming's tensor-core kernel reads an NVFP4 weight, and back to a dense matrix from it.
+
+A rollout holds one packed copy. humming (0.1.6: include/humming/kernel/process.cuh, utils/weight.py) wants each 64 x 16
+tile as the fragments of its instruction; large batches want a dense matrix for cuBLAS, made from the same bytes.
+
+    tile (k // 16, n // 64), lane (n % 8) * 4 + (k % 8) // 2, word (n % 64) // 16
+    nibble (k % 2) * 4 + (k % 16) // 8 * 2 + (n % 16) // 8 of that 32-bit word
+    block scale of (n, k // 16) at [k // 16, n // 64 * 64 + n % 8 * 8 + n % 64 // 8]
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from verl_qerl.nvfp4 import reference
+from verl_qerl.nvfp4.format import PackedWeight
+
+ROWS, COLUMNS = 64, 16  # of a tile
+_DEPTH, _WARPS = 8, 4  # tiles along K that a program decodes
+
+
+def tile(weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor]:
+    """Arrange a weight for humming, bit for bit as its own preparation does.
+
+    Args:
+        weight: [N, K], N % 64 == 0, K % 16 == 0.
+
+    Returns:
+        Codes [K / 16, 2 N] int32 and block scales [K / 16, N] float8_e4m3fn.
+    """
+    N, K = weight.shape
+    codes = torch.stack((weight.codes & 15, weight.codes >> 4), dim=-1)
+    # n = (tile, word, half, lane row), k = (tile, half, lane column, parity)
+    codes = codes.view(N // ROWS, 4, 2, 8, K // COLUMNS, 2, 4, 2).permute(4, 0, 3, 6, 1, 7, 5, 2)
+    codes = codes.reshape(K // COLUMNS, N * 2, 4, 2)
+    pairs = codes[..., 0] | codes[..., 1] << 4
+    words = pairs.contiguous().view(torch.int32).view(K // COLUMNS, N * 2)
+    scale = weight.block_scale.view(torch.uint8).T.reshape(K // COLUMNS, N // ROWS, 8, 8).transpose(2, 3)
+    return words, scale.reshape(K // COLUMNS, N).contiguous().view(torch.float8_e4m3fn)
+
+
+def untile(words: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor) -> PackedWeight:
+    """The inverse of `tile`; shapes as there."""
+    num_blocks, N = scale.shape
+    nibbles = words.view(torch.uint8).view(num_blocks, N * 2, 4)
+    codes = torch.stack((nibbles & 15, nibbles >> 4), dim=-1).view(num_blocks, N // ROWS, 8, 4, 4, 2, 2, 2)
+    codes = codes.permute(1, 4, 7, 2, 0, 6, 3, 5).reshape(N, num_blocks * COLUMNS // 2, 2)
+    blocks = scale.view(torch.uint8).view(num_blocks, N // ROWS, 8, 8).transpose(2, 3).reshape(num_blocks, N)
+    block_scale = blocks.T.contiguous().view(torch.float8_e4m3fn)
+    return PackedWeight(codes[..., 0] | codes[..., 1] << 4, block_scale, global_decode_scale)
+
+
+@torch.library.custom_op("verl_qerl::dequantize_tiled", mutates_args=())
+def dequantize_tiled(words: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor) -> torch.Tensor:
+    """Decode a tiled weight.
+
+    Args:
+        words: Of `tile`.
+        scale: Of `tile`, as uint8.
+        global_decode_scale: One float32.
+
+    Returns:
+        [N, K] bf16, bit for bit as `nvfp4.reference.dequantize` of the weight.
+    """
+    return reference.dequantize(untile(words, scale.view(torch.float8_e4m3fn), global_decode_scale), torch.bfloat16)
+
+
+@dequantize_tiled.register_kernel("cuda")
+def _dequantize_cuda(words: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor) -> torch.Tensor:
+    return launch(words, scale, global_decode_scale)
+
+
+@dequantize_tiled.register_fake
+def _dequantize_fake(words: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor) -> torch.Tensor:
+    return words.new_empty((scale.shape[1], scale.shape[0] * COLUMNS), dtype=torch.bfloat16)
+
+
+def launch(words: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor) -> torch.Tensor:
+    """Run the Triton kernel; shapes as in `dequantize_tiled`."""
+    num_blocks, N = scale.shape
+    out = torch.empty((N, num_blocks * COLUMNS), dtype=torch.bfloat16, device=words.device)
+    grid = (N // ROWS, triton.cdiv(num_blocks, _DEPTH))
+    shape: Any = {"DEPTH": _DEPTH, "num_warps": _WARPS}
+    _dequantize_kernel[grid](words, scale, global_decode_scale, out, N, num_blocks, **shape)
+    return out
+
+
+@triton.jit
+def _dequantize_kernel(words_ptr, scale_ptr, global_ptr, out_ptr, N, num_blocks, DEPTH: tl.constexpr):
+    tile_n = tl.program_id(0)
+    first = tl.program_id(1) * DEPTH
+    block = (first + tl.arange(0, DEPTH)).to(tl.int64)
+    in_k = (block < num_blocks)[:, None]
+
+    # [DEPTH, 128 words of the tile] -> [DEPTH, 128, 8 nibbles]
+    place = tl.arange(0, 128)
+    words = tl.load(words_ptr + block[:, None] * (2 * N) + tile_n * 128 + place[None, :], mask=in_k, other=0)
+    code = words[:, :, None] >> (tl.arange(0, 8) * 4)[None, None, :]
+    # e2m1 in half: sign to bit 15, exponent and mantissa to bits 9-11.
+    value = (((code & 8) << 12) | ((code & 7) << 9)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+    entry = tl.arange(0, 64)
+    bits = tl.load(scale_ptr + block[:, None] * N + tile_n * 64 + entry[None, :], mask=in_k, other=0)
+    # e4m3 in half: exponent and mantissa one bit further left than e4m3's own place, times 2**8 for the bias.
+    decoded = (bits.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
+    decoded = decoded * (tl.load(global_ptr) * 4194304.0)  # 2**22 = 2**8 and 2**14 for e2m1's bias
+
+    # value: (block, lane row, lane column, word, parity, half of k, half of n)
+    # scale: (block, lane row, word, half of n)
+    value = tl.reshape(value, (DEPTH, 8, 4, 4, 2, 2, 2))
+    decoded = tl.reshape(decoded, (DEPTH, 8, 1, 4, 1, 1, 2))
+    value = value * decoded
+    value = tl.permute(value, (3, 6, 1, 0, 5, 2, 4))
+    value = tl.reshape(value, (64, DEPTH * 16))
+
+    row = (tile_n * 64 + tl.arange(0, 64)).to(tl.int64)
+    column = first * 16 + tl.arange(0, DEPTH * 16)
+    tl.store(
+        out_ptr + row[:, None] * (num_blocks * 16) + column[None, :],
+        value.to(tl.bfloat16),
+        mask=(column < num_blocks * 16)[None, :],
+    )
