@@ -75,6 +75,8 @@ def test_two_ranks_from_an_nvfp4_directory_save_adapters_only(workbench):
     packed = workbench.folder / "model-nvfp4"
     assert main(["quantize", "--model", str(workbench.model), "--out", str(packed), "--scale", "mse"]) == 0
     options = [*NVFP4, ACR, "+aqn.num_stages=2", "trainer.save_freq=2"]
+    # The path for one adapter; from the second sync on the adapter is written in place.
+    options.append("+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.lora=single")
     options.append("+actor_rollout_ref.actor.checkpoint.save_lora_only=true")
     # Without noise in step 2 the adapter's arrival shows: both sides are the same model.
     run = workbench.train(

@@ -88,5 +88,16 @@ def test_a_whole_model_brings_new_clean_norms(found, name):
     assert (kinds(case), case["clean"], case["error"]) == (["transfer", "recapture"], 3.0, None)
 
 
+def test_an_adapter_in_its_slot_is_overwritten_with_all_buckets(found):
+    assert found["adapter in its slot"] == [["overwrite", 123, {"first": 1.0, "second": 2.0}, PEFT]]
+
+
+@pytest.mark.parametrize(
+    "name", ["another adapter in the slot", "room for two adapters on the host", "vllm's own path"]
+)
+def test_otherwise_verl_loads_the_adapter(found, name):
+    assert found[name] == [["transfer"]]
+
+
 def test_no_name_clashes_with_vllms_worker(found):
     assert found["clash"] == []

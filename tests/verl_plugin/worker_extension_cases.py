@@ -7,9 +7,11 @@ import json
 from types import SimpleNamespace
 
 import torch
+from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension as Upstream
 from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
+from verl_qerl.verl_plugin import worker_extension
 from verl_qerl.verl_plugin.config import DIGESTS
 from verl_qerl.verl_plugin.worker_extension import WorkerExtension
 
@@ -32,7 +34,10 @@ class Base:
         model = torch.nn.Module()
         model.add_module("input_layernorm", SimpleNorm())
         model.verl_qerl_digests = self.vllm_config.digests
-        self.model_runner = SimpleNamespace(get_model=lambda: model)
+        manager = SimpleNamespace(lora_index_to_id=[None], capacity=1)
+        self.model_runner = SimpleNamespace(
+            get_model=lambda: model, lora_manager=SimpleNamespace(_adapter_manager=manager)
+        )
 
 
 class SimpleNorm(torch.nn.Module):
@@ -41,8 +46,8 @@ class SimpleNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(16), requires_grad=False)
 
 
-def config(quant_config=None, aqn=None, load_format="auto", digests=None):
-    additional = {"verl_qerl": {"aqn": aqn}} if aqn else {}
+def config(quant_config=None, aqn=None, load_format="auto", digests=None, lora="stock"):
+    additional = {"verl_qerl": {"aqn": aqn, "lora": lora}}
     return SimpleNamespace(
         quant_config=quant_config,
         additional_config=additional,
@@ -116,6 +121,40 @@ def update(vllm_config, peft_config, base_sync_done=True, norm=None):
     return {"log": log, "error": error, "clean": clean}
 
 
+class TwoBuckets:
+    """A sender whose second bucket overwrites the first one's memory, as verl's does."""
+
+    def __init__(self, zmq_handle, device, use_shm):
+        pass
+
+    def receive_weights(self, on_bucket_received):
+        bucket = torch.ones(1)
+        on_bucket_received([("first", bucket)], is_last=False)
+        bucket.fill_(2)
+        on_bucket_received([("second", bucket)], is_last=True)
+
+
+def overwrite(lora_index_to_id, capacity=1, lora="single"):
+    """What happens to an adapter that the engine holds already."""
+    log = []
+    worker = make(config(load_format="verl_qerl_nvfp4", digests=DIGEST, lora=lora))
+    worker.model_runner.lora_manager._adapter_manager = SimpleNamespace(
+        lora_index_to_id=lora_index_to_id, capacity=capacity
+    )
+    worker.device, worker._get_zmq_handle = "cpu", lambda: "handle"
+    real = Upstream.update_weights_from_ipc
+    Upstream.update_weights_from_ipc = lambda self, **kwargs: log.append(["transfer"])
+    worker_extension.BucketedWeightReceiver = TwoBuckets
+    worker_extension.overwrite_adapter = lambda manager, lora_id, tensors, peft: log.append(
+        ["overwrite", lora_id, {name: tensor.item() for name, tensor in tensors.items()}, peft]
+    )
+    try:
+        worker.update_weights_from_ipc(peft_config=PEFT | {DIGESTS: DIGEST}, base_sync_done=True)
+    finally:
+        Upstream.update_weights_from_ipc = real
+    return log
+
+
 def upstream(quant_config):
     """Whether verl's own class takes the model for QAT: it sets a flag, or fails where it patches vLLM."""
     try:
@@ -143,6 +182,10 @@ def cases():
     yield "noise, adapter", update(noisy, dict(PEFT), norm=None)
     yield "noise, whole model", update(noisy, None, base_sync_done=False, norm=3.0)
     yield "noise, whole model before the adapter", update(noisy, dict(PEFT), base_sync_done=False, norm=3.0)
+    yield "adapter in its slot", overwrite([VLLM_LORA_INT_ID])
+    yield "another adapter in the slot", overwrite([7])
+    yield "vllm's own path", overwrite([VLLM_LORA_INT_ID], lora="stock")
+    yield "room for two adapters on the host", overwrite([VLLM_LORA_INT_ID], capacity=2)
     yield "clash", [name for name in dir(WorkerExtension) if not name.startswith("__") and hasattr(VllmWorker, name)]
     # Last, since these change vLLM where they succeed.
     yield "upstream", [upstream(compressed), upstream(ModelOptNvFp4Config())]

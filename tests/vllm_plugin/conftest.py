@@ -105,14 +105,14 @@ def packed_dir(model_dir, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def start(vllm):
-    """Starts an engine with our loader; `aqn` are options of the noise, None leaves it out."""
+    """Starts an engine with our loader; `aqn` are options of the noise, None leaves all of ours out."""
 
-    def start_engine(path: Path, aqn: dict | None = None, **options):
+    def start_engine(path: Path, aqn: dict | None = None, additional: dict | None = None, **options):
         extra = {"kv_cache_memory_bytes": 1 << 26, "max_model_len": 256, "max_num_seqs": 4} | options
         if "quantization_config" not in json.loads((path / "config.json").read_text()):
             extra["hf_overrides"] = {"quantization_config": quantization_config()}
         if aqn is not None:
-            extra["additional_config"] = {"verl_qerl": {"aqn": aqn}}
+            extra["additional_config"] = {"verl_qerl": {"aqn": aqn, **(additional or {})}}
         return vllm.LLM(
             model=str(path),
             dtype="bfloat16",
@@ -132,6 +132,7 @@ def engine(start, model_dir):
     return start(
         model_dir("qwen2"),
         aqn={"enabled": True},
+        additional={"lora": "single"},
         model_loader_extra_config={"scale": "mse"},
         enable_lora=True,
         max_lora_rank=8,
@@ -197,6 +198,27 @@ def reference_log_probs(prompt):
         return log_probs.gather(1, ids[0, 1:, None]).squeeze(1)
 
     return ask
+
+
+@pytest.fixture(scope="session")
+def write_adapter(tmp_path_factory, model_dir):
+    """Writes an adapter of random values; returns its directory."""
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    def write(name: str, targets: list[str], rank: int, scale: float = 0.05):
+        base = transformers.Qwen2ForCausalLM.from_pretrained(model_dir("qwen2"), dtype=torch.bfloat16)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules=targets)
+        model = peft.get_peft_model(base, config)
+        generator = torch.Generator().manual_seed(len(name))
+        for key, parameter in model.named_parameters():
+            if "lora_" in key:
+                parameter.data = torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * scale
+        folder = tmp_path_factory.mktemp("adapters") / name
+        model.save_pretrained(folder)
+        return folder
+
+    return write
 
 
 @pytest.fixture

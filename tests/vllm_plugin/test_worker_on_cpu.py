@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from verl_qerl.algos.aqn import AQNConfig, draw_noise
-from verl_qerl.vllm_plugin.worker import NoiseWorkerExtension, prepare_noise
+from verl_qerl.vllm_plugin.worker import NoiseWorkerExtension, prepare_model
 
 NAMES = [
     f"model.layers.{index}.{kind}" for index in range(2) for kind in ("input_layernorm", "post_attention_layernorm")
@@ -158,7 +158,7 @@ class Config:
 )
 def test_without_options_nothing_is_hung_on_the_worker(config):
     worker = Worker(torch.nn.ReLU())
-    prepare_noise(worker, config)
+    prepare_model(worker, config)
     assert worker._qerl_noise is None
     assert "load_model" not in vars(worker)
 
@@ -166,7 +166,7 @@ def test_without_options_nothing_is_hung_on_the_worker(config):
 def test_noise_is_prepared_after_loading():
     model = torch.nn.ModuleDict({"input_layernorm": torch.nn.LayerNorm(4, bias=False)})
     worker = Worker(model)
-    prepare_noise(worker, Config({"verl_qerl": {"aqn": {"enabled": True, "targets": ["input_layernorm"]}}}))
+    prepare_model(worker, Config({"verl_qerl": {"aqn": {"enabled": True, "targets": ["input_layernorm"]}}}))
     assert worker._qerl_noise is None
     worker.load_model(1, load_dummy_weights=False)
     assert worker.calls == [((1,), {"load_dummy_weights": False})]
@@ -176,5 +176,5 @@ def test_noise_is_prepared_after_loading():
 
 def test_options_of_the_noise_are_those_of_aqn():
     with pytest.raises(ValueError, match=r"unknown option aqn\.sigma"):
-        prepare_noise(Worker(None), Config({"verl_qerl": {"aqn": {"sigma": 1}}}))
+        prepare_model(Worker(None), Config({"verl_qerl": {"aqn": {"sigma": 1}}}))
     assert AQNConfig.from_mapping({}).enabled is False

@@ -3,13 +3,17 @@
 import copy
 from typing import Any, cast
 
-from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+import torch
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
+from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID, vLLMColocateWorkerExtension
 
 from verl_qerl import vllm_plugin
 from verl_qerl.nvfp4.digest import check_same_base
 from verl_qerl.verl_plugin.config import DIGESTS
+from verl_qerl.vllm_plugin.adapter import can_overwrite, overwrite_adapter
 from verl_qerl.vllm_plugin.loader import base_digests
-from verl_qerl.vllm_plugin.worker import NoiseWorkerExtension, prepare_noise
+from verl_qerl.vllm_plugin.options import rollout_options
+from verl_qerl.vllm_plugin.worker import NoiseWorkerExtension, prepare_model
 
 
 class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
@@ -23,6 +27,7 @@ class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
     _is_qat_model: bool
     _is_modelopt_qat: bool
     _qerl_base_unchecked: bool
+    _qerl_in_place: bool
 
     def __new__(cls, **kwargs: Any) -> Any:
         """Create the worker with verl's QAT switched off."""
@@ -33,29 +38,48 @@ class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
             raise RuntimeError("verl's QAT is on in a worker of ours. This is a defect of verl_qerl: report it.")
         load_config = getattr(vllm_config, "load_config", None)
         worker._qerl_base_unchecked = getattr(load_config, "load_format", None) == vllm_plugin.NAME
-        prepare_noise(worker, vllm_config)
+        worker._qerl_in_place = rollout_options(vllm_config).lora == "single"
+        prepare_model(worker, vllm_config)
         return worker
 
     def update_weights_from_ipc(
         self, peft_config: dict | None = None, base_sync_done: bool = False, use_shm: bool = False
     ) -> None:
-        """Receive an adapter or a whole model from the trainer, as verl does.
+        """Receive an adapter or a whole model from the trainer, as verl does; with `lora: single` an adapter in place.
 
         Raises:
             ValueError: The actor's base weights are not those of this worker, or its first adapter comes without their
                 digests: then the actor is not ours, and trains on a dense base.
         """
         expected = peft_config.pop(DIGESTS, None) if peft_config else None
-        super().update_weights_from_ipc(
-            peft_config=cast(dict, peft_config), base_sync_done=base_sync_done, use_shm=use_shm
-        )
-        # After the transfer: an error before it would leave the sender waiting for ever.
         adapter_only = peft_config is not None and base_sync_done
+        manager = self._qerl_manager() if adapter_only and self._qerl_in_place else None
+        if manager is not None and can_overwrite(manager, VLLM_LORA_INT_ID):
+            overwrite_adapter(manager, VLLM_LORA_INT_ID, self._qerl_receive(use_shm), cast(dict, peft_config))
+        else:
+            super().update_weights_from_ipc(
+                peft_config=cast(dict, peft_config), base_sync_done=base_sync_done, use_shm=use_shm
+            )
+        # After the transfer: an error before it would leave the sender waiting for ever.
         if expected is not None or (adapter_only and self._qerl_base_unchecked):
             check_same_base(expected or {}, base_digests(self.model_runner.get_model()))
             self._qerl_base_unchecked = False
         if self._qerl_noise is not None and not adapter_only:
             self._qerl_noise.recapture()
+
+    def _qerl_manager(self) -> Any:
+        return self.model_runner.lora_manager._adapter_manager
+
+    def _qerl_receive(self, use_shm: bool) -> dict[str, torch.Tensor]:
+        """Everything the trainer sends, on the device; verl overwrites the buckets that the tensors come in."""
+        receiver = BucketedWeightReceiver(zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm)
+        received: dict[str, torch.Tensor] = {}
+
+        def keep(weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
+            received.update((name, tensor.clone()) for name, tensor in weights)
+
+        receiver.receive_weights(on_bucket_received=keep)
+        return received
 
 
 def _without_nvfp4(vllm_config: Any) -> Any:

@@ -1,12 +1,14 @@
 """The quantization method `verl_qerl_nvfp4`: compressed-tensors' W4A16 NVFP4 with our choice of kernel.
 
-On a GPU that is vLLM's own (Marlin). Without one, vLLM has no kernel at all; the reference below decodes the weight
-once, so that the same loader, LoRA layers and noise run on a laptop.
+On Hopper that is `linear.TiledKernel`, on other GPUs vLLM's own (Marlin). Without a GPU, vLLM has no kernel at all; the
+reference below decodes the weight once, so that the same loader, LoRA layers and noise run on a laptop.
 """
 
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.logger import init_logger
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW4A4Fp4
@@ -15,6 +17,9 @@ from vllm.platforms import current_platform
 from verl_qerl.nvfp4.format import PackedWeight
 from verl_qerl.nvfp4.reference import dequantize
 from verl_qerl.vllm_plugin import NAME
+from verl_qerl.vllm_plugin.options import rollout_options
+
+logger = init_logger(__name__)
 
 
 class NVFP4Config(CompressedTensorsConfig):
@@ -43,11 +48,26 @@ class W4A16NVFP4(CompressedTensorsW4A4Fp4):
     def __init__(self) -> None:
         if not current_platform.is_cpu():
             super().__init__(use_a16=True)
+            self._choose_by_rows()
             return
         # vLLM's own __init__ raises on a CPU: it forces Marlin. The rest of it is these three attributes.
         self.use_a16 = True
         self.kernel = ReferenceKernel(NvFp4LinearLayerConfig())
         self.group_size = 16
+
+    def _choose_by_rows(self) -> None:
+        # Not at the top: it needs vLLM's CUDA kernels, which the CPU build lacks.
+        from verl_qerl.vllm_plugin.linear import TiledKernel
+        from verl_qerl.vllm_plugin.plans import why_not
+
+        options = rollout_options(get_current_vllm_config_or_none())
+        if options.linear == "stock":
+            return
+        reason = why_not()
+        if reason:
+            logger.warning_once("NVFP4 linears run on Marlin, which is slow for large batches: %s.", reason)
+            return
+        self.kernel = TiledKernel(NvFp4LinearLayerConfig(), resident=options.resident)
 
 
 class ReferenceKernel(NvFp4LinearKernel):

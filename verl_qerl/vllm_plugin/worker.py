@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
-from verl_qerl.algos.aqn import AQNConfig
+from verl_qerl.vllm_plugin.lora import use_single_adapter
 from verl_qerl.vllm_plugin.noise import NormNoise
-
-# Key of `additional_config`, vLLM's door for options of a plugin.
-OPTIONS = "verl_qerl"
+from verl_qerl.vllm_plugin.options import rollout_options
 
 
 class NoiseWorkerExtension:
@@ -21,9 +19,9 @@ class NoiseWorkerExtension:
     _qerl_noise: NormNoise | None
 
     def __new__(cls, **kwargs: Any) -> Any:
-        """Create the worker; `load_model` will prepare the norms."""
+        """Create the worker; `load_model` will prepare the model."""
         instance = super().__new__(cls)
-        prepare_noise(instance, kwargs.get("vllm_config"))
+        prepare_model(instance, kwargs.get("vllm_config"))
         return instance
 
     def qerl_set_noise(self, sigma: float, step: int) -> int:
@@ -52,23 +50,26 @@ class NoiseWorkerExtension:
         return {name: norm.weight.detach().cpu().clone() for name, norm in norms.items()}
 
 
-def prepare_noise(worker: Any, vllm_config: Any) -> None:
-    """Have `worker.load_model` prepare the norms when `additional_config.verl_qerl.aqn` asks for noise.
+def prepare_model(worker: Any, vllm_config: Any) -> None:
+    """Have `worker.load_model` put LoRA on the path for one adapter and prepare the norms for noise, as options ask.
 
     Raises:
         ValueError: An option is unknown or out of range.
     """
     worker._qerl_noise = None
-    options = (getattr(vllm_config, "additional_config", None) or {}).get(OPTIONS, {})
-    config = AQNConfig.from_mapping(options.get("aqn"))
-    if not config.enabled:
+    options = rollout_options(vllm_config)
+    lora_config = getattr(vllm_config, "lora_config", None) if options.lora == "single" else None
+    if lora_config is None and not options.aqn.enabled:
         return
     load_model = worker.load_model
 
     def load_then_prepare(*args: Any, **kwargs: Any) -> None:
         load_model(*args, **kwargs)
-        # Before anything is compiled, and outside of the sleep-mode pool: a few hundred kB that stay readable while
-        # the engine sleeps.
-        worker._qerl_noise = NormNoise(worker.model_runner.get_model(), config)
+        # Before anything is compiled, and outside of the sleep-mode pool: what stays readable while the engine sleeps.
+        model = worker.model_runner.get_model()
+        if lora_config is not None:
+            use_single_adapter(model, lora_config)
+        if options.aqn.enabled:
+            worker._qerl_noise = NormNoise(model, options.aqn)
 
     worker.load_model = load_then_prepare

@@ -1,0 +1,121 @@
+"""The path for one adapter inside an engine; its arithmetic against PEFT is in test_quantization_on_cpu.py."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from vllm.lora.layers import RowParallelLinearWithLoRA
+from vllm.lora.layers.base import BaseLayerWithLoRA
+
+from verl_qerl.vllm_plugin.lora import use_single_adapter
+
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def layers_of(engine) -> dict:
+    model = engine.collective_rpc(lambda worker: worker.model_runner.get_model())[0]
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_a_stacked")}
+
+
+@pytest.fixture(scope="module")
+def stock(start, model_dir):
+    """The same engine on vLLM's own path."""
+    return start(
+        model_dir("qwen2"),
+        aqn={"enabled": True},
+        model_loader_extra_config={"scale": "mse"},
+        enable_lora=True,
+        max_lora_rank=8,
+    )
+
+
+def test_every_linear_is_on_the_path(engine, stock):
+    kinds = {type(layer).__name__ for layer in layers_of(engine).values()}
+    assert kinds == {
+        "SingleMergedQKVParallelLinearWithLoRA",
+        "SingleMergedColumnParallelLinearWithLoRA",
+        "SingleRowParallelLinearWithLoRA",
+    }
+    assert len(layers_of(engine)) == 8
+    assert not any("Single" in type(layer).__name__ for layer in layers_of(stock).values())
+
+
+def test_buffers_of_vllm_are_views_of_the_stacked_tensors(engine):
+    for layer in layers_of(engine).values():
+        assert layer.qerl_a.shape[0] == len(layer.lora_a_stacked) * 8
+        for stacked, parts in ((layer.qerl_a, layer.lora_a_stacked), (layer.qerl_b, layer.lora_b_stacked)):
+            assert torch.equal(torch.cat([part[0, 0] for part in parts]), stacked)
+            assert {part.untyped_storage().data_ptr() for part in parts} == {stacked.untyped_storage().data_ptr()}
+
+
+@pytest.mark.parametrize(
+    ("targets", "rank"), [(LINEARS, 8), (LINEARS, 4), (["q_proj", "down_proj"], 8)], ids=["all", "rank 4 of 8", "two"]
+)
+def test_log_probs_are_those_of_vllms_own_path(vllm, engine, stock, write_adapter, prompt_log_probs, targets, rank):
+    folder = write_adapter(f"{len(targets)}-{rank}", targets, rank)
+    request = vllm.lora.request.LoRARequest(folder.name, 10 * len(targets) + rank, str(folder))
+    base = prompt_log_probs(engine)
+    ours, expected = prompt_log_probs(engine, lora_request=request), prompt_log_probs(stock, lora_request=request)
+    assert torch.equal(base, prompt_log_probs(stock))
+    # vLLM's path rounds each linear's result to bf16 once more: a few thousandths, where the adapter moves them by 0.2.
+    assert (ours - expected).abs().mean() < 0.05 * (expected - base).abs().mean()
+
+
+def test_a_batch_may_mix_tokens_with_and_without_the_adapter(vllm, engine, write_adapter, prompt):
+    folder = write_adapter("mixed", LINEARS, 8)
+    request = vllm.lora.request.LoRARequest("mixed", 77, str(folder))
+    params = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0)
+    prompts = [{"prompt_token_ids": prompt[:40]}, {"prompt_token_ids": prompt[:40]}]
+
+    def ask(requests):
+        outputs = engine.generate(prompts, params, use_tqdm=False, lora_request=requests)
+        return [[next(iter(p.values())).logprob for p in out.prompt_logprobs[1:]] for out in outputs]
+
+    (none, _), (all_, _), mixed = ask([None, None]), ask([request, request]), ask([request, None])
+    assert none != all_
+    assert torch.allclose(torch.tensor(mixed), torch.tensor([all_, none]), atol=2e-2)
+
+
+def test_a_second_adapter_replaces_the_first(vllm, engine, write_adapter, prompt_log_probs):
+    requests = [
+        vllm.lora.request.LoRARequest(name, number, str(write_adapter(name, LINEARS, 8)))
+        for number, name in enumerate(("first", "another"), start=100)
+    ]
+    one, two = (prompt_log_probs(engine, lora_request=request) for request in requests)
+    assert (one - two).abs().max() > 0.1
+    assert torch.equal(prompt_log_probs(engine, lora_request=requests[0]), one)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"max_loras": 2}, "max_loras is 2"),
+        ({"fully_sharded_loras": True}, "fully_sharded_loras is on"),
+        ({"lora_dtype": torch.float16}, "the adapter is torch.float16"),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+def test_what_it_cannot_serve_stays_with_vllm_and_is_said(engine, change, reason, caplog):
+    model = engine.collective_rpc(lambda worker: worker.model_runner.get_model())[0]
+    config = {"max_loras": 1, "fully_sharded_loras": False, "lora_dtype": torch.bfloat16} | change
+    assert use_single_adapter(model, SimpleNamespace(**config)) == 0
+    assert reason in caplog.text
+
+
+def test_layers_of_other_kinds_and_odd_widths_stay_and_are_named(engine, caplog):
+    model = torch.nn.Module()
+    model.embedding = BaseLayerWithLoRA()
+    model.odd = RowParallelLinearWithLoRA.__new__(RowParallelLinearWithLoRA)
+    torch.nn.Module.__init__(model.odd)
+    model.odd.output_slices = (24,)
+    config = SimpleNamespace(max_loras=1, fully_sharded_loras=False, lora_dtype=torch.bfloat16)
+    assert use_single_adapter(model, config) == 0
+    assert "BaseLayerWithLoRA, RowParallelLinearWithLoRA stay on vLLM's kernels" in caplog.text
+    assert not [record for record in caplog.records if "Single" in record.message]
+
+
+def test_a_model_without_lora_layers_is_an_error():
+    with pytest.raises(ValueError, match="Linear has no LoRA layers"):
+        use_single_adapter(torch.nn.Linear(2, 2), SimpleNamespace())

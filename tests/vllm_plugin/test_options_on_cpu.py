@@ -1,0 +1,38 @@
+from types import SimpleNamespace
+
+import pytest
+
+from verl_qerl.vllm_plugin.options import rollout_options
+
+
+def config(options):
+    return SimpleNamespace(additional_config={"verl_qerl": options, "another_plugin": {"linear": 3}})
+
+
+@pytest.mark.parametrize("vllm_config", [None, SimpleNamespace(additional_config=None), config(None), config({})])
+def test_defaults(vllm_config):
+    options = rollout_options(vllm_config)
+    assert (options.linear, options.lora, options.resident, options.aqn.enabled) == ("stock", "stock", False, False)
+
+
+def test_options_are_read():
+    options = rollout_options(
+        config({"linear": "auto", "lora": "single", "resident": True, "aqn": {"enabled": True, "seed": 3}})
+    )
+    assert (options.linear, options.lora, options.resident, options.aqn.seed) == ("auto", "single", True, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"linears": "auto"}, r"unknown option additional_config\.verl_qerl\.linears='auto'.*linear, lora, resident"),
+        ({"linear": "fast"}, r"additional_config\.verl_qerl\.linear='fast'.*stock, auto"),
+        ({"lora": None}, r"additional_config\.verl_qerl\.lora=None.*stock, single"),
+        ({"resident": "yes"}, r"additional_config\.verl_qerl\.resident='yes'.*true and false"),
+        ({"aqn": {"sigma": 1}}, r"unknown option aqn\.sigma"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_bad_input_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        rollout_options(config(options))

@@ -1,0 +1,168 @@
+"""`python -m verl_qerl tune`: measure where the kernels of a rollout cross on this GPU."""
+
+import argparse
+import datetime
+import json
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from verl_qerl.kernels.small_batch import LAUNCHES, MAX_ROWS, small_batch_matmul
+from verl_qerl.kernels.tiled import dequantize_tiled, tile
+from verl_qerl.testing import random_packed_weight
+
+ROWS = (1, 8, 16, 24, 32, 48, 64, 96, 128, 176, 256, 512, 1024, 2048, 4096)
+# (out_features, in_features) of the fused linears as vLLM holds them.
+MODELS = {
+    "qwen2.5-7b": ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944)),
+    "qwen2.5-14b": ((7168, 5120), (5120, 5120), (27648, 5120), (5120, 13824)),
+    "qwen2.5-32b": ((7168, 5120), (5120, 5120), (55296, 5120), (5120, 27648)),
+}
+_CACHE_BYTES = 400 << 20  # read between two uses of a weight, several times the L2 cache of an H200
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to the program's parser."""
+    parser = subparsers.add_parser(
+        "tune", help="measure which kernel a rollout should use for which batch on this GPU", description=__doc__
+    )
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="shapes to measure")
+    parser.add_argument("--out", type=Path, help="default: where the rollout looks for it")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, write the table and print it.
+
+    Raises:
+        ValueError: The machine has no GPU on which there is a choice.
+    """
+    from verl_qerl.vllm_plugin.plans import table_path, why_not
+
+    reason = why_not()
+    if reason:
+        raise ValueError(f"nothing to measure: {reason}. A Hopper GPU with vLLM is accepted. Run it there.")
+    shapes = sorted({shape for model in args.models for shape in MODELS[model]})
+    gpu = torch.cuda.get_device_name()
+    rows = []
+    for N, K in shapes:
+        rows.append(measure(N, K))
+        print(describe(rows[-1]), flush=True)
+    path = args.out or table_path(gpu)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"gpu": gpu, "torch": torch.__version__, "time": _now(), "rows": rows}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    print(f"written to {path}")
+    return 0
+
+
+def measure(N: int, K: int) -> dict[str, Any]:
+    """Times of every path for a weight [N, K], and where they cross.
+
+    Returns:
+        The fields of vllm_plugin.plans.Plan up to `decode_rows`, and `times`, microseconds by rows.
+    """
+    from verl_qerl.vllm_plugin.plans import humming_matmul, make_plan
+
+    tiled = [tile(random_packed_weight(N, K, device="cuda"))]
+    scale_of_all = torch.full((1,), 2.0**-12, device="cuda")
+    tiled += [tuple(part.clone() for part in tiled[0]) for _ in range(_CACHE_BYTES // (N * K * 9 // 16))]
+    packed = [(words, scale.view(torch.uint8), scale_of_all) for words, scale in tiled]
+    weight = dequantize_tiled(*packed[0])
+    dense = [weight] + [weight.clone() for _ in range(_CACHE_BYTES // (N * K * 2))]
+    plan = make_plan(N, K, torch.cuda.get_device_name())
+    launches, times = [], []
+    for rows in (8, 16):
+        x = torch.randn(rows, K, device="cuda", dtype=torch.bfloat16)
+        launches.append(min(LAUNCHES, key=partial(_time_launch, x, packed)))
+    for rows in ROWS:
+        x = torch.randn(rows, K, device="cuda", dtype=torch.bfloat16)
+        small = [partial(small_batch_matmul, x, *tensors, launch=launches[rows > 8]) for tensors in packed]
+        paths = {
+            "dense_us": [partial(linear, x, weight) for weight in dense],
+            "small_us": small if rows <= MAX_ROWS else [],
+            "packed_us": [partial(humming_matmul, x, *tensors, plan) for tensors in packed],
+            "decoded_us": [partial(_decode_then_multiply, x, *tensors) for tensors in packed],
+        }
+        times.append({"rows": rows} | {name: time_us(calls) for name, calls in paths.items() if calls})
+    return {"N": N, "K": K, **crossings(times), "launches": launches, "times": times}
+
+
+def _time_launch(x: torch.Tensor, packed: Sequence[tuple[torch.Tensor, ...]], launch: tuple[int, int]) -> float:
+    return time_us([partial(small_batch_matmul, x, *tensors, launch=launch) for tensors in packed])
+
+
+def _decode_then_multiply(x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    return linear(x, dequantize_tiled(*tensors))
+
+
+def crossings(times: Sequence[dict[str, float]]) -> dict[str, int]:
+    """Where each path stops or begins to be the fastest.
+
+    Args:
+        times: Microseconds by rows, ascending.
+
+    Returns:
+        `small_rows` and `packed_rows`, up to which small_batch beats humming and humming a dense copy, and
+        `decode_rows`, from which on decoding beats humming.
+    """
+    small_rows, packed_rows, decode_rows = 0, 0, 1 << 30
+    for entry in times:
+        if entry.get("small_us", math.inf) > min(entry["packed_us"], entry["dense_us"]):
+            break
+        small_rows = int(entry["rows"])
+    for entry in times:
+        if entry["packed_us"] > entry["dense_us"]:
+            break
+        packed_rows = int(entry["rows"])
+    for entry in reversed(times):
+        if entry["decoded_us"] > entry["packed_us"]:
+            break
+        decode_rows = int(entry["rows"])
+    return {"small_rows": small_rows, "packed_rows": packed_rows, "decode_rows": decode_rows}
+
+
+def time_us(calls: Sequence[Callable[[], object]], repetitions: int = 5) -> float:
+    """Microseconds of one call, the best of several replays of a CUDA graph over all of them."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    best = float("inf")
+    for _ in range(repetitions):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        best = min(best, start.elapsed_time(end))
+    return round(best * 1e3 / len(calls), 2)
+
+
+def describe(row: dict[str, Any]) -> str:
+    """One line for the terminal."""
+    times = "  ".join(
+        f"{entry['rows']}: {entry['dense_us']:.0f}/{entry.get('small_us', math.nan):.0f}/{entry['packed_us']:.0f}"
+        f"/{entry['decoded_us']:.0f}"
+        for entry in row["times"]
+    )
+    return (
+        f"{row['N']} x {row['K']}: small batches up to {row['small_rows']} rows, humming up to {row['packed_rows']}"
+        f" against a bf16 copy, decoding from {row['decode_rows']}; us dense/small/humming/decoded  {times}"
+    )
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,77 @@
+"""The kernel of a packed linear: one copy of the weight, multiplied as its Plan says for the number of rows.
+
+Few rows go to `kernels.small_batch`, more to humming, many to cuBLAS, over a bf16 copy when there is one (`resident`)
+and over one decoded on the spot otherwise. Every path multiplies by the same bf16 values.
+"""
+
+from typing import Any
+
+import torch
+from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
+from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKernel
+
+from verl_qerl.kernels.tiled import dequantize_tiled, tile
+from verl_qerl.nvfp4.format import PackedWeight
+from verl_qerl.vllm_plugin.plans import make_plan, say_once, why_not
+from verl_qerl.vllm_plugin.tiled_ops import linear_tiled
+
+_N_MULTIPLE, _K_MULTIPLE = 256, 128  # what humming's tiles need
+_LEAST_NORMAL = 8  # bits of 2**-6 in E4M3
+
+
+class TiledKernel(NvFp4LinearKernel):
+    """Chooses by rows; a linear of a shape that humming does not take stays with Marlin."""
+
+    def __init__(self, config: NvFp4LinearLayerConfig, resident: bool = False) -> None:
+        super().__init__(config)
+        self._resident = resident
+        self._marlin = MarlinNvFp4LinearKernel(config)
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        """On Hopper, with humming."""
+        reason = why_not()
+        return reason is None, reason
+
+    @classmethod
+    def can_implement(cls, config: NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
+        """Every NVFP4 layer, some of them by Marlin."""
+        return True, None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Arrange the weight; vLLM's names hold the tiled tensors afterwards."""
+        packed = PackedWeight(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
+        N, K = packed.shape
+        if N % _N_MULTIPLE or K % _K_MULTIPLE or layer.params_dtype != torch.bfloat16:
+            say_once(
+                f"NVFP4 linears of {N} x {K} in {layer.params_dtype} run on Marlin: the faster kernel takes bf16 and"
+                f" multiples of {_N_MULTIPLE} x {_K_MULTIPLE}."
+            )
+            self._marlin.process_weights_after_loading(layer)
+            return
+        words, scale = tile(packed)
+        layer.weight = _frozen(words)
+        layer.weight_scale = _frozen(scale.view(torch.uint8))
+        layer.weight_global_scale = _frozen(packed.global_decode_scale.reshape(1))
+        normal = bool((layer.weight_scale.data >= _LEAST_NORMAL).all())
+        layer.qerl_plan = make_plan(N, K, torch.cuda.get_device_name(words.device), normal)
+        layer.qerl_dense = None
+        if self._resident:
+            decoded = dequantize_tiled(words, layer.weight_scale.data, layer.weight_global_scale.data)
+            layer.qerl_dense = _frozen(decoded)
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """X W^T + bias; x [..., K], result [..., N]."""
+        if not hasattr(layer, "qerl_plan"):
+            return self._marlin.apply_weights(layer, x, bias)
+        y = linear_tiled(x.reshape(-1, x.shape[-1]), *tiled_tensors(layer), bias, layer.qerl_plan)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def tiled_tensors(layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """What TiledKernel prepared of a layer: words, scale, global_decode_scale and dense of `linear_tiled`."""
+    return layer.weight, layer.weight_scale, layer.weight_global_scale, layer.qerl_dense
+
+
+def _frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(tensor, requires_grad=False)

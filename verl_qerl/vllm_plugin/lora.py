@@ -1,0 +1,139 @@
+"""The path for one adapter: vLLM's LoRA layers with the operators of `kernels.lora`.
+
+It is taken when `max_loras` is 1. Then a token has the one adapter or none, which a mask tells, under CUDA graphs too;
+vLLM never schedules a second adapter into a batch. A and B of a fused linear are stacked into one tensor each, of which
+vLLM's own buffers become views, so that its ways of loading an adapter keep working.
+"""
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from vllm.lora.layers import (
+    ColumnParallelLinearWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithLoRA,
+    QKVParallelLinearWithLoRA,
+    ReplicatedLinearWithLoRA,
+    RowParallelLinearWithLoRA,
+)
+from vllm.lora.layers.base import BaseLayerWithLoRA
+
+from verl_qerl.kernels.lora import lora_expand, lora_shrink, member_of_tile
+from verl_qerl.vllm_plugin.linear import tiled_tensors
+from verl_qerl.vllm_plugin.tiled_ops import lora_linear_tiled
+
+logger = logging.getLogger(__name__)
+
+_CONVERTED = (
+    ColumnParallelLinearWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithLoRA,
+    QKVParallelLinearWithLoRA,
+    ReplicatedLinearWithLoRA,
+    RowParallelLinearWithLoRA,
+)
+
+
+def use_single_adapter(model: torch.nn.Module, lora_config: Any) -> int:
+    """Put the LoRA linears of `model` on the path for one adapter.
+
+    Call it after loading and before anything is compiled. Linears that it does not take keep vLLM's path; why is said
+    once.
+
+    Args:
+        model: vLLM's, with its LoRA layers.
+        lora_config: vLLM's.
+
+    Returns:
+        Number of linears converted.
+    """
+    layers = [module for module in model.modules() if isinstance(module, BaseLayerWithLoRA)]
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no LoRA layers although LoRA is enabled. Its linears must be among those that"
+            " vLLM can adapt. Check lora_target_modules."
+        )
+    reason = _why_not(lora_config)
+    if reason:
+        logger.warning("verl_qerl: LoRA runs on vLLM's kernels for many adapters: %s.", reason)
+        return 0
+    linears = [layer for layer in layers if type(layer) in _CONVERTED and not _is_odd(layer)]
+    left = sorted({type(layer).__name__ for layer in layers if layer not in linears})
+    if left:
+        logger.warning("verl_qerl: %s stay on vLLM's kernels for many adapters.", ", ".join(left))
+    active = _watch(linears[0].punica_wrapper, only_ours=not left) if linears else None
+    for layer in linears:
+        _convert(layer, active)
+    return len(linears)
+
+
+def _why_not(lora_config: Any) -> str | None:
+    if lora_config.max_loras != 1:
+        return f"max_loras is {lora_config.max_loras}, and the faster path is for one adapter"
+    if lora_config.fully_sharded_loras:
+        return "fully_sharded_loras is on"
+    if lora_config.lora_dtype != torch.bfloat16:
+        return f"the adapter is {lora_config.lora_dtype}, and the faster path is for bfloat16"
+    return None
+
+
+def _is_odd(layer: Any) -> bool:
+    return any(size % 16 for size in layer.output_slices)
+
+
+def _watch(wrapper: Any, only_ours: bool) -> torch.Tensor:
+    """A bool on the CPU that `wrapper` keeps: true while no token of the batch has an adapter."""
+    wrapper.qerl_none_active = torch.ones(1, dtype=torch.bool)
+    wrapper.__class__ = _watching(type(wrapper), only_ours)
+    return wrapper.qerl_none_active
+
+
+@functools.cache
+def _watching(base: type, only_ours: bool) -> type:
+    class Watching(base):
+        def update_metadata(
+            self, mapping: Any, lora_index_to_id: list, max_loras: int, vocab_size: int, **kwargs: Any
+        ) -> None:
+            """As vLLM's; without its sorting of tokens by adapter when none of its kernels is left."""
+            if only_ours:
+                self.is_prefill = mapping.is_prefill
+                self._update_base_metadata(mapping, lora_index_to_id, max_loras, vocab_size)
+            else:
+                super().update_metadata(mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)
+            self.qerl_none_active.fill_(not any(mapping.index_mapping))
+
+    return Watching
+
+
+def _convert(layer: Any, none_active: torch.Tensor | None) -> None:
+    a, b = layer.lora_a_stacked, layer.lora_b_stacked
+    rank, slices = b[0].shape[-1], tuple(part.shape[2] for part in b)
+    layer.qerl_a = torch.cat([part[0, 0] for part in a])
+    layer.qerl_b = torch.cat([part[0, 0] for part in b])
+    layer.qerl_members = member_of_tile(slices, layer.qerl_b.device)
+    layer.qerl_none_active = none_active
+    layer.lora_a_stacked = tuple(part[None, None] for part in layer.qerl_a.split(rank))
+    layer.lora_b_stacked = tuple(part[None, None] for part in layer.qerl_b.split(slices))
+    layer.__class__ = _single(type(layer))
+
+
+@functools.cache
+def _single(base: type) -> type:
+    class Single(base):
+        def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            """The base product and the adapter's; x [..., K], result [..., N]."""
+            flat = x.reshape(-1, x.shape[-1])
+            adapter = (self.qerl_b, self.qerl_members, self.punica_wrapper._token_lora_indices, self.qerl_none_active)
+            if hasattr(self.base_layer, "qerl_plan"):
+                tensors = tiled_tensors(self.base_layer)
+                out = lora_linear_tiled(flat, *tensors, bias, self.base_layer.qerl_plan, self.qerl_a, *adapter)
+            else:
+                partial = lora_shrink(flat, self.qerl_a, self.qerl_none_active)
+                y = self._get_quant_method().apply(self.base_layer, flat, bias)
+                out = lora_expand(y, partial, *adapter, None, flat.shape[-1])
+            return out.view(*x.shape[:-1], out.shape[-1])
+
+    Single.__name__ = Single.__qualname__ = f"Single{base.__name__}"
+    return Single

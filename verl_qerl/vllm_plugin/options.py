@@ -1,0 +1,67 @@
+"""Options of the rollout: `additional_config.verl_qerl`, vLLM's door for options of a plugin."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from verl_qerl.algos.aqn import AQNConfig
+
+KEY = "verl_qerl"
+_CHOICES = {"linear": ("stock", "auto"), "lora": ("stock", "single")}
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """What our side of vLLM does.
+
+    Attributes:
+        aqn: Options of the noise.
+        linear: `stock` is vLLM's kernel (Marlin), `auto` chooses one by the number of rows.
+        lora: `stock` is vLLM's path for many adapters, `single` the one for one adapter.
+        resident: Keep a bf16 copy of the packed linears beside them (two bytes a weight) for batches at which a 4-bit
+            kernel is slower; without it those are decoded when they are used.
+    """
+
+    aqn: AQNConfig
+    linear: str = "stock"
+    lora: str = "stock"
+    resident: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ValueError: One is not among its choices.
+        """
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"unknown choice: additional_config.{KEY}.{name}={getattr(self, name)!r}. Accepted are"
+                    f" {', '.join(choices)}. Choose one of them."
+                )
+        if not isinstance(self.resident, bool):
+            raise ValueError(
+                f"not a switch: additional_config.{KEY}.resident={self.resident!r}. Accepted are true and false."
+                " Choose one of them."
+            )
+
+
+def rollout_options(vllm_config: Any) -> RolloutOptions:
+    """The options of an engine; absent ones have their defaults.
+
+    Args:
+        vllm_config: vLLM's, or None.
+
+    Raises:
+        ValueError: An option is unknown or out of range.
+    """
+    additional: Mapping[str, Any] = getattr(vllm_config, "additional_config", None) or {}
+    options = dict(additional.get(KEY) or {})
+    known = [field.name for field in fields(RolloutOptions)]
+    for name in options:
+        if name not in known:
+            raise ValueError(
+                f"unknown option additional_config.{KEY}.{name}={options[name]!r}. Known options are"
+                f" {', '.join(known)}. Check the spelling."
+            )
+    return RolloutOptions(**{**options, "aqn": AQNConfig.from_mapping(options.get("aqn"))})
