@@ -1,10 +1,11 @@
 import math
+import re
 
 import pytest
 import torch
 
 from verl_qerl.nvfp4.digest import weight_digest
-from verl_qerl.testing import assert_close, random_packed_weight, rms_error_ratio, sqnr_db
+from verl_qerl.testing import assert_close, current_commit, random_packed_weight, rms_error_ratio, sqnr_db
 
 
 def test_error_ratio_by_hand() -> None:
@@ -46,3 +47,10 @@ def test_random_weights_depend_on_the_seed_only() -> None:
     assert weight.shape == (8, 32)
     assert weight_digest(weight) == weight_digest(random_packed_weight(8, 32, seed=1))
     assert weight_digest(weight) != weight_digest(random_packed_weight(8, 32, seed=2))
+
+
+def test_a_result_file_names_the_commit(monkeypatch):
+    monkeypatch.setenv("QERL_COMMIT", "abc1234")
+    assert current_commit() == "abc1234"
+    monkeypatch.delenv("QERL_COMMIT")
+    assert re.fullmatch(r"[0-9a-f]{7,}|unknown", current_commit())

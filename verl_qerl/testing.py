@@ -1,6 +1,8 @@
-"""Measures and random inputs shared by tests and benchmarks."""
+"""Measures, random inputs and the state of the code, shared by tests and benchmarks."""
 
 import math
+import os
+import subprocess
 
 import torch
 
@@ -37,3 +39,12 @@ def random_packed_weight(N: int, K: int, seed: int = 0, device: str | torch.devi
     """A Gaussian weight of standard deviation 0.02, quantized with `minmax`."""
     generator = torch.Generator().manual_seed(seed)
     return quantize((torch.randn(N, K, generator=generator) * 0.02).to(device))
+
+
+def current_commit() -> str:
+    """What a result file names: QERL_COMMIT where it is set (a copy of the tree is measured), else git's short hash."""
+    named = os.environ.get("QERL_COMMIT")
+    if named:
+        return named
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"

