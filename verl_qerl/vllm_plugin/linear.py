@@ -41,24 +41,35 @@ class TiledKernel(NvFp4LinearKernel):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Arrange the weight; vLLM's names hold the tiled tensors afterwards."""
         packed = PackedWeight(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
-        N, K = packed.shape
-        if N % _N_MULTIPLE or K % _K_MULTIPLE or layer.params_dtype != torch.bfloat16:
-            say_once(
-                f"NVFP4 linears of {N} x {K} in {layer.params_dtype} run on Marlin: the faster kernel takes bf16 and"
-                f" multiples of {_N_MULTIPLE} x {_K_MULTIPLE}."
-            )
+        plan = self._plan(packed, layer.params_dtype)
+        if plan is None:
             self._marlin.process_weights_after_loading(layer)
             return
         words, scale = tile(packed)
+        layer.qerl_plan = plan
         layer.weight = _frozen(words)
         layer.weight_scale = _frozen(scale.view(torch.uint8))
         layer.weight_global_scale = _frozen(packed.global_decode_scale.reshape(1))
-        normal = bool((layer.weight_scale.data >= _LEAST_NORMAL).all())
-        layer.qerl_plan = make_plan(N, K, torch.cuda.get_device_name(words.device), normal)
         layer.qerl_dense = None
         if self._resident:
             decoded = dequantize_tiled(words, layer.weight_scale.data, layer.weight_global_scale.data)
             layer.qerl_dense = _frozen(decoded)
+
+    def _plan(self, packed: PackedWeight, dtype: torch.dtype) -> str | None:
+        """Key of a plan; None, with the reason said once, for a layer that stays with Marlin."""
+        N, K = packed.shape
+        if N % _N_MULTIPLE or K % _K_MULTIPLE or dtype != torch.bfloat16:
+            say_once(
+                f"NVFP4 linears of {N} x {K} in {dtype} run on Marlin: the faster kernel takes bf16 and multiples of"
+                f" {_N_MULTIPLE} x {_K_MULTIPLE}."
+            )
+            return None
+        normal = bool((packed.block_scale.view(torch.uint8) >= _LEAST_NORMAL).all())
+        try:
+            return make_plan(N, K, torch.cuda.get_device_name(packed.codes.device), normal)
+        except (AssertionError, OSError, RuntimeError) as error:  # what humming raises when it cannot build a kernel
+            say_once(f"NVFP4 linears run on Marlin: humming does not build on this machine ({error}).")
+            return None
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """X W^T + bias; x [..., K], result [..., N]."""

@@ -60,12 +60,16 @@ def use_single_adapter(model: torch.nn.Module, lora_config: Any) -> int:
         logger.warning("verl_qerl: LoRA runs on vLLM's kernels for many adapters: %s.", reason)
         return 0
     linears = [layer for layer in layers if type(layer) in _CONVERTED and not _is_odd(layer)]
-    left = sorted({type(layer).__name__ for layer in layers if layer not in linears})
+    left = [layer for layer in layers if layer not in linears]
     if left:
-        logger.warning("verl_qerl: %s stay on vLLM's kernels for many adapters.", ", ".join(left))
-    active = _watch(linears[0].punica_wrapper, only_ours=not left) if linears else None
+        names = ", ".join(sorted({type(layer).__name__ for layer in left}))
+        logger.warning("verl_qerl: %s stay on vLLM's kernels for many adapters.", names)
+    # One wrapper holds the batch of all layers that see the same tokens: a model with images has several.
+    wrappers = {id(layer.punica_wrapper): layer.punica_wrapper for layer in linears}
+    stock = {id(getattr(layer, "punica_wrapper", None)) for layer in left}
+    active = {key: _watch(wrapper, only_ours=key not in stock) for key, wrapper in wrappers.items()}
     for layer in linears:
-        _convert(layer, active)
+        _convert(layer, active[id(layer.punica_wrapper)])
     return len(linears)
 
 
@@ -107,7 +111,7 @@ def _watching(base: type, only_ours: bool) -> type:
     return Watching
 
 
-def _convert(layer: Any, none_active: torch.Tensor | None) -> None:
+def _convert(layer: Any, none_active: torch.Tensor) -> None:
     a, b = layer.lora_a_stacked, layer.lora_b_stacked
     rank, slices = b[0].shape[-1], tuple(part.shape[2] for part in b)
     layer.qerl_a = torch.cat([part[0, 0] for part in a])
