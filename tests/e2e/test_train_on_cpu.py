@@ -19,6 +19,8 @@ def assert_in_step(metrics: dict) -> None:
     # Actor and rollout differ by bf16 arithmetic alone: 6e-7 measured. An adapter that does not arrive makes 2e-2 at
     # this learning rate.
     assert metrics["rollout_corr/k3_kl"] < 1e-5
+    assert metrics["qerl/rollout_kl_k3"] == pytest.approx(metrics["rollout_corr/k3_kl"], abs=1e-6)  # verl's is float32
+    assert 0 < metrics["qerl/rollout_log_prob_abs_diff"] < 5e-3
     assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.999
     assert metrics["actor/grad_norm"] > 0
 
@@ -108,13 +110,14 @@ def test_noise_alone_on_a_bf16_rollout_with_validation(workbench):
         assert 0 < step["actor/acr_widened_frac"] < 1
         assert step["actor/acr_upper_bound"] > 1.2
         assert step["actor/acr_ratio"] < 1
+        assert 0 < step["qerl/rollout_log_prob_abs_diff"] < 0.1
     assert "packed base" not in run.log
 
 
 def test_a_stock_command_stays_stock(workbench):
     run = workbench.train("stock", "trainer.total_training_steps=1").check()
     assert len(run.steps) == 1
-    assert not [key for key in run.steps[0] if key.startswith("aqn/")]
+    assert not [key for key in run.steps[0] if key.startswith(("aqn/", "qerl/"))]
     assert "packed base" not in run.log
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from verl_qerl.algos.acr import ACRConfig
 from verl_qerl.algos.aqn import AQNConfig
+from verl_qerl.algos.mismatch import GateConfig
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -33,7 +34,12 @@ def test_every_option_of_acr_is_listed_with_its_default(field):
     assert rows()[f"+acr.{field.name}"].strip() == spelled(field.default)
 
 
-@pytest.mark.parametrize(("node", "options"), [("+aqn.", AQNConfig), ("+acr.", ACRConfig)])
+@pytest.mark.parametrize("field", fields(GateConfig), ids=lambda field: field.name)
+def test_every_option_of_the_gate_is_listed_with_its_default(field):
+    assert rows()[f"+qerl.{field.name}"].strip() == spelled(field.default)
+
+
+@pytest.mark.parametrize(("node", "options"), [("+aqn.", AQNConfig), ("+acr.", ACRConfig), ("+qerl.", GateConfig)])
 def test_no_option_is_listed_that_is_gone(node, options):
     listed = {name.removeprefix(node) for name in rows() if name.startswith(node)}
     assert listed == {field.name for field in fields(options)}

@@ -21,6 +21,7 @@ LORA = (
         (["++aqn.seed=1"], True),
         (["+aqn={enabled: true}"], True),
         (["+acr.max_ratio=4"], True),
+        (["+qerl.max_initial_kl=0.1"], True),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=acr"], True),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=vanilla"], False),
         (["actor_rollout_ref.rollout.name=vllm", "+aqnx=1", "rollout=nvfp4x"], False),

@@ -1,4 +1,4 @@
-"""What runs on the driver, before verl starts Ray: a policy loss looks at the configuration of the whole run."""
+"""What runs on the driver, before verl starts Ray: the configuration of the whole run is looked at."""
 
 import logging
 from types import ModuleType
@@ -11,8 +11,11 @@ logger = logging.getLogger(__name__)
 
 
 def install(module: ModuleType) -> None:
-    """Have verl ask the policy loss; where verl is not as expected, our trainer refuses the same, after Ray started."""
+    """Have verl ask the policy loss and the gate.
+
+    Where verl is not as expected, our trainer refuses the same, after Ray started.
+    """
     try:
         upstream.install(CONFIG_CHECK)
     except UpstreamDriftError as error:
-        logger.warning("options of ACR are checked only after Ray has started: %s", error)
+        logger.warning("options of ACR and of the gate are checked only after Ray has started: %s", error)

@@ -1,0 +1,200 @@
+"""The gate inside verl's own `_compute_old_log_prob`, on batches as the TransferQueue hands them out."""
+
+import logging
+import math
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("verl")
+pytest.importorskip("transfer_queue")
+
+import torch
+import transfer_queue
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
+from verl.utils.config import validate_config
+
+from verl_qerl.algos.mismatch import GateConfig
+from verl_qerl.verl_plugin import mismatch
+from verl_qerl.verl_plugin.mismatch import MismatchMixin, gate_options
+
+NVFP4 = ("+rollout=nvfp4", "actor_rollout_ref.model.lora_rank=8")
+AQN = ("+aqn.enabled=true",)
+GATE = "+qerl.max_initial_kl=0.1"
+NO_LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs=False"
+BYPASS = "algorithm.rollout_correction.bypass_mode=True"
+RUN = (
+    "actor_rollout_ref.model.path=model",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.name=vllm",
+)
+KL, DIFFERENCE = "qerl/rollout_kl_k3", "qerl/rollout_log_prob_abs_diff"
+
+
+def composed(*overrides):
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=[*RUN, *overrides])
+
+
+def nested(rows):
+    return torch.nested.as_nested_tensor([torch.as_tensor(row) for row in rows], layout=torch.jagged)
+
+
+class Queue:
+    """TransferQueue's two calls that verl uses here, on a dictionary."""
+
+    def __init__(self, fields):
+        self.fields = fields
+
+    def kv_batch_get(self, keys, partition_id, select_fields):
+        return TensorDict({name: self.fields[name] for name in select_fields}, batch_size=len(keys))
+
+    def kv_batch_put(self, keys, partition_id, fields):
+        self.fields.update(fields.items())
+        return KVBatchMeta(partition_id=partition_id, keys=keys, tags=[{} for _ in keys])
+
+
+@pytest.fixture
+def step(monkeypatch):
+    """Makes a trainer of verl's registry, and runs its step from sampled answers to `old_log_probs`.
+
+    The two answers have prompts of one token, and three and two tokens; the third token of the first does not count.
+    """
+    monkeypatch.setattr(trainer_base.PPOTrainer, "__init__", lambda self, config: setattr(self, "config", config))
+
+    def make(*overrides):
+        config = composed(*overrides)
+        trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config)
+        trainer.global_steps = 1
+        trainer.actor_rollout_wg = SimpleNamespace(compute_log_prob=lambda batch: batch)
+        return trainer
+
+    def run(trainer, rollout, actor, masks=([1, 1, 0], [1, 1])):
+        # The actor's log-probs cover the prompt and are one ahead of the tokens.
+        shifted = nested([[*row, 9.0] for row in actor])
+        fields = {
+            "log_probs": shifted,
+            "entropy": shifted,
+            "responses": nested([range(len(row)) for row in actor]),
+            "response_mask": nested(masks),
+            "rollout_log_probs": nested(rollout),
+        }
+        queue = Queue(fields)
+        monkeypatch.setattr(trainer_base, "tq", queue)
+        monkeypatch.setattr(transfer_queue, "kv_batch_get", queue.kv_batch_get)
+        metrics = {}
+        batch = KVBatchMeta(partition_id="train", keys=["a", "b"], tags=[{}, {}])
+        found = trainer._compute_old_log_prob(batch, metrics=metrics)
+        assert found.keys == ["a", "b"]
+        return metrics
+
+    return SimpleNamespace(make=make, run=run)
+
+
+ACTOR = ([-1.0, -2.0, -3.0], [-1.0, -1.0])
+CLOSE = ([-1.0, -2.1, math.nan], [-1.0, -1.0])  # d = 0.1 at one of four tokens
+FAR = ([-1.0, -2.0, math.nan], [-1.0, -2.0])  # d = 1
+KL_CLOSE, KL_FAR = (math.exp(0.1) - 1.1) / 4, (math.e - 2) / 4
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async"])
+@pytest.mark.parametrize("overrides", [NVFP4, AQN, (*NVFP4, *AQN), (GATE,)], ids=["nvfp4", "aqn", "both", "explicit"])
+def test_metrics_of_every_step(step, overrides, mode):
+    trainer = step.make(*overrides, f"trainer.v1.trainer_mode={mode}")
+    assert isinstance(trainer, MismatchMixin)
+    for actor, rollout, kl, difference in ((ACTOR, CLOSE, KL_CLOSE, 0.025), (ACTOR, FAR, KL_FAR, 0.25)):
+        metrics = step.run(trainer, rollout, actor)
+        assert metrics[KL] == pytest.approx(kl, rel=1e-5)
+        assert metrics[DIFFERENCE] == pytest.approx(difference, rel=1e-5)
+        assert "actor/entropy" in metrics  # verl's own stay
+
+
+@pytest.mark.parametrize("rollout", [FAR, ([-1.0, math.nan, 0.0], [-1.0, -1.0])], ids=["far", "nan"])
+@pytest.mark.parametrize("start", [0, 7], ids=["first", "resumed"])
+def test_garbage_stops_the_run_at_its_first_step(step, rollout, start):
+    trainer = step.make(*NVFP4)
+    trainer.global_steps = start + 1
+    with pytest.raises(RuntimeError) as caught:
+        step.run(trainer, rollout, ACTOR)
+    kl = "0.18" if rollout is FAR else "nan"
+    assert str(caught.value) == (
+        f"the rollout is not the actor's model: KL(rollout || actor)={kl} nats per token over 4 tokens at step"
+        f" {start + 1}. Accepted is at most qerl.max_initial_kl=0.05. Check that both have the same weights and"
+        " versions, or raise it by `+qerl.max_initial_kl=...` (null switches the gate off)."
+    )
+
+
+def test_later_steps_are_not_stopped(step):
+    trainer = step.make(*NVFP4)
+    step.run(trainer, CLOSE, ACTOR)
+    assert step.run(trainer, FAR, ACTOR)[KL] == pytest.approx(KL_FAR, rel=1e-5)
+
+
+def test_the_limit_is_the_users(step):
+    step.run(step.make(*NVFP4, "+qerl.max_initial_kl=0.18"), FAR, ACTOR)
+    with pytest.raises(RuntimeError, match=r"Accepted is at most qerl\.max_initial_kl=0\.179\."):
+        step.run(step.make(*NVFP4, "+qerl.max_initial_kl=0.179"), FAR, ACTOR)
+    metrics = step.run(step.make(*NVFP4, "+qerl.max_initial_kl=null"), FAR, ACTOR)
+    assert metrics[KL] == pytest.approx(KL_FAR, rel=1e-5)
+
+
+def test_a_batch_without_tokens_leaves_the_gate_for_the_next(step):
+    trainer = step.make(*NVFP4)
+    assert KL not in step.run(trainer, FAR, ACTOR, masks=([0, 0, 0], [0, 0]))
+    with pytest.raises(RuntimeError, match=r"^the rollout is not the actor's model"):
+        step.run(trainer, FAR, ACTOR)
+
+
+def test_a_stock_run_is_left_alone(step, caplog):
+    with caplog.at_level(logging.WARNING, logger=mismatch.__name__):
+        stock, blind = step.make(), step.make(NO_LOG_PROBS)
+    assert not caplog.messages
+    assert not {name for name in step.run(stock, FAR, ACTOR) if name.startswith("qerl/")}
+    assert not {name for name in step.run(blind, FAR, ACTOR) if name.startswith("qerl/")}
+
+
+@pytest.mark.parametrize("obstacle", [NO_LOG_PROBS, BYPASS], ids=["no-log-probs", "bypass"])
+def test_where_it_cannot_look_it_says_so_once(step, caplog, obstacle):
+    with caplog.at_level(logging.WARNING, logger=mismatch.__name__):
+        trainer = step.make(*NVFP4, obstacle)
+        for _ in range(2):
+            assert KL not in step.run(trainer, FAR, ACTOR)
+    (message,) = caplog.messages
+    assert message.startswith("the gate at the first step cannot look, and qerl/rollout_* are not logged: ")
+    assert obstacle in message
+
+
+@pytest.mark.parametrize("overrides", [(), NVFP4, AQN], ids=["stock", "nvfp4", "aqn"])
+def test_options_compose_from_the_command_line(overrides):
+    assert gate_options(composed(*overrides)) == (GateConfig() if overrides else None)
+    assert gate_options(composed(GATE, *overrides)) == GateConfig(0.1)
+    assert gate_options(composed("+qerl.max_initial_kl=null", NO_LOG_PROBS, *overrides)) == GateConfig(None)
+    assert gate_options(OmegaConf.create({})) is None
+
+
+BAD = {
+    (GATE, NO_LOG_PROBS): r"calculate_log_probs=False \(accepted is True\) does not go together with qerl\.max_initial",
+    (
+        GATE,
+        BYPASS,
+    ): r"bypass_mode=True \(accepted is False\) does not go together with qerl\.max_initial_kl=0\.1, which",
+    (GATE, "trainer.use_v1=False"): r"^trainer\.use_v1=False \(accepted is True\) does not go together",
+    ("+qerl.max_initial_kl=0",): r"^qerl\.max_initial_kl=0 is out of range\. Accepted is a number above 0, or null",
+    ("+qerl.max_kl=1",): r"^unknown option qerl\.max_kl=1\. Known options are max_initial_kl\.",
+    ("+qerl=1",): r"^qerl=1 is no group of options\.",
+}
+
+
+@pytest.mark.parametrize("ours", [(), NVFP4, AQN], ids=["stock", "nvfp4", "aqn"])
+@pytest.mark.parametrize("overrides", BAD, ids=lambda overrides: overrides[-1])
+def test_bad_input_is_refused_on_the_driver_and_by_the_trainer(step, overrides, ours):
+    config = composed(*overrides, *ours)
+    with pytest.raises(ValueError, match=BAD[overrides]):
+        validate_config(config=config, use_reference_policy=False, use_critic=False)
+    with pytest.raises(ValueError, match=BAD[overrides]):
+        step.make(*overrides, *ours)

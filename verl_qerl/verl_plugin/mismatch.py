@@ -1,0 +1,104 @@
+"""The rollout against the actor: metrics of every step, and a gate at the first one (`+qerl.max_initial_kl`).
+
+Both log-probs of the sampled tokens are there once verl has computed `old_log_probs`, which is before any update. So a
+rollout that is not the actor's model stops the run at its first step, also at the first after a resume. In the metrics
+`rollout` is the model as it sampled, noise included (`aqn/sigma` says how much) and as old as its answers are.
+"""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_qerl.algos.mismatch import GateConfig, Mismatch, rollout_mismatch
+from verl_qerl.verl_plugin.config import aqn_options
+
+logger = logging.getLogger(__name__)
+
+NODE = "qerl"
+# Option, its default, and the only value with which the log-probs of both policies can be compared.
+_NEEDS = (
+    ("actor_rollout_ref.rollout.calculate_log_probs", True, True),
+    ("algorithm.rollout_correction.bypass_mode", False, False),  # takes the rollout's log-probs for the actor's
+    ("trainer.use_v1", True, True),  # verl's first trainer has no gate
+)
+
+
+def gate_options(config: DictConfig) -> GateConfig | None:
+    """Options of a run; None where it neither sets them nor has a rollout of ours.
+
+    Args:
+        config: Of the whole run.
+
+    Raises:
+        ValueError: An option is unknown, out of range, or set where the log-probs cannot be compared.
+    """
+    node = OmegaConf.select(config, NODE)
+    options: Any = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+    gate = GateConfig.from_mapping(options)
+    obstacle = obstacle_of(config)
+    if obstacle and (options or {}).get("max_initial_kl") is not None:
+        raise ValueError(
+            f"{obstacle} does not go together with qerl.max_initial_kl={gate.max_initial_kl}, which compares the"
+            " log-probs of the rollout with those of the actor. Leave out one of the two."
+        )
+    has_base = OmegaConf.select(config, "actor_rollout_ref.rollout.custom.qerl.base") is not None
+    return gate if options is not None or has_base or aqn_options(config).enabled else None
+
+
+def obstacle_of(config: DictConfig) -> str | None:
+    """The setting that keeps a run from comparing the two, with what is accepted; None where nothing does."""
+    for name, default, accepted in _NEEDS:
+        found = OmegaConf.select(config, name, default=default)
+        if found != accepted:
+            return f"{name}={found} (accepted is {accepted})"
+    return None
+
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Trainer
+else:
+    _Trainer = object  # mixed into whichever trainers verl has
+
+
+class MismatchMixin(_Trainer):
+    """Hooks of verl's PPOTrainer; does nothing unless one of our options is set."""
+
+    def __init__(self, config: DictConfig) -> None:
+        gate, obstacle = gate_options(config), obstacle_of(config)
+        if gate is not None and obstacle is not None:
+            logger.warning("the gate at the first step cannot look, and qerl/rollout_* are not logged: %s.", obstacle)
+        self._compares = gate is not None and obstacle is None
+        self._limit = gate.max_initial_kl if gate is not None else None
+        super().__init__(config)
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
+        """As verl's; then compare, before anything is updated."""
+        batch = super()._compute_old_log_prob(batch, metrics)
+        if self._compares:
+            found = _mismatch_of(batch)
+            if found.num_tokens:
+                metrics["qerl/rollout_kl_k3"] = found.kl_k3
+                metrics["qerl/rollout_log_prob_abs_diff"] = found.log_prob_abs_diff
+                self._pass_gate(found)
+        return batch
+
+    def _pass_gate(self, found: Mismatch) -> None:
+        limit, self._limit = self._limit, None  # the gate is for the first step only
+        if limit is not None and not found.kl_k3 <= limit:  # NaN does not pass
+            raise RuntimeError(
+                f"the rollout is not the actor's model: KL(rollout || actor)={found.kl_k3:.3g} nats per token over"
+                f" {found.num_tokens} tokens at step {self.global_steps}. Accepted is at most"
+                f" qerl.max_initial_kl={limit:g}. Check that both have the same weights and versions, or raise it by"
+                " `+qerl.max_initial_kl=...` (null switches the gate off)."
+            )
+
+
+def _mismatch_of(batch: Any) -> Mismatch:
+    """Of a batch in the TransferQueue whose `old_log_probs` are there."""
+    import transfer_queue as tq  # not on the driver, which asks for options only
+
+    fields = ["rollout_log_probs", "old_log_probs", "response_mask"]
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+    data = data.to_padded_tensor()
+    return rollout_mismatch(data["rollout_log_probs"], data["old_log_probs"], data["response_mask"])
