@@ -1,12 +1,15 @@
 """A tiny model and questions, and a way to run verl's own command on them."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 
@@ -33,12 +36,45 @@ class Workbench:
 
     def train(self, name: str, *options: str, model: Path | None = None, num_ranks: int = 1) -> Run:
         """Run `python -m verl.trainer.main_ppo` on the CPU platform; outputs go to a folder of that name."""
+        out, env, command = self._command(name, options, model, num_ranks)
+        done = subprocess.run(command, env=env, cwd=out, capture_output=True, text=True, timeout=900, check=False)
+        return Run(done.returncode, done.stdout + done.stderr, self._steps(out))
+
+    def train_until_killed(self, name: str, delay_s: float, *options: str) -> Run:
+        """Start a run as `train` does; `delay_s` after its first checkpoint everything it started gets SIGKILL."""
+        out, env, command = self._command(name, options, None, 1)
+        tracker = out / "checkpoints" / "latest_checkpointed_iteration.txt"
+        with (out / "killed.log").open("w") as log:
+            started = subprocess.Popen(command, env=env, cwd=out, stdout=log, stderr=subprocess.STDOUT)
+            try:
+                end = time.monotonic() + 600
+                while not (tracker.exists() or started.poll() is not None or time.monotonic() > end):
+                    time.sleep(0.02)
+                time.sleep(delay_s)
+            finally:
+                # The driver, then Ray's processes and the workers below them.
+                rest = psutil.Process(started.pid).children(recursive=True) if started.poll() is None else []
+                started.kill()
+                for process in rest:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+                started.wait()
+                psutil.wait_procs(rest, timeout=30)
+        return Run(started.returncode, (out / "killed.log").read_text(errors="replace"), self._steps(out))
+
+    def _steps(self, out: Path) -> list[dict]:
+        metrics = out / "metrics.jsonl"
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        return [row["data"] for row in rows if "training/global_step" in row["data"]]
+
+    def _command(
+        self, name: str, options: tuple[str, ...], model: Path | None, num_ranks: int
+    ) -> tuple[Path, dict[str, str], list[str]]:
         out = self.folder / name
         out.mkdir(exist_ok=True)
-        metrics = out / "metrics.jsonl"
         env = os.environ | {
             "VERL_PLATFORM": "cpu",
-            "VERL_FILE_LOGGER_PATH": str(metrics),
+            "VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl"),
             "RAY_AUTH_MODE": "disabled",
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
@@ -47,10 +83,7 @@ class Workbench:
             "OMP_NUM_THREADS": "1",
         }
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *self.arguments(out, model, num_ranks), *options]
-        done = subprocess.run(command, env=env, cwd=out, capture_output=True, text=True, timeout=900, check=False)
-        rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-        steps = [row["data"] for row in rows if "training/global_step" in row["data"]]
-        return Run(done.returncode, done.stdout + done.stderr, steps)
+        return out, env, command
 
     def arguments(self, out: Path, model: Path | None, num_ranks: int) -> list[str]:
         return [

@@ -3,7 +3,7 @@ import hashlib
 import pytest
 import torch
 
-from verl_qerl.nvfp4.digest import check_same_base, model_digest, weight_digest
+from verl_qerl.nvfp4.digest import check_same_base, differing_weights, model_digest, weight_digest
 from verl_qerl.nvfp4.format import PackedWeight
 from verl_qerl.testing import random_packed_weight
 
@@ -70,3 +70,8 @@ def test_a_different_base_is_told_with_name_and_both_digests(rollout: dict[str, 
 def test_an_actor_without_packed_weights_is_refused() -> None:
     with pytest.raises(ValueError, match="the actor holds no packed weights"):
         check_same_base({}, {})
+
+
+def test_weights_that_differ_or_are_on_one_side_only_are_named():
+    assert differing_weights({"a": "1", "c": "1"}, {"a": "1", "b": "1", "c": "2"}) == ["b", "c"]
+    assert differing_weights({"a": "1"}, {"a": "1"}) == []

@@ -37,8 +37,7 @@ def build(model, cls=ours.QerlFSDPEngine, qerl=None, lora_only=True, packed=True
         load_tokenizer=False,
         use_remove_padding=False,
         override_config={"attn_implementation": "sdpa"},
-        lora_rank=8,
-        **options,
+        **({"lora_rank": 8} | options),
     )
     settings = {"strategy": "fsdp2", "use_torch_compile": False, "model_dtype": "bf16"}
     config = QerlFSDPEngineConfig(**settings, qerl=qerl or {}) if packed else FSDPEngineConfig(**settings)

@@ -4,8 +4,6 @@
 """
 
 import json
-import logging
-import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard  # also registers them for weights_only
 
 from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.modules.shards import join_shards, unfit
 from verl_qerl.nvfp4.record import BaseRecord, read_record
 
 _LATEST = "latest_checkpointed_iteration.txt"
@@ -63,16 +61,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"the checkpoint lacks the shards of some ranks: missing={missing} of world_size={world_size} in {folder}. "
             "The files of all ranks are needed. Copy those of the other nodes here."
         )
-    # torch warns that a mesh without process groups cannot be compiled.
-    mesh_logger = logging.getLogger("torch.distributed.device_mesh")
-    level = mesh_logger.level
-    mesh_logger.setLevel(logging.ERROR)
-    shards = [_load(file) for file in files]
-    mesh_logger.setLevel(level)
-    for rank, shard in enumerate(shards):
-        if shard.keys() != shards[0].keys():
-            raise _unfit(folder, f"rank {rank} holds other names than rank 0")
-    factors, others = _sort(folder, {name: _whole(folder, name, shards) for name in shards[0]})
+    factors, others = _sort(folder, join_shards(files))
     meta = _read_json(folder / "lora_train_meta.json") if (folder / "lora_train_meta.json").is_file() else {}
     return Checkpoint(folder, world_size, factors, others, read_record(folder), meta)
 
@@ -105,52 +94,6 @@ def _world_size(folder: Path) -> int:
     return size
 
 
-def _load(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        # Mapped: of a checkpoint with a whole model, only what is used is read.
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointFormatError(
-            f"a shard cannot be read: {path} ({reason[:120]}). A whole file of torch.save is accepted. "
-            "It may be cut short: copy it again or export another step."
-        ) from error
-
-
-def _whole(folder: Path, name: str, shards: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """Put one tensor together; a plain one is the same on every rank."""
-    first = shards[0][name]
-    if not isinstance(first, DTensor):
-        return first
-    ranks, dim = _ranks(folder, name, first)
-    if max(ranks) >= len(shards):
-        raise _unfit(folder, f"{name!r} is sharded over ranks {ranks}")
-    parts = []
-    for rank in ranks:
-        shard = shards[rank][name]
-        if not isinstance(shard, DTensor) or shard.shape != first.shape:
-            raise _unfit(folder, f"rank {rank} holds {name!r} with another shape than rank 0")
-        parts.append(shard.to_local().detach())
-    whole = parts[0] if dim is None else torch.cat(parts, dim)
-    if whole.shape != first.shape:
-        raise _unfit(folder, f"the parts of {name!r} make {tuple(whole.shape)}, not {tuple(first.shape)}")
-    return whole
-
-
-def _ranks(folder: Path, name: str, tensor: DTensor) -> tuple[list[int], int | None]:
-    """(ranks whose parts are needed, in order; the dimension they are joined in)."""
-    mesh = tensor.device_mesh.mesh
-    dim, axis = None, 0
-    for placement in tensor.placements:
-        if type(placement) is Replicate:
-            mesh = mesh.select(axis, 0)
-        elif type(placement) is Shard and dim is None:
-            dim, axis = placement.dim, axis + 1
-        else:
-            raise _unfit(folder, f"{name!r} is placed as {tensor.placements}; FSDP2 and its replicas are known")
-    return mesh.reshape(-1).tolist(), dim
-
-
 def _sort(
     folder: Path, tensors: dict[str, torch.Tensor]
 ) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], dict[str, torch.Tensor]]:
@@ -163,7 +106,7 @@ def _sort(
         if factor:
             found.setdefault(factor[1], {})[factor[2]] = tensor
         elif "lora_" in plain or ".modules_to_save." in plain or ".original_module." in plain:
-            raise _unfit(folder, f"{name!r} is no lora_A or lora_B of a linear")
+            raise unfit(folder, f"{name!r} is no lora_A or lora_B of a linear")
         else:
             others[plain.replace(".base_layer.", ".")] = tensor
     if not found:
@@ -173,7 +116,7 @@ def _sort(
         )
     for module, parts in found.items():
         if len(parts) != 2:
-            raise _unfit(folder, f"{module!r} has lora_{next(iter(parts))} alone")
+            raise unfit(folder, f"{module!r} has lora_{next(iter(parts))} alone")
     return {module: (parts["A"], parts["B"]) for module, parts in sorted(found.items())}, others
 
 
@@ -185,10 +128,3 @@ def _read_json(path: Path) -> dict[str, Any]:
             f"a file of the checkpoint is not JSON: {path} ({error}). What verl writes is accepted. "
             "It may be cut short: export another step."
         ) from error
-
-
-def _unfit(folder: Path, what: str) -> CheckpointFormatError:
-    return CheckpointFormatError(
-        f"the checkpoint cannot be put together: {what} in {folder}. A LoRA checkpoint of verl's FSDP2 engine is "
-        "accepted. Export another step."
-    )

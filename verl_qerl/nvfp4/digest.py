@@ -34,7 +34,7 @@ def check_same_base(actor: Mapping[str, str], rollout: Mapping[str, str]) -> Non
     """
     if not actor:
         raise ValueError("the actor holds no packed weights. A run with `+rollout=nvfp4` needs some. Check model.path.")
-    differing = sorted(name for name in actor.keys() | rollout.keys() if actor.get(name) != rollout.get(name))
+    differing = differing_weights(actor, rollout)
     if differing:
         name = differing[0]
         raise ValueError(
@@ -42,3 +42,8 @@ def check_same_base(actor: Mapping[str, str], rollout: Mapping[str, str]) -> Non
             f"differ, first {name!r} ({actor.get(name)}, {rollout.get(name)}). Identical packed weights "
             "are required. Load both from the same model.path with the same quantization options."
         )
+
+
+def differing_weights(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """Modules, sorted, whose weight_digest differs or which one side lacks."""
+    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))

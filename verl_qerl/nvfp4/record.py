@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,9 @@ class BaseRecord:
         ignore: Modules such a base keeps in bf16.
         digests: module -> `weight_digest` of each packed linear.
         adapter: Options of PEFT's LoraConfig that are set or differ from its defaults.
+        world_size: Ranks that wrote the shards.
+        lora_only: The shards hold the adapter and nothing else of the model.
+        files: name -> bytes of every file that a resume reads; empty in records written before it was kept.
     """
 
     base: str
@@ -29,9 +32,16 @@ class BaseRecord:
     ignore: tuple[str, ...]
     digests: Mapping[str, str] = field(repr=False)
     adapter: Mapping[str, Any]
+    world_size: int = 1
+    lora_only: bool = False
+    files: Mapping[str, int] = field(default_factory=dict, repr=False)
 
     def write(self, folder: Path) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file, whole or not at all.
+
+        It marks the checkpoint as whole: write it after every other file, and take it away (`remove_record`) before
+        one of them is written again.
+        """
         partial = folder / f".{RECORD}.partial"
         partial.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
         os.replace(partial, folder / RECORD)
@@ -54,4 +64,20 @@ def read_record(folder: Path) -> BaseRecord | None:
             f"the record of the base cannot be read: {path} ({error}). The file that the engine wrote is accepted. "
             "Export another checkpoint, or one with the verl_qerl that wrote it."
         ) from error
-    return BaseRecord(record.base, record.scale, tuple(record.ignore), record.digests, record.adapter)
+    return replace(record, ignore=tuple(record.ignore))
+
+
+def remove_record(folder: Path) -> None:
+    """Take the mark off a checkpoint that is about to be overwritten; a folder without one, or no folder, is fine."""
+    (folder / RECORD).unlink(missing_ok=True)
+
+
+def damaged_file(folder: Path, files: Mapping[str, int]) -> str | None:
+    """What is wrong with the first of `files` (name -> bytes) that is absent or of another size, or None."""
+    for name, size in sorted(files.items()):
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} of {size} bytes"
+    return None

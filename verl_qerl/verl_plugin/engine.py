@@ -4,6 +4,7 @@ Chosen by verl's registry through the vendor key, before the stock class; withou
 """
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,9 +22,11 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl_qerl import upstream
 from verl_qerl.modules.convert import packed_linears
 from verl_qerl.nvfp4.digest import check_same_base, model_digest, weight_digest
+from verl_qerl.nvfp4.record import BaseRecord, remove_record
 from verl_qerl.verl_plugin.base_record import base_record
 from verl_qerl.verl_plugin.config import DIGESTS, BaseOptions
 from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
+from verl_qerl.verl_plugin.resume import check_checkpoint, for_these_ranks, saved_files
 from verl_qerl.verl_plugin.shims import LOG_PROBS
 
 logger = logging.getLogger(__name__)
@@ -101,11 +104,39 @@ class QerlFSDPEngine(_Stock):
         return module
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """As verl's; beside the shards, rank 0 writes which base they belong to."""
+        """As verl's; at the end rank 0 writes which base the shards belong to, which also marks them as whole."""
+        if self._base is None:
+            super().save_checkpoint(local_path, *args, **kwargs)
+            return
+        folder = Path(local_path)
+        if self.rank == 0:
+            remove_record(folder)  # verl's barrier comes before the first file is replaced
         super().save_checkpoint(local_path, *args, **kwargs)
-        if self._base is not None and self.rank == 0:
-            config = self.module.peft_config["default"]
-            base_record(self.model_config.path, self._base, self._digests or {}, config).write(Path(local_path))
+        files = saved_files(folder, self.checkpoint_manager.checkpoint_save_contents)
+        if self.rank == 0:
+            replace(self._record(self._base), files=files).write(folder)
+
+    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """As verl's, of a checkpoint that is whole and of this base and adapter; LoRA-only: of any number of ranks.
+
+        Raises:
+            CheckpointFormatError: It is not; the model is as it was, on every rank.
+        """
+        if self._base is None:
+            super().load_checkpoint(local_path, *args, **kwargs)
+            return
+        parts = [
+            part for part in ("model", "optimizer", "extra") if getattr(self.checkpoint_manager, f"should_load_{part}")
+        ]
+        record = check_checkpoint(Path(local_path), self._record(self._base), parts)
+        with for_these_ranks(Path(local_path), record, parts, self.module, self.optimizer) as folder:
+            super().load_checkpoint(str(folder), *args, **kwargs)
+
+    def _record(self, base: BaseOptions) -> BaseRecord:
+        config = self.module.peft_config["default"]
+        record = base_record(self.model_config.path, base, self._digests or {}, config)
+        lora_only = bool(self.checkpoint_manager.should_save_lora_only)
+        return replace(record, world_size=torch.distributed.get_world_size(), lora_only=lora_only)
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
         """As verl's; the first adapter carries the digests of the base, which the rollout compares with its own."""

@@ -1,4 +1,4 @@
-"""The trainers of verl with Adaptive Quantization Noise, and with what `policy_loss.py` and `mismatch.py` add.
+"""The trainers of verl with Adaptive Quantization Noise, and with what the other mixins of this package add.
 
 Noise is set right before each weight sync: norms are not synchronized with an adapter, their storage stays mapped while
 the engine sleeps, and verl drops the prefix cache after the sync. So the rollouts of step t are sampled, from their
@@ -15,6 +15,7 @@ from verl.utils.debug import marked_timer
 
 from verl_qerl import vllm_plugin
 from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
+from verl_qerl.verl_plugin.checkpoints import CheckpointMixin
 from verl_qerl.verl_plugin.config import aqn_options
 from verl_qerl.verl_plugin.mismatch import MismatchMixin
 from verl_qerl.verl_plugin.policy_loss import PolicyLossMixin
@@ -31,7 +32,7 @@ def install(module: ModuleType) -> None:
     registry = module.trainer_base.TRAINER_REGISTRY
     for mode, trainer in list(registry.items()):
         if not issubclass(trainer, NoiseMixin):
-            bases = (NoiseMixin, PolicyLossMixin, MismatchMixin, trainer)
+            bases = (NoiseMixin, CheckpointMixin, PolicyLossMixin, MismatchMixin, trainer)
             registry[mode] = type(f"Qerl{trainer.__name__}", bases, {"__doc__": trainer.__doc__})
 
 

@@ -1,0 +1,140 @@
+"""verl's trainers with checkpoints that a crash cannot spoil; does nothing unless the base is packed.
+
+verl writes a step in this order: the actor (our engine marks it as whole), data.pt, TransferQueue's state, and last
+latest_checkpointed_iteration.txt, which `resume_mode=auto` follows. So a step that was cut short is not followed. Left
+to us are: a step that the user names, the tracker itself, which is emptied before it is written, and
+`max_actor_ckpt_to_keep=1`, which deletes the last actor before the tracker names the next.
+"""
+
+import logging
+import os
+import re
+import shutil
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_qerl.errors import CheckpointFormatError
+
+logger = logging.getLogger(__name__)
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_DATA = "data.pt"
+_QUEUE = "transfer_queue"
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Trainer
+else:
+    _Trainer = object  # mixed into whichever trainers verl has
+
+
+class CheckpointMixin(_Trainer):
+    """Hooks of verl's PPOTrainer around saving and loading."""
+
+    def __init__(self, config: DictConfig) -> None:
+        self._guarded = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.qerl") is not None
+        if self._guarded:
+            check_kept(config.trainer)
+        super().__init__(config)
+
+    def _save_checkpoint(self) -> None:
+        if self._guarded:
+            # Of a run that was killed in this step: they would pass for the new ones until those are written.
+            folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
+            (folder / _DATA).unlink(missing_ok=True)
+            if (folder / _QUEUE).exists():
+                shutil.rmtree(folder / _QUEUE)
+        super()._save_checkpoint()
+
+    def _load_checkpoint(self) -> None:
+        if self._guarded:
+            trainer = self.config.trainer
+            if trainer.resume_mode == "auto":
+                check_tracker(Path(trainer.default_local_dir))
+            elif trainer.resume_mode == "resume_path" and trainer.resume_from_path:
+                check_step(Path(trainer.resume_from_path), queue=trainer.v1.trainer_mode != "sync")
+        super()._load_checkpoint()
+
+
+def check_kept(trainer: DictConfig) -> None:
+    """Refuse to keep a single checkpoint.
+
+    Raises:
+        ValueError: The options ask for it.
+    """
+    for name, wrong in (("max_actor_ckpt_to_keep", 1), ("remove_previous_ckpt_in_save", True)):
+        if trainer.get(name) == wrong:
+            raise ValueError(
+                f"a crash could leave no checkpoint: trainer.{name}={wrong} deletes the last one before the next is "
+                "whole. Accepted is trainer.max_actor_ckpt_to_keep of null or at least 2, which needs no more room "
+                "while it saves. Set it to 2."
+            )
+
+
+def check_tracker(run: Path) -> None:
+    """Require that the tracker of a run names a whole step; an empty one is written again.
+
+    A process that is killed between emptying and writing it has written everything else of its step, which is the
+    newest one that is whole.
+
+    Args:
+        run: trainer.default_local_dir; without a tracker there is nothing to resume.
+
+    Raises:
+        CheckpointFormatError: The tracker is damaged, or names a step that is not there or half-written.
+    """
+    tracker = run / TRACKER
+    if not tracker.is_file():
+        return
+    text = tracker.read_text(encoding="utf-8").strip()
+    if not text:
+        text = str(_newest_step(run))
+        logger.warning("%s was empty; the newest whole step is %s", tracker, text)
+        partial = tracker.with_name(f".{TRACKER}.partial")
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, tracker)
+    if not text.isdecimal():
+        raise CheckpointFormatError(
+            f"the tracker names no step: {tracker} holds {text[:40]!r}. A number is accepted. Write that of a "
+            "global_step_N beside it."
+        )
+    check_step(run / f"global_step_{text}", queue=False)
+
+
+def check_step(folder: Path, queue: bool) -> None:
+    """Require that the trainer's part of a step is whole; the engine checks its own.
+
+    Args:
+        folder: global_step_N.
+        queue: TransferQueue's state must be there too.
+
+    Raises:
+        CheckpointFormatError: The step is not there or half-written.
+    """
+    if not folder.is_dir():
+        raise CheckpointFormatError(
+            f"the step to resume from is not there: {folder}. A folder global_step_N is accepted. Set "
+            f"trainer.resume_from_path to one, or correct {TRACKER}; trainer.resume_mode=disable starts anew."
+        )
+    missing = None
+    if not zipfile.is_zipfile(folder / _DATA):  # of torch.save; its table of contents is written last
+        missing = _DATA
+    elif queue and not (folder / _QUEUE).is_dir():
+        missing = _QUEUE
+    if missing:
+        raise CheckpointFormatError(
+            f"the checkpoint is half-written: {folder} has no whole {missing}. It is written after the actor. "
+            "Resume from an earlier step."
+        )
+
+
+def _newest_step(run: Path) -> int:
+    steps = [int(found[1]) for path in run.iterdir() if (found := re.fullmatch(r"global_step_(\d+)", path.name))]
+    for step in sorted(steps, reverse=True):
+        if zipfile.is_zipfile(run / f"global_step_{step}" / _DATA):
+            return step
+    raise CheckpointFormatError(
+        f"the tracker is empty and no step is whole: {run / TRACKER}. A number is accepted. Remove it to start anew."
+    )
