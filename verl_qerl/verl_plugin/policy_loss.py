@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_qerl.algos.acr import ACRConfig, ClipRange, LogProbs, acr_loss
@@ -114,6 +113,8 @@ class PolicyLoss:
         Raises:
             ValueError: The rollout's log-probs are missing, or its weights are there.
         """
+        from verl.trainer.ppo.core_algos import agg_loss  # whose import runs our hook, which imports this module
+
         options, handed = getattr(config, "verl_qerl_acr", (ACRConfig(), None))
         behav = handed if rollout_log_probs is None else rollout_log_probs
         if behav is None:
