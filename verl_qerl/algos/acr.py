@@ -15,11 +15,12 @@ vanilla loss (arXiv 1912.09729).
 The paper's text was not at hand: the equation is the one on which its published summaries agree.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+
+from verl_qerl.algos.options import read_options
 
 # Of a log-ratio: as verl's losses clamp theirs. exp(20) = 5e8, so that a larger C never truncates.
 _MAX_LOG_RATIO = 20.0
@@ -56,18 +57,7 @@ class ACRConfig:
         Raises:
             ValueError: An option is unknown or out of range.
         """
-        if options is not None and not isinstance(options, Mapping):
-            raise ValueError(
-                f"acr={options!r} is no group of options. Accepted are options such as `+acr.max_ratio=4`."
-                " Set them one by one."
-            )
-        known = [field.name for field in fields(cls)]
-        for name, value in (options or {}).items():
-            if name not in known:
-                raise ValueError(
-                    f"unknown option acr.{name}={value!r}. Known options are {', '.join(known)}. Check the spelling."
-                )
-        return cls(**(options or {}))
+        return read_options(cls, "acr", options, "+acr.max_ratio=4")
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,13 @@ The paper prints K - 1 in the exponent's denominator, which never reaches sigma_
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+
+from verl_qerl.algos.options import read_options
 
 # t = (k - 1) / n with n = K - 2 intervals: 0 at stage 1, below 1 up to stage K - 2.
 _SCHEDULES: dict[str, Callable[[float, float, float, int], float]] = {
@@ -85,18 +87,7 @@ class AQNConfig:
         Raises:
             ValueError: An option is unknown or out of range.
         """
-        if options is not None and not isinstance(options, dict):
-            raise ValueError(
-                f"aqn={options!r} is no group of options. Accepted are options such as `+aqn.enabled=true`."
-                " Set them one by one."
-            )
-        known = [field.name for field in fields(cls)]
-        for name, value in (options or {}).items():
-            if name not in known:
-                raise ValueError(
-                    f"unknown option aqn.{name}={value!r}. Known options are {', '.join(known)}. Check the spelling."
-                )
-        return cls(**(options or {}))
+        return read_options(cls, "aqn", options, "+aqn.enabled=true")
 
 
 def stage_at_step(step: int, total_steps: int, num_stages: int) -> int:

@@ -9,11 +9,12 @@ kernels and, while it is on, its noise are all in the difference; the actor neve
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+
+from verl_qerl.algos.options import read_options
 
 
 @dataclass(frozen=True)
@@ -53,18 +54,7 @@ class GateConfig:
         Raises:
             ValueError: An option is unknown or out of range.
         """
-        if options is not None and not isinstance(options, Mapping):
-            raise ValueError(
-                f"qerl={options!r} is no group of options. Accepted are options such as `+qerl.max_initial_kl=0.1`."
-                " Set them one by one."
-            )
-        known = [field.name for field in fields(cls)]
-        for name, value in (options or {}).items():
-            if name not in known:
-                raise ValueError(
-                    f"unknown option qerl.{name}={value!r}. Known options are {', '.join(known)}. Check the spelling."
-                )
-        return cls(**(options or {}))
+        return read_options(cls, "qerl", options, "+qerl.max_initial_kl=0.1")
 
 
 class Mismatch(NamedTuple):

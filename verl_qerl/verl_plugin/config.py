@@ -12,6 +12,7 @@ from verl.workers.config import FSDPEngineConfig
 
 from verl_qerl import verl_plugin, vllm_plugin
 from verl_qerl.algos.aqn import AQNConfig
+from verl_qerl.algos.options import read_options
 from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE
 from verl_qerl.nvfp4.reference import SCALE_CHOICES
 
@@ -82,15 +83,8 @@ def aqn_options(config: DictConfig) -> AQNConfig:
 
 
 def _base_options(node: Any) -> BaseOptions:
-    options = _plain(node) or {}
-    known = list(BaseOptions.__dataclass_fields__)
-    for name in options:
-        if name not in known:
-            raise ValueError(
-                f"unknown option actor.fsdp_config.qerl.{name}={options[name]!r}."
-                f" Known options are {', '.join(known)}. Check the spelling."
-            )
-    return BaseOptions(**options)
+    where = "actor.fsdp_config.qerl"
+    return read_options(BaseOptions, where, _plain(node), f"actor_rollout_ref.{where}.scale=mse")
 
 
 def _plain(node: Any) -> Any:

@@ -1,10 +1,11 @@
 """Options of the rollout: `additional_config.verl_qerl`, vLLM's door for options of a plugin."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from verl_qerl.algos.aqn import AQNConfig
+from verl_qerl.algos.options import read_options
 
 KEY = "verl_qerl"
 _CHOICES = {"linear": ("stock", "auto"), "lora": ("stock", "single")}
@@ -56,12 +57,7 @@ def rollout_options(vllm_config: Any) -> RolloutOptions:
         ValueError: An option is unknown or out of range.
     """
     additional: Mapping[str, Any] = getattr(vllm_config, "additional_config", None) or {}
-    options = dict(additional.get(KEY) or {})
-    known = [field.name for field in fields(RolloutOptions)]
-    for name in options:
-        if name not in known:
-            raise ValueError(
-                f"unknown option additional_config.{KEY}.{name}={options[name]!r}. Known options are"
-                f" {', '.join(known)}. Check the spelling."
-            )
-    return RolloutOptions(**{**options, "aqn": AQNConfig.from_mapping(options.get("aqn"))})
+    options: Any = additional.get(KEY) or {}
+    if isinstance(options, Mapping):
+        options = {**options, "aqn": AQNConfig.from_mapping(options.get("aqn"))}
+    return read_options(RolloutOptions, f"additional_config.{KEY}", options, f'{{"{KEY}": {{"lora": "single"}}}}')

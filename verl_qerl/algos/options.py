@@ -1,0 +1,32 @@
+"""Options of a configuration node -> a frozen dataclass, which checks their values itself."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+Options = TypeVar("Options")
+
+
+def read_options(kind: type[Options], node: str, options: Any, example: str) -> Options:
+    """Build `kind` from the options that a run sets; None gives the defaults.
+
+    Args:
+        kind: A dataclass.
+        node: Where the options stand, for the messages: `aqn`.
+        options: A mapping, or None.
+        example: How one is set: `+aqn.enabled=true`.
+
+    Raises:
+        ValueError: There is something else than options, or one that `kind` does not know; or as `kind` raises.
+    """
+    if options is not None and not isinstance(options, Mapping):
+        raise ValueError(
+            f"{node}={options!r} is no group of options. Accepted are options such as `{example}`. Set them one by one."
+        )
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    for name, value in (options or {}).items():
+        if name not in known:
+            raise ValueError(
+                f"unknown option {node}.{name}={value!r}. Known options are {', '.join(known)}. Check the spelling."
+            )
+    return kind(**(options or {}))
