@@ -15,6 +15,7 @@ from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.algos.options import read_options
 from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE
 from verl_qerl.nvfp4.reference import SCALE_CHOICES
+from verl_qerl.verl_plugin.nodes import plain
 
 # Key under which the actor's digests travel to the rollout, with the adapter's configuration.
 DIGESTS = "verl_qerl_base_digests"
@@ -79,16 +80,12 @@ def aqn_options(config: DictConfig) -> AQNConfig:
         ValueError: An option is unknown or out of range.
     """
     node = OmegaConf.select(config, "aqn")
-    return AQNConfig.from_mapping(_plain(node))
+    return AQNConfig.from_mapping(plain(node))
 
 
 def _base_options(node: Any) -> BaseOptions:
     where = "actor.fsdp_config.qerl"
-    return read_options(BaseOptions, where, _plain(node), f"actor_rollout_ref.{where}.scale=mse")
-
-
-def _plain(node: Any) -> Any:
-    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+    return read_options(BaseOptions, where, plain(node), f"actor_rollout_ref.{where}.scale=mse")
 
 
 def _check_run(run: dict[str, Any]) -> None:

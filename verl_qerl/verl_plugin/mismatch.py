@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl.algos.mismatch import GateConfig, Mismatch, rollout_mismatch
 from verl_qerl.verl_plugin.config import aqn_options
+from verl_qerl.verl_plugin.nodes import plain
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,7 @@ def gate_options(config: DictConfig) -> GateConfig | None:
     Raises:
         ValueError: An option is unknown, out of range, or set where the log-probs cannot be compared.
     """
-    node = OmegaConf.select(config, NODE)
-    options: Any = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+    options = plain(OmegaConf.select(config, NODE))
     gate = GateConfig.from_mapping(options)
     obstacle = obstacle_of(config)
     if obstacle and (options or {}).get("max_initial_kl") is not None:

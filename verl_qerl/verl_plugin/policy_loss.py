@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_qerl.algos.acr import ACRConfig, ClipRange, LogProbs, acr_loss
+from verl_qerl.verl_plugin.nodes import plain
 
 NAME = "acr"
 _LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
@@ -56,8 +57,7 @@ def acr_options(config: DictConfig) -> ACRConfig | None:
     Raises:
         ValueError: An option of ACR is unknown, out of range or without effect, or another one rules ACR out.
     """
-    node = OmegaConf.select(config, NAME)
-    options = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+    options = plain(OmegaConf.select(config, NAME))
     loss_mode = OmegaConf.select(config, _LOSS_MODE)
     if loss_mode != NAME:
         if options is not None:
