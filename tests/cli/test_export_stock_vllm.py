@@ -30,7 +30,7 @@ def answers(trained, models, tmp_path_factory):
     for form in ("peft", "merged-bf16", "merged-nvfp4", "modelopt"):
         export_checkpoint(trained(CASE).actor, out / form, form)
         model, lora = (models / "nvfp4", str(out / "peft")) if form == "peft" else (out / form, None)
-        options = {"gpu_memory_utilization": 0.1}
+        options = {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 1 << 30}
         cases.append({"name": form, "model": str(model), "lora": lora, "reference_kernel": False, "options": options})
     found = {}
     for case in cases:  # a process each: an engine gives its memory back only when it ends

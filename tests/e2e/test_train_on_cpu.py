@@ -118,9 +118,9 @@ def test_two_ranks_from_an_nvfp4_directory_save_adapters_only(workbench):
     packed = workbench.folder / "model-nvfp4"
     assert main(["quantize", "--model", str(workbench.model), "--out", str(packed), "--scale", "mse"]) == 0
     options = [*NVFP4, ACR, "+aqn.num_stages=2", "trainer.save_freq=2"]
-    # The path for one adapter; from the second sync on the adapter is written in place.
-    options.append("+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.lora=single")
     options.append("+actor_rollout_ref.actor.checkpoint.save_lora_only=true")
+    # vLLM's own path for adapters; the other runs take ours, and from the second sync on write the adapter in place.
+    options.append("+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.lora=stock")
     # Without noise in step 2 the adapter's arrival shows: both sides are the same model.
     run = workbench.train(
         "two_ranks", *options, "aqn.sigma_start=2e-6", "aqn.sigma_end=1e-6", model=packed, num_ranks=2

@@ -132,7 +132,6 @@ def engine(start, model_dir):
     return start(
         model_dir("qwen2"),
         aqn={"enabled": True},
-        additional={"lora": "single"},
         model_loader_extra_config={"scale": "mse"},
         enable_lora=True,
         max_lora_rank=8,

@@ -22,7 +22,8 @@ PROMPTS = {length: [(7 * i + 3) % 1000 for i in range(length)] for length in (8,
 
 def main():
     model, first, second, options = sys.argv[1:]
-    llm = LLM(model, dtype="bfloat16", max_model_len=1024, max_num_seqs=64, gpu_memory_utilization=0.2,
+    llm = LLM(model, dtype="bfloat16", max_model_len=1024, max_num_seqs=64, gpu_memory_utilization=0.02,
+              kv_cache_memory_bytes=1 << 30,
               skip_tokenizer_init=True, load_format="verl_qerl_nvfp4", quantization="verl_qerl_nvfp4",
               enable_lora=True, max_lora_rank=16, enable_prefix_caching=False,
               hf_overrides={"quantization_config": quantization_config()},
@@ -56,7 +57,7 @@ OURS = {
     "auto": '{"linear": "auto", "lora": "single"}',
     "resident": '{"linear": "auto", "lora": "single", "resident": true}',
 }
-STOCK = "{}"
+STOCK = '{"linear": "stock", "lora": "stock"}'
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ def stock(start, model_dir):
     return start(
         model_dir("qwen2"),
         aqn={"enabled": True},
+        additional={"lora": "stock"},
         model_loader_extra_config={"scale": "mse"},
         enable_lora=True,
         max_lora_rank=8,

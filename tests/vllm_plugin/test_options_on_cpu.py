@@ -12,22 +12,22 @@ def config(options):
 @pytest.mark.parametrize("vllm_config", [None, SimpleNamespace(additional_config=None), config(None), config({})])
 def test_defaults(vllm_config):
     options = rollout_options(vllm_config)
-    assert (options.linear, options.lora, options.resident, options.aqn.enabled) == ("stock", "stock", False, False)
+    assert (options.linear, options.lora, options.resident, options.aqn.enabled) == ("auto", "single", False, False)
 
 
 def test_options_are_read():
     options = rollout_options(
-        config({"linear": "auto", "lora": "single", "resident": True, "aqn": {"enabled": True, "seed": 3}})
+        config({"linear": "stock", "lora": "stock", "resident": True, "aqn": {"enabled": True, "seed": 3}})
     )
-    assert (options.linear, options.lora, options.resident, options.aqn.seed) == ("auto", "single", True, 3)
+    assert (options.linear, options.lora, options.resident, options.aqn.seed) == ("stock", "stock", True, 3)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"linears": "auto"}, r"unknown option additional_config\.verl_qerl\.linears='auto'.*linear, lora, resident"),
-        ({"linear": "fast"}, r"additional_config\.verl_qerl\.linear='fast'.*stock, auto"),
-        ({"lora": None}, r"additional_config\.verl_qerl\.lora=None.*stock, single"),
+        ({"linear": "fast"}, r"additional_config\.verl_qerl\.linear='fast'.*auto, stock"),
+        ({"lora": None}, r"additional_config\.verl_qerl\.lora=None.*single, stock"),
         ({"resident": "yes"}, r"additional_config\.verl_qerl\.resident='yes'.*true and false"),
         ({"aqn": {"sigma": 1}}, r"unknown option aqn\.sigma"),
     ],

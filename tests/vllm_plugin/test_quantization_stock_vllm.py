@@ -13,7 +13,8 @@ import json, os, sys
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
-    llm = LLM(sys.argv[1], dtype="bfloat16", max_model_len=512, gpu_memory_utilization=0.15, enforce_eager=True,
+    llm = LLM(sys.argv[1], dtype="bfloat16", max_model_len=512, gpu_memory_utilization=0.02,
+              kv_cache_memory_bytes=1 << 30, enforce_eager=True,
               skip_tokenizer_init=True, **json.loads(sys.argv[2]))
     params = SamplingParams(temperature=0, max_tokens=16, prompt_logprobs=0, ignore_eos=True, detokenize=False)
     ids = [(7 * i + 3) % 1000 for i in range(300)]

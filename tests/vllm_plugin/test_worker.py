@@ -14,7 +14,8 @@ from vllm import LLM, SamplingParams
 from verl_qerl.nvfp4.checkpoint import quantization_config
 
 def main():
-    llm = LLM(sys.argv[1], dtype="bfloat16", max_model_len=512, gpu_memory_utilization=0.2, skip_tokenizer_init=True,
+    llm = LLM(sys.argv[1], dtype="bfloat16", max_model_len=512, gpu_memory_utilization=0.02,
+              kv_cache_memory_bytes=1 << 30, skip_tokenizer_init=True,
               load_format="verl_qerl_nvfp4", quantization="verl_qerl_nvfp4", enable_sleep_mode=True,
               hf_overrides={"quantization_config": quantization_config()},
               worker_extension_cls="verl_qerl.vllm_plugin.worker.NoiseWorkerExtension",

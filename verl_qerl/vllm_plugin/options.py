@@ -8,7 +8,7 @@ from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.algos.options import read_options
 
 KEY = "verl_qerl"
-_CHOICES = {"linear": ("stock", "auto"), "lora": ("stock", "single")}
+_CHOICES = {"linear": ("auto", "stock"), "lora": ("single", "stock")}
 
 
 @dataclass(frozen=True)
@@ -17,15 +17,15 @@ class RolloutOptions:
 
     Attributes:
         aqn: Options of the noise.
-        linear: `stock` is vLLM's kernel (Marlin), `auto` chooses one by the number of rows.
-        lora: `stock` is vLLM's path for many adapters, `single` the one for one adapter.
+        linear: `auto` chooses a kernel by the number of rows, `stock` is vLLM's (Marlin).
+        lora: `single` is the path for one adapter, `stock` vLLM's for many.
         resident: Keep a bf16 copy of the packed linears beside them (two bytes a weight) for batches at which a 4-bit
             kernel is slower; without it those are decoded when they are used.
     """
 
     aqn: AQNConfig
-    linear: str = "stock"
-    lora: str = "stock"
+    linear: str = "auto"
+    lora: str = "single"
     resident: bool = False
 
     def __post_init__(self) -> None:
@@ -60,4 +60,4 @@ def rollout_options(vllm_config: Any) -> RolloutOptions:
     options: Any = additional.get(KEY) or {}
     if isinstance(options, Mapping):
         options = {**options, "aqn": AQNConfig.from_mapping(options.get("aqn"))}
-    return read_options(RolloutOptions, f"additional_config.{KEY}", options, f'{{"{KEY}": {{"lora": "single"}}}}')
+    return read_options(RolloutOptions, f"additional_config.{KEY}", options, f'{{"{KEY}": {{"lora": "stock"}}}}')
