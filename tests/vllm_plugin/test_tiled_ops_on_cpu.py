@@ -4,10 +4,13 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
+from verl_qerl.kernels import medium_batch, small_batch
 from verl_qerl.kernels.lora import lora_expand, lora_shrink, member_of_tile
 from verl_qerl.kernels.tiled import tile
 from verl_qerl.nvfp4 import reference
 from verl_qerl.testing import random_packed_weight
+from verl_qerl.vllm_plugin import tiled_ops
+from verl_qerl.vllm_plugin.plans import Plan
 from verl_qerl.vllm_plugin.tiled_ops import linear_tiled, lora_linear_tiled
 
 ACTIVE, NONE = torch.tensor([False]), torch.tensor([True])
@@ -53,3 +56,67 @@ def test_can_be_traced(given):
     x, tensors, dense, bias, (a, *rest) = given
     torch.library.opcheck(linear_tiled, (x, *tensors, dense, bias, "128x64"))
     torch.library.opcheck(lora_linear_tiled, (x, *tensors, None, None, "128x64", a, *rest, ACTIVE))
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Names of the kernels that the GPU's side of the operators would have launched."""
+    names = []
+
+    def record(name, result):
+        def kernel(*args, **kwargs):
+            names.append(name)
+            return result(*args)
+
+        return kernel
+
+    def product(x, words, scale, *_):
+        return x.new_zeros(x.shape[0], scale.shape[1])
+
+    def shrink(x, a, *_):
+        return x.new_zeros(x.shape[0], a.shape[0])
+
+    monkeypatch.setattr(small_batch, "small_batch_matmul", record("small", product))
+    monkeypatch.setattr(medium_batch, "medium_batch_matmul", record("medium", product))
+    monkeypatch.setattr(medium_batch, "shrink", record("shrink", shrink))
+    monkeypatch.setattr(tiled_ops, "humming_matmul", record("humming", product))
+    monkeypatch.setattr(tiled_ops, "lora_shrink", record("lora_shrink", shrink))
+    monkeypatch.setattr(tiled_ops, "lora_expand", record("lora_expand", lambda y, *_: y))
+    monkeypatch.setattr(tiled_ops, "linear_tiled", tiled_ops._linear_cuda)
+    launches = tuple(medium_batch.guess_launch(128, 64, tokens) for tokens in medium_batch.TOKENS)
+    plan = Plan(8, ((1, 4), (1, 8)), 64, launches, 128, 256, "", "")
+    monkeypatch.setattr(tiled_ops, "PLANS", {"128x64": plan})
+    return names
+
+
+@pytest.mark.parametrize(
+    ("rows", "base", "adapted"),
+    [
+        (8, ["small"], ["lora_shrink", "small"]),
+        (9, ["medium"], ["shrink", "medium"]),
+        (64, ["medium"], ["shrink", "medium"]),
+        (65, ["humming"], ["lora_shrink", "humming", "lora_expand"]),
+    ],
+)
+def test_rows_choose_the_kernel(rows, base, adapted, given, called):
+    _, tensors, dense, _, _ = given
+    x, slots = torch.zeros(rows, 64).bfloat16(), torch.zeros(rows, dtype=torch.int64)
+    tiled_ops._linear_cuda(x, *tensors, dense, None, "128x64")
+    assert called == base
+    called.clear()
+    a, b = torch.zeros(32, 64).bfloat16(), torch.zeros(128, 16).bfloat16()
+    wide = torch.zeros(1, dtype=torch.int32)  # one member of 128 columns
+    tiled_ops._lora_linear_cuda(x, *tensors, None, None, "128x64", a[:16], b, wide, slots, ACTIVE)
+    assert called == adapted
+    called.clear()
+    tiled_ops._lora_linear_cuda(x, *tensors, dense, None, "128x64", a[:16], b, wide, slots, NONE)
+    assert called == base
+
+
+def test_an_adapter_that_cannot_be_folded_in_is_added_by_itself(given, called):
+    _, tensors, dense, _, _ = given
+    x, slots = torch.zeros(32, 64).bfloat16(), torch.zeros(32, dtype=torch.int64)
+    a, b = torch.zeros(24, 64).bfloat16(), torch.zeros(128, 24).bfloat16()
+    members = torch.zeros(1, dtype=torch.int32)
+    tiled_ops._lora_linear_cuda(x, *tensors, dense, None, "128x64", a, b, members, slots, ACTIVE)
+    assert called == ["lora_shrink", "medium", "lora_expand"]

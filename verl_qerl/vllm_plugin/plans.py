@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from verl_qerl.kernels.small_batch import guess_launch
+from verl_qerl.kernels import medium_batch, small_batch
 from verl_qerl.nvfp4.format import BLOCK_SIZE
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ class Plan:
     Attributes:
         small_rows: Up to here `kernels.small_batch`.
         launches: Its `launch` for up to 8 and for up to 16 rows.
+        medium_rows: From there up to here `kernels.medium_batch`.
+        medium_launches: Its launches, by entries of its TOKENS.
         packed_rows: Up to here humming beats cuBLAS over a resident copy.
         decode_rows: From here on decoding and cuBLAS beat humming.
         layer_config: humming's description of the weight.
@@ -40,10 +42,16 @@ class Plan:
 
     small_rows: int
     launches: tuple[tuple[int, int], ...]
+    medium_rows: int
+    medium_launches: tuple[medium_batch.Launch, ...]
     packed_rows: int
     decode_rows: int
     layer_config: str
     tuning_config: str
+
+    def medium_launch(self, rows: int) -> medium_batch.Launch:
+        """The launch of `kernels.medium_batch` for a batch, up to `medium_rows`."""
+        return self.medium_launches[medium_batch.TOKENS.index(medium_batch.padded_rows(rows))]
 
 
 PLANS: dict[str, Plan] = {}
@@ -56,17 +64,26 @@ def make_plan(N: int, K: int, gpu: str, normal_scales: bool = True) -> str:
         N: out_features.
         K: in_features.
         gpu: As CUDA names it.
-        normal_scales: Whether every block scale is at least 2**-6, as `kernels.small_batch` needs.
+        normal_scales: Whether every block scale is at least 2**-6, as our own kernels need.
     """
     key = f"{N}x{K}" if normal_scales else f"{N}x{K} with subnormal scales"
     if key not in PLANS:
         row = nearest(N, K, gpu)
-        small_rows = row["small_rows"] if normal_scales else 0
         # The launch of another shape may not fill the GPU with this one.
         same = (row["N"], row["K"]) == (N, K)
-        launches = tuple(tuple(launch) for launch in row["launches"]) if same else (guess_launch(N, K),) * 2
+        launches = tuple(map(tuple, row["launches"])) if same else (small_batch.guess_launch(N, K),) * 2
+        measured = row["medium_launches"] if same else {}
+        medium_launches = tuple(
+            medium_batch.Launch(*measured[str(tokens)])
+            if str(tokens) in measured
+            else medium_batch.guess_launch(N, K, tokens)
+            for tokens in medium_batch.TOKENS
+        )
+        small_rows, medium_rows = row["small_rows"], row["medium_rows"]
+        if not normal_scales:
+            small_rows = medium_rows = 0
         limits = row["packed_rows"], row["decode_rows"]
-        PLANS[key] = Plan(small_rows, launches, *limits, *_humming_configs(N, K))
+        PLANS[key] = Plan(small_rows, launches, medium_rows, medium_launches, *limits, *_humming_configs(N, K))
     return key
 
 

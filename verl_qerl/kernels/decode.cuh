@@ -1,0 +1,60 @@
+// The four registers of a left operand of m16n8k16 (or of a warp's part of wgmma), in bf16, from one word of codes in
+// the layout of kernels/tiled.py; shared by the kernels that multiply by 4-bit weights.
+//
+// Exactness: a code moved to the low exponent bits of a bf16 is its value times 2^-126, a block scale with 238 added to
+// its exponent is its value times 2^118, and their product, six significant bits, is exact. What is decoded is the weight
+// over its global scale, times 2^-8.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+
+// Factors as arguments of the kernel: a product runs beside the masks, shifts by a constant would compete with them.
+struct Factors {
+  u32 scale;  // 2^4
+  u32 even;   // 2^12 + 2^6: sign of a nibble at bits 3..0 to bit 15, its other bits to 8..6
+  u32 odd;    // 2^8 + 2^2: the same from bits 7..4
+};
+
+__device__ __forceinline__ u32 multiply(u32 a, u32 b) {
+  u32 out;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+
+// bf16x2 of the codes that `mask` selects in each half, times 2^-126.
+__device__ __forceinline__ u32 code(u32 word, u32 mask, u32 factor) { return ((word & mask) * factor) & 0x81C081C0u; }
+
+// bytes: block scales in E4M3, of rows r and r + 8 in the low half (which = 0) or the high half (which = 1).
+__device__ __forceinline__ void decode(u32 word, u32 bytes, int which, const Factors& f, u32 (&a)[4]) {
+  u32 pair = __byte_perm(bytes, 0, which ? 0x4342 : 0x4140) * f.scale + 0x77007700u;
+  u32 scale, scale_8, right = word >> 8;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; mov.b32 %0, {low, low}; mov.b32 %1, {high, high};}"
+      : "=r"(scale), "=r"(scale_8)
+      : "r"(pair));
+  a[0] = multiply(code(word, 0x000F000Fu, f.even), scale);
+  a[1] = multiply(code(word, 0x00F000F0u, f.odd), scale_8);
+  a[2] = multiply(code(right, 0x000F000Fu, f.even), scale);
+  a[3] = multiply(code(right, 0x00F000F0u, f.odd), scale_8);
+}
+
+__device__ __forceinline__ u16 to_bf16(float value) {
+  u16 out;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(value));
+  return out;
+}
+
+__device__ __forceinline__ float from_bf16(u32 bits) { return __uint_as_float(bits << 16); }
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ float load_of_rank(const float* local, u32 rank) {
+  u32 address = static_cast<u32>(__cvta_generic_to_shared(local));
+  float value;
+  asm volatile(
+      "{.reg .u32 there; mapa.shared::cluster.u32 there, %1, %2; ld.shared::cluster.f32 %0, [there];}"
+      : "=f"(value)
+      : "r"(address), "r"(rank));
+  return value;
+}
