@@ -2,30 +2,34 @@
 
     python tests/bench/bench_rollout.py --out FILE.json --models 7B --arms bf16_lora_stock nvfp4_lora_ours --realistic
     python tests/bench/bench_rollout.py --out FILE.json --append --profile --no-fixed
+    python tests/bench/bench_rollout.py --out FILE.json --append --plan 540
     python tests/bench/bench_rollout.py --table FILE.json
 
 One GPU; every (model, rank, arm) is an engine in a process of its own (rollout_engine.py, which says what is measured;
-rollout_arms.py has the arms). The file is written after every row. Exit code 1 when an engine failed.
+rollout_arms.py has the arms). The file is written after every row, so that a killed run loses one row; `--plan SECONDS`
+takes what it lacks in the order of rollout_plan.py. Exit code 1 when an engine failed.
 """
 
 import argparse
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import rollout_arms
+import rollout_plan
+import rollout_process
+import rollout_profile
 import rollout_report
 
-ROOT = Path(__file__).parents[2]
 GRACE_S = 240  # beyond --arm-seconds, for the measurement that is under way
+PLAN_GRACE_S = 30  # beyond --plan, where only what should end in time is begun
 ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)", re.MULTILINE)
 
 # What our side of vLLM says when it does not do what was asked for.
@@ -35,19 +39,25 @@ SAID = re.compile(r"verl_qerl: |NVFP4 linears|WARNING.*verl_qerl")
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     if args.table:
-        print(rollout_report.tables(json.loads(args.table.read_text())))
+        print(tables(json.loads(args.table.read_text())))
         return 0
     options = {name: value for name, value in vars(args).items() if not isinstance(value, Path) and value is not None}
     report = rollout_report.Report(args.out, rollout_report.header(options), args.append)
     failed = False
-    for job in jobs(args):
-        error = run(job, args.work, report)
-        if error:
-            failed = True
-            print(f"FAILED {job['arm']} {job['model']} rank {job['rank']}: {error}", flush=True)
-            report.add("failures", {name: job[name] for name in rollout_report.ENGINE} | {"error": error})
-    print(f"\n{rollout_report.tables(report.data)}")
+    with rollout_process.Starter(args.work) as starter:
+        for job in jobs(args) if args.plan is None else planned(args, report):
+            error = run(job, starter, report)
+            if error:
+                failed = True
+                print(f"FAILED {job['arm']} {job['model']} rank {job['rank']}: {error}", flush=True)
+                report.add("failures", {name: job[name] for name in rollout_report.ENGINE} | {"error": error})
+    print(f"\n{tables(report.data)}")
     return int(failed)
+
+
+def tables(data: dict[str, Any]) -> str:
+    """Everything that a result file says."""
+    return "\n\n".join(filter(None, (rollout_report.tables(data), rollout_profile.tables(data))))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -71,6 +81,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-fixed", action="store_true", help="leave out what --batches and --new-tokens select")
     parser.add_argument("--max-num-seqs", type=int, default=0, help="of the engine; the largest batch")
     parser.add_argument("--arm-seconds", type=int, default=600, help="no measurement of an engine begins after that")
+    parser.add_argument("--plan", type=int, metavar="SECONDS", help="rollout_plan.py's order, for so long; 0 lists it")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="GPUS")
     parser.add_argument("--eager", action="store_true", help="neither CUDA graphs nor torch.compile")
     work = Path(tempfile.gettempdir()) / "verl_qerl_bench"
     parser.add_argument("--work", type=Path, default=work, help="models, adapters, and what the engines print")
@@ -83,6 +95,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     args.realistic = None if args.realistic is None else args.realistic or [128, 8]
     if args.realistic and len(args.realistic) != 2:
         parser.error("--realistic takes no number or two")
+    if args.tensor_parallel > 1 and args.profile:
+        parser.error("--profile sees the kernels of one process; leave out --tensor-parallel")
     return args
 
 
@@ -92,17 +106,15 @@ def jobs(args: argparse.Namespace) -> list[dict[str, Any]]:
     # A realistic rollout runs as many sequences at a time as the largest batch has, with those batches or without.
     sizes = [*(args.batches if batches or args.realistic else []), *args.profile]
     largest = args.max_num_seqs or max(sizes, default=1)
-    common = {
-        "prompts": args.prompts,
-        "batches": batches,
+    fixed = [(prompt, batch) for prompt in args.prompts for batch in batches]
+    whole = {"prompt": min(args.prompts), **dict(zip(("prompts", "samples"), args.realistic or (), strict=False))}
+    chosen = {
+        "fixed": fixed,
         "new_tokens": args.new_tokens,
-        "repeats": args.repeats,
-        "fixed": not args.no_fixed,
-        "realistic": args.realistic and dict(zip(("prompts", "samples"), args.realistic, strict=True)),
+        "realistic": whole if args.realistic else None,
         "profile": args.profile,
+        "profile_prompt": args.prompts[0],
         "largest": largest,
-        "seconds": args.arm_seconds,
-        "eager": args.eager,
     }
     found = []
     for model in args.models:
@@ -110,15 +122,41 @@ def jobs(args: argparse.Namespace) -> list[dict[str, Any]]:
             for arm in args.arms:
                 lora = rollout_arms.ARMS[arm].lora
                 if lora or index == 0:
-                    found.append({"arm": arm, "model": model, "rank": rank if lora else 0, **common})
+                    found.append({**common(args), "arm": arm, "model": model, "rank": rank if lora else 0, **chosen})
     return found
 
 
-def run(job: dict[str, Any], work: Path, report: rollout_report.Report) -> str | None:
+def common(args: argparse.Namespace) -> dict[str, Any]:
+    """What all engines share."""
+    parallel = {"tensor_parallel": args.tensor_parallel}
+    return {"repeats": args.repeats, "seconds": args.arm_seconds, "eager": args.eager, **parallel}
+
+
+def planned(args: argparse.Namespace, report: rollout_report.Report) -> Iterator[dict[str, Any]]:
+    """What the report lacks, as long as there is time for it. An engine that failed is not tried again."""
+    end = time.monotonic() + args.plan
+    for whole in rollout_plan.jobs(common(args)):
+        job = rollout_plan.remaining(whole, report.data)
+        if job is None:
+            continue
+        starting, measuring = rollout_plan.seconds(job)
+        left = end - time.monotonic()
+        what = f"{job['arm']} {job['model']} rank {job['rank']}: about {starting:.0f} + {measuring:.0f} s"
+        if args.plan and left < starting + rollout_plan.LEAST_S:
+            print(f"-- no time for {what}, {left:.0f} s are left", flush=True)
+        elif args.plan:
+            print(f"-- {what}", flush=True)
+            yield {**job, "seconds": left, "grace": PLAN_GRACE_S}
+        else:
+            print(what)
+
+
+def run(job: dict[str, Any], starter: rollout_process.Starter, report: rollout_report.Report) -> str | None:
     """Run one engine and take its events into the report while they come. The error in one sentence, or None.
 
-    The model's path is part of the key of vLLM's compile cache: `work` is the same in every run.
+    The model's path is part of the key of vLLM's compile cache: the folder is the same in every run.
     """
+    work = starter.work
     shape = rollout_arms.SHAPES[job["model"]]
     packed = rollout_arms.ARMS[job["arm"]].packed
     model = work / f"{job['model']}-{'nvfp4' if packed else 'bf16'}"
@@ -131,53 +169,26 @@ def run(job: dict[str, Any], work: Path, report: rollout_report.Report) -> str |
     events = work / f"{name}.events"
     events.write_text("")
     job["events"] = str(events)
-    (work / f"{name}.json").write_text(json.dumps(job))
     print(f"-- {job['arm']} {job['model']} rank {job['rank']}", flush=True)
-    with open(work / f"{name}.log", "w") as log:
-        done, code = follow(start(work / f"{name}.json", log), events, job, report)
-    text = (work / f"{name}.log").read_text(errors="replace")
+    process, log = starter.start(job)
+    seconds = job["seconds"] + job.get("grace", GRACE_S)
+
+    def take_and_prepare(event: dict[str, Any]) -> bool:
+        done = take(event, job, report)
+        starter.prepare()  # its first event comes when it has started
+        return done
+
+    done, code = rollout_process.follow(process, events, seconds, take_and_prepare)
+    text = log.read_text(errors="replace")
+    log.replace(work / f"{name}.log")
     for line in dict.fromkeys(line.strip() for line in text.splitlines() if SAID.search(line)):
         print(f"   said: {line}", flush=True)
     if done:
         return None
     print("\n".join(text.splitlines()[-40:]), flush=True)
     if code is None:
-        return f"killed {job['seconds'] + GRACE_S} s after its start. Raise --arm-seconds or select fewer measurements."
+        return f"killed {seconds:.0f} s after its start. Raise --arm-seconds or select fewer measurements."
     return error_sentence(text, code)
-
-
-def start(job: Path, log: Any) -> subprocess.Popen:
-    # This checkout first: what is measured is the package beside this file.
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    script = Path(__file__).with_name("rollout_engine.py")
-    command = [sys.executable, str(script), str(job)]
-    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": path})
-
-
-def follow(
-    process: subprocess.Popen, events: Path, job: dict[str, Any], report: rollout_report.Report
-) -> tuple[bool, int | None]:
-    """(whether the engine came to its end, its exit code or None if it was killed for its time)."""
-    end = time.monotonic() + job["seconds"] + GRACE_S
-    code, killed, done = None, False, False
-    try:
-        with open(events) as file:
-            rest = ""
-            while True:
-                code = process.poll()  # before reading: what it wrote last is then seen
-                *lines, rest = (rest + file.read()).split("\n")
-                for line in lines:
-                    done = take(json.loads(line), job, report) or done
-                if code is not None:
-                    return done, None if killed else code
-                if time.monotonic() > end and not killed:
-                    process.kill()
-                    killed = True
-                time.sleep(0.2)
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
 
 
 def take(event: dict[str, Any], job: dict[str, Any], report: rollout_report.Report) -> bool:
@@ -187,15 +198,17 @@ def take(event: dict[str, Any], job: dict[str, Any], report: rollout_report.Repo
         report.add("engines", {name: job[name] for name in rollout_report.ENGINE} | event)
         print(f"   started in {event['startup_s']} s, KV cache of {event['kv_cache_tokens']} tokens", flush=True)
     elif kind == "row":
-        report.add("rows", event["row"])
+        report.measured("rows", event["row"])
         print(rollout_report.one_line(event["row"]), flush=True)
     elif kind == "profile":
         profile = event["profile"]
-        report.add("profiles", profile)
+        report.measured("profiles", profile)
         times = f"{profile['wall_us']} us per step, kernels {profile['kernels_us']} us"
         print(f"   profile of batch {profile['batch']}: {times}", flush=True)
     elif kind == "skipped":
         report.add("skipped", event)
+        if "KV cache" in event["reason"]:  # there will be no room in another run either
+            report.measured("skipped", event)
         print(f"   skipped batch {event['batch']} prompt {event['prompt']}: {event['reason']}", flush=True)
     return kind == "done"
 

@@ -34,10 +34,10 @@ class Arm:
     linear_bytes: float = 2.0
 
 
-def ours(linear: str, lora: str, **options: Any) -> dict[str, Any]:
+def ours(linear: str, lora: str, resident: bool = False, **options: Any) -> dict[str, Any]:
     """`options` with our kernel options and the worker extension that reads them."""
     return {
-        "additional_config": {"verl_qerl": {"linear": linear, "lora": lora}},
+        "additional_config": {"verl_qerl": {"linear": linear, "lora": lora, "resident": resident}},
         "worker_extension_cls": EXTENSION,
         **options,
     }
@@ -53,6 +53,11 @@ ARMS = {
     "fp8_lora_stock": Arm({"quantization": "fp8"}, linear_bytes=1.0),
     "nvfp4_lora_ours": Arm(
         ours(linear="auto", lora="single", load_format=DUMMY_NVFP4, quantization=OURS), packed=True, linear_bytes=0.5625
+    ),
+    "nvfp4_lora_resident": Arm(
+        ours(linear="auto", lora="single", resident=True, load_format=DUMMY_NVFP4, quantization=OURS),
+        packed=True,
+        linear_bytes=2.5625,
     ),
 }
 

@@ -7,7 +7,6 @@ Every sequence of a measurement has the same length and temperature 1, as in RL.
 """
 
 import json
-import math
 import os
 import random
 import sys
@@ -16,55 +15,44 @@ from pathlib import Path
 from typing import Any
 
 import rollout_arms
-
-GIB = 1 << 30
-# Answer lengths of the realistic rollout: lognormal with this median and sigma, at least MIN, cut at MAX.
-LENGTHS = {"median": 400, "sigma": 0.8, "min": 16, "max": 2048, "seed": 0}
-PROFILED_STEPS = 16
-PROFILE_TOKENS = 128  # of a profiled sequence: the first ones decode while the last ones are still prefilled
+from rollout_load import (
+    LENGTHS,
+    PROFILE_TOKENS,
+    PROFILED_STEPS,
+    capture_sizes,
+    decode_ms,
+    draw_lengths,
+    fixed_seconds,
+    kv_tokens,
+    profile_seconds,
+    realistic_seconds,
+)
+from rollout_worker import GIB, modules_of, peak_gib
 
 
 def main() -> None:
-    job = json.loads(Path(sys.argv[1]).read_text())
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # host time counts; the worker is asked for its state
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    import vllm  # noqa: F401  while the engine before this one still measures
+
+    sys.stdin.readline()
     started = time.monotonic()
+    job = json.loads(Path(sys.argv[1]).read_text())
     engine = Engine(job, started + job["seconds"])
     engine.report("engine", **engine.describe(time.monotonic() - started))
-    if job["fixed"]:
-        for prompt in job["prompts"]:
-            for batch in job["batches"]:
-                engine.fixed(batch, prompt)
+    prompts = [prompt for prompt, _ in job["fixed"]]
+    for prompt, batch in job["fixed"]:
+        if prompt == prompts[0]:
+            engine.fixed(batch, prompt)
     if job["realistic"]:
-        engine.realistic(job["realistic"]["prompts"], job["realistic"]["samples"])
+        engine.realistic(**job["realistic"])
     for batch in job["profile"]:
-        engine.profile(batch, job["prompts"][0])
+        engine.profile(batch, job["profile_prompt"])
+    for prompt, batch in job["fixed"]:
+        if prompt != prompts[0]:
+            engine.fixed(batch, prompt)
     engine.report("done")
     os._exit(0)  # tearing an engine down takes seconds of the GPU and tells nothing
-
-
-def decode_ms(one: float, many: float, new_tokens: int) -> float:
-    """ms per step, from the seconds of one new token (the prefill) and of `new_tokens`."""
-    return (many - one) / (new_tokens - 1) * 1e3
-
-
-def draw_lengths(count: int) -> list[int]:
-    """Long-tailed answer lengths, the same in every arm."""
-    source = random.Random(LENGTHS["seed"])
-    drawn = (source.lognormvariate(math.log(LENGTHS["median"]), LENGTHS["sigma"]) for _ in range(count))
-    return [min(max(round(length), LENGTHS["min"]), LENGTHS["max"]) for length in drawn]
-
-
-def capture_sizes(batches: list[int], largest: int, realistic: bool) -> list[int]:
-    """Sizes of CUDA graphs: every batch exactly, and up to where vLLM's own list ends; all of its steps if needed."""
-    end = min(2 * largest, 512)
-    sizes = {1, 2, 4, *batches, end} | (set(range(8, end + 1, 8)) if realistic else set())
-    return sorted(size for size in sizes if size <= max(end, largest))
-
-
-def kv_tokens(sequences: int, length: int, block: int) -> int:
-    """Tokens of cache that `sequences` of `length` occupy; one block each for the step that is scheduled ahead."""
-    return sequences * (math.ceil(length / block) + 1) * block
 
 
 class Engine:
@@ -78,15 +66,19 @@ class Engine:
     def __init__(self, job: dict[str, Any], deadline: float) -> None:
         self._job, self._deadline = job, deadline
         self._arm, self._shape = rollout_arms.ARMS[job["arm"]], rollout_arms.SHAPES[job["model"]]
-        new = [job["new_tokens"]] + [LENGTHS["max"]] * bool(job["realistic"]) + [PROFILE_TOKENS] * bool(job["profile"])
-        self._longest = max(job["prompts"]) + max(new)
+        lengths = [prompt + job["new_tokens"] for prompt, _ in job["fixed"]]
+        if job["realistic"]:
+            lengths.append(job["realistic"]["prompt"] + LENGTHS["max"])
+        if job["profile"]:
+            lengths.append(job["profile_prompt"] + PROFILE_TOKENS)
+        self._longest = max(lengths)
         self._llm: Any = self._start()
         self._adapter = self._request() if self._arm.lora else None
         cache = self._llm.llm_engine.vllm_config.cache_config
         self._block, self._capacity = cache.block_size, cache.num_gpu_blocks * cache.block_size
-        if self._arm.lora or job["fixed"]:
-            # Loads the adapter, and compiles what a full prefill needs.
-            self._generate(self._prompts(min(16, job["largest"]), max(job["prompts"])), 2)
+        # Loads the adapter, and compiles what a full prefill needs.
+        prompt = max((prompt for prompt, _ in job["fixed"]), default=256 if self._longest > 256 else 1)
+        self._generate(self._prompts(min(16, job["largest"]), prompt), 2)
 
     def _start(self) -> Any:
         import vllm
@@ -111,23 +103,29 @@ class Engine:
             "seed": 0,
         }
         if not job["eager"]:
-            sizes = capture_sizes(job["batches"] + job["profile"], job["largest"], bool(job["realistic"]))
+            sizes = capture_sizes(
+                [batch for _, batch in job["fixed"]] + job["profile"], job["largest"], bool(job["realistic"])
+            )
             options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+        if job["tensor_parallel"] > 1:
+            options["tensor_parallel_size"] = job["tensor_parallel"]
         if self._arm.lora:
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": max(8, job["rank"])}
         return options | self._memory() | self._arm.options
 
     def _memory(self) -> dict[str, Any]:
         # A cache of just the size needed makes the peak say something; where it does not fit, vLLM takes what there is.
-        import torch
+        # The platform is asked, not torch: workers of a parallel engine are forked, which CUDA does not survive.
+        from vllm.platforms import current_platform
 
-        cuda = torch.cuda.is_available()
-        block = 16 if cuda else 128  # vLLM's defaults
-        need = (kv_tokens(self._job["largest"], self._longest, block) + 64 * block) * self._shape.kv_bytes
-        if not cuda:
+        ranks = self._job["tensor_parallel"]
+        block = 16 if current_platform.is_cuda() else 128  # vLLM's defaults
+        tokens = kv_tokens(self._job["largest"], self._longest, block) + 64 * block
+        need = tokens * self._shape.kv_bytes // ranks
+        if not current_platform.is_cuda():
             return {"kv_cache_memory_bytes": need}
-        total = torch.cuda.mem_get_info()[1]
-        if need + self._shape.weight_bytes(self._arm.linear_bytes) + 16 * GIB < 0.92 * total:
+        total = current_platform.get_device_total_memory()
+        if need + self._shape.weight_bytes(self._arm.linear_bytes) / ranks + 16 * GIB < 0.92 * total:
             return {"kv_cache_memory_bytes": need}
         return {"gpu_memory_utilization": 0.92}
 
@@ -148,21 +146,8 @@ class Engine:
             "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
             "cudagraph_capture_sizes": config.compilation_config.cudagraph_capture_sizes,
             "kv_cache_tokens": self._capacity,
-            "modules": self._modules(),
+            "modules": self._llm.collective_rpc(modules_of)[0],
         }
-
-    def _modules(self) -> dict[str, str]:
-        """Two linears of a layer -> the classes that compute them: what the arm really ran."""
-        model = self._llm.collective_rpc(lambda worker: worker.model_runner.get_model())[0]
-        found = {}
-        for name, module in model.named_modules():
-            if name.endswith(("layers.0.self_attn.qkv_proj", "layers.0.mlp.down_proj")):
-                base = getattr(module, "base_layer", module)
-                scheme = getattr(base, "scheme", None)
-                kernel = getattr(scheme, "kernel", None) or getattr(base.quant_method, "fp8_linear", None)
-                parts = (module, base if base is not module else None, base.quant_method, scheme, kernel)
-                found[name] = " > ".join(type(part).__name__ for part in parts if part is not None)
-        return found
 
     def report(self, event: str, **data: Any) -> None:
         """Append an event; flushed, since this process may be killed."""
@@ -190,12 +175,12 @@ class Engine:
             raise RuntimeError(f"{sum(found)} tokens were generated, {sum(lengths)} were asked for.")
         return seconds
 
-    def _refuses(self, batch: int, prompt: int, context: int | str, tokens: int) -> bool:
-        reason = None
+    def _refuses(self, batch: int, prompt: int, context: int | str, tokens: int, seconds: float) -> bool:
+        reason, left = None, self._deadline - time.monotonic()
         if tokens > self._capacity:
             reason = f"needs a KV cache of {tokens} tokens, there is room for {self._capacity}"
-        elif time.monotonic() > self._deadline:
-            reason = f"not begun within the {self._job['seconds']} s of an arm"
+        elif left < seconds:
+            reason = f"takes about {seconds:.0f} s, {max(left, 0):.0f} s are left of the {self._job['seconds']:.0f}"
         if reason:
             self.report("skipped", **self._key(batch, prompt, context), reason=reason)
         return reason is not None
@@ -205,14 +190,17 @@ class Engine:
         return keys | {"prompt": prompt, "context": context}
 
     def _row(self, batch: int, prompt: int, context: int | str, **measured: float | None) -> None:
-        empty = {"decode_ms_per_step": None, "prefill_s": None, "tokens_per_s": None, "peak_gib": peak_gib()}
+        empty = {"decode_ms_per_step": None, "prefill_s": None, "tokens_per_s": None}
+        peaks = [peak for peak in self._llm.collective_rpc(peak_gib) if peak is not None]
+        empty["peak_gib"] = max(peaks, default=None)
         rounded = {name: float(f"{value:.5g}") for name, value in measured.items() if value is not None}
         self.report("row", row=self._key(batch, prompt, context) | empty | rounded)
 
     def fixed(self, batch: int, prompt: int) -> None:
         """Prefill and decode of `batch` sequences; `context` of the row is their length at the last step."""
         new = self._job["new_tokens"]
-        if self._refuses(batch, prompt, prompt + new, kv_tokens(batch, prompt + new, self._block)):
+        expected = fixed_seconds(self._shape, batch, prompt, new, self._job["repeats"])
+        if self._refuses(batch, prompt, prompt + new, kv_tokens(batch, prompt + new, self._block), expected):
             return
         prompts = self._prompts(batch, prompt)
         # Beyond two full steps of prefill nothing is new but the number of sequences.
@@ -225,10 +213,11 @@ class Engine:
             batch, prompt, prompt + new, decode_ms_per_step=decode_ms(one, many, new), prefill_s=one, tokens_per_s=rate
         )
 
-    def realistic(self, prompts: int, samples: int) -> None:
+    def realistic(self, prompts: int, samples: int, prompt: int) -> None:
         """`samples` answers to each prompt, their lengths from `draw_lengths`; new tokens per second of the whole."""
-        batch, prompt = prompts * samples, min(self._job["prompts"])
-        if self._refuses(batch, prompt, "realistic", 0):
+        batch = prompts * samples
+        expected = realistic_seconds(self._shape, batch, prompt, self._job["largest"])
+        if self._refuses(batch, prompt, "realistic", 0, expected):
             return
         inputs = [one for one in self._prompts(prompts, prompt) for _ in range(samples)]
         lengths = draw_lengths(batch)
@@ -239,7 +228,8 @@ class Engine:
         """Microseconds per decode step of every kernel; `wall_us` is the step without the profiler."""
         import torch
 
-        if self._refuses(batch, prompt, "profile", kv_tokens(batch, prompt + PROFILE_TOKENS, self._block)):
+        expected = profile_seconds(self._shape, batch, prompt, PROFILE_TOKENS)
+        if self._refuses(batch, prompt, "profile", kv_tokens(batch, prompt + PROFILE_TOKENS, self._block), expected):
             return
         engine = self._llm.llm_engine
         params = self._params(PROFILE_TOKENS)
@@ -256,6 +246,7 @@ class Engine:
         activity = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
         with torch.profiler.profile(activities=[activity]) as profiler:
             self._steps(PROFILED_STEPS)
+        lengths = [len(output.prompt_token_ids) + len(output.outputs[0].token_ids) for output in engine.step()]
         while engine.has_unfinished_requests():
             engine.step()
         field = "self_device_time_total" if cuda else "self_cpu_time_total"
@@ -264,6 +255,7 @@ class Engine:
         times = {entry.key: getattr(entry, field) / PROFILED_STEPS for entry in entries}
         kernels = {name: round(us, 2) for name, us in sorted(times.items(), key=lambda item: -item[1]) if us > 0}
         total = {"steps": PROFILED_STEPS, "wall_us": round(wall * 1e6, 1), "kernels_us": round(sum(times.values()), 1)}
+        total["context_tokens"] = round(sum(lengths) / len(lengths)) - PROFILED_STEPS // 2  # in the middle of it
         self.report("profile", profile=self._key(batch, prompt, "profile") | total | {"us_per_step": kernels})
 
     def _steps(self, count: int) -> float:
@@ -280,16 +272,6 @@ def synchronize() -> None:
 
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def peak_gib() -> float | None:
-    """Of the process so far: what the driver calls used, or the allocator's peak if that was higher while loading."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    free, total = torch.cuda.mem_get_info()
-    return round(max(total - free, torch.cuda.max_memory_reserved()) / GIB, 2)
 
 
 if __name__ == "__main__":

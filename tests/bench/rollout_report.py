@@ -17,7 +17,7 @@ from verl_qerl.testing import current_commit
 
 KEY = ("arm", "model", "batch", "rank", "prompt", "context")
 ENGINE = ("arm", "model", "rank")
-LISTS = {"rows": KEY, "profiles": KEY, "skipped": KEY, "engines": ENGINE, "failures": ENGINE}
+LISTS = {"rows": KEY, "profiles": KEY, "skipped": KEY, "measured": KEY, "engines": ENGINE, "failures": ENGINE}
 BASELINE = "bf16_lora_stock"
 ARMS = (
     "bf16_lora_stock",
@@ -25,6 +25,7 @@ ARMS = (
     "nvfp4_lora_stock",
     "fp8_lora_stock",
     "nvfp4_lora_ours",
+    "nvfp4_lora_resident",
     "bf16",
     "nvfp4",
 )
@@ -94,6 +95,13 @@ class Report:
             self.data = before | self.data | {name: before.get(name, []) for name in ("runs", *LISTS)}
         # Every run, since rows that are kept may be of an earlier commit.
         self.data["runs"].append({name: head[name] for name in ("commit", "time", "options")})
+
+    def measured(self, name: str, entry: dict[str, Any]) -> None:
+        """Add an entry, and under `measured` the commit that it is of: rows have the keys that they have."""
+        self.data["measured"] = merged(
+            self.data["measured"], {key: entry[key] for key in KEY} | {"commit": self.data["commit"]}, KEY
+        )
+        self.add(name, entry)
 
     def add(self, name: str, entry: dict[str, Any]) -> None:
         """Put an entry into one of LISTS in place of that of the same key, and write the file."""

@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -34,8 +36,15 @@ def engine(bench) -> ModuleType:
     return rollout_engine
 
 
+@pytest.fixture(scope="module")
+def load(bench) -> ModuleType:
+    import rollout_load
+
+    return rollout_load
+
+
 def row(arm: str = "bf16_lora_stock", batch: int = 1, **values) -> dict:
-    base = {"arm": arm, "model": "7B", "batch": batch, "rank": 32, "prompt": 256, "context": 512}
+    base: dict = {"arm": arm, "model": "7B", "batch": batch, "rank": 32, "prompt": 256, "context": 512}
     empty = {"decode_ms_per_step": None, "prefill_s": None, "tokens_per_s": None, "peak_gib": None}
     return base | empty | values
 
@@ -43,14 +52,14 @@ def row(arm: str = "bf16_lora_stock", batch: int = 1, **values) -> dict:
 HEAD = {"gpu": "H200", "driver": "580", "versions": {}, "commit": "abc", "time": "now", "options": {}}
 
 
-def test_a_decode_step_is_the_difference_to_one_token(engine):
+def test_a_decode_step_is_the_difference_to_one_token(load):
     prefill, step = 2.0, 0.005  # 256 tokens are the prefill's one and 255 steps
-    assert engine.decode_ms(prefill, prefill + 255 * step, 256) == pytest.approx(5.0)
+    assert load.decode_ms(prefill, prefill + 255 * step, 256) == pytest.approx(5.0)
 
 
-def test_answer_lengths_are_long_tailed_cut_and_repeatable(engine):
-    lengths = engine.draw_lengths(1024)
-    assert lengths == engine.draw_lengths(1024)
+def test_answer_lengths_are_long_tailed_cut_and_repeatable(load):
+    lengths = load.draw_lengths(1024)
+    assert lengths == load.draw_lengths(1024)
     assert min(lengths) >= 16
     assert max(lengths) == 2048
     assert 350 < statistics.median(lengths) < 450
@@ -59,16 +68,16 @@ def test_answer_lengths_are_long_tailed_cut_and_repeatable(engine):
     assert sum(length == 2048 for length in lengths) < 40
 
 
-def test_a_cuda_graph_is_captured_for_every_batch(engine):
-    assert engine.capture_sizes([1, 8, 100, 256], 256, realistic=False) == [1, 2, 4, 8, 100, 256, 512]
-    assert engine.capture_sizes([1], 1, realistic=False) == [1, 2]
-    assert set(range(8, 257, 8)) <= set(engine.capture_sizes([1], 256, realistic=True))
-    assert engine.capture_sizes([1024], 1024, realistic=False)[-1] == 1024
+def test_a_cuda_graph_is_captured_for_every_batch(load):
+    assert load.capture_sizes([1, 8, 100, 256], 256, realistic=False) == [1, 2, 4, 8, 100, 256, 512]
+    assert load.capture_sizes([1], 1, realistic=False) == [1, 2]
+    assert set(range(8, 257, 8)) <= set(load.capture_sizes([1], 256, realistic=True))
+    assert load.capture_sizes([1024], 1024, realistic=False)[-1] == 1024
 
 
-def test_the_cache_holds_whole_blocks_and_one_more(engine):
-    assert engine.kv_tokens(3, 256, 16) == 3 * (16 + 1) * 16
-    assert engine.kv_tokens(1, 257, 16) == (17 + 1) * 16
+def test_the_cache_holds_whole_blocks_and_one_more(load):
+    assert load.kv_tokens(3, 256, 16) == 3 * (16 + 1) * 16
+    assert load.kv_tokens(1, 257, 16) == (17 + 1) * 16
 
 
 def test_shapes_have_the_sizes_of_the_models(bench):
@@ -143,15 +152,18 @@ def test_small_models_come_first(bench):
 
 def test_an_arm_without_an_adapter_runs_once(bench):
     arguments = ["--out", "x", "--arms", "bf16", "bf16_lora_ours", "--ranks", "16", "32", "--batches", "8", "4"]
-    found = [(job["arm"], job["rank"], job["largest"], job["batches"]) for job in bench.jobs(bench.parse(arguments))]
-    assert found == [("bf16", 0, 8, [4, 8]), ("bf16_lora_ours", 16, 8, [4, 8]), ("bf16_lora_ours", 32, 8, [4, 8])]
+    arguments += ["--prompts", "256"]
+    found = [(job["arm"], job["rank"], job["largest"], job["fixed"]) for job in bench.jobs(bench.parse(arguments))]
+    fixed = [(256, 4), (256, 8)]
+    assert found == [("bf16", 0, 8, fixed), ("bf16_lora_ours", 16, 8, fixed), ("bf16_lora_ours", 32, 8, fixed)]
 
 
 def test_a_realistic_rollout_alone_runs_as_many_sequences_as_the_batches(bench):
     alone = ["--out", "x", "--arms", "bf16", "--no-fixed", "--batches", "64", "--profile", "2"]
     assert [job["largest"] for job in bench.jobs(bench.parse(alone))] == [2]
     (job,) = bench.jobs(bench.parse([*alone, "--realistic"]))
-    assert (job["largest"], job["batches"], job["realistic"]) == (64, [], {"prompts": 128, "samples": 8})
+    assert (job["largest"], job["fixed"]) == (64, [])
+    assert job["realistic"] == {"prompts": 128, "samples": 8, "prompt": 256}
 
 
 def test_the_error_is_the_last_exception_of_the_log(bench):
@@ -162,16 +174,32 @@ def test_the_error_is_the_last_exception_of_the_log(bench):
     )
 
 
-def test_an_engine_that_takes_too_long_is_killed(bench, tmp_path, monkeypatch):
+def test_an_engine_that_takes_too_long_is_killed_with_what_it_started(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "GRACE_S", 0)
+    child = tmp_path / "child"
     slow = tmp_path / "slow.py"
-    slow.write_text("import time; time.sleep(60)")
-    monkeypatch.setattr(bench, "start", lambda job, log: bench.subprocess.Popen([sys.executable, str(slow)]))
-    job = {"arm": "bf16", "model": "tiny", "rank": 0, "seconds": 1}
+    slow.write_text(
+        "import subprocess, sys, time\n"
+        "worker = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"open({str(child)!r}, 'w').write(str(worker.pid))\n"
+        "time.sleep(60)"
+    )
+
+    def spawn(job: Path, log) -> subprocess.Popen:
+        return subprocess.Popen([sys.executable, str(slow)], start_new_session=True)
+
+    monkeypatch.setattr(bench.rollout_process, "spawn", spawn)
+    job = {"arm": "bf16", "model": "tiny", "rank": 0, "seconds": 2}
     report = bench.rollout_report.Report(tmp_path / "out.json", HEAD, append=False)
     began = time.monotonic()
-    assert "killed 1 s after its start" in bench.run(job, tmp_path / "work", report)
+    with bench.rollout_process.Starter(tmp_path / "work") as starter:
+        assert "killed 2 s after its start" in bench.run(job, starter, report)
     assert time.monotonic() - began < 30
+    end = time.monotonic() + 10
+    status = Path("/proc") / child.read_text() / "status"
+    while status.exists() and "zombie" not in status.read_text() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not status.exists() or "zombie" in status.read_text()
 
 
 def test_what_has_no_room_or_no_time_is_skipped_and_says_why(engine, tmp_path):
@@ -179,15 +207,94 @@ def test_what_has_no_room_or_no_time_is_skipped_and_says_why(engine, tmp_path):
     events = tmp_path / "events"
     one._job = {"arm": "bf16", "model": "tiny", "rank": 0, "seconds": 60, "events": str(events)}
     one._capacity, one._deadline = 1000, time.monotonic() + 60
-    assert not one._refuses(8, 256, 512, 1000)
+    assert not one._refuses(8, 256, 512, 1000, 50)
     assert not events.exists()
-    assert one._refuses(8, 256, 512, 1001)
-    one._deadline = time.monotonic() - 1
-    assert one._refuses(8, 256, 512, 1000)
+    assert one._refuses(8, 256, 512, 1001, 50)
+    assert one._refuses(8, 256, 512, 1000, 70)
     room, late = (json.loads(line) for line in events.read_text().splitlines())
     assert (room["event"], room["arm"], room["batch"]) == ("skipped", "bf16", 8)
     assert "there is room for 1000" in room["reason"]
-    assert "not begun within the 60 s" in late["reason"]
+    assert "takes about 70 s" in late["reason"]
+
+
+def test_the_seconds_of_a_row_are_those_measured_within_a_third(bench, load):
+    found = json.loads((FOLDER / "results" / "h200" / "rollout_7b.json").read_text())["rows"]
+    shape = bench.rollout_arms.SHAPES["7B"]
+    rows = [entry for entry in found if entry["arm"] == "bf16_lora_stock"]
+    assert len(rows) == 6
+    for entry in rows:
+        assert load.step_seconds(shape, entry["batch"]) * 1e3 == pytest.approx(entry["decode_ms_per_step"], rel=1 / 3)
+        if entry["batch"] > 1:  # one prompt is bound by latency
+            tokens = entry["batch"] * entry["prompt"]
+            assert load.prefill_seconds(shape, tokens) == pytest.approx(entry["prefill_s"], rel=1 / 3)
+
+
+def test_a_plan_takes_what_the_file_lacks(bench, tmp_path, capsys):
+    out = tmp_path / "rollout.json"
+    args = bench.parse(["--out", str(out), "--plan", "100000"])
+    report = bench.rollout_report.Report(out, HEAD, append=False)
+    whole = [(job["arm"], job["model"], job["rank"]) for job in bench.planned(args, report)]
+    assert whole[:2] == [("nvfp4_lora_ours", "7B", 32), ("bf16_lora_stock", "7B", 32)]
+    assert {arm for arm, model, _ in whole if model == "32B"} >= {"nvfp4_lora_ours", "bf16_lora_stock"}
+    for job in bench.planned(args, report):  # as if everything but one row had been measured
+        for prompt, batch in job["fixed"]:
+            if (job["arm"], job["model"], job["rank"], batch) != ("bf16_lora_stock", "7B", 32, 64):
+                key = {name: job[name] for name in ("arm", "model", "rank")} | {"batch": batch, "prompt": prompt}
+                report.measured("rows", row(**key) | {"context": prompt + job["new_tokens"]})
+        for batch in job["profile"]:
+            report.measured("profiles", row(job["arm"], batch, model=job["model"], context="profile"))
+        if job["realistic"]:
+            report.measured("rows", row(job["arm"], 1024, model=job["model"], context="realistic"))
+    (left,) = bench.planned(args, report)
+    assert (left["arm"], left["fixed"], left["realistic"], left["profile"]) == (
+        "bf16_lora_stock",
+        [(256, 64)],
+        None,
+        [],
+    )
+    report.data["commit"] = "another"  # ours are measured again, vLLM's own are not
+    again = {job["arm"] for job in bench.planned(args, report)}
+    assert again == {"bf16_lora_stock", "bf16_lora_ours", "nvfp4_lora_ours", "nvfp4_lora_resident"}
+    capsys.readouterr()
+    assert not list(bench.planned(bench.parse(["--out", str(out), "--plan", "1"]), report))
+    assert "no time for nvfp4_lora_ours 7B rank 32" in capsys.readouterr().out
+    assert bench.main(["--out", str(tmp_path / "none.json"), "--plan", "0"]) == 0
+    assert len(re.findall(r"rank \d+: about \d+ \+ \d+ s", capsys.readouterr().out)) == len(whole)
+
+
+def test_a_step_is_taken_apart_by_groups_of_kernels(bench):
+    kernels = {
+        "humming<MmaOpClass>": 700.0,
+        "small_batch": 50.0,
+        "triton_red_fused_fused_add_rms_norm_lora_linear_tiled_2": 30.0,
+        "_shrink_kernel": 20.0,
+        "nvjet_sm90_tst": 100.0,
+        "void cutlass::device_kernel<flash::FlashAttnFwdSm90>": 40.0,
+        "unheard of": 5.0,
+    }
+    profile = {"wall_us": 1000.0, "kernels_us": 945.0, "us_per_step": kernels, "context_tokens": 300}
+    found = bench.rollout_profile.grouped(profile)
+    assert found == {
+        "quantized linears": 750.0,
+        "norms, activations": 30.0,
+        "LoRA": 20.0,
+        "cuBLAS": 100.0,
+        "attention": 40.0,
+        "other": 5.0,
+        "gaps": 55.0,
+    }
+    ours = row("nvfp4_lora_ours", 1, context="profile") | profile
+    # 3.67 GB of packed linears and 1.09 of lm_head at 4.25 TB/s
+    bounds = bench.rollout_profile.least(ours)
+    assert bounds["quantized linears"] == pytest.approx(864, rel=0.01)
+    assert bounds["cuBLAS"] == pytest.approx(256, rel=0.01)
+    assert bounds["attention"] == pytest.approx(300 * 56 * 1024 / 4.25e6, rel=0.01)
+    stock = bench.rollout_profile.least(row("bf16_lora_stock", 256, context="profile") | profile)
+    # cuBLAS has all linears: 6.5e9 products by 256 tokens at 790 TFLOP/s, more than the time of 13 GB
+    assert stock["cuBLAS"] == pytest.approx(4229 + 353, rel=0.01)
+    text = bench.tables({"rows": [], "profiles": [ours]})
+    assert "| quantized linears | 750 (864) |" in text
+    assert "| step | 1000 (" in text
 
 
 def test_dummy_nvfp4_weights_are_valid_ones_of_our_format(bench):
@@ -242,4 +349,5 @@ def test_two_arms_of_a_tiny_model_from_the_command_to_the_table(bench, tmp_path,
     assert profile["batch"] == 2
     assert profile["us_per_step"]["_C::cpu_attention_with_kv_cache"] > 0
     assert profile["kernels_us"] <= sum(profile["us_per_step"].values()) * 1.01
+    assert 16 + 16 < profile["context_tokens"] < 16 + 128
     assert "| nvfp4_lora_ours |" in capsys.readouterr().out

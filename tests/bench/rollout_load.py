@@ -1,0 +1,71 @@
+"""What bench_rollout.py makes an engine do, and about how long that takes: lengths, cache, CUDA graphs, seconds.
+
+The seconds are those of stock bf16 with LoRA on one H200, within a third (results/h200/rollout_7b.json), so that a
+measurement which would not end in time is not begun.
+"""
+
+import math
+import random
+from typing import Any
+
+# Answer lengths of the realistic rollout: lognormal with this median and sigma, at least MIN, cut at MAX.
+LENGTHS = {"median": 400, "sigma": 0.8, "min": 16, "max": 2048, "seed": 0}
+PROFILED_STEPS = 16
+PROFILE_TOKENS = 128  # of a profiled sequence: the first ones decode while the last ones are still prefilled
+
+
+def decode_ms(one: float, many: float, new_tokens: int) -> float:
+    """ms per step, from the seconds of one new token (the prefill) and of `new_tokens`."""
+    return (many - one) / (new_tokens - 1) * 1e3
+
+
+def draw_lengths(count: int) -> list[int]:
+    """Long-tailed answer lengths, the same in every arm."""
+    source = random.Random(LENGTHS["seed"])
+    drawn = (source.lognormvariate(math.log(LENGTHS["median"]), LENGTHS["sigma"]) for _ in range(count))
+    return [min(max(round(length), LENGTHS["min"]), LENGTHS["max"]) for length in drawn]
+
+
+def capture_sizes(batches: list[int], largest: int, realistic: bool) -> list[int]:
+    """Sizes of CUDA graphs: every batch exactly, and up to where vLLM's own list ends; all of its steps if needed."""
+    end = min(2 * largest, 512)
+    sizes = {1, 2, 4, *batches, end} | (set(range(8, end + 1, 8)) if realistic else set())
+    return sorted(size for size in sizes if size <= max(end, largest))
+
+
+def kv_tokens(sequences: int, length: int, block: int) -> int:
+    """Tokens of cache that `sequences` of `length` occupy; one block each for the step that is scheduled ahead."""
+    return sequences * (math.ceil(length / block) + 1) * block
+
+
+def step_seconds(shape: Any, batch: int) -> float:
+    """Of one decode step."""
+    return (1.2e-3 + 0.35e-12 * shape.weight_bytes(2.0)) * (1 + max(0, batch - 32) / 160)
+
+
+def prefill_seconds(shape: Any, tokens: int) -> float:
+    """Of one prefill of so many tokens in all."""
+    return 3.5e-15 * shape.weight_bytes(2.0) / 2 * tokens
+
+
+def fixed_seconds(shape: Any, batch: int, prompt: int, new_tokens: int, repeats: int) -> float:
+    """Of one row: warming up, one new token, and all of them."""
+    prefills = prefill_seconds(shape, batch * prompt) * (1 + 2 * repeats)
+    return prefills + repeats * new_tokens * step_seconds(shape, batch)
+
+
+def realistic_seconds(shape: Any, answers: int, prompt: int, largest: int) -> float:
+    """Of the realistic rollout; its tail runs at a small batch."""
+    lengths = draw_lengths(answers)
+    full = sum(lengths) / largest * step_seconds(shape, largest)
+    return full + LENGTHS["max"] / 2 * step_seconds(shape, 1) + prefill_seconds(shape, answers * prompt)
+
+
+def profile_seconds(shape: Any, batch: int, prompt: int, new_tokens: int) -> float:
+    """Of one profile, with the reading of its trace."""
+    return 5 + prefill_seconds(shape, batch * prompt) + 2 * new_tokens * step_seconds(shape, batch)
+
+
+def startup_seconds(shape: Any) -> float:
+    """Of an engine: imports, weights, compilation, CUDA graphs."""
+    return 45 + 0.7e-9 * shape.weight_bytes(2.0)
