@@ -22,10 +22,13 @@ from verl_qerl.modules.convert import packed_linears
 from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.reference import dequantize
 from verl_qerl.verl_plugin import engine as ours
-from verl_qerl.verl_plugin.config import DIGESTS, QerlFSDPEngineConfig
+from verl_qerl.verl_plugin import flat_adapter
+from verl_qerl.verl_plugin.config import DIGESTS, LAYOUT, QerlFSDPEngineConfig
+from verl_qerl.vllm_plugin.adapter import num_elements, unflatten
 
 MODELS, OUT, *CASES = sys.argv[1:]
 TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(3))
+flat_adapter.PIECE_BYTES = 20000  # several, the last one short
 SMALLEST_LINEAR = 64 * 128  # k_proj of models of test_engine_on_cpu.py
 
 
@@ -109,11 +112,29 @@ def base(model):
     found |= {"logits": logits(engine.module), "expected": logits(expected)}
     with engine.disable_adapter(), expected.disable_adapter():
         found |= {"base": logits(engine.module), "expected base": logits(expected)}
-    sent = [engine.get_per_tensor_param(layered_summon=True, base_sync_done=True) for _ in range(2)]
-    found["sent"] = [{name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in params} for params, _ in sent]
-    found["sent digests"] = [config.get(DIGESTS) for _, config in sent]
-    found["sent rank"] = [config["r"] for _, config in sent]
-    return found
+    found |= sent(engine)
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(0.25)
+    return found | {f"later {key}": value for key, value in sent(engine).items()}
+
+
+def sent(engine):
+    """What the rollout gets, and what verl would send."""
+    params, config = engine.get_per_tensor_param(layered_summon=True, base_sync_done=True)
+    pieces = list(params)
+    receiver = flat_adapter.FlatReceiver(num_elements(config[LAYOUT]), torch.float32, torch.device("cpu"))
+    for name, piece in pieces:
+        receiver.add(name, piece)
+    expected, _ = FSDPEngineWithLMHead.get_per_tensor_param(engine, layered_summon=True, base_sync_done=True)
+    return {
+        "sent": unflatten(config[LAYOUT], receiver.whole()),
+        "pieces": len(pieces),
+        "verl sends": {name: tensor.clone() for name, tensor in expected},
+        "sent digests": config.get(DIGESTS),
+        "sent rank": config["r"],
+        "like verl's": sorted(config.keys() - {LAYOUT, DIGESTS}),
+    }
 
 
 def step(engine):

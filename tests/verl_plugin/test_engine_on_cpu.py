@@ -104,11 +104,25 @@ def test_an_nvfp4_directory_computes_like_its_bf16_source(alone):
 @pytest.mark.parametrize("name", PACKED)
 def test_the_first_adapter_carries_the_digests(alone, name):
     found = alone[name]
-    assert found["sent digests"] == [found["digests"], None]
-    assert found["sent rank"] == [8, 8]
-    assert found["sent"][0] == found["sent"][1]
-    assert len(found["sent"][0]) == 28
-    assert all("lora_" in name for name in found["sent"][0])
+    assert (found["sent digests"], found["later sent digests"]) == (found["digests"], None)
+    assert (found["sent rank"], found["later sent rank"]) == (8, 8)
+    assert {"r", "lora_alpha", "target_modules"} <= set(found["like verl's"])
+
+
+def check_sent(found):
+    for before in ("", "later "):
+        sent, expected = found[f"{before}sent"], found[f"{before}verl sends"]
+        assert list(sent) == list(expected)
+        assert (len(sent), all("lora_" in name for name in sent)) == (28, True)
+        for name, tensor in expected.items():
+            assert torch.equal(sent[name], tensor), name
+        assert found[f"{before}pieces"] > 1
+    assert not torch.equal(found["sent"][name], found["later sent"][name])
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_the_adapter_that_is_sent_is_the_one_verl_would_send(alone, name):
+    check_sent(alone[name])
 
 
 @pytest.mark.parametrize("name", ["lora", "full"])
@@ -170,7 +184,8 @@ def test_two_ranks_hold_the_same_base(alone, ranks, name):
         assert found[name]["meta"] == []
         assert torch.equal(found[name]["base"], alone[name]["base"])
         assert torch.equal(found[name]["logits"], found[name]["expected"])
-        assert found[name]["sent digests"] == [alone[name]["digests"], None]
+        assert found[name]["sent digests"] == alone[name]["digests"]
+        check_sent(found[name])
 
 
 def test_two_ranks_resume(ranks):

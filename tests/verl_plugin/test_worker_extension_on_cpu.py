@@ -45,10 +45,17 @@ def test_other_models_are_shown_to_verl_as_they_are(found, name):
     }
 
 
-def test_equal_bases_pass_and_verl_sees_its_own_keys_only(found):
+SENT = {
+    "q.lora_A.weight": ["torch.bfloat16", [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]],
+    "q.lora_B.weight": ["torch.bfloat16", [[10.0, 11.0], [12.0, 13.0], [14.0, 15.0], [16.0, 17.0]]],
+}
+PLACED = [["transfer", True], ["place", 123, SENT, PEFT]]
+
+
+def test_equal_bases_pass_and_vllm_sees_its_own_keys_only(found):
     case = found["equal"]
     assert case["error"] is None
-    assert case["log"] == [["transfer", PEFT, True, True], ["look"]]
+    assert case["log"] == [PLACED[0], ["look"], PLACED[1]]
 
 
 def test_differing_bases_stop_the_run_after_the_transfer(found):
@@ -70,33 +77,50 @@ def test_a_rollout_without_a_packed_base_stops_the_run(found):
 
 def test_the_bases_are_compared_once(found):
     case = found["second adapter"]
-    assert (kinds(case), case["error"]) == (["transfer", "look", "transfer"], None)
+    assert (kinds(case), case["error"]) == (["transfer", "look", "place", "transfer", "place"], None)
 
 
 def test_a_bf16_base_is_not_compared(found):
-    assert found["bf16 adapter"] == {"log": [["transfer", PEFT, True, True]], "error": None, "clean": None}
+    assert found["bf16 adapter"] == {"log": PLACED, "error": None, "clean": None}
 
 
 def test_an_adapter_leaves_the_clean_norms_alone(found):
     case = found["noise, adapter"]
-    assert (kinds(case), case["clean"]) == (["transfer"], 1.0)
+    assert (kinds(case), case["clean"]) == (["transfer", "place"], 1.0)
 
 
 @pytest.mark.parametrize("name", ["noise, whole model", "noise, whole model before the adapter"])
 def test_a_whole_model_brings_new_clean_norms(found, name):
     case = found[name]
-    assert (kinds(case), case["clean"], case["error"]) == (["transfer", "recapture"], 3.0, None)
+    assert (kinds(case), case["clean"], case["error"]) == (["verl", "recapture"], 3.0, None)
 
 
-def test_an_adapter_in_its_slot_is_overwritten_with_all_buckets(found):
-    assert found["adapter in its slot"] == [["overwrite", 123, {"first": 1.0, "second": 2.0}, PEFT]]
+def test_a_flat_adapter_is_that_of_named_tensors(found):
+    assert found["flat"] == {"log": PLACED, "error": None, "clean": None}
 
 
 @pytest.mark.parametrize(
-    "name", ["another adapter in the slot", "room for two adapters on the host", "vllm's own path"]
+    ("name", "reason"),
+    [
+        ("second piece missing", "10 of 14 numbers, 0 strange"),
+        ("a strange tensor", "14 of 14 numbers, 1 strange tensors ['q.lora_A.weight']"),
+        ("a piece beyond the end", "14 of 14 numbers, 1 strange tensors ['verl_qerl_adapter.12']"),
+    ],
 )
-def test_otherwise_verl_loads_the_adapter(found, name):
-    assert found[name] == [["transfer"]]
+def test_half_an_adapter_is_never_written(found, name, reason):
+    case = found[f"flat, {name}"]
+    assert kinds(case) == ["transfer"]
+    assert case["error"].startswith(f"ValueError: the adapter did not arrive as it was announced: {reason}")
+
+
+def test_a_piece_that_comes_twice_is_the_same_piece(found):
+    assert found["flat, a piece twice"] == found["flat"]
+
+
+def test_with_several_adapters_on_the_host_verl_loads_it(found):
+    case = found["room for two adapters on the host"]
+    assert case["log"] == [["transfer", True], ["remove", 123], ["verl loads", SENT, PEFT]]
+    assert case["error"] is None
 
 
 def test_no_name_clashes_with_vllms_worker(found):

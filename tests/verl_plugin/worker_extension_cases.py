@@ -5,15 +5,16 @@ A process of its own, since verl's class patches vLLM when a worker is made.
 
 import json
 from types import SimpleNamespace
+from typing import ClassVar
 
 import torch
-from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension as Upstream
 from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
 from verl_qerl.verl_plugin import worker_extension
-from verl_qerl.verl_plugin.config import DIGESTS
+from verl_qerl.verl_plugin.config import DIGESTS, LAYOUT
 from verl_qerl.verl_plugin.worker_extension import WorkerExtension
+from verl_qerl.vllm_plugin.adapter import unflatten
 
 DIGEST = {"model.layers.0.mlp.down_proj": "0123456789abcdef"}
 OTHER = {"model.layers.0.mlp.down_proj": "fedcba9876543210"}
@@ -34,10 +35,11 @@ class Base:
         model = torch.nn.Module()
         model.add_module("input_layernorm", SimpleNorm())
         model.verl_qerl_digests = self.vllm_config.digests
-        manager = SimpleNamespace(lora_index_to_id=[None], capacity=1)
+        manager = SimpleNamespace(capacity=1, lora_config=SimpleNamespace(lora_dtype=torch.bfloat16))
         self.model_runner = SimpleNamespace(
             get_model=lambda: model, lora_manager=SimpleNamespace(_adapter_manager=manager)
         )
+        self.device = torch.device("cpu")
 
 
 class SimpleNorm(torch.nn.Module):
@@ -46,8 +48,8 @@ class SimpleNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(16), requires_grad=False)
 
 
-def config(quant_config=None, aqn=None, load_format="auto", digests=None, lora="stock"):
-    additional = {"verl_qerl": {"aqn": aqn, "lora": lora}}
+def config(quant_config=None, aqn=None, load_format="auto", digests=None):
+    additional = {"verl_qerl": {"aqn": aqn}}
     return SimpleNamespace(
         quant_config=quant_config,
         additional_config=additional,
@@ -89,17 +91,57 @@ def construction(quant_config):
     }
 
 
-def update(vllm_config, peft_config, base_sync_done=True, norm=None):
+class Sender:
+    """What verl's receiver gives on: buckets whose memory the next one overwrites, of the tensors in `queue`."""
+
+    queue: ClassVar[list] = []
+    log: ClassVar[list] = []
+
+    def __init__(self, zmq_handle, device, use_shm):
+        self.use_shm = use_shm
+
+    def receive_weights(self, on_bucket_received):
+        self.log.append(["transfer", self.use_shm])
+        bucket = torch.zeros(64)
+        for index, (name, tensor) in enumerate(self.queue):
+            view = bucket[: tensor.numel()].view(tensor.shape).copy_(tensor)
+            on_bucket_received([(name, view)], is_last=index == len(self.queue) - 1)
+        bucket.fill_(-1)
+
+
+A, B = torch.arange(6.0).view(2, 3), torch.arange(8.0).view(4, 2) + 10
+NAMED = [("q.lora_A.weight", A), ("q.lora_B.weight", B)]
+FLAT = [
+    ("verl_qerl_adapter.0", torch.cat([A.reshape(-1), B.reshape(-1)[:4]])),
+    ("verl_qerl_adapter.10", B.reshape(-1)[4:]),
+]
+LAYOUTS = [[name, list(tensor.shape)] for name, tensor in NAMED]  # tuples do not survive msgpack
+
+
+def update(vllm_config, peft_config, base_sync_done=True, norm=None, sends=None, capacity=1):
     """What is called, in order, during one sync, and the error at its end."""
-    log, real = [], Upstream.update_weights_from_ipc
+    log, real = [], (Upstream.update_weights_from_ipc, Upstream._update_weights)
 
     def transfer(self, peft_config=None, base_sync_done=False, use_shm=False):
-        log.append(["transfer", peft_config, base_sync_done, use_shm])
+        log.append(["verl", peft_config, base_sync_done, use_shm])
         if norm is not None:
             model().input_layernorm.weight.data.fill_(norm)
 
+    def listed(tensors):
+        return {name: [str(one.dtype), one.tolist()] for name, one in tensors}
+
     Upstream.update_weights_from_ipc = transfer
+    Upstream._update_weights = lambda self, weights, peft_config, base_sync_done: log.append(
+        ["verl loads", listed(weights), peft_config]
+    )
+    Sender.queue, Sender.log = NAMED if sends is None else sends, log
+    worker_extension.BucketedWeightReceiver = Sender
+    worker_extension.place_adapter = lambda manager, number, layout, flat, peft: log.append(
+        ["place", number, listed(unflatten(layout, flat).items()), peft]
+    )
     worker = make(vllm_config)
+    worker.model_runner.lora_manager._adapter_manager.capacity = capacity
+    worker._get_zmq_handle, worker.remove_lora = (lambda: "handle"), lambda number: log.append(["remove", number])
     if worker._qerl_noise is not None:
         worker.qerl_set_noise(0.1, 1)
         recapture = worker._qerl_noise.recapture
@@ -109,50 +151,17 @@ def update(vllm_config, peft_config, base_sync_done=True, norm=None):
     error = None
     try:
         for peft in peft_config if isinstance(peft_config, list) else [peft_config]:
-            worker.update_weights_from_ipc(peft_config=peft, base_sync_done=base_sync_done, use_shm=True)
+            given = None if peft is None else dict(peft)
+            worker.update_weights_from_ipc(peft_config=given, base_sync_done=base_sync_done, use_shm=True)
     except (ValueError, RuntimeError) as caught:
         error = f"{type(caught).__name__}: {caught}"
     finally:
-        Upstream.update_weights_from_ipc = real
+        Upstream.update_weights_from_ipc, Upstream._update_weights = real
     clean = None
     if worker._qerl_noise is not None:
         worker.qerl_set_noise(0.0, 0)
         clean = model().input_layernorm.weight[0].item()
     return {"log": log, "error": error, "clean": clean}
-
-
-class TwoBuckets:
-    """A sender whose second bucket overwrites the first one's memory, as verl's does."""
-
-    def __init__(self, zmq_handle, device, use_shm):
-        pass
-
-    def receive_weights(self, on_bucket_received):
-        bucket = torch.ones(1)
-        on_bucket_received([("first", bucket)], is_last=False)
-        bucket.fill_(2)
-        on_bucket_received([("second", bucket)], is_last=True)
-
-
-def overwrite(lora_index_to_id, capacity=1, lora="single"):
-    """What happens to an adapter that the engine holds already."""
-    log = []
-    worker = make(config(load_format="verl_qerl_nvfp4", digests=DIGEST, lora=lora))
-    worker.model_runner.lora_manager._adapter_manager = SimpleNamespace(
-        lora_index_to_id=lora_index_to_id, capacity=capacity
-    )
-    worker.device, worker._get_zmq_handle = "cpu", lambda: "handle"
-    real = Upstream.update_weights_from_ipc
-    Upstream.update_weights_from_ipc = lambda self, **kwargs: log.append(["transfer"])
-    worker_extension.BucketedWeightReceiver = TwoBuckets
-    worker_extension.overwrite_adapter = lambda manager, lora_id, tensors, peft: log.append(
-        ["overwrite", lora_id, {name: tensor.item() for name, tensor in tensors.items()}, peft]
-    )
-    try:
-        worker.update_weights_from_ipc(peft_config=PEFT | {DIGESTS: DIGEST}, base_sync_done=True)
-    finally:
-        Upstream.update_weights_from_ipc = real
-    return log
 
 
 def upstream(quant_config):
@@ -182,10 +191,13 @@ def cases():
     yield "noise, adapter", update(noisy, dict(PEFT), norm=None)
     yield "noise, whole model", update(noisy, None, base_sync_done=False, norm=3.0)
     yield "noise, whole model before the adapter", update(noisy, dict(PEFT), base_sync_done=False, norm=3.0)
-    yield "adapter in its slot", overwrite([VLLM_LORA_INT_ID])
-    yield "another adapter in the slot", overwrite([7])
-    yield "vllm's own path", overwrite([VLLM_LORA_INT_ID], lora="stock")
-    yield "room for two adapters on the host", overwrite([VLLM_LORA_INT_ID], capacity=2)
+    flat = PEFT | {LAYOUT: LAYOUTS}
+    yield "flat", update(config(), flat, sends=FLAT)
+    yield "flat, second piece missing", update(config(), flat, sends=FLAT[:1])
+    yield "flat, a piece twice", update(config(), flat, sends=[*FLAT, FLAT[0]])
+    yield "flat, a strange tensor", update(config(), flat, sends=[*FLAT, NAMED[0]])
+    yield "flat, a piece beyond the end", update(config(), flat, sends=[*FLAT, ("verl_qerl_adapter.12", torch.ones(3))])
+    yield "room for two adapters on the host", update(config(), flat, sends=FLAT, capacity=2)
     yield "clash", [name for name in dir(WorkerExtension) if not name.startswith("__") and hasattr(VllmWorker, name)]
     # Last, since these change vLLM where they succeed.
     yield "upstream", [upstream(compressed), upstream(ModelOptNvFp4Config())]

@@ -240,6 +240,26 @@ def random_qwen2(tmp_path) -> Path:
 
 
 @pytest.fixture
+def random_adapter(random_qwen2, tmp_path) -> Callable[[int], Path]:
+    """Writes an adapter of rank 16 of `random_qwen2`, drawn from a seed; returns its directory."""
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    def write(seed: int) -> Path:
+        base = transformers.Qwen2ForCausalLM.from_pretrained(random_qwen2, dtype=torch.bfloat16)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
+        model = peft.get_peft_model(base, config)
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = torch.randn(parameter.shape, generator=generator).bfloat16() * 0.05
+        model.save_pretrained(tmp_path / f"adapter-{seed}")
+        return tmp_path / f"adapter-{seed}"
+
+    return write
+
+
+@pytest.fixture
 def run_script(tmp_path) -> Callable[..., object]:
     """Run source code with arguments in a process of its own; what it prints after `RESULT `, decoded."""
 

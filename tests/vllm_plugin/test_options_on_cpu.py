@@ -13,6 +13,7 @@ def config(options):
 def test_defaults(vllm_config):
     options = rollout_options(vllm_config)
     assert (options.linear, options.lora, options.resident, options.aqn.enabled) == ("auto", "single", False, False)
+    assert options.keep_base_resident is False
 
 
 def test_options_are_read():
@@ -29,6 +30,7 @@ def test_options_are_read():
         ({"linear": "fast"}, r"additional_config\.verl_qerl\.linear='fast'.*auto, stock"),
         ({"lora": None}, r"additional_config\.verl_qerl\.lora=None.*single, stock"),
         ({"resident": "yes"}, r"additional_config\.verl_qerl\.resident='yes'.*true and false"),
+        ({"keep_base_resident": 1}, r"additional_config\.verl_qerl\.keep_base_resident=1.*true and false"),
         ({"aqn": {"sigma": 1}}, r"unknown option aqn\.sigma"),
     ],
     ids=lambda value: str(value)[:20],

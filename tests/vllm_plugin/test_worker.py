@@ -1,4 +1,6 @@
-"""Noise under CUDA graphs and in sleep mode, which only a GPU has."""
+"""Noise and adapters under CUDA graphs and in sleep mode, which only a GPU has."""
+
+import json
 
 import pytest
 import torch
@@ -58,4 +60,77 @@ if __name__ == "__main__":
 def test_noise_acts_under_cuda_graphs_and_is_undone_while_asleep(random_qwen2, run_script):
     seen = run_script(SCRIPT, str(random_qwen2))
     assert seen.pop("num_norms") == 8
+    assert all(seen.values()), seen
+
+
+ADAPTERS = """
+import json, os, sys
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+from safetensors.torch import load_file
+from vllm import LLM, SamplingParams
+from vllm.device_allocator.cumem import CuMemAllocator
+from vllm.lora.request import LoRARequest
+from verl_qerl.nvfp4.checkpoint import quantization_config
+from verl_qerl.vllm_plugin.adapter import flatten, place_adapter
+
+def main():
+    model, one, two, options = sys.argv[1:]
+    llm = LLM(model, dtype="bfloat16", max_model_len=512, gpu_memory_utilization=0.02,
+              kv_cache_memory_bytes=1 << 30, skip_tokenizer_init=True,
+              load_format="verl_qerl_nvfp4", quantization="verl_qerl_nvfp4", enable_sleep_mode=True, enable_lora=True,
+              max_loras=1, max_lora_rank=16, hf_overrides={"quantization_config": quantization_config()},
+              worker_extension_cls="verl_qerl.vllm_plugin.worker.NoiseWorkerExtension",
+              additional_config={"verl_qerl": json.loads(options)})
+    params = SamplingParams(temperature=0, max_tokens=16, logprobs=0, ignore_eos=True, detokenize=False)
+
+    def decode(request=None):
+        assert llm.reset_prefix_cache()
+        prompt = [{"prompt_token_ids": [(7 * i + 3) % 1000 for i in range(200)]}]
+        out = llm.generate(prompt, params, use_tqdm=False, lora_request=request)[0]
+        return [next(iter(entry.values())).logprob for entry in out.outputs[0].logprobs]
+
+    def place(folder):
+        def put(worker):
+            manager = worker.model_runner.lora_manager._adapter_manager
+            saved = load_file(folder + "/adapter_model.safetensors")
+            tensors = {name: tensor.to(worker.device) for name, tensor in saved.items()}
+            config = json.load(open(folder + "/adapter_config.json"))
+            return place_adapter(manager, 123, *flatten(tensors, manager.lora_config.lora_dtype), config)
+        return llm.collective_rpc(put)[0]
+
+    fresh = LoRARequest("fresh", 7, two)
+    expected, base = decode(fresh), decode()
+    request = LoRARequest("placed", 123, "nowhere")
+    seen = {"num_linears": place(one)}
+    first = decode(request)
+    place(two)
+    seen["second_is_that_loaded_anew"] = decode(request) == expected
+    seen["second_differs_from_first"] = expected != first and expected != base
+    seen["pool"] = sorted({data.tag for data in CuMemAllocator.get_instance().pointer_to_data.values()})
+    for _ in range(2):
+        llm.sleep(level=1)
+        llm.wake_up(tags=["weights"])
+        llm.wake_up(tags=["kv_cache"])
+        seen["survives"] = seen.get("survives", True) and decode(request) == expected and decode() == base
+    llm.sleep(level=1)
+    llm.wake_up(tags=["weights"])
+    place(one)
+    llm.wake_up(tags=["kv_cache"])
+    seen["placed_before_the_cache_wakes"] = decode(request) == first
+    print("RESULT", json.dumps(seen))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["backed up", "resident"])
+@pytest.mark.parametrize(
+    "kernels", [{"linear": "stock", "lora": "stock"}, {}], ids=["vLLM's kernels", "kernels of ours"]
+)
+def test_adapters_act_under_cuda_graphs_and_survive_sleep(random_qwen2, random_adapter, run_script, kernels, keep):
+    options = json.dumps(kernels | {"keep_base_resident": keep})
+    seen = run_script(ADAPTERS, str(random_qwen2), str(random_adapter(1)), str(random_adapter(2)), options)
+    assert seen.pop("num_linears") == 16
+    assert seen.pop("pool") == (["kv_cache"] if keep else ["kv_cache", "weights"])
     assert all(seen.values()), seen

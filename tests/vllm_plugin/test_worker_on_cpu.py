@@ -1,5 +1,8 @@
 """Noise in engines: what it changes, what undoes it, and which norms of which model family get it."""
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -178,3 +181,37 @@ def test_options_of_the_noise_are_those_of_aqn():
     with pytest.raises(ValueError, match=r"unknown option aqn\.sigma"):
         prepare_model(Worker(None), Config({"verl_qerl": {"aqn": {"sigma": 1}}}))
     assert AQNConfig.from_mapping({}).enabled is False
+
+
+class SleepyWorker:
+    """vLLM's, as far as sleep mode goes: what it allocates under a tag is unmapped while it sleeps."""
+
+    def __init__(self):
+        self.pooled = []
+
+    def _maybe_get_memory_pool_context(self, tag):
+        self.pooled.append(tag)
+        return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize(("keep", "pooled"), [(True, ["kv_cache"]), (False, ["weights", "kv_cache"])])
+def test_weights_that_stay_are_not_in_the_memory_of_sleep_mode(keep, pooled):
+    worker = SleepyWorker()
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(enable_sleep_mode=True),
+        additional_config={"verl_qerl": {"keep_base_resident": keep}},
+    )
+    prepare_model(worker, config)
+    for tag in ("weights", "kv_cache"):
+        with worker._maybe_get_memory_pool_context(tag):
+            pass
+    assert worker.pooled == pooled
+
+
+def test_weights_that_cannot_leave_are_said_to(caplog):
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(enable_sleep_mode=False),
+        additional_config={"verl_qerl": {"keep_base_resident": True}},
+    )
+    prepare_model(SleepyWorker(), config)
+    assert "keep_base_resident changes nothing: sleep mode is off" in caplog.text

@@ -17,8 +17,9 @@ from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE
 from verl_qerl.nvfp4.reference import SCALE_CHOICES
 from verl_qerl.verl_plugin.nodes import plain
 
-# Key under which the actor's digests travel to the rollout, with the adapter's configuration.
+# Keys under which the actor's digests, and what is where in a flat adapter, travel with the adapter's configuration.
 DIGESTS = "verl_qerl_base_digests"
+LAYOUT = "verl_qerl_adapter_layout"
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 import torch.nn as nn
 from accelerate import init_empty_weights
+from peft import get_peft_model_state_dict
 from verl.models.transformers.monkey_patch import apply_monkey_patch
+from verl.utils.device import get_device_name
 from verl.utils.fsdp_utils import get_init_weight_context_manager
-from verl.utils.model import get_hf_auto_model_class
+from verl.utils.model import convert_weight_keys, get_hf_auto_model_class
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -24,7 +26,8 @@ from verl_qerl.modules.convert import packed_linears
 from verl_qerl.nvfp4.digest import check_same_base, model_digest, weight_digest
 from verl_qerl.nvfp4.record import BaseRecord, remove_record
 from verl_qerl.verl_plugin.base_record import base_record
-from verl_qerl.verl_plugin.config import DIGESTS, BaseOptions
+from verl_qerl.verl_plugin.config import DIGESTS, LAYOUT, BaseOptions
+from verl_qerl.verl_plugin.flat_adapter import FlatAdapter, pieces
 from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
 from verl_qerl.verl_plugin.resume import check_checkpoint, for_these_ranks, saved_files
 from verl_qerl.verl_plugin.shims import LOG_PROBS
@@ -43,6 +46,7 @@ class QerlFSDPEngine(_Stock):
     is lost in a bf16 parameter.
     """
 
+    _adapter: FlatAdapter | None = None
     _digests: dict[str, str] | None = None
     _digests_sent = False
 
@@ -138,13 +142,28 @@ class QerlFSDPEngine(_Stock):
         lora_only = bool(self.checkpoint_manager.should_save_lora_only)
         return replace(record, world_size=torch.distributed.get_world_size(), lora_only=lora_only)
 
-    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
-        """As verl's; the first adapter carries the digests of the base, which the rollout compares with its own."""
-        params, peft_config = super().get_per_tensor_param(*args, **kwargs)
-        if self._digests is not None and not self._digests_sent and peft_config is not None:
-            peft_config = {**peft_config, DIGESTS: self._digests}
+    def get_per_tensor_param(self, *args: Any, base_sync_done: bool = False, **kwargs: Any) -> Any:
+        """As verl's; on our base the adapter is one tensor, in pieces.
+
+        What is where travels with its configuration, and with the first one the digests of the base, which the rollout
+        compares with its own.
+        """
+        if self._base is None or not base_sync_done:
+            return super().get_per_tensor_param(*args, base_sync_done=base_sync_done, **kwargs)
+        if self._adapter is None:
+            self._adapter = FlatAdapter(self.module, self._adapter_names(), torch.device(get_device_name()))
+        peft_config = {**self.module.peft_config["default"].to_dict(), LAYOUT: self._adapter.layout}
+        if not self._digests_sent:
+            peft_config[DIGESTS] = self._digests
             self._digests_sent = True
-        return params, peft_config
+        return pieces(self._adapter.gather()), peft_config
+
+    def _adapter_names(self) -> dict[str, str]:
+        """Name under which PEFT saves a parameter of the adapter -> its name here."""
+        parameters = dict(self.module.named_parameters())
+        saved = convert_weight_keys(get_peft_model_state_dict(self.module, state_dict=parameters), self.module)
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        return {name: names[id(parameter)] for name, parameter in saved.items()}
 
 
 def install(module: ModuleType) -> None:

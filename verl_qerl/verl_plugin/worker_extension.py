@@ -9,10 +9,10 @@ from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID, vLLMColoca
 
 from verl_qerl import vllm_plugin
 from verl_qerl.nvfp4.digest import check_same_base
-from verl_qerl.verl_plugin.config import DIGESTS
-from verl_qerl.vllm_plugin.adapter import can_overwrite, overwrite_adapter
+from verl_qerl.verl_plugin.config import DIGESTS, LAYOUT
+from verl_qerl.verl_plugin.flat_adapter import FlatReceiver
+from verl_qerl.vllm_plugin.adapter import Layout, can_place, flatten, num_elements, place_adapter, unflatten
 from verl_qerl.vllm_plugin.loader import base_digests
-from verl_qerl.vllm_plugin.options import rollout_options
 from verl_qerl.vllm_plugin.worker import NoiseWorkerExtension, prepare_model
 
 
@@ -24,10 +24,10 @@ class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
     """
 
     model_runner: Any  # of vLLM's worker, whose base this becomes
+    remove_lora: Any
     _is_qat_model: bool
     _is_modelopt_qat: bool
     _qerl_base_unchecked: bool
-    _qerl_in_place: bool
 
     def __new__(cls, **kwargs: Any) -> Any:
         """Create the worker with verl's QAT switched off."""
@@ -38,48 +38,62 @@ class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
             raise RuntimeError("verl's QAT is on in a worker of ours. This is a defect of verl_qerl: report it.")
         load_config = getattr(vllm_config, "load_config", None)
         worker._qerl_base_unchecked = getattr(load_config, "load_format", None) == vllm_plugin.NAME
-        worker._qerl_in_place = rollout_options(vllm_config).lora == "single"
         prepare_model(worker, vllm_config)
         return worker
 
     def update_weights_from_ipc(
         self, peft_config: dict | None = None, base_sync_done: bool = False, use_shm: bool = False
     ) -> None:
-        """Receive an adapter or a whole model from the trainer, as verl does; with `lora: single` an adapter in place.
+        """Receive an adapter or a whole model from the trainer; an adapter goes straight into vLLM's buffers.
 
         Raises:
             ValueError: The actor's base weights are not those of this worker, or its first adapter comes without their
-                digests: then the actor is not ours, and trains on a dense base.
+                digests: then the actor is not ours, and trains on a dense base. Or the adapter is not one of this
+                model's.
         """
         expected = peft_config.pop(DIGESTS, None) if peft_config else None
-        adapter_only = peft_config is not None and base_sync_done
-        manager = self._qerl_manager() if adapter_only and self._qerl_in_place else None
-        if manager is not None and can_overwrite(manager, VLLM_LORA_INT_ID):
-            overwrite_adapter(manager, VLLM_LORA_INT_ID, self._qerl_receive(use_shm), cast(dict, peft_config))
-        else:
-            super().update_weights_from_ipc(
-                peft_config=cast(dict, peft_config), base_sync_done=base_sync_done, use_shm=use_shm
-            )
-        # After the transfer: an error before it would leave the sender waiting for ever.
-        if expected is not None or (adapter_only and self._qerl_base_unchecked):
-            check_same_base(expected or {}, base_digests(self.model_runner.get_model()))
-            self._qerl_base_unchecked = False
-        if self._qerl_noise is not None and not adapter_only:
+        if peft_config is not None and base_sync_done:
+            # After the transfer: an error before it would leave the sender waiting for ever.
+            layout, flat = self._qerl_receive(peft_config.pop(LAYOUT, None), use_shm)
+            if expected is not None or self._qerl_base_unchecked:
+                check_same_base(expected or {}, base_digests(self.model_runner.get_model()))
+                self._qerl_base_unchecked = False
+            self._qerl_place(layout, flat, peft_config)
+            return
+        super().update_weights_from_ipc(
+            peft_config=cast(dict, peft_config), base_sync_done=base_sync_done, use_shm=use_shm
+        )
+        if self._qerl_noise is not None:
             self._qerl_noise.recapture()
 
-    def _qerl_manager(self) -> Any:
-        return self.model_runner.lora_manager._adapter_manager
-
-    def _qerl_receive(self, use_shm: bool) -> dict[str, torch.Tensor]:
-        """Everything the trainer sends, on the device; verl overwrites the buckets that the tensors come in."""
+    def _qerl_receive(self, layout: Any, use_shm: bool) -> tuple[Layout, torch.Tensor]:
+        """Everything the trainer sends, as one tensor on the device; verl overwrites the buckets that it comes in."""
         receiver = BucketedWeightReceiver(zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm)
-        received: dict[str, torch.Tensor] = {}
+        dtype = self.model_runner.lora_manager._adapter_manager.lora_config.lora_dtype
+        named: dict[str, torch.Tensor] = {}
+        if layout is None:  # verl's own engine names every tensor
+            receiver.receive_weights(
+                on_bucket_received=lambda weights, is_last: named.update((name, one.clone()) for name, one in weights)
+            )
+            return flatten(named, dtype)
+        layout = tuple((name, (rows, columns)) for name, (rows, columns) in layout)
+        flat = FlatReceiver(num_elements(layout), dtype, self.device)
 
-        def keep(weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
-            received.update((name, tensor.clone()) for name, tensor in weights)
+        def add(weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
+            for name, piece in weights:
+                flat.add(name, piece)
 
-        receiver.receive_weights(on_bucket_received=keep)
-        return received
+        receiver.receive_weights(on_bucket_received=add)
+        return layout, flat.whole()
+
+    def _qerl_place(self, layout: Layout, flat: torch.Tensor, peft_config: dict) -> None:
+        manager = self.model_runner.lora_manager._adapter_manager
+        if can_place(manager):
+            place_adapter(manager, VLLM_LORA_INT_ID, layout, flat, peft_config)
+            return
+        # With room for several adapters on the host vLLM may load an earlier state from there.
+        self.remove_lora(VLLM_LORA_INT_ID)
+        self._update_weights(list(unflatten(layout, flat).items()), peft_config=peft_config, base_sync_done=True)
 
 
 def _without_nvfp4(vllm_config: Any) -> Any:

@@ -21,12 +21,15 @@ class RolloutOptions:
         lora: `single` is the path for one adapter, `stock` vLLM's for many.
         resident: Keep a bf16 copy of the packed linears beside them (two bytes a weight) for batches at which a 4-bit
             kernel is slower; without it those are decoded when they are used.
+        keep_base_resident: A sleeping engine gives up its KV cache alone. Otherwise vLLM copies its weights to the host
+            whenever it falls asleep, and back when it wakes.
     """
 
     aqn: AQNConfig
     linear: str = "auto"
     lora: str = "single"
     resident: bool = False
+    keep_base_resident: bool = False
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -40,11 +43,12 @@ class RolloutOptions:
                     f"unknown choice: additional_config.{KEY}.{name}={getattr(self, name)!r}. Accepted are"
                     f" {', '.join(choices)}. Choose one of them."
                 )
-        if not isinstance(self.resident, bool):
-            raise ValueError(
-                f"not a switch: additional_config.{KEY}.resident={self.resident!r}. Accepted are true and false."
-                " Choose one of them."
-            )
+        for name in ("resident", "keep_base_resident"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(
+                    f"not a switch: additional_config.{KEY}.{name}={getattr(self, name)!r}. Accepted are true and"
+                    " false. Choose one of them."
+                )
 
 
 def rollout_options(vllm_config: Any) -> RolloutOptions:

@@ -4,6 +4,8 @@ vLLM appends an extension to the bases of its worker class, so that nothing here
 after loading is hung on the instance.
 """
 
+import contextlib
+import logging
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ import torch
 from verl_qerl.vllm_plugin.lora import use_single_adapter
 from verl_qerl.vllm_plugin.noise import NormNoise
 from verl_qerl.vllm_plugin.options import rollout_options
+
+logger = logging.getLogger(__name__)
 
 
 class NoiseWorkerExtension:
@@ -51,13 +55,17 @@ class NoiseWorkerExtension:
 
 
 def prepare_model(worker: Any, vllm_config: Any) -> None:
-    """Have `worker.load_model` put LoRA on the path for one adapter and prepare the norms for noise, as options ask.
+    """Do what the options ask for, now or after `worker.load_model`.
+
+    LoRA goes on the path for one adapter, norms are prepared for noise, weights stay where they are during sleep.
 
     Raises:
         ValueError: An option is unknown or out of range.
     """
     worker._qerl_noise = None
     options = rollout_options(vllm_config)
+    if options.keep_base_resident:
+        _keep_weights(worker, vllm_config)
     lora_config = getattr(vllm_config, "lora_config", None) if options.lora == "single" else None
     if lora_config is None and not options.aqn.enabled:
         return
@@ -73,3 +81,16 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
             worker._qerl_noise = NormNoise(model, options.aqn)
 
     worker.load_model = load_then_prepare
+
+
+def _keep_weights(worker: Any, vllm_config: Any) -> None:
+    """Allocate weights, and LoRA's buffers with them, outside of the memory that sleep mode unmaps."""
+    if not getattr(getattr(vllm_config, "model_config", None), "enable_sleep_mode", False):
+        logger.warning("verl_qerl: keep_base_resident changes nothing: sleep mode is off, so that weights never leave.")
+        return
+    pool = worker._maybe_get_memory_pool_context
+
+    def pool_of_the_cache(tag: str) -> Any:
+        return contextlib.nullcontext() if tag == "weights" else pool(tag)
+
+    worker._maybe_get_memory_pool_context = pool_of_the_cache
