@@ -90,7 +90,7 @@ class Engine:
         return vllm.LLM(**self._options())
 
     def _options(self) -> dict[str, Any]:
-        job = self._job
+        job, arm = self._job, dict(self._arm.options)
         options: dict[str, Any] = {
             "model": job["folder"],
             "skip_tokenizer_init": True,
@@ -109,9 +109,11 @@ class Engine:
             options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
         if job["tensor_parallel"] > 1:
             options["tensor_parallel_size"] = job["tensor_parallel"]
+            arm["worker_extension_cls"] = "rollout_extension.Extension"  # spawned workers have nothing registered
+            arm.setdefault("additional_config", {"verl_qerl": {"linear": "stock", "lora": "stock"}})
         if self._arm.lora:
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": max(8, job["rank"])}
-        return options | self._memory() | self._arm.options
+        return options | self._memory() | arm
 
     def _memory(self) -> dict[str, Any]:
         # A cache of just the size needed makes the peak say something; where it does not fit, vLLM takes what there is.
@@ -246,7 +248,10 @@ class Engine:
         activity = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
         with torch.profiler.profile(activities=[activity]) as profiler:
             self._steps(PROFILED_STEPS)
-        lengths = [len(output.prompt_token_ids) + len(output.outputs[0].token_ids) for output in engine.step()]
+        outputs: list[Any] = []
+        while not outputs and engine.has_unfinished_requests():  # scheduling ahead, a step may give none
+            outputs = engine.step()
+        lengths = [prompt + len(output.outputs[0].token_ids) for output in outputs] or [prompt]
         while engine.has_unfinished_requests():
             engine.step()
         field = "self_device_time_total" if cuda else "self_cpu_time_total"
