@@ -1,4 +1,4 @@
-"""Started by test_tensor_parallel*.py: an engine on any number of ranks. Prints what it finds as JSON.
+"""Started by test_worker_parallel*.py: an engine on any number of ranks. Prints what it finds as JSON.
 
 python parallel_cases.py <model> <adapter> <another> <prompt> <options of vllm.LLM> <options of ours>
 """
