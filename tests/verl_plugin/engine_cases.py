@@ -18,6 +18,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_qerl.modules import NVFP4Linear
+from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.modules.convert import packed_linears
 from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.reference import dequantize
@@ -70,8 +71,8 @@ def digests(engine):
     return {name: weight_digest(linear.packed()) for name, linear in packed_linears(engine.module)}
 
 
-def reference(engine, model):
-    """PEFT on the dequantized weights, with the engine's adapters as FSDP2 computes with them."""
+def reference(engine, model, fused=True):
+    """LoRA on the dequantized weights, as we or PEFT compute it, with the engine's adapters as FSDP2 casts them."""
     dense = AutoModelForCausalLM.from_pretrained(f"{MODELS}/{model}", dtype=torch.bfloat16, attn_implementation="sdpa")
     for name, linear in packed_linears(engine.module):
         dense.get_submodule(name).weight.data = dequantize(linear.packed())
@@ -82,6 +83,8 @@ def reference(engine, model):
         if name in trained:
             parameter.data = trained.pop(name).bfloat16()
     assert not trained, f"PEFT names them otherwise: {list(trained)}"
+    if fused:
+        fuse_adapters(module)
     return module
 
 
@@ -190,7 +193,10 @@ def stock():
 
 def options():
     """Options of the base reach it; what cannot be is refused."""
+    engine = build("bf16", qerl={"fused_lora": False})
     found = {
+        "peft": [logits(engine.module), logits(reference(engine, "bf16", fused=False))],
+        "kinds": {False: set(module_types(engine).values()), True: set(module_types(build("bf16")).values())},
         "mse": digests(build("bf16", qerl={"scale": "mse"})),
         "ignore": sorted(digests(build("bf16", qerl={"ignore": ["lm_head", "re:.*mlp"]}))),
     }

@@ -89,7 +89,7 @@ def test_bits_are_those_of_the_checkpoint(alone, models):
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_logits_are_those_of_peft_on_dequantized_weights(alone, name):
+def test_logits_are_those_of_dequantized_weights(alone, name):
     # To the bit: the same bf16 operations in the same order, on weights that are the same.
     found = alone[name]
     assert torch.equal(found["logits"], found["expected"])
@@ -159,6 +159,14 @@ def test_options_reach_the_base(alone, models):
     assert found["mse"] == expected_digests(models / "bf16", "mse") != alone["bf16"]["digests"]
     assert len(found["ignore"]) == 8
     assert all(".self_attn." in name for name in found["ignore"])
+
+
+def test_pefts_own_lora_layers_by_option(alone):
+    found, expected = alone["options"]["peft"]
+    assert torch.equal(found, expected)
+    kinds = alone["options"]["kinds"]
+    assert "AdaptedLinear" in kinds[True]
+    assert "AdaptedLinear" not in kinds[False]
 
 
 def test_what_cannot_be_is_refused(alone):

@@ -6,7 +6,9 @@ device placement, state-dict keys), and needs no wrapper class of its own.
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
+from verl_qerl.kernels.dequantize import dequantize_nvfp4
 from verl_qerl.kernels.linear import nvfp4_linear
 from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
 
@@ -18,6 +20,7 @@ class NVFP4Linear(nn.Linear):
     parameters. Every rank holds all of them. They are not persistent: a checkpoint names the base, it does not copy it.
 
     Attributes:
+        dense: A copy of the weight, [N, K] bfloat16, that `decode` and `forward` read instead; None: there is none.
         weight: [N, K / 2] uint8, the codes.
         weight_scale: [N, K / 16] uint8, the bytes of float8_e4m3fn.
         weight_decode_scale: [4] uint8, the bytes of one float32.
@@ -27,6 +30,8 @@ class NVFP4Linear(nn.Linear):
     weight: torch.Tensor  # type: ignore[assignment]
     weight_scale: torch.Tensor
     weight_decode_scale: torch.Tensor
+    dense: torch.Tensor | None = None
+    _recomputed: torch.Tensor | None = None
 
     def __init__(
         self, in_features: int, out_features: int, bias: nn.Parameter | None, device: torch.device | str
@@ -76,12 +81,33 @@ class NVFP4Linear(nn.Linear):
         decode = self.weight_decode_scale.view(torch.float32).reshape(())
         return PackedWeight(self.weight, self.weight_scale.view(torch.float8_e4m3fn), decode)
 
+    def decode(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight, [N, K] of `dtype`."""
+        if self.dense is not None:
+            return self.dense.to(dtype)
+        decode_scale = self.weight_decode_scale.view(torch.float32)
+        return dequantize_nvfp4(self.weight, self.weight_scale, decode_scale, dtype)
+
+    def decode_forward(self, dtype: torch.dtype) -> torch.Tensor:
+        """As `decode`; within a checkpoint's recomputation, kept for the backward pass that follows at once."""
+        weight = self.decode(dtype)
+        if torch._C._current_graph_task_id() != -1:  # as torch.utils.checkpoint finds out: a backward pass is running
+            self._recomputed = weight
+        return weight
+
+    def decode_backward(self, dtype: torch.dtype) -> torch.Tensor:
+        """As `decode`, or what the recomputation kept, which is then released."""
+        weight, self._recomputed = self._recomputed, None
+        return weight if weight is not None and weight.dtype == dtype else self.decode(dtype)
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., N], in the dtype of the input or of an active autocast."""
         device = input.device.type
         if torch.is_autocast_enabled(device):
             input = input.to(torch.get_autocast_dtype(device))
         bias = None if self.bias is None else self.bias.to(input.dtype)
+        if self.dense is not None:
+            return F.linear(input, self.dense.to(input.dtype), bias)
         decode = self.weight_decode_scale.view(torch.float32)
         return nvfp4_linear(input, self.weight, self.weight_scale, decode, bias)
 

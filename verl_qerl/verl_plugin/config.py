@@ -29,11 +29,13 @@ class BaseOptions:
     Attributes:
         scale: Scale choice when model.path is not quantized yet: minmax, mse or four_over_six.
         ignore: Modules left in bf16: exact names, or `re:` and a regular expression.
+        fused_lora: Compute adapter and base linear as one function, q, k, v and gate, up together; else as PEFT does.
         agrees_with: Values of other nodes, filled by nvfp4.yaml; see `_check_run`.
     """
 
     scale: str = "minmax"
     ignore: tuple[str, ...] = DEFAULT_IGNORE
+    fused_lora: bool = True
     agrees_with: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

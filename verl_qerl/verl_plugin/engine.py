@@ -22,6 +22,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_qerl import upstream
+from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.modules.convert import packed_linears
 from verl_qerl.nvfp4.digest import check_same_base, model_digest, weight_digest
 from verl_qerl.nvfp4.record import BaseRecord, remove_record
@@ -93,6 +94,8 @@ class QerlFSDPEngine(_Stock):
             for parameter in module.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.float()
+            if self._base.fused_lora:
+                fuse_adapters(module)
         return module
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:

@@ -1,0 +1,116 @@
+"""PEFT's LoRA layer with its forward pass as one function; parameters, names and everything else are PEFT's."""
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from peft.tuners.lora import Linear as LoraLinear
+
+from verl_qerl.kernels.adapted_linear import FrozenWeight, adapted_linears
+from verl_qerl.modules.nvfp4_linear import NVFP4Linear
+from verl_qerl.nvfp4.checkpoint import FUSED_GROUPS
+
+
+class AdaptedLinear(LoraLinear):
+    """peft.tuners.lora.Linear over a frozen NVFP4Linear or nn.Linear; made from one by `fuse_adapters`.
+
+    One active, plain adapter in the dtype of the products is computed by `kernels.adapted_linear`. For everything else
+    (no or several adapters, dropout, variants of LoRA, another dtype) this is PEFT's own forward pass.
+    """
+
+    _siblings: "Siblings | None" = None
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """[..., K] -> [..., N]; arguments as PEFT's."""
+        siblings = self._siblings
+        if siblings is None or args or kwargs or not all(member.is_plain(x) for member in siblings.members):
+            return super().forward(x, *args, **kwargs)
+        return siblings.output(self, x)
+
+    def is_plain(self, x: torch.Tensor) -> bool:
+        """Whether the fused function computes what PEFT would for this input."""
+        active = self.active_adapters
+        if self.disable_adapters or self.merged or len(active) != 1 or active[0] not in self.lora_A:
+            return False
+        (name,) = active
+        base: Any = self.base_layer
+        if name in self.lora_variant or self.lora_bias.get(name) or base.weight.requires_grad:
+            return False
+        if self.training and not isinstance(self.lora_dropout[name], nn.Identity):
+            return False
+        dtype = _autocast_dtype(x)
+        A, B = (part[name].weight for part in (self.lora_A, self.lora_B))
+        return dtype is not None or x.dtype == A.dtype == B.dtype
+
+    def parts(self, dtype: torch.dtype) -> tuple[FrozenWeight, torch.Tensor, torch.Tensor, float, torch.Tensor | None]:
+        """(W, A, B, scaling, bias), cast to `dtype`."""
+        (name,) = self.active_adapters
+        base: Any = self.base_layer
+        if isinstance(base, NVFP4Linear):
+            weight = FrozenWeight(base.decode_forward, base.decode_backward)
+        else:
+            weight = FrozenWeight(base.weight.to, base.weight.to)
+        adapters: Any = self.lora_A[name].weight, self.lora_B[name].weight
+        A, B = (weight.to(dtype) for weight in adapters)
+        bias = None if base.bias is None else base.bias.to(dtype)
+        return weight, A, B, self.scaling[name], bias
+
+
+class Siblings:
+    """Linears that the model calls one after the other with the same input; the first call computes all.
+
+    The outputs of the others wait until they are asked for with that very tensor; another input drops them.
+    """
+
+    def __init__(self, members: list[AdaptedLinear]) -> None:
+        self.members = members
+        self._input: torch.Tensor | None = None
+        self._waiting: dict[AdaptedLinear, torch.Tensor] = {}
+
+    def output(self, member: AdaptedLinear, x: torch.Tensor) -> torch.Tensor:
+        """What `member` gives for x."""
+        if self._input is not x or member not in self._waiting:
+            self._waiting = dict(zip(self.members, self._outputs(x), strict=True))
+            self._input = x
+        output = self._waiting.pop(member)
+        if not self._waiting:
+            self._input = None
+        return output
+
+    def _outputs(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        dtype = _autocast_dtype(x) or x.dtype
+        weights, As, Bs, scalings, biases = zip(*(member.parts(dtype) for member in self.members), strict=True)
+        with torch.autocast(x.device.type, enabled=False):
+            return adapted_linears(x.to(dtype), weights, As, Bs, scalings, biases)
+
+
+def fuse_adapters(model: nn.Module) -> int:
+    """Turn the LoRA linears of a PEFT model, on NVFP4Linear and frozen nn.Linear, into AdaptedLinear, in place.
+
+    Siblings are q, k, v and gate, up of one parent where the model has them so; the rest stand alone.
+
+    Returns:
+        How many linears were turned; none is no error, a model may have no adapters.
+    """
+    count = 0
+    for parent in model.modules():
+        found = {name: child for name, child in parent.named_children() if _can_be_fused(child)}
+        for child in found.values():
+            child.__class__ = AdaptedLinear
+        groups = [group for group in FUSED_GROUPS if all(name in found for name in group)]
+        grouped = {name for group in groups for name in group}
+        for names in [*groups, *([name] for name in found if name not in grouped)]:
+            siblings = Siblings([found[name] for name in names])  # type: ignore[misc]
+            for member in siblings.members:
+                member._siblings = siblings
+        count += len(found)
+    return count
+
+
+def _can_be_fused(module: nn.Module) -> bool:
+    return type(module) is LoraLinear and type(module.base_layer) in (nn.Linear, NVFP4Linear)
+
+
+def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
