@@ -1,0 +1,194 @@
+"""Decoder layers of real shapes with random weights, held in each of the ways that bench_actor.py compares."""
+
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.nn as nn
+from accelerate import init_empty_weights
+from peft import LoraConfig, get_peft_model
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from verl_qerl.kernels.dequantize import dequantize
+from verl_qerl.modules import replace_linears
+from verl_qerl.modules.adapted_linear import fuse_adapters
+from verl_qerl.modules.convert import packed_linears
+from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
+
+# Of Qwen2.5; "tiny" is for a CPU.
+SHAPES = {
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "layers": 2,
+    },
+    "7b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "layers": 28,
+    },
+    "14b": {
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "layers": 48,
+    },
+    "32b": {
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "layers": 64,
+    },
+}
+VOCABULARY = 152_064
+RANK, ALPHA = 32, 64
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to hold the base and to compute the adapters.
+
+    Attributes:
+        base: bf16, nvfp4 or nf4.
+        fused: Whether the adapters are fused; else they are PEFT's.
+        dense: Whether a bf16 copy of the packed base is kept.
+    """
+
+    base: str
+    fused: bool = False
+    dense: bool = False
+
+
+ARMS = {
+    "bf16_peft": Arm("bf16"),
+    "bf16_fused": Arm("bf16", fused=True),
+    "nvfp4_peft": Arm("nvfp4"),
+    "nvfp4_fused": Arm("nvfp4", fused=True),
+    "nvfp4_fused_dense": Arm("nvfp4", fused=True, dense=True),
+    "nf4_peft": Arm("nf4"),
+}
+
+
+def missing(arm: Arm) -> str | None:
+    """Why an arm cannot run here, or None."""
+    if arm.base != "nf4":
+        return None
+    try:
+        import bitsandbytes  # noqa: F401
+    except (ImportError, RuntimeError) as error:
+        return f"bitsandbytes: {error}"
+    return None
+
+
+def versions() -> dict[str, str]:
+    """Of what the arms are made of; what is not installed is left out."""
+    found = {}
+    for name in ("transformers", "peft", "bitsandbytes"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+@dataclass(frozen=True)
+class Base:
+    """Packed weights of the decoder linears of one shape; every arm but nf4 computes with exactly these values.
+
+    Attributes:
+        shape: A key of SHAPES.
+        layers: How many of its layers there are.
+        packed: name -> weight.
+    """
+
+    shape: str
+    layers: int
+    packed: dict[str, PackedWeight]
+
+
+def draw_base(shape: str, layers: int, device: str) -> Base:
+    """Random codes and block scales, about as large as trained weights (0.02)."""
+    generator = torch.Generator(device).manual_seed(0)
+    packed = {}
+    for name, linear in _skeleton(shape, layers).named_modules():
+        if isinstance(linear, nn.Linear) and ".layers." in name:
+            packed[name] = random_packed(linear.out_features, linear.in_features, generator)
+    return Base(shape, layers, packed)
+
+
+def random_packed(N: int, K: int, generator: torch.Generator) -> PackedWeight:
+    """A packed weight drawn bit by bit on the generator's device: no dense weight is made and nothing is quantized."""
+    device = generator.device
+    codes = torch.randint(256, (N, K // 2), dtype=torch.uint8, device=device, generator=generator)
+    scale = torch.randint(0x70, 0x7F, (N, K // BLOCK_SIZE), dtype=torch.uint8, device=device, generator=generator)
+    return PackedWeight(codes, scale.view(torch.float8_e4m3fn), torch.tensor(2.0**-15, device=device))
+
+
+def build(base: Base, arm: Arm, device: str) -> nn.Module:
+    """The PEFT model of an arm, in bf16, adapters as if trained; a call gives the last hidden states."""
+    model = _skeleton(base.shape, base.layers)
+    if arm.base == "nvfp4":
+        for name, linear in replace_linears(model, lambda name: ".layers." in name).items():
+            linear.fill(base.packed[name])
+    _materialize(model, base, device)
+    if arm.base == "nf4":
+        _to_nf4(model, device)
+    config = LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=ALPHA, target_modules="all-linear")
+    peft_model = get_peft_model(model.to(device), config)
+    generator = torch.Generator(device).manual_seed(2)
+    for name, parameter in peft_model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.empty(parameter.shape, device=device, dtype=torch.bfloat16)
+            parameter.data.normal_(std=0.02, generator=generator)
+    if arm.fused and fuse_adapters(peft_model) != 7 * base.layers:
+        raise RuntimeError("not every linear was fused")
+    if arm.dense:
+        for _, linear in packed_linears(peft_model):
+            linear.dense = linear.decode(torch.bfloat16)
+    return peft_model.train()
+
+
+def stack_of(model: nn.Module) -> nn.Module:
+    """The decoder layers and their final norm: embeddings in, hidden states out."""
+    return model.get_submodule("base_model.model.model")
+
+
+def _skeleton(shape: str, layers: int) -> Qwen2ForCausalLM:
+    sizes = {name: value for name, value in SHAPES[shape].items() if name != "layers"}
+    config = Qwen2Config(vocab_size=16, num_hidden_layers=layers, attn_implementation="sdpa", **sizes)
+    with init_empty_weights(include_buffers=False):
+        return Qwen2ForCausalLM(config)
+
+
+def _materialize(model: nn.Module, base: Base, device: str) -> None:
+    generator = torch.Generator(device).manual_seed(1)
+    for name, parameter in list(model.named_parameters()):
+        module_name, _, leaf = name.rpartition(".")
+        if module_name in base.packed and leaf == "weight":
+            value = dequantize(base.packed[module_name])
+        else:
+            value = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
+            value = value.fill_(1) if "norm" in name else value.normal_(std=0.02, generator=generator)
+        setattr(model.get_submodule(module_name), leaf, nn.Parameter(value, requires_grad=False))
+
+
+def _to_nf4(model: nn.Module, device: str) -> None:
+    import bitsandbytes as bnb
+
+    for name, linear in list(model.named_modules()):
+        if not isinstance(linear, nn.Linear) or ".layers." not in name:
+            continue
+        bias = linear.bias is not None
+        sizes = linear.in_features, linear.out_features
+        packed = bnb.nn.Linear4bit(*sizes, bias=bias, compute_dtype=torch.bfloat16, quant_type="nf4", device="meta")
+        options = {"quant_type": "nf4", "compress_statistics": True, "module": packed}
+        packed.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, **options)
+        packed.bias = linear.bias
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, packed.to(device))
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]  # where PEFT looks

@@ -1,0 +1,284 @@
+"""Forward, backward and log-prob pass of the LoRA actor: ours beside a bf16 base and bitsandbytes' NF4, in one run.
+
+    python tests/bench/bench_actor.py --out tests/bench/results/<gpu>/actor.json [--profile DIR]
+    python tests/bench/bench_actor.py --table tests/bench/results/<gpu>/actor.json
+
+Decoder layers of real shapes with random weights, a few of each model: `*_ms` is the time of one layer, from the time
+of all measured layers together. Embedding, head and log-probs are the same in every arm and are measured once per model
+(`heads`). Passes run under autocast as in verl, without FSDP. Nothing is timed unless outputs and gradients of every
+arm on the shared weights are as near to float32 as those of the bf16 base.
+"""
+
+import argparse
+import gc
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.utils.checkpoint import checkpoint  # noqa: F401  (its first import is slow)
+
+from verl_qerl.algos.log_probs import log_probs_of_labels
+from verl_qerl.testing import rms_error_ratio
+
+
+def _sibling(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+models = _sibling("actor_models")
+describe_machine = _sibling("bench_dequantize").describe_machine
+
+SEQUENCE = 1024
+GATE_TOKENS = 256
+GATE_FACTOR = 1.25  # of the bf16 base's error, in output and in the mean over all gradients
+PHASES = ("log_prob_ms", "forward_ms", "backward_ms")
+
+
+class Clock:
+    """Times of passes on one device: CUDA events, or the wall clock of a CPU."""
+
+    def __init__(self, device: str) -> None:
+        self.on_gpu = device == "cuda"
+
+    def mark(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def milliseconds(self, start: Any, end: Any) -> float:
+        if not self.on_gpu:
+            return (end - start) * 1e3
+        end.synchronize()
+        return start.elapsed_time(end)
+
+
+def embeddings(shape: str, tokens: int, device: str) -> torch.Tensor:
+    """[sequences, length, hidden] bf16."""
+    length = min(SEQUENCE, tokens)
+    generator = torch.Generator(device).manual_seed(3)
+    sizes = (tokens // length, length, models.SHAPES[shape]["hidden_size"])
+    return torch.randn(sizes, generator=generator, device=device).bfloat16()
+
+
+def forward(model: nn.Module, x: torch.Tensor, autocast: bool = True) -> torch.Tensor:
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
+        return models.stack_of(model)(inputs_embeds=x, use_cache=False).last_hidden_state
+
+
+def results_of(model: nn.Module, x: torch.Tensor, autocast: bool = True) -> dict[str, torch.Tensor]:
+    """Hidden states and gradients of the adapters, of a fixed gradient of the output."""
+    x = x.detach().requires_grad_()
+    out = forward(model, x, autocast)
+    grad = torch.randn(out.shape, generator=torch.Generator(x.device).manual_seed(4), device=x.device)
+    out.backward(grad.to(out.dtype))
+    found = {"out": out.detach(), "x": x.grad}
+    found |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def gate(base: Any, arms: dict[str, Any], device: str) -> dict[str, dict[str, float]]:
+    """Errors of every arm against float32, relative to what they are errors of.
+
+    Raises:
+        RuntimeError: An arm computes something else.
+    """
+    x = embeddings(base.shape, GATE_TOKENS, device)
+    exact = results_of(models.build(base, models.ARMS["bf16_peft"], device).float(), x.float(), autocast=False)
+    errors = {}
+    for name, arm in arms.items():
+        found = results_of(models.build(base, arm, device), x)
+        if found.keys() != exact.keys():
+            raise RuntimeError(f"{name} has gradients of other tensors than the reference.")
+        ratios = {key: rms_error_ratio(found[key], exact[key]) for key in exact}
+        mean = statistics.mean(value for key, value in ratios.items() if key != "out")
+        errors[name] = {"output": float(f"{ratios['out']:.3g}"), "gradients": float(f"{mean:.3g}")}
+    for name, found in errors.items():
+        if arms[name].base == "nf4":  # of other weights
+            continue
+        for what, value in found.items():
+            if not value <= GATE_FACTOR * errors["bf16_peft"][what]:
+                raise RuntimeError(f"{base.shape} {name} did not pass the gate: {errors}. Nothing is timed.")
+    return errors
+
+
+def measure(model: nn.Module, x: torch.Tensor, layers: int, repetitions: int) -> dict[str, float]:
+    """Milliseconds of one layer's passes, medians, and the peak of memory in a training pass."""
+    clock = Clock(x.device.type)
+    grad = torch.randn_like(x)
+    times: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    x.requires_grad_()
+    if clock.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(repetitions + 2):
+        start = clock.mark()
+        out = forward(model, x)
+        middle = clock.mark()
+        out.backward(grad)
+        end = clock.mark()
+        del out
+        times["forward_ms"].append(clock.milliseconds(start, middle))
+        times["backward_ms"].append(clock.milliseconds(middle, end))
+        model.zero_grad(set_to_none=False)  # their memory is taken once
+        x.grad = None
+    peak = torch.cuda.max_memory_allocated() / 2**30 if clock.on_gpu else None
+    with torch.no_grad():
+        for _ in range(repetitions + 2):
+            start = clock.mark()
+            forward(model, x)
+            times["log_prob_ms"].append(clock.milliseconds(start, clock.mark()))
+    row = {phase: float(f"{statistics.median(found[2:]) / layers:.4g}") for phase, found in times.items()}
+    return row | {"peak_gib": peak and round(peak, 2)}
+
+
+def measure_head(shape: str, tokens: int, device: str, repetitions: int, vocabulary: int) -> dict[str, Any]:
+    """Logits and log-probs of all tokens of a micro-batch, and the way back to the hidden states."""
+    clock, hidden = Clock(device), models.SHAPES[shape]["hidden_size"]
+    weight = torch.empty(vocabulary, hidden, dtype=torch.bfloat16, device=device).normal_(std=0.02)
+    x = embeddings(shape, tokens, device).view(tokens, hidden).requires_grad_()
+    labels = torch.randint(vocabulary, (tokens,), device=device)
+    forwards, backwards = [], []
+    if clock.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(repetitions + 2):
+        start = clock.mark()
+        found = log_probs_of_labels(nn.functional.linear(x, weight), labels)
+        middle = clock.mark()
+        found.sum().backward()
+        end = clock.mark()
+        forwards.append(clock.milliseconds(start, middle))
+        backwards.append(clock.milliseconds(middle, end))
+    row = {"model": shape, "tokens": tokens, "forward_ms": statistics.median(forwards[2:])}
+    peak = round(torch.cuda.max_memory_allocated() / 2**30, 2) if clock.on_gpu else None
+    return row | {"backward_ms": statistics.median(backwards[2:]), "peak_gib": peak}
+
+
+def free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def weight_gib(model: nn.Module) -> float:
+    tensors = [*model.parameters(), *model.buffers()]
+    dense = [module.dense for module in model.modules() if getattr(module, "dense", None) is not None]
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, *dense)) / 2**30
+
+
+def run_shape(shape: str, args: argparse.Namespace, device: str, arms: dict[str, Any], report: dict[str, Any]) -> None:
+    layers = min(args.layers, models.SHAPES[shape]["layers"])
+    base = models.draw_base(shape, layers, device)
+    report["gate"][shape] = gate(base, arms, device)
+    for name, arm in arms.items():
+        free()
+        model = models.build(base, arm, device)
+        for checkpointing in (False, True):
+            if checkpointing:
+                model.base_model.model.gradient_checkpointing_enable({"use_reentrant": False})
+            for tokens in args.tokens:
+                row = measure(model, embeddings(shape, tokens, device), layers, args.repetitions)
+                key = {"arm": name, "model": shape, "tokens": tokens, "checkpointing": checkpointing, "layers": layers}
+                report["rows"].append(key | row | {"layer_gib": round(weight_gib(model) / layers, 3)})
+                if args.profile and not checkpointing:
+                    profile(model, embeddings(shape, tokens, device), args.profile / f"{shape}_{name}_{tokens}.txt")
+        del model
+    free()
+    for tokens in args.tokens:
+        report["heads"].append(measure_head(shape, tokens, device, args.repetitions, args.vocabulary))
+    free()
+
+
+def profile(model: nn.Module, x: torch.Tensor, path: Path) -> None:
+    """Where a training pass of the measured layers spends its time, kernel by kernel."""
+    x.requires_grad_()
+    with torch.profiler.profile() as found:
+        forward(model, x).sum().backward()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sort = "self_cuda_time_total" if x.is_cuda else "self_cpu_time_total"
+    path.write_text(found.key_averages().table(sort_by=sort, row_limit=40, max_name_column_width=90))
+    model.zero_grad()
+
+
+def table(report: dict[str, Any]) -> str:
+    """Markdown: one layer's step (forward and backward) of each arm, and as a multiple of the bf16 base with PEFT."""
+    arms = list(dict.fromkeys(row["arm"] for row in report["rows"]))
+    lines = [
+        f"{report['gpu']}, torch {report['torch']}, {report['commit']}; ms a layer; in brackets, times {arms[0]}",
+        "",
+        "| model | tokens | checkpoints | pass | " + " | ".join(arms) + " |",
+        "|" + "---|" * (4 + len(arms)),
+    ]
+    cases = list(dict.fromkeys((row["model"], row["tokens"], row["checkpointing"]) for row in report["rows"]))
+    for model, tokens, checkpointing in cases:
+        rows = {
+            row["arm"]: row
+            for row in report["rows"]
+            if (row["model"], row["tokens"], row["checkpointing"]) == (model, tokens, checkpointing)
+        }
+        passes: dict[str, Callable[[dict[str, float]], float]] = {
+            "step": lambda row: row["forward_ms"] + row["backward_ms"]
+        }
+        if not checkpointing:
+            passes["log-prob"] = lambda row: row["log_prob_ms"]
+        for what, value in passes.items():
+            first = value(rows[arms[0]])
+            cells = [f"{value(rows[arm]):.2f} ({value(rows[arm]) / first:.2f})" if arm in rows else "-" for arm in arms]
+            lines.append(
+                f"| {model} | {tokens} | {'yes' if checkpointing else 'no'} | {what} | " + " | ".join(cells) + " |"
+            )
+    return "\n".join([*lines, "", *(f"{arm}: not run, {why}" for arm, why in report["skipped"].items())])
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--table", type=Path, help="print the table of such a file, and measure nothing")
+    parser.add_argument("--shapes", nargs="+", default=["7b", "14b", "32b"], choices=list(models.SHAPES))
+    parser.add_argument("--arms", nargs="+", default=list(models.ARMS), choices=list(models.ARMS))
+    parser.add_argument("--tokens", nargs="+", type=int, default=[8192, 2048], help="of a micro-batch")
+    parser.add_argument("--layers", type=int, default=3, help="how many of a model's layers are measured")
+    parser.add_argument("--repetitions", type=int, default=8)
+    parser.add_argument("--vocabulary", type=int, default=models.VOCABULARY)
+    parser.add_argument("--profile", type=Path, help="directory for a list of kernels of each arm")
+    parser.add_argument("--commit", help="what is measured, where the tree has no git history")
+    args = parser.parse_args(argv)
+    if (args.out is None) == (args.table is None):
+        parser.error("give --out FILE to measure, or --table FILE")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if args.table:
+        print(table(json.loads(args.table.read_text(encoding="utf-8"))))
+        return 0
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    names = list(dict.fromkeys(["bf16_peft", *args.arms]))
+    skipped = {name: why for name in names if (why := models.missing(models.ARMS[name]))}
+    arms = {name: models.ARMS[name] for name in names if name not in skipped}
+    report: dict[str, Any] = {**describe_machine(args.commit), "rank": models.RANK, "sequence": SEQUENCE}
+    report |= {"versions": models.versions(), "skipped": skipped, "gate": {}, "rows": [], "heads": []}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    for shape in args.shapes:
+        run_shape(shape, args, device, arms, report)
+        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")  # a cut run keeps what it has
+        print(f"{shape} done", flush=True)
+    print(table(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
