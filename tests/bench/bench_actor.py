@@ -192,7 +192,7 @@ def run_shape(shape: str, args: argparse.Namespace, device: str, arms: dict[str,
                 row = measure(model, embeddings(shape, tokens, device), layers, args.repetitions)
                 key = {"arm": name, "model": shape, "tokens": tokens, "checkpointing": checkpointing, "layers": layers}
                 report["rows"].append(key | row | {"layer_gib": round(weight_gib(model) / layers, 3)})
-                if args.profile and not checkpointing:
+                if args.profile and shape == args.shapes[0] and not checkpointing:
                     profile(model, embeddings(shape, tokens, device), args.profile / f"{shape}_{name}_{tokens}.txt")
         del model
     free()
@@ -252,7 +252,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=3, help="how many of a model's layers are measured")
     parser.add_argument("--repetitions", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=models.VOCABULARY)
-    parser.add_argument("--profile", type=Path, help="directory for a list of kernels of each arm")
+    parser.add_argument("--profile", type=Path, help="directory for a list of kernels of each arm, of the first shape")
     parser.add_argument("--commit", help="what is measured, where the tree has no git history")
     args = parser.parse_args(argv)
     if (args.out is None) == (args.table is None):
