@@ -11,25 +11,57 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from verl_qerl.modules import replace_linears
+from verl_qerl.modules import NVFP4Linear, replace_linears
+from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.modules.convert import packed_linears
+from verl_qerl.modules.sharded_linear import ShardedNVFP4Linear
 from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.reference import quantize
 
 
-def build_model() -> torch.nn.Module:
+def build_model(kind: type[NVFP4Linear] = NVFP4Linear, fused: bool = False) -> torch.nn.Module:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64}
     model = Qwen2ForCausalLM(Qwen2Config(num_attention_heads=2, num_key_value_heads=1, **sizes)).bfloat16()
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    for name, linear in replace_linears(model, lambda name: ".layers." in name).items():
+    for name, linear in replace_linears(model, lambda name: ".layers." in name, kind).items():
         linear.fill(quantize(weights[f"{name}.weight"]))
     config = LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules="all-linear")
     model = get_peft_model(model, config)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.02)
+    if fused:
+        fuse_adapters(model)
     return model.train()
+
+
+def shard(model: torch.nn.Module, reshard: bool = True) -> torch.nn.Module:
+    """FSDP2 as verl puts it around the layers and the model."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def findings(model: torch.nn.Module, row: torch.Tensor) -> dict:
+    loss = model(input_ids=row, labels=row).loss
+    loss.backward()
+    return {
+        "loss": loss.item(),
+        "grads": {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None},
+        "digests": {name: weight_digest(linear.packed()) for name, linear in packed_linears(model)},
+        "parameters": {name: (p.dtype, tuple(p.to_local().shape)) for name, p in model.named_parameters()},
+        "held": sum(t.numel() * t.element_size() for t in local_tensors(model)),
+    }
+
+
+def local_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    """What this rank holds of every NVFP4Linear, biases left out."""
+    modules = [module for _, module in packed_linears(model)]
+    parameters = [p.to_local() for module in modules for name, p in module.named_parameters() if name != "bias"]
+    return [*parameters, *(buffer for module in modules for buffer in module.buffers())]
 
 
 def run_whole(model: torch.nn.Module, batch: torch.Tensor) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -45,30 +77,40 @@ def run_whole(model: torch.nn.Module, batch: torch.Tensor) -> tuple[list[float],
     return losses, {name: sum(part[name] for part in grads) / len(grads) for name in grads[0]}
 
 
+def moved(row: torch.Tensor) -> dict:
+    """After the way of verl's offload, a state of the adapters alone, and what a state holds."""
+    model = shard(build_model(ShardedNVFP4Linear, fused=True))
+    model.to("cpu", non_blocking=True)
+    for _, linear in packed_linears(model):
+        linear.persistent = False
+    state = model.state_dict()
+    model.load_state_dict(state)
+    return {**findings(model, row), "keys": list(state)}
+
+
 def main(out: Path) -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     whole = build_model()
-    model = copy.deepcopy(whole)
     batch = torch.randint(0, 64, (world, 16), generator=torch.Generator().manual_seed(2))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    mesh = init_device_mesh("cpu", (world,))
-    for layer in model.base_model.model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-
     row = batch[rank : rank + 1]
-    loss = model(input_ids=row, labels=row).loss
-    loss.backward()
-    result = {
-        "loss": loss.item(),
-        "grads": {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None},
-        "digests": {name: weight_digest(linear.packed()) for name, linear in packed_linears(model)},
-        "parameters": {name: (p.dtype, tuple(p.to_local().shape)) for name, p in model.named_parameters()},
-    }
+    result = findings(shard(copy.deepcopy(whole)), row)
+    of_parts = {}
+    for fused in (False, True):
+        of_parts[f"replicated {fused}"] = findings(shard(build_model(fused=fused)), row)
+        of_parts[f"sharded {fused}"] = findings(shard(build_model(ShardedNVFP4Linear, fused)), row)
+    checkpointed = shard(build_model(ShardedNVFP4Linear, fused=True), reshard=False)
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpointed.enable_input_require_grads()
+    of_parts["checkpointed"] = findings(checkpointed, row)
+    of_parts["again"] = findings(checkpointed, row)
     losses, grads = run_whole(whole, batch)
     digests = {name: weight_digest(linear.packed()) for name, linear in packed_linears(whole)}
-    torch.save({"sharded": result, "loss": losses[rank], "grads": grads, "digests": digests}, out / f"{rank}.pt")
+    of_parts["moved"] = moved(row)
+    torch.save(
+        {"parts": of_parts, "sharded": result, "loss": losses[rank], "grads": grads, "digests": digests},
+        out / f"{rank}.pt",
+    )
     dist.destroy_process_group()
 
 

@@ -50,3 +50,37 @@ def test_no_packed_tensor_is_a_parameter(ranks):
     assert not [name for name in parameters if name.endswith("base_layer.weight")]
     first = "base_model.model.model.layers.0.self_attn.q_proj"
     assert parameters[f"{first}.lora_A.default.weight"] == (torch.float32, (4, 64))
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["peft", "fused"])
+def test_a_sharded_base_changes_no_bit(ranks, fused):
+    for found in ranks:
+        sharded, replicated = (found["parts"][f"{kind} {fused}"] for kind in ("sharded", "replicated"))
+        assert sharded["loss"] == replicated["loss"]
+        assert sharded["digests"] == replicated["digests"] == found["digests"]
+        assert len(sharded["grads"]) == 28
+        assert all(torch.equal(grad, replicated["grads"][name]) for name, grad in sharded["grads"].items())
+
+
+def test_each_rank_holds_half_of_a_sharded_base(ranks):
+    for found in ranks:
+        sharded, replicated = (found["parts"][f"{kind} True"]["held"] for kind in ("sharded", "replicated"))
+        padding = 14 * 2 * 32  # the head, and zeros to the next multiple
+        assert replicated / 2 <= sharded <= replicated / 2 + padding
+
+
+def test_a_sharded_base_under_checkpointing_and_twice(ranks):
+    for found in ranks:
+        expected = found["parts"]["sharded True"]
+        first, second = found["parts"]["checkpointed"], found["parts"]["again"]
+        assert first["loss"] == second["loss"] == expected["loss"]
+        assert all(torch.equal(grad, expected["grads"][name]) for name, grad in first["grads"].items())
+        assert all(torch.equal(grad, 2 * expected["grads"][name]) for name, grad in second["grads"].items())
+
+
+def test_a_sharded_base_is_moved_and_not_saved(ranks):
+    for found in ranks:
+        expected, moved = found["parts"]["sharded True"], found["parts"]["moved"]
+        assert moved["loss"] == expected["loss"]
+        assert moved["digests"] == expected["digests"]
+        assert not [key for key in moved["keys"] if "packed" in key]

@@ -107,9 +107,9 @@ def layout(engine):
     }
 
 
-def base(model):
+def base(model, **qerl):
     """Everything about an engine that is not trained."""
-    engine = build(model)
+    engine = build(model, qerl=qerl)
     found = layout(engine)
     expected = reference(engine, "tied" if model == "tied" else "bf16")
     found |= {"logits": logits(engine.module), "expected": logits(expected)}
@@ -153,17 +153,20 @@ def optimizer_state(engine):
     return [{key: whole(value) for key, value in state.items()} for state in states]
 
 
-def resume(lora_only):
-    """Two steps, a checkpoint after the first; the second again in a fresh engine that loaded it."""
-    path = f"{OUT}/checkpoint-{'lora' if lora_only else 'full'}"
-    engine = build("bf16", lora_only=lora_only)
+def resume(lora_only, first=None, second=None):
+    """Two steps, a checkpoint after the first; the second again in a fresh engine that loaded it.
+
+    `first` and `second`: options of the base of the two engines.
+    """
+    path = f"{OUT}/checkpoint-{'lora' if lora_only else 'full'}-{bool(first)}"
+    engine = build("bf16", lora_only=lora_only, qerl=first)
     before = adapters(engine)
     found = {"norm": step(engine)}
     engine.save_checkpoint(path, global_step=1)
     saved, state = adapters(engine), optimizer_state(engine)
     found["moved"] = all(not torch.equal(before[name], saved[name]) for name in saved)
     step(engine)
-    again = build("bf16", lora_only=lora_only)
+    again = build("bf16", lora_only=lora_only, qerl=second)
     for parameter in (p for p in again.module.parameters() if p.requires_grad):
         torch.nn.init.zeros_(parameter)
     again.load_checkpoint(path, del_local_after_load=False)
@@ -231,7 +234,13 @@ def registry():
     return found
 
 
+SHARDED = {"shard_base": True}
 RUNS = {
+    "sharded": lambda: base("bf16", **SHARDED),
+    "sharded tied": lambda: base("tied", **SHARDED),
+    "sharded full": lambda: resume(False, SHARDED, SHARDED),
+    "sharded, then not": lambda: resume(True, SHARDED, None),
+    "kept dense": lambda: {"norms": [step(build("bf16", qerl={"keep_dense": dense})) for dense in (False, True)]},
     "bf16": lambda: base("bf16"),
     "tied": lambda: base("tied"),
     "nvfp4": lambda: base("nvfp4"),

@@ -39,7 +39,19 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(models, fresh_process, tmp_path_factory):
     out = tmp_path_factory.mktemp("alone")
-    fresh_process(str(SCRIPT), str(models), str(out), *PACKED, "lora", "full", "stock", "options", "registry")
+    fresh_process(
+        str(SCRIPT),
+        str(models),
+        str(out),
+        *PACKED,
+        "lora",
+        "full",
+        "stock",
+        "options",
+        "registry",
+        "kept dense",
+        "sharded",
+    )
     return torch.load(out / "0.pt")
 
 
@@ -47,7 +59,8 @@ def alone(models, fresh_process, tmp_path_factory):
 def ranks(models, fresh_process, tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    fresh_process(*torchrun, str(SCRIPT), str(models), str(out), "bf16", "tied", "lora")
+    sharded = ["sharded", "sharded tied", "sharded full", "sharded, then not"]
+    fresh_process(*torchrun, str(SCRIPT), str(models), str(out), "bf16", "tied", "lora", *sharded)
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 
@@ -201,3 +214,36 @@ def test_two_ranks_resume(ranks):
         assert all(found["lora"]["restored"].values())
         assert all(found["lora"]["optimizer"])
         assert found["lora"]["same next step"]
+
+
+@pytest.mark.parametrize(("name", "replicated"), [("sharded", "bf16"), ("sharded tied", "tied")])
+def test_two_ranks_share_one_base(ranks, name, replicated):
+    for found in ranks:
+        sharded, other = found[name], found[replicated]
+        assert {module for key, module in sharded["types"].items() if key.endswith(".base_layer")} == {
+            "ShardedNVFP4Linear"
+        }
+        for part in ("digests", "sent", "sent digests", "sent rank", "trainable"):
+            assert sharded[part] == other[part]
+        for part in ("logits", "base"):
+            assert torch.equal(sharded[part], other[part])
+
+
+@pytest.mark.parametrize("name", ["sharded full", "sharded, then not"])
+def test_two_ranks_that_share_a_base_resume(ranks, name):
+    for found in ranks:
+        assert all(found[name]["restored"].values())
+        assert all(found[name]["optimizer"])
+        assert found[name]["same next step"]
+        assert found[name]["digests"]
+        assert not [key for key in found[name]["keys"] if "packed" in key]
+
+
+def test_one_rank_has_nothing_to_share(alone):
+    assert "ShardedNVFP4Linear" not in alone["sharded"]["types"].values()
+    assert torch.equal(alone["sharded"]["logits"], alone["bf16"]["logits"])
+
+
+def test_a_dense_copy_changes_no_bit_of_a_step(alone):
+    packed, dense = alone["kept dense"]["norms"]
+    assert packed == dense > 0

@@ -108,7 +108,9 @@ def fuse_adapters(model: nn.Module) -> int:
 
 
 def _can_be_fused(module: nn.Module) -> bool:
-    return type(module) is LoraLinear and type(module.base_layer) in (nn.Linear, NVFP4Linear)
+    return type(module) is LoraLinear and (
+        type(module.base_layer) is nn.Linear or isinstance(module.base_layer, NVFP4Linear)
+    )
 
 
 def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:

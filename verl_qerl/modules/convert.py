@@ -7,12 +7,15 @@ import torch.nn as nn
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 
 
-def replace_linears(model: nn.Module, match: Callable[[str], bool]) -> dict[str, NVFP4Linear]:
+def replace_linears(
+    model: nn.Module, match: Callable[[str], bool], kind: type[NVFP4Linear] = NVFP4Linear
+) -> dict[str, NVFP4Linear]:
     """Put an unfilled NVFP4Linear in the place of every nn.Linear whose name matches.
 
     Args:
         model: Changed in place.
         match: Called with the module's name, e.g. `model.layers.0.self_attn.q_proj`.
+        kind: NVFP4Linear or a subclass.
 
     Returns:
         name -> module put in place; fill each with `NVFP4Linear.fill`.
@@ -30,7 +33,7 @@ def replace_linears(model: nn.Module, match: Callable[[str], bool]) -> dict[str,
     for name, linear in found:
         parent, _, leaf = name.rpartition(".")
         try:
-            replaced[name] = NVFP4Linear.from_linear(linear)
+            replaced[name] = kind.from_linear(linear)
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}") from error
         setattr(model.get_submodule(parent), leaf, replaced[name])

@@ -21,6 +21,7 @@ class NVFP4Linear(nn.Linear):
 
     Attributes:
         dense: A copy of the weight, [N, K] bfloat16, that `decode` and `forward` read instead; None: there is none.
+        persistent: Whether `state_dict` holds the packed tensors.
         weight: [N, K / 2] uint8, the codes.
         weight_scale: [N, K / 16] uint8, the bytes of float8_e4m3fn.
         weight_decode_scale: [4] uint8, the bytes of one float32.
@@ -30,6 +31,7 @@ class NVFP4Linear(nn.Linear):
     weight: torch.Tensor  # type: ignore[assignment]
     weight_scale: torch.Tensor
     weight_decode_scale: torch.Tensor
+    persistent = False
     dense: torch.Tensor | None = None
     _recomputed: torch.Tensor | None = None
 
@@ -67,26 +69,38 @@ class NVFP4Linear(nn.Linear):
         Raises:
             ValueError: The shapes differ.
         """
+        self.check_shape(packed)
+        self.weight = packed.codes
+        self.weight_scale = packed.block_scale.view(torch.uint8)
+        self.weight_decode_scale = packed.global_decode_scale.reshape(1).view(torch.uint8)
+
+    def check_shape(self, packed: PackedWeight) -> None:
+        """Refuse a weight of another shape.
+
+        Raises:
+            ValueError: The shapes differ.
+        """
         if packed.shape != (self.out_features, self.in_features):
             raise ValueError(
                 f"the packed weight is {packed.shape}, the linear {(self.out_features, self.in_features)}."
                 " Both must be (out_features, in_features). Check that config.json belongs to these weights."
             )
-        self.weight = packed.codes
-        self.weight_scale = packed.block_scale.view(torch.uint8)
-        self.weight_decode_scale = packed.global_decode_scale.reshape(1).view(torch.uint8)
 
     def packed(self) -> PackedWeight:
         """The weight as a PackedWeight over the module's own storage."""
-        decode = self.weight_decode_scale.view(torch.float32).reshape(())
-        return PackedWeight(self.weight, self.weight_scale.view(torch.float8_e4m3fn), decode)
+        codes, scale, decode_scale = self.tensors()
+        return PackedWeight(codes, scale.view(torch.float8_e4m3fn), decode_scale.view(torch.float32).reshape(()))
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(weight, weight_scale, weight_decode_scale)."""
+        return self.weight, self.weight_scale, self.weight_decode_scale
 
     def decode(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight, [N, K] of `dtype`."""
         if self.dense is not None:
             return self.dense.to(dtype)
-        decode_scale = self.weight_decode_scale.view(torch.float32)
-        return dequantize_nvfp4(self.weight, self.weight_scale, decode_scale, dtype)
+        codes, scale, decode_scale = self.tensors()
+        return dequantize_nvfp4(codes, scale, decode_scale.view(torch.float32), dtype)
 
     def decode_forward(self, dtype: torch.dtype) -> torch.Tensor:
         """As `decode`; within a checkpoint's recomputation, kept for the backward pass that follows at once."""
@@ -108,8 +122,8 @@ class NVFP4Linear(nn.Linear):
         bias = None if self.bias is None else self.bias.to(input.dtype)
         if self.dense is not None:
             return F.linear(input, self.dense.to(input.dtype), bias)
-        decode = self.weight_decode_scale.view(torch.float32)
-        return nvfp4_linear(input, self.weight, self.weight_scale, decode, bias)
+        codes, scale, decode_scale = self.tensors()
+        return nvfp4_linear(input, codes, scale, decode_scale.view(torch.float32), bias)
 
     def extra_repr(self) -> str:
         """As nn.Linear's, with the format."""

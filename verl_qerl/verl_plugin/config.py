@@ -30,12 +30,16 @@ class BaseOptions:
         scale: Scale choice when model.path is not quantized yet: minmax, mse or four_over_six.
         ignore: Modules left in bf16: exact names, or `re:` and a regular expression.
         fused_lora: Compute adapter and base linear as one function, q, k, v and gate, up together; else as PEFT does.
+        shard_base: Spread the packed base over the ranks; a layer is gathered while it computes.
+        keep_dense: Hold a bf16 copy of the base while the actor computes, where memory allows.
         agrees_with: Values of other nodes, filled by nvfp4.yaml; see `_check_run`.
     """
 
     scale: str = "minmax"
     ignore: tuple[str, ...] = DEFAULT_IGNORE
     fused_lora: bool = True
+    shard_base: bool = False
+    keep_dense: bool = False
     agrees_with: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -48,6 +52,17 @@ class BaseOptions:
             raise ValueError(
                 f"unknown scale choice: actor.fsdp_config.qerl.scale={self.scale!r}."
                 f" Accepted are {', '.join(SCALE_CHOICES)}. Choose one of them."
+            )
+        for name in ("fused_lora", "shard_base", "keep_dense"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(
+                    f"no switch: actor.fsdp_config.qerl.{name}={getattr(self, name)!r}. Accepted are true and false."
+                    " Choose one of them."
+                )
+        if self.shard_base and self.keep_dense:
+            raise ValueError(
+                "actor.fsdp_config.qerl.keep_dense=True does not go together with shard_base=True: a rank that holds"
+                " a part of the base cannot keep a copy of the whole. Accepted is one of them. Leave one out."
             )
         object.__setattr__(self, "ignore", tuple(self.ignore))
         _check_run(self.agrees_with)

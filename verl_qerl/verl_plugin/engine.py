@@ -4,6 +4,7 @@ Chosen by verl's registry through the vendor key, before the stock class; withou
 """
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -24,10 +25,13 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl_qerl import upstream
 from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.modules.convert import packed_linears
+from verl_qerl.modules.nvfp4_linear import NVFP4Linear
+from verl_qerl.modules.sharded_linear import ShardedNVFP4Linear
 from verl_qerl.nvfp4.digest import check_same_base, model_digest, weight_digest
 from verl_qerl.nvfp4.record import BaseRecord, remove_record
 from verl_qerl.verl_plugin.base_record import base_record
 from verl_qerl.verl_plugin.config import DIGESTS, LAYOUT, BaseOptions
+from verl_qerl.verl_plugin.dense_base import DenseBase
 from verl_qerl.verl_plugin.flat_adapter import FlatAdapter, pieces
 from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
 from verl_qerl.verl_plugin.resume import check_checkpoint, for_these_ranks, saved_files
@@ -42,14 +46,15 @@ _Stock: Any = FSDPEngineWithLMHead  # verl's untyped decorator hides the class f
 class QerlFSDPEngine(_Stock):
     """FSDPEngineWithLMHead whose decoder linears are NVFP4Linear when `engine_config.qerl` is set.
 
-    Order of construction: an empty model, packed linears read into it, PEFT on top, FSDP2 around. Packed tensors are
-    uint8 buffers, broadcast by verl to every rank. Adapters are float32, whatever the base's dtype: an update of 1e-5
-    is lost in a bf16 parameter.
+    Order of construction: an empty model, packed linears read into it, PEFT on top, FSDP2 around. Packed tensors
+    are uint8 buffers, broadcast by verl to every rank, or with `shard_base` spread over the ranks. Adapters are
+    float32, whatever the base's dtype: an update of 1e-5 is lost in a bf16 parameter.
     """
 
     _adapter: FlatAdapter | None = None
     _digests: dict[str, str] | None = None
     _digests_sent = False
+    _dense: DenseBase | None = None
 
     @property
     def _base(self) -> BaseOptions | None:
@@ -66,7 +71,8 @@ class QerlFSDPEngine(_Stock):
         with init_empty_weights(include_buffers=False):
             auto_class: Any = get_hf_auto_model_class(hf_config=config)
             module = auto_class.from_config(config, dtype=dtype, trust_remote_code=self.model_config.trust_remote_code)
-        linears = build_skeleton(module, self.model_config.local_path, self._base.ignore)
+        kind = ShardedNVFP4Linear if self._base.shard_base and torch.distributed.get_world_size() > 1 else NVFP4Linear
+        linears = build_skeleton(module, self.model_config.local_path, self._base.ignore, kind)
         if self._reads_weights():
             load_packed(module, linears, self.model_config.local_path, self._base, dtype)
         options: Any = self.model_config.fused_kernel_options or {}
@@ -101,7 +107,10 @@ class QerlFSDPEngine(_Stock):
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
         module = super()._build_fsdp_module(module)
         if self._base is not None:
-            digests = {name: weight_digest(linear.packed()) for name, linear in packed_linears(module)}
+            digests = {}
+            for name, linear in packed_linears(module):
+                digests[name] = weight_digest(linear.packed())
+                linear.persistent = False
             first_rank = [digests]
             torch.distributed.broadcast_object_list(first_rank, src=0)
             check_same_base(first_rank[0], digests)
@@ -109,6 +118,25 @@ class QerlFSDPEngine(_Stock):
             if self.rank == 0:
                 logger.warning("packed base: %d linears, digest %s", len(digests), model_digest(digests))
         return module
+
+    def _build_optimizer(self, module: nn.Module) -> Any:
+        # As without shard_base, so that the states of both are the same, and one resumes the other.
+        return super()._build_optimizer(_WithoutPackedBytes(module))
+
+    def train_mode(self, **kwargs: Any) -> Any:
+        """As verl's, with the dense copy of the base if it is asked for."""
+        return self._with_dense(super().train_mode(**kwargs), training=True)
+
+    def eval_mode(self, **kwargs: Any) -> Any:
+        """As verl's, with the dense copy of the base if it is asked for."""
+        return self._with_dense(super().eval_mode(**kwargs), training=False)
+
+    def _with_dense(self, mode: Any, training: bool) -> Any:
+        if self._base is None or not self._base.keep_dense:
+            return mode
+        if self._dense is None:
+            self._dense = DenseBase([linear for _, linear in packed_linears(self.module)])
+        return self._dense.within(mode, training)
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """As verl's; at the end rank 0 writes which base the shards belong to, which also marks them as whole."""
@@ -167,6 +195,16 @@ class QerlFSDPEngine(_Stock):
         saved = convert_weight_keys(get_peft_model_state_dict(self.module, state_dict=parameters), self.module)
         names = {id(parameter): name for name, parameter in parameters.items()}
         return {name: names[id(parameter)] for name, parameter in saved.items()}
+
+
+class _WithoutPackedBytes:
+    """The parameters of a model that an optimizer may see."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return (p for name, p in self._module.named_parameters() if not name.endswith(".packed_bytes"))
 
 
 def install(module: ModuleType) -> None:

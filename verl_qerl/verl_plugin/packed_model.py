@@ -15,20 +15,23 @@ from verl_qerl.nvfp4.stream import open_source, stream
 from verl_qerl.verl_plugin.config import BaseOptions
 
 
-def build_skeleton(model: nn.Module, path: str, ignore: tuple[str, ...]) -> dict[str, NVFP4Linear]:
+def build_skeleton(
+    model: nn.Module, path: str, ignore: tuple[str, ...], kind: type[NVFP4Linear] = NVFP4Linear
+) -> dict[str, NVFP4Linear]:
     """Replace the decoder linears of an empty model by unfilled packed ones.
 
     Args:
         model: On the meta device.
         path: Of the checkpoint; an NVFP4 one brings its own list of modules left out.
         ignore: Modules of a bf16 checkpoint that stay dense.
+        kind: NVFP4Linear or a subclass.
 
     Returns:
         name -> NVFP4Linear.
     """
     source = open_source(path)
     rules = ignore if source.layout == "bf16" else ignored_modules(source.config)
-    return replace_linears(model, lambda name: is_packed_module(name, rules))
+    return replace_linears(model, lambda name: is_packed_module(name, rules), kind)
 
 
 def load_packed(
