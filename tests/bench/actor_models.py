@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl_qerl.kernels.dequantize import dequantize
-from verl_qerl.modules import replace_linears
+from verl_qerl.modules import NVFP4Linear, replace_linears
 from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.modules.convert import packed_linears
 from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
@@ -129,11 +129,11 @@ def random_packed(N: int, K: int, generator: torch.Generator) -> PackedWeight:
     return PackedWeight(codes, scale.view(torch.float8_e4m3fn), torch.tensor(2.0**-15, device=device))
 
 
-def build(base: Base, arm: Arm, device: str) -> nn.Module:
-    """The PEFT model of an arm, in bf16, adapters as if trained; a call gives the last hidden states."""
+def build(base: Base, arm: Arm, device: str, kind: type[NVFP4Linear] = NVFP4Linear) -> nn.Module:
+    """The PEFT model of an arm, in bf16, adapters as if trained; `kind` holds its packed linears."""
     model = _skeleton(base.shape, base.layers)
     if arm.base == "nvfp4":
-        for name, linear in replace_linears(model, lambda name: ".layers." in name).items():
+        for name, linear in replace_linears(model, lambda name: ".layers." in name, kind).items():
             linear.fill(base.packed[name])
     _materialize(model, base, device)
     if arm.base == "nf4":
@@ -169,6 +169,8 @@ def _materialize(model: nn.Module, base: Base, device: str) -> None:
     generator = torch.Generator(device).manual_seed(1)
     for name, parameter in list(model.named_parameters()):
         module_name, _, leaf = name.rpartition(".")
+        if not parameter.is_meta:
+            continue
         if module_name in base.packed and leaf == "weight":
             value = dequantize(base.packed[module_name])
         else:

@@ -1,0 +1,28 @@
+"""The benchmark of several ranks, run whole by two gloo ranks on a shape for a CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("peft")
+SCRIPT = Path(__file__).with_name("bench_actor_ranks.py")
+
+
+def test_rows_of_one_and_two_ranks(tmp_path):
+    out = tmp_path / "gpu" / "actor_ranks.json"
+    options = ["--out", str(out), "--shapes", "tiny", "--tokens", "16", "--repetitions", "1", "--commit", "abc"]
+    for ranks in (1, 2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run([*command, str(SCRIPT), *options], env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads(out.read_text())
+    arms = ["bf16_sharded", "nvfp4_replicated", "nvfp4_sharded"]
+    assert [(row["arm"], row["gpus"]) for row in report["rows"]] == [(arm, n) for n in (1, 2) for arm in arms]
+    assert all(row["step_s"] > 0 and row["tokens_per_s"] > 0 for row in report["rows"])
+    assert [row.get("same_bits") for row in report["rows"]] == [None, True, True] * 2
+    assert report["commit"] == "abc"
