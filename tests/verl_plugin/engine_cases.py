@@ -194,6 +194,9 @@ def stock():
     }
 
 
+TRITON = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "triton"}}
+
+
 def options():
     """Options of the base reach it; what cannot be is refused."""
     engine = build("bf16", qerl={"fused_lora": False})
@@ -212,7 +215,7 @@ def options():
             broadcast(objects, src, **kwargs)
 
     dist.broadcast_object_list = broadcast_another
-    for name, arguments in {"liger": {"use_liger": True}, "another base on rank 0": {}}.items():
+    for name, arguments in {"liger": {"use_liger": True}, "triton": TRITON, "another base on rank 0": {}}.items():
         try:
             build("bf16", **arguments)
         except ValueError as error:
@@ -234,8 +237,32 @@ def registry():
     return found
 
 
+def log_probs(model):
+    """Log-probs, entropies and the gradients of their sum: from the head, and from whole logits."""
+    inputs = {"input_ids": TOKENS, "use_cache": False, "return_dict": True}
+    labels = TOKENS.roll(-1, -1)
+    found = {}
+    for fused in (True, False):
+        engine = build(model, use_fused_kernels=fused)
+        with engine.train_mode(), torch.autocast("cpu", torch.bfloat16):
+            engine.optimizer_zero_grad()
+            if fused:
+                out = engine.module(**inputs, temperature=0.7, calculate_entropy=True)
+                values, entropy = out.log_probs, out.entropy
+                assert engine.module(**inputs).logits.shape == (*TOKENS.shape, 64)
+            else:
+                log_p = (engine.module(**inputs).logits.float() / 0.7).log_softmax(-1)
+                values, entropy = log_p.gather(-1, labels[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
+            (values + 0.1 * entropy).sum().backward()
+            grads = {name: whole(p.grad) for name, p in engine.module.named_parameters() if p.grad is not None}
+        found[fused] = {"log_probs": values.detach(), "entropy": entropy.detach(), "grads": grads}
+    return found
+
+
 SHARDED = {"shard_base": True}
 RUNS = {
+    "log-probs": lambda: log_probs("bf16"),
+    "log-probs tied": lambda: log_probs("tied"),
     "sharded": lambda: base("bf16", **SHARDED),
     "sharded tied": lambda: base("tied", **SHARDED),
     "sharded full": lambda: resume(False, SHARDED, SHARDED),

@@ -10,6 +10,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl_qerl.cli.quantize import quantize_checkpoint
 from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.stream import PackedWeight, open_source, stream
+from verl_qerl.testing import assert_close
 
 SCRIPT = Path(__file__).with_name("engine_cases.py")
 SIZES = {
@@ -50,6 +51,7 @@ def alone(models, fresh_process, tmp_path_factory):
         "options",
         "registry",
         "kept dense",
+        "log-probs",
         "sharded",
     )
     return torch.load(out / "0.pt")
@@ -59,7 +61,7 @@ def alone(models, fresh_process, tmp_path_factory):
 def ranks(models, fresh_process, tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    sharded = ["sharded", "sharded tied", "sharded full", "sharded, then not"]
+    sharded = ["sharded", "sharded tied", "sharded full", "sharded, then not", "log-probs", "log-probs tied"]
     fresh_process(*torchrun, str(SCRIPT), str(models), str(out), "bf16", "tied", "lora", *sharded)
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
@@ -185,6 +187,7 @@ def test_pefts_own_lora_layers_by_option(alone):
 def test_what_cannot_be_is_refused(alone):
     found = alone["options"]
     assert found["liger"].startswith("model.use_liger=True is not supported on an NVFP4 base. Accepted is False.")
+    assert found["triton"].startswith("model.fused_kernel_options.impl_backend=triton is not supported on an NVFP4")
     assert found["another base on rank 0"].startswith("two processes hold different base weights: 14 of 14 differ")
 
 
@@ -247,3 +250,15 @@ def test_one_rank_has_nothing_to_share(alone):
 def test_a_dense_copy_changes_no_bit_of_a_step(alone):
     packed, dense = alone["kept dense"]["norms"]
     assert packed == dense > 0
+
+
+def test_log_probs_from_the_head_are_those_of_whole_logits(alone, ranks):
+    cases = [alone["log-probs"], *(found[name] for found in ranks for name in ("log-probs", "log-probs tied"))]
+    for found in cases:
+        head, logits = found[True], found[False]
+        assert_close(head["log_probs"], logits["log_probs"], 1e-6)
+        assert_close(head["entropy"], logits["entropy"], 1e-5)
+        assert head["grads"].keys() == logits["grads"].keys()
+        assert len(head["grads"]) == 28
+        for name, grad in head["grads"].items():
+            assert_close(grad, logits["grads"][name], 0.05)  # the logits' gradient is rounded to bf16 once more there

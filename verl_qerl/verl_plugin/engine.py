@@ -15,6 +15,7 @@ import torch.nn as nn
 from accelerate import init_empty_weights
 from peft import get_peft_model_state_dict
 from verl.models.transformers.monkey_patch import apply_monkey_patch
+from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.utils.fsdp_utils import get_init_weight_context_manager
 from verl.utils.model import convert_weight_keys, get_hf_auto_model_class
@@ -30,6 +31,7 @@ from verl_qerl.modules.sharded_linear import ShardedNVFP4Linear
 from verl_qerl.nvfp4.digest import check_same_base, model_digest, weight_digest
 from verl_qerl.nvfp4.record import BaseRecord, remove_record
 from verl_qerl.verl_plugin.base_record import base_record
+from verl_qerl.verl_plugin.chunked_head import install_chunked_head
 from verl_qerl.verl_plugin.config import DIGESTS, LAYOUT, BaseOptions
 from verl_qerl.verl_plugin.dense_base import DenseBase
 from verl_qerl.verl_plugin.flat_adapter import FlatAdapter, pieces
@@ -75,14 +77,14 @@ class QerlFSDPEngine(_Stock):
         linears = build_skeleton(module, self.model_config.local_path, self._base.ignore, kind)
         if self._reads_weights():
             load_packed(module, linears, self.model_config.local_path, self._base, dtype)
-        options: Any = self.model_config.fused_kernel_options or {}
         apply_monkey_patch(
             model=module,
             use_remove_padding=self.use_remove_padding,
             ulysses_sp_size=self.ulysses_sequence_parallel_size,
-            use_fused_kernels=self.model_config.use_fused_kernels,
-            fused_kernels_backend=options.get("impl_backend"),
         )
+        if self.model_config.use_fused_kernels:
+            options: Any = self.model_config.fused_kernel_options or {}
+            install_chunked_head(module, options.get("impl_backend"))
         if self.model_config.enable_gradient_checkpointing:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return module
@@ -122,6 +124,13 @@ class QerlFSDPEngine(_Stock):
     def _build_optimizer(self, module: nn.Module) -> Any:
         # As without shard_base, so that the states of both are the same, and one resumes the other.
         return super()._build_optimizer(_WithoutPackedBytes(module))
+
+    def prepare_model_inputs(self, micro_batch: Any) -> Any:
+        """As verl's; where the head gives log-probs, it is told whether the entropy is wanted."""
+        inputs, output_args = super().prepare_model_inputs(micro_batch)
+        if self._base is not None and tu.get_non_tensor_data(micro_batch, "use_fused_kernels", default=False):
+            inputs["calculate_entropy"] = tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False)
+        return inputs, output_args
 
     def train_mode(self, **kwargs: Any) -> Any:
         """As verl's, with the dense copy of the base if it is asked for."""
