@@ -24,6 +24,8 @@ OURS = f"{ROLLOUT}.engine_kwargs.vllm"
 # What `+rollout=nvfp4 +aqn.enabled=true` sets in a run with LoRA; None where the value is a whole node of ours.
 DIFFERENCE = {
     "aqn.enabled": True,
+    "actor_rollout_ref.model.use_fused_kernels": True,
+    f"{ACTOR}.use_fused_kernels": True,  # verl's own: it follows the model's
     f"{ACTOR}.strategy": "fsdp2",
     f"{ACTOR}.fsdp_config._target_": "verl_qerl.verl_plugin.config.QerlFSDPEngineConfig",
     f"{ACTOR}.fsdp_config.model_dtype": "bf16",
@@ -93,6 +95,14 @@ def test_the_base_agrees_with_the_rest_of_the_run():
             "trainer.use_v1": True,
             "trainer.v1.trainer_mode": "sync",
             "aqn": {"enabled": True, "seed": 3},
+            "rollout.gpu_memory_utilization": 0.5,
+            "rollout.tensor_model_parallel_size": 2,
+            "rollout.free_cache_engine": True,
+            "actor.use_dynamic_bsz": False,
+            "actor.ppo_max_token_len_per_gpu": 16384,
+            "actor.ppo_micro_batch_size_per_gpu": 1,
+            "data.max_prompt_length": 512,
+            "data.max_response_length": 512,
         },
     }
 

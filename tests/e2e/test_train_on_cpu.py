@@ -121,6 +121,7 @@ def test_two_ranks_from_an_nvfp4_directory_save_adapters_only(workbench):
     options.append("+actor_rollout_ref.actor.checkpoint.save_lora_only=true")
     # vLLM's own kernels for adapters; the other runs take ours.
     options.append("+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.lora=stock")
+    options.append("+actor_rollout_ref.actor.fsdp_config.qerl.shard_base=true")
     # Without noise in step 2 the adapter's arrival shows: both sides are the same model.
     run = workbench.train(
         "two_ranks", *options, "aqn.sigma_start=2e-6", "aqn.sigma_end=1e-6", model=packed, num_ranks=2

@@ -32,7 +32,7 @@ class BaseOptions:
         fused_lora: Compute adapter and base linear as one function, q, k, v and gate, up together; else as PEFT does.
         shard_base: Spread the packed base over the ranks; a layer is gathered while it computes.
         keep_dense: Hold a bf16 copy of the base while the actor computes, where memory allows.
-        agrees_with: Values of other nodes, filled by nvfp4.yaml; see `_check_run`.
+        agrees_with: Values of other nodes, filled by nvfp4.yaml; see `_check_run` and memory_check.py.
     """
 
     scale: str = "minmax"

@@ -35,6 +35,7 @@ from verl_qerl.verl_plugin.chunked_head import install_chunked_head
 from verl_qerl.verl_plugin.config import DIGESTS, LAYOUT, BaseOptions
 from verl_qerl.verl_plugin.dense_base import DenseBase
 from verl_qerl.verl_plugin.flat_adapter import FlatAdapter, pieces
+from verl_qerl.verl_plugin.memory_check import check_memory
 from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
 from verl_qerl.verl_plugin.resume import check_checkpoint, for_these_ranks, saved_files
 from verl_qerl.verl_plugin.shims import LOG_PROBS
@@ -65,6 +66,7 @@ class QerlFSDPEngine(_Stock):
     def _build_module(self) -> nn.Module:
         if self._base is None:
             return super()._build_module()
+        check_memory(self, self._base.agrees_with)
         upstream.install(LOG_PROBS)
         if self.model_config.use_liger:
             raise ValueError("model.use_liger=True is not supported on an NVFP4 base. Accepted is False. Leave it out.")

@@ -1,0 +1,112 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from verl_qerl.algos.memory_plan import GIB, ModelShape, Settings, check, passes, plan, table
+
+QWEN = {"vocab_size": 152_064, "rms_norm_eps": 1e-6}
+CONFIG_7B = QWEN | {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
+CONFIG_7B |= {"num_attention_heads": 28, "num_key_value_heads": 4}
+CONFIG_32B = QWEN | {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64}
+CONFIG_32B |= {"num_attention_heads": 40, "num_key_value_heads": 8}
+RESULTS = Path(__file__).parents[1] / "bench" / "results" / "h200"
+
+
+def test_sizes_of_a_model():
+    shape = ModelShape.from_config(CONFIG_7B)
+    assert shape.linears == ((3584, 3584), (512, 3584), (512, 3584), (3584, 3584), *[(18944, 3584)] * 2, (3584, 18944))
+    # Qwen2.5-7B has 7.6 B parameters, of them 1.09 B in the embedding and in the head each.
+    assert shape.layers * shape.layer_weights == pytest.approx(6.53e9, rel=1e-3)
+    assert shape.head_weights == 2 * 152_064 * 3584
+    assert ModelShape.from_config(CONFIG_7B | {"tie_word_embeddings": True}).head_weights == 152_064 * 3584
+    assert ModelShape.from_config(CONFIG_7B | {"head_dim": 64}).query == 28 * 64
+
+
+@pytest.mark.parametrize("config", [{**CONFIG_7B, "num_experts": 8}, {"hidden_size": 8}], ids=["moe", "missing"])
+def test_a_model_without_a_plan(config):
+    with pytest.raises(ValueError, match=r"^no plan for this model: its config\.json (is a mixture|lacks inter)"):
+        ModelShape.from_config(config)
+
+
+def test_what_is_held_by_hand():
+    shape = ModelShape(hidden=32, intermediate=64, layers=2, vocabulary=100, query=32, key_value=16)
+    weights = 2 * (32 * 32 * 2 + 16 * 32 * 2 + 64 * 32 * 3)
+    adapters = 2 * 4 * (64 * 2 + 48 * 2 + 96 * 3)
+    rollout, update = plan(shape, Settings(rank=4, utilization=0.5), 1e6)
+    assert update.held == {
+        "packed base": weights * 9 / 16,
+        "embedding and head": 2 * 2 * 100 * 32,
+        "adapters": 4 * adapters,
+        "optimizer": 8 * adapters,
+        "gradients": 4 * adapters,
+    }
+    assert rollout.held["vLLM"] == 5e5
+    assert rollout.certain == 5e5 + update.certain - update.held["gradients"]
+
+
+def test_what_more_gpus_take_away():
+    shape = ModelShape.from_config(CONFIG_7B)
+    one = plan(shape, Settings(rank=32), 80 * GIB)[1].held
+    two = plan(shape, Settings(rank=32, gpus=2), 80 * GIB)[1].held
+    shared = plan(shape, Settings(rank=32, gpus=2, shard_base=True), 80 * GIB)[1].held
+    assert two["packed base"] == one["packed base"]
+    assert all(two[name] == one[name] / 2 for name in one if name != "packed base")
+    assert all(shared[name] == one[name] / 2 for name in one)
+
+
+def test_what_offloading_takes_from_the_rollout():
+    shape = ModelShape.from_config(CONFIG_7B)
+    away = Settings(rank=32, utilization=0.5, param_offload=True, optimizer_offload=True)
+    rollout, update = plan(shape, away, 80 * GIB)
+    assert rollout.held == {"vLLM": 40 * GIB}
+    assert update.held == plan(shape, replace(away, param_offload=False), 80 * GIB)[1].held
+
+
+def test_passes_grow_with_tokens_and_shrink_with_checkpoints_and_chunks():
+    shape, settings = ModelShape.from_config(CONFIG_7B), Settings(rank=32, tokens=8192)
+    size = sum(passes(shape, settings).values())
+    assert sum(passes(shape, replace(settings, tokens=16384)).values()) > size
+    assert sum(passes(shape, replace(settings, checkpointing=False)).values()) > 5 * size
+    assert sum(passes(shape, replace(settings, whole_logits=True)).values()) > size + 8 * GIB
+    assert sum(passes(shape, replace(settings, gpus=2, shard_base=True)).values()) > size
+
+
+def test_the_7b_step_that_was_measured():
+    rows = json.loads((RESULTS / "train_step_7b.json").read_text())["steps"]
+    settings = Settings(rank=32, tokens=8 * (320 + 512), whole_logits=True, utilization=0.4)
+    rollout, update = plan(ModelShape.from_config(CONFIG_7B), settings, 139.8 * GIB)
+    for row in rows[1:]:
+        assert rollout.total / GIB == pytest.approx(row["phases"]["gen"]["peak_gib"], rel=0.1)
+        assert update.total / GIB == pytest.approx(row["phases"]["update_actor"]["peak_gib"], rel=0.1)
+
+
+def test_32b_fits_80_gib_or_is_refused():
+    shape, settings = ModelShape.from_config(CONFIG_32B), Settings(rank=32, tokens=4736, utilization=0.6)
+    phases = plan(shape, settings, 79.6 * GIB)
+    check(phases, 79.6 * GIB)
+    assert all(phase.total < 79.6 * GIB for phase in phases)
+    phases = plan(shape, replace(settings, utilization=0.75), 79.6 * GIB)
+    with pytest.raises(
+        ValueError, match=r"^too little GPU memory .*: the rollout holds 81\.9 GiB \(vLLM 59\.7, packed"
+    ):
+        check(phases, 79.6 * GIB)
+    with pytest.raises(ValueError, match=r"^too little GPU memory .*: the update holds 23\.2 GiB \(packed base 16\.3"):
+        check(phases[1:], 20 * GIB)
+
+
+def test_a_rollout_that_is_given_less_than_its_weights():
+    shape, settings = ModelShape.from_config(CONFIG_32B), Settings(rank=32, utilization=0.2)
+    with pytest.raises(ValueError, match=r"vLLM's weights take 19\.2 GiB .*=0\.2 of 79\.6 GiB gives it 15\.9\."):
+        plan(shape, settings, 79.6 * GIB)
+    plan(shape, replace(settings, tensor_parallel=2), 79.6 * GIB)
+
+
+def test_the_table_names_every_part():
+    total = 80 * GIB
+    lines = table(plan(ModelShape.from_config(CONFIG_7B), Settings(rank=32, utilization=0.5), total), total).split("\n")
+    assert lines[0].startswith("rollout: ")
+    assert "  vLLM: 40.00" in lines
+    assert "  packed base: 3.42" in lines
+    assert any(line.startswith("  checkpoints: ") and line.endswith(" (estimate)") for line in lines)

@@ -1,0 +1,80 @@
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("verl")
+
+from verl_qerl.algos.memory_plan import GIB, Settings
+from verl_qerl.verl_plugin import memory_check
+from verl_qerl.verl_plugin.memory_check import check_memory, settings_of
+
+CONFIG = {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "vocab_size": 152064}
+CONFIG |= {"num_attention_heads": 40, "num_key_value_heads": 8}
+RUN = {
+    "rollout.gpu_memory_utilization": 0.6,
+    "rollout.tensor_model_parallel_size": 2,
+    "rollout.free_cache_engine": True,
+    "actor.use_dynamic_bsz": False,
+    "actor.ppo_max_token_len_per_gpu": 16384,
+    "actor.ppo_micro_batch_size_per_gpu": 2,
+    "data.max_prompt_length": 320,
+    "data.max_response_length": 2048,
+}
+
+
+@pytest.fixture
+def engine():
+    model = SimpleNamespace(
+        hf_config=SimpleNamespace(to_dict=lambda: CONFIG),
+        lora_rank=32,
+        enable_gradient_checkpointing=True,
+        use_fused_kernels=True,
+    )
+    config = SimpleNamespace(
+        ulysses_sequence_parallel_size=1,
+        param_offload=False,
+        optimizer_offload=False,
+        qerl=SimpleNamespace(shard_base=True),
+    )
+    mesh = SimpleNamespace(ndim=1, size=lambda dim: 4)
+    return SimpleNamespace(model_config=model, engine_config=config, device_mesh=mesh, rank=0)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    cuda = SimpleNamespace(is_available=lambda: True, mem_get_info=lambda: (78 * GIB, 80 * GIB))
+    monkeypatch.setattr(memory_check, "torch", SimpleNamespace(cuda=cuda))
+    return cuda
+
+
+def test_settings_are_those_of_the_run(engine):
+    expected = Settings(rank=32, gpus=4, tokens=2 * 2368, shard_base=True, utilization=0.6, tensor_parallel=2)
+    assert settings_of(engine, RUN) == expected
+    assert settings_of(engine, RUN | {"actor.use_dynamic_bsz": True}).tokens == 16384
+    assert settings_of(engine, {}).tokens == 0
+
+
+def test_a_run_that_fits_is_logged_with_its_numbers(engine, gpu, caplog):
+    with caplog.at_level(logging.WARNING):
+        check_memory(engine, RUN)
+    (record,) = caplog.records
+    assert "2.0 GiB taken by others now" in record.message
+    assert "vLLM: 48.00" in record.message
+
+
+def test_a_run_that_does_not_fit_is_refused(engine, gpu):
+    with pytest.raises(ValueError, match=r"^too little GPU memory for the configuration: the rollout holds"):
+        check_memory(engine, RUN | {"rollout.gpu_memory_utilization": 0.95})
+
+
+def test_a_model_without_a_plan_runs(engine, gpu, caplog):
+    engine.model_config.hf_config = SimpleNamespace(to_dict=lambda: {"hidden_size": 8})
+    with caplog.at_level(logging.WARNING):
+        check_memory(engine, RUN)
+    assert "no plan for this model" in caplog.records[0].message
+
+
+def test_without_a_gpu_there_is_nothing_to_check(engine, monkeypatch):
+    monkeypatch.setattr(memory_check.torch.cuda, "is_available", lambda: False)
+    check_memory(engine, RUN | {"rollout.gpu_memory_utilization": 0.95})

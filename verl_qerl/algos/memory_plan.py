@@ -1,0 +1,221 @@
+"""How much GPU memory a run takes, phase by phase, from shapes alone.
+
+Two sums are kept apart. What is held is exact: weights, adapters, optimizer, what vLLM is told to take. What passes
+need besides is an estimate of one layer's tensors, from what transformers' Qwen2 and Llama save for backward. A
+configuration is refused on what is held alone.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+GIB = 2**30
+# CUDA context, libraries and graphs of a process beside its tensors; vLLM's while it sleeps.
+_CONTEXT_BYTES = 1 * GIB
+_ASLEEP_BYTES = 2 * GIB
+_HEAD_CHUNK = 1024  # tokens, as algos.log_probs
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a dense decoder.
+
+    Attributes:
+        hidden, intermediate, layers, vocabulary: As in config.json.
+        query, key_value: Outputs of q and of k, heads times their size.
+        tied: Whether embedding and head are one tensor.
+    """
+
+    hidden: int
+    intermediate: int
+    layers: int
+    vocabulary: int
+    query: int
+    key_value: int
+    tied: bool = False
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
+        """Read config.json.
+
+        Raises:
+            ValueError: A size is missing, or the model is a mixture of experts.
+        """
+        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
+        missing = [name for name in names if not config.get(name)]
+        if missing or config.get("num_experts") or config.get("num_local_experts"):
+            what = f"lacks {', '.join(missing)}" if missing else "is a mixture of experts"
+            raise ValueError(f"no plan for this model: its config.json {what}. A dense decoder is accepted.")
+        heads = config["num_attention_heads"]
+        size = config.get("head_dim") or config["hidden_size"] // heads
+        key_value = (config.get("num_key_value_heads") or heads) * size
+        tied = bool(config.get("tie_word_embeddings"))
+        return cls(*(config[name] for name in names[:4]), heads * size, key_value, tied)
+
+    @property
+    def linears(self) -> tuple[tuple[int, int], ...]:
+        """(out_features, in_features) of q, k, v, o, gate, up and down."""
+        h, i, q, kv = self.hidden, self.intermediate, self.query, self.key_value
+        return (q, h), (kv, h), (kv, h), (h, q), (i, h), (i, h), (h, i)
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of the packed linears of a layer."""
+        return sum(N * K for N, K in self.linears)
+
+    @property
+    def head_weights(self) -> int:
+        """Weights of embedding and head."""
+        return self.vocabulary * self.hidden * (1 if self.tied else 2)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What of a run's configuration decides its memory.
+
+    Attributes:
+        rank: Of the adapters on all linears.
+        gpus: Over which FSDP2 shards.
+        tokens: Of a micro-batch, padding included.
+        checkpointing: Of gradients.
+        whole_logits: The head's logits of a micro-batch exist at once (`use_fused_kernels=False`).
+        shard_base: As in fsdp_config.qerl.
+        param_offload, optimizer_offload: As in fsdp_config.
+        utilization: rollout.gpu_memory_utilization; 0: no rollout on these GPUs.
+        tensor_parallel: Of the rollout.
+        sleeps: Whether the rollout gives its memory back (`rollout.free_cache_engine`).
+    """
+
+    rank: int
+    gpus: int = 1
+    tokens: int = 8192
+    checkpointing: bool = True
+    whole_logits: bool = False
+    shard_base: bool = False
+    param_offload: bool = False
+    optimizer_offload: bool = False
+    utilization: float = 0.0
+    tensor_parallel: int = 1
+    sleeps: bool = True
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of a step on one GPU.
+
+    Attributes:
+        name: rollout or update.
+        held: name -> bytes that are certainly taken.
+        estimated: name -> bytes of passes.
+    """
+
+    name: str
+    held: dict[str, float]
+    estimated: dict[str, float]
+
+    @property
+    def certain(self) -> float:
+        """Bytes below which the phase cannot run."""
+        return sum(self.held.values())
+
+    @property
+    def total(self) -> float:
+        """Bytes it is expected to take."""
+        return self.certain + sum(self.estimated.values())
+
+
+def plan(shape: ModelShape, settings: Settings, gpu_bytes: float) -> tuple[Phase, Phase]:
+    """Memory of rollout and update on each GPU.
+
+    Args:
+        shape: Of the model.
+        settings: Of the run.
+        gpu_bytes: All memory of one GPU.
+
+    Returns:
+        (rollout, update).
+
+    Raises:
+        ValueError: The rollout is given less than its weights take.
+    """
+    s, actor = settings, _actor(shape, settings)
+    weights = (shape.layers * shape.layer_weights * 9 / 16 + 2 * shape.head_weights) / s.tensor_parallel
+    if s.utilization and weights > s.utilization * gpu_bytes:
+        raise ValueError(
+            f"too little GPU memory for the configuration: vLLM's weights take {weights / GIB:.1f} GiB on each GPU, and"
+            f" rollout.gpu_memory_utilization={s.utilization} of {gpu_bytes / GIB:.1f} GiB gives it"
+            f" {s.utilization * gpu_bytes / GIB:.1f}. More than its weights is accepted. Raise it, or"
+            " rollout.tensor_model_parallel_size."
+        )
+    rollout_held = {"vLLM": s.utilization * gpu_bytes}
+    if not s.param_offload:
+        rollout_held |= {name: actor[name] for name in ("packed base", "embedding and head", "adapters")}
+    if not s.optimizer_offload:
+        rollout_held["optimizer"] = actor["optimizer"]
+    contexts = {"contexts": 2 * _CONTEXT_BYTES}
+    update_held = {**actor, "gradients": actor["adapters"]}
+    if s.utilization and not s.sleeps:
+        update_held["vLLM"] = rollout_held["vLLM"]
+    asleep = {"vLLM asleep": _ASLEEP_BYTES} if s.utilization and s.sleeps else {}
+    update = Phase("update", update_held, {**passes(shape, s), **asleep, "contexts": _CONTEXT_BYTES})
+    return Phase("rollout", rollout_held, contexts), update
+
+
+def _actor(shape: ModelShape, s: Settings) -> dict[str, float]:
+    packed = shape.layers * shape.layer_weights * 9 / 16
+    adapter = shape.layers * s.rank * sum(N + K for N, K in shape.linears) / s.gpus
+    return {
+        "packed base": packed / (s.gpus if s.shard_base else 1),
+        "embedding and head": 2 * shape.head_weights / s.gpus,
+        "adapters": 4 * adapter,
+        "optimizer": 8 * adapter,
+    }
+
+
+def passes(shape: ModelShape, s: Settings) -> dict[str, float]:
+    """What forward and backward of one micro-batch hold besides weights: an estimate."""
+    h, i, q, kv, t = shape.hidden, shape.intermediate, shape.query, shape.key_value, s.tokens
+    # Bytes a token that a layer saves: two norms (float32 twice, bf16 once), q, k and v before and after the rotation,
+    # what attention gives, gate, its activation, up and their product.
+    layer = t * (2 * 10 * h + 2 * (3 * q + 4 * kv) + 4 * 2 * i)
+    dense = 2 * shape.layer_weights  # a layer's weights, decoded
+    found: dict[str, float] = {}
+    if s.checkpointing:
+        found["checkpoints"] = 2.0 * t * h * shape.layers
+        found["one layer"] = layer + dense
+    else:
+        found["all layers"] = layer * shape.layers + 2 * max(N * K for N, K in shape.linears)
+    if s.gpus > 1:
+        gathered = 2 * shape.head_weights
+        if s.shard_base:
+            gathered += 2 * shape.layer_weights * 9 // 16  # this layer and the next
+        found["gathered"] = gathered
+    # In bf16 and float32, and their gradient in both; whole: verl's copies of them, five times bf16.
+    found["logits"] = 10.0 * shape.vocabulary * (t if s.whole_logits else min(t, _HEAD_CHUNK))
+    return found
+
+
+def check(phases: tuple[Phase, ...], gpu_bytes: float) -> None:
+    """Refuse what cannot fit.
+
+    Raises:
+        ValueError: What a phase certainly holds is more than the GPU has.
+    """
+    for phase in phases:
+        if phase.certain > gpu_bytes:
+            parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in phase.held.items() if size)
+            raise ValueError(
+                f"too little GPU memory for the configuration: the {phase.name} holds {phase.certain / GIB:.1f} GiB"
+                f" ({parts}). The GPU's {gpu_bytes / GIB:.1f} GiB are accepted. Lower rollout.gpu_memory_utilization,"
+                " use more GPUs with shard_base=true, or offload the actor."
+            )
+
+
+def table(phases: tuple[Phase, ...], gpu_bytes: float) -> str:
+    """Lines for a terminal: each part in GiB, estimates marked."""
+    lines = []
+    for phase in phases:
+        lines.append(f"{phase.name}: {phase.total / GIB:.1f} of {gpu_bytes / GIB:.1f} GiB")
+        for mark, parts in (("", phase.held), (" (estimate)", phase.estimated)):
+            lines += [f"  {name}: {size / GIB:.2f}{mark}" for name, size in parts.items() if size]
+    return "\n".join(lines)

@@ -1,0 +1,48 @@
+"""`python -m verl_qerl plan`: how much GPU memory a run takes, before it is started."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from verl_qerl.algos.memory_plan import GIB, ModelShape, Settings, check, plan, table
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to the program's parser."""
+    parser = subparsers.add_parser("plan", help="memory of rollout and update on each GPU", description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="directory with config.json, or that file")
+    parser.add_argument("--gpu-gib", type=float, required=True, help="memory of one GPU: 79.6 for an 80 GB H100")
+    parser.add_argument("--rank", type=int, default=32, help="of the adapters")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch")
+    parser.add_argument("--utilization", type=float, default=0.5, help="rollout.gpu_memory_utilization")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="of the rollout")
+    parser.add_argument("--no-checkpointing", action="store_true", help="of gradients")
+    for name in ("shard-base", "whole-logits", "param-offload", "optimizer-offload"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; 1 when the estimate is above what the GPU has.
+
+    Raises:
+        ValueError: It certainly does not fit, or there is no plan for the model.
+        FileNotFoundError: There is no config.json.
+    """
+    path = args.model / "config.json" if args.model.is_dir() else args.model
+    shape = ModelShape.from_config(json.loads(path.read_text(encoding="utf-8")))
+    switches = ("shard_base", "whole_logits", "param_offload", "optimizer_offload")
+    numbers = ("rank", "gpus", "tokens", "utilization", "tensor_parallel")
+    settings = Settings(
+        **{name: getattr(args, name) for name in (*numbers, *switches)}, checkpointing=not args.no_checkpointing
+    )
+    total = args.gpu_gib * GIB
+    phases = plan(shape, settings, total)
+    print(table(phases, total))
+    check(phases, total)
+    above = [phase.name for phase in phases if phase.total > total]
+    if above:
+        print(f"above the GPU's memory by the estimate: {', '.join(above)}")
+    return 1 if above else 0

@@ -1,0 +1,59 @@
+"""Whether a run fits its GPUs, said by each worker before it reads a weight."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from verl_qerl.algos.memory_plan import GIB, ModelShape, Settings, check, plan, table
+
+logger = logging.getLogger(__name__)
+
+
+def check_memory(engine: Any, run: Mapping[str, Any]) -> None:
+    """Refuse a run that certainly does not fit; else rank 0 logs the plan.
+
+    Args:
+        engine: The FSDP2 engine, its configurations read and nothing built.
+        run: Values of other nodes (`agrees_with`).
+
+    Raises:
+        ValueError: It does not fit.
+    """
+    if not torch.cuda.is_available():
+        return
+    try:
+        shape = ModelShape.from_config(engine.model_config.hf_config.to_dict())
+    except ValueError as error:
+        logger.warning("%s", error)
+        return
+    free, total = torch.cuda.mem_get_info()
+    phases = plan(shape, settings_of(engine, run), total)
+    check(phases, total)
+    if engine.rank == 0:
+        others = (total - free) / GIB
+        logger.warning("memory of each GPU, %.1f GiB taken by others now:\n%s", others, table(phases, total))
+
+
+def settings_of(engine: Any, run: Mapping[str, Any]) -> Settings:
+    """What the configurations say; a value that a run lacks counts as nothing."""
+    model, config = engine.model_config, engine.engine_config
+    if run.get("actor.use_dynamic_bsz"):
+        tokens = run.get("actor.ppo_max_token_len_per_gpu") or 0
+    else:
+        length = (run.get("data.max_prompt_length") or 0) + (run.get("data.max_response_length") or 0)
+        tokens = (run.get("actor.ppo_micro_batch_size_per_gpu") or 0) * length
+    return Settings(
+        rank=model.lora_rank,
+        gpus=engine.device_mesh.size(engine.device_mesh.ndim - 1),  # the last dimension shards
+        tokens=tokens // config.ulysses_sequence_parallel_size,
+        checkpointing=model.enable_gradient_checkpointing,
+        whole_logits=not model.use_fused_kernels,
+        shard_base=config.qerl.shard_base,
+        param_offload=config.param_offload,
+        optimizer_offload=config.optimizer_offload,
+        utilization=run.get("rollout.gpu_memory_utilization") or 0.0,
+        tensor_parallel=run.get("rollout.tensor_model_parallel_size") or 1,
+        sleeps=bool(run.get("rollout.free_cache_engine", True)),
+    )
