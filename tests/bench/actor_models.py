@@ -115,7 +115,7 @@ def draw_base(shape: str, layers: int, device: str) -> Base:
     """Random codes and block scales, about as large as trained weights (0.02)."""
     generator = torch.Generator(device).manual_seed(0)
     packed = {}
-    for name, linear in _skeleton(shape, layers).named_modules():
+    for name, linear in skeleton(shape, layers).named_modules():
         if isinstance(linear, nn.Linear) and ".layers." in name:
             packed[name] = random_packed(linear.out_features, linear.in_features, generator)
     return Base(shape, layers, packed)
@@ -131,7 +131,7 @@ def random_packed(N: int, K: int, generator: torch.Generator) -> PackedWeight:
 
 def build(base: Base, arm: Arm, device: str, kind: type[NVFP4Linear] = NVFP4Linear) -> nn.Module:
     """The PEFT model of an arm, in bf16, adapters as if trained; `kind` holds its packed linears."""
-    model = _skeleton(base.shape, base.layers)
+    model = skeleton(base.shape, base.layers)
     if arm.base == "nvfp4":
         for name, linear in replace_linears(model, lambda name: ".layers." in name, kind).items():
             linear.fill(base.packed[name])
@@ -158,9 +158,10 @@ def stack_of(model: nn.Module) -> nn.Module:
     return model.get_submodule("base_model.model.model")
 
 
-def _skeleton(shape: str, layers: int) -> Qwen2ForCausalLM:
+def skeleton(shape: str, layers: int, vocabulary: int = 16) -> Qwen2ForCausalLM:
+    """The model of a shape on the meta device."""
     sizes = {name: value for name, value in SHAPES[shape].items() if name != "layers"}
-    config = Qwen2Config(vocab_size=16, num_hidden_layers=layers, attn_implementation="sdpa", **sizes)
+    config = Qwen2Config(vocab_size=vocabulary, num_hidden_layers=layers, attn_implementation="sdpa", **sizes)
     with init_empty_weights(include_buffers=False):
         return Qwen2ForCausalLM(config)
 

@@ -4,6 +4,9 @@ Runs a verl command with its file logger on, samples the memory the driver repor
 verl's own timings back from the end of each step: the phases of a step follow one another.
 
     python tests/bench/bench_train_step.py --out FILE.json --describe "7B, random weights" -- <arguments of main_ppo>
+
+With `--cap-gib 80` this process takes what a GPU has above that, so that the run has 80 GiB; what is reported is
+without it. `rollout.gpu_memory_utilization` stays a fraction of the whole GPU.
 """
 
 import argparse
@@ -36,9 +39,10 @@ PHASES = (
 
 def main() -> int:
     args, command = parse()
+    ballast = take_ballast(args.cap_gib)
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
-        watch = Watch(metrics)
+        watch = Watch(metrics, used_gib() if ballast else 0.0)
         watch.start()
         env = os.environ | {"VERL_FILE_LOGGER_PATH": str(metrics)}
         run = [sys.executable, "-m", "verl.trainer.main_ppo", *command, 'trainer.logger=["console","file"]']
@@ -51,7 +55,9 @@ def main() -> int:
         "describe": args.describe,
         "command": command,
         "startup_s": round(watch.ends[0] - watch.began - steps[0]["data"]["timing_s/step"], 1) if steps else None,
+        "cap_gib": args.cap_gib,
         "peak_gib": max((gib for _, gib in watch.samples), default=None),
+        "peak_gib_by_second": by_second(watch.samples),
         "steps": [lay_out(row, end, watch.samples) for row, end in zip(steps, watch.ends, strict=False)],
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -60,10 +66,44 @@ def main() -> int:
     return code if steps else 1
 
 
+def used_gib() -> float:
+    """The driver's reading, of the GPU that has the most in use."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+    return max(pynvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles) / 2**30
+
+
+def take_ballast(cap_gib: float | None) -> list:
+    """Tensors that leave `cap_gib` of every GPU to others; they last as long as the list."""
+    if cap_gib is None:
+        return []
+    import torch
+
+    held = []
+    for device in range(torch.cuda.device_count()):
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # the context is part of what is taken
+            free, _ = torch.cuda.mem_get_info()
+            held.append(torch.empty(max(int(free - cap_gib * 2**30), 0), dtype=torch.uint8, device=device))
+    return held
+
+
+def by_second(samples: list[tuple[float, float]]) -> list[float]:
+    """The largest reading of each second since the first."""
+    found: dict[int, float] = {}
+    for at, gib in samples:
+        second = int(at - samples[0][0])
+        found[second] = max(gib, found.get(second, 0.0))
+    return [found.get(second, 0.0) for second in range(max(found, default=-1) + 1)]
+
+
 def parse() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--describe", default="")
+    parser.add_argument("--cap-gib", type=float, help="memory of each GPU that the run may use")
     if "--" not in sys.argv:
         parser.error("arguments of main_ppo follow after --")
     split = sys.argv.index("--")
@@ -98,7 +138,7 @@ def lay_out(row: dict, end: float, samples: list[tuple[float, float]]) -> dict:
 class Watch(threading.Thread):
     """Samples GPU memory ten times a second and notes when the metrics file grows."""
 
-    def __init__(self, metrics: Path) -> None:
+    def __init__(self, metrics: Path, ballast_gib: float) -> None:
         super().__init__(daemon=True)
         import pynvml
 
@@ -106,6 +146,7 @@ class Watch(threading.Thread):
         self._nvml = pynvml
         self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         self._metrics = metrics
+        self._ballast_gib = ballast_gib
         self._running = True
         self.began = time.time()
         self.samples: list[tuple[float, float]] = []
@@ -115,7 +156,7 @@ class Watch(threading.Thread):
         seen = 0
         while self._running:
             used = max(self._nvml.nvmlDeviceGetMemoryInfo(handle).used for handle in self._handles)
-            self.samples.append((time.time(), round(used / 2**30, 2)))
+            self.samples.append((time.time(), round(used / 2**30 - self._ballast_gib, 2)))
             lines = self._metrics.read_text().splitlines() if self._metrics.exists() else []
             steps = sum("timing_s/step" in line for line in lines)
             self.ends += [time.time()] * (steps - seen)

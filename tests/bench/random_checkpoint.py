@@ -1,0 +1,96 @@
+"""An NVFP4 checkpoint of a real shape with random weights, written bit by bit: 32B (20 GB) takes as long as the disk.
+
+    python tests/bench/random_checkpoint.py --shape 32b --out DIR
+
+Packed tensors are drawn on the GPU where there is one; no dense copy of a packed weight is made. The tokenizer is
+trained on generated word problems, so that nothing is fetched: `python -m verl_qerl data arithmetic` fits it.
+"""
+
+import argparse
+import importlib.util
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_qerl.cli.chat_tokenizer import train_tokenizer
+from verl_qerl.cli.data import gsm8k_prompt
+from verl_qerl.cli.model_dir import check_free_space, store, total_bytes
+from verl_qerl.cli.word_problems import generate
+from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, is_packed_module, quantization_config
+from verl_qerl.nvfp4.format import PackedWeight
+from verl_qerl.nvfp4.reader import TensorSpec
+from verl_qerl.nvfp4.writer import ShardedWriter, quantized_specs
+
+
+def _sibling(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+models = _sibling("actor_models")
+SHARD_BYTES = 4 << 30
+
+
+def write_checkpoint(shape: str, out: Path, layers: int | None = None, vocabulary: int = models.VOCABULARY) -> int:
+    """Write the directory.
+
+    Returns:
+        Bytes of its tensors.
+    """
+    model = models.skeleton(shape, layers or models.SHAPES[shape]["layers"], vocabulary)
+    dense = {name: TensorSpec("BF16", tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
+    linears = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and is_packed_module(name, DEFAULT_IGNORE)
+    ]
+    specs = quantized_specs(dense, linears)
+    out.mkdir(parents=True)
+    check_free_space(out, total_bytes(specs))
+    with ShardedWriter(out, specs, SHARD_BYTES) as writer:
+        store(writer, _items(dense, set(linears)))
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = "bfloat16"
+    model.config.quantization_config = quantization_config()
+    model.config.save_pretrained(out)
+    problems = generate(2000, max_steps=2, max_number=9, seed=0)
+    texts = (text for p in problems for text in (gsm8k_prompt(p.question)[0]["content"], p.answer))
+    train_tokenizer(texts, 320).save_pretrained(str(out))
+    return total_bytes(specs)
+
+
+def _items(dense: dict[str, TensorSpec], linears: set[str]) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+    for name, spec in dense.items():
+        module = name.removesuffix(".weight")
+        if module in linears and module != name:
+            yield module, models.random_packed(*spec.shape, generator)
+        elif "norm" in name:
+            yield name, torch.ones(spec.shape, dtype=torch.bfloat16)
+        else:
+            value = torch.empty(spec.shape, dtype=torch.bfloat16, device=device)
+            yield name, value.normal_(std=0.02, generator=generator)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(models.SHAPES), required=True)
+    parser.add_argument("--out", type=Path, required=True, help="directory to create")
+    parser.add_argument("--layers", type=int, help="fewer than the model has")
+    args = parser.parse_args(argv)
+    start = time.perf_counter()
+    size = write_checkpoint(args.shape, args.out, args.layers)
+    print(f"{size / 1e9:.1f} GB in {time.perf_counter() - start:.0f} s: {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""The generator on a small shape: what it writes is an NVFP4 checkpoint with a tokenizer, and a model reads it."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("peft")
+pytest.importorskip("verl")
+
+from transformers import AutoConfig, AutoTokenizer, Qwen2ForCausalLM
+
+from verl_qerl.nvfp4.stream import PackedWeight, open_source, stream
+from verl_qerl.verl_plugin.config import BaseOptions
+from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
+
+SPEC = importlib.util.spec_from_file_location("random_checkpoint", Path(__file__).with_name("random_checkpoint.py"))
+generator = importlib.util.module_from_spec(SPEC)
+sys.modules["random_checkpoint"] = generator
+SPEC.loader.exec_module(generator)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    out = tmp_path_factory.mktemp("random") / "tiny"
+    assert generator.write_checkpoint("tiny", out, vocabulary=320) > 0
+    return out
+
+
+def test_a_model_reads_it(folder):
+    config = AutoConfig.from_pretrained(folder)
+    del config.quantization_config  # read by open_source
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(config)
+    linears = build_skeleton(model, str(folder), ("lm_head",))
+    load_packed(model, linears, str(folder), BaseOptions(), torch.bfloat16)
+    assert len(linears) == 2 * 7
+    assert 0.01 < next(iter(linears.values())).decode(torch.float32).std() < 0.05
+
+
+def test_packed_weights_are_as_the_format_asks(folder):
+    source = open_source(str(folder))
+    assert source.layout != "bf16"
+    packed = [item for _, item in stream(source) if isinstance(item, PackedWeight)]
+    assert len(packed) == 14
+    for weight in packed:
+        scale = weight.block_scale.float()
+        assert scale.min() >= 2**-6
+        assert scale.max() <= 448
+
+
+def test_the_tokenizer_knows_a_chat(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    chat = [{"role": "user", "content": "3 + 4?"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True).endswith("assistant\n")
+
+
+def test_an_existing_directory_is_left_alone(folder):
+    with pytest.raises(FileExistsError):
+        generator.write_checkpoint("tiny", folder, vocabulary=320)
