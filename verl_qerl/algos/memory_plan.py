@@ -11,8 +11,8 @@ from typing import Any
 
 GIB = 2**30
 # CUDA context, libraries and graphs of a process beside its tensors; vLLM's while it sleeps.
-_CONTEXT_BYTES = 1 * GIB
-_ASLEEP_BYTES = 2 * GIB
+_CONTEXT_BYTES = 1.0 * GIB
+_ASLEEP_BYTES = 2.0 * GIB
 _HEAD_CHUNK = 1024  # tokens, as algos.log_probs
 
 
@@ -50,7 +50,8 @@ class ModelShape:
         size = config.get("head_dim") or config["hidden_size"] // heads
         key_value = (config.get("num_key_value_heads") or heads) * size
         tied = bool(config.get("tie_word_embeddings"))
-        return cls(*(config[name] for name in names[:4]), heads * size, key_value, tied)
+        hidden, intermediate, layers, vocabulary = (config[name] for name in names[:4])
+        return cls(hidden, intermediate, layers, vocabulary, heads * size, key_value, tied)
 
     @property
     def linears(self) -> tuple[tuple[int, int], ...]:
