@@ -125,7 +125,8 @@ class QerlFSDPEngine(_Stock):
 
     def _build_optimizer(self, module: nn.Module) -> Any:
         # As without shard_base, so that the states of both are the same, and one resumes the other.
-        return super()._build_optimizer(_WithoutPackedBytes(module))
+        seen: Any = module if self._base is None else _WithoutPackedBytes(module)
+        return super()._build_optimizer(seen)
 
     def prepare_model_inputs(self, micro_batch: Any) -> Any:
         """As verl's; where the head gives log-probs, it is told whether the entropy is wanted."""
