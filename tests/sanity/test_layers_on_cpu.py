@@ -12,6 +12,7 @@ LAYERS = [
     "errors",
     "upstream",
     "nvfp4",
+    "formats",
     "testing",
     "algos",
     "kernels",

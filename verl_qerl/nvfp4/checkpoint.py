@@ -51,16 +51,30 @@ def quantization_config(ignore: Sequence[str] = DEFAULT_IGNORE) -> dict:
         "observer": "minmax",
         "scale_dtype": "torch.float8_e4m3fn",
     }
+    return compressed_tensors_config(FORMAT, weights, None, ignore)
+
+
+def compressed_tensors_config(
+    layout: str, weights: dict, input_activations: dict | None, ignore: Sequence[str]
+) -> dict:
+    """A `quantization_config` with one group of all linears that `ignore` does not name.
+
+    Args:
+        layout: compressed-tensors' name of the format, e.g. `int-quantized`.
+        weights: compressed-tensors' QuantizationArgs.
+        input_activations: The same, or None where activations stay as they are.
+        ignore: As `quantization_config`'s.
+    """
     group = {
         "targets": ["Linear"],
-        "format": FORMAT,
+        "format": layout,
         "weights": weights,
-        "input_activations": None,
+        "input_activations": input_activations,
         "output_activations": None,
     }
     return {
         "quant_method": "compressed-tensors",
-        "format": FORMAT,
+        "format": layout,
         "quantization_status": "compressed",
         "ignore": list(ignore),
         "config_groups": {"group_0": group},

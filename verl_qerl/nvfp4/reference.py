@@ -48,7 +48,8 @@ def quantize_group(weights: dict[str, torch.Tensor], scale: str = "minmax") -> d
     if scale not in SCALE_CHOICES:
         raise ValueError(f"unknown scale choice: scale={scale!r}. Choose one of {', '.join(SCALE_CHOICES)}.")
     for name, weight in weights.items():
-        _check(name, weight)
+        check_weight(name, weight)
+        check_in_features(name, weight.shape[1])
     amax = max(float(weight.abs().amax()) for weight in weights.values())
     encode = _power_of_two_below(_HEADROOM[scale] * E2M1_MAX / amax) if amax > 0 else 1.0
     return {name: _quantize(weight, encode, scale) for name, weight in weights.items()}
@@ -67,16 +68,14 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> tor
         [N, K] of `dtype` on the weight's device.
     """
     N, K = weight.shape
-    table = torch.tensor(E2M1_VALUES, device=weight.codes.device)
-    codes = torch.stack((weight.codes & 15, weight.codes >> 4), dim=-1).view(N, K)
-    values = table[codes.int()].view(N, K // BLOCK_SIZE, BLOCK_SIZE)
+    values = e2m1_values(weight.codes).view(N, K // BLOCK_SIZE, BLOCK_SIZE)
     scales = weight.block_scale.float() * weight.global_decode_scale
     return (values * scales[..., None]).view(N, K).to(dtype)
 
 
 def relative_error(weight: torch.Tensor, packed: PackedWeight) -> float:
     """||dequantize(packed) - weight|| / ||weight||, Frobenius norms; 0 for a zero weight."""
-    rows = _chunk_rows(weight)
+    rows = chunk_rows(weight)
     squares = torch.zeros(2, dtype=torch.float64, device=weight.device)
     unit = 1.0 / packed.global_decode_scale  # exact; keeps squares of huge and tiny weights in range
     for i in range(0, weight.shape[0], rows):
@@ -88,27 +87,42 @@ def relative_error(weight: torch.Tensor, packed: PackedWeight) -> float:
     return error / norm if norm > 0 else 0.0
 
 
-def check_in_features(name: str, in_features: int) -> None:
-    """Require in_features that NVFP4 can hold.
+def check_in_features(name: str, in_features: int, block_size: int = BLOCK_SIZE, kind: str = "NVFP4") -> None:
+    """Require in_features that a format can hold.
+
+    Args:
+        name: Of the weight, for messages.
+        in_features: K.
+        block_size: Of the format.
+        kind: Its name, for messages.
 
     Raises:
-        ValueError: It is no multiple of 16.
+        ValueError: It is no multiple of the block size.
     """
-    if in_features % BLOCK_SIZE:
+    if in_features % block_size:
         raise ValueError(
-            f"in_features={in_features} of {name!r} is not a multiple of {BLOCK_SIZE}."
-            f" NVFP4 cannot hold this weight. Add {name!r} to `ignore`."
+            f"in_features={in_features} of {name!r} is not a multiple of {block_size}."
+            f" {kind} cannot hold this weight. Add {name!r} to `ignore`."
         )
 
 
-def _check(name: str, weight: torch.Tensor) -> None:
+def check_weight(name: str, weight: torch.Tensor, kind: str = "NVFP4") -> None:
+    """Require a finite floating point matrix.
+
+    Args:
+        name: For messages.
+        weight: To be quantized.
+        kind: Name of the format, for messages.
+
+    Raises:
+        ValueError: It is not one.
+    """
     if weight.ndim != 2 or not weight.is_floating_point():
-        raise ValueError(f"{name!r} is {weight.dtype} with shape {tuple(weight.shape)}. NVFP4 holds float matrices.")
-    check_in_features(name, weight.shape[1])
+        raise ValueError(f"{name!r} is {weight.dtype} with shape {tuple(weight.shape)}. {kind} holds float matrices.")
     bad = weight.numel() - int(torch.isfinite(weight).sum())
     if bad:
         raise ValueError(
-            f"{name!r} holds {bad} NaN or infinite values. NVFP4 holds finite weights only."
+            f"{name!r} holds {bad} NaN or infinite values. {kind} holds finite weights only."
             " Repair the checkpoint and quantize again."
         )
 
@@ -120,13 +134,14 @@ def _power_of_two_below(value: float) -> float:
 
 
 def _quantize(weight: torch.Tensor, encode: float, scale: str) -> PackedWeight:
-    parts = [_quantize_rows(part, encode, _FACTORS[scale]) for part in weight.split(_chunk_rows(weight))]
+    parts = [_quantize_rows(part, encode, _FACTORS[scale]) for part in weight.split(chunk_rows(weight))]
     codes, block_scale = (torch.cat([part[i] for part in parts]) for i in range(2))
     decode = torch.tensor(1.0 / encode, dtype=torch.float32, device=weight.device)
     return PackedWeight(codes, block_scale, decode)
 
 
-def _chunk_rows(weight: torch.Tensor) -> int:
+def chunk_rows(weight: torch.Tensor) -> int:
+    """How many rows of `weight` [N, K] to work on at a time."""
     return max(1, _CHUNK_ELEMENTS[weight.device.type] // weight.shape[1])
 
 
@@ -145,22 +160,34 @@ def _quantize_rows(weight: torch.Tensor, encode: float, factors: Sequence[float]
         best_codes = torch.where(better[..., None], codes, best_codes)
         best_scale = torch.where(better, scale.view(torch.uint8), best_scale.view(torch.uint8)).view(scale.dtype)
         best_error = torch.where(better, error, best_error)
-    codes = best_codes.view(n, K)
-    return codes[:, 0::2] | (codes[:, 1::2] << 4), best_scale
+    return pack_codes(best_codes.view(n, K)), best_scale
 
 
 def _encode(blocks: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(codes, E4M3 block scale, blocks over that scale)."""
     scale = scale.clamp(E4M3_MIN_NORMAL, E4M3_MAX).to(torch.float8_e4m3fn)
     scaled = blocks / scale.float()[..., None]
-    return _e2m1_codes(scaled), scale, scaled
+    return e2m1_codes(scaled), scale, scaled
 
 
-def _e2m1_codes(x: torch.Tensor) -> torch.Tensor:
-    # Round to nearest, ties to even, on each of the grid's three spacings (0.5, 1, 2); torch.round ties to even.
+def e2m1_codes(x: torch.Tensor) -> torch.Tensor:
+    """The nearest E2M1 codes (uint8, one a value, bit 3 = sign), ties to even; magnitudes above 6 become 6."""
+    # On each of the grid's three spacings (0.5, 1, 2); torch.round ties to even.
     a = x.abs().clamp(max=E2M1_MAX)
     index = torch.where(a < 2, (a * 2).round(), torch.where(a < 4, a.round() + 2, (a / 2).round() + 4))
     return index.to(torch.uint8) | (torch.signbit(x).to(torch.uint8) << 3)
+
+
+def pack_codes(codes: torch.Tensor) -> torch.Tensor:
+    """[N, K] codes as [N, K / 2] bytes, even k in the low nibble."""
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def e2m1_values(packed: torch.Tensor) -> torch.Tensor:
+    """[N, K] float32 values of [N, K / 2] bytes; the inverse of `pack_codes` of `e2m1_codes`."""
+    table = torch.tensor(E2M1_VALUES, device=packed.device)
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    return table[codes.int()]
 
 
 def _block_error(scaled: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

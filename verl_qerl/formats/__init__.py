@@ -1,0 +1,25 @@
+"""Weight formats of quantized rollouts, under one small interface: int8, fp8, mxfp4 and nvfp4."""
+
+from verl_qerl.formats.base import WeightFormat
+from verl_qerl.formats.fp8 import FP8
+from verl_qerl.formats.int8 import INT8
+from verl_qerl.formats.mxfp4 import MXFP4
+from verl_qerl.formats.nvfp4 import NVFP4
+
+FORMATS: dict[str, WeightFormat] = {found.name: found for found in (FP8(), INT8(), MXFP4(), NVFP4())}
+
+
+def get_format(name: str) -> WeightFormat:
+    """The format of that name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if name not in FORMATS:
+        raise ValueError(
+            f"unknown weight format: format={name!r}. Accepted are {', '.join(FORMATS)}. Choose one of them."
+        )
+    return FORMATS[name]
+
+
+__all__ = ["FORMATS", "FP8", "INT8", "MXFP4", "NVFP4", "WeightFormat", "get_format"]

@@ -1,0 +1,37 @@
+"""FP8 E4M3: one scale an output channel (QuRL, arXiv 2602.13953); the rollout quantizes activations per token.
+
+w[n, k] = weight[n, k] * weight_scale[n]        |weight| <= 448, weight_scale[n] = max_k |w[n, k]| / 448
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from verl_qerl.formats.base import WeightFormat, channel_scale, w8a8_args
+from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, compressed_tensors_config
+from verl_qerl.nvfp4.format import E4M3_MAX
+
+
+@dataclass(frozen=True)
+class FP8(WeightFormat):
+    """`weight` [N, K] float8_e4m3fn and `weight_scale` [N, 1] float32."""
+
+    name: str = "fp8"
+    kind: str = "FP8"
+    parts: tuple[str, ...] = ("weight", "weight_scale")
+    quantizes_activations: bool = True
+
+    def _quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        scale = channel_scale(weight, E4M3_MAX)
+        # Clamped first: a quotient that rounds above 448 would be NaN, E4M3 has no infinity.
+        codes = (weight.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        return {"weight": codes, "weight_scale": scale}
+
+    def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """See `WeightFormat.dequantize`."""
+        return (tensors["weight"].float() * tensors["weight_scale"]).to(dtype)
+
+    def config(self, ignore: Sequence[str] = DEFAULT_IGNORE) -> dict:
+        """See `WeightFormat.config`."""
+        return compressed_tensors_config("float-quantized", *w8a8_args("float"), ignore)

@@ -1,0 +1,37 @@
+"""INT8: symmetric, one scale an output channel (QuRL, arXiv 2602.13953); the rollout quantizes activations per token.
+
+w[n, k] = weight[n, k] * weight_scale[n]        weight in [-127, 127], weight_scale[n] = max_k |w[n, k]| / 127
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from verl_qerl.formats.base import WeightFormat, channel_scale, w8a8_args
+from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, compressed_tensors_config
+
+INT8_MAX = 127.0  # -128 is left out: the grid is symmetric
+
+
+@dataclass(frozen=True)
+class INT8(WeightFormat):
+    """`weight` [N, K] int8 and `weight_scale` [N, 1] float32."""
+
+    name: str = "int8"
+    kind: str = "INT8"
+    parts: tuple[str, ...] = ("weight", "weight_scale")
+    quantizes_activations: bool = True
+
+    def _quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        scale = channel_scale(weight, INT8_MAX)
+        codes = (weight.float() / scale).round().clamp(-INT8_MAX, INT8_MAX)  # torch.round ties to even
+        return {"weight": codes.to(torch.int8), "weight_scale": scale}
+
+    def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """See `WeightFormat.dequantize`."""
+        return (tensors["weight"].float() * tensors["weight_scale"]).to(dtype)
+
+    def config(self, ignore: Sequence[str] = DEFAULT_IGNORE) -> dict:
+        """See `WeightFormat.config`."""
+        return compressed_tensors_config("int-quantized", *w8a8_args("int"), ignore)

@@ -1,0 +1,70 @@
+"""MXFP4 (OCP Microscaling Formats 1.0): E2M1 codes in blocks of 32 with a power of two as scale; activations in bf16.
+
+    w[n, k] = e2m1(weight_packed)[n, k] * 2 ** (weight_scale[n, k // 32] - 127)
+
+The product is exact in bf16. OCP leaves the choice of the exponent open: here it is the smallest that puts the largest
+magnitude of the block below 7, which E2M1 rounds to 6 or less (compressed-tensors and torchao's `even` do the same).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from verl_qerl.formats.base import WeightFormat
+from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, compressed_tensors_config
+from verl_qerl.nvfp4.reference import e2m1_codes, e2m1_values, pack_codes
+
+BLOCK_SIZE = 32
+BIAS = 127  # of E8M0
+MAX_EXPONENT = 125  # 0.5 * 2**-125 and 6 * 2**125 are normal numbers of bf16
+
+
+@dataclass(frozen=True)
+class MXFP4(WeightFormat):
+    """`weight_packed` [N, K / 2] uint8, even k in the low nibble, and `weight_scale` [N, K / 32] uint8 (E8M0)."""
+
+    name: str = "mxfp4"
+    kind: str = "MXFP4"
+    parts: tuple[str, ...] = ("weight_packed", "weight_scale")
+    block_size: int = BLOCK_SIZE
+
+    def _quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        N, K = weight.shape
+        blocks = weight.float().reshape(N, K // BLOCK_SIZE, BLOCK_SIZE)
+        # amax = mantissa * 2**exponent with a mantissa in [1/2, 1), and 7 = 0.875 * 2**3: scaled by 2**(3 - exponent),
+        # a mantissa of 0.875 or more would be 7 or more.
+        mantissa, exponent = torch.frexp(blocks.abs().amax(dim=-1))
+        exponent = torch.where(mantissa >= 0.875, exponent - 2, exponent - 3)
+        exponent = exponent.masked_fill(mantissa == 0, 0).clamp(-MAX_EXPONENT, MAX_EXPONENT)
+        codes = e2m1_codes(blocks * _power_of_two(-exponent)[..., None])
+        return {
+            "weight_packed": pack_codes(codes.view(N, K)),
+            "weight_scale": (exponent + BIAS).to(torch.uint8),
+        }
+
+    def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """See `WeightFormat.dequantize`."""
+        values = e2m1_values(tensors["weight_packed"])
+        exponent = tensors["weight_scale"].int() - BIAS
+        blocks = values.view(*exponent.shape, BLOCK_SIZE) * _power_of_two(exponent)[..., None]
+        return blocks.view(values.shape).to(dtype)
+
+    def config(self, ignore: Sequence[str] = DEFAULT_IGNORE) -> dict:
+        """See `WeightFormat.config`."""
+        weights = {
+            "num_bits": 4,
+            "type": "float",
+            "strategy": "group",
+            "group_size": BLOCK_SIZE,
+            "symmetric": True,
+            "dynamic": False,
+            "observer": "minmax",
+            "scale_dtype": "torch.uint8",
+        }
+        return compressed_tensors_config("mxfp4-pack-quantized", weights, None, ignore)
+
+
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """2 ** exponent in float32, by its bits: torch.ldexp goes through pow, which need not be exact on a GPU."""
+    return ((exponent.int() + BIAS) << 23).view(torch.float32)

@@ -1,0 +1,46 @@
+"""NVFP4 under the interface of its neighbours; the format itself is `verl_qerl.nvfp4`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from verl_qerl.formats.base import WeightFormat
+from verl_qerl.nvfp4 import checkpoint, reference
+from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
+
+
+@dataclass(frozen=True)
+class NVFP4(WeightFormat):
+    """The tensors of compressed-tensors `nvfp4-pack-quantized`; see `nvfp4.checkpoint`.
+
+    Attributes:
+        scale: Scale choice of `nvfp4.reference.quantize_group`.
+    """
+
+    name: str = "nvfp4"
+    kind: str = "NVFP4"
+    parts: tuple[str, ...] = (checkpoint.CODES, checkpoint.BLOCK_SCALE, checkpoint.GLOBAL_SCALE)
+    block_size: int = BLOCK_SIZE
+    shares_scale: bool = True
+    scale: str = "minmax"
+
+    def quantize_group(self, weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+        """See `WeightFormat.quantize_group`; the members share their global scale."""
+        packed = reference.quantize_group(dict(weights), self.scale)
+        return {name: self._named(weight) for name, weight in packed.items()}
+
+    def _quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        return self._named(reference.quantize(weight, self.scale))
+
+    def _named(self, packed: PackedWeight) -> dict[str, torch.Tensor]:
+        named = checkpoint.to_tensors("", packed)
+        return {name.removeprefix("."): tensor for name, tensor in named.items()}
+
+    def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """See `WeightFormat.dequantize`."""
+        return reference.dequantize(checkpoint.from_tensors("weight", dict(tensors), "compressed-tensors"), dtype)
+
+    def config(self, ignore: Sequence[str] = checkpoint.DEFAULT_IGNORE) -> dict:
+        """See `WeightFormat.config`."""
+        return checkpoint.quantization_config(ignore)
