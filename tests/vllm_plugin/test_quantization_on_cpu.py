@@ -88,9 +88,9 @@ def test_every_decoder_linear_holds_the_dequantized_weight(engine, reference_mod
 
 
 def test_takes_a_compressed_tensors_checkpoint_only_when_asked_by_name():
-    from verl_qerl.vllm_plugin.quantization import NVFP4Config
+    from verl_qerl.vllm_plugin.quantization import CONFIGS
 
     stored = {"quant_method": "compressed-tensors"}
-    assert NVFP4Config.override_quantization_method(stored, "verl_qerl_nvfp4") == "verl_qerl_nvfp4"
-    assert NVFP4Config.override_quantization_method(stored, None) is None
-    assert NVFP4Config.override_quantization_method(stored, "compressed-tensors") is None
+    assert CONFIGS["verl_qerl_nvfp4"].override_quantization_method(stored, "verl_qerl_nvfp4") == "verl_qerl_nvfp4"
+    assert CONFIGS["verl_qerl_nvfp4"].override_quantization_method(stored, None) is None
+    assert CONFIGS["verl_qerl_nvfp4"].override_quantization_method(stored, "compressed-tensors") is None

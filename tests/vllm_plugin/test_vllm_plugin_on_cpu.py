@@ -81,7 +81,7 @@ def test_registers_once_in_a_fresh_process():
         "assert NAME not in QUANTIZATION_METHODS and NAME not in loaders\n"
         "register()\n"
         "first = loaders[NAME], get_quantization_config(NAME)\n"
-        "assert [kind.__name__ for kind in first] == ['NVFP4ModelLoader', 'NVFP4Config']\n"
+        "assert [kind.__name__ for kind in first] == ['QuantizingModelLoader', 'NVFP4Config']\n"
         "register()\n"
         "assert first == (loaders[NAME], get_quantization_config(NAME))\n"
         "assert QUANTIZATION_METHODS.count(NAME) == 1\n"

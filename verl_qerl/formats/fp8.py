@@ -23,9 +23,7 @@ class FP8(WeightFormat):
     quantizes_activations: bool = True
 
     def _quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        scale = channel_scale(weight, E4M3_MAX)
-        # Clamped first: a quotient that rounds above 448 would be NaN, E4M3 has no infinity.
-        codes = (weight.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        codes, scale = quantize_rows(weight)
         return {"weight": codes, "weight_scale": scale}
 
     def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -35,3 +33,10 @@ class FP8(WeightFormat):
     def config(self, ignore: Sequence[str] = DEFAULT_IGNORE) -> dict:
         """See `WeightFormat.config`."""
         return compressed_tensors_config("float-quantized", *w8a8_args("float"), ignore)
+
+
+def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes [M, K] float8_e4m3fn, scales [M, 1] float32) of rows [M, K]: channels of a weight, or tokens."""
+    scale = channel_scale(rows, E4M3_MAX)
+    # Clamped first: a quotient that rounds above 448 would be NaN, E4M3 has no infinity.
+    return (rows.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale

@@ -15,9 +15,10 @@ from safetensors import SafetensorError, safe_open
 
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.nvfp4 import checkpoint
-from verl_qerl.nvfp4.format import PackedWeight
+from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
+from verl_qerl.nvfp4.groups import in_groups, linears_among
 from verl_qerl.nvfp4.reader import DTYPES, TensorSpec, read_shard
-from verl_qerl.nvfp4.reference import check_in_features, quantize_group
+from verl_qerl.nvfp4.reference import quantize_group
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -91,33 +92,12 @@ def _local(path: str | Path) -> Path:
         ) from error
 
 
-def linear_modules(source: Source, ignore: Sequence[str] | None = None) -> set[str]:
-    """The modules of a bf16 source that `stream` quantizes.
-
-    Raises:
-        ValueError: There is none, one has in_features that NVFP4 cannot hold, or a fused group is ignored in part.
-    """
-    rules = tuple(ignore if ignore is not None else checkpoint.DEFAULT_IGNORE)
-    found = {
-        name.removesuffix(".weight"): spec.shape
-        for name, spec in source.specs.items()
-        if checkpoint.is_linear_weight(name, spec.shape, rules)
-    }
-    if not found:
-        raise ValueError(
-            f"{source.path} holds no linear to quantize: ignore={list(rules)}. Matrices named "
-            "`...layers.<i>...weight` are quantized. Check the model family and `ignore`."
-        )
-    for module, (_, in_features) in found.items():
-        check_in_features(module, in_features)
-        members = [name for name in checkpoint.fused_group(module)[1] if f"{name}.weight" in source.files]
-        left_out = sorted(set(members) - set(found))
-        if left_out:
-            raise ValueError(
-                f"a group of linears that vLLM runs as one is ignored in part: ignored={left_out} of {members}. "
-                "All or none of them are quantized. Name all of them in `ignore`, or none."
-            )
-    return set(found)
+def linear_modules(
+    source: Source, ignore: Sequence[str] | None = None, block_size: int = BLOCK_SIZE, kind: str = "NVFP4"
+) -> set[str]:
+    """The modules of a bf16 source that `stream` quantizes; see `linears_among`."""
+    shapes = {name: spec.shape for name, spec in source.specs.items()}
+    return linears_among(shapes, ignore, str(source.path), block_size, kind)
 
 
 def stream(
@@ -162,21 +142,15 @@ def pack(
         scale: Scale choice.
         observe: As `stream`'s.
     """
-    waiting: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors:
-        module = name.removesuffix(".weight")
-        if module == name or module not in linears:
-            yield name, tensor
+    for name, item in in_groups(tensors, linears):
+        if isinstance(item, torch.Tensor):
+            yield name, item
             continue
-        key, members = checkpoint.fused_group(module)
-        group = waiting.setdefault(key, {})
-        group[module] = tensor
-        if set(group) == linears & set(members):
-            packed = quantize_group(waiting.pop(key), scale)
-            for member in packed:
-                if observe:
-                    observe(member, group[member], packed[member])
-            yield from packed.items()
+        packed = quantize_group(item, scale)
+        for member in packed:
+            if observe:
+                observe(member, item[member], packed[member])
+        yield from packed.items()
 
 
 def _stream_packed(source: Source, device: str | torch.device) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:

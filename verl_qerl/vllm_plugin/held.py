@@ -1,0 +1,94 @@
+"""What a linear of vLLM multiplies by, asked of its kernel, against the weight that was meant.
+
+Every kernel stores weights in a layout of its own, sharded and fused. So the kernel itself is asked: the rows of a unit
+matrix give back the weight. With one number in a row nothing is summed, and dynamic quantization of activations maps it
+on the largest number of the format, so the answer is the weight but for roundings.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
+
+_ROWS = 1024  # of the unit matrix at a time
+# bf16 rounds the answer by 2**-8 at most, and the scale of the activations is a float32. The nearest other weight is one
+# code of INT8 away, 1 / 127, of which the rounding leaves 0.00399: still above.
+_RELATIVE, _ABSOLUTE = 1.01 * 2.0**-8, 1e-30
+
+
+def quantized_linears(model: torch.nn.Module) -> dict[str, Any]:
+    """Name -> linear of `model` with a compressed-tensors scheme."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, LinearBase) and getattr(module, "scheme", None) is not None
+    }
+
+
+@torch.no_grad()
+def holds(linear: Any, members: Sequence[torch.Tensor]) -> bool:
+    """Whether the kernel of `linear` multiplies by these weights.
+
+    Args:
+        linear: Of vLLM, after its weights were processed.
+        members: The dense weights [N_i, K] float32 of the linears of a checkpoint that it consists of, in order, whole.
+    """
+    expected = _shard(linear, members)
+    K = expected.shape[1]
+    for start in range(0, K, _ROWS):
+        end = min(start + _ROWS, K)
+        unit = torch.zeros(end - start, K, dtype=torch.bfloat16, device=expected.device)
+        unit[torch.arange(end - start), torch.arange(start, end)] = 1
+        found = linear.quant_method.apply(linear, unit, None).float()
+        wanted = expected[:, start:end].t()
+        # Not `>`: NaN must not pass.
+        if not bool(((found - wanted).abs() <= wanted.abs() * _RELATIVE + _ABSOLUTE).all()):
+            return False
+    return True
+
+
+def _shard(linear: Any, members: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The part of the weights that this rank holds."""
+    rank, size = linear.tp_rank, linear.tp_size
+    if size == 1:
+        return torch.cat(list(members))
+    if isinstance(linear, RowParallelLinear):
+        return torch.cat([member.chunk(size, dim=1)[rank] for member in members])
+    parts = []
+    for i, member in enumerate(members):
+        copies = linear.num_kv_head_replicas if isinstance(linear, QKVParallelLinear) and i > 0 else 1
+        parts.append(member.chunk(size // copies)[rank // copies])
+    return torch.cat(parts)
+
+
+class Expected:
+    """The quantized tensors of linears that are to be looked at, kept until all of one have come.
+
+    Args:
+        members: linear of vLLM -> linears of a checkpoint that it consists of.
+        names: All names of tensors that belong to them, bias included: only then vLLM has processed a linear.
+    """
+
+    def __init__(self, members: Mapping[str, Sequence[str]], names: set[str]) -> None:
+        self._members = dict(members)
+        self._waiting = {
+            linear: {name for name in names if name.rpartition(".")[0] in parts} for linear, parts in members.items()
+        }
+        self._linear_of = {part: linear for linear, parts in members.items() for part in parts}
+        self._tensors: dict[str, dict[str, torch.Tensor]] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor that came; it is kept when it belongs to one of the linears."""
+        module, _, kind = name.rpartition(".")
+        linear = self._linear_of.get(module)
+        if linear is not None:
+            self._tensors.setdefault(module, {})[kind] = tensor
+            self._waiting[linear].discard(name)
+
+    def pop_whole(self) -> dict[str, list[dict[str, torch.Tensor]]]:
+        """Linear -> tensors of its members, for those of which all have come; they are forgotten."""
+        whole = [linear for linear, waiting in self._waiting.items() if not waiting]
+        for linear in whole:
+            del self._waiting[linear]
+        return {linear: [self._tensors.pop(part) for part in self._members[linear]] for linear in whole}

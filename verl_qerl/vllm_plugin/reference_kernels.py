@@ -1,0 +1,112 @@
+"""Linears for a machine without a GPU, where vLLM has no kernel for a format: exact, dense and slow.
+
+The same loader, reload, LoRA layers and noise run with them on a laptop. INT8 needs none: vLLM has it for CPUs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearKernel, MxFp4LinearLayerConfig
+from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
+from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
+
+from verl_qerl.formats import MXFP4
+from verl_qerl.formats.fp8 import quantize_rows
+from verl_qerl.nvfp4.format import PackedWeight
+from verl_qerl.nvfp4.reference import dequantize
+
+
+class ReferenceKernel(NvFp4LinearKernel):
+    """Decodes the whole weight after loading and multiplies densely: exact, and as large as bf16."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        """Everywhere."""
+        return True, None
+
+    @classmethod
+    def can_implement(cls, config: NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
+        """Every NVFP4 layer."""
+        return True, None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Replace the packed weight [N, K / 2] by the dense one [N, K] of the layer's dtype."""
+        packed = PackedWeight(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
+        layer.weight = _frozen(dequantize(packed, layer.params_dtype))
+        del layer.weight_scale, layer.weight_global_scale
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """X W^T + bias; x [..., K], result [..., N]."""
+        return torch.nn.functional.linear(x, layer.weight, bias)
+
+
+class MXFP4ReferenceKernel(MxFp4LinearKernel):
+    """`ReferenceKernel` for MXFP4."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        """Everywhere."""
+        return True, None
+
+    @classmethod
+    def can_implement(cls, config: MxFp4LinearLayerConfig) -> tuple[bool, str | None]:
+        """Every MXFP4 layer."""
+        return True, None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Replace the packed weight [N, K / 2] by the dense one [N, K] of the layer's dtype."""
+        tensors = {"weight_packed": layer.weight.data, "weight_scale": layer.weight_scale.data}
+        layer.weight = _frozen(MXFP4().dequantize(tensors, layer.params_dtype))
+        del layer.weight_scale
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """X W^T + bias; x [..., K], result [..., N]."""
+        return torch.nn.functional.linear(x, layer.weight, bias)
+
+
+class W8A8FP8Reference(CompressedTensorsScheme):
+    """FP8 weights per channel and activations per token, as vLLM's GPU kernels compute, with sums in float32."""
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """No GPU is needed."""
+        return 0
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        params_dtype: torch.dtype,
+        weight_loader: Callable,
+        **kwargs: Any,
+    ) -> None:
+        """`weight` [N, K] float8_e4m3fn and `weight_scale` [N, 1] float32."""
+        N = sum(output_partition_sizes)
+        layer.logical_widths = output_partition_sizes
+        weight = torch.empty(N, input_size_per_partition, dtype=torch.float8_e4m3fn)
+        scale = torch.empty(N, 1, dtype=torch.float32)
+        layer.register_parameter(
+            "weight", ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=weight_loader)
+        )
+        layer.register_parameter(
+            "weight_scale", ChannelQuantScaleParameter(data=scale, output_dim=0, weight_loader=weight_loader)
+        )
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Keep the codes as float32, exactly."""
+        layer.weight = _frozen(layer.weight.data.float())
+        layer.weight_scale = _frozen(layer.weight_scale.data)
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """X W^T + bias; x [..., K], result [..., N] of x's dtype."""
+        codes, scale = quantize_rows(x.reshape(-1, x.shape[-1]))
+        y = codes.float() @ layer.weight.t() * (scale * layer.weight_scale.t())
+        y = y.to(x.dtype).view(*x.shape[:-1], -1)
+        return y if bias is None else y + bias
+
+
+def _frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(tensor, requires_grad=False)
