@@ -3,6 +3,8 @@
 import importlib.resources
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 pytest.importorskip("verl")
 
@@ -10,6 +12,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, quantization_config
+from verl_qerl.verl_plugin.rollout import describe_checkpoint
 
 RUN = (
     "actor_rollout_ref.model.path=model",
@@ -28,7 +31,7 @@ DIFFERENCE = {
     f"{ACTOR}.use_fused_kernels": True,  # verl's own: it follows the model's
     f"{ACTOR}.strategy": "fsdp2",
     f"{ACTOR}.fsdp_config._target_": "verl_qerl.verl_plugin.config.QerlFSDPEngineConfig",
-    f"{ACTOR}.fsdp_config.model_dtype": "bf16",
+    f"{ACTOR}.fsdp_config.model_dtype": None,  # null: bf16 under an adapter, fp32 without
     f"{ACTOR}.fsdp_config.qerl": None,
     "actor_rollout_ref.ref.strategy": "fsdp2",  # verl's own: it follows the actor's
     f"{ROLLOUT}.load_format": "safetensors",
@@ -38,7 +41,6 @@ DIFFERENCE = {
     f"{OURS}.quantization": "verl_qerl_nvfp4",
     f"{OURS}.worker_extension_cls": "verl_qerl.verl_plugin.worker_extension.WorkerExtension",
     f"{OURS}.model_loader_extra_config": {"scale": "minmax", "ignore": ["lm_head"]},
-    f"{OURS}.hf_overrides": {"quantization_config": quantization_config()},
 }
 
 
@@ -81,12 +83,15 @@ def test_the_difference_is_what_the_yaml_says():
 def test_the_base_agrees_with_the_rest_of_the_run():
     config = composed("+rollout=nvfp4", "+aqn.enabled=true", "+aqn.seed=3", "++actor_rollout_ref.model.lora.rank=16")
     assert OmegaConf.to_container(config.actor_rollout_ref.actor.fsdp_config.qerl, resolve=True) == {
+        "format": "nvfp4",
         "scale": "minmax",
         "ignore": list(DEFAULT_IGNORE),
         "agrees_with": {
             "rollout.name": "vllm",
             "rollout.load_format": "safetensors",
             "rollout.quantization": None,
+            "rollout.dtype": "bfloat16",
+            "rollout.pipeline_model_parallel_size": 1,
             "actor.strategy": "fsdp2",
             "model.lora_rank": 32,
             "model.lora.rank": 16,
@@ -107,7 +112,13 @@ def test_the_base_agrees_with_the_rest_of_the_run():
     }
 
 
-def test_both_sides_quantize_alike():
+def write_model(folder):
+    (folder / "config.json").write_text("{}")
+    save_file({"model.norm.weight": torch.ones(4)}, folder / "model.safetensors")
+    return str(folder)
+
+
+def test_both_sides_quantize_alike(tmp_path):
     options = (
         "actor_rollout_ref.actor.fsdp_config.qerl.scale=mse",
         "actor_rollout_ref.actor.fsdp_config.qerl.ignore=[a,b]",
@@ -115,7 +126,21 @@ def test_both_sides_quantize_alike():
     config = composed("+rollout=nvfp4", *options)
     kwargs = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm, resolve=True)
     assert kwargs["model_loader_extra_config"] == {"scale": "mse", "ignore": ["a", "b"]}
-    assert kwargs["hf_overrides"]["quantization_config"] == quantization_config(["a", "b"])
+    describe_checkpoint(kwargs, write_model(tmp_path))
+    assert kwargs["hf_overrides"] == {"quantization_config": quantization_config(["a", "b"])}
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8", "mxfp4"])
+def test_the_other_formats_differ_from_nvfp4_in_their_name_only(form):
+    nvfp4, other = flat(composed("+rollout=nvfp4")), flat(composed(f"+rollout={form}"))
+    assert differing(nvfp4, other) == {
+        f"{ACTOR}.fsdp_config.qerl.format",
+        f"{ROLLOUT}.custom.qerl.base",
+        f"{OURS}.load_format",
+        f"{OURS}.quantization",
+    }
+    assert other[f"{ACTOR}.fsdp_config.qerl.format"] == other[f"{ROLLOUT}.custom.qerl.base"] == form
+    assert other[f"{OURS}.load_format"] == other[f"{OURS}.quantization"] == f"verl_qerl_{form}"
 
 
 @pytest.mark.parametrize("rollout", [(), ("+rollout=nvfp4",)], ids=["bf16", "nvfp4"])

@@ -142,6 +142,25 @@ def test_two_ranks_from_an_nvfp4_directory_save_adapters_only(workbench):
     assert (report["world_size"], report["base"], report["base_digest_checked"]) == (2, str(packed), True)
 
 
+def test_an_int8_rollout_is_quantized_again_at_every_sync(workbench):
+    options = ["+rollout=int8", "actor_rollout_ref.model.lora_rank=0", ACR, "trainer.total_training_steps=3"]
+    options += ["+aqn.enabled=true", "+aqn.num_stages=3", "+aqn.sigma_start=2e-6", "+aqn.sigma_end=1e-6"]
+    options += ["actor_rollout_ref.actor.optim.lr=1e-3", "trainer.test_freq=2"]
+    run = workbench.train("int8", *options).check()
+    assert len(run.steps) == 3
+    for step in run.steps:
+        # Half of bf16's bytes for the linears; embedding and lm_head stay.
+        assert 0.5 < step["qerl/sync_bytes"] / step["qerl/sync_bytes_bf16"] < 0.8
+        assert (step["qerl/sync_linears"], step["qerl/sync_checked_linears"]) == (8, 4)  # the first sync looked at all
+        assert step["qerl/sync_s"] > 0
+        assert step["aqn/num_norms"] == NUM_NORMS
+        assert step["actor/grad_norm"] > 0
+        assert abs(step["actor/acr_ratio"] - 1) < 0.05
+        # A rollout of the step before would be off by the update.
+        assert 0 < step["qerl/rollout_kl_k3"] < 1e-3
+    assert "packed base" not in run.log
+
+
 def test_noise_alone_on_a_bf16_rollout_with_validation(workbench):
     options = ["+aqn.enabled=true", "+aqn.num_stages=2", "trainer.val_before_train=True", "trainer.test_freq=1"]
     # Where C is 1, the rounding of the two policies suffices to widen the range of some tokens.
@@ -164,7 +183,7 @@ def test_a_stock_command_stays_stock(workbench):
 
 
 def test_bad_input_is_refused_before_ray_starts(workbench):
-    run = workbench.train("bad", *NVFP4, "actor_rollout_ref.model.lora_rank=0")
+    run = workbench.train("bad", "+rollout=int8")
     assert run.code != 0
-    assert "model.lora_rank=0 leaves nothing to train on a frozen NVFP4 base" in run.log
+    assert "an adapter on a base of this format is not supported: +rollout=int8 with model.lora_rank=8" in run.log
     assert "Started a local Ray instance" not in run.log

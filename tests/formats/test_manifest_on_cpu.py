@@ -39,9 +39,9 @@ def test_chunks_and_views_change_nothing(monkeypatch):
 
 def test_the_manifest_ends_the_stream_and_survives_it():
     sent = {"a": torch.ones(4, dtype=torch.int8), "b": torch.ones(2, 2)}
-    *tensors, (name, last) = with_manifest(sent.items(), "int8", 32)
+    *tensors, (name, last) = with_manifest(sent.items(), 32)
     assert tensors == list(sent.items())
     assert (name, last.dtype) == (NAME, torch.uint8)
     found = Manifest.from_tensor(last)
-    assert (found.form, found.num_bytes, found.num_bytes_bf16) == ("int8", 4 + 16, 32)
+    assert (found.num_bytes, found.num_bytes_bf16) == (4 + 16, 32)
     assert found.checksums == read_checksums({key: checksum(tensor) for key, tensor in sent.items()})

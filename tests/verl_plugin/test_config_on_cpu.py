@@ -81,7 +81,13 @@ def test_other_good_runs_build(overrides):
 
 
 BAD = {
-    (f"{MODEL}.lora_rank=0",): r"model\.lora_rank=0 leaves nothing to train on a frozen NVFP4 base",
+    (f"{ACTOR}.fsdp_config.qerl.format=int4",): r"unknown format choice: .*format='int4'\. Accepted are fp8, int8, ",
+    (
+        f"{ACTOR}.fsdp_config.qerl.format=int8",
+        f"{ACTOR}.fsdp_config.qerl.scale=mse",
+    ): r"scale='mse'\. Accepted are minmax with \+rollout=int8",
+    (f"{ROLLOUT}.dtype=float16",): r"rollout\.dtype=float16 does not go together .* Accepted is bfloat16",
+    (f"{ROLLOUT}.pipeline_model_parallel_size=2",): r"rollout\.pipeline_model_parallel_size=2 does not go together",
     (f"++{MODEL}.lora.merge=True",): r"model\.lora\.merge=True does not go together with \+rollout=nvfp4",
     (f"{ROLLOUT}.name=sglang",): r"rollout\.name=sglang does not go together .* Accepted is vllm",
     (f"{ACTOR}.strategy=fsdp",): r"actor\.strategy=fsdp does not go together .* Accepted is fsdp2",
@@ -138,6 +144,27 @@ def test_a_registration_that_failed_is_told(monkeypatch):
     with pytest.raises(InstantiationException, match=r"verl_qerl cannot be used: verl is 0\.9\.2"):
         build(composed())
     assert build(composed(rollout=None)).fsdp_config  # a stock run is not stopped
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8", "mxfp4", "nvfp4"])
+def test_without_an_adapter_all_weights_are_trained_in_float32(form):
+    config = build(composed(f"{MODEL}.lora_rank=0", rollout=f"+rollout={form}")).fsdp_config
+    assert (config.qerl.format, config.qerl.has_adapter, config.model_dtype) == (form, False, "fp32")
+    assert config.qerl.weight_format.name == form
+    bf16 = build(composed(f"{MODEL}.lora_rank=0", f"{ACTOR}.fsdp_config.model_dtype=bf16", rollout=f"+rollout={form}"))
+    assert bf16.fsdp_config.model_dtype == "bf16"  # the user's own word
+
+
+def test_nvfp4_takes_its_scale_choice_along():
+    options = (f"{MODEL}.lora_rank=0", f"{ACTOR}.fsdp_config.qerl.scale=mse")
+    assert build(composed(*options)).fsdp_config.qerl.weight_format.scale == "mse"
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8", "mxfp4"])
+def test_an_adapter_needs_an_nvfp4_base(form):
+    sentence = rf"not supported: \+rollout={form} with model\.lora_rank=32\. Accepted are model\.lora_rank=0 .*nvfp4"
+    with pytest.raises(InstantiationException, match=sentence):
+        build(composed(rollout=f"+rollout={form}"))
 
 
 def test_aqn_options_are_read_from_the_top():

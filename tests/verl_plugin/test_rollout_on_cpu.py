@@ -5,6 +5,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.formats import get_format
 from verl_qerl.nvfp4.checkpoint import quantization_config
 from verl_qerl.verl_plugin.rollout import describe_checkpoint
 
@@ -73,8 +75,18 @@ def described(path, overrides):
     return kwargs["hf_overrides"]
 
 
-def test_a_bf16_directory_is_described_by_the_yaml(tmp_path):
-    assert described(write(tmp_path), dict(OF_THE_YAML["hf_overrides"])) == OF_THE_YAML["hf_overrides"]
+@pytest.mark.parametrize("form", ["fp8", "int8", "mxfp4", "nvfp4"])
+def test_a_bf16_directory_is_described_as_the_run_asks(tmp_path, form):
+    kwargs = {"hf_overrides": {"rope_theta": 1}, "model_loader_extra_config": {"ignore": ["lm_head", "mine"]}}
+    describe_checkpoint(kwargs, write(tmp_path), form)
+    described = get_format(form).config(["lm_head", "mine"])
+    assert kwargs["hf_overrides"] == {"rope_theta": 1, "quantization_config": described}
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8", "mxfp4"])
+def test_a_quantized_directory_is_quantized_to_no_other_format(tmp_path, form):
+    with pytest.raises(CheckpointFormatError, match=rf"is quantized already \(compressed-.* rollout in {form} is"):
+        describe_checkpoint({}, write(tmp_path, quantization_config(["a"])), form)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ LORA = (
     ("arguments", "asks"),
     [
         (["+rollout=nvfp4"], True),
+        (["+rollout=int8"], True),
         (["trainer.nnodes=1", "+aqn.enabled=true"], True),
         (["++aqn.seed=1"], True),
         (["+aqn={enabled: true}"], True),
@@ -64,11 +65,11 @@ def test_main_ppo_stops_before_ray(fresh_process, tmp_path):
         "-m",
         "verl.trainer.main_ppo",
         *LORA,
-        "+rollout=nvfp4",
+        "+rollout=int8",
         "+platform=cpu",
-        "actor_rollout_ref.model.lora_rank=0",
+        "actor_rollout_ref.model.lora_rank=8",
     ]
     found = fresh_process(*command, f"hydra.run.dir={tmp_path}", fails=True, RAY_TMPDIR=str(tmp_path / "ray"))
-    assert "model.lora_rank=0 leaves nothing to train on a frozen NVFP4 base." in found.stderr
+    assert "an adapter on a base of this format is not supported: +rollout=int8" in found.stderr
     assert "Started a local Ray instance" not in found.stderr
     assert not (tmp_path / "ray").exists()

@@ -123,5 +123,19 @@ def test_with_several_adapters_on_the_host_verl_loads_it(found):
     assert case["error"] is None
 
 
+def test_a_whole_model_is_reloaded_bucket_by_bucket_where_no_adapter_is(found):
+    case = found["whole model, int8"]
+    once = [["load", ["first"]], ["load", ["second"]], ["finish"], ["recapture"]]
+    assert case["log"] == [["reload", "int8", 0], *once, ["reload", "int8", 1], *once]
+    assert case["told"][0].startswith("no quantized weights have come")
+    expected = {"sync_bytes": 10, "sync_bytes_bf16": 18, "sync_linears": 8, "sync_checked_linears": 4}
+    assert case["told"][1] == expected
+
+
+@pytest.mark.parametrize("name", ["whole model, bf16", "whole model, adapter"])
+def test_otherwise_verl_loads_a_whole_model(found, name):
+    assert found[name]["log"] == [["transfer"], ["recapture"]] * 2
+
+
 def test_no_name_clashes_with_vllms_worker(found):
     assert found["clash"] == []

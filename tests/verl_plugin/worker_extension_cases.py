@@ -14,7 +14,10 @@ from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 from verl_qerl.verl_plugin import worker_extension
 from verl_qerl.verl_plugin.config import DIGESTS, LAYOUT
 from verl_qerl.verl_plugin.worker_extension import WorkerExtension
+from verl_qerl.vllm_plugin import worker as noise_extension
 from verl_qerl.vllm_plugin.adapter import unflatten
+
+noise_extension.use_single_adapter = lambda model, lora_config: None  # the model here has no layers of vLLM
 
 DIGEST = {"model.layers.0.mlp.down_proj": "0123456789abcdef"}
 OTHER = {"model.layers.0.mlp.down_proj": "fedcba9876543210"}
@@ -48,7 +51,7 @@ class SimpleNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(16), requires_grad=False)
 
 
-def config(quant_config=None, aqn=None, load_format="auto", digests=None):
+def config(quant_config=None, aqn=None, load_format="auto", digests=None, adapter=True):
     additional = {"verl_qerl": {"aqn": aqn}}
     return SimpleNamespace(
         quant_config=quant_config,
@@ -56,6 +59,7 @@ def config(quant_config=None, aqn=None, load_format="auto", digests=None):
         load_config=SimpleNamespace(load_format=load_format),
         digests=digests or {},
         model_config=None,
+        lora_config=SimpleNamespace() if adapter else None,
     )
 
 
@@ -164,6 +168,50 @@ def update(vllm_config, peft_config, base_sync_done=True, norm=None, sends=None,
     return {"log": log, "error": error, "clean": clean}
 
 
+TWO = [("first", torch.ones(1)), ("second", torch.ones(1))]
+
+
+class Reload:
+    """What a worker does with a sync of quantized weights."""
+
+    log: list
+
+    def __init__(self, model, vllm_config, form, num_before):
+        Reload.log.append(["reload", form.name, num_before])
+
+    def load(self, weights):
+        Reload.log.append(["load", [name for name, _ in weights]])
+
+    def finish(self):
+        Reload.log.append(["finish"])
+        manifest = SimpleNamespace(num_bytes=10, num_bytes_bf16=18)
+        return SimpleNamespace(manifest=manifest, num_linears=8, num_checked=4)
+
+
+def requantized(load_format, adapter):
+    """What two syncs of whole models call, and what the trainer is told before and after."""
+    Reload.log = log = []
+    aqn = {"enabled": True, "targets": ["input_layernorm"]}
+    worker = make(config(load_format=load_format, aqn=aqn, adapter=adapter))
+    worker._qerl_noise.recapture = lambda: log.append(["recapture"])
+    worker._get_zmq_handle = lambda: "handle"
+    real = Upstream.update_weights_from_ipc
+    Upstream.update_weights_from_ipc = lambda self, **kwargs: log.append(["transfer"])
+    Sender.queue, Sender.log = TWO, []
+    worker_extension.BucketedWeightReceiver, worker_extension.InPlaceReload = Sender, Reload
+    told = []
+    try:
+        for _ in range(2):
+            try:
+                told.append(worker.qerl_last_sync())
+            except ValueError as error:
+                told.append(str(error))
+            worker.update_weights_from_ipc(peft_config=None, base_sync_done=True)
+    finally:
+        Upstream.update_weights_from_ipc = real
+    return {"log": log, "told": told}
+
+
 def upstream(quant_config):
     """Whether verl's own class takes the model for QAT: it sets a flag, or fails where it patches vLLM."""
     try:
@@ -198,6 +246,9 @@ def cases():
     yield "flat, a strange tensor", update(config(), flat, sends=[*FLAT, NAMED[0]])
     yield "flat, a piece beyond the end", update(config(), flat, sends=[*FLAT, ("verl_qerl_adapter.12", torch.ones(3))])
     yield "room for two adapters on the host", update(config(), flat, sends=FLAT, capacity=2)
+    yield "whole model, int8", requantized("verl_qerl_int8", adapter=False)
+    yield "whole model, bf16", requantized("auto", adapter=False)
+    yield "whole model, adapter", requantized("verl_qerl_nvfp4", adapter=True)
     yield "clash", [name for name in dir(WorkerExtension) if not name.startswith("__") and hasattr(VllmWorker, name)]
     # Last, since these change vLLM where they succeed.
     yield "upstream", [upstream(compressed), upstream(ModelOptNvFp4Config())]

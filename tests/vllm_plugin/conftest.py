@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_qerl.nvfp4.checkpoint import quantization_config
+from verl_qerl.formats import get_format
 from verl_qerl.nvfp4.reference import dequantize
 from verl_qerl.nvfp4.stream import open_source, stream
 
 VOCABULARY = 512
 FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}
-NAME = "verl_qerl_nvfp4"
 
 
 @pytest.fixture(scope="session")
@@ -107,18 +106,20 @@ def packed_dir(model_dir, tmp_path_factory):
 def start(vllm):
     """Starts an engine with our loader; `aqn` are options of the noise, None leaves all of ours out."""
 
-    def start_engine(path: Path, aqn: dict | None = None, additional: dict | None = None, **options):
+    def start_engine(
+        path: Path, aqn: dict | None = None, additional: dict | None = None, form: str = "nvfp4", **options
+    ):
         extra = {"kv_cache_memory_bytes": 1 << 26, "max_model_len": 256, "max_num_seqs": 4} | options
         if "quantization_config" not in json.loads((path / "config.json").read_text()):
-            extra["hf_overrides"] = {"quantization_config": quantization_config()}
+            extra["hf_overrides"] = {"quantization_config": get_format(form).config()}
         if aqn is not None:
             extra["additional_config"] = {"verl_qerl": {"aqn": aqn, **(additional or {})}}
         return vllm.LLM(
             model=str(path),
             dtype="bfloat16",
             enforce_eager=True,
-            load_format=NAME,
-            quantization=NAME,
+            load_format=f"verl_qerl_{form}",
+            quantization=f"verl_qerl_{form}",
             worker_extension_cls="verl_qerl.vllm_plugin.worker.NoiseWorkerExtension",
             **extra,
         )

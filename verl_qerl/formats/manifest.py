@@ -19,13 +19,11 @@ class Manifest:
     """Of one sync.
 
     Attributes:
-        form: Name of the weight format.
         checksums: tensor name -> checksum, of everything that was sent.
         num_bytes: That was sent, without the manifest.
         num_bytes_bf16: What the same model takes in bf16.
     """
 
-    form: str
     checksums: Mapping[str, int] = field(repr=False)
     num_bytes: int
     num_bytes_bf16: int
@@ -58,13 +56,12 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_manifest(
-    tensors: Iterable[tuple[str, torch.Tensor]], form: str, num_bytes_bf16: int
+    tensors: Iterable[tuple[str, torch.Tensor]], num_bytes_bf16: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors, and at their end `NAME` with the manifest of what went by.
 
     Args:
         tensors: (name, tensor) as they are sent.
-        form: Name of the weight format.
         num_bytes_bf16: Of the model in bf16.
     """
     sums: dict[str, torch.Tensor] = {}
@@ -73,7 +70,7 @@ def with_manifest(
         sums[name] = checksum(tensor)
         num_bytes += tensor.nbytes
         yield name, tensor
-    yield NAME, Manifest(form, read_checksums(sums), num_bytes, num_bytes_bf16).to_tensor()
+    yield NAME, Manifest(read_checksums(sums), num_bytes, num_bytes_bf16).to_tensor()
 
 
 def read_checksums(sums: Mapping[str, torch.Tensor]) -> dict[str, int]:

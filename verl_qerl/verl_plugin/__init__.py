@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 SUPPORTED = "0.9.1"
 FAILURE: Exception | None = None
+_ROLLOUTS = {f"+rollout={form}" for form in ("fp8", "int8", "mxfp4", "nvfp4")}
 
 
 def _register() -> None:
@@ -40,7 +41,7 @@ def asks_for_qerl(arguments: list[str]) -> bool:
     plain = [argument.lstrip("+") for argument in arguments]
     nodes = {argument.partition("=")[0].partition(".")[0] for argument in plain}
     acr = "actor_rollout_ref.actor.policy_loss.loss_mode=acr"
-    return bool(nodes & {"aqn", "acr", "qerl"}) or acr in plain or "+rollout=nvfp4" in arguments
+    return bool(nodes & {"aqn", "acr", "qerl"}) or acr in plain or bool(_ROLLOUTS & set(arguments))
 
 
 try:

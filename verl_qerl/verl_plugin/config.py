@@ -1,10 +1,12 @@
 """verl's configuration classes with our options, and the checks that need the whole configuration.
 
-nvfp4.yaml makes `QerlFSDPEngineConfig` the target of `actor.fsdp_config` and hands it, by interpolation, the values of
-other nodes that it must agree with. verl builds it on the driver before Ray starts: bad input is refused there.
+With an adapter the actor's base is packed and frozen, without one the actor trains all weights and the rollout's are
+quantized at every sync. nvfp4.yaml makes `QerlFSDPEngineConfig` the target of `actor.fsdp_config` and hands it, by
+interpolation, the values of other nodes that it must agree with. verl builds it on the driver before Ray starts: bad
+input is refused there.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -13,6 +15,7 @@ from verl.workers.config import FSDPEngineConfig
 from verl_qerl import verl_plugin, vllm_plugin
 from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.algos.options import read_options
+from verl_qerl.formats import FORMATS, NVFP4, WeightFormat, get_format
 from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE
 from verl_qerl.nvfp4.reference import SCALE_CHOICES
 from verl_qerl.verl_plugin.nodes import plain
@@ -24,10 +27,11 @@ LAYOUT = "verl_qerl_adapter_layout"
 
 @dataclass(frozen=True)
 class BaseOptions:
-    """How the frozen base is held: `actor_rollout_ref.actor.fsdp_config.qerl`.
+    """How weights are held: `actor_rollout_ref.actor.fsdp_config.qerl`.
 
     Attributes:
-        scale: Scale choice when model.path is not quantized yet: minmax, mse or four_over_six.
+        format: Of the rollout's linears, and of the actor's frozen base: nvfp4, mxfp4, int8 or fp8.
+        scale: Scale choice of nvfp4 where model.path is not quantized yet: minmax, mse or four_over_six.
         ignore: Modules left in bf16: exact names, or `re:` and a regular expression.
         fused_lora: Compute adapter and base linear as one function, q, k, v and gate, up together; else as PEFT does.
         shard_base: Spread the packed base over the ranks; a layer is gathered while it computes.
@@ -35,6 +39,7 @@ class BaseOptions:
         agrees_with: Values of other nodes, filled by nvfp4.yaml; see `_check_run` and memory_check.py.
     """
 
+    format: str = "nvfp4"
     scale: str = "minmax"
     ignore: tuple[str, ...] = DEFAULT_IGNORE
     fused_lora: bool = True
@@ -48,11 +53,13 @@ class BaseOptions:
         Raises:
             ValueError: One is out of range or does not go together with the rest of the configuration.
         """
-        if self.scale not in SCALE_CHOICES:
-            raise ValueError(
-                f"unknown scale choice: actor.fsdp_config.qerl.scale={self.scale!r}."
-                f" Accepted are {', '.join(SCALE_CHOICES)}. Choose one of them."
-            )
+        choices = SCALE_CHOICES if self.format == "nvfp4" else ("minmax",)
+        for name, found, accepted in (("format", self.format, tuple(FORMATS)), ("scale", self.scale, choices)):
+            if found not in accepted:
+                raise ValueError(
+                    f"unknown {name} choice: actor.fsdp_config.qerl.{name}={found!r}."
+                    f" Accepted are {', '.join(accepted)} with +rollout={self.format}. Choose one of them."
+                )
         for name in ("fused_lora", "shard_base", "keep_dense"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(
@@ -65,12 +72,35 @@ class BaseOptions:
                 " a part of the base cannot keep a copy of the whole. Accepted is one of them. Leave one out."
             )
         object.__setattr__(self, "ignore", tuple(self.ignore))
-        _check_run(self.agrees_with)
+        _check_run(self.agrees_with, self.format)
+        if self.has_adapter and self.format != "nvfp4" and self.agrees_with:
+            rank = self.agrees_with.get("model.lora_rank") or self.agrees_with.get("model.lora.rank")
+            raise ValueError(
+                f"an adapter on a base of this format is not supported: +rollout={self.format} with"
+                f" model.lora_rank={rank}. Accepted are model.lora_rank=0 (all weights are trained) and +rollout=nvfp4"
+                " (an adapter on a packed base). Change one of the two."
+            )
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether an adapter is trained on a frozen base; else all weights are, and each sync quantizes them."""
+        run = self.agrees_with
+        rank = run.get("model.lora_rank", 1) or run.get("model.lora.rank", 0)
+        return bool(rank) or run.get("model.lora_adapter_path") is not None
+
+    @property
+    def weight_format(self) -> WeightFormat:
+        """The format, with its options."""
+        form = get_format(self.format)
+        return replace(form, scale=self.scale) if isinstance(form, NVFP4) else form
 
 
 @dataclass
 class QerlFSDPEngineConfig(FSDPEngineConfig):
-    """FSDPEngineConfig with `qerl`; the engine packs the base when it is given one."""
+    """FSDPEngineConfig with `qerl`; the engine packs the base, or quantizes what it sends, when it is given one.
+
+    `model_dtype` null is bf16 for what is frozen, and fp32 where all weights train: bf16 swallows small updates.
+    """
 
     qerl: Any = None
 
@@ -89,6 +119,8 @@ class QerlFSDPEngineConfig(FSDPEngineConfig):
             raise RuntimeError(problem)
         if not isinstance(self.qerl, BaseOptions):
             object.__setattr__(self, "qerl", _base_options(self.qerl))
+        if self.model_dtype is None:
+            object.__setattr__(self, "model_dtype", "bf16" if self.qerl.has_adapter else "fp32")
 
 
 def aqn_options(config: DictConfig) -> AQNConfig:
@@ -106,12 +138,17 @@ def _base_options(node: Any) -> BaseOptions:
     return read_options(BaseOptions, where, plain(node), f"actor_rollout_ref.{where}.scale=mse")
 
 
-def _check_run(run: dict[str, Any]) -> None:
-    """Refuse combinations in which the packed base would be overwritten, merged or never used."""
+def _check_run(run: dict[str, Any], form: str) -> None:
+    """Refuse combinations in which weights would be overwritten, merged, sent as they are or never used."""
     rules = (
         ("rollout.name", lambda v: v == "vllm", "vllm", "Set actor_rollout_ref.rollout.name=vllm."),
         ("actor.strategy", lambda v: v == "fsdp2", "fsdp2", "Set actor_rollout_ref.actor.strategy=fsdp2."),
-        ("model.lora.merge", lambda v: not v, "False", "An adapter cannot be merged into NVFP4: leave the option out."),
+        (
+            "model.lora.merge",
+            lambda v: not v,
+            "False",
+            "An adapter cannot be merged into quantized weights: leave the option out.",
+        ),
         (
             "rollout.load_format",
             lambda v: "dummy" not in str(v),
@@ -122,8 +159,10 @@ def _check_run(run: dict[str, Any]) -> None:
             "rollout.quantization",
             lambda v: v is None,
             "null",
-            "The rollout is quantized by `+rollout=nvfp4`: leave the option out.",
+            f"The rollout is quantized by `+rollout={form}`: leave the option out.",
         ),
+        ("rollout.dtype", lambda v: v == "bfloat16", "bfloat16", "Leave the option out."),
+        ("rollout.pipeline_model_parallel_size", lambda v: v == 1, "1", "Use tensor_model_parallel_size."),
         ("trainer.use_v1", bool, "True", "Leave the option out."),
         (
             "trainer.v1.trainer_mode",
@@ -135,12 +174,6 @@ def _check_run(run: dict[str, Any]) -> None:
     for name, accepts, accepted, remedy in rules:
         if name in run and not accepts(run[name]):
             raise ValueError(
-                f"{name}={run[name]} does not go together with +rollout=nvfp4. Accepted is {accepted}. {remedy}"
+                f"{name}={run[name]} does not go together with +rollout={form}. Accepted is {accepted}. {remedy}"
             )
-    rank = run.get("model.lora_rank", 1) or run.get("model.lora.rank", 0)
-    if not rank and run.get("model.lora_adapter_path") is None:
-        raise ValueError(
-            "model.lora_rank=0 leaves nothing to train on a frozen NVFP4 base. Accepted is a rank of at least 1."
-            " Set actor_rollout_ref.model.lora_rank=32."
-        )
     AQNConfig.from_mapping(run.get("aqn"))

@@ -1,4 +1,4 @@
-"""verl's FSDP2 engine with a packed, frozen base.
+"""verl's FSDP2 engine with a packed, frozen base; or with all weights trained, and quantized as they are sent.
 
 Chosen by verl's registry through the vendor key, before the stock class; without our options it is the stock class.
 """
@@ -37,6 +37,7 @@ from verl_qerl.verl_plugin.dense_base import DenseBase
 from verl_qerl.verl_plugin.flat_adapter import FlatAdapter, pieces
 from verl_qerl.verl_plugin.memory_check import check_memory
 from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
+from verl_qerl.verl_plugin.requantize import check_unquantized, quantized_for_rollout
 from verl_qerl.verl_plugin.resume import check_checkpoint, for_these_ranks, saved_files
 from verl_qerl.verl_plugin.shims import LOG_PROBS
 
@@ -61,9 +62,17 @@ class QerlFSDPEngine(_Stock):
 
     @property
     def _base(self) -> BaseOptions | None:
-        return getattr(self.engine_config, "qerl", None)
+        options = getattr(self.engine_config, "qerl", None)
+        return options if options is not None and options.has_adapter else None
+
+    @property
+    def _requantized(self) -> BaseOptions | None:
+        options = getattr(self.engine_config, "qerl", None)
+        return None if options is None or options.has_adapter else options
 
     def _build_module(self) -> nn.Module:
+        if self._requantized is not None:
+            check_unquantized(self.model_config.local_path, self._requantized.format)
         if self._base is None:
             return super()._build_module()
         check_memory(self, self._base.agrees_with)
@@ -189,10 +198,14 @@ class QerlFSDPEngine(_Stock):
         """As verl's; on our base the adapter is one tensor, in pieces.
 
         What is where travels with its configuration, and with the first one the digests of the base, which the rollout
-        compares with its own.
+        compares with its own. Where all weights are trained they are quantized for the rollout, one by one as they are
+        sent.
         """
         if self._base is None or not base_sync_done:
-            return super().get_per_tensor_param(*args, base_sync_done=base_sync_done, **kwargs)
+            params, peft_config = super().get_per_tensor_param(*args, base_sync_done=base_sync_done, **kwargs)
+            if self._requantized is not None:
+                params = self._quantized(params, self._requantized)
+            return params, peft_config
         if self._adapter is None:
             self._adapter = FlatAdapter(self.module, self._adapter_names(), torch.device(get_device_name()))
         peft_config = {**self.module.peft_config["default"].to_dict(), LAYOUT: self._adapter.layout}
@@ -200,6 +213,11 @@ class QerlFSDPEngine(_Stock):
             peft_config[DIGESTS] = self._digests
             self._digests_sent = True
         return pieces(self._adapter.gather()), peft_config
+
+    def _quantized(self, params: Any, options: BaseOptions) -> Any:
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.module.state_dict().items()}
+        tied = self.model_config.hf_config.tie_word_embeddings
+        return quantized_for_rollout(params, shapes, options.weight_format, options.ignore, tied)
 
     def _adapter_names(self) -> dict[str, str]:
         """Name under which PEFT saves a parameter of the adapter -> its name here."""

@@ -4,7 +4,9 @@ import json
 from types import ModuleType
 from typing import Any
 
-from verl_qerl.nvfp4.checkpoint import ignored_modules, quantization_config
+from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.formats import get_format
+from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, ignored_modules
 from verl_qerl.nvfp4.stream import open_source
 
 
@@ -32,8 +34,9 @@ def _load_replica() -> type:
 
         def _preprocess_engine_kwargs(self, engine_kwargs: dict) -> None:
             super()._preprocess_engine_kwargs(engine_kwargs)
-            if ((self.config.custom or {}).get("qerl") or {}).get("base") == "nvfp4":
-                describe_checkpoint(engine_kwargs, self.model_config.local_path)
+            form = ((self.config.custom or {}).get("qerl") or {}).get("base")
+            if form is not None:
+                describe_checkpoint(engine_kwargs, self.model_config.local_path, form)
 
     class QerlReplica(vLLMReplica):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -43,18 +46,30 @@ def _load_replica() -> type:
     return QerlReplica
 
 
-def describe_checkpoint(engine_kwargs: dict, path: str) -> None:
-    """Tell vLLM which modules an NVFP4 directory left dense, instead of what nvfp4.yaml says of a bf16 one.
+def describe_checkpoint(engine_kwargs: dict, path: str, form: str = "nvfp4") -> None:
+    """Tell vLLM how the linears of the rollout are quantized, and which modules are not.
 
     Args:
-        engine_kwargs: Changed in place.
+        engine_kwargs: Changed in place. An NVFP4 directory has its own list of modules left out, a bf16 one that of
+            `model_loader_extra_config`.
         path: Of the model.
+        form: Name of the weight format.
+
+    Raises:
+        CheckpointFormatError: The model is stored in another format.
     """
     source = open_source(path)
     if source.layout == "bf16":
-        return
+        ignore = (engine_kwargs.get("model_loader_extra_config") or {}).get("ignore") or DEFAULT_IGNORE
+    elif form == "nvfp4":
+        ignore = ignored_modules(source.config)
+    else:
+        raise CheckpointFormatError(
+            f"{path} is quantized already ({source.layout}). A rollout in {form} is quantized from unquantized weights."
+            " Point model.path at the original bf16 model."
+        )
     overrides = engine_kwargs.get("hf_overrides") or {}
     if isinstance(overrides, str):
         overrides = json.loads(overrides)
-    described = quantization_config(ignored_modules(source.config))
+    described = get_format(form).config(list(ignore))
     engine_kwargs["hf_overrides"] = {**overrides, "quantization_config": described}

@@ -19,6 +19,7 @@ from verl_qerl.verl_plugin.checkpoints import CheckpointMixin
 from verl_qerl.verl_plugin.config import aqn_options
 from verl_qerl.verl_plugin.mismatch import MismatchMixin
 from verl_qerl.verl_plugin.policy_loss import PolicyLossMixin
+from verl_qerl.verl_plugin.requantize import SyncMetricsMixin
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ def install(module: ModuleType) -> None:
     registry = module.trainer_base.TRAINER_REGISTRY
     for mode, trainer in list(registry.items()):
         if not issubclass(trainer, NoiseMixin):
-            bases = (NoiseMixin, CheckpointMixin, PolicyLossMixin, MismatchMixin, trainer)
+            bases = (NoiseMixin, CheckpointMixin, PolicyLossMixin, MismatchMixin, SyncMetricsMixin, trainer)
             registry[mode] = type(f"Qerl{trainer.__name__}", bases, {"__doc__": trainer.__doc__})
 
 

@@ -1,4 +1,4 @@
-"""The class vLLM's workers inherit from: verl's own weight sync, our noise, and the digest check."""
+"""The class vLLM's workers inherit from: verl's own weight sync or ours of quantized weights, noise, and checks."""
 
 import copy
 from typing import Any, cast
@@ -8,26 +8,32 @@ from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedW
 from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID, vLLMColocateWorkerExtension
 
 from verl_qerl import vllm_plugin
+from verl_qerl.formats import WeightFormat, get_format
 from verl_qerl.nvfp4.digest import check_same_base
 from verl_qerl.verl_plugin.config import DIGESTS, LAYOUT
 from verl_qerl.verl_plugin.flat_adapter import FlatReceiver
 from verl_qerl.vllm_plugin.adapter import Layout, can_place, flatten, num_elements, place_adapter, unflatten
 from verl_qerl.vllm_plugin.loader import base_digests
+from verl_qerl.vllm_plugin.reload import InPlaceReload, SyncReport
 from verl_qerl.vllm_plugin.worker import NoiseWorkerExtension, prepare_model
 
 
 class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
-    """verl's extension for an NVFP4 base that is never overwritten.
+    """verl's extension for an NVFP4 base that is never overwritten, or for linears that every sync brings quantized.
 
     verl takes every NVFP4 checkpoint for quantization-aware training: it would patch vLLM (with patches that vLLM
     0.24 breaks) and, on an adapter sync, replace the base by uninitialized memory (patches/verl/0003).
     """
 
     model_runner: Any  # of vLLM's worker, whose base this becomes
+    vllm_config: Any
     remove_lora: Any
     _is_qat_model: bool
     _is_modelopt_qat: bool
     _qerl_base_unchecked: bool
+    _qerl_format: WeightFormat | None  # of the linears that a sync brings
+    _qerl_num_syncs: int
+    _qerl_report: SyncReport | None
 
     def __new__(cls, **kwargs: Any) -> Any:
         """Create the worker with verl's QAT switched off."""
@@ -36,8 +42,12 @@ class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
         worker = vLLMColocateWorkerExtension.__new__(cls, **hidden)
         if worker._is_qat_model or worker._is_modelopt_qat:
             raise RuntimeError("verl's QAT is on in a worker of ours. This is a defect of verl_qerl: report it.")
-        load_config = getattr(vllm_config, "load_config", None)
-        worker._qerl_base_unchecked = getattr(load_config, "load_format", None) == vllm_plugin.NAME
+        load_format = getattr(getattr(vllm_config, "load_config", None), "load_format", None)
+        has_adapter = getattr(vllm_config, "lora_config", None) is not None
+        worker._qerl_base_unchecked = has_adapter and load_format in vllm_plugin.NAMES
+        requantized = not has_adapter and load_format in vllm_plugin.NAMES
+        worker._qerl_format = get_format(vllm_plugin.NAMES[str(load_format)]) if requantized else None
+        worker._qerl_num_syncs, worker._qerl_report = 0, None
         prepare_model(worker, vllm_config)
         return worker
 
@@ -46,11 +56,16 @@ class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
     ) -> None:
         """Receive an adapter or a whole model from the trainer; an adapter goes straight into vLLM's buffers.
 
+        Where the engine holds quantized linears and no adapter, a whole model comes, its linears quantized.
+
         Raises:
             ValueError: The actor's base weights are not those of this worker, or its first adapter comes without their
                 digests: then the actor is not ours, and trains on a dense base. Or the adapter is not one of this
-                model's.
+                model's. Or as `InPlaceReload.finish`.
         """
+        if self._qerl_format is not None:
+            self._qerl_reload(self._qerl_format, use_shm)
+            return
         expected = peft_config.pop(DIGESTS, None) if peft_config else None
         if peft_config is not None and base_sync_done:
             # After the transfer: an error before it would leave the sender waiting for ever.
@@ -63,6 +78,34 @@ class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
         super().update_weights_from_ipc(
             peft_config=cast(dict, peft_config), base_sync_done=base_sync_done, use_shm=use_shm
         )
+        if self._qerl_noise is not None:
+            self._qerl_noise.recapture()
+
+    def qerl_last_sync(self) -> dict[str, float]:
+        """What the last sync of quantized weights brought.
+
+        Raises:
+            ValueError: There was none.
+        """
+        report = self._qerl_report
+        if report is None:
+            raise ValueError(
+                "no quantized weights have come: load_format of this engine or the order of calls is another."
+                " A sync comes first. Start the run with `+rollout=...` and model.lora_rank=0."
+            )
+        return {
+            "sync_bytes": report.manifest.num_bytes,
+            "sync_bytes_bf16": report.manifest.num_bytes_bf16,
+            "sync_linears": report.num_linears,
+            "sync_checked_linears": report.num_checked,
+        }
+
+    def _qerl_reload(self, form: WeightFormat, use_shm: bool) -> None:
+        reload = InPlaceReload(self.model_runner.get_model(), self.vllm_config, form, self._qerl_num_syncs)
+        receiver = BucketedWeightReceiver(zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm)
+        receiver.receive_weights(on_bucket_received=lambda weights, is_last: reload.load(weights))
+        self._qerl_report = reload.finish()
+        self._qerl_num_syncs += 1
         if self._qerl_noise is not None:
             self._qerl_noise.recapture()
 

@@ -23,25 +23,30 @@ from verl_qerl.nvfp4.format import PackedWeight
 from verl_qerl.nvfp4.stream import linear_modules, open_source, stored_tensors, stream
 from verl_qerl.vllm_plugin import NAMES
 
-_OPTIONS = {"nvfp4": {"scale", "ignore"}}
+_OPTIONS = {"scale", "ignore"}
 _DIGESTS = "verl_qerl_digests"
 
 
 class QuantizingModelLoader(BaseModelLoader):
     """Loads with `--load-format verl_qerl_<format> --quantization verl_qerl_<format>`.
 
-    `--model-loader-extra-config '{"ignore": ["lm_head"]}'` is the option of a bf16 source; NVFP4 has `scale` as well.
+    `--model-loader-extra-config '{"scale": "minmax", "ignore": ["lm_head"]}'` are the options of a bf16 source; only
+    NVFP4 has a choice of `scale`.
     """
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
         self._format = NAMES[str(load_config.load_format)]
         options: dict[str, Any] = dict(load_config.model_loader_extra_config or {})
-        known = _OPTIONS.get(self._format, {"ignore"})
-        unknown = sorted(set(options) - known)
+        unknown = sorted(set(options) - _OPTIONS)
         if unknown:
             raise ValueError(
-                f"unknown model_loader_extra_config {unknown}. Accepted are {sorted(known)}. Check the spelling."
+                f"unknown model_loader_extra_config {unknown}. Accepted are {sorted(_OPTIONS)}. Check the spelling."
+            )
+        if self._format != "nvfp4" and options.get("scale", "minmax") != "minmax":
+            raise ValueError(
+                f"unknown scale choice: model_loader_extra_config.scale={options['scale']!r} of {self._format}."
+                " Accepted is minmax. Leave it out."
             )
         self._options = options
 

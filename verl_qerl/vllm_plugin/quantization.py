@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 )
 from vllm.platforms import current_platform
 
-from verl_qerl.vllm_plugin import NAMES
+from verl_qerl.vllm_plugin import NAMES, PREFIX
 from verl_qerl.vllm_plugin.options import rollout_options
 from verl_qerl.vllm_plugin.reference_kernels import MXFP4ReferenceKernel, ReferenceKernel, W8A8FP8Reference
 
@@ -78,9 +78,33 @@ class RolloutConfig(CompressedTensorsConfig):
         return super()._get_scheme_from_parts(weight_quant, input_quant, *args, **kwargs)
 
 
+# Written out, not made in a loop: vLLM sends them to its workers by name.
+class FP8Config(RolloutConfig):
+    """Of FP8."""
+
+    NAME = f"{PREFIX}fp8"
+
+
+class INT8Config(RolloutConfig):
+    """Of INT8."""
+
+    NAME = f"{PREFIX}int8"
+
+
+class MXFP4Config(RolloutConfig):
+    """Of MXFP4."""
+
+    NAME = f"{PREFIX}mxfp4"
+
+
+class NVFP4Config(RolloutConfig):
+    """Of NVFP4."""
+
+    NAME = f"{PREFIX}nvfp4"
+
+
 CONFIGS: dict[str, type[RolloutConfig]] = {
-    name: type(f"{form.upper()}Config", (RolloutConfig,), {"NAME": name, "__doc__": RolloutConfig.__doc__})
-    for name, form in NAMES.items()
+    config.NAME: config for config in (FP8Config, INT8Config, MXFP4Config, NVFP4Config)
 }
 
 

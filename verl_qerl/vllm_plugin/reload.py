@@ -7,8 +7,10 @@ are compared with those of the model, checksums with those of the sender, and th
 of them at the first sync, those of one layer at each later one, in turn (`held.py`).
 """
 
+import contextlib
 import logging
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +25,8 @@ from verl_qerl.formats.manifest import Manifest, checksum, read_checksums
 from verl_qerl.vllm_plugin.held import Expected, holds, quantized_linears
 from verl_qerl.vllm_plugin.loader import checkpoint_members, fused_members
 
-logger = logging.getLogger(__name__)
+# What loading raises; kept for `finish`.
+_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -65,17 +68,20 @@ class InPlaceReload:
         with self._context():
             initialize_layerwise_reload(model)
         # On the meta device the model has the names of a checkpoint.
-        self._names = set[str]().union(*checkpoint_members(model).values())
+        parameters = dict(model.named_parameters())
+        self._dtypes = {
+            member: parameters[name].dtype for name, members in checkpoint_members(model).items() for member in members
+        }
         looked_at = _looked_at(list(self._linears), num_before)
         members = {name: fused_members(model, name) for name in looked_at}
-        self._expected = Expected(members, self._names)
+        self._expected = Expected(members, set(self._dtypes))
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Load a bucket; its memory may be overwritten afterwards."""
         if self._error is None:
             try:
                 self._load(tensors)
-            except Exception as error:  # noqa: BLE001 (raised by finish)
+            except _ERRORS as error:
                 self._error = error
 
     def finish(self) -> SyncReport:
@@ -87,7 +93,7 @@ class InPlaceReload:
         if self._error is not None:
             raise self._error
         manifest = self._check_transfer()
-        with self._context():
+        with self._context(), _without_warnings():
             finalize_layerwise_reload(self._model, self._vllm_config.model_config)
         for name, linear in self._linears.items():
             _keep_plain_tensors(name, linear, self._plain_tensors[name])
@@ -100,11 +106,11 @@ class InPlaceReload:
             if name == MANIFEST:
                 self._manifest = Manifest.from_tensor(tensor)
                 continue
-            if name not in self._names or name in self._sums:
+            wrong = self._wrong(name, tensor)
+            if wrong:
                 raise ValueError(
-                    f"the actor sent {name!r}, {'a second time' if name in self._sums else 'which the rollout lacks'}."
-                    f" The parameters of {type(self._model).__name__} are accepted, each once, its linears in"
-                    f" {self._form.kind}. Check that actor and rollout have the same options and versions."
+                    f"the actor sent {name!r}, {wrong}. The parameters of {type(self._model).__name__} are accepted,"
+                    f" each once, its linears in {self._form.kind}. Check that both sides have the same options."
                 )
             copy = tensor.clone()  # vLLM keeps it until its layer is whole
             self._sums[name] = checksum(copy)
@@ -114,8 +120,21 @@ class InPlaceReload:
             self._model.load_weights(weights)
         self._check_held()
 
-    def _context(self) -> "_Contexts":
-        return _Contexts(self._vllm_config)
+    def _wrong(self, name: str, tensor: torch.Tensor) -> str | None:
+        if name not in self._dtypes:
+            return "which the rollout lacks"
+        if name in self._sums:
+            return "a second time"
+        wanted = self._dtypes[name]
+        return None if tensor.dtype == wanted else f"in {tensor.dtype} instead of {wanted}"
+
+    @contextlib.contextmanager
+    def _context(self) -> Iterator[None]:
+        """What vLLM has around its own loading: the configuration, the dtype and the device of new tensors."""
+        device: Any = self._vllm_config.device_config.device
+        dtype: Any = self._vllm_config.model_config.dtype
+        with set_current_vllm_config(self._vllm_config), set_default_torch_dtype(dtype), torch.device(device):
+            yield
 
     def _check_transfer(self) -> Manifest:
         if self._manifest is None:
@@ -123,15 +142,10 @@ class InPlaceReload:
                 "the actor sent no list of its tensors: it does not quantize for this rollout. An actor of verl_qerl is"
                 " needed. Check that `+rollout=...` is the same for both and that every node has the same verl_qerl."
             )
-        if self._manifest.form != self._form.name:
-            raise ValueError(
-                f"the actor sends {self._manifest.form}, the rollout holds {self._form.name}. One format is accepted."
-                " Set `+rollout=...` once and leave engine_kwargs.vllm.load_format alone."
-            )
-        lost = sorted(self._names - set(self._sums))
+        lost = sorted(set(self._dtypes) - set(self._sums))
         if lost:
             raise ValueError(
-                f"the sync left out {len(lost)} of {len(self._names)} tensors of the rollout, first {lost[0]!r}."
+                f"the sync left out {len(lost)} of {len(self._dtypes)} tensors of the rollout, first {lost[0]!r}."
                 " All are needed. Check that actor and rollout have the same model and options."
             )
         found = read_checksums(self._sums)
@@ -155,23 +169,19 @@ class InPlaceReload:
             self._num_checked += 1
 
 
-class _Contexts:
-    """What vLLM has around its own loading: the device, the dtype of new tensors and the configuration."""
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Layers without weights (rotary embeddings) make vLLM warn at every reload; our checks see lost weights."""
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        self._all = (
-            set_current_vllm_config(vllm_config),
-            set_default_torch_dtype(vllm_config.model_config.dtype),
-            torch.device(vllm_config.device_config.device),
-        )
+    def keep(record: logging.LogRecord) -> bool:
+        return "Failed to load weights" not in record.getMessage()
 
-    def __enter__(self) -> None:
-        for context in self._all:
-            context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for context in reversed(self._all):
-            context.__exit__(*error)
+    log = logging.getLogger(finalize_layerwise_reload.__module__)
+    log.addFilter(keep)
+    try:
+        yield
+    finally:
+        log.removeFilter(keep)
 
 
 def _looked_at(names: list[str], num_before: int) -> list[str]:

@@ -1,0 +1,137 @@
+import json
+
+import pytest
+
+pytest.importorskip("verl")
+
+import ray
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import save_file
+
+from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.formats import FORMATS, get_format
+from verl_qerl.formats.manifest import NAME, Manifest, checksum
+from verl_qerl.nvfp4.checkpoint import quantization_config
+from verl_qerl.verl_plugin.requantize import SyncMetricsMixin, check_unquantized, quantized_for_rollout
+
+Q, K, V = (f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
+
+
+def model(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {f"{module}.weight": (32, 64) for module in (Q, K, V)} | {
+        f"{Q}.bias": (32,),
+        "model.embed_tokens.weight": (128, 64),
+        "model.norm.weight": (64,),
+    }
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+
+
+def sent(tensors, form, tied=False, ignore=("lm_head",)):
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return list(quantized_for_rollout(tensors.items(), shapes, form, ignore, tied))
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_manifest_counts_what_was_sent(name, tied):
+    form = get_format(name)
+    *tensors, (last, manifest) = sent(model(), form, tied)
+    names = {f"{module}.{part}" for module in (Q, K, V) for part in form.parts}
+    names |= {f"{Q}.bias", "model.embed_tokens.weight", "model.norm.weight"} | (set() if tied else {"lm_head.weight"})
+    assert (last, len(tensors), {name for name, _ in tensors}) == (NAME, len(names), names)
+    found = Manifest.from_tensor(manifest)
+    assert found.checksums == {name: int(checksum(tensor)) for name, tensor in tensors}
+    assert found.num_bytes == sum(tensor.nbytes for _, tensor in tensors)
+    others = 32 + 64 + 128 * 64 * (1 if tied else 2)
+    assert found.num_bytes_bf16 == 2 * (3 * 32 * 64 + others)
+    linear_bytes = {"int8": 64 + 4, "fp8": 64 + 4, "mxfp4": 32 + 2, "nvfp4": 32 + 4}[name] * 96
+    assert found.num_bytes == 2 * others + linear_bytes + (12 if name == "nvfp4" else 0)
+
+
+def test_a_model_that_diverged_is_named():
+    tensors = model()
+    tensors[f"{V}.weight"][1, 2] = float("inf")
+    with pytest.raises(ValueError, match=rf"'{V}' holds 1 NaN or infinite values\. INT8 holds finite weights only\."):
+        sent(tensors, get_format("int8"))
+
+
+def test_a_group_that_is_ignored_in_part_is_refused():
+    with pytest.raises(ValueError, match="a group of linears that vLLM runs as one is ignored in part"):
+        sent(model(), get_format("int8"), ignore=("lm_head", K))
+
+
+def test_a_quantized_directory_cannot_be_trained(tmp_path):
+    save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    check_unquantized(str(tmp_path), "nvfp4")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization_config()}))
+    with pytest.raises(CheckpointFormatError, match=r"is quantized already \(compressed-tensors\) and model\.lora_r"):
+        check_unquantized(str(tmp_path), "nvfp4")
+
+
+class Server:
+    def __init__(self, answers):
+        self.collective_rpc = self
+        self.answers = answers
+
+    def remote(self, method):
+        assert method == "qerl_last_sync"
+        return self.answers
+
+
+class Trainer:
+    """verl's, as far as the mixin sees it."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def on_step_end(self):
+        self._pending_sync_metrics = {"verl/own": 1}
+
+
+class Logging(SyncMetricsMixin, Trainer):
+    def __init__(self, config, *answers):
+        super().__init__(config)
+        replicas = [type("Replica", (), {"servers": [Server(answer)]}) for answer in answers]
+        self.llm_server_manager = type("Manager", (), {"get_replicas": lambda self: replicas})()
+
+
+def config(base="int8", **model):
+    custom = {"qerl": {"base": base}} if base else None
+    return OmegaConf.create({"actor_rollout_ref": {"rollout": {"custom": custom}, "model": {"lora_rank": 0, **model}}})
+
+
+REPORT = {"sync_bytes": 10, "sync_bytes_bf16": 18}
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch):
+    monkeypatch.setattr(ray, "get", lambda futures: futures)
+
+
+def test_every_step_logs_what_was_sent_and_how_long_it_took():
+    trainer = Logging(config(), [REPORT, REPORT], [REPORT])
+    trainer.on_step_end()
+    found = trainer._pending_sync_metrics
+    assert found.pop("qerl/sync_s") >= 0
+    assert found == {"verl/own": 1, "qerl/sync_bytes": 10, "qerl/sync_bytes_bf16": 18}
+
+
+@pytest.mark.parametrize("answers", [[[REPORT, REPORT | {"sync_bytes": 9}]], [[REPORT], [{}]], [[]]], ids=str)
+def test_workers_that_received_different_weights_stop_the_run(answers):
+    with pytest.raises(RuntimeError, match="the rollout workers report different weights after a sync"):
+        Logging(config(), *answers).on_step_end()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [config(base=None), config(lora_rank=8), config(lora={"rank": 8}), config(lora_adapter_path="adapter")],
+    ids=["stock", "lora_rank", "lora.rank", "adapter"],
+)
+def test_other_runs_log_nothing(other):
+    trainer = Logging(other, [REPORT])
+    trainer.on_step_end()
+    assert trainer._pending_sync_metrics == {"verl/own": 1}

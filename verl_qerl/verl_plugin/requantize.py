@@ -1,0 +1,101 @@
+"""The rollout of a full-precision actor, quantized at every weight sync: the actor's side and the trainer's metrics.
+
+Quantization happens here, while verl streams the weights: on the actor's GPU, one linear (or group that shares a scale)
+at a time, so that a half or a quarter of bf16's bytes goes through CUDA IPC and the rollout only loads. Every rank of
+verl sends whole tensors to the vLLM worker beside it, which takes its tensor-parallel share: scales are those of whole
+rows, so any degree of tensor parallelism holds the same weights.
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import ray
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.formats import WeightFormat
+from verl_qerl.formats.manifest import with_manifest
+from verl_qerl.formats.stream import quantize_stream
+from verl_qerl.nvfp4.groups import linears_among
+from verl_qerl.nvfp4.stream import open_source
+
+_BF16_BYTES = 2
+
+
+def quantized_for_rollout(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    shapes: dict[str, tuple[int, ...]],
+    form: WeightFormat,
+    ignore: tuple[str, ...],
+    tied: bool,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What is sent in one sync: the actor's tensors with its linears in `form`, and the manifest.
+
+    Args:
+        tensors: (name, tensor) of the actor's model, whole.
+        shapes: The same names -> shapes.
+        form: The format.
+        ignore: Modules left in bf16.
+        tied: Whether lm_head is the embedding, and so not sent twice.
+
+    Raises:
+        ValueError: A weight holds NaN or infinite values, or does not fit the format.
+    """
+    skipped = {"lm_head.weight"} if tied else set()
+    linears = linears_among(shapes, ignore, "the actor", form.block_size, form.kind)
+    kept = ((name, tensor) for name, tensor in tensors if name not in skipped)
+    numel = sum(torch.Size(shape).numel() for name, shape in shapes.items() if name not in skipped)
+    yield from with_manifest(quantize_stream(kept, linears, form), numel * _BF16_BYTES)
+
+
+def check_unquantized(path: str, form: str) -> None:
+    """Require weights that can be trained.
+
+    Raises:
+        CheckpointFormatError: The model at `path` is stored quantized.
+    """
+    source = open_source(path)
+    if source.layout != "bf16":
+        raise CheckpointFormatError(
+            f"{path} is quantized already ({source.layout}) and model.lora_rank=0 trains all weights. Unquantized"
+            f" weights are needed with +rollout={form}. Point model.path at the original model, or set model.lora_rank."
+        )
+
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Trainer
+else:
+    _Trainer = object  # mixed into whichever trainers verl has
+
+
+class SyncMetricsMixin(_Trainer):
+    """Logs what each sync of a requantized rollout sent and took; does nothing for other runs."""
+
+    def __init__(self, config: DictConfig) -> None:
+        has_format = OmegaConf.select(config, "actor_rollout_ref.rollout.custom.qerl.base") is not None
+        model = config.actor_rollout_ref.model
+        adapter = model.get("lora_rank", 0) or OmegaConf.select(model, "lora.rank", default=0)
+        self._requantizes = has_format and not adapter and model.get("lora_adapter_path") is None
+        super().__init__(config)
+
+    def on_step_end(self) -> None:
+        """As verl's, which syncs; then ask the workers."""
+        start = time.perf_counter()
+        super().on_step_end()
+        if self._requantizes:
+            took_s = time.perf_counter() - start
+            metrics = getattr(self, "_pending_sync_metrics", None) or {}
+            self._pending_sync_metrics = {**metrics, **self._sync_metrics(), "qerl/sync_s": took_s}
+
+    def _sync_metrics(self) -> dict[str, float]:
+        servers = [replica.servers[0] for replica in self.llm_server_manager.get_replicas()]
+        calls = [server.collective_rpc.remote("qerl_last_sync") for server in servers]
+        reports = [report for answers in ray.get(calls) for report in answers or ()]
+        if not reports or any(report != reports[0] for report in reports):
+            raise RuntimeError(
+                f"the rollout workers report different weights after a sync: {reports}. All must have received the"
+                " same. Check that every node has the same verl_qerl installed."
+            )
+        return {f"qerl/{name}": value for name, value in reports[0].items()}
