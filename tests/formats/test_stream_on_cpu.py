@@ -9,7 +9,8 @@ Q, K = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
 
 def weights() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    made = {f"{module}.weight": torch.randn(32, 64, generator=generator) for module in (Q, K)}
+    made = {f"{Q}.weight": torch.randn(32, 64, generator=generator)}
+    made[f"{K}.weight"] = torch.randn(32, 64, generator=generator) * 1e-3  # alone it would have another scale
     return made | {f"{Q}.bias": torch.randn(32, generator=generator), "step": torch.tensor([1])}
 
 
