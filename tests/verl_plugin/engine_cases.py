@@ -33,7 +33,7 @@ flat_adapter.PIECE_BYTES = 20000  # several, the last one short
 SMALLEST_LINEAR = 64 * 128  # k_proj of models of test_engine_on_cpu.py
 
 
-def build(model, cls=ours.QerlFSDPEngine, qerl=None, lora_only=True, packed=True, **options):
+def build(model, cls=ours.QerlFSDPEngine, qerl=None, lora_only=True, packed=True, dtype="bf16", **options):
     """An engine on `model`, initialized, its adapters made to act."""
     torch.manual_seed(1)
     model_config = HFModelConfig(
@@ -43,7 +43,7 @@ def build(model, cls=ours.QerlFSDPEngine, qerl=None, lora_only=True, packed=True
         override_config={"attn_implementation": "sdpa"},
         **({"lora_rank": 8} | options),
     )
-    settings = {"strategy": "fsdp2", "use_torch_compile": False, "model_dtype": "bf16"}
+    settings = {"strategy": "fsdp2", "use_torch_compile": False, "model_dtype": dtype}
     config = QerlFSDPEngineConfig(**settings, qerl=qerl or {}) if packed else FSDPEngineConfig(**settings)
     checkpoint = CheckpointConfig(save_lora_only=lora_only)
     found = cls(model_config, config, FSDPOptimizerConfig(lr=1e-3, total_training_steps=10), checkpoint)
@@ -224,6 +224,24 @@ def options():
     return found
 
 
+def requantized():
+    """Engines whose weights are all trained: what they send, and that a quantized directory is refused."""
+    found = {}
+    for model, form in (("bf16", "int8"), ("tied", "nvfp4")):
+        qerl = {"format": form, "agrees_with": {"model.lora_rank": 0}}
+        engine = build(model, qerl=qerl, lora_only=False, dtype=None, lora_rank=0)
+        dtypes = {p.dtype for p in engine.module.parameters() if p.requires_grad}
+        params, peft_config = engine.get_per_tensor_param(layered_summon=True, base_sync_done=True)
+        found[model] = {"dtypes": dtypes, "peft": peft_config, "sent": dict(params), "packed": digests(engine)}
+        step(engine)
+        found[model]["later"] = dict(engine.get_per_tensor_param(layered_summon=True, base_sync_done=True)[0])
+    try:
+        build("nvfp4", qerl=qerl, lora_only=False, dtype=None, lora_rank=0)
+    except ValueError as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    return found
+
+
 def registry():
     table = EngineRegistry._engines["language_model"]
     before = {name: dict(table[name]) for name in ("fsdp", "fsdp2")}
@@ -275,6 +293,7 @@ RUNS = {
     "full": lambda: resume(lora_only=False),
     "stock": stock,
     "options": options,
+    "requantized": requantized,
     "registry": registry,
 }
 

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,12 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl_qerl.cli.quantize import quantize_checkpoint
+from verl_qerl.formats import get_format
+from verl_qerl.formats.manifest import NAME as MANIFEST
+from verl_qerl.formats.manifest import Manifest
+from verl_qerl.formats.stream import quantize_stream
 from verl_qerl.nvfp4.digest import weight_digest
-from verl_qerl.nvfp4.stream import PackedWeight, open_source, stream
+from verl_qerl.nvfp4.stream import PackedWeight, linear_modules, open_source, stored_tensors, stream
 from verl_qerl.testing import assert_close
 
 SCRIPT = Path(__file__).with_name("engine_cases.py")
@@ -53,6 +58,7 @@ def alone(models, fresh_process, tmp_path_factory):
         "kept dense",
         "log-probs",
         "sharded",
+        "requantized",
     )
     return torch.load(out / "0.pt")
 
@@ -62,7 +68,7 @@ def ranks(models, fresh_process, tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     sharded = ["sharded", "sharded tied", "sharded full", "sharded, then not", "log-probs", "log-probs tied"]
-    fresh_process(*torchrun, str(SCRIPT), str(models), str(out), "bf16", "tied", "lora", *sharded)
+    fresh_process(*torchrun, str(SCRIPT), str(models), str(out), "bf16", "tied", "lora", "requantized", *sharded)
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 
@@ -265,3 +271,31 @@ def test_log_probs_from_the_head_are_those_of_whole_logits(alone, ranks):
         assert len(head["grads"]) == 28
         for name, grad in head["grads"].items():
             assert_close(grad, logits["grads"][name], 0.05)  # the logits' gradient is rounded to bf16 once more there
+
+
+def expected_stream(path, form):
+    source = open_source(path)
+    form = get_format(form)
+    return dict(quantize_stream(stored_tensors(source), linear_modules(source, None, form.block_size, form.kind), form))
+
+
+@pytest.mark.parametrize(("name", "form"), [("bf16", "int8"), ("tied", "nvfp4")])
+@pytest.mark.parametrize("world", ["alone", "rank 0", "rank 1"])
+def test_without_an_adapter_what_is_sent_is_what_the_rollout_was_loaded_from(request, models, name, form, world):
+    where = request.getfixturevalue("alone") if world == "alone" else request.getfixturevalue("ranks")[int(world[-1])]
+    found = where["requantized"][name]
+    assert (found["dtypes"], found["peft"], found["packed"]) == ({torch.float32}, None, {})
+    sent, expected = found["sent"], expected_stream(models / name, form)
+    manifest = Manifest.from_tensor(sent.pop(MANIFEST))
+    expected.pop("lm_head.weight" if name == "tied" else "", None)
+    assert sent.keys() == expected.keys() == manifest.checksums.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(sent[key].view(torch.uint8), tensor.view(torch.uint8)), key
+    later = found["later"]
+    moved = [key for key in sent if not torch.equal(sent[key].view(torch.uint8), later[key].view(torch.uint8))]
+    assert len(moved) > len(sent) / 2
+
+
+def test_a_quantized_directory_is_not_trained_in_full(alone):
+    expected = r"^CheckpointFormatError: .* is quantized already \(compressed-tensors\) and model\.lora_rank=0 trains"
+    assert re.search(expected, alone["requantized"]["error"])

@@ -87,6 +87,45 @@ def test_every_decoder_linear_holds_the_dequantized_weight(engine, reference_mod
             assert torch.equal(getattr(found, "base_layer", found).weight.data, dense), name
 
 
+@pytest.mark.parametrize(
+    ("capability", "able"),
+    [
+        (70, []),
+        (75, ["int8", "nvfp4"]),
+        (80, ["int8", "mxfp4", "nvfp4"]),
+        (90, ["fp8", "int8", "mxfp4", "nvfp4"]),
+        (100, ["fp8", "mxfp4", "nvfp4"]),
+        (120, ["fp8", "mxfp4", "nvfp4"]),
+    ],
+)
+def test_a_gpu_without_a_format_is_told_what_it_has(capability, able):
+    from verl_qerl.vllm_plugin.quantization import why_not_on
+
+    for form in ("fp8", "int8", "mxfp4", "nvfp4"):
+        found = why_not_on(capability, form)
+        if form in able:
+            assert found is None
+        else:
+            expected = (
+                f"this GPU cannot run the format: rollout={form}, compute capability {capability / 10}. It can run "
+            )
+            assert found == f"{expected}{', '.join(able) or 'bf16 only'}. Choose one of them."
+
+
+def test_a_format_the_gpu_lacks_stops_the_engine(monkeypatch):
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    from verl_qerl.formats import get_format
+    from verl_qerl.vllm_plugin.quantization import CONFIGS
+
+    monkeypatch.setattr(current_platform, "get_device_capability", lambda: DeviceCapability(10, 0))
+    config = CONFIGS["verl_qerl_int8"].from_config(get_format("int8").config())
+    scheme = config.target_scheme_map["Linear"]
+    with pytest.raises(ValueError, match=r"rollout=int8, compute capability 10\.0\. It can run fp8, mxfp4, nvfp4\."):
+        config._get_scheme_from_parts(scheme["weights"], scheme["input_activations"])
+
+
 def test_takes_a_compressed_tensors_checkpoint_only_when_asked_by_name():
     from verl_qerl.vllm_plugin.quantization import CONFIGS
 

@@ -66,6 +66,12 @@ class BaseOptions:
                     f"no switch: actor.fsdp_config.qerl.{name}={getattr(self, name)!r}. Accepted are true and false."
                     " Choose one of them."
                 )
+        packed = [name for name in ("shard_base", "keep_dense") if getattr(self, name)]
+        if packed and not self.has_adapter:
+            raise ValueError(
+                f"actor.fsdp_config.qerl.{packed[0]}=True has no effect: without an adapter there is no packed base."
+                " Accepted is False. Leave it out, or set model.lora_rank."
+            )
         if self.shard_base and self.keep_dense:
             raise ValueError(
                 "actor.fsdp_config.qerl.keep_dense=True does not go together with shard_base=True: a rank that holds"
