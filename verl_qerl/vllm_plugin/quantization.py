@@ -160,4 +160,5 @@ class W8A8INT8(CompressedTensorsW8A8Int8):
     def process_weights_after_loading(self, layer: Any) -> None:
         """As vLLM's; the scales stay where oneDNN reads them."""
         super().process_weights_after_loading(layer)
-        self._scales_of_onednn = layer.weight_scale.data
+        if current_platform.is_cpu():
+            self._scales_of_onednn = layer.weight_scale.data
