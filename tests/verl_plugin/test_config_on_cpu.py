@@ -88,7 +88,7 @@ BAD = {
     ): r"scale='mse'\. Accepted are minmax with \+rollout=int8",
     (
         f"{MODEL}.lora_rank=0",
-        f"{ACTOR}.fsdp_config.qerl.keep_dense=True",
+        f"+{ACTOR}.fsdp_config.qerl.keep_dense=True",
     ): r"keep_dense=True has no effect: without an adapter .*Accepted is False",
     (f"{ROLLOUT}.dtype=float16",): r"rollout\.dtype=float16 does not go together .* Accepted is bfloat16",
     (f"{ROLLOUT}.pipeline_model_parallel_size=2",): r"rollout\.pipeline_model_parallel_size=2 does not go together",
