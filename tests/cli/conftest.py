@@ -12,7 +12,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("train_checkpoint.py")
-CASES = ("ours-bf16-full", "stock-bf16-full", "ours-nvfp4-lora", "ours-tied-full")
+CASES = ("ours-bf16-full", "stock-bf16-full", "ours-nvfp4-lora", "ours-tied-full", "uaq-bf16-all", "uaq-tied-all")
 
 
 @dataclass(frozen=True)

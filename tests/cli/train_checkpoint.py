@@ -2,7 +2,8 @@
 
 python train_checkpoint.py <folder of models> <folder for checkpoints> <case> ...
 
-A case is <engine>-<model>-<full or lora>. Beside each checkpoint `<case>.pt` holds what the engine computes.
+A case is <engine>-<model>-<full or lora>; the engine `uaq` trains all weights.
+Beside each checkpoint `<case>.pt` holds what the engine computes.
 """
 
 import os
@@ -17,7 +18,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_qerl.modules.convert import packed_linears
 from verl_qerl.nvfp4.digest import weight_digest
-from verl_qerl.verl_plugin.config import QerlFSDPEngineConfig
+from verl_qerl.verl_plugin.config import QerlFSDPEngineConfig, ScaledFSDPEngineConfig
 from verl_qerl.verl_plugin.engine import QerlFSDPEngine
 
 MODELS, OUT, *CASES = sys.argv[1:]
@@ -30,15 +31,17 @@ def build(kind, model, contents):
         path=f"{MODELS}/{model}",
         use_remove_padding=False,
         override_config={"attn_implementation": "sdpa"},
-        lora_rank=8,
+        lora_rank=0 if kind == "uaq" else 8,
         lora_alpha=16,
     )
     settings = {"strategy": "fsdp2", "use_torch_compile": False, "model_dtype": "bf16"}
     if kind == "ours":
         cls, config = QerlFSDPEngine, QerlFSDPEngineConfig(**settings, qerl={"scale": "mse"})
+    elif kind == "uaq":
+        cls, config = QerlFSDPEngine, ScaledFSDPEngineConfig(**settings | {"model_dtype": "fp32"}, uaq_scale=1.5)
     else:
         cls, config = FSDPEngineWithLMHead, FSDPEngineConfig(**settings)
-    optimizer = FSDPOptimizerConfig(lr=2e-2, total_training_steps=10, lr_warmup_steps=0)
+    optimizer = FSDPOptimizerConfig(lr=2e-3 if kind == "uaq" else 2e-2, total_training_steps=10, lr_warmup_steps=0)
     engine = cls(model_config, config, optimizer, CheckpointConfig(save_lora_only=contents == "lora"))
     engine.initialize()
     return engine

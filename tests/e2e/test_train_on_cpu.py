@@ -161,10 +161,12 @@ def test_an_int8_rollout_is_quantized_again_at_every_sync(workbench):
     assert "packed base" not in run.log
 
 
-def test_noise_alone_on_a_bf16_rollout_with_validation(workbench):
+def test_noise_and_uaq_on_a_bf16_rollout_of_all_weights_with_validation(workbench):
     options = ["+aqn.enabled=true", "+aqn.num_stages=2", "trainer.val_before_train=True", "trainer.test_freq=1"]
+    options += ["actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.actor.optim.lr=1e-4"]
+    options += ["+uaq.enabled=true", "actor_rollout_ref.actor.strategy=fsdp2", "trainer.save_freq=2"]
     # Where C is 1, the rounding of the two policies suffices to widen the range of some tokens.
-    run = workbench.train("noise_alone", *options, ACR, "+acr.max_ratio=1").check()
+    run = workbench.train("noise_and_uaq", *options, ACR, "+acr.max_ratio=1").check()
     assert [step["aqn/num_norms"] for step in run.steps] == [NUM_NORMS, NUM_NORMS]
     assert run.steps[1]["aqn/sigma"] == 5e-4
     for step in run.steps:
@@ -173,6 +175,10 @@ def test_noise_alone_on_a_bf16_rollout_with_validation(workbench):
         assert step["actor/acr_ratio"] < 1
         assert 0 < step["qerl/rollout_log_prob_abs_diff"] < 0.1
     assert "packed base" not in run.log
+    assert "UAQ: 14 weights scaled by 1.5" in run.log
+    report = export(workbench.folder / "noise_and_uaq" / "checkpoints", workbench.folder / "unscaled", "merged-bf16")
+    assert (report["uaq_scale"], report["base"]) == (1.5, str(workbench.model))
+    assert len(report["changed_besides_the_adapter"]) > 20
 
 
 def test_a_stock_command_stays_stock(workbench):

@@ -24,7 +24,7 @@ from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.reference import dequantize
 from verl_qerl.verl_plugin import engine as ours
 from verl_qerl.verl_plugin import flat_adapter
-from verl_qerl.verl_plugin.config import DIGESTS, LAYOUT, QerlFSDPEngineConfig
+from verl_qerl.verl_plugin.config import DIGESTS, LAYOUT, QerlFSDPEngineConfig, ScaledFSDPEngineConfig
 from verl_qerl.vllm_plugin.adapter import num_elements, unflatten
 
 MODELS, OUT, *CASES = sys.argv[1:]
@@ -242,6 +242,47 @@ def requantized():
     return found
 
 
+def train_all(scale, model="bf16"):
+    """An engine that trains every weight, in float32 as verl does by default."""
+    torch.manual_seed(1)
+    override = {"attn_implementation": "sdpa"}
+    model_config = HFModelConfig(
+        path=f"{MODELS}/{model}", load_tokenizer=False, use_remove_padding=False, override_config=override
+    )
+    config = ScaledFSDPEngineConfig(strategy="fsdp2", use_torch_compile=False, uaq_scale=scale)
+    optimizer = FSDPOptimizerConfig(lr=1e-3, total_training_steps=10)
+    found = ours.QerlFSDPEngine(model_config, config, optimizer, CheckpointConfig())
+    found.initialize()
+    return found
+
+
+def sent_weights(engine):
+    return {name: whole(tensor) for name, tensor in engine.get_per_tensor_param(base_sync_done=True)[0]}
+
+
+def uaq():
+    """Scaled once after loading; a checkpoint holds scaled weights and says so."""
+    plain, engine = train_all(None), train_all(2.0)
+    found = {"logits": [logits(e.module) for e in (plain, engine)], "sent": [sent_weights(e) for e in (plain, engine)]}
+    tied = [logits(train_all(scale, "tied").module) for scale in (None, 2.0)]
+    found["tied"] = tied
+    paths = [f"{OUT}/whole-{name}" for name in ("plain", "scaled")]
+    for e, path in zip((plain, engine), paths, strict=True):
+        step(e)
+        e.save_checkpoint(path, global_step=1)
+    found["saved"] = [sent_weights(e) for e in (plain, engine)]
+    again = train_all(2.0)
+    again.load_checkpoint(paths[1], del_local_after_load=False)
+    found["resumed"] = sent_weights(again)
+    found["refused"] = []
+    for scale, path in ((1.5, paths[1]), (None, paths[1]), (2.0, paths[0])):
+        try:
+            train_all(scale).load_checkpoint(path, del_local_after_load=False)
+        except ValueError as error:
+            found["refused"].append(str(error))
+    return found
+
+
 def registry():
     table = EngineRegistry._engines["language_model"]
     before = {name: dict(table[name]) for name in ("fsdp", "fsdp2")}
@@ -295,6 +336,7 @@ RUNS = {
     "options": options,
     "requantized": requantized,
     "registry": registry,
+    "uaq": uaq,
 }
 
 if __name__ == "__main__":

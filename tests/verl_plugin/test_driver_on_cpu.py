@@ -34,7 +34,7 @@ def test_a_changed_verl_is_told(monkeypatch, caplog):
         driver.install(verl.utils)
     (message,) = caplog.messages
     assert message.startswith(
-        "options of ACR and of the gate are checked only after Ray has started: cannot replace verl.utils.config:"
+        "options of ACR, UAQ and the gate are checked only after Ray has started: cannot replace verl.utils.config:"
     )
 
 

@@ -8,6 +8,7 @@ pytest.importorskip("verl")
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from verl_qerl.algos.uaq import scaled_parameters, unfold_
 from verl_qerl.cli.quantize import quantize_checkpoint
 from verl_qerl.formats import get_format
 from verl_qerl.formats.manifest import NAME as MANIFEST
@@ -59,6 +60,7 @@ def alone(models, fresh_process, tmp_path_factory):
         "log-probs",
         "sharded",
         "requantized",
+        "uaq",
     )
     return torch.load(out / "0.pt")
 
@@ -68,7 +70,7 @@ def ranks(models, fresh_process, tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     sharded = ["sharded", "sharded tied", "sharded full", "sharded, then not", "log-probs", "log-probs tied"]
-    fresh_process(*torchrun, str(SCRIPT), str(models), str(out), "bf16", "tied", "lora", "requantized", *sharded)
+    fresh_process(*torchrun, str(SCRIPT), str(models), str(out), "bf16", "tied", "lora", "requantized", "uaq", *sharded)
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 
@@ -299,3 +301,40 @@ def test_without_an_adapter_what_is_sent_is_what_the_rollout_was_loaded_from(req
 def test_a_quantized_directory_is_not_trained_in_full(alone):
     expected = r"^CheckpointFormatError: .* is quantized already \(compressed-tensors\) and model\.lora_rank=0 trains"
     assert re.search(expected, alone["requantized"]["error"])
+
+
+def test_uaq_scales_once_and_keeps_the_function(alone, ranks):
+    for found in (alone["uaq"], *(rank["uaq"] for rank in ranks)):
+        assert torch.equal(*found["logits"])  # a power of two rounds nothing, not even in FSDP2's bf16
+        assert torch.equal(*found["tied"])
+        plain, scaled = found["sent"]  # what the rollout gets
+        roles = scaled_parameters(plain)
+        assert len(roles) == 14
+        for name, weight in plain.items():
+            factor = {"norm": 2.0, "linear": 0.5}.get(roles.get(name), 1.0)
+            assert torch.equal(scaled[name], weight * factor), name
+
+
+def test_uaq_trains_what_it_scaled_and_resumes_it(alone, ranks):
+    for found in (alone["uaq"], *(rank["uaq"] for rank in ranks)):
+        assert found["resumed"].keys() == found["saved"][1].keys()
+        for name, weight in found["resumed"].items():
+            assert torch.equal(weight, found["saved"][1][name]), f"{name} was scaled again"
+        # Adam's first step is lr on every weight: undone, it is twice that on a scaled linear, half on its norm.
+        for name, role in scaled_parameters(found["resumed"]).items():
+            plain, scaled = (found["saved"][i][name] - found["sent"][i][name] for i in range(2))
+            ratio = unfold_(role, scaled, 2.0).norm() / plain.norm()
+            assert ratio == pytest.approx({"linear": 2.0, "norm": 0.5}[role], rel=1e-2), name
+
+
+def test_uaq_of_another_scale_does_not_resume(alone, ranks):
+    for found in (alone["uaq"], *(rank["uaq"] for rank in ranks)):
+        other, none, scaled = found["refused"]
+        assert other.startswith(
+            "the weights of the checkpoint are scaled by uaq.scale=2, those of this run scaled by uaq.scale=1.5:"
+        )
+        assert none.startswith(
+            "the weights of the checkpoint are scaled by uaq.scale=2, those of this run not scaled by UAQ:"
+        )
+        assert "Set +uaq.enabled=true +uaq.scale=2, or train from an export of it." in none
+        assert "Leave out +uaq.*, or train" in scaled

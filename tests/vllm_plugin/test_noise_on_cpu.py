@@ -172,3 +172,28 @@ def test_a_target_that_is_not_there(targets, lost):
         ValueError, match=rf"^Norms has no norms named \['{lost}'\]\. Its norms are {kinds}\. .*\+aqn\.targets="
     ):
         build(targets=targets)
+
+
+@pytest.mark.parametrize(("mode", "unit"), [("additive", 1.5), ("multiplicative", 1.0)])
+def test_noise_keeps_its_size_beside_norms_that_uaq_scaled(mode, unit):
+    targets = ("input_layernorm", "q_norm")
+    plain, noise = build(mode=mode, targets=targets)
+    torch.manual_seed(0)
+    scaled = Norms()
+    for name, parameter in scaled.named_parameters():
+        parameter.data = plain.get_parameter(name).data.float().clone()
+        if "layernorm" in name:
+            parameter.data *= 1.5
+    other = NormNoise(scaled, AQNConfig(enabled=True, mode=mode, targets=targets), 1.5)
+    clean = weights(scaled)
+    noise.apply(1e-2, 3)
+    other.apply(1e-2, 3)
+    assert len(other.names) == 4
+    for name in other.names:
+        grown = 1.5 if name.endswith("input_layernorm") else 1.0
+        expected = plain.get_submodule(name).weight * grown
+        torch.testing.assert_close(scaled.get_submodule(name).weight, expected, rtol=1e-6, atol=1e-7)
+    first = "model.layers.0.input_layernorm"
+    z = draw_noise(0, 3, first, SIZE) * (1 if mode == "additive" else clean[f"{first}.weight"])
+    expected = clean[f"{first}.weight"] + unit * 1e-2 * z
+    torch.testing.assert_close(scaled.get_submodule(first).weight.data, expected, rtol=1e-6, atol=1e-7)

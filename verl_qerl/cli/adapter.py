@@ -26,7 +26,7 @@ class Adapter:
     """y = W x + scaling * B A x on each module.
 
     Attributes:
-        r: Rank.
+        r: Rank; 0 for a run of all weights, which has no factors.
         alpha: lora_alpha.
         use_rslora: Whether the scaling is alpha / sqrt(r) (arXiv 2312.03732) and not alpha / r.
         targets: What names exactly these modules, for PEFT's `target_modules`.
@@ -41,7 +41,9 @@ class Adapter:
 
     @property
     def scaling(self) -> float:
-        """What B A is multiplied by."""
+        """What B A is multiplied by; 0 without an adapter."""
+        if not self.r:
+            return 0.0
         return self.alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
     def delta(self, module: str, device: torch.device) -> torch.Tensor:
@@ -61,6 +63,8 @@ def read_adapter(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) 
         CheckpointFormatError: Tensors and configuration disagree, or the base has no place for a factor.
         ValueError: PEFT options that change what the adapter computes and are not known here.
     """
+    if not checkpoint.factors:
+        return Adapter(0, 0.0, False, (), {})
     options = checkpoint.record.adapter if checkpoint.record else checkpoint.lora_meta
     r, alpha = options.get("r"), options.get("lora_alpha")
     if not isinstance(r, int) or r < 1 or not isinstance(alpha, int | float) or alpha == 0:

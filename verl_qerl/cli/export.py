@@ -1,4 +1,4 @@
-"""`export`: a LoRA checkpoint of a verl run to an adapter or a model that vLLM, transformers and PEFT load.
+"""`export`: a LoRA checkpoint of a verl run, or one with UAQ, to what vLLM, transformers and PEFT load.
 
 The weights pass as a stream; what re-quantization costs is measured on the way.
 """
@@ -136,6 +136,11 @@ def export_checkpoint(
     trained = open_checkpoint(checkpoint)
     found = open_base(base, trained)
     adapter = read_adapter(trained, found.shapes)
+    if form == "peft" and not adapter.factors:
+        raise ValueError(
+            f"the checkpoint holds no adapter: {trained.folder} is of a run of all weights. Accepted with it are"
+            " merged-bf16, merged-nvfp4 and modelopt. Use --to merged-bf16."
+        )
     started = time.perf_counter()
     with new_directory(out) as folder:
         export = _Export(folder, form, found, adapter, trained, options, pick_device(options.device))
@@ -202,6 +207,7 @@ class _Export:
             "lora_alpha": self.adapter.alpha,
             "scaling": self.adapter.scaling,
             "changed_besides_the_adapter": self.merge.changed,
+            "uaq_scale": self.checkpoint.uaq["scale"] if self.checkpoint.uaq else None,
             "layers": layers,
         }
         if self.form in _LAYOUTS:

@@ -6,8 +6,9 @@ from typing import Any
 
 def summary(report: Mapping[str, Any]) -> str:
     """What was exported, and for a quantized form the cost by kind of linear."""
+    trained = f"adapter: r={report['r']}, scaling {report['scaling']:g}, " if report["r"] else "all weights: "
     lines = [
-        f"adapter: r={report['r']}, scaling {report['scaling']:g}, {len(report['layers'])} linears; base "
+        f"{trained}{len(report['layers'])} linears; base "
         f"{report['base_digest'] or 'not packed'}, "
         f"{'as the checkpoint names it' if report['base_digest_checked'] else 'which the checkpoint does not name'}"
     ]
@@ -15,6 +16,8 @@ def summary(report: Mapping[str, Any]) -> str:
         lines.append(
             f"{len(report['changed_besides_the_adapter'])} tensors besides the adapter come from the checkpoint"
         )
+    if report.get("uaq_scale"):
+        lines.append(f"the scaling of UAQ, {report['uaq_scale']:g}, is undone")
     if "scale" in report:
         lines += _costs(report)
     return "\n".join(lines)

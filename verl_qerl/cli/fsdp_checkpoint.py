@@ -1,5 +1,7 @@
 """A checkpoint of verl's FSDP2 engine: the shards of all ranks put together, and what lies beside them.
 
+Weights that UAQ scaled come out as they are without it: nothing that reads a Checkpoint sees the scaling.
+
 `verl.model_merger` writes a whole model and rounds adapters to bf16; LoRA-only checkpoints have no model to write.
 """
 
@@ -12,6 +14,8 @@ from typing import Any
 
 import torch
 
+from verl_qerl.algos.uaq import read_record as read_uaq_record
+from verl_qerl.algos.uaq import scaled_parameters, unfold_
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.modules.shards import join_shards, unfit
 from verl_qerl.nvfp4.record import BaseRecord, read_record
@@ -28,10 +32,11 @@ class Checkpoint:
     Attributes:
         folder: Of the shards.
         world_size: Ranks that wrote it.
-        factors: module -> (A [r, in], B [out, r]) as trained.
+        factors: module -> (A [r, in], B [out, r]) as trained; none in a run of all weights, which UAQ's are.
         others: name in the base model -> tensor, for a checkpoint that is not LoRA-only.
         record: What our engine says of base and adapter; None when another engine wrote it.
         lora_meta: verl's own lora_train_meta.json: r and lora_alpha.
+        uaq: `scale` and `base` of a run with UAQ, else None.
     """
 
     folder: Path
@@ -40,6 +45,7 @@ class Checkpoint:
     others: Mapping[str, torch.Tensor] = field(repr=False)
     record: BaseRecord | None
     lora_meta: Mapping[str, Any]
+    uaq: Mapping[str, Any] | None = None
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -62,8 +68,17 @@ def open_checkpoint(path: Path) -> Checkpoint:
             "The files of all ranks are needed. Copy those of the other nodes here."
         )
     factors, others = _sort(folder, join_shards(files))
+    uaq = read_uaq_record(folder)
+    if uaq:
+        for name, role in scaled_parameters(others).items():
+            others[name] = unfold_(role, others[name].clone(), uaq["scale"])
+    elif not factors:
+        raise CheckpointFormatError(
+            f"the checkpoint holds no adapter: {folder}. One of a run with model.lora_rank > 0, or with UAQ, is "
+            "accepted. For another run of all weights, use `python -m verl.model_merger merge --backend fsdp`."
+        )
     meta = _read_json(folder / "lora_train_meta.json") if (folder / "lora_train_meta.json").is_file() else {}
-    return Checkpoint(folder, world_size, factors, others, read_record(folder), meta)
+    return Checkpoint(folder, world_size, factors, others, read_record(folder), meta, uaq)
 
 
 def _folder(path: Path) -> Path:
@@ -109,11 +124,6 @@ def _sort(
             raise unfit(folder, f"{name!r} is no lora_A or lora_B of a linear")
         else:
             others[plain.replace(".base_layer.", ".")] = tensor
-    if not found:
-        raise CheckpointFormatError(
-            f"the checkpoint holds no adapter: {folder}. One of a run with model.lora_rank > 0 is accepted. "
-            "For a run of all weights, use `python -m verl.model_merger merge --backend fsdp`."
-        )
     for module, parts in found.items():
         if len(parts) != 2:
             raise unfit(folder, f"{module!r} has lora_{next(iter(parts))} alone")

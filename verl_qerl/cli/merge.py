@@ -95,12 +95,13 @@ def open_base(path: str | Path | None, checkpoint: Checkpoint) -> Base:
         ValueError: No base is named, or it cannot be read.
     """
     record = checkpoint.record
-    if path is None and record is None:
+    named = record.base if record else (checkpoint.uaq or {}).get("base")
+    if path is None and named is None:
         raise ValueError(
             f"the checkpoint does not name its base: checkpoint={checkpoint.folder}. One that verl_qerl's engine wrote "
             "does. Give the model.path of the run with --base."
         )
-    name = str(path or record.base)  # type: ignore[union-attr]
+    name = str(path or named)
     source = open_source(name)
     if source.layout == "bf16":
         linears = linear_modules(source, record.ignore if record else None)
@@ -195,14 +196,26 @@ class Merge:
         trained = trained.to(tensor.device)
         if not torch.equal(trained, tensor.to(trained.dtype)):
             self.changed.append(name)
+            module = name.removesuffix(".weight")
+            if module in self.base.linears:
+                self.relative_update[module] = float((trained - tensor).norm() / trained.norm())
         return trained
 
     def _check_others(self) -> None:
         tied = bool(self.base.source.config.get("tie_word_embeddings", False))
+        if not self.adapter.factors:
+            lacking = sorted(self.base.specs.keys() - self.others.keys() - ({"lm_head.weight"} if tied else set()))
+            if lacking:
+                raise CheckpointFormatError(
+                    f"the checkpoint does not fit the base: it lacks {lacking[0]!r} ({len(lacking)} tensors). All of"
+                    " the base's are needed without an adapter. Name the right base with --base."
+                )
         for name, tensor in self.others.items():
             spec = self.base.specs.get(name)
             if spec is None and tied and name == "lm_head.weight":
-                continue  # the embedding once more
+                embedding = self.others.get("model.embed_tokens.weight", tensor)
+                if torch.equal(tensor, embedding):
+                    continue  # the embedding once more
             if spec is None or spec.shape != tuple(tensor.shape):
                 raise CheckpointFormatError(
                     f"the checkpoint does not fit the base: it holds {name!r} of {tuple(tensor.shape)}, the base "

@@ -37,11 +37,11 @@ def _register() -> None:
 
 
 def asks_for_qerl(arguments: list[str]) -> bool:
-    """Whether a command line sets `aqn.*`, `acr.*` or `qerl.*`, or selects one of our rollouts or our policy loss."""
+    """Whether a command line sets one of our nodes, or selects one of our rollouts or our policy loss."""
     plain = [argument.lstrip("+") for argument in arguments]
     nodes = {argument.partition("=")[0].partition(".")[0] for argument in plain}
     acr = "actor_rollout_ref.actor.policy_loss.loss_mode=acr"
-    return bool(nodes & {"aqn", "acr", "qerl"}) or acr in plain or bool(_ROLLOUTS & set(arguments))
+    return bool(nodes & {"aqn", "acr", "uaq", "qerl"}) or acr in plain or bool(_ROLLOUTS & set(arguments))
 
 
 try:

@@ -102,7 +102,18 @@ class BaseOptions:
 
 
 @dataclass
-class QerlFSDPEngineConfig(FSDPEngineConfig):
+class ScaledFSDPEngineConfig(FSDPEngineConfig):
+    """FSDPEngineConfig with the scale of UAQ, which the trainer sets.
+
+    Attributes:
+        uaq_scale: s by which the engine scales what it loads; None leaves the weights as model.path has them.
+    """
+
+    uaq_scale: float | None = None
+
+
+@dataclass
+class QerlFSDPEngineConfig(ScaledFSDPEngineConfig):
     """FSDPEngineConfig with `qerl`; the engine packs the base, or quantizes what it sends, when it is given one.
 
     `model_dtype` null is bf16 for what is frozen, and fp32 where all weights train: bf16 swallows small updates.

@@ -11,11 +11,11 @@ logger = logging.getLogger(__name__)
 
 
 def install(module: ModuleType) -> None:
-    """Have verl ask the policy loss and the gate.
+    """Have verl ask the policy loss, the gate and UAQ.
 
     Where verl is not as expected, our trainer refuses the same, after Ray started.
     """
     try:
         upstream.install(CONFIG_CHECK)
     except UpstreamDriftError as error:
-        logger.warning("options of ACR and of the gate are checked only after Ray has started: %s", error)
+        logger.warning("options of ACR, UAQ and the gate are checked only after Ray has started: %s", error)

@@ -24,6 +24,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_qerl import upstream
+from verl_qerl.algos.uaq import write_record
 from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.modules.convert import packed_linears
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
@@ -40,6 +41,7 @@ from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
 from verl_qerl.verl_plugin.requantize import check_unquantized, quantized_for_rollout
 from verl_qerl.verl_plugin.resume import check_checkpoint, for_these_ranks, saved_files
 from verl_qerl.verl_plugin.shims import LOG_PROBS
+from verl_qerl.verl_plugin.uaq_engine import check_scale, fold_model
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +71,10 @@ class QerlFSDPEngine(_Stock):
     def _requantized(self) -> BaseOptions | None:
         options = getattr(self.engine_config, "qerl", None)
         return None if options is None or options.has_adapter else options
+
+    @property
+    def _uaq_scale(self) -> float | None:
+        return getattr(self.engine_config, "uaq_scale", None)
 
     def _build_module(self) -> nn.Module:
         if self._requantized is not None:
@@ -118,6 +124,10 @@ class QerlFSDPEngine(_Stock):
         return module
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
+        if self._uaq_scale is not None:
+            count = fold_model(module, self._uaq_scale)
+            if self.rank == 0:
+                logger.warning("UAQ: %d weights scaled by %g", count, self._uaq_scale)
         module = super()._build_fsdp_module(module)
         if self._base is not None:
             digests = {}
@@ -161,10 +171,12 @@ class QerlFSDPEngine(_Stock):
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """As verl's; at the end rank 0 writes which base the shards belong to, which also marks them as whole."""
+        folder = Path(local_path)
+        if self.rank == 0:
+            write_record(folder, self._uaq_scale, self.model_config.path)
         if self._base is None:
             super().save_checkpoint(local_path, *args, **kwargs)
             return
-        folder = Path(local_path)
         if self.rank == 0:
             remove_record(folder)  # verl's barrier comes before the first file is replaced
         super().save_checkpoint(local_path, *args, **kwargs)
@@ -176,8 +188,10 @@ class QerlFSDPEngine(_Stock):
         """As verl's, of a checkpoint that is whole and of this base and adapter; LoRA-only: of any number of ranks.
 
         Raises:
-            CheckpointFormatError: It is not; the model is as it was, on every rank.
+            CheckpointFormatError: It is not; the model is as it was, on every rank. Also where UAQ scaled the weights
+                of one of the two.
         """
+        check_scale(Path(local_path), self._uaq_scale)
         if self._base is None:
             super().load_checkpoint(local_path, *args, **kwargs)
             return

@@ -20,6 +20,7 @@ from verl_qerl.verl_plugin.config import aqn_options
 from verl_qerl.verl_plugin.mismatch import MismatchMixin
 from verl_qerl.verl_plugin.policy_loss import PolicyLossMixin
 from verl_qerl.verl_plugin.requantize import SyncMetricsMixin
+from verl_qerl.verl_plugin.uaq import UAQMixin
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,8 @@ def install(module: ModuleType) -> None:
     registry = module.trainer_base.TRAINER_REGISTRY
     for mode, trainer in list(registry.items()):
         if not issubclass(trainer, NoiseMixin):
-            bases = (NoiseMixin, CheckpointMixin, PolicyLossMixin, MismatchMixin, SyncMetricsMixin, trainer)
+            ours = (NoiseMixin, CheckpointMixin, PolicyLossMixin, MismatchMixin, UAQMixin, SyncMetricsMixin)
+            bases = (*ours, trainer)
             registry[mode] = type(f"Qerl{trainer.__name__}", bases, {"__doc__": trainer.__doc__})
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from verl_qerl.algos.aqn import AQNConfig, draw_noise, noisy_weight
+from verl_qerl.algos.uaq import norm_scale
 
 
 class NormNoise:
@@ -21,16 +22,20 @@ class NormNoise:
     Args:
         model: The vLLM model; weights of the targets become float32.
         config: Targets, mode and seed.
+        uaq_scale: s of UAQ. Additive noise on the norms that UAQ multiplies is multiplied too, so that sigma keeps its
+            meaning: (s w + s Z) with the linears divided by s is the model with w + Z.
 
     Raises:
         ValueError: A target names no norm of this model.
     """
 
-    def __init__(self, model: torch.nn.Module, config: AQNConfig) -> None:
+    def __init__(self, model: torch.nn.Module, config: AQNConfig, uaq_scale: float = 1.0) -> None:
         self._config = config
         self._norms = _find(model, config.targets)
         for norm in self._norms.values():
             norm.weight.data = norm.weight.data.float()
+        additive = config.mode == "additive"
+        self._units = {name: norm_scale(name, uaq_scale) if additive else 1.0 for name in self._norms}
         self._sigma, self._step = 0.0, 0
         self.recapture()
 
@@ -55,7 +60,7 @@ class NormNoise:
         for name, norm in self._norms.items():
             clean = self._clean[name]
             noise = draw_noise(self._config.seed, step, name, clean.numel()).to(clean.device) if sigma else clean
-            norm.weight.data.copy_(noisy_weight(clean, noise, sigma, self._config.mode))
+            norm.weight.data.copy_(noisy_weight(clean, noise, sigma * self._units[name], self._config.mode))
         return len(self._norms)
 
 

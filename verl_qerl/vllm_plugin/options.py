@@ -23,6 +23,7 @@ class RolloutOptions:
             kernel is slower; without it those are decoded when they are used.
         keep_base_resident: A sleeping engine gives up its KV cache alone. Otherwise vLLM copies its weights to the host
             whenever it falls asleep, and back when it wakes.
+        uaq_scale: s of UAQ, by which the actor's norms are larger than those that the noise is meant for.
     """
 
     aqn: AQNConfig
@@ -30,6 +31,7 @@ class RolloutOptions:
     lora: str = "single"
     resident: bool = False
     keep_base_resident: bool = False
+    uaq_scale: float = 1.0
 
     def __post_init__(self) -> None:
         """Check the values.

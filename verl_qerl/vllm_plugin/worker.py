@@ -78,7 +78,7 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
         if lora_config is not None:
             use_single_adapter(model, lora_config)
         if options.aqn.enabled:
-            worker._qerl_noise = NormNoise(model, options.aqn)
+            worker._qerl_noise = NormNoise(model, options.aqn, options.uaq_scale)
 
     worker.load_model = load_then_prepare
 
