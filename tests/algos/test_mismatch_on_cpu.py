@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from verl_qerl.algos.mismatch import GateConfig, rollout_mismatch
+from verl_qerl.algos.mismatch import MismatchConfig, rollout_mismatch
 
 NAN, INF = math.nan, math.inf
 
@@ -95,14 +95,18 @@ def test_shapes_that_would_broadcast_are_refused(name):
 @pytest.mark.parametrize("value", [0, -0.1, NAN, INF, True, "0.1", [1]], ids=str)
 def test_a_limit_out_of_range_is_refused(value):
     with pytest.raises(ValueError, match=r"^qerl\.max_initial_kl=.* is out of range\. Accepted is a number above 0"):
-        GateConfig(max_initial_kl=value)
+        MismatchConfig(max_initial_kl=value)
 
 
 def test_options():
-    assert GateConfig.from_mapping(None) == GateConfig.from_mapping({}) == GateConfig() == GateConfig(0.05)
-    assert GateConfig.from_mapping({"max_initial_kl": 2}) == GateConfig(2)
-    assert GateConfig.from_mapping({"max_initial_kl": None}).max_initial_kl is None
-    with pytest.raises(ValueError, match=r"^unknown option qerl\.max_kl=3\. Known options are max_initial_kl\. Check"):
-        GateConfig.from_mapping({"max_kl": 3})
+    assert (
+        MismatchConfig.from_mapping(None) == MismatchConfig.from_mapping({}) == MismatchConfig() == MismatchConfig(0.05)
+    )
+    assert MismatchConfig.from_mapping({"max_initial_kl": 2}) == MismatchConfig(2)
+    assert MismatchConfig.from_mapping({"max_initial_kl": None}).max_initial_kl is None
+    with pytest.raises(
+        ValueError, match=r"^unknown option qerl\.max_kl=3\. Known options are max_initial_kl, mismatch_sample\. Check"
+    ):
+        MismatchConfig.from_mapping({"max_kl": 3})
     with pytest.raises(ValueError, match=r"^qerl=0\.1 is no group of options"):
-        GateConfig.from_mapping(0.1)
+        MismatchConfig.from_mapping(0.1)

@@ -18,7 +18,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 from verl.utils.config import validate_config
 
-from verl_qerl.algos.mismatch import GateConfig
+from verl_qerl.algos.mismatch import MismatchConfig
 from verl_qerl.verl_plugin import mismatch
 from verl_qerl.verl_plugin.mismatch import MismatchMixin, gate_options
 
@@ -171,9 +171,9 @@ def test_where_it_cannot_look_it_says_so_once(step, caplog, obstacle):
 
 @pytest.mark.parametrize("overrides", [(), NVFP4, AQN], ids=["stock", "nvfp4", "aqn"])
 def test_options_compose_from_the_command_line(overrides):
-    assert gate_options(composed(*overrides)) == (GateConfig() if overrides else None)
-    assert gate_options(composed(GATE, *overrides)) == GateConfig(0.1)
-    assert gate_options(composed("+qerl.max_initial_kl=null", NO_LOG_PROBS, *overrides)) == GateConfig(None)
+    assert gate_options(composed(*overrides)) == (MismatchConfig() if overrides else None)
+    assert gate_options(composed(GATE, *overrides)) == MismatchConfig(0.1)
+    assert gate_options(composed("+qerl.max_initial_kl=null", NO_LOG_PROBS, *overrides)) == MismatchConfig(None)
     assert gate_options(OmegaConf.create({})) is None
 
 
@@ -185,7 +185,7 @@ BAD = {
     ): r"bypass_mode=True \(accepted is False\) does not go together with qerl\.max_initial_kl=0\.1, which",
     (GATE, "trainer.use_v1=False"): r"^trainer\.use_v1=False \(accepted is True\) does not go together",
     ("+qerl.max_initial_kl=0",): r"^qerl\.max_initial_kl=0 is out of range\. Accepted is a number above 0, or null",
-    ("+qerl.max_kl=1",): r"^unknown option qerl\.max_kl=1\. Known options are max_initial_kl\.",
+    ("+qerl.max_kl=1",): r"^unknown option qerl\.max_kl=1\. Known options are max_initial_kl, mismatch_sample\.",
     ("+qerl=1",): r"^qerl=1 is no group of options\.",
 }
 

@@ -1,4 +1,4 @@
-"""How far the rollout is from the actor, from the tokens that the rollout sampled.
+"""How far the rollout is from the actor, from the tokens that the rollout sampled; `mismatch_parts` takes it apart.
 
 Per token, with d = log pi_actor - log pi_rollout, the estimator k3 of Schulman, "Approximating KL divergence" (2020),
 
@@ -18,8 +18,8 @@ from verl_qerl.algos.options import read_options
 
 
 @dataclass(frozen=True)
-class GateConfig:
-    """Options of the gate at the first step.
+class MismatchConfig:
+    """Options of the comparison: the gate at the first step, and the parts of the difference.
 
     Attributes:
         max_initial_kl: KL(rollout || actor) > 0 in nats per token, above which the run is stopped; None never stops it.
@@ -29,9 +29,11 @@ class GateConfig:
             a factor of 2 or 1/2 on one kind of linears, 0.02 with 1.1 on all. The default lies far above the sound
             ones, since no larger model was measured, and below wrong bits: it stops garbage, not small errors, and
             nothing on an untrained model, whose tokens are all about as likely.
+        mismatch_sample: Sequences of each step whose difference is taken apart (`algos.mismatch_parts`); 0 for none.
     """
 
     max_initial_kl: float | None = 0.05
+    mismatch_sample: int = 0
 
     def __post_init__(self) -> None:
         """Refuse values out of range.
@@ -46,9 +48,14 @@ class GateConfig:
                 f"qerl.max_initial_kl={value!r} is out of range. Accepted is a number above 0, or null, which switches"
                 " the gate off. Correct the option."
             )
+        if type(self.mismatch_sample) is not int or self.mismatch_sample < 0:
+            raise ValueError(
+                f"qerl.mismatch_sample={self.mismatch_sample!r} is out of range. Accepted is a number of sequences, 0"
+                " for none. Correct the option."
+            )
 
     @classmethod
-    def from_mapping(cls, options: Any) -> "GateConfig":
+    def from_mapping(cls, options: Any) -> "MismatchConfig":
         """From the `qerl` node of a configuration; None gives the defaults.
 
         Raises:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_qerl.algos.mismatch import GateConfig, Mismatch, rollout_mismatch
+from verl_qerl.algos.mismatch import Mismatch, MismatchConfig, rollout_mismatch
 from verl_qerl.verl_plugin.config import aqn_options
 from verl_qerl.verl_plugin.nodes import plain
 
@@ -23,9 +23,17 @@ _NEEDS = (
     ("algorithm.rollout_correction.bypass_mode", False, False),  # takes the rollout's log-probs for the actor's
     ("trainer.use_v1", True, True),  # verl's first trainer has no gate
 )
+# The same for `mismatch_sample`: the rollout engine scores given tokens at temperature 1 and over the whole vocabulary.
+_PARTS_NEED = (
+    ("actor_rollout_ref.rollout.name", "vllm", ("vllm",)),
+    ("actor_rollout_ref.rollout.temperature", 1.0, (1.0,)),
+    ("actor_rollout_ref.rollout.top_p", 1.0, (1.0,)),
+    ("actor_rollout_ref.rollout.top_k", -1, (-1, 0)),
+    ("trainer.v1.trainer_mode", "sync", ("sync", "colocate_async")),
+)
 
 
-def gate_options(config: DictConfig) -> GateConfig | None:
+def gate_options(config: DictConfig) -> MismatchConfig | None:
     """Options of a run; None where it neither sets them nor has a rollout of ours.
 
     Args:
@@ -35,13 +43,14 @@ def gate_options(config: DictConfig) -> GateConfig | None:
         ValueError: An option is unknown, out of range, or set where the log-probs cannot be compared.
     """
     options = plain(OmegaConf.select(config, NODE))
-    gate = GateConfig.from_mapping(options)
+    gate = MismatchConfig.from_mapping(options)
     obstacle = obstacle_of(config)
     if obstacle and (options or {}).get("max_initial_kl") is not None:
-        raise ValueError(
-            f"{obstacle} does not go together with qerl.max_initial_kl={gate.max_initial_kl}, which compares the"
-            " log-probs of the rollout with those of the actor. Leave out one of the two."
-        )
+        raise _unfit(obstacle, f"max_initial_kl={gate.max_initial_kl}")
+    if gate.mismatch_sample:
+        obstacle = obstacle or _obstacle_of_parts(config)
+        if obstacle:
+            raise _unfit(obstacle, f"mismatch_sample={gate.mismatch_sample}")
     has_base = OmegaConf.select(config, "actor_rollout_ref.rollout.custom.qerl.base") is not None
     return gate if options is not None or has_base or aqn_options(config).enabled else None
 
@@ -53,6 +62,21 @@ def obstacle_of(config: DictConfig) -> str | None:
         if found != accepted:
             return f"{name}={found} (accepted is {accepted})"
     return None
+
+
+def _obstacle_of_parts(config: DictConfig) -> str | None:
+    for name, default, accepted in _PARTS_NEED:
+        found = OmegaConf.select(config, name, default=default)
+        if found not in accepted:
+            return f"{name}={found} (accepted is {' or '.join(map(str, accepted))})"
+    return None
+
+
+def _unfit(obstacle: str, option: str) -> ValueError:
+    return ValueError(
+        f"{obstacle} does not go together with qerl.{option}, which compares the log-probs of the rollout with those of"
+        " the actor. Leave out one of the two."
+    )
 
 
 if TYPE_CHECKING:

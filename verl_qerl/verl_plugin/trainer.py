@@ -18,6 +18,7 @@ from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
 from verl_qerl.verl_plugin.checkpoints import CheckpointMixin
 from verl_qerl.verl_plugin.config import aqn_options
 from verl_qerl.verl_plugin.mismatch import MismatchMixin
+from verl_qerl.verl_plugin.mismatch_parts import MismatchPartsMixin
 from verl_qerl.verl_plugin.policy_loss import PolicyLossMixin
 from verl_qerl.verl_plugin.requantize import SyncMetricsMixin
 from verl_qerl.verl_plugin.uaq import UAQMixin
@@ -34,7 +35,8 @@ def install(module: ModuleType) -> None:
     registry = module.trainer_base.TRAINER_REGISTRY
     for mode, trainer in list(registry.items()):
         if not issubclass(trainer, NoiseMixin):
-            ours = (NoiseMixin, CheckpointMixin, PolicyLossMixin, MismatchMixin, UAQMixin, SyncMetricsMixin)
+            ours = (MismatchPartsMixin, NoiseMixin, CheckpointMixin, PolicyLossMixin, MismatchMixin)
+            ours += (UAQMixin, SyncMetricsMixin)
             bases = (*ours, trainer)
             registry[mode] = type(f"Qerl{trainer.__name__}", bases, {"__doc__": trainer.__doc__})
 

@@ -1,0 +1,240 @@
+"""The parts inside verl's own steps from sampling to `old_log_probs`, with servers that score by a table.
+
+tests/e2e has them with vLLM, tests/algos the arithmetic.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("verl")
+pytest.importorskip("transfer_queue")
+
+import ray
+import torch
+import transfer_queue
+from hydra import compose, initialize_config_module
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
+from verl.utils.config import validate_config
+
+from verl_qerl.verl_plugin.mismatch import gate_options
+from verl_qerl.verl_plugin.mismatch_parts import MismatchPartsMixin, answer_log_probs
+
+PARTS, NO_GATE = "+qerl.mismatch_sample=3", "+qerl.max_initial_kl=null"
+AQN = ("+aqn.enabled=true", "+aqn.num_stages=2", "+aqn.sigma_start=0.1", "+aqn.sigma_end=0.1")
+RUN = (
+    "actor_rollout_ref.model.path=model",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.max_model_len=8",
+)
+SEQUENCES = {f"{uid}_0_0": ([5, 6][: 1 + uid % 2], [7, 8 + uid, 9, 11 + uid]) for uid in range(6)}
+
+
+def composed(*overrides):
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=[*RUN, *overrides])
+
+
+def log_prob(tokens):
+    """Of the last of the tokens, by the model that everyone means to have."""
+    return -1.0 - (sum(tokens) * 37 % 11) / 7
+
+
+class Server:
+    """Scores by `log_prob`; `weights` moves it, and so does the noise that it holds."""
+
+    def __init__(self, weights=0.0):
+        self.weights, self.sigma, self.version, self.calls = weights, None, 4, []
+        self.generate = SimpleNamespace(remote=self._generate)
+        self.collective_rpc = SimpleNamespace(remote=self._rpc)
+        self.clear_kv_cache = SimpleNamespace(remote=lambda: self.calls.append("clear"))
+
+    def score(self, tokens):
+        return log_prob(tokens) + self.weights + (self.sigma or 0.0)
+
+    def _generate(self, prompt_ids, sampling_params, request_id):
+        assert (sampling_params["temperature"], sampling_params["max_tokens"]) == (1.0, 1)
+        assert len(prompt_ids) < 8, "no room for a token"
+        self.calls.append((self.sigma, len(prompt_ids)))
+        scores = [[self.score(prompt_ids[: at + 1])] for at in range(1, len(prompt_ids))]
+        fields = {"prompt_logprobs": [*scores, [0.0]], "prompt_ids": [[token] for token in prompt_ids[1:]] + [[0]]}
+        return SimpleNamespace(extra_fields={"global_steps": self.version, **fields})
+
+    def _rpc(self, method, kwargs):
+        self.sigma = kwargs["sigma"]
+        self.calls.append(kwargs)
+        return [4]
+
+
+@pytest.fixture
+def step(monkeypatch):
+    """Runs a trainer of verl's registry from its replay buffer to `old_log_probs`; returns metrics and servers."""
+    monkeypatch.setattr(ray, "get", lambda found: found)
+
+    def init(self, config):
+        self.config, self.timing_raw = config, {}
+        self.replay_buffer = self._build_replay_buffer()
+
+    monkeypatch.setattr(trainer_base.PPOTrainer, "__init__", init)
+
+    def run(*overrides, sampled=0.0, actor=0.0, versions=(4,) * 6, servers=None, sequences=SEQUENCES):
+        """`sampled` and `actor`: by how much those differ from `log_prob`."""
+        keys = list(sequences)
+        tags = [{"min_global_steps": version} for version in versions]
+        batch = KVBatchMeta(partition_id="train", keys=keys, tags=tags)
+        buffer = SimpleNamespace(sample=lambda **kwargs: (batch, {}))
+        monkeypatch.setattr(trainer_base.PPOTrainer, "_build_replay_buffer", lambda self: buffer)
+        trainer = get_trainer_cls("sync")(composed(*overrides))
+        assert isinstance(trainer, MismatchPartsMixin)
+        servers = servers or [Server(), Server()]
+        replicas = [SimpleNamespace(servers=[server]) for server in servers]
+        trainer.llm_server_manager = SimpleNamespace(get_replicas=lambda: replicas)
+        trainer.checkpoint_manager = SimpleNamespace(sleep_replicas=lambda: [s.calls.append("sleep") for s in servers])
+        trainer.curr_step_profile = False
+        trainer.global_steps, trainer.total_training_steps = 5, 6  # of the stage with noise
+        trainer.actor_rollout_wg = SimpleNamespace(compute_log_prob=lambda batch: batch)
+        store = {}
+
+        def rows(key, move):
+            prompt, response = sequences[key]
+            whole = prompt + response
+            return [log_prob(whole[: at + 1]) + move for at in range(len(prompt), len(whole))]
+
+        for key, (prompt, response) in sequences.items():
+            store[key] = {
+                "prompts": torch.tensor(prompt),
+                "responses": torch.tensor(response),
+                "response_mask": torch.tensor([1, 1, 0, 1][: len(response)]),
+                "rollout_log_probs": torch.tensor(rows(key, sampled)),
+                "log_probs": torch.tensor([*rows(key, actor), 9.0]),  # one ahead, as the engine returns them
+                "entropy": torch.tensor([*rows(key, actor), 9.0]),
+            }
+
+        def get(keys, partition_id, select_fields):
+            nested = {
+                name: torch.nested.as_nested_tensor([store[key][name] for key in keys], layout=torch.jagged)
+                for name in select_fields
+            }
+            return TensorDict(nested, batch_size=len(keys))
+
+        def put(keys, partition_id, fields):
+            for name, values in fields.items():
+                for key, value in zip(keys, values.unbind(), strict=True):
+                    store[key][name] = value
+            return batch
+
+        monkeypatch.setattr(trainer_base, "tq", SimpleNamespace(kv_batch_get=get, kv_batch_put=put))
+        monkeypatch.setattr(transfer_queue, "kv_batch_get", get)
+        for server in servers:
+            server.sigma = 0.1 if "+aqn.enabled=true" in overrides else None
+        metrics = {}
+        found, _ = trainer.replay_buffer.sample(global_steps=5, partition_id="train", batch_size=6)
+        trainer.on_sample_end()
+        trainer._compute_old_log_prob(found, metrics=metrics)
+        return {name: value for name, value in metrics.items() if name.startswith("qerl/mismatch_")}, servers
+
+    return run
+
+
+def parts(**values):
+    """Metrics of those parts alone, nine tokens counted (three sequences of three)."""
+    whole = sum(values.values())
+    named = {f"qerl/mismatch_{name}": abs(value) for name, value in values.items()}
+    named |= {f"qerl/mismatch_{name}_share": value / whole for name, value in values.items()}
+    return pytest.approx(named | {"qerl/mismatch_num_tokens": 9}, abs=1e-5)
+
+
+def test_noise_shows_in_its_part_alone(step):
+    metrics, servers = step(PARTS, *AQN, sampled=0.1)
+    assert metrics == parts(noise=0.1, kernel=0.0)
+    # Scored with the noise of the step, then without, and given it back before the engine sleeps.
+    kinds = [
+        call if isinstance(call, str) else call.get("sigma") if isinstance(call, dict) else "score"
+        for call in servers[0].calls
+    ]
+    assert kinds == ["score", "score", 0.0, "clear", "score", "score", 0.1, "clear", "sleep"]
+    assert servers[0].calls[6] == {"sigma": 0.1, "step": 5}
+    assert [call for call in servers[1].calls if isinstance(call, tuple)] == [(0.1, 5), (0.0, 5)]  # one of three
+
+
+def test_other_weights_of_the_rollout_show_as_kernel(step):
+    wrong = [Server(0.2)]
+    assert step(PARTS, sampled=0.2, servers=wrong)[0] == parts(kernel=0.2)
+    assert step(PARTS, *AQN, sampled=0.3, servers=wrong)[0] == parts(kernel=0.2, noise=0.1)
+
+
+def test_an_actor_that_differs_shows_as_kernel(step):
+    assert step(PARTS, NO_GATE, actor=0.4)[0] == parts(kernel=0.4)
+
+
+def test_answers_of_older_weights_show_as_staleness(step):
+    # Every second sequence is taken: 0, 2, 4.
+    metrics, _ = step(PARTS, sampled=0.3, versions=(3, 4, 3, 4, 2, 4))
+    assert metrics == parts(staleness=0.3, kernel=0.0)
+    # The same difference without another version is arithmetic.
+    assert step(PARTS, sampled=0.3)[0] == parts(kernel=0.3)
+    assert step(PARTS, sampled=0.3, versions=(None,) * 6)[0] == parts(kernel=0.3)
+
+
+def test_without_noise_each_sequence_is_scored_once(step):
+    metrics, servers = step(PARTS, servers=[Server()])
+    assert servers[0].calls == [(None, 5)] * 3 + ["sleep"]
+    assert metrics["qerl/mismatch_kernel"] == pytest.approx(0, abs=1e-6)
+    assert "qerl/mismatch_noise" not in metrics
+
+
+def test_an_answer_that_fills_the_context_is_scored_but_for_its_end(step):
+    long = {f"{uid}_0_0": ([5, 6, 7, 8], [1, 2, 3, 4]) for uid in range(2)}
+    metrics, servers = step(PARTS, NO_GATE, sampled=-0.5, sequences=long, versions=(4, 4), servers=[Server()])
+    assert [call[1] for call in servers[0].calls[:-1]] == [7, 7]
+    assert metrics["qerl/mismatch_num_tokens"] == 2 * 2  # the third does not count, the fourth has no score
+    assert metrics["qerl/mismatch_kernel"] == pytest.approx(0.5, abs=1e-5)
+
+
+@pytest.mark.parametrize("overrides", [(), AQN, ("+qerl.mismatch_sample=0",)], ids=["stock", "aqn", "zero"])
+def test_off_it_asks_nothing(step, overrides):
+    metrics, servers = step(*overrides, sampled=0.01)
+    assert metrics == {}
+    assert servers[0].calls == ["sleep"]
+
+
+def test_what_the_server_returns_is_checked():
+    fields = {"prompt_ids": [[6], [7], [8], [0]], "prompt_logprobs": [[-1.0], [-2.0], [-3.0], [0.0]]}
+    assert answer_log_probs(fields, [5, 6], [7, 8]).tolist() == [-2.0, -3.0]
+    cut = answer_log_probs(fields, [5, 6], [7, 8, 9])
+    assert cut[:2].tolist() == [-2.0, -3.0]
+    assert cut[2].isnan()
+    for wrong in ({}, fields | {"prompt_ids": [[6], [9], [8], [0]]}):
+        with pytest.raises(RuntimeError, match="the rollout did not score the tokens it was given"):
+            answer_log_probs(wrong, [5, 6], [7, 8])
+
+
+BAD = {
+    (
+        "actor_rollout_ref.rollout.temperature=0.9",
+    ): r"^actor_rollout_ref\.rollout\.temperature=0\.9 \(accepted is 1\.0\)",
+    (
+        "actor_rollout_ref.rollout.top_p=0.9",
+    ): r"top_p=0\.9 \(accepted is 1\.0\) does not go together with qerl\.mismatch_s",
+    ("actor_rollout_ref.rollout.top_k=20",): r"top_k=20 \(accepted is -1 or 0\)",
+    ("actor_rollout_ref.rollout.name=sglang",): r"name=sglang \(accepted is vllm\)",
+    ("trainer.v1.trainer_mode=separate_async",): r"separate_async \(accepted is sync or colocate_async\)",
+    ("actor_rollout_ref.rollout.calculate_log_probs=False",): r"calculate_log_probs=False \(accepted is True\)",
+    ("algorithm.rollout_correction.bypass_mode=True",): r"bypass_mode=True \(accepted is False\)",
+    ("qerl.mismatch_sample=-1",): r"^qerl\.mismatch_sample=-1 is out of range\. Accepted is a number of sequences",
+    ("qerl.mismatch_sample=0.5",): r"^qerl\.mismatch_sample=0\.5 is out of range",
+}
+
+
+@pytest.mark.parametrize("overrides", BAD, ids=lambda overrides: overrides[0])
+def test_where_it_cannot_be_had_is_refused_on_the_driver(overrides):
+    config = composed(PARTS, *overrides)
+    with pytest.raises(ValueError, match=BAD[overrides]):
+        gate_options(config)
+    if "sglang" not in overrides[0]:
+        with pytest.raises(ValueError, match=BAD[overrides]):
+            validate_config(config=config, use_reference_policy=False, use_critic=False)

@@ -1,0 +1,156 @@
+"""`+qerl.mismatch_sample=N`: what the difference between actor and rollout log-probs is made of, each step.
+
+After a batch is sampled and before the rollout sleeps, N of its sequences go back to the rollout engine as prompts: it
+scores their tokens once with the noise of the step and once without, in one pass each. `algos.mismatch_parts` says how
+the parts follow. In `colocate_async` requests are in flight meanwhile: while the clean score is taken, a fraction of a
+second, they are sampled without noise; their log-probs are recorded as sampled.
+"""
+
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import ray
+import torch
+from omegaconf import DictConfig
+from verl.utils.debug import marked_timer
+
+from verl_qerl.algos.mismatch_parts import Scores, mismatch_parts
+from verl_qerl.verl_plugin.mismatch import gate_options
+
+if TYPE_CHECKING:
+    from verl_qerl.verl_plugin.trainer import NoiseMixin as _Noise
+else:
+    _Noise = object  # stands before it in the trainers
+
+
+class _Rescored(NamedTuple):
+    """Sequences of one batch, by key, and what the engine said of the tokens of their answers."""
+
+    keys: list[str]
+    clean: list[torch.Tensor]
+    noisy: list[torch.Tensor] | None
+    stale: torch.Tensor
+
+
+class MismatchPartsMixin(_Noise):
+    """Hooks of verl's PPOTrainer; does nothing unless `qerl.mismatch_sample` is above 0."""
+
+    def __init__(self, config: DictConfig) -> None:
+        options = gate_options(config)
+        self._num_rescored = options.mismatch_sample if options is not None else 0
+        self._sampled: Any = None
+        self._rescored: _Rescored | None = None
+        super().__init__(config)
+
+    def _build_replay_buffer(self) -> Any:
+        """As verl's; the trainer's hook after sampling is not told what was sampled, so the buffer keeps it."""
+        buffer = super()._build_replay_buffer()
+        if self._num_rescored:
+            sample = buffer.sample
+
+            def sample_and_keep(*args: Any, **kwargs: Any) -> tuple[Any, dict]:
+                batch, metrics = sample(*args, **kwargs)
+                self._sampled = batch
+                return batch, metrics
+
+            buffer.sample = sample_and_keep
+        return buffer
+
+    def on_sample_end(self) -> None:
+        """Score a part of the batch anew, while the rollout is awake."""
+        if self._num_rescored:
+            with marked_timer("mismatch_parts", self.timing_raw, color="red"):
+                self._rescored = self._rescore(self._sampled)
+        super().on_sample_end()
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
+        """As verl's; then the actor's log-probs are there too."""
+        batch = super()._compute_old_log_prob(batch, metrics)
+        rescored, self._rescored = self._rescored, None
+        if rescored is not None:
+            for name, value in _parts_of(batch.partition_id, rescored).items():
+                metrics[f"qerl/mismatch_{name}"] = value
+        return batch
+
+    def _rescore(self, batch: Any) -> _Rescored:
+        import transfer_queue as tq  # not on the driver, which asks for options only
+
+        places = range(0, len(batch.keys), max(1, len(batch.keys) // self._num_rescored))[: self._num_rescored]
+        keys = [batch.keys[at] for at in places]
+        fields = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["prompts", "responses"])
+        pairs = zip(fields["prompts"].unbind(0), fields["responses"].unbind(0), strict=True)
+        rows = [(prompt.tolist(), response.tolist()) for prompt, response in pairs]
+        noisy = None
+        if self._sigma(self.global_steps):
+            noisy, _ = self._score(rows)
+            self._switch_noise(0.0, 0)
+        clean, versions = self._score(rows)
+        if noisy is not None:
+            self._switch_noise(self._sigma(self.global_steps), self.global_steps)
+        began = [batch.tags[at].get("min_global_steps") for at in places]
+        stale = [begin is not None and begin != now for begin, now in zip(began, versions, strict=True)]
+        return _Rescored(keys, clean, noisy, torch.tensor(stale))
+
+    def _score(self, rows: Sequence[tuple[list[int], list[int]]]) -> tuple[list[torch.Tensor], list[int]]:
+        """Log-probs of the answers' tokens, and the version of the weights that gave them, by the rollout's servers."""
+        servers = self._servers()
+        limit = self.config.actor_rollout_ref.rollout.max_model_len
+        calls = []
+        for at, (prompt, response) in enumerate(rows):
+            # A prompt must leave room for one token.
+            tokens = (prompt + response)[: None if limit is None else limit - 1]
+            # No request of another kind reaches vLLM's prompt log-probs; the token that it samples is dropped.
+            params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "repetition_penalty": 1.0}
+            server = servers[at % len(servers)]
+            calls.append(server.generate.remote(prompt_ids=tokens, sampling_params=params, request_id=uuid.uuid4().hex))
+        outputs = ray.get(calls)
+        scores = [answer_log_probs(output.extra_fields, *row) for output, row in zip(outputs, rows, strict=True)]
+        return scores, [output.extra_fields.get("global_steps") for output in outputs]
+
+
+def answer_log_probs(fields: dict[str, Any], prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
+    """Log-probs of an answer's tokens from what verl's vLLM server returns for the whole as a prompt.
+
+    Args:
+        fields: `extra_fields`: at place j `prompt_ids` and `prompt_logprobs` of token j + 1; the last one is padding.
+        prompt: Token ids.
+        response: Token ids, cut where the engine had no more room.
+
+    Returns:
+        [len(response)] float32, NaN behind the cut.
+
+    Raises:
+        RuntimeError: The server returned nothing, or scored other tokens.
+    """
+    scored, tokens = fields.get("prompt_ids"), [*prompt, *response]
+    if not scored or [ids[0] for ids in scored[:-1]] != tokens[1 : len(scored)]:
+        raise RuntimeError(
+            f"the rollout did not score the tokens it was given: {len(scored or [])} answers for {len(tokens)} tokens."
+            " Accepted are prompts of text alone. Leave out +qerl.mismatch_sample."
+        )
+    found = torch.tensor([values[0] for values in fields["prompt_logprobs"][len(prompt) - 1 : -1]])
+    return torch.cat([found, torch.full((len(response) - len(found),), torch.nan)])
+
+
+def _parts_of(partition_id: str, rescored: _Rescored) -> dict[str, float]:
+    """Metric -> value."""
+    import transfer_queue as tq
+
+    fields = ["rollout_log_probs", "old_log_probs", "response_mask"]
+    data = tq.kv_batch_get(keys=rescored.keys, partition_id=partition_id, select_fields=fields).to_padded_tensor()
+    mask = data["response_mask"].bool()
+    clean, noisy = (_padded(rows, mask.shape[1]) for rows in (rescored.clean, rescored.noisy))
+    assert clean is not None
+    mask &= ~clean.isnan()  # behind the cut
+    scores = Scores(data["old_log_probs"], clean, data["rollout_log_probs"], noisy=noisy)
+    metrics: dict[str, float] = {"num_tokens": int(mask.sum())}
+    for name, part in mismatch_parts(scores, mask, rescored.stale).items():
+        metrics |= {name: part.abs_diff, f"{name}_share": part.share}
+    return metrics
+
+
+def _padded(rows: list[torch.Tensor] | None, width: int) -> torch.Tensor | None:
+    if rows is None:
+        return None
+    return torch.stack([torch.nn.functional.pad(row, (0, width - len(row)), value=torch.nan) for row in rows])
