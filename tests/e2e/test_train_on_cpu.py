@@ -165,11 +165,21 @@ def test_noise_and_uaq_on_a_bf16_rollout_of_all_weights_with_validation(workbenc
     options = ["+aqn.enabled=true", "+aqn.num_stages=2", "trainer.val_before_train=True", "trainer.test_freq=1"]
     options += ["actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.actor.optim.lr=1e-4"]
     options += ["+uaq.enabled=true", "actor_rollout_ref.actor.strategy=fsdp2", "trainer.save_freq=2"]
+    options += ["+qerl.mismatch_sample=4", "+aqn.sigma_start=1e-2", "+aqn.sigma_end=1e-2"]
     # Where C is 1, the rounding of the two policies suffices to widen the range of some tokens.
     run = workbench.train("noise_and_uaq", *options, ACR, "+acr.max_ratio=1").check()
     assert [step["aqn/num_norms"] for step in run.steps] == [NUM_NORMS, NUM_NORMS]
-    assert run.steps[1]["aqn/sigma"] == 5e-4
+    assert [step["aqn/sigma"] for step in run.steps] == [0.0, 1e-2]
+    quiet, noisy = run.steps
+    assert "qerl/mismatch_noise" not in quiet
+    assert quiet["qerl/mismatch_kernel_share"] == pytest.approx(1)
+    # Measured: kernel <!>, noise <!>.
+    assert noisy["qerl/mismatch_noise"] > noisy["qerl/mismatch_kernel"] > 0
+    assert noisy["qerl/mismatch_kernel"] == pytest.approx(quiet["qerl/mismatch_kernel"], rel=1)
+    assert noisy["qerl/mismatch_noise_share"] + noisy["qerl/mismatch_kernel_share"] == pytest.approx(1)
     for step in run.steps:
+        assert "qerl/mismatch_staleness" not in step
+        assert 4 <= step["qerl/mismatch_num_tokens"] <= 64
         assert 0 < step["actor/acr_widened_frac"] < 1
         assert step["actor/acr_upper_bound"] > 1.2
         assert step["actor/acr_ratio"] < 1

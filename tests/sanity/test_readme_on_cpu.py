@@ -8,7 +8,8 @@ import pytest
 
 from verl_qerl.algos.acr import ACRConfig
 from verl_qerl.algos.aqn import AQNConfig
-from verl_qerl.algos.mismatch import GateConfig
+from verl_qerl.algos.mismatch import MismatchConfig
+from verl_qerl.algos.uaq import UAQConfig
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -34,12 +35,20 @@ def test_every_option_of_acr_is_listed_with_its_default(field):
     assert rows()[f"+acr.{field.name}"].strip() == spelled(field.default)
 
 
-@pytest.mark.parametrize("field", fields(GateConfig), ids=lambda field: field.name)
+@pytest.mark.parametrize("field", fields(MismatchConfig), ids=lambda field: field.name)
 def test_every_option_of_the_gate_is_listed_with_its_default(field):
     assert rows()[f"+qerl.{field.name}"].strip() == spelled(field.default)
 
 
-@pytest.mark.parametrize(("node", "options"), [("+aqn.", AQNConfig), ("+acr.", ACRConfig), ("+qerl.", GateConfig)])
+@pytest.mark.parametrize("field", fields(UAQConfig), ids=lambda field: field.name)
+def test_every_option_of_uaq_is_listed_with_its_default(field):
+    assert rows()[f"+uaq.{field.name}"].strip() == spelled(field.default)
+
+
+NODES = [("+aqn.", AQNConfig), ("+acr.", ACRConfig), ("+qerl.", MismatchConfig), ("+uaq.", UAQConfig)]
+
+
+@pytest.mark.parametrize(("node", "options"), NODES, ids=[node for node, _ in NODES])
 def test_no_option_is_listed_that_is_gone(node, options):
     listed = {name.removeprefix(node) for name in rows() if name.startswith(node)}
     assert listed == {field.name for field in fields(options)}
