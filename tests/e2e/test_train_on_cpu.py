@@ -146,6 +146,7 @@ def test_an_int8_rollout_is_quantized_again_at_every_sync(workbench):
     options = ["+rollout=int8", "actor_rollout_ref.model.lora_rank=0", ACR, "trainer.total_training_steps=3"]
     options += ["+aqn.enabled=true", "+aqn.num_stages=3", "+aqn.sigma_start=2e-6", "+aqn.sigma_end=1e-6"]
     options += ["actor_rollout_ref.actor.optim.lr=1e-3", "trainer.test_freq=2"]
+    options += ["+uaq.enabled=true", "+qerl.mismatch_sample=3", "trainer.save_freq=3"]
     run = workbench.train("int8", *options).check()
     assert len(run.steps) == 3
     for step in run.steps:
@@ -158,24 +159,29 @@ def test_an_int8_rollout_is_quantized_again_at_every_sync(workbench):
         assert abs(step["actor/acr_ratio"] - 1) < 0.05
         # A rollout of the step before would be off by the update.
         assert 0 < step["qerl/rollout_kl_k3"] < 1e-3
+        # Weights in INT8 against INT8 weights with INT8 activations, as the rollout has them.
+        assert step["qerl/mismatch_quantization"] > 0
+        assert step["qerl/mismatch_kernel"] > 0
+        shares = [step.get(f"qerl/mismatch_{part}_share", 0) for part in ("quantization", "kernel", "noise")]
+        assert sum(shares) == pytest.approx(1)
     assert "packed base" not in run.log
+    assert "UAQ: 14 weights scaled by 1.5" in run.log
+    report = export(workbench.folder / "int8" / "checkpoints", workbench.folder / "unscaled", "merged-bf16")
+    assert (report["uaq_scale"], report["base"]) == (1.5, str(workbench.model))
+    assert len(report["changed_besides_the_adapter"]) > 20
 
 
-def test_noise_and_uaq_on_a_bf16_rollout_of_all_weights_with_validation(workbench):
+def test_noise_alone_on_a_bf16_rollout_with_validation(workbench):
     options = ["+aqn.enabled=true", "+aqn.num_stages=2", "trainer.val_before_train=True", "trainer.test_freq=1"]
-    options += ["actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.actor.optim.lr=1e-4"]
-    options += ["+uaq.enabled=true", "actor_rollout_ref.actor.strategy=fsdp2", "trainer.save_freq=2"]
     options += ["+qerl.mismatch_sample=4", "+aqn.sigma_start=1e-2", "+aqn.sigma_end=1e-2"]
     # Where C is 1, the rounding of the two policies suffices to widen the range of some tokens.
-    run = workbench.train("noise_and_uaq", *options, ACR, "+acr.max_ratio=1").check()
+    run = workbench.train("noise_alone", *options, ACR, "+acr.max_ratio=1").check()
     assert [step["aqn/num_norms"] for step in run.steps] == [NUM_NORMS, NUM_NORMS]
     assert [step["aqn/sigma"] for step in run.steps] == [0.0, 1e-2]
     quiet, noisy = run.steps
     assert "qerl/mismatch_noise" not in quiet
     assert quiet["qerl/mismatch_kernel_share"] == pytest.approx(1)
-    # Measured: kernel <!>, noise <!>.
     assert noisy["qerl/mismatch_noise"] > noisy["qerl/mismatch_kernel"] > 0
-    assert noisy["qerl/mismatch_kernel"] == pytest.approx(quiet["qerl/mismatch_kernel"], rel=1)
     assert noisy["qerl/mismatch_noise_share"] + noisy["qerl/mismatch_kernel_share"] == pytest.approx(1)
     for step in run.steps:
         assert "qerl/mismatch_staleness" not in step
@@ -185,10 +191,6 @@ def test_noise_and_uaq_on_a_bf16_rollout_of_all_weights_with_validation(workbenc
         assert step["actor/acr_ratio"] < 1
         assert 0 < step["qerl/rollout_log_prob_abs_diff"] < 0.1
     assert "packed base" not in run.log
-    assert "UAQ: 14 weights scaled by 1.5" in run.log
-    report = export(workbench.folder / "noise_and_uaq" / "checkpoints", workbench.folder / "unscaled", "merged-bf16")
-    assert (report["uaq_scale"], report["base"]) == (1.5, str(workbench.model))
-    assert len(report["changed_besides_the_adapter"]) > 20
 
 
 def test_a_stock_command_stays_stock(workbench):

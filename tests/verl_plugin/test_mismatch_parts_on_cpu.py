@@ -21,6 +21,7 @@ from verl.utils.config import validate_config
 
 from verl_qerl.verl_plugin.mismatch import gate_options
 from verl_qerl.verl_plugin.mismatch_parts import MismatchPartsMixin, answer_log_probs
+from verl_qerl.verl_plugin.requantize import ROUNDED
 
 PARTS, NO_GATE = "+qerl.mismatch_sample=3", "+qerl.max_initial_kl=null"
 AQN = ("+aqn.enabled=true", "+aqn.num_stages=2", "+aqn.sigma_start=0.1", "+aqn.sigma_end=0.1")
@@ -81,8 +82,8 @@ def step(monkeypatch):
 
     monkeypatch.setattr(trainer_base.PPOTrainer, "__init__", init)
 
-    def run(*overrides, sampled=0.0, actor=0.0, versions=(4,) * 6, servers=None, sequences=SEQUENCES):
-        """`sampled` and `actor`: by how much those differ from `log_prob`."""
+    def run(*overrides, sampled=0.0, actor=0.0, rounded=0.0, versions=(4,) * 6, servers=None, sequences=SEQUENCES):
+        """`sampled`, `actor`, `rounded` (the actor with such weights): by how much they differ from `log_prob`."""
         keys = list(sequences)
         tags = [{"min_global_steps": version} for version in versions]
         batch = KVBatchMeta(partition_id="train", keys=keys, tags=tags)
@@ -96,8 +97,18 @@ def step(monkeypatch):
         trainer.checkpoint_manager = SimpleNamespace(sleep_replicas=lambda: [s.calls.append("sleep") for s in servers])
         trainer.curr_step_profile = False
         trainer.global_steps, trainer.total_training_steps = 5, 6  # of the stage with noise
-        trainer.actor_rollout_wg = SimpleNamespace(compute_log_prob=lambda batch: batch)
-        store = {}
+        store, asked = {}, []
+
+        def compute_log_prob(batch):
+            # As the engine: one ahead, with the flag by another model.
+            move = rounded if batch.extra_info.get(ROUNDED) else actor
+            asked.append((batch.keys, batch.extra_info["compute_loss"]))
+            for key in batch.keys:
+                store[key]["log_probs"] = store[key]["entropy"] = torch.tensor([*rows(key, move), 9.0])
+            return batch
+
+        workers = SimpleNamespace(compute_log_prob=compute_log_prob, _dispatch_info={"actor": [0, 0, 1, 1]})
+        trainer.actor_rollout_wg, trainer.asked = workers, asked
 
         def rows(key, move):
             prompt, response = sequences[key]
@@ -110,8 +121,6 @@ def step(monkeypatch):
                 "responses": torch.tensor(response),
                 "response_mask": torch.tensor([1, 1, 0, 1][: len(response)]),
                 "rollout_log_probs": torch.tensor(rows(key, sampled)),
-                "log_probs": torch.tensor([*rows(key, actor), 9.0]),  # one ahead, as the engine returns them
-                "entropy": torch.tensor([*rows(key, actor), 9.0]),
             }
 
         def get(keys, partition_id, select_fields):
@@ -141,7 +150,7 @@ def step(monkeypatch):
 
 
 def parts(**values):
-    """Metrics of those parts alone, nine tokens counted (three sequences of three)."""
+    """Metrics of those parts alone, each moving every token alike; nine tokens (three sequences of three)."""
     whole = sum(values.values())
     named = {f"qerl/mismatch_{name}": abs(value) for name, value in values.items()}
     named |= {f"qerl/mismatch_{name}_share": value / whole for name, value in values.items()}
@@ -178,6 +187,33 @@ def test_answers_of_older_weights_show_as_staleness(step):
     # The same difference without another version is arithmetic.
     assert step(PARTS, sampled=0.3)[0] == parts(kernel=0.3)
     assert step(PARTS, sampled=0.3, versions=(None,) * 6)[0] == parts(kernel=0.3)
+
+
+INT8 = ("+rollout=int8", "actor_rollout_ref.model.lora_rank=0")
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3])
+def test_rounded_weights_show_as_quantization(step, micro_batch):
+    micro = f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={micro_batch}"
+    metrics, _ = step(PARTS, *INT8, micro, rounded=0.2, sampled=0.2, servers=[Server(0.2)])
+    assert metrics == parts(quantization=0.2, kernel=0.0)
+    metrics, _ = step(PARTS, *INT8, *AQN, micro, rounded=0.1, sampled=0.3, servers=[Server(0.2)])
+    assert metrics == parts(quantization=0.1, kernel=0.1, noise=0.1)
+
+
+def test_the_actor_is_asked_for_what_its_ranks_can_share(step, monkeypatch):
+    seen = []
+    original = MismatchPartsMixin._score_rounded
+
+    def score(self, batch, keys):
+        found = original(self, batch, keys)
+        seen.append((keys, self.asked[-1][0], found.shape[0]))
+        return found
+
+    monkeypatch.setattr(MismatchPartsMixin, "_score_rounded", score)
+    step(PARTS, *INT8)
+    ((keys, asked, count),) = seen
+    assert (len(keys), asked[:3], len(asked), len(set(asked)), count) == (3, keys, 4, 4, 4)  # two ranks
 
 
 def test_without_noise_each_sequence_is_scored_once(step):

@@ -6,6 +6,7 @@ Chosen by verl's registry through the vendor key, before the stock class; withou
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,8 +29,10 @@ from verl_qerl.algos.uaq import write_record
 from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.modules.convert import packed_linears
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
+from verl_qerl.modules.rounded import rounded_linears
 from verl_qerl.modules.sharded_linear import ShardedNVFP4Linear
 from verl_qerl.nvfp4.digest import check_same_base, model_digest, weight_digest
+from verl_qerl.nvfp4.groups import linears_among
 from verl_qerl.nvfp4.record import BaseRecord, remove_record
 from verl_qerl.verl_plugin.base_record import base_record
 from verl_qerl.verl_plugin.chunked_head import install_chunked_head
@@ -38,7 +41,13 @@ from verl_qerl.verl_plugin.dense_base import DenseBase
 from verl_qerl.verl_plugin.flat_adapter import FlatAdapter, pieces
 from verl_qerl.verl_plugin.memory_check import check_memory
 from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
-from verl_qerl.verl_plugin.requantize import check_unquantized, quantized_for_rollout
+from verl_qerl.verl_plugin.requantize import (
+    ROUNDED,
+    check_unquantized,
+    groups_of_linears,
+    quantized_for_rollout,
+    round_group,
+)
 from verl_qerl.verl_plugin.resume import check_checkpoint, for_these_ranks, saved_files
 from verl_qerl.verl_plugin.shims import LOG_PROBS
 from verl_qerl.verl_plugin.uaq_engine import check_scale, fold_model
@@ -207,6 +216,18 @@ class QerlFSDPEngine(_Stock):
         record = base_record(self.model_config.path, base, self._digests or {}, config)
         lora_only = bool(self.checkpoint_manager.should_save_lora_only)
         return replace(record, world_size=torch.distributed.get_world_size(), lora_only=lora_only)
+
+    def forward_backward_batch(self, data: Any, *args: Any, **kwargs: Any) -> Any:
+        """As verl's; where the batch asks for it, with the linears rounded as the rollout holds them."""
+        options = self._requantized
+        if options is None or not tu.get_non_tensor_data(data, key=ROUNDED, default=False):
+            return super().forward_backward_batch(data, *args, **kwargs)
+        form = options.weight_format
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.module.state_dict().items()}
+        linears = linears_among(shapes, options.ignore, "the actor", form.block_size, form.kind)
+        rounding = partial(round_group, form=form)
+        with rounded_linears(self.module, groups_of_linears(linears, form), rounding):
+            return super().forward_backward_batch(data, *args, **kwargs)
 
     def get_per_tensor_param(self, *args: Any, base_sync_done: bool = False, **kwargs: Any) -> Any:
         """As verl's; on our base the adapter is one tensor, in pieces.

@@ -1,9 +1,10 @@
 """`+qerl.mismatch_sample=N`: what the difference between actor and rollout log-probs is made of, each step.
 
 After a batch is sampled and before the rollout sleeps, N of its sequences go back to the rollout engine as prompts: it
-scores their tokens once with the noise of the step and once without, in one pass each. `algos.mismatch_parts` says how
-the parts follow. In `colocate_async` requests are in flight meanwhile: while the clean score is taken, a fraction of a
-second, they are sampled without noise; their log-probs are recorded as sampled.
+scores their tokens once with the noise of the step and once without, in one pass each. Where the rollout is quantized
+at every sync, the actor scores them with rounded weights as well. `algos.mismatch_parts` says how the parts follow. In
+`colocate_async` requests are in flight meanwhile: while the clean score is taken, a fraction of a second, they are
+sampled without noise; their log-probs are recorded as sampled.
 """
 
 import uuid
@@ -17,6 +18,7 @@ from verl.utils.debug import marked_timer
 
 from verl_qerl.algos.mismatch_parts import Scores, mismatch_parts
 from verl_qerl.verl_plugin.mismatch import gate_options
+from verl_qerl.verl_plugin.requantize import ROUNDED, requantizes
 
 if TYPE_CHECKING:
     from verl_qerl.verl_plugin.trainer import NoiseMixin as _Noise
@@ -39,6 +41,7 @@ class MismatchPartsMixin(_Noise):
     def __init__(self, config: DictConfig) -> None:
         options = gate_options(config)
         self._num_rescored = options.mismatch_sample if options is not None else 0
+        self._requantizes = requantizes(config)
         self._sampled: Any = None
         self._rescored: _Rescored | None = None
         super().__init__(config)
@@ -69,9 +72,33 @@ class MismatchPartsMixin(_Noise):
         batch = super()._compute_old_log_prob(batch, metrics)
         rescored, self._rescored = self._rescored, None
         if rescored is not None:
-            for name, value in _parts_of(batch.partition_id, rescored).items():
+            quantized = self._score_rounded(batch, rescored.keys) if self._requantizes else None
+            for name, value in _parts_of(batch.partition_id, rescored, quantized).items():
                 metrics[f"qerl/mismatch_{name}"] = value
         return batch
+
+    def _score_rounded(self, batch: Any, keys: list[str]) -> torch.Tensor:
+        """Log-probs of the answers' tokens by the actor with its weights rounded, [batch, tokens] padded."""
+        import transfer_queue as tq
+        from transfer_queue import KVBatchMeta
+        from verl.workers.utils.padding import response_from_nested
+
+        rollout, workers = self.config.actor_rollout_ref.rollout, self.actor_rollout_wg
+        multiple = max(workers._dispatch_info["actor"]) + 1  # as verl's _balance_batch, which ran
+        if not rollout.log_prob_use_dynamic_bsz:
+            multiple *= rollout.log_prob_micro_batch_size_per_gpu
+        others = [key for key in batch.keys if key not in set(keys)]  # a batch is a multiple of it
+        keys = keys + others[: -len(keys) % multiple]
+        tags = dict(zip(batch.keys, batch.tags, strict=True))
+        info = {"calculate_entropy": False, "compute_loss": False, "temperature": rollout.temperature, ROUNDED: True}
+        asked = KVBatchMeta(
+            partition_id=batch.partition_id, keys=keys, tags=[tags[key] for key in keys], extra_info=info
+        )
+        workers.compute_log_prob(asked)
+        fields = ["log_probs", "response_mask"]
+        data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
+        found = response_from_nested(data["log_probs"], data["response_mask"])
+        return found.to_padded_tensor(torch.nan)
 
     def _rescore(self, batch: Any) -> _Rescored:
         import transfer_queue as tq  # not on the driver, which asks for options only
@@ -133,8 +160,8 @@ def answer_log_probs(fields: dict[str, Any], prompt: Sequence[int], response: Se
     return torch.cat([found, torch.full((len(response) - len(found),), torch.nan)])
 
 
-def _parts_of(partition_id: str, rescored: _Rescored) -> dict[str, float]:
-    """Metric -> value."""
+def _parts_of(partition_id: str, rescored: _Rescored, quantized: torch.Tensor | None) -> dict[str, float]:
+    """Metric -> value. `quantized`: of these sequences and maybe more, behind them."""
     import transfer_queue as tq
 
     fields = ["rollout_log_probs", "old_log_probs", "response_mask"]
@@ -143,7 +170,9 @@ def _parts_of(partition_id: str, rescored: _Rescored) -> dict[str, float]:
     clean, noisy = (_padded(rows, mask.shape[1]) for rows in (rescored.clean, rescored.noisy))
     assert clean is not None
     mask &= ~clean.isnan()  # behind the cut
-    scores = Scores(data["old_log_probs"], clean, data["rollout_log_probs"], noisy=noisy)
+    if quantized is not None:
+        quantized = quantized[: len(mask), : mask.shape[1]]
+    scores = Scores(data["old_log_probs"], clean, data["rollout_log_probs"], quantized, noisy)
     metrics: dict[str, float] = {"num_tokens": int(mask.sum())}
     for name, part in mismatch_parts(scores, mask, rescored.stale).items():
         metrics |= {name: part.abs_diff, f"{name}_share": part.share}

@@ -7,7 +7,7 @@ rows, so any degree of tensor parallelism holds the same weights.
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import TYPE_CHECKING
 
 import ray
@@ -18,9 +18,12 @@ from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import WeightFormat
 from verl_qerl.formats.manifest import with_manifest
 from verl_qerl.formats.stream import quantize_stream
+from verl_qerl.nvfp4.checkpoint import fused_group
 from verl_qerl.nvfp4.groups import linears_among
 from verl_qerl.nvfp4.stream import open_source
 
+# Of a batch whose log-probs are to be those of the rounded weights.
+ROUNDED = "verl_qerl_rounded_weights"
 _BF16_BYTES = 2
 
 
@@ -50,6 +53,37 @@ def quantized_for_rollout(
     yield from with_manifest(quantize_stream(kept, linears, form), numel * _BF16_BYTES)
 
 
+def groups_of_linears(linears: Set[str], form: WeightFormat) -> list[list[str]]:
+    """The linears as `form` quantizes them: each alone, or those together that share a scale."""
+    if not form.shares_scale:
+        return [[name] for name in sorted(linears)]
+    groups: dict[str, list[str]] = {}
+    for name in sorted(linears):
+        groups.setdefault(fused_group(name)[0], []).append(name)
+    return list(groups.values())
+
+
+def round_group(weights: Mapping[str, torch.Tensor], form: WeightFormat) -> dict[str, torch.Tensor]:
+    """The weights that the rollout holds, as dense tensors.
+
+    Args:
+        weights: module -> weight [N, K] of a group of linears.
+        form: The format.
+
+    Returns:
+        The same names; rounded to bf16 and to `form` as in a sync, in the dtype of the argument.
+    """
+    parts = form.quantize_group({name: weight.to(torch.bfloat16) for name, weight in weights.items()})
+    return {name: form.dequantize(parts[name], weight.dtype) for name, weight in weights.items()}
+
+
+def requantizes(config: DictConfig) -> bool:
+    """Whether a run trains all weights and quantizes the rollout's at every sync."""
+    names = ("rollout.custom.qerl.base", "model.lora_rank", "model.lora.rank", "model.lora_adapter_path")
+    form, *adapter = (OmegaConf.select(config, f"actor_rollout_ref.{name}") for name in names)
+    return form is not None and not any(adapter)
+
+
 def check_unquantized(path: str, form: str) -> None:
     """Require weights that can be trained.
 
@@ -74,10 +108,7 @@ class SyncMetricsMixin(_Trainer):
     """Logs what each sync of a requantized rollout sent and took; does nothing for other runs."""
 
     def __init__(self, config: DictConfig) -> None:
-        has_format = OmegaConf.select(config, "actor_rollout_ref.rollout.custom.qerl.base") is not None
-        model = config.actor_rollout_ref.model
-        adapter = model.get("lora_rank", 0) or OmegaConf.select(model, "lora.rank", default=0)
-        self._requantizes = has_format and not adapter and model.get("lora_adapter_path") is None
+        self._requantizes = requantizes(config)
         super().__init__(config)
 
     def on_step_end(self) -> None:
