@@ -13,10 +13,12 @@ import verl  # noqa: F401  (its plugins come with it, ours among them)
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from verl_qerl.formats import get_format
 from verl_qerl.modules import NVFP4Linear
 from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.modules.convert import packed_linears
@@ -242,14 +244,17 @@ def requantized():
     return found
 
 
-def train_all(scale, model="bf16"):
+def train_all(scale, model="bf16", qerl=None):
     """An engine that trains every weight, in float32 as verl does by default."""
     torch.manual_seed(1)
     override = {"attn_implementation": "sdpa"}
     model_config = HFModelConfig(
         path=f"{MODELS}/{model}", load_tokenizer=False, use_remove_padding=False, override_config=override
     )
-    config = ScaledFSDPEngineConfig(strategy="fsdp2", use_torch_compile=False, uaq_scale=scale)
+    settings = {"strategy": "fsdp2", "use_torch_compile": False, "uaq_scale": scale}
+    agrees = {"model.lora_rank": 0, "rollout.name": "vllm"}  # of a run without an adapter
+    ours_too = qerl and QerlFSDPEngineConfig(**settings, model_dtype="fp32", qerl=qerl | {"agrees_with": agrees})
+    config = ours_too or ScaledFSDPEngineConfig(**settings)
     optimizer = FSDPOptimizerConfig(lr=1e-3, total_training_steps=10)
     found = ours.QerlFSDPEngine(model_config, config, optimizer, CheckpointConfig())
     found.initialize()
@@ -280,6 +285,29 @@ def uaq():
             train_all(scale).load_checkpoint(path, del_local_after_load=False)
         except ValueError as error:
             found["refused"].append(str(error))
+    return found
+
+
+def rounded():
+    """Log-probs that are asked for with rounded weights are those of a model that has such weights."""
+    _Stock = FSDPEngineWithLMHead
+    original, _Stock.forward_backward_batch = _Stock.forward_backward_batch, lambda self, data: logits(self.module)
+    plain, asked = (tu.get_tensordict({}, {ours.ROUNDED: flag}) for flag in (False, True))
+    found = {}
+    for form in ("int8", "nvfp4"):
+        engine = train_all(None, qerl={"format": form})
+        with_weights = AutoModelForCausalLM.from_pretrained(f"{MODELS}/bf16", dtype=torch.bfloat16)
+        for layer in with_weights.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            groups = ([attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj])
+            for group in (*groups, [attention.o_proj], [mlp.down_proj]):
+                weights = {str(at): linear.weight.data for at, linear in enumerate(group)}
+                parts = get_format(form).quantize_group(weights)
+                for at, linear in enumerate(group):
+                    linear.weight.data = get_format(form).dequantize(parts[str(at)])
+        outputs = [engine.forward_backward_batch(data) for data in (plain, asked, plain)]
+        found[form] = [logits(with_weights), *outputs]
+    _Stock.forward_backward_batch = original
     return found
 
 
@@ -337,6 +365,7 @@ RUNS = {
     "requantized": requantized,
     "registry": registry,
     "uaq": uaq,
+    "rounded": rounded,
 }
 
 if __name__ == "__main__":

@@ -61,6 +61,7 @@ def alone(models, fresh_process, tmp_path_factory):
         "sharded",
         "requantized",
         "uaq",
+        "rounded",
     )
     return torch.load(out / "0.pt")
 
@@ -70,7 +71,7 @@ def ranks(models, fresh_process, tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     sharded = ["sharded", "sharded tied", "sharded full", "sharded, then not", "log-probs", "log-probs tied"]
-    fresh_process(*torchrun, str(SCRIPT), str(models), str(out), "bf16", "tied", "lora", "requantized", "uaq", *sharded)
+    fresh_process(*torchrun, str(SCRIPT), str(models), str(out), "bf16", "tied", "lora", "requantized", "uaq", "rounded", *sharded)
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 
@@ -338,3 +339,12 @@ def test_uaq_of_another_scale_does_not_resume(alone, ranks):
         )
         assert "Set +uaq.enabled=true +uaq.scale=2, or train from an export of it." in none
         assert "Leave out +uaq.*, or train" in scaled
+
+
+@pytest.mark.parametrize("form", ["int8", "nvfp4"])  # each linear alone; q, k, v and gate, up together
+def test_log_probs_of_rounded_weights_are_those_of_a_model_that_has_them(alone, ranks, form):
+    for found in (alone["rounded"], *(rank["rounded"] for rank in ranks)):
+        expected, before, asked, after = found[form]
+        assert torch.equal(asked, expected)
+        assert not torch.equal(before, asked)
+        assert torch.equal(after, before)

@@ -6,15 +6,16 @@ for every linear that reads a norm: q, k, v after `input_layernorm`, gate and up
 down read no norm. Biases stay. q_norm and k_norm (Qwen3) come after the product, which does not change, so they change
 nothing either.
 
-A quantizer's step is proportional to the weight, so it shrinks by s, while an update of Adam keeps its size: update /
-step grows by s (under SGD, whose gradient grows too, by s^2). That is what a larger learning rate does. Exactly, for
+A quantizer's step is proportional to the weight (where its scales have few bits, as those of mxfp4 and nvfp4, exactly
+so for powers of two alone), so it shrinks by s, while an update of Adam keeps its size: update / step grows by s (under
+SGD, whose gradient grows too, by s^2). That is what a larger learning rate does. Exactly, for
 AdamW without clipping: the run with UAQ is the run without in which those linears have lr s, eps / s, weight decay / s,
 and those norms lr / s, eps s, weight decay s (tests/bench/bench_uaq.py).
 
 The inverse is W' s and n' / s. A model of bf16 that was scaled in float32 comes back bit for bit once it is rounded to
 bf16 again, whatever s is: the two roundings in float32 are 2^16 times finer. In bf16 itself only a power of two, which
-moves exponents alone, can be undone. Also forwards it alone rounds nothing: with s = 1.5, W / s has more digits than
-bf16, so that a forward pass in bf16 rounds weights that it did not round before.
+moves exponents alone, can be undone. It alone rounds nothing on the way there either: with s = 1.5, W / s has more
+digits than bf16, so that a forward pass in bf16 rounds weights that it did not round before.
 """
 
 import json
