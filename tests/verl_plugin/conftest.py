@@ -7,6 +7,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,  # of 64
+    "num_key_value_heads": 1,
+}
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +40,20 @@ def fresh_process() -> Callable[..., subprocess.CompletedProcess]:
         return result
 
     return run
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Of test_engine*.py: bf16, tied (with tied embeddings), and nvfp4, quantized from bf16."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from verl_qerl.cli.quantize import quantize_checkpoint
+
+    folder = tmp_path_factory.mktemp("models")
+    for name, tied in (("bf16", False), ("tied", True)):
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=tied)).bfloat16()
+        model.save_pretrained(folder / name)
+    quantize_checkpoint(folder / "bf16", folder / "nvfp4", device="cpu")
+    return folder

@@ -13,12 +13,10 @@ import verl  # noqa: F401  (its plugins come with it, ours among them)
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from verl.trainer.config import CheckpointConfig
-from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from verl_qerl.formats import get_format
 from verl_qerl.modules import NVFP4Linear
 from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.modules.convert import packed_linears
@@ -26,13 +24,13 @@ from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.reference import dequantize
 from verl_qerl.verl_plugin import engine as ours
 from verl_qerl.verl_plugin import flat_adapter
-from verl_qerl.verl_plugin.config import DIGESTS, LAYOUT, QerlFSDPEngineConfig, ScaledFSDPEngineConfig
+from verl_qerl.verl_plugin.config import DIGESTS, LAYOUT, QerlFSDPEngineConfig
 from verl_qerl.vllm_plugin.adapter import num_elements, unflatten
 
 MODELS, OUT, *CASES = sys.argv[1:]
 TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(3))
 flat_adapter.PIECE_BYTES = 20000  # several, the last one short
-SMALLEST_LINEAR = 64 * 128  # k_proj of models of test_engine_on_cpu.py
+SMALLEST_LINEAR = 64 * 128  # k_proj of the models of conftest.py
 
 
 def build(model, cls=ours.QerlFSDPEngine, qerl=None, lora_only=True, packed=True, dtype="bf16", **options):
@@ -226,91 +224,6 @@ def options():
     return found
 
 
-def requantized():
-    """Engines whose weights are all trained: what they send, and that a quantized directory is refused."""
-    found = {}
-    for model, form in (("bf16", "int8"), ("tied", "nvfp4")):
-        qerl = {"format": form, "agrees_with": {"model.lora_rank": 0}}
-        engine = build(model, qerl=qerl, lora_only=False, dtype=None, lora_rank=0)
-        dtypes = {p.dtype for p in engine.module.parameters() if p.requires_grad}
-        params, peft_config = engine.get_per_tensor_param(layered_summon=True, base_sync_done=True)
-        found[model] = {"dtypes": dtypes, "peft": peft_config, "sent": dict(params), "packed": digests(engine)}
-        step(engine)
-        found[model]["later"] = dict(engine.get_per_tensor_param(layered_summon=True, base_sync_done=True)[0])
-    try:
-        build("nvfp4", qerl=qerl, lora_only=False, dtype=None, lora_rank=0)
-    except ValueError as error:
-        found["error"] = f"{type(error).__name__}: {error}"
-    return found
-
-
-def train_all(scale, model="bf16", qerl=None):
-    """An engine that trains every weight, in float32 as verl does by default."""
-    torch.manual_seed(1)
-    override = {"attn_implementation": "sdpa"}
-    model_config = HFModelConfig(
-        path=f"{MODELS}/{model}", load_tokenizer=False, use_remove_padding=False, override_config=override
-    )
-    settings = {"strategy": "fsdp2", "use_torch_compile": False, "uaq_scale": scale}
-    agrees = {"model.lora_rank": 0, "rollout.name": "vllm"}  # of a run without an adapter
-    ours_too = qerl and QerlFSDPEngineConfig(**settings, model_dtype="fp32", qerl=qerl | {"agrees_with": agrees})
-    config = ours_too or ScaledFSDPEngineConfig(**settings)
-    optimizer = FSDPOptimizerConfig(lr=1e-3, total_training_steps=10)
-    found = ours.QerlFSDPEngine(model_config, config, optimizer, CheckpointConfig())
-    found.initialize()
-    return found
-
-
-def sent_weights(engine):
-    return {name: whole(tensor) for name, tensor in engine.get_per_tensor_param(base_sync_done=True)[0]}
-
-
-def uaq():
-    """Scaled once after loading; a checkpoint holds scaled weights and says so."""
-    plain, engine = train_all(None), train_all(2.0)
-    found = {"logits": [logits(e.module) for e in (plain, engine)], "sent": [sent_weights(e) for e in (plain, engine)]}
-    tied = [logits(train_all(scale, "tied").module) for scale in (None, 2.0)]
-    found["tied"] = tied
-    paths = [f"{OUT}/whole-{name}" for name in ("plain", "scaled")]
-    for e, path in zip((plain, engine), paths, strict=True):
-        step(e)
-        e.save_checkpoint(path, global_step=1)
-    found["saved"] = [sent_weights(e) for e in (plain, engine)]
-    again = train_all(2.0)
-    again.load_checkpoint(paths[1], del_local_after_load=False)
-    found["resumed"] = sent_weights(again)
-    found["refused"] = []
-    for scale, path in ((1.5, paths[1]), (None, paths[1]), (2.0, paths[0])):
-        try:
-            train_all(scale).load_checkpoint(path, del_local_after_load=False)
-        except ValueError as error:
-            found["refused"].append(str(error))
-    return found
-
-
-def rounded():
-    """Log-probs that are asked for with rounded weights are those of a model that has such weights."""
-    _Stock = FSDPEngineWithLMHead
-    original, _Stock.forward_backward_batch = _Stock.forward_backward_batch, lambda self, data: logits(self.module)
-    plain, asked = (tu.get_tensordict({}, {ours.ROUNDED: flag}) for flag in (False, True))
-    found = {}
-    for form in ("int8", "nvfp4"):
-        engine = train_all(None, qerl={"format": form})
-        with_weights = AutoModelForCausalLM.from_pretrained(f"{MODELS}/bf16", dtype=torch.bfloat16)
-        for layer in with_weights.model.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            groups = ([attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj])
-            for group in (*groups, [attention.o_proj], [mlp.down_proj]):
-                weights = {str(at): linear.weight.data for at, linear in enumerate(group)}
-                parts = get_format(form).quantize_group(weights)
-                for at, linear in enumerate(group):
-                    linear.weight.data = get_format(form).dequantize(parts[str(at)])
-        outputs = [engine.forward_backward_batch(data) for data in (plain, asked, plain)]
-        found[form] = [logits(with_weights), *outputs]
-    _Stock.forward_backward_batch = original
-    return found
-
-
 def registry():
     table = EngineRegistry._engines["language_model"]
     before = {name: dict(table[name]) for name in ("fsdp", "fsdp2")}
@@ -362,14 +275,17 @@ RUNS = {
     "full": lambda: resume(lora_only=False),
     "stock": stock,
     "options": options,
-    "requantized": requantized,
     "registry": registry,
-    "uaq": uaq,
-    "rounded": rounded,
 }
 
-if __name__ == "__main__":
+
+def main(runs):
+    """Run the cases that the command line names, of one rank, and save what they found."""
     rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     dist.init_process_group("gloo", init_method=f"file://{OUT}/store", rank=rank, world_size=world_size)
-    torch.save({case: RUNS[case]() for case in CASES}, f"{OUT}/{rank}.pt")
+    torch.save({case: runs[case]() for case in CASES}, f"{OUT}/{rank}.pt")
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(RUNS)
