@@ -3,6 +3,7 @@
 import math
 import os
 import subprocess
+from typing import Any
 
 import torch
 
@@ -39,6 +40,52 @@ def random_packed_weight(N: int, K: int, seed: int = 0, device: str | torch.devi
     """A Gaussian weight of standard deviation 0.02, quantized with `minmax`."""
     generator = torch.Generator().manual_seed(seed)
     return quantize((torch.randn(N, K, generator=generator) * 0.02).to(device))
+
+
+def random_qwen3_moe(seed: int = 0, **sizes: Any) -> Any:
+    """A bf16 Qwen3-MoE of transformers: a dense layer and one of four experts, two of which see a token.
+
+    Args:
+        seed: Of the weights.
+        sizes: What is otherwise in its configuration.
+    """
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    defaults = {
+        "vocab_size": 64,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 96,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "mlp_only_layers": [0],
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    }
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**defaults | sizes)).bfloat16().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3)  # so that log-probs are far from uniform, and experts from each other
+    return model
+
+
+def set_linear(model: Any, module: str, weight: torch.Tensor) -> None:
+    """Give a transformers model, which stacks experts, the dense weight of a linear by its name in a checkpoint."""
+    parent, of_expert, linear = module.partition(".experts.")
+    if not of_expert:
+        model.get_submodule(module).weight.data = weight
+        return
+    expert, _, leaf = linear.partition(".")
+    experts = model.get_submodule(f"{parent}.experts")
+    stack = experts.down_proj if leaf == "down_proj" else experts.gate_up_proj
+    rows = {"gate_proj": slice(None, len(weight)), "up_proj": slice(len(weight), None), "down_proj": slice(None)}[leaf]
+    stack.data[int(expert), rows] = weight
 
 
 def current_commit() -> str:

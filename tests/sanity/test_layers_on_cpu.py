@@ -28,7 +28,7 @@ HOMES = {
     "compressed_tensors": {"nvfp4"},
     "safetensors": {"nvfp4"},
     "peft": {"modules", "verl_plugin"},
-    "transformers": {"modules", "verl_plugin", "cli"},
+    "transformers": {"testing", "modules", "verl_plugin", "cli"},
     "vllm": {"vllm_plugin"},
     "verl": {"verl_plugin"},
     "ray": {"verl_plugin"},

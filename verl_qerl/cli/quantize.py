@@ -29,7 +29,7 @@ from verl_qerl.cli.model_dir import (
 from verl_qerl.cli.output_dir import check_absent, new_directory
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.nvfp4 import SCALE_CHOICES, PackedWeight
-from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, is_ignored, quantization_config
+from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, ROUTER, is_ignored, is_router, quantization_config
 from verl_qerl.nvfp4.digest import model_digest
 from verl_qerl.nvfp4.reader import TensorSpec
 from verl_qerl.nvfp4.reference import relative_error
@@ -48,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
         nargs="+",
         default=[],
         metavar="MODULE",
-        help="modules left as they are besides lm_head: exact names, or `re:` and a regular expression",
+        help="modules left as they are besides lm_head and routers: exact names, or `re:` and a regular expression",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     parser.add_argument(
@@ -106,6 +106,8 @@ def quantize_checkpoint(
     source = open_source(model)
     rules = tuple(dict.fromkeys((*DEFAULT_IGNORE, *ignore)))
     _check(source, rules)
+    if any(is_router(name.rpartition(".")[0]) for name in source.files):
+        rules = (*rules, ROUTER)
     specs = quantized_specs(source.specs, linear_modules(source, rules))
     where = pick_device(device)
     with new_directory(out) as folder:

@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 FORMAT = "nvfp4-pack-quantized"
 DEFAULT_IGNORE = ("lm_head",)
+# The router of a mixture of experts stays in bf16, whatever `ignore` says: an error there sends a token elsewhere.
+ROUTER = r"re:.*\.mlp\.gate$"
 CODES, BLOCK_SCALE, GLOBAL_SCALE = "weight_packed", "weight_scale", "weight_global_scale"
 # Members of one kernel launch in vLLM; they share one global scale.
 FUSED_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -145,9 +147,14 @@ def is_ignored(module: str, ignore: Iterable[str]) -> bool:
     return any(re.match(rule[3:], module) if rule.startswith("re:") else rule == module for rule in ignore)
 
 
+def is_router(module: str) -> bool:
+    """Whether a module of this name is the router of a mixture of experts."""
+    return is_ignored(module, (ROUTER,))
+
+
 def is_packed_module(module: str, ignore: Iterable[str]) -> bool:
-    """Whether a linear of this name is packed: those inside `...layers.<i>...` are, lm_head and embeddings are not."""
-    return ".layers." in f".{module}." and not is_ignored(module, ignore)
+    """Whether a linear of this name is packed: those inside `...layers.<i>...` but routers; lm_head is outside."""
+    return ".layers." in f".{module}." and not is_ignored(module, (ROUTER, *ignore))
 
 
 def is_linear_weight(name: str, shape: Sequence[int], ignore: Iterable[str]) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 import torch
 
 from verl_qerl.nvfp4 import checkpoint
+from verl_qerl.nvfp4.experts import check_all_packed, linears_of_experts
 from verl_qerl.nvfp4.format import BLOCK_SIZE
 from verl_qerl.nvfp4.reference import check_in_features
 
@@ -26,7 +27,8 @@ def linears_among(
         kind: Name of the format, for messages.
 
     Raises:
-        ValueError: There is none, one has in_features that the format cannot hold, or a fused group is ignored in part.
+        ValueError: There is none, one has in_features that the format cannot hold, a fused group is ignored in part, or
+            experts are stacked or ignored.
     """
     rules = tuple(ignore if ignore is not None else checkpoint.DEFAULT_IGNORE)
     found = {
@@ -39,6 +41,8 @@ def linears_among(
             f"{where} holds no linear to quantize: ignore={list(rules)}. Matrices named "
             "`...layers.<i>...weight` are quantized. Check the model family and `ignore`."
         )
+    linears_of_experts(where, shapes)  # a full-precision actor stacks them
+    check_all_packed(where, {name.rpartition(".")[0] for name in shapes} - set(found))
     for module, (_, in_features) in found.items():
         check_in_features(module, in_features, block_size, kind)
         members = [name for name in checkpoint.fused_group(module)[1] if f"{name}.weight" in shapes]

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.nvfp4 import checkpoint
+from verl_qerl.nvfp4.experts import check_all_packed, check_experts
 from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
 from verl_qerl.nvfp4.groups import in_groups, linears_among
 from verl_qerl.nvfp4.reader import DTYPES, TensorSpec, read_shard
@@ -54,7 +55,7 @@ def open_source(path: str | Path) -> Source:
 
     Raises:
         CheckpointFormatError: A file is missing or cut short, the index names a tensor that no shard holds, or the
-            checkpoint is quantized in another way.
+            checkpoint is quantized in another way, or its experts are of another kind or not all there.
     """
     path = _local(path)
     config = _read_json(path / "config.json")
@@ -73,6 +74,7 @@ def open_source(path: str | Path) -> Source:
             f"{path / INDEX} names {len(lost)} tensors that no shard holds, first {lost[0]!r}."
             " Every indexed tensor must be there. Download the model again."
         )
+    check_experts(str(path), config, files)
     return Source(path, config, layout, files, specs)
 
 
@@ -155,6 +157,7 @@ def pack(
 
 def _stream_packed(source: Source, device: str | torch.device) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
     modules = packed_modules(source)
+    check_all_packed(str(source.path), {name.rpartition(".")[0] for name in source.files} - modules)
     wanted: dict[str, set[str]] = {}
     for name in source.files:
         module = name.rpartition(".")[0]

@@ -1,0 +1,105 @@
+"""Mixtures of experts in a checkpoint: which are read, and whether their experts are all there.
+
+The linears of experts are matrices named `...layers.<i>.mlp.experts.<e>.{gate,up,down}_proj`. Each is packed by itself,
+gate and up of one expert with one global scale, which is what vLLM's kernel expects of w1 and w3.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from verl_qerl.errors import CheckpointFormatError
+
+# Families whose experts actor and rollout both compute with; `model_type` of config.json.
+FAMILIES = ("qwen3_moe",)
+LINEARS = ("gate_proj", "up_proj", "down_proj")
+# The linears that carry adapters in a mixture of experts.
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
+_EXPERT = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)")
+_OF_EXPERTS = re.compile(r"\.(experts|shared_experts?)\b")
+
+
+def is_expert(module: str) -> bool:
+    """Whether a linear of this name belongs to an expert."""
+    return _EXPERT.fullmatch(module) is not None
+
+
+def check_experts(where: str, config: Mapping, names: Iterable[str]) -> None:
+    """Require experts that are read here, every one of them.
+
+    Args:
+        where: The checkpoint, for messages.
+        config: Its config.json.
+        names: Of its tensors.
+
+    Raises:
+        CheckpointFormatError: A tensor belongs to experts of another kind, or an expert lacks a linear.
+    """
+    names = [name for name in names if _OF_EXPERTS.search(name)]
+    if not names:
+        return
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise CheckpointFormatError(
+            f"experts of this family are not supported: model_type={family}, first {min(names)!r} of {where}."
+            f" Accepted are {', '.join(FAMILIES)} and models without experts. Use one of them."
+        )
+    found: dict[str, set[tuple[int, str]]] = defaultdict(set)
+    for layer, expert, linear in linears_of_experts(where, names):
+        found[layer].add((expert, linear))
+    count = config.get("num_experts", config.get("num_local_experts"))
+    if not isinstance(count, int):
+        raise CheckpointFormatError(
+            f"{where} does not say how many experts it has: num_experts={count} in config.json. A number is accepted."
+            " Download the model again."
+        )
+    wanted = {(e, linear) for e in range(count) for linear in LINEARS}
+    for layer, linears in sorted(found.items()):
+        if linears != wanted:
+            e, linear = min(linears ^ wanted)
+            raise CheckpointFormatError(
+                f"the experts of {layer!r} are not those of config.json: {len(linears)} of {len(wanted)} linears in"
+                f" {where}, first difference 'experts.{e}.{linear}'. All of {count} experts are needed."
+                " Check that config.json belongs to these weights, or download the model again."
+            )
+
+
+def linears_of_experts(where: str, names: Iterable[str]) -> list[tuple[str, int, str]]:
+    """(layer, expert, linear) of every tensor among `names` that belongs to experts.
+
+    Args:
+        where: What holds them, for messages.
+        names: Of tensors.
+
+    Raises:
+        CheckpointFormatError: One is no linear of one expert.
+    """
+    found = []
+    for name in filter(_OF_EXPERTS.search, names):
+        match = _EXPERT.fullmatch(name.rpartition(".")[0])
+        if match is None or ".layers." not in f".{name}":
+            raise CheckpointFormatError(
+                f"{where} holds experts in a form that is not read: {name!r}. Matrices named"
+                " `...mlp.experts.<e>.{gate,up,down}_proj` are accepted, no stacked or shared experts. Save the model"
+                " again with transformers 5; a mixture is trained with adapters on +rollout=nvfp4."
+            )
+        found.append((match[1], int(match[2]), match[3]))
+    return found
+
+
+def check_all_packed(where: str, dense: Iterable[str]) -> None:
+    """Require that no linear of an expert stays as it is.
+
+    Args:
+        where: The checkpoint, for messages.
+        dense: The modules that are not packed.
+
+    Raises:
+        ValueError: One belongs to an expert.
+    """
+    left_out = sorted(filter(is_expert, dense))
+    if left_out:
+        raise ValueError(
+            f"experts are not packed: {len(left_out)} of their linears in {where}, first {left_out[0]!r}. All experts"
+            " of a mixture are packed. Remove the rule of `ignore` that names them, or quantize the bf16 model again."
+        )
