@@ -65,6 +65,12 @@ def build_cases(every_byte: PackedWeight) -> dict[str, tuple[PackedWeight, torch
     return cases
 
 
+def stacked(dtype: torch.dtype) -> tuple:
+    """Three weights of two rows on top of each other, each with a global scale: one program decodes all of them."""
+    weight = random_packed_weight(6, 1040)
+    return weight.codes, weight.block_scale.view(torch.uint8), torch.tensor([0.5, 3.0, 2.0**-9]), dtype
+
+
 NAMES = list(build_cases(random_packed_weight(1, 16)))
 
 
@@ -73,13 +79,15 @@ def decoded(every_byte, tmp_path_factory):
     """Case -> (weight, dtype, what the kernel made of it)."""
     folder = tmp_path_factory.mktemp("interpreter")
     cases = build_cases(every_byte)
-    torch.save([arguments(*case) for case in cases.values()], folder / "in.pt")
+    stacks = [stacked(dtype) for dtype in DTYPES]
+    torch.save([*(arguments(*case) for case in cases.values()), *stacks], folder / "in.pt")
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SCRIPT, str(folder / "in.pt"), str(folder / "out.pt")]
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    outputs = torch.load(folder / "out.pt")
-    return {name: (*case, out) for (name, case), out in zip(cases.items(), outputs, strict=True)}
+    *outputs, a, b, c = torch.load(folder / "out.pt")
+    found = {name: (*case, out) for (name, case), out in zip(cases.items(), outputs, strict=True)}
+    return found | {"stacked": [a, b, c]}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -89,6 +97,16 @@ def test_the_kernel_gives_the_bits_of_the_reference(name, decoded):
     assert out.dtype == dtype
     assert torch.equal(out, expected)
     assert torch.equal(out.signbit(), expected.signbit())
+
+
+@pytest.mark.parametrize("i", range(len(DTYPES)), ids=map(str, DTYPES))
+def test_stacked_weights_have_their_own_global_scales(decoded, i):
+    codes, scale, decode_scales, dtype = stacked(DTYPES[i])
+    rows = [slice(2 * g, 2 * g + 2) for g in range(3)]
+    weights = [PackedWeight(codes[r], scale[r].view(torch.float8_e4m3fn), decode_scales[g]) for g, r in enumerate(rows)]
+    expected = torch.cat([reference.dequantize(weight, dtype) for weight in weights])
+    assert torch.equal(decoded["stacked"][i], expected)
+    assert torch.equal(dequantize_nvfp4(codes, scale, decode_scales, dtype), expected)
 
 
 def test_every_byte_is_every_value(every_byte):

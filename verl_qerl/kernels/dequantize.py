@@ -27,14 +27,16 @@ def dequantize_nvfp4(
     Args:
         codes: [N, K / 2] uint8.
         block_scale: [N, K / 16] uint8, the bytes of float8_e4m3fn.
-        global_decode_scale: One float32.
+        global_decode_scale: [] or [G] float32: weights stacked along N, each of N / G rows, have a scale each.
         dtype: Of the result.
 
     Returns:
         [N, K] of `dtype`.
     """
-    weight = PackedWeight(codes, block_scale.view(torch.float8_e4m3fn), global_decode_scale)
-    return reference.dequantize(weight, dtype)
+    scales = global_decode_scale.reshape(-1)
+    parts = zip(codes.chunk(len(scales)), block_scale.view(torch.float8_e4m3fn).chunk(len(scales)), scales, strict=True)
+    decoded = [reference.dequantize(PackedWeight(*part), dtype) for part in parts]
+    return decoded[0] if len(decoded) == 1 else torch.cat(decoded)
 
 
 @dequantize_nvfp4.register_kernel("cuda")
@@ -73,16 +75,19 @@ def launch(
     out = torch.empty((N, half_k * 2), dtype=dtype, device=codes.device)
     num_blocks = half_k * 2 // BLOCK_SIZE
     grid = (triton.cdiv(N, _ROWS), triton.cdiv(num_blocks, _BLOCKS))
+    scale_rows = N // global_decode_scale.numel()
     tile: Any = {"ROWS": _ROWS, "BLOCKS": _BLOCKS, "num_warps": _WARPS}  # num_warps is Triton's, not the kernel's
-    _dequantize_kernel[grid](codes, block_scale, global_decode_scale, out, N, num_blocks, **tile)
+    _dequantize_kernel[grid](codes, block_scale, global_decode_scale, out, N, num_blocks, scale_rows, **tile)
     return out
 
 
 @triton.jit
 def _dequantize_kernel(
-    codes_ptr, scale_ptr, global_ptr, out_ptr, N, num_blocks, ROWS: tl.constexpr, BLOCKS: tl.constexpr
+    codes_ptr, scale_ptr, global_ptr, out_ptr, N, num_blocks, scale_rows, ROWS: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    global_scale = tl.load(global_ptr + row // scale_rows, mask=row < N, other=0)
+    row = row.to(tl.int64)
     first = tl.program_id(1) * BLOCKS
     in_rows = (row < N)[:, None]
 
@@ -93,7 +98,7 @@ def _dequantize_kernel(
     # e4m3 in half: exponent and mantissa one bit further left than e4m3's own place, times 2**8 for the bias.
     scale = (scale_bits.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
     # 2**22 = 2**8 for e4m3's bias and 2**14 for e2m1's.
-    scale = scale * (tl.load(global_ptr) * 4194304.0)
+    scale = scale * (global_scale * 4194304.0)[:, None]
 
     byte = first * 8 + tl.arange(0, BLOCKS * 8)
     packed = tl.load(

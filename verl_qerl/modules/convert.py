@@ -1,10 +1,13 @@
-"""Replace linears of a model by packed ones."""
+"""Replace linears and experts of a model by packed ones."""
 
 from collections.abc import Callable, Iterator
 
 import torch.nn as nn
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from verl_qerl.modules.nvfp4_experts import ExpertLinear, NVFP4Experts
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
+from verl_qerl.nvfp4.format import PackedWeight
 
 
 def replace_linears(
@@ -40,11 +43,43 @@ def replace_linears(
     return replaced
 
 
+def replace_experts(model: nn.Module) -> dict[str, ExpertLinear]:
+    """Put unfilled NVFP4Experts in the place of all experts of a mixture-of-experts model; a dense model has none.
+
+    Returns:
+        name as in a checkpoint, e.g. `model.layers.0.mlp.experts.5.up_proj` -> its place; fill each.
+
+    Raises:
+        ValueError: A size is not a multiple of 16.
+    """
+    places: dict[str, ExpertLinear] = {}
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Qwen3MoeExperts):
+            experts = NVFP4Experts.from_experts(module)
+            model.set_submodule(name, experts)
+            places |= {f"{name}.{linear}": place for linear, place in experts.linears()}
+    return places
+
+
+def packed_weights(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
+    """(name as in a checkpoint, weight) of every NVFP4Linear and of every expert's linears."""
+    for name, linear in packed_linears(model):
+        yield name, linear.packed()
+    for name, module in model.named_modules():
+        if isinstance(module, NVFP4Experts):
+            for linear, place in module.linears():
+                yield f"{_without_peft(name)}.{linear}", place.packed()
+
+
 def packed_linears(model: nn.Module) -> Iterator[tuple[str, NVFP4Linear]]:
     """(name, module) of every NVFP4Linear, in the order of `named_modules`, with PEFT's parts of the name removed."""
     for name, module in model.named_modules():
         if isinstance(module, NVFP4Linear):
-            yield name.removeprefix("base_model.model.").removesuffix(".base_layer"), module
+            yield _without_peft(name), module
+
+
+def _without_peft(name: str) -> str:
+    return name.removeprefix("base_model.model.").removesuffix(".base_layer")
 
 
 def _linear_kinds(model: nn.Module) -> str:
