@@ -10,9 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from verl_qerl.testing import random_qwen3_moe
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("train_checkpoint.py")
-CASES = ("ours-bf16-full", "stock-bf16-full", "ours-nvfp4-lora", "ours-tied-full", "uaq-bf16-all", "uaq-tied-all")
+CASES = (
+    "ours-bf16-full",
+    "stock-bf16-full",
+    "ours-nvfp4-lora",
+    "ours-tied-full",
+    "uaq-bf16-all",
+    "uaq-tied-all",
+    "ours-moe-lora",
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,7 @@ class Trained:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> Path:
-    """Folder with Qwen2 models of two layers and a tokenizer: bf16, tied (tied embeddings), nvfp4 (of bf16)."""
+    """Folder with models of two layers and a tokenizer: bf16, tied (embeddings), nvfp4 (of bf16); moe has experts."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from verl_qerl.cli.chat_tokenizer import train_tokenizer
@@ -64,6 +74,8 @@ def models(tmp_path_factory) -> Path:
         model.save_pretrained(folder / name, max_shard_size="200KB")
         tokenizer.save_pretrained(str(folder / name))
     quantize_checkpoint(folder / "bf16", folder / "nvfp4", scale="mse", device="cpu")
+    random_qwen3_moe(vocab_size=320, max_position_embeddings=512).save_pretrained(folder / "moe")
+    tokenizer.save_pretrained(str(folder / "moe"))
     return folder
 
 

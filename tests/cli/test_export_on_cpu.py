@@ -18,9 +18,10 @@ from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.format import PackedWeight
 from verl_qerl.nvfp4.reference import dequantize, quantize, relative_error
 from verl_qerl.nvfp4.stream import open_source, stream
+from verl_qerl.testing import set_linear
 
 TOKENS = torch.tensor([[(7 * i) % 300 for i in range(64)]])  # of train_checkpoint.py
-CASE = "ours-nvfp4-lora"
+CASE, EXPERTS = "ours-nvfp4-lora", "ours-moe-lora"
 LINEARS = [
     f"model.layers.{i}.{name}_proj"
     for i in range(2)
@@ -53,7 +54,7 @@ def with_weights(path, packed_path, scale="minmax"):
     model = load(path)
     for name, item in stream(open_source(packed_path), scale):
         if isinstance(item, PackedWeight):
-            model.get_submodule(name).weight.data = dequantize(item)
+            set_linear(model, name, dequantize(item))
     return model
 
 
@@ -76,10 +77,12 @@ def exact_log_probs(trained, exported, case):
 
 def models_of(found):
     """A directory that transformers reads as bf16, of the same sizes as the base."""
-    return found.base.parent / ("tied" if found.base.name == "tied" else "bf16")
+    return found.base.parent / ("bf16" if found.base.name == "nvfp4" else found.base.name)
 
 
-@pytest.mark.parametrize("case", [CASE, "ours-bf16-full", "ours-tied-full"])  # stock verl rounds its rotary tables too
+@pytest.mark.parametrize(
+    "case", [CASE, "ours-bf16-full", "ours-tied-full", EXPERTS]
+)  # stock verl rounds its rotary tables too
 def test_the_adapter_in_peft_is_the_trainers_model_to_the_bit(trained, exported, case):
     found = trained(case)
     model = PeftModel.from_pretrained(with_weights(models_of(found), found.base, "mse"), exported(case, "peft"))
@@ -101,7 +104,7 @@ def test_the_adapter_loads_on_the_nvfp4_base_in_transformers(trained, exported):
     assert torch.equal(log_probs(model), trained(CASE).found["log_probs"])
 
 
-@pytest.mark.parametrize("case", [CASE, "ours-tied-full", "stock-bf16-full"])
+@pytest.mark.parametrize("case", [CASE, "ours-tied-full", "stock-bf16-full", EXPERTS])
 def test_the_merged_model_computes_like_the_trainer(trained, exported, case):
     # Trainer and merged model round the same function to bf16 in two ways. So each is about as far from the exact
     # value as the other, and they are at most the sum of both apart: twice the trainer's own error. Measured: 1.1.
@@ -148,12 +151,22 @@ def test_transformers_loads_the_quantized_export(trained, exported):
     assert torch.equal(log_probs(load(exported(CASE, "merged-nvfp4"))), ours)
 
 
-def test_modelopt_says_the_same_in_both_files(exported):
-    folder = exported(CASE, "modelopt")
+@pytest.mark.parametrize(("case", "dense"), [(CASE, []), (EXPERTS, ["model.layers.1.mlp.gate"])])
+def test_modelopt_says_the_same_in_both_files(exported, case, dense):
+    folder = exported(case, "modelopt")
     embedded = json.loads((folder / "config.json").read_text())["quantization_config"]
     beside = json.loads((folder / "hf_quant_config.json").read_text())["quantization"]
     assert embedded["quant_algo"] == beside["quant_algo"] == "W4A16_NVFP4"
-    assert embedded["ignore"] == beside["exclude_modules"] == ["lm_head"]
+    assert embedded["ignore"] == beside["exclude_modules"] == ["lm_head", *dense]
+
+
+def test_prompts_with_experts_are_refused(trained, tmp_path, capsys):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "What is 2 + 3?"}\n')
+    arguments = ["--checkpoint", str(trained(EXPERTS).actor), "--out", str(tmp_path / "out"), "--to", "merged-nvfp4"]
+    with pytest.raises(SystemExit):
+        main(["export", *arguments, "--prompts", str(tmp_path / "prompts.jsonl")])
+    assert "log-probs of a mixture of experts cannot be compared here: base=" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_report_states_the_cost(trained, exported, tmp_path, capsys):

@@ -16,7 +16,7 @@ from verl.trainer.config import CheckpointConfig
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from verl_qerl.modules.convert import packed_linears
+from verl_qerl.modules.convert import packed_weights
 from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.verl_plugin.config import QerlFSDPEngineConfig, ScaledFSDPEngineConfig
 from verl_qerl.verl_plugin.engine import QerlFSDPEngine
@@ -68,7 +68,7 @@ def run(case):
     engine.save_checkpoint(f"{OUT}/{case}/global_step_4/actor", global_step=4)
     trained = {name: whole(p) for name, p in engine.module.named_parameters() if p.requires_grad}
     found = {"adapter": trained, "before": before, "log_probs": log_probs(engine.module)}
-    found["digests"] = {name: weight_digest(linear.packed()) for name, linear in packed_linears(engine.module)}
+    found["digests"] = {name: weight_digest(weight) for name, weight in packed_weights(engine.module)}
     if dist.get_rank() == 0:
         torch.save(found, f"{OUT}/{case}.pt")
 

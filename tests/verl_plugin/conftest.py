@@ -44,11 +44,12 @@ def fresh_process() -> Callable[..., subprocess.CompletedProcess]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Of test_engine*.py: bf16, tied (with tied embeddings), and nvfp4, quantized from bf16."""
+    """Of test_engine*.py: bf16, tied (with tied embeddings), nvfp4, quantized from bf16, and moe, with experts."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from verl_qerl.cli.quantize import quantize_checkpoint
+    from verl_qerl.testing import random_qwen3_moe
 
     folder = tmp_path_factory.mktemp("models")
     for name, tied in (("bf16", False), ("tied", True)):
@@ -56,4 +57,5 @@ def models(tmp_path_factory):
         model = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=tied)).bfloat16()
         model.save_pretrained(folder / name)
     quantize_checkpoint(folder / "bf16", folder / "nvfp4", device="cpu")
+    random_qwen3_moe().save_pretrained(folder / "moe")
     return folder

@@ -1,4 +1,4 @@
-"""Started by test_engine_on_cpu.py, alone or by torchrun: builds engines on a tiny Qwen2 and saves what it found.
+"""Started by test_engine_on_cpu.py, alone or by torchrun: builds engines on tiny models and saves what it found.
 
 python engine_cases.py <folder of models> <folder for findings> <case> ...
 """
@@ -19,9 +19,11 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_qerl.modules import NVFP4Linear
 from verl_qerl.modules.adapted_linear import fuse_adapters
-from verl_qerl.modules.convert import packed_linears
+from verl_qerl.modules.convert import packed_weights
 from verl_qerl.nvfp4.digest import weight_digest
+from verl_qerl.nvfp4.experts import ADAPTED
 from verl_qerl.nvfp4.reference import dequantize
+from verl_qerl.testing import set_linear
 from verl_qerl.verl_plugin import engine as ours
 from verl_qerl.verl_plugin import flat_adapter
 from verl_qerl.verl_plugin.config import DIGESTS, LAYOUT, QerlFSDPEngineConfig
@@ -68,15 +70,16 @@ def logits(module):
 
 
 def digests(engine):
-    return {name: weight_digest(linear.packed()) for name, linear in packed_linears(engine.module)}
+    return {name: weight_digest(weight) for name, weight in packed_weights(engine.module)}
 
 
 def reference(engine, model, fused=True):
     """LoRA on the dequantized weights, as we or PEFT compute it, with the engine's adapters as FSDP2 casts them."""
     dense = AutoModelForCausalLM.from_pretrained(f"{MODELS}/{model}", dtype=torch.bfloat16, attn_implementation="sdpa")
-    for name, linear in packed_linears(engine.module):
-        dense.get_submodule(name).weight.data = dequantize(linear.packed())
-    config = LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules="all-linear")
+    for name, weight in packed_weights(engine.module):
+        set_linear(dense, name, dequantize(weight))
+    targets = list(ADAPTED) if model == "moe" else "all-linear"
+    config = LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules=targets)
     module = get_peft_model(dense, config)
     trained = adapters(engine)
     for name, parameter in module.named_parameters():
@@ -111,7 +114,7 @@ def base(model, **qerl):
     """Everything about an engine that is not trained."""
     engine = build(model, qerl=qerl)
     found = layout(engine)
-    expected = reference(engine, "tied" if model == "tied" else "bf16")
+    expected = reference(engine, "bf16" if model == "nvfp4" else model)
     found |= {"logits": logits(engine.module), "expected": logits(expected)}
     with engine.disable_adapter(), expected.disable_adapter():
         found |= {"base": logits(engine.module), "expected base": logits(expected)}
@@ -271,6 +274,7 @@ RUNS = {
     "bf16": lambda: base("bf16"),
     "tied": lambda: base("tied"),
     "nvfp4": lambda: base("nvfp4"),
+    "moe": lambda: base("moe"),
     "lora": lambda: resume(lora_only=True),
     "full": lambda: resume(lora_only=False),
     "stock": stock,

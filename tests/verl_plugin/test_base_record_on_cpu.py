@@ -23,6 +23,12 @@ def test_plain_lora_names_what_it_computes_and_nothing_else():
     assert json.loads(json.dumps(found)) == found
 
 
+def test_what_peft_empties_while_it_adapts_a_model_is_no_option():
+    config = lora()
+    config.target_parameters = set()  # as PEFT 0.21 leaves it on a mixture of experts
+    assert adapter_options(config) == PLAIN
+
+
 @pytest.mark.parametrize(
     "option", [{"use_rslora": True}, {"use_dora": True}, {"lora_dropout": 0.1}, {"rank_pattern": {"q_proj": 4}}]
 )

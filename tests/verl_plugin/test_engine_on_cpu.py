@@ -23,6 +23,7 @@ def alone(models, fresh_process, tmp_path_factory):
         str(models),
         str(out),
         *PACKED,
+        "moe",
         "lora",
         "full",
         "stock",
@@ -40,7 +41,7 @@ def ranks(models, fresh_process, tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     sharded = ["sharded", "sharded tied", "sharded full", "sharded, then not", "log-probs", "log-probs tied"]
-    fresh_process(*torchrun, str(SCRIPT), str(models), str(out), "bf16", "tied", "lora", *sharded)
+    fresh_process(*torchrun, str(SCRIPT), str(models), str(out), "bf16", "tied", "moe", "lora", *sharded)
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 
@@ -90,6 +91,21 @@ def test_logits_are_those_of_dequantized_weights(alone, name):
     assert not torch.equal(found["logits"], found["base"])  # the adapters act
 
 
+def test_experts_are_packed_and_the_attention_is_adapted(alone, models):
+    found = alone["moe"]
+    assert found["digests"] == expected_digests(models / "moe")
+    assert len(found["digests"]) == 2 * 4 + 3 + 4 * 3
+    assert [kind for kind in found["types"].values() if kind.removeprefix("FSDP") == "NVFP4Experts"]
+    assert found["dense"] == EMBEDDINGS
+    assert len(found["trainable"]) == 2 * 4 * 2
+    assert all(".self_attn." in name for name in found["trainable"])
+    assert torch.equal(found["logits"], found["expected"])
+    assert torch.equal(found["base"], found["expected base"])
+    assert not torch.equal(found["logits"], found["base"])
+    assert (found["sent digests"], found["later sent digests"]) == (found["digests"], None)
+    check_sent(found, count=16)
+
+
 def test_an_nvfp4_directory_computes_like_its_bf16_source(alone):
     assert torch.equal(alone["nvfp4"]["logits"], alone["bf16"]["logits"])
 
@@ -102,11 +118,11 @@ def test_the_first_adapter_carries_the_digests(alone, name):
     assert {"r", "lora_alpha", "target_modules"} <= set(found["like verl's"])
 
 
-def check_sent(found):
+def check_sent(found, count=28):
     for before in ("", "later "):
         sent, expected = found[f"{before}sent"], found[f"{before}verl sends"]
         assert list(sent) == list(expected)
-        assert (len(sent), all("lora_" in name for name in sent)) == (28, True)
+        assert (len(sent), all("lora_" in name for name in sent)) == (count, True)
         for name, tensor in expected.items():
             assert torch.equal(sent[name], tensor), name
         assert found[f"{before}pieces"] > 1
@@ -179,7 +195,7 @@ def test_the_registry_finds_our_engine(alone):
     }
 
 
-@pytest.mark.parametrize("name", ["bf16", "tied"])
+@pytest.mark.parametrize("name", ["bf16", "tied", "moe"])
 def test_two_ranks_hold_the_same_base(alone, ranks, name):
     for found in ranks:
         assert found[name]["digests"] == alone[name]["digests"]
@@ -187,7 +203,7 @@ def test_two_ranks_hold_the_same_base(alone, ranks, name):
         assert torch.equal(found[name]["base"], alone[name]["base"])
         assert torch.equal(found[name]["logits"], found[name]["expected"])
         assert found[name]["sent digests"] == alone[name]["digests"]
-        check_sent(found[name])
+        check_sent(found[name], count=16 if name == "moe" else 28)
 
 
 def test_two_ranks_resume(ranks):

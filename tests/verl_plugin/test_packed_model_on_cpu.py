@@ -14,8 +14,10 @@ from verl_qerl.cli.quantize import quantize_checkpoint
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.modules import NVFP4Linear
 from verl_qerl.modules.convert import packed_linears
+from verl_qerl.modules.sharded_linear import ShardedNVFP4Linear
 from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.reference import dequantize, quantize_group
+from verl_qerl.testing import random_qwen3_moe
 from verl_qerl.verl_plugin.config import BaseOptions
 from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
 
@@ -224,3 +226,11 @@ def test_biases_of_packed_linears_are_frozen(checkpoint):
     biases = [linear.bias for _, linear in packed_linears(model) if linear.bias is not None]
     assert len(biases) == 6
     assert not any(bias.requires_grad for bias in biases)
+
+
+def test_experts_are_not_spread_over_ranks(tmp_path):
+    random_qwen3_moe().save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = random_qwen3_moe()
+    with pytest.raises(ValueError, match=r"^the experts of a mixture cannot be spread over ranks: shard_base=True, 12"):
+        build_skeleton(model, str(tmp_path), ("lm_head",), ShardedNVFP4Linear)

@@ -36,6 +36,7 @@ from verl_qerl.cli.prompt_log_probs import Prompt, log_prob_change, read_prompts
 from verl_qerl.nvfp4 import SCALE_CHOICES, PackedWeight
 from verl_qerl.nvfp4.checkpoint import modelopt_config, modelopt_legacy_config, quantization_config
 from verl_qerl.nvfp4.digest import model_digest
+from verl_qerl.nvfp4.experts import is_expert
 from verl_qerl.nvfp4.reader import TensorSpec
 from verl_qerl.nvfp4.reference import relative_error
 from verl_qerl.nvfp4.stream import pack
@@ -135,6 +136,11 @@ def export_checkpoint(
     check_absent(out)
     trained = open_checkpoint(checkpoint)
     found = open_base(base, trained)
+    if options.prompts and any(map(is_expert, found.linears)):
+        raise ValueError(
+            f"log-probs of a mixture of experts cannot be compared here: base={found.name}. --prompts is accepted with"
+            " models without experts. Leave it out."
+        )
     adapter = read_adapter(trained, found.shapes)
     if form == "peft" and not adapter.factors:
         raise ValueError(

@@ -11,7 +11,7 @@ from verl_qerl.cli.adapter import Adapter
 from verl_qerl.cli.fsdp_checkpoint import Checkpoint
 from verl_qerl.cli.model_dir import QUANTIZATION_REPORT
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, PART_NAMES, is_activation_scale, is_packed_module
+from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, PART_NAMES, is_activation_scale, is_packed_module, is_router
 from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.format import PackedWeight
 from verl_qerl.nvfp4.reader import DTYPES, TensorSpec
@@ -52,7 +52,8 @@ class Base:
     @property
     def ignore(self) -> list[str]:
         """The linears of decoder layers that no quantized export packs, in full, and lm_head."""
-        return [*DEFAULT_IGNORE, *(name for name in self.shapes if is_packed_module(name, self.linears))]
+        kept = (name for name in self.shapes if is_router(name) or is_packed_module(name, self.linears))
+        return [*DEFAULT_IGNORE, *kept]
 
     @property
     def scale(self) -> str | None:

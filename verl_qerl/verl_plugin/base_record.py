@@ -33,6 +33,8 @@ def adapter_options(config: PeftConfig) -> dict[str, Any]:
     defaults = LoraConfig().to_dict()
     found = {}
     for name, value in config.to_dict().items():
-        if name in _ALWAYS or (name not in _NEVER and (name not in defaults or value != defaults[name])):
+        # PEFT turns some defaults from None to an empty collection.
+        set_here = name not in defaults or (value != defaults[name] and bool(value or defaults[name]))
+        if name in _ALWAYS or (name not in _NEVER and set_here):
             found[name] = sorted(value) if isinstance(value, set | frozenset) else value
     return found

@@ -27,7 +27,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl_qerl import upstream
 from verl_qerl.algos.uaq import write_record
 from verl_qerl.modules.adapted_linear import fuse_adapters
-from verl_qerl.modules.convert import packed_linears
+from verl_qerl.modules.convert import packed_linears, packed_weights
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.modules.rounded import rounded_linears
 from verl_qerl.modules.sharded_linear import ShardedNVFP4Linear
@@ -38,6 +38,7 @@ from verl_qerl.verl_plugin.base_record import base_record
 from verl_qerl.verl_plugin.chunked_head import install_chunked_head
 from verl_qerl.verl_plugin.config import DIGESTS, LAYOUT, BaseOptions
 from verl_qerl.verl_plugin.dense_base import DenseBase
+from verl_qerl.verl_plugin.expert_adapters import adapt_attention_only
 from verl_qerl.verl_plugin.flat_adapter import FlatAdapter, pieces
 from verl_qerl.verl_plugin.memory_check import check_memory
 from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
@@ -123,6 +124,8 @@ class QerlFSDPEngine(_Stock):
         return context is not init_empty_weights
 
     def _build_lora_module(self, module: nn.Module) -> nn.Module:
+        if self._base is not None:
+            adapt_attention_only(module, self.model_config)
         module = super()._build_lora_module(module)
         if self._base is not None:
             for parameter in module.parameters():
@@ -139,9 +142,8 @@ class QerlFSDPEngine(_Stock):
                 logger.warning("UAQ: %d weights scaled by %g", count, self._uaq_scale)
         module = super()._build_fsdp_module(module)
         if self._base is not None:
-            digests = {}
-            for name, linear in packed_linears(module):
-                digests[name] = weight_digest(linear.packed())
+            digests = {name: weight_digest(weight) for name, weight in packed_weights(module)}
+            for _, linear in packed_linears(module):
                 linear.persistent = False
             first_rank = [digests]
             torch.distributed.broadcast_object_list(first_rank, src=0)

@@ -7,7 +7,8 @@ import torch.nn as nn
 from transformers import PreTrainedModel
 
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.modules.convert import replace_linears
+from verl_qerl.modules.convert import replace_experts, replace_linears
+from verl_qerl.modules.nvfp4_experts import ExpertLinear
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.nvfp4.checkpoint import ignored_modules, is_packed_module
 from verl_qerl.nvfp4.format import PackedWeight
@@ -17,8 +18,8 @@ from verl_qerl.verl_plugin.config import BaseOptions
 
 def build_skeleton(
     model: nn.Module, path: str, ignore: tuple[str, ...], kind: type[NVFP4Linear] = NVFP4Linear
-) -> dict[str, NVFP4Linear]:
-    """Replace the decoder linears of an empty model by unfilled packed ones.
+) -> dict[str, NVFP4Linear | ExpertLinear]:
+    """Replace the decoder linears and experts of an empty model by unfilled packed ones.
 
     Args:
         model: On the meta device.
@@ -27,15 +28,26 @@ def build_skeleton(
         kind: NVFP4Linear or a subclass.
 
     Returns:
-        name -> NVFP4Linear.
+        name -> NVFP4Linear, or the place of an expert's linear.
     """
     source = open_source(path)
     rules = ignore if source.layout == "bf16" else ignored_modules(source.config)
-    return replace_linears(model, lambda name: is_packed_module(name, rules), kind)
+    linears = replace_linears(model, lambda name: is_packed_module(name, rules), kind)
+    experts = replace_experts(model)
+    if experts and kind is not NVFP4Linear:
+        raise ValueError(
+            f"the experts of a mixture cannot be spread over ranks: shard_base=True, {len(experts)} of their linears in"
+            f" {path}. Accepted is False: every rank holds the packed base. Leave it out."
+        )
+    return {**linears, **experts}
 
 
 def load_packed(
-    model: PreTrainedModel, linears: dict[str, NVFP4Linear], path: str, options: BaseOptions, dtype: torch.dtype
+    model: PreTrainedModel,
+    linears: dict[str, NVFP4Linear | ExpertLinear],
+    path: str,
+    options: BaseOptions,
+    dtype: torch.dtype,
 ) -> None:
     """Read the checkpoint into `model`, on the CPU; quantization runs on the GPU when there is one.
 
