@@ -13,6 +13,7 @@ import torch
 from verl_qerl.formats import get_format
 from verl_qerl.nvfp4.reference import dequantize
 from verl_qerl.nvfp4.stream import open_source, stream
+from verl_qerl.testing import random_qwen3_moe
 
 VOCABULARY = 512
 FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}
@@ -55,6 +56,11 @@ def save_tokenizer(folder: Path) -> None:
 def save_model(folder: Path, family: str) -> None:
     import transformers
 
+    if family == "qwen3_moe":
+        sizes = {"vocab_size": VOCABULARY, "num_hidden_layers": 3, "max_position_embeddings": 512}
+        random_qwen3_moe(**sizes, eos_token_id=VOCABULARY - 2).save_pretrained(folder)
+        save_tokenizer(folder)
+        return
     torch.manual_seed(0)
     config = getattr(transformers, f"{FAMILIES[family]}Config")(
         vocab_size=VOCABULARY,
@@ -80,7 +86,7 @@ def save_model(folder: Path, family: str) -> None:
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory):
-    """Family -> directory of a bf16 model with two layers."""
+    """Family -> directory of a bf16 model with two layers; qwen3_moe has a dense one and two of experts."""
     made = {}
 
     def get(family: str) -> Path:

@@ -22,6 +22,7 @@ from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.format import PackedWeight
 from verl_qerl.nvfp4.stream import linear_modules, open_source, stored_tensors, stream
 from verl_qerl.vllm_plugin import NAMES
+from verl_qerl.vllm_plugin.experts import expert_members
 
 _OPTIONS = {"scale", "ignore"}
 _DIGESTS = "verl_qerl_digests"
@@ -63,9 +64,10 @@ class QuantizingModelLoader(BaseModelLoader):
         digests: dict[str, str] = {}
         given: set[str] = set()
         device = next(model.parameters()).device
-        members = checkpoint_members(model)
+        experts = expert_members(model)
+        members = checkpoint_members(model) | experts
         loaded = set(model.load_weights(self._tensors(model_config, device, digests, given)))
-        missing = sorted((set().union(*members.values()) - given) | (set(members) - loaded))
+        missing = sorted((set().union(*members.values()) - given) | (set(members) - set(experts) - loaded))
         if missing:
             raise ValueError(
                 f"{model_config.model} lacks {len(missing)} parameters of {type(model).__name__}, first {missing[0]!r}."

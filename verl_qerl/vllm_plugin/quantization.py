@@ -10,6 +10,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearLayerConfig
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsW4A4Fp4,
@@ -18,7 +19,9 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 )
 from vllm.platforms import current_platform
 
+from verl_qerl.nvfp4.checkpoint import is_router
 from verl_qerl.vllm_plugin import NAMES, PREFIX
+from verl_qerl.vllm_plugin.experts import experts_method
 from verl_qerl.vllm_plugin.options import rollout_options
 from verl_qerl.vllm_plugin.reference_kernels import MXFP4ReferenceKernel, ReferenceKernel, W8A8FP8Reference
 
@@ -59,6 +62,12 @@ class RolloutConfig(CompressedTensorsConfig):
     ) -> Any:
         """Take a compressed-tensors checkpoint when the user asked for us by name."""
         return cls.NAME if user_quant == cls.NAME else None
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        """As compressed-tensors', but routers are never packed, and experts run without a GPU too."""
+        if is_router(prefix):
+            return UnquantizedLinearMethod()
+        return experts_method(layer, prefix, NAMES[self.NAME]) or super().get_quant_method(layer, prefix)
 
     def _get_scheme_from_parts(self, weight_quant: Any, input_quant: Any, *args: Any, **kwargs: Any) -> Any:
         form = NAMES[self.NAME]
