@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsC
 from verl_qerl.cli import main
 from verl_qerl.cli.export import FORMS, Options, export_checkpoint
 from verl_qerl.cli.quantize import quantize_checkpoint
+from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.format import PackedWeight
 from verl_qerl.nvfp4.reference import dequantize, quantize, relative_error
@@ -91,6 +92,7 @@ def test_the_adapter_in_peft_is_the_trainers_model_to_the_bit(trained, exported,
     for name, parameter in loaded.items():
         assert torch.equal(parameter, found.found["adapter"][name].float())  # PEFT holds adapters in float32
         parameter.data = parameter.data.bfloat16()  # FSDP2 computes with bf16
+    fuse_adapters(model)  # as the trainer adds them up
     assert torch.equal(log_probs(model), found.found["log_probs"])
 
 
@@ -101,6 +103,7 @@ def test_the_adapter_loads_on_the_nvfp4_base_in_transformers(trained, exported):
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.bfloat16()
+    fuse_adapters(model)
     assert torch.equal(log_probs(model), trained(CASE).found["log_probs"])
 
 

@@ -75,18 +75,31 @@ def launch(
     out = torch.empty((N, half_k * 2), dtype=dtype, device=codes.device)
     num_blocks = half_k * 2 // BLOCK_SIZE
     grid = (triton.cdiv(N, _ROWS), triton.cdiv(num_blocks, _BLOCKS))
-    scale_rows = N // global_decode_scale.numel()
-    tile: Any = {"ROWS": _ROWS, "BLOCKS": _BLOCKS, "num_warps": _WARPS}  # num_warps is Triton's, not the kernel's
-    _dequantize_kernel[grid](codes, block_scale, global_decode_scale, out, N, num_blocks, scale_rows, **tile)
+    num_scales = global_decode_scale.numel()
+    tile: Any = {"ROWS": _ROWS, "BLOCKS": _BLOCKS, "STACKED": num_scales > 1}
+    tile["num_warps"] = _WARPS  # Triton's, not the kernel's
+    _dequantize_kernel[grid](codes, block_scale, global_decode_scale, out, N, num_blocks, N // num_scales, **tile)
     return out
 
 
 @triton.jit
 def _dequantize_kernel(
-    codes_ptr, scale_ptr, global_ptr, out_ptr, N, num_blocks, scale_rows, ROWS: tl.constexpr, BLOCKS: tl.constexpr
+    codes_ptr,
+    scale_ptr,
+    global_ptr,
+    out_ptr,
+    N,
+    num_blocks,
+    scale_rows,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    STACKED: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    global_scale = tl.load(global_ptr + row // scale_rows, mask=row < N, other=0)
+    if STACKED:
+        global_scale = tl.load(global_ptr + row // scale_rows, mask=row < N, other=0)[:, None]
+    else:
+        global_scale = tl.load(global_ptr)
     row = row.to(tl.int64)
     first = tl.program_id(1) * BLOCKS
     in_rows = (row < N)[:, None]
@@ -98,7 +111,7 @@ def _dequantize_kernel(
     # e4m3 in half: exponent and mantissa one bit further left than e4m3's own place, times 2**8 for the bias.
     scale = (scale_bits.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
     # 2**22 = 2**8 for e4m3's bias and 2**14 for e2m1's.
-    scale = scale * (global_scale * 4194304.0)[:, None]
+    scale = scale * (global_scale * 4194304.0)
 
     byte = first * 8 + tl.arange(0, BLOCKS * 8)
     packed = tl.load(
