@@ -16,13 +16,7 @@ SOURCE=$(realpath -q "$SOURCE" || echo "$SOURCE")
 cd "$WORK"
 
 export RAY_AUTH_MODE=disabled TOKENIZERS_PARALLELISM=false
-python3 -m verl_qerl doctor
-# Half of the answers it is pretrained on end in another way, so that there is something to learn within some steps.
-[[ -d gsm8k ]] || python3 -m verl_qerl data gsm8k --source "$SOURCE" --hash-share 0.5 --out gsm8k
-[[ -d arithmetic ]] || python3 -m verl_qerl data arithmetic --num-train 30000 --max-number 60 --max-steps 3 \
-    --hash-share 0.5 --out arithmetic
-[[ -d base ]] || python3 -m verl_qerl pretrain --data gsm8k/train.jsonl arithmetic/train.jsonl --repeats 8 1 \
-    --eval-data gsm8k/test.jsonl --size 100m --lr 1e-3 --minutes "$MINUTES" --compile --out base
+source "$here/base.sh"
 
 export VERL_FILE_LOGGER_PATH=$WORK/metrics.jsonl
 python3 -m verl.trainer.main_ppo \

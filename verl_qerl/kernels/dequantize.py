@@ -76,30 +76,19 @@ def launch(
     num_blocks = half_k * 2 // BLOCK_SIZE
     grid = (triton.cdiv(N, _ROWS), triton.cdiv(num_blocks, _BLOCKS))
     num_scales = global_decode_scale.numel()
-    tile: Any = {"ROWS": _ROWS, "BLOCKS": _BLOCKS, "STACKED": num_scales > 1}
+    tile: Any = {"ROWS": _ROWS, "BLOCKS": _BLOCKS, "PER": N // num_scales if num_scales > 1 else 0}
     tile["num_warps"] = _WARPS  # Triton's, not the kernel's
-    _dequantize_kernel[grid](codes, block_scale, global_decode_scale, out, N, num_blocks, N // num_scales, **tile)
+    _dequantize_kernel[grid](codes, block_scale, global_decode_scale, out, N, num_blocks, **tile)
     return out
 
 
 @triton.jit
 def _dequantize_kernel(
-    codes_ptr,
-    scale_ptr,
-    global_ptr,
-    out_ptr,
-    N,
-    num_blocks,
-    scale_rows,
-    ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    STACKED: tl.constexpr,
+    code_ptr, scale_ptr, global_ptr, out_ptr, N, num_blocks, ROWS: tl.constexpr, BLOCKS: tl.constexpr, PER: tl.constexpr
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    if STACKED:
-        global_scale = tl.load(global_ptr + row // scale_rows, mask=row < N, other=0)[:, None]
-    else:
-        global_scale = tl.load(global_ptr)
+    # PER: rows of each global scale, 0 where there is one.
+    global_scale = tl.load(global_ptr + (tl.minimum(row, N - 1) // PER)[:, None]) if PER else tl.load(global_ptr)
     row = row.to(tl.int64)
     first = tl.program_id(1) * BLOCKS
     in_rows = (row < N)[:, None]
@@ -115,7 +104,7 @@ def _dequantize_kernel(
 
     byte = first * 8 + tl.arange(0, BLOCKS * 8)
     packed = tl.load(
-        codes_ptr + row[:, None] * (num_blocks * 8) + byte[None, :],
+        code_ptr + row[:, None] * (num_blocks * 8) + byte[None, :],
         mask=in_rows & (byte < num_blocks * 8)[None, :],
         other=0,
     ).to(tl.int16)

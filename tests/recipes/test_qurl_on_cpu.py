@@ -1,0 +1,85 @@
+"""Every arm of recipes/qurl composes with verl's configuration and passes the checks that the driver makes."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl")
+
+from hydra import compose, initialize_config_module
+from verl.utils.config import omega_conf_to_dataclass
+
+SCRIPT = Path(__file__).resolve().parents[2] / "recipes" / "qurl" / "from_scratch.sh"
+ARMS = [
+    "bf16",
+    "int8",
+    "int8-tis",
+    "int8-acr",
+    "int8-acr-uaq",
+    "fp8",
+    "fp8-tis",
+    "fp8-acr",
+    "fp8-acr-uaq",
+    "nvfp4",
+    "nvfp4-acr",
+]
+
+
+def run(folder, **env):
+    """Run the script with a `python3` that writes down its arguments and the file that verl would log to."""
+    stub = folder / "python3"
+    stub.write_text(
+        '#!/bin/sh\nprintf "%s\\n" "$VERL_FILE_LOGGER_PATH" "$@" "== end"\n'
+        '[ -z "$VERL_FILE_LOGGER_PATH" ] || : >"$VERL_FILE_LOGGER_PATH"\n[ "$2" != "$FAIL" ]\n'
+    )
+    stub.chmod(0o755)
+    settings = {"PATH": f"{folder}:{os.environ['PATH']}", "WORK": str(folder / "work"), "SEEDS": "1"}
+    return subprocess.run(
+        ["bash", str(SCRIPT)], env=settings | env, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory):
+    """arm -> overrides of main_ppo."""
+    result = run(tmp_path_factory.mktemp("arms"))
+    assert result.returncode == 0, result.stderr
+    calls = [call.strip("\n").split("\n") for call in result.stdout.split("== end\n") if call.strip()]
+    runs = [(Path(call[0]).stem, call[3:]) for call in calls if "verl.trainer.main_ppo" in call]
+    return {name.removesuffix("-seed1"): overrides for name, overrides in runs}
+
+
+def test_all_arms_run(commands):
+    assert list(commands) == ARMS
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_an_arm_composes_and_builds(commands, arm):
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=commands[arm])
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    form = arm.partition("-")[0]
+    qerl = getattr(actor.fsdp_config, "qerl", None)
+    assert (qerl.format if qerl else "bf16") == form
+    assert qerl is None or not qerl.has_adapter
+    assert (actor.policy_loss.loss_mode == "acr") == ("acr" in arm)
+    assert (config.algorithm.rollout_correction.rollout_is == "token") == ("tis" in arm)
+    assert ("uaq" in config and config.uaq.enabled) == ("uaq" in arm)
+    assert config.actor_rollout_ref.rollout.calculate_log_probs
+    assert {config.data.seed, config.actor_rollout_ref.rollout.seed, actor.data_loader_seed} == {1}
+
+
+def test_an_unknown_arm_is_refused_before_anything_runs(tmp_path):
+    result = run(tmp_path, ARMS="bf16 int8-arc")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "unknown arm: ARMS=int8-arc. <rollout>[-tis|-acr][-uaq] is accepted" in result.stderr
+
+
+def test_only_finished_runs_are_kept_and_not_repeated(tmp_path):
+    failed = run(tmp_path, ARMS="bf16", FAIL="verl.trainer.main_ppo")
+    assert failed.returncode != 0
+    assert [path.name for path in (tmp_path / "work").glob("bf16*")] == ["bf16-seed1.part"]
+    assert "main_ppo" in run(tmp_path, ARMS="bf16").stdout
+    assert "main_ppo" not in run(tmp_path, ARMS="bf16").stdout
