@@ -27,8 +27,6 @@ OURS = f"{ROLLOUT}.engine_kwargs.vllm"
 # What `+rollout=nvfp4 +aqn.enabled=true` sets in a run with LoRA; None where the value is a whole node of ours.
 DIFFERENCE = {
     "aqn.enabled": True,
-    "actor_rollout_ref.model.use_fused_kernels": True,
-    f"{ACTOR}.use_fused_kernels": True,  # verl's own: it follows the model's
     f"{ACTOR}.strategy": "fsdp2",
     f"{ACTOR}.fsdp_config._target_": "verl_qerl.verl_plugin.config.QerlFSDPEngineConfig",
     f"{ACTOR}.fsdp_config.model_dtype": None,  # null: bf16 under an adapter, fp32 without

@@ -119,6 +119,7 @@ def test_two_ranks_from_an_nvfp4_directory_save_adapters_only(workbench):
     assert main(["quantize", "--model", str(workbench.model), "--out", str(packed), "--scale", "mse"]) == 0
     options = [*NVFP4, ACR, "+aqn.num_stages=2", "trainer.save_freq=2"]
     options.append("+actor_rollout_ref.actor.checkpoint.save_lora_only=true")
+    options.append("actor_rollout_ref.model.use_fused_kernels=true")  # log-probs from our head
     # vLLM's own kernels for adapters; the other runs take ours.
     options.append("+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.lora=stock")
     options.append("+actor_rollout_ref.actor.fsdp_config.qerl.shard_base=true")

@@ -18,6 +18,14 @@ pytest.importorskip("vllm")
 peft = pytest.importorskip("peft")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def expert_group(vllm):
+    """The group of ranks that vLLM makes with a process's first engine if that holds experts, and misses later."""
+    state = vllm.distributed.parallel_state
+    if state.model_parallel_is_initialized() and state._EP is None:
+        state._EP = state.get_tp_group()  # of one rank, too
+
+
 @pytest.fixture(scope="module")
 def source(model_dir):
     return open_source(model_dir("qwen3_moe"))

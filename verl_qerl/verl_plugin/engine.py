@@ -183,13 +183,13 @@ class QerlFSDPEngine(_Stock):
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """As verl's; at the end rank 0 writes which base the shards belong to, which also marks them as whole."""
         folder = Path(local_path)
-        if self.rank == 0:
+        if self.rank == 0:  # verl's barrier comes before the first file is replaced
+            if self._base is not None:
+                remove_record(folder)
             write_record(folder, self._uaq_scale, self.model_config.path)
         if self._base is None:
             super().save_checkpoint(local_path, *args, **kwargs)
             return
-        if self.rank == 0:
-            remove_record(folder)  # verl's barrier comes before the first file is replaced
         super().save_checkpoint(local_path, *args, **kwargs)
         files = saved_files(folder, self.checkpoint_manager.checkpoint_save_contents)
         if self.rank == 0:
