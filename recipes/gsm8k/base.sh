@@ -1,5 +1,6 @@
 # Sourced: makes gsm8k/, arithmetic/ and base/ in the current folder, a Qwen2 of 105 M parameters trained from scratch for
-# MINUTES on GSM8K train (SOURCE) and generated problems. What is there already is kept.
+# MINUTES on GSM8K train (SOURCE) and generated problems, and what is the same for every GRPO run on it (WORK, BATCH, LR and
+# STEPS) in `common`. What is there already is kept.
 python3 -m verl_qerl doctor
 # Half of the answers it is pretrained on end in another way, so that there is something to learn within some steps.
 [[ -d gsm8k ]] || python3 -m verl_qerl data gsm8k --source "$SOURCE" --hash-share 0.5 --out gsm8k
@@ -7,3 +8,42 @@ python3 -m verl_qerl doctor
     --hash-share 0.5 --out arithmetic
 [[ -d base ]] || python3 -m verl_qerl pretrain --data gsm8k/train.jsonl arithmetic/train.jsonl --repeats 8 1 \
     --eval-data gsm8k/test.jsonl --size 100m --lr 1e-3 --minutes "$MINUTES" --compile --out base
+
+common=(
+    algorithm.adv_estimator=grpo
+    data.train_files="$WORK/gsm8k/train.parquet"
+    data.val_files="$WORK/gsm8k/test.parquet"
+    data.train_batch_size="$BATCH"
+    data.max_prompt_length=320
+    data.filter_overlong_prompts=True
+    data.max_response_length=256
+    data.dataloader_num_workers=0
+    actor_rollout_ref.model.path="$WORK/base"
+    actor_rollout_ref.model.use_remove_padding=False
+    actor_rollout_ref.model.enable_gradient_checkpointing=False
+    +actor_rollout_ref.model.override_config.attn_implementation=sdpa
+    actor_rollout_ref.actor.strategy=fsdp2
+    actor_rollout_ref.actor.use_kl_loss=False
+    actor_rollout_ref.actor.ppo_mini_batch_size="$((BATCH / 2))"
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu="$((BATCH * 2))"
+    actor_rollout_ref.actor.optim.lr="$LR"
+    actor_rollout_ref.rollout.name=vllm
+    actor_rollout_ref.rollout.n=8
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1
+    actor_rollout_ref.rollout.max_model_len=576
+    actor_rollout_ref.rollout.max_num_seqs="$((BATCH * 8))"
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu="$((BATCH * 4))"
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.3
+    actor_rollout_ref.rollout.agent.num_workers=1
+    reward.num_workers=1
+    transfer_queue.backend.SimpleStorage.num_data_storage_units=1
+    +ray_kwargs.ray_init.include_dashboard=False
+    trainer.n_gpus_per_node=1
+    trainer.nnodes=1
+    trainer.total_training_steps="$STEPS"
+    trainer.val_before_train=False
+    trainer.test_freq=-1
+    trainer.save_freq=-1
+    trainer.resume_mode=disable
+    'trainer.logger=["console","file"]'
+)

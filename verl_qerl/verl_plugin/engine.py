@@ -225,8 +225,7 @@ class QerlFSDPEngine(_Stock):
         if options is None or not tu.get_non_tensor_data(data, key=ROUNDED, default=False):
             return super().forward_backward_batch(data, *args, **kwargs)
         form = options.weight_format
-        shapes = {name: tuple(tensor.shape) for name, tensor in self.module.state_dict().items()}
-        linears = linears_among(shapes, options.ignore, "the actor", form.block_size, form.kind)
+        linears = linears_among(self._shapes(), options.ignore, "the actor", form.block_size, form.kind)
         rounding = partial(round_group, form=form)
         with rounded_linears(self.module, groups_of_linears(linears, form), rounding):
             return super().forward_backward_batch(data, *args, **kwargs)
@@ -251,10 +250,12 @@ class QerlFSDPEngine(_Stock):
             self._digests_sent = True
         return pieces(self._adapter.gather()), peft_config
 
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.module.state_dict().items()}
+
     def _quantized(self, params: Any, options: BaseOptions) -> Any:
-        shapes = {name: tuple(tensor.shape) for name, tensor in self.module.state_dict().items()}
         tied = self.model_config.hf_config.tie_word_embeddings
-        return quantized_for_rollout(params, shapes, options.weight_format, options.ignore, tied)
+        return quantized_for_rollout(params, self._shapes(), options.weight_format, options.ignore, tied)
 
     def _adapter_names(self) -> dict[str, str]:
         """Name under which PEFT saves a parameter of the adapter -> its name here."""
