@@ -18,7 +18,7 @@ GROUPS = (
     (LORA, re.compile(r"shrink|expand", re.IGNORECASE)),
     (
         LINEARS,
-        re.compile(r"small_batch|medium_batch|humming|marlin|dequantize|scaled_mm|c3x|cutlass_3x|fp8", re.IGNORECASE),
+        re.compile(r"small_batch|tiled_matmul|humming|marlin|dequantize|scaled_mm|c3x|cutlass_3x|fp8", re.IGNORECASE),
     ),
     (CUBLAS, re.compile(r"nvjet|cublas|gemm|gemv|splitk", re.IGNORECASE)),
     ("sampler", re.compile(r"softmax|argmax|distribution|topk|sort|reduce_kernel", re.IGNORECASE)),

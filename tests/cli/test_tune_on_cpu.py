@@ -5,46 +5,32 @@ from verl_qerl.cli.tune import MODELS, crossings, describe
 
 
 def times(*rows):
-    names = ("rows", "dense_us", "packed_us", "decoded_us", "small_us")
+    names = ("rows", "dense_us", "packed_us", "decoded_us", "tiled_us")
     return [dict(zip(names, row, strict=False)) for row in rows]
 
 
-def test_medium_batches_take_what_they_do_faster_than_the_others():
-    measured = times((8, 10, 5, 20, 4), (16, 10, 6, 20, 7), (32, 10, 7, 20), (64, 11, 12, 21), (128, 12, 11, 22))
-    for entry, medium_us in zip(measured, (5.5, 6, 7, 11.5, 11.5), strict=True):
-        entry["medium_us"] = medium_us
-    found = crossings([*measured, *times((2048, 90, 99, 98))])
-    assert (found["small_rows"], found["medium_rows"], found["packed_rows"]) == (8, 64, 32)
-
-
 def test_each_path_serves_the_rows_at_which_it_is_fastest():
-    measured = times((1, 10, 5, 20, 4), (16, 10, 6, 20, 7), (32, 10, 7, 20), (64, 11, 12, 21), (128, 12, 11, 22))
-    # 128 rows are faster packed again, but one range is kept for each path.
-    assert crossings([*measured, *times((2048, 90, 99, 98))]) == {
-        "small_rows": 1,
-        "medium_rows": 0,
-        "packed_rows": 32,
+    measured = times((1, 10, 5, 20, 4), (32, 10, 6, 20, 6), (64, 10, 7, 20, 8), (128, 11, 12, 21, 11))
+    # 128 rows are faster by our kernel again, but one range is kept for each path.
+    assert crossings([*measured, *times((256, 12, 11, 22), (2048, 90, 99, 98))]) == {
+        "tiled_rows": 32,
+        "packed_rows": 64,
         "decode_rows": 2048,
     }
 
 
 def test_a_path_that_is_never_fastest_is_never_taken():
-    none = {"small_rows": 0, "medium_rows": 0, "packed_rows": 0, "decode_rows": 1 << 30}
+    none = {"tiled_rows": 0, "packed_rows": 0, "decode_rows": 1 << 30}
     assert crossings(times((1, 4, 5, 9, 6), (64, 4, 5, 9))) == none
-    assert crossings(times((1, 5, 4, 3, 2), (64, 5, 4, 3))) == {
-        "small_rows": 1,
-        "medium_rows": 0,
-        "packed_rows": 64,
-        "decode_rows": 1,
-    }
+    assert crossings(times((1, 5, 4, 3, 2), (64, 5, 4, 3))) == {"tiled_rows": 1, "packed_rows": 64, "decode_rows": 1}
 
 
 def test_the_line_for_the_terminal_names_the_crossings():
     measured = times((1, 10, 5, 20, 4), (2048, 90, 99, 98))
     line = describe({"N": 64, "K": 32, **crossings(measured), "times": measured})
-    assert "64 x 32: small batches up to 1 rows, medium ones up to 0, humming up to 1" in line
-    assert "1: 10/4/nan/5/20" in line
-    assert "2048: 90/nan/nan/99/98" in line
+    assert "64 x 32: our kernel up to 1 rows, humming up to 1" in line
+    assert "1: 10/4/5/20" in line
+    assert "2048: 90/nan/99/98" in line
 
 
 def test_without_a_gpu_nothing_is_written(tmp_path, capsys):

@@ -9,9 +9,9 @@ from verl_qerl.kernels import launch
 
 
 def test_macros_come_before_the_files():
-    source = launch.read_source("decode.cuh", "shrink.cu", COLUMN_TILES=2, ONE=1)
-    assert source.startswith("#define COLUMN_TILES 2\n#define ONE 1\n")
-    assert 0 < source.index("struct Factors") < source.index("shrink(const uint4*")
+    source = launch.read_source("decode.cuh", "ring.cuh", TOKENS=8, ONE=1)
+    assert source.startswith("#define TOKENS 8\n#define ONE 1\n")
+    assert 0 < source.index("struct Factors") < source.index("struct Ring")
 
 
 def test_the_structures_are_as_large_as_the_driver_s():

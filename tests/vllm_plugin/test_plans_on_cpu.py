@@ -7,8 +7,7 @@ import pytest
 
 pytest.importorskip("vllm")
 from verl_qerl.cli.tune import MODELS
-from verl_qerl.kernels import medium_batch
-from verl_qerl.kernels.small_batch import LAUNCHES, MAX_ROWS
+from verl_qerl.kernels.tiled_matmul import MAX_ROWS, SHAPES, STREAM, TOKENS, guess_launch
 from verl_qerl.vllm_plugin import plans
 
 
@@ -24,38 +23,41 @@ def tables(tmp_path, monkeypatch):
     plans._tuned.cache_clear()
 
 
-def test_the_table_that_ships_has_the_shapes_of_a_7b(tables):
+@pytest.mark.parametrize("shape", sorted({shape for shapes in MODELS.values() for shape in shapes}), ids=str)
+def test_the_table_that_ships_has_the_shapes_that_tune_measures(shape, tables):
     rows = {(row["N"], row["K"]): row for row in plans._tuned("NVIDIA H200")}
-    for shape in MODELS["qwen2.5-7b"]:
-        assert plans.nearest(*shape, "NVIDIA H200") == rows[shape]
-        assert {tuple(launch) for launch in rows[shape]["launches"]} <= set(LAUNCHES)
-        assert rows[shape]["small_rows"] <= MAX_ROWS
-        assert rows[shape]["medium_rows"] <= medium_batch.MAX_ROWS
-        for tokens, (pieces, groups, split, blocks) in rows[shape]["medium_launches"].items():
-            assert (pieces, groups, blocks) in medium_batch.SHAPES[int(tokens)]
-            assert 1 <= split <= 8
+    assert plans.nearest(*shape, "NVIDIA H200") == rows[shape]
+    assert rows[shape]["tiled_rows"] <= MAX_ROWS
+    assert list(rows[shape]["launches"]) == [str(tokens) for tokens in TOKENS]
+    for tokens, (pieces, groups, split, blocks) in rows[shape]["launches"].items():
+        assert (pieces, groups, blocks) in SHAPES[int(tokens)]
+        assert split == STREAM or 1 <= split <= 8
 
 
 @pytest.fixture
-def no_humming(monkeypatch):
+def compiled(monkeypatch):
+    """What is compiled when a plan is made."""
+    found = []
     monkeypatch.setattr(plans, "_humming_configs", lambda N, K: ("layer", "tuning"))
     monkeypatch.setattr(plans, "PLANS", {})
+    monkeypatch.setattr(plans.tiled_matmul, "prepare", found.extend)
+    return found
 
 
-def test_a_plan_takes_measured_launches_and_guesses_the_others(tables, no_humming):
+def test_a_plan_takes_measured_launches_and_guesses_the_others(tables, compiled):
     row = plans.nearest(4608, 3584, "NVIDIA H200")
     plan = plans.PLANS[plans.make_plan(4608, 3584, "NVIDIA H200")]
-    assert plan.medium_launch(33) == plan.medium_launch(64) == tuple(row["medium_launches"]["64"])
-    assert "96" not in row["medium_launches"]
-    assert plan.medium_launch(65) == medium_batch.guess_launch(4608, 3584, 96)
-    other = plans.PLANS[plans.make_plan(7168, 5120, "NVIDIA H200")]
-    assert other.medium_launch(64) == medium_batch.guess_launch(7168, 5120, 64)
-    assert (other.small_rows, other.medium_rows) == (16, 0)
+    assert plan.launch(33) == plan.launch(64) == tuple(row["launches"]["64"])
+    assert plan.tiled_rows == row["tiled_rows"]
+    assert compiled == list(zip(TOKENS, plan.launches, strict=True))
+    other = plans.PLANS[plans.make_plan(7168, 4096, "NVIDIA H200")]
+    assert other.launch(64) == guess_launch(7168, 4096, 64)
 
 
-def test_subnormal_scales_go_to_humming(tables, no_humming):
+def test_subnormal_scales_go_to_humming(tables, compiled):
     plan = plans.PLANS[plans.make_plan(4608, 3584, "NVIDIA H200", normal_scales=False)]
-    assert (plan.small_rows, plan.medium_rows) == (0, 0)
+    assert plan.tiled_rows == 0
+    assert not compiled
 
 
 def test_a_table_of_the_user_goes_first(tables):

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from verl_qerl.kernels import medium_batch
-from verl_qerl.kernels.medium_batch import TOKENS, medium_batch_matmul
-from verl_qerl.kernels.small_batch import LAUNCHES, MAX_ROWS, small_batch_matmul
+from verl_qerl.kernels import tiled_matmul as kernel
 from verl_qerl.kernels.tiled import dequantize_tiled, tile
 from verl_qerl.testing import random_packed_weight
 
@@ -25,7 +23,8 @@ MODELS = {
     "qwen2.5-14b": ((7168, 5120), (5120, 5120), (27648, 5120), (5120, 13824)),
     "qwen2.5-32b": ((7168, 5120), (5120, 5120), (55296, 5120), (5120, 27648)),
 }
-TRIED = 10  # launches of medium_batch, the most promising ones
+TRIED = 12  # launches of tiled_matmul, the most promising ones
+_RANK = 32  # of the adapter with which they are compared
 _CACHE_BYTES = 400 << 20  # read between two uses of a weight, several times the L2 cache of an H200
 
 
@@ -79,22 +78,17 @@ def measure(N: int, K: int) -> dict[str, Any]:
     weight = dequantize_tiled(*packed[0])
     dense = [weight] + [weight.clone() for _ in range(_CACHE_BYTES // (N * K * 2))]
     plan = make_plan(N, K, torch.cuda.get_device_name())
-    launches, times = [], []
-    for rows in (8, 16):
-        x = torch.randn(rows, K, device="cuda", dtype=torch.bfloat16)
-        launches.append(min(LAUNCHES, key=partial(_time_launch, small_batch_matmul, x, packed)))
-    medium_launches = {}
-    for tokens in TOKENS:
-        x = torch.randn(tokens, K, device="cuda", dtype=torch.bfloat16)
-        tried = medium_batch.launch_candidates(N, K, tokens)[:TRIED]
-        medium_launches[str(tokens)] = min(tried, key=partial(_time_launch, medium_batch_matmul, x, packed))
+    tried = {tokens: kernel.launch_candidates(N, K, tokens)[:TRIED] for tokens in kernel.TOKENS}
+    kernel.prepare((tokens, launch) for tokens, found in tried.items() for launch in found)
+    launches = {
+        str(tokens): min(found, key=partial(_time_with_adapter, tokens, packed)) for tokens, found in tried.items()
+    }
+    times = []
     for rows in ROWS:
         x = torch.randn(rows, K, device="cuda", dtype=torch.bfloat16)
-        small = [partial(small_batch_matmul, x, *tensors, launch=launches[rows > 8]) for tensors in packed]
         paths = {
             "dense_us": [partial(linear, x, weight) for weight in dense],
-            "small_us": small if rows <= MAX_ROWS else [],
-            "medium_us": _medium_calls(x, packed, medium_launches),
+            "tiled_us": _tiled_calls(x, packed, launches),
             "packed_us": [partial(humming_matmul, x, *tensors, plan) for tensors in packed],
             "decoded_us": [partial(_decode_then_multiply, x, *tensors) for tensors in packed],
         }
@@ -104,24 +98,26 @@ def measure(N: int, K: int) -> dict[str, Any]:
         "K": K,
         **crossings(times),
         "launches": launches,
-        "medium_launches": medium_launches,
         "times": times,
     }
 
 
-def _time_launch(
-    matmul: Callable[..., torch.Tensor], x: torch.Tensor, packed: Sequence[tuple[torch.Tensor, ...]], launch: Any
-) -> float:
-    return time_us([partial(matmul, x, *tensors, launch=launch) for tensors in packed])
+def _time_with_adapter(tokens: int, packed: Sequence[tuple[torch.Tensor, ...]], launch: kernel.Launch) -> float:
+    scale = packed[0][1]
+    N, K = scale.shape[1], scale.shape[0] * 16
+    x, a, b = (torch.randn(shape, device="cuda").bfloat16() for shape in ((tokens, K), (_RANK, K), (N, _RANK)))
+    slots = torch.zeros(tokens, dtype=torch.int64, device="cuda")
+    adapter = kernel.Adapter(a, b, torch.zeros(1, dtype=torch.int32, device="cuda"), slots)
+    return time_us([partial(kernel.tiled_matmul, x, *tensors, None, adapter, launch) for tensors in packed])
 
 
-def _medium_calls(
-    x: torch.Tensor, packed: Sequence[tuple[torch.Tensor, ...]], launches: dict[str, medium_batch.Launch]
+def _tiled_calls(
+    x: torch.Tensor, packed: Sequence[tuple[torch.Tensor, ...]], launches: dict[str, kernel.Launch]
 ) -> list[Callable[[], torch.Tensor]]:
-    if x.shape[0] > medium_batch.MAX_ROWS:
+    if x.shape[0] > kernel.MAX_ROWS:
         return []
-    launch = launches[str(medium_batch.padded_rows(x.shape[0]))]
-    return [partial(medium_batch_matmul, x, *tensors, launch=launch) for tensors in packed]
+    launch = launches[str(kernel.padded_rows(x.shape[0]))]
+    return [partial(kernel.tiled_matmul, x, *tensors, launch=launch) for tensors in packed]
 
 
 def _decode_then_multiply(x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
@@ -135,21 +131,14 @@ def crossings(times: Sequence[dict[str, float]]) -> dict[str, int]:
         times: Microseconds by rows, ascending.
 
     Returns:
-        `small_rows`, `medium_rows` and `packed_rows`, up to which small_batch beats every other path, medium_batch
-        humming and humming a dense copy, and `decode_rows`, from which on decoding beats humming.
+        `tiled_rows` and `packed_rows`, up to which tiled_matmul beats humming and humming a dense copy, and
+        `decode_rows`, from which on decoding beats humming.
     """
-    small_rows, medium_rows, packed_rows, decode_rows = 0, 0, 0, 1 << 30
+    tiled_rows, packed_rows, decode_rows = 0, 0, 1 << 30
     for entry in times:
-        if entry.get("small_us", math.inf) > min(
-            entry["packed_us"], entry["dense_us"], entry.get("medium_us", math.inf)
-        ):
+        if entry.get("tiled_us", math.inf) > entry["packed_us"]:
             break
-        small_rows = int(entry["rows"])
-    for entry in times:
-        if entry["rows"] > small_rows:
-            if entry.get("medium_us", math.inf) > entry["packed_us"]:
-                break
-            medium_rows = int(entry["rows"])
+        tiled_rows = int(entry["rows"])
     for entry in times:
         if entry["packed_us"] > entry["dense_us"]:
             break
@@ -158,12 +147,7 @@ def crossings(times: Sequence[dict[str, float]]) -> dict[str, int]:
         if entry["decoded_us"] > entry["packed_us"]:
             break
         decode_rows = int(entry["rows"])
-    return {
-        "small_rows": small_rows,
-        "medium_rows": medium_rows,
-        "packed_rows": packed_rows,
-        "decode_rows": decode_rows,
-    }
+    return {"tiled_rows": tiled_rows, "packed_rows": packed_rows, "decode_rows": decode_rows}
 
 
 def time_us(calls: Sequence[Callable[[], object]], repetitions: int = 5) -> float:
@@ -193,14 +177,13 @@ def time_us(calls: Sequence[Callable[[], object]], repetitions: int = 5) -> floa
 def describe(row: dict[str, Any]) -> str:
     """One line for the terminal."""
     times = "  ".join(
-        f"{entry['rows']}: {entry['dense_us']:.0f}/{entry.get('small_us', math.nan):.0f}"
-        f"/{entry.get('medium_us', math.nan):.0f}/{entry['packed_us']:.0f}/{entry['decoded_us']:.0f}"
+        f"{entry['rows']}: {entry['dense_us']:.0f}/{entry.get('tiled_us', math.nan):.0f}"
+        f"/{entry['packed_us']:.0f}/{entry['decoded_us']:.0f}"
         for entry in row["times"]
     )
     return (
-        f"{row['N']} x {row['K']}: small batches up to {row['small_rows']} rows, medium ones up to"
-        f" {row['medium_rows']}, humming up to {row['packed_rows']} against a bf16 copy, decoding from"
-        f" {row['decode_rows']}; us dense/small/medium/humming/decoded  {times}"
+        f"{row['N']} x {row['K']}: our kernel up to {row['tiled_rows']} rows, humming up to {row['packed_rows']}"
+        f" against a bf16 copy, decoding from {row['decode_rows']}; us dense/ours/humming/decoded  {times}"
     )
 
 

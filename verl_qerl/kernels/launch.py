@@ -1,7 +1,6 @@
 """CUDA C++ kernels, compiled by NVRTC on first use and launched through the driver.
 
-torch compiles and loads them; its own launch knows neither clusters whose size is chosen at launch nor overlap with the
-kernel before.
+torch compiles and loads them; its own launch knows no clusters whose size is chosen at launch.
 """
 
 import ctypes
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-_CLUSTER, _OVERLAP = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION and _PROGRAMMATIC_STREAM_SERIALIZATION
+_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _UNSIGNED = {1: 0, 2: 1, 8: 4}  # CUtensorMapDataType by bytes
 _SWIZZLE_128, _PROMOTE_256 = 3, 3  # of CUtensorMapSwizzle and CUtensorMapL2promotion
 
@@ -44,9 +43,7 @@ class Kernel:
         self._kernel = torch.cuda._compile_kernel(source, name, compute_capability="90a")
         self._shared_bytes = 0
 
-    def __call__(
-        self, grid: int, block: int, args: list[Any], shared_bytes: int = 0, cluster: int = 1, overlap: bool = False
-    ) -> None:
+    def __call__(self, grid: int, block: int, args: list[Any], shared_bytes: int = 0, cluster: int = 1) -> None:
         """Launch on the current stream.
 
         Args:
@@ -55,18 +52,16 @@ class Kernel:
             args: Tensors, of which the kernel gets the address, ints and what `tensor_map` gives.
             shared_bytes: Dynamic shared memory.
             cluster: Thread blocks of a cluster.
-            overlap: Start as soon as the kernel before lets it (`griddepcontrol`), not when that has ended.
         """
         if shared_bytes > max(self._shared_bytes, 48 << 10):
             self._kernel.set_shared_memory_config(shared_bytes)
             self._shared_bytes = shared_bytes
         values = [_value(arg) for arg in args]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        attributes = (_Attribute * 2)()
-        attributes[0].id, attributes[0].value[:3] = _CLUSTER, (cluster, 1, 1)
-        attributes[1].id, attributes[1].value[0] = _OVERLAP, int(overlap)
+        attribute = _Attribute(_CLUSTER)
+        attribute.value[:3] = (cluster, 1, 1)
         stream = torch.cuda.current_stream().cuda_stream
-        config = _Config((grid, 1, 1), (block, 1, 1), shared_bytes, stream, attributes, 2)
+        config = _Config((grid, 1, 1), (block, 1, 1), shared_bytes, stream, ctypes.pointer(attribute), 1)
         error = _driver().cuLaunchKernelEx(ctypes.byref(config), self._kernel.func, pointers, None)
         if error:
             raise RuntimeError(f"a kernel did not start: CUDA error {error}, grid {grid}, {shared_bytes} bytes shared.")

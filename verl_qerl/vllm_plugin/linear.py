@@ -1,6 +1,6 @@
 """The kernel of a packed linear: one copy of the weight, multiplied as its Plan says for the number of rows.
 
-Few rows go to `kernels.small_batch`, more to humming, many to cuBLAS, over a bf16 copy when there is one (`resident`)
+Few rows go to `kernels.tiled_matmul`, more to humming, many to cuBLAS, over a bf16 copy when there is one (`resident`)
 and over one decoded on the spot otherwise. Every path multiplies by the same bf16 values.
 """
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from verl_qerl.kernels import medium_batch, small_batch
+from verl_qerl.kernels import tiled_matmul
 from verl_qerl.nvfp4.format import BLOCK_SIZE
 
 logger = logging.getLogger(__name__)
@@ -30,28 +30,24 @@ class Plan:
     """How to multiply by a weight of one shape.
 
     Attributes:
-        small_rows: Up to here `kernels.small_batch`.
-        launches: Its `launch` for up to 8 and for up to 16 rows.
-        medium_rows: From there up to here `kernels.medium_batch`.
-        medium_launches: Its launches, by entries of its TOKENS.
+        tiled_rows: Up to here `kernels.tiled_matmul`.
+        launches: Its launches, by entries of its TOKENS.
         packed_rows: Up to here humming beats cuBLAS over a resident copy.
         decode_rows: From here on decoding and cuBLAS beat humming.
         layer_config: humming's description of the weight.
         tuning_config: humming's kernels, by ranges of rows.
     """
 
-    small_rows: int
-    launches: tuple[tuple[int, int], ...]
-    medium_rows: int
-    medium_launches: tuple[medium_batch.Launch, ...]
+    tiled_rows: int
+    launches: tuple[tiled_matmul.Launch, ...]
     packed_rows: int
     decode_rows: int
     layer_config: str
     tuning_config: str
 
-    def medium_launch(self, rows: int) -> medium_batch.Launch:
-        """The launch of `kernels.medium_batch` for a batch, up to `medium_rows`."""
-        return self.medium_launches[medium_batch.TOKENS.index(medium_batch.padded_rows(rows))]
+    def launch(self, rows: int) -> tiled_matmul.Launch:
+        """The launch of `kernels.tiled_matmul` for a batch, up to `tiled_rows`."""
+        return self.launches[tiled_matmul.TOKENS.index(tiled_matmul.padded_rows(rows))]
 
 
 PLANS: dict[str, Plan] = {}
@@ -70,20 +66,17 @@ def make_plan(N: int, K: int, gpu: str, normal_scales: bool = True) -> str:
     if key not in PLANS:
         row = nearest(N, K, gpu)
         # The launch of another shape may not fill the GPU with this one.
-        same = (row["N"], row["K"]) == (N, K)
-        launches = tuple(map(tuple, row["launches"])) if same else (small_batch.guess_launch(N, K),) * 2
-        measured = row["medium_launches"] if same else {}
-        medium_launches = tuple(
-            medium_batch.Launch(*measured[str(tokens)])
+        measured = row["launches"] if (row["N"], row["K"]) == (N, K) else {}
+        launches = tuple(
+            tiled_matmul.Launch(*measured[str(tokens)])
             if str(tokens) in measured
-            else medium_batch.guess_launch(N, K, tokens)
-            for tokens in medium_batch.TOKENS
+            else tiled_matmul.guess_launch(N, K, tokens)
+            for tokens in tiled_matmul.TOKENS
         )
-        small_rows, medium_rows = row["small_rows"], row["medium_rows"]
-        if not normal_scales:
-            small_rows = medium_rows = 0
-        limits = row["packed_rows"], row["decode_rows"]
-        PLANS[key] = Plan(small_rows, launches, medium_rows, medium_launches, *limits, *_humming_configs(N, K))
+        tiled_rows = row["tiled_rows"] if normal_scales else 0
+        PLANS[key] = Plan(tiled_rows, launches, row["packed_rows"], row["decode_rows"], *_humming_configs(N, K))
+        if tiled_rows:
+            tiled_matmul.prepare(zip(tiled_matmul.TOKENS, launches, strict=True))
     return key
 
 

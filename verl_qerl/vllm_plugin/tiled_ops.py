@@ -2,9 +2,9 @@
 
 import torch
 
-from verl_qerl.kernels import medium_batch, small_batch
 from verl_qerl.kernels.lora import lora_expand, lora_shrink
 from verl_qerl.kernels.tiled import dequantize_tiled
+from verl_qerl.kernels.tiled_matmul import Adapter, can_fuse, tiled_matmul
 from verl_qerl.vllm_plugin.plans import PLANS, humming_matmul
 
 
@@ -47,12 +47,8 @@ def _linear_cuda(
     plan: str,
 ) -> torch.Tensor:
     chosen, rows, x = PLANS[plan], x.shape[0], x.contiguous()
-    if rows <= chosen.small_rows:
-        launch = chosen.launches[rows > 8]
-        return small_batch.small_batch_matmul(x, words, scale, global_decode_scale, bias, launch=launch)
-    if rows <= chosen.medium_rows:
-        launch = chosen.medium_launch(rows)
-        return medium_batch.medium_batch_matmul(x, words, scale, global_decode_scale, bias, launch=launch)
+    if rows <= chosen.tiled_rows:
+        return tiled_matmul(x, words, scale, global_decode_scale, bias, launch=chosen.launch(rows))
     if rows <= chosen.packed_rows or (dense is None and rows < chosen.decode_rows):
         y = humming_matmul(x, words, scale, global_decode_scale, plan)
         return y if bias is None else y + bias
@@ -88,7 +84,7 @@ def lora_linear_tiled(
     slots: torch.Tensor,
     none_active: torch.Tensor,
 ) -> torch.Tensor:
-    """`linear_tiled` and the product of one adapter, whose second half our own kernels add in the same launch.
+    """`linear_tiled` and the product of one adapter, which our own kernel adds in the same launch.
 
     Args:
         x: As in `linear_tiled`, like all up to `plan`.
@@ -131,16 +127,9 @@ def _lora_linear_cuda(
         return linear_tiled(x, *weight, dense, bias, plan)
     x = x.contiguous()
     chosen, rows = PLANS[plan], x.shape[0]
-    if chosen.small_rows < rows <= chosen.medium_rows:
-        launch = chosen.medium_launch(rows)
-        if medium_batch.can_fuse(b, members, launch):
-            low = medium_batch.shrink(x, a, slots, global_decode_scale)
-            adapter = medium_batch.Adapter(low, b, members)
-            return medium_batch.medium_batch_matmul(x, *weight, bias, adapter, launch, overlap=True)
+    if rows <= chosen.tiled_rows and can_fuse(a, b, members, chosen.launch(rows)):
+        return tiled_matmul(x, *weight, bias, Adapter(a, b, members, slots), chosen.launch(rows))
     partial = lora_shrink(x, a, none_active)
-    if rows <= chosen.small_rows and small_batch.can_fuse(b, members):
-        adapter = small_batch.Adapter(partial, b, members, slots)
-        return small_batch.small_batch_matmul(x, *weight, bias, adapter, chosen.launches[rows > 8])
     y = linear_tiled(x, *weight, dense, None, plan)
     return lora_expand(y, partial, b, members, slots, none_active, bias, x.shape[1])
 

@@ -1,0 +1,186 @@
+"""The kernel for up to 128 rows on a GPU, against float64 and the separate low-rank product."""
+
+import functools
+
+import pytest
+import torch
+
+from verl_qerl.kernels import tiled_matmul as module
+from verl_qerl.kernels.lora import member_of_tile
+from verl_qerl.kernels.tiled import tile
+from verl_qerl.kernels.tiled_matmul import (
+    MAX_ROWS,
+    SHAPES,
+    STREAM,
+    Adapter,
+    Launch,
+    can_fuse,
+    guess_launch,
+    padded_rows,
+    tiled_matmul,
+)
+from verl_qerl.nvfp4 import reference
+from verl_qerl.nvfp4.format import PackedWeight
+from verl_qerl.testing import random_packed_weight, rms_error_ratio
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+ROWS = [1, 7, 8, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128]
+# (K, columns of the members): one step of K and one tile; odd counts of both; linears of a 7B, a 14B and a 32B.
+LINEARS = [
+    (64, (64,)),
+    (192, (128, 64)),
+    (3584, (3584, 512, 512)),
+    (18944, (3584,)),
+    (3584, (18944, 18944)),
+    (5120, (5120, 1024, 1024)),
+    (13824, (5120,)),
+    (5120, (27648, 27648)),
+]
+LAUNCHES = [Launch(p, g, split, b) for p, g, b in sorted(set(sum(SHAPES.values(), ()))) for split in (STREAM, 1, 5, 8)]
+
+
+@functools.lru_cache(maxsize=2)
+def build(K: int, slices: tuple[int, ...]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    weight = random_packed_weight(sum(slices), K, device="cuda")
+    words, scale = tile(weight)
+    return (words, scale.view(torch.uint8), weight.global_decode_scale.reshape(1)), reference.dequantize(
+        weight
+    ).double()
+
+
+def poison(rows: int, columns: int) -> None:
+    """The next output of this size comes from memory full of NaN."""
+    torch.full((rows, columns), float("nan"), dtype=torch.bfloat16, device="cuda")
+
+
+def assert_rounded_once(out: torch.Tensor, expected: torch.Tensor) -> None:
+    """Each value is the product rounded once to bf16; float32 sums of K products are off by less than what is added.
+
+    The norm of that error is 1.66e-3 of the result's for a mantissa of 8 bits, as of cuBLAS.
+    """
+    error = (out.double() - expected).abs()
+    assert (error <= 2**-8 * expected.abs() + 1e-5 * expected.abs().max()).all(), error.max()
+    assert rms_error_ratio(out, expected) < 2e-3
+
+
+@pytest.mark.parametrize("linear", LINEARS, ids=str)
+def test_is_the_product_rounded_once(linear):
+    tensors, dense = build(*linear)
+    bias = torch.randn(dense.shape[0], device="cuda").bfloat16()
+    for rows in ROWS:
+        x = torch.randn(rows, linear[0], device="cuda").bfloat16()
+        poison(*x.shape[:1], dense.shape[0])
+        out = tiled_matmul(x, *tensors, bias)
+        assert_rounded_once(out, x.double() @ dense.T + bias.double())
+        for _ in range(5):
+            assert torch.equal(out, tiled_matmul(x, *tensors, bias))
+        assert_rounded_once(tiled_matmul(x, *tensors), x.double() @ dense.T)
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=str)
+@pytest.mark.parametrize("rows", [5, 40, 128])
+def test_every_launch_gives_the_product(rows, launch):
+    if (launch.pieces, launch.groups, launch.blocks) not in SHAPES[padded_rows(rows)]:
+        pytest.skip("its sums do not fit into registers")
+    tensors, dense = build(3584, (3584, 512, 512))
+    x = torch.randn(rows, 3584, device="cuda").bfloat16()
+    poison(rows, dense.shape[0])
+    assert_rounded_once(tiled_matmul(x, *tensors, launch=launch), x.double() @ dense.T)
+
+
+def test_every_code_and_every_normal_scale():
+    codes = torch.arange(256, dtype=torch.uint8).repeat(128, 1)
+    scale = torch.arange(128, dtype=torch.uint8).clamp(8, 126)[:, None].repeat(1, 32).view(torch.float8_e4m3fn)
+    weight = PackedWeight(codes, scale, torch.tensor(2.0**-12)).to("cuda")
+    words, tiled_scale = tile(weight)
+    x = torch.eye(512, device="cuda").bfloat16()
+    tensors = (words, tiled_scale.view(torch.uint8), weight.global_decode_scale.reshape(1))
+    columns = [tiled_matmul(part.contiguous(), *tensors) for part in x.split(MAX_ROWS)]
+    assert torch.equal(torch.cat(columns).T, reference.dequantize(weight))
+
+
+def build_adapter(K: int, slices: tuple[int, ...], rank: int, rows: int) -> Adapter:
+    """One that every second token has, with room for two tokens more."""
+    generator = torch.Generator("cuda").manual_seed(rank)
+    a = (torch.randn(len(slices) * rank, K, device="cuda", generator=generator) * K**-0.5).bfloat16()
+    b = torch.randn(sum(slices), rank, device="cuda", generator=generator).bfloat16()
+    slots = torch.zeros(rows + 2, dtype=torch.int64, device="cuda")
+    slots[1::2] = -1
+    return Adapter(a, b, member_of_tile(slices, "cuda"), slots)
+
+
+def assert_adapted(out: torch.Tensor, x: torch.Tensor, base: torch.Tensor, adapter: Adapter, slices) -> None:
+    """`base` and the adapter's product, whose low rank is rounded to bf16 once and then maybe to its neighbour."""
+    rank = adapter.b.shape[1]
+    low = (x.double() @ adapter.a.double().T).bfloat16().double() * (adapter.slots[: len(x), None] >= 0)
+    pairs = list(zip(low.split(rank, 1), adapter.b.double().split(slices), strict=True))
+    added = torch.cat([part @ rows_of_b.T for part, rows_of_b in pairs], 1)
+    slack = torch.cat([part.abs() @ rows_of_b.abs().T for part, rows_of_b in pairs], 1)
+    expected = base + added
+    error = (out.double() - expected).abs()
+    assert (error <= 2**-8 * (expected.abs() + slack) + 1e-5 * expected.abs().max()).all(), error.max()
+    assert rms_error_ratio(out, expected) < 2e-3
+    assert added[0].any()
+    assert not added[1::2].any()
+
+
+def assert_flags_are_left_at_zero() -> None:
+    _, flags, _, done = module._exchange(torch.device("cuda", torch.cuda.current_device()))
+    assert not flags.any()
+    assert not done.any()
+
+
+@pytest.mark.parametrize("rank", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("linear", [LINEARS[1], LINEARS[2], LINEARS[3], LINEARS[4]], ids=str)
+def test_the_adapter_is_added(linear, rank):
+    K, slices = linear
+    tensors, dense = build(K, slices)
+    for rows in (1, 13, 17, 32, 50, 64, 101, 128):
+        x = torch.randn(rows, K, device="cuda").bfloat16()
+        bias = torch.randn(sum(slices), device="cuda").bfloat16()
+        adapter = build_adapter(K, slices, rank, rows)
+        launch = guess_launch(sum(slices), K, rows)
+        if not can_fuse(*adapter[:3], launch):
+            launch = Launch(1, 2, 1, 1)
+        assert can_fuse(*adapter[:3], launch)
+        poison(rows, sum(slices))
+        out = tiled_matmul(x, *tensors, bias, adapter, launch)
+        assert_adapted(out, x, x.double() @ dense.T + bias.double(), adapter, slices)
+        for _ in range(5):
+            assert torch.equal(out, tiled_matmul(x, *tensors, bias, adapter, launch))
+    assert_flags_are_left_at_zero()
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=str)
+@pytest.mark.parametrize("rows", [5, 40, 128])
+def test_every_launch_adds_the_adapter(rows, launch):
+    K, slices = LINEARS[2]
+    if (launch.pieces, launch.groups, launch.blocks) not in SHAPES[padded_rows(rows)]:
+        pytest.skip("its sums do not fit into registers")
+    tensors, dense = build(K, slices)
+    x = torch.randn(rows, K, device="cuda").bfloat16()
+    adapter = build_adapter(K, slices, 32, rows)
+    out = tiled_matmul(x, *tensors, None, adapter, launch)
+    assert_adapted(out, x, x.double() @ dense.T, adapter, slices)
+    assert_flags_are_left_at_zero()
+
+
+def test_a_graph_computes_what_its_input_holds():
+    K, slices = LINEARS[2]
+    tensors, dense = build(K, slices)
+    adapter = build_adapter(K, slices, 32, 40)
+    x = torch.randn(40, K, device="cuda").bfloat16()
+    launches = [Launch(2, 2, STREAM, 1), Launch(2, 1, 6, 2)]
+    for launch in launches:
+        tiled_matmul(x, *tensors, None, adapter, launch)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.mul_(2)
+        out = [tiled_matmul(x, *tensors, None, adapter, launch) for launch in launches]
+    for _ in range(2):
+        graph.replay()
+        for each in out:
+            assert_adapted(each, x, x.double() @ dense.T, adapter, slices)
+    assert_flags_are_left_at_zero()

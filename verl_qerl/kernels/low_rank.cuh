@@ -1,0 +1,167 @@
+// low = x a^T in bf16, over what the sums are multiplied by at the end (256 times the global scale, a power of two), zero
+// for rows without the adapter. Warps beside those that multiply by w make it meanwhile: it costs no launch.
+//
+// The first blocks of the grid share the work: a task is 16 rows of x, 8 * LOW_TILES rows of a and a part of K. Its sums go
+// through global memory; who adds the adapter waits for all tasks and adds their sums in a fixed order. Which of 32 elements
+// of K is which in an m16n8k16 product does not matter while both operands agree: so a lane reads 16 bytes at a time.
+
+#define LOW_TILE (16 * 8 * LOW_TILES)
+#define LOW_THREADS (LOW_WARPS * 32)
+#define LOW_GATHER (TOKENS < 32 ? 1 : 2)  // times 4 columns of low that a thread makes at once
+
+// Macros are not expanded in a pragma. Loads under way: chunks of K in a task, parts of a sum.
+constexpr int AHEAD = LOW_AHEAD, PARTS = 8 / LOW_GATHER;
+
+struct LowRank {
+  const uint4 *x, *a;
+  const long long* slots;  // negative for rows without the adapter
+  float* parts;            // [split][M][columns]
+  int* done;               // tasks, and then blocks that need them no more; zero before and after a launch
+  int M, K, columns, rank, split, tasks, workers;
+};
+
+__device__ __forceinline__ void multiply_add(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void join_low() { asm volatile("bar.sync 2, %0;" ::"n"(LOW_THREADS) : "memory"); }
+
+__device__ __forceinline__ void do_task(const LowRank& r, float* partial, int task, int thread) {
+  const int lane = thread % 32, warp = thread / 32, row = lane / 4;
+  const int column_blocks = (r.columns + 8 * LOW_TILES - 1) / (8 * LOW_TILES), part = task % r.split, block = task / r.split;
+  const int token = block / column_blocks * 16, column = block % column_blocks * (8 * LOW_TILES);
+  const size_t pitch = r.K / 8;  // of a row, in 16 bytes
+  const uint4* x_low = r.x + min(token + row, r.M - 1) * pitch + lane % 4;
+  const uint4* x_high = r.x + min(token + row + 8, r.M - 1) * pitch + lane % 4;
+  const uint4* a_row[LOW_TILES];
+#pragma unroll
+  for (int t = 0; t < LOW_TILES; t++) a_row[t] = r.a + min(column + t * 8 + row, r.columns - 1) * pitch + lane % 4;
+  float sum[LOW_TILES][4] = {};
+#pragma unroll AHEAD
+  for (int chunk = part * LOW_WARPS + warp; chunk < r.K / 32; chunk += r.split * LOW_WARPS) {
+    const uint4 left = __ldg(x_low + chunk * 4), right = __ldg(x_high + chunk * 4);
+#pragma unroll
+    for (int t = 0; t < LOW_TILES; t++) {
+      const uint4 other = __ldg(a_row[t] + chunk * 4);
+      multiply_add(sum[t], left.x, right.x, left.y, right.y, other.x, other.y);
+      multiply_add(sum[t], left.z, right.z, left.w, right.w, other.z, other.w);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < LOW_TILES * 4; i++) {
+    const int t = i / 4, j = i % 4;
+    partial[warp * LOW_TILE + (row + j / 2 * 8) * (8 * LOW_TILES) + t * 8 + lane % 4 * 2 + j % 2] = sum[t][j];
+  }
+  join_low();
+  for (int i = thread; i < LOW_TILE; i += LOW_THREADS) {
+    float total = 0;
+#pragma unroll
+    for (int w = 0; w < LOW_WARPS; w++) total += partial[w * LOW_TILE + i];
+    const int m = token + i / (8 * LOW_TILES), n = column + i % (8 * LOW_TILES);
+    if (m < r.M && n < r.columns) __stcg(r.parts + ((size_t)part * r.M + m) * r.columns + n, total);
+  }
+  __threadfence();
+  join_low();
+  if (thread == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(r.done) : "memory");
+}
+
+__device__ __forceinline__ void do_tasks(const LowRank& r, int thread) {
+  __shared__ float partial[LOW_WARPS * LOW_TILE];
+  // Workers are so few that all of them run, whatever waits.
+  for (int task = blockIdx.x; task < r.tasks && blockIdx.x < r.workers; task += r.workers) do_task(r, partial, task, thread);
+}
+
+// When a block needs the sums no more; the last one leaves the counters as the next launch wants to find them.
+__device__ __forceinline__ void leave_tasks(const LowRank& r) {
+  if (atomicInc(reinterpret_cast<unsigned*>(r.done) + 1, gridDim.x - 1) == gridDim.x - 1) r.done[0] = 0;
+}
+
+__device__ __forceinline__ void await_tasks(const LowRank& r) {
+  int done;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(r.done) : "memory");
+  } while (done < r.tasks);
+}
+
+__device__ __forceinline__ void join_group(int group) {
+  asm volatile("bar.sync %0, 128;" ::"r"(group + 3) : "memory");
+}
+
+// A member of low to shared memory, in the swizzle of x; it is 32 wide at least.
+__device__ __forceinline__ void gather_low(u32 to, const LowRank& r, float factor, int member, int thread, int threads) {
+  const int chunks = max(r.rank / 4, 8), count = TOKENS * chunks;  // 4 columns each
+#pragma unroll 1
+  for (int from = thread; from < count; from += LOW_GATHER * threads) {
+    float4 sum[LOW_GATHER] = {};
+    const float4* at[LOW_GATHER];  // null where low is zero
+#pragma unroll
+    for (int g = 0; g < LOW_GATHER; g++) {
+      const int i = from + g * threads, token = i / chunks, column = i % chunks * 4;
+      const bool there = i < count && token < r.M && column < r.rank && __ldg(r.slots + token) >= 0;
+      const float* place = r.parts + (size_t)token * r.columns + member * r.rank + column;
+      at[g] = there ? reinterpret_cast<const float4*>(place) : nullptr;
+    }
+#pragma unroll PARTS
+    for (int s = 0; s < r.split; s++) {
+#pragma unroll
+      for (int g = 0; g < LOW_GATHER; g++) {
+        if (!at[g]) continue;
+        const float4 next = __ldcg(at[g] + (size_t)s * r.M * r.columns / 4);
+        sum[g].x += next.x, sum[g].y += next.y, sum[g].z += next.z, sum[g].w += next.w;
+      }
+    }
+#pragma unroll
+    for (int g = 0; g < LOW_GATHER; g++) {
+      const int i = from + g * threads, token = i / chunks, chunk = i % chunks;
+      if (i >= count) break;
+      // Rounded where PEFT rounds; the factor is exact.
+      const float four[4] = {sum[g].x, sum[g].y, sum[g].z, sum[g].w};
+      u32 bits[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) bits[j] = to_bf16(from_bf16(to_bf16(four[j])) * factor);
+      const u32 place = to + chunk / 16 * X_BYTES + token * 128 + ((chunk / 2 % 8 ^ token % 8) << 4) + chunk % 2 * 8;
+      asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(place), "r"(bits[0] | bits[1] << 16), "r"(bits[2] | bits[3] << 16)
+                   : "memory");
+    }
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads it
+}
+
+// Rows of b for the steps [from, from + 32) of the rank, as a left operand.
+__device__ __forceinline__ const u32* place_in_b(const u16* b, int rank, int N, int column, int unit, int lane, int i) {
+  const int step = i / (PIECES * 4), p = i / 4 % PIECES, half = i % 2;
+  const int n = min(column + (unit + p) * 16 + half * 8 + lane / 4, N - 1);
+  return reinterpret_cast<const u32*>(b + (size_t)n * rank + step * 16 + i % 4 / 2 * 8 + lane % 4 * 2);
+}
+
+__device__ __forceinline__ void multiply_low(u32 low, const u16* b, int rank, int N, int column, int unit, int lane,
+                                             float (&sum)[PIECES][TOKENS / 2]) {
+#pragma unroll 1
+  for (int from = 0; from < rank; from += 32) {
+    u32 a[2][PIECES][4];
+#pragma unroll
+    for (int i = 0; i < 2 * PIECES * 4; i++) {
+      const u32* at = place_in_b(b + from, rank, N, column, unit, lane, i);
+      a[i / (PIECES * 4)][i / 4 % PIECES][i % 4] = from + i / (PIECES * 4) * 16 + i % 4 / 2 * 8 < rank ? __ldg(at) : 0;
+    }
+    const u64 operand = descriptor(low + from / 64 * X_BYTES) + from % 64 / 8;
+    order_registers();
+#pragma unroll
+    for (int step = 0; step < 2; step++) {
+#pragma unroll
+      for (int p = 0; p < PIECES; p++) wgmma(sum[p], a[step][p], operand + step * 2);
+    }
+    commit();
+    wait_products<0>();
+  }
+}
+
+// Of the next columns, before their sums: b comes from memory meanwhile.
+__device__ __forceinline__ void prefetch_b(const u16* b, int rank, int N, int column) {
+  const int lines = COLUMNS * rank / 64;  // of 128 bytes
+  for (int i = threadIdx.x; i < lines; i += WORKERS) {
+    if (column * rank + i * 64 < N * rank) asm volatile("prefetch.global.L2 [%0];" ::"l"(b + (size_t)column * rank + i * 64));
+  }
+}

@@ -1,0 +1,111 @@
+// A ring in shared memory that copies fill, 64 of K at a time: codes and scales by one lane, x by another, in the swizzle
+// that wgmma reads. Readers say when they have read.
+
+#define COLUMNS (64 * PIECES * GROUPS)
+#define WORKERS (GROUPS * 128)  // threads that multiply
+#define X_BYTES (TOKENS * 128)
+#define WORD_BYTES (4 * COLUMNS * 8)
+#define SCALE_BYTES (4 * COLUMNS)
+#define PITCH (COLUMNS + 4)  // floats between rows of the sums in shared memory: no two lanes in one bank
+#define OUT_PITCH (COLUMNS + 8)  // the same for y in bf16, OUT_TOKENS rows at a time
+#define OUT_TOKENS (TOKENS < 32 ? TOKENS : 32)
+
+typedef unsigned long long u64;
+typedef unsigned char u8;
+
+__device__ __forceinline__ void join_workers() { asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory"); }
+
+struct alignas(64) TensorMap {
+  u64 opaque[16];
+};
+
+__device__ __forceinline__ void init_barrier(u32 at, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count));
+}
+
+__device__ __forceinline__ void arrive(u32 at) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+}
+
+// Arrives, and makes the barrier wait for as many bytes.
+__device__ __forceinline__ void expect(u32 at, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void wait_for(u32 at, u32 parity) {
+  asm volatile(
+      "{.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra over;\nbra again;\nover:}" ::"r"(at),
+      "r"(parity)
+      : "memory");
+}
+
+// A block of the tensor that `map` describes, at (column, row) of it.
+__device__ __forceinline__ void copy_block(u32 to, const TensorMap& map, int column, int row, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], "
+      "%5;" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// Where things lie in shared memory; the same in every block of a cluster.
+struct Places {
+  u32 x, low, words, scales, full, empty, low_ready, out;
+};
+
+// Where a ring stands, the same for those who fill it and those who read it.
+struct Ring {
+  int stages, slot;
+  u32 parity;
+  __device__ __forceinline__ void advance() {
+    if (++slot == stages) slot = 0, parity ^= 1;
+  }
+};
+
+// Steps of K of one block of columns.
+struct Segment {
+  int column, first, count;
+};
+
+// Of a share [from, to) of all steps, the part that belongs to the columns of its first one.
+__device__ __forceinline__ Segment segment_at(int from, int to, int steps) {
+  const int tile = from / steps, first = from - tile * steps;
+  return {tile * COLUMNS, first, min(steps - first, to - from)};
+}
+
+// One lane fills the ring with codes and scales.
+__device__ __forceinline__ void fill_weight(const Places& at, const TensorMap& words, const TensorMap& scales,
+                                            const Segment& segment, Ring& ring, int& filled) {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#pragma unroll 1
+  for (int step = segment.first; step < segment.first + segment.count; step++) {
+    if (filled++ >= ring.stages) wait_for(at.empty + ring.slot * 8, ring.parity);
+    const u32 full = at.full + ring.slot * 8;
+    expect(full, WORD_BYTES + SCALE_BYTES);
+#pragma unroll
+    for (int part = 0; part < COLUMNS / BOX; part++) {
+      const int n = segment.column + part * BOX;
+      copy_block(at.words + ring.slot * WORD_BYTES + part * (BOX * 32), words, n, step * 4, full, policy);
+      copy_block(at.scales + ring.slot * SCALE_BYTES + part * (BOX * 4), scales, n, step * 4, full, policy);
+    }
+    ring.advance();
+  }
+}
+
+// One lane fills the ring with x; the tensor map swizzles, and rows beyond the last one are zero.
+__device__ __forceinline__ void fill_x(const Places& at, const TensorMap& x, const Segment& segment, Ring& ring,
+                                       int& filled) {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+#pragma unroll 1
+  for (int step = segment.first; step < segment.first + segment.count; step++) {
+    if (filled++ >= ring.stages) wait_for(at.empty + ring.slot * 8, ring.parity);
+    const u32 full = at.full + ring.slot * 8;
+    expect(full, X_BYTES);
+    copy_block(at.x + ring.slot * X_BYTES, x, step * 64, 0, full, policy);
+    ring.advance();
+  }
+}

@@ -1,0 +1,215 @@
+// y[m, n] = sum_k x[m, k] w[n, k] + bias[n] + sum_r low[m, r] b[n, r] for up to TOKENS rows m; w as 4-bit codes in the
+// layout of kernels/tiled.py, low = x a^T in bf16.
+//
+// Compiled for TOKENS (8 to 128, a multiple of 8), PIECES (1, 2 or 4), GROUPS and STREAM. A thread block takes COLUMNS
+// columns of y and a part of K at a time. Two lanes fill the ring of ring.cuh; low is made meanwhile (low_rank.cuh) and
+// multiplied like further steps of K. GROUPS warpgroups decode codes into registers, the left operand of wgmma: the 64 rows of one wgmma are 16 rows of w from each of its warps,
+// PIECES wgmmas for each 16 of K. Decoding overlaps with the wgmmas of the step before.
+//
+// Who does what: with STREAM, all steps of all columns lie in one line, of which each block takes an equal share, in one
+// launch that fills the GPU once; what a share has of columns that another block finishes goes through global memory.
+// Otherwise a block has one part of K of its columns, and a cluster adds its sums through shared memory. Sums are float32
+// and added in a fixed order either way.
+
+// PIECES words and their scales, of one lane for one step of K.
+struct Codes {
+  u32 word[PIECES];
+  u32 scales[(PIECES + 1) / 2];
+};
+
+__device__ __forceinline__ Codes load_codes(u32 words, u32 scales) {
+  Codes codes;
+#if PIECES == 4
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(codes.word[0]), "=r"(codes.word[1]), "=r"(codes.word[2]), "=r"(codes.word[3])
+               : "r"(words));
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(codes.scales[0]), "=r"(codes.scales[1]) : "r"(scales));
+#elif PIECES == 2
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(codes.word[0]), "=r"(codes.word[1]) : "r"(words));
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(codes.scales[0]) : "r"(scales));
+#else
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(codes.word[0]) : "r"(words));
+  asm volatile("ld.shared.u16 %0, [%1];" : "=r"(codes.scales[0]) : "r"(scales));
+#endif
+  return codes;
+}
+
+__device__ __forceinline__ void multiply_stages(const Places& at, const Factors& f, int count, Ring& ring, int unit,
+                                                int lane, float (&sum)[PIECES][TOKENS / 2]) {
+  const int tile = unit / 4;
+  const u32 words = at.words + tile * 64 / BOX * (BOX * 32) + tile * 64 % BOX * 8 + lane * 16 + unit % 4 * 4;
+  const u32 scales = at.scales + tile * 64 / BOX * (BOX * 4) + tile * 64 % BOX + lane / 4 * 8 + unit % 4 * 2;
+  int before = 0;
+#pragma unroll 1
+  for (int stage = 0; stage < count; stage++) {
+    wait_for(at.full + ring.slot * 8, ring.parity);
+    Codes codes[4];
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+      codes[step] =
+          load_codes(words + ring.slot * WORD_BYTES + step * (BOX * 8), scales + ring.slot * SCALE_BYTES + step * BOX);
+    }
+    const u64 x = descriptor(at.x + ring.slot * X_BYTES);
+    u32 a[2][PIECES][4];
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+#pragma unroll
+      for (int p = 0; p < PIECES; p++) decode(codes[step].word[p], codes[step].scales[p / 2], p % 2, f, a[step % 2][p]);
+      order_registers();
+#pragma unroll
+      for (int p = 0; p < PIECES; p++) wgmma(sum[p], a[step % 2][p], x + step * 2);
+      commit();
+      wait_products<1>();
+      // All products of the stage before have ended.
+      if (step == 0 && stage > 0 && lane == 0) arrive(at.empty + before * 8);
+    }
+    before = ring.slot;
+    ring.advance();
+  }
+  wait_products<0>();
+  if (lane == 0) arrive(at.empty + before * 8);
+}
+
+extern "C" __global__ void __launch_bounds__(WORKERS + HELPERS * 32, BLOCKS)
+tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ TensorMap scales,
+             const float* __restrict__ global_scale, const __grid_constant__ TensorMap x, u16* __restrict__ y,
+             const u16* __restrict__ bias, const uint4* rows_of_x, const uint4* __restrict__ a,
+             const u16* __restrict__ b, const int* __restrict__ members, const long long* slots, float4* parts, int* flags,
+             float* low_parts, int* low_done, int M, int N, int K, int split, int stages, int has_bias, int rank,
+             int per_entry, int columns, int low_split, int low_tasks, int low_workers, int of4, int of_even, int of_odd) {
+  extern __shared__ u8 dynamic[];
+  const u32 base = (static_cast<u32>(__cvta_generic_to_shared(dynamic)) + 1023) & ~1023u;
+  const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const int steps = K / 64;
+#if STREAM
+  // The block with the first part of some columns waits for the other parts: those blocks start before it.
+  const int share = gridDim.x - 1 - blockIdx.x, total = (N + COLUMNS - 1) / COLUMNS * steps;
+  const int begin = share_end(total, share - 1), end = share_end(total, share);
+#else
+  const int part = blockIdx.x % split, tile = blockIdx.x / split;
+  const int begin = tile * steps + steps * part / split, end = tile * steps + steps * (part + 1) / split;
+#endif
+  Places at;
+  at.x = base;
+  at.low = at.x + stages * X_BYTES;
+  const int low_bytes = (rank + 63) / 64 * X_BYTES;  // of a member
+  at.words = at.low + (STREAM ? columns / max(rank, 1) : GROUPS) * low_bytes;
+  at.scales = at.words + stages * WORD_BYTES;
+  at.full = at.scales + stages * SCALE_BYTES;
+  at.empty = at.full + stages * 8;
+  at.low_ready = at.empty + stages * 8;
+  at.out = at.low_ready + 16;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < stages; i++) {
+      init_barrier(at.full + i * 8, 2);
+      init_barrier(at.empty + i * 8, GROUPS * 4);
+    }
+    init_barrier(at.low_ready, LOW_THREADS);
+    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
+  }
+  __syncthreads();
+
+  const float factor = 256.0f * __ldg(global_scale);
+  const LowRank low = {rows_of_x, a, slots, low_parts, low_done, M, K, columns, rank, low_split, low_tasks, low_workers};
+  // Of the parts of K, the first one's block adds the adapter: a share comes to it last.
+  const bool adds_low = (end - 1) / steps > (begin - 1 + steps) / steps - 1;
+  if (warp >= GROUPS * 4) {
+#if REGISTERS
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(HELPER_REGISTERS));
+#endif
+    Ring ring = {stages, 0, 1};
+    int filled = 0;
+    if (warp == GROUPS * 4) {
+      for (int at_step = begin; lane == 0 && at_step < end;) {
+        const Segment segment = segment_at(at_step, end, steps);
+        fill_weight(at, words, scales, segment, ring, filled);
+        at_step += segment.count;
+      }
+    } else if (warp == GROUPS * 4 + 1) {
+      for (int at_step = begin; lane == 0 && at_step < end;) {
+        const Segment segment = segment_at(at_step, end, steps);
+        fill_x(at, x, segment, ring, filled);
+        at_step += segment.count;
+      }
+    } else if (rank && warp >= GROUPS * 4 + HELPERS - LOW_WARPS) {
+      const int thread = threadIdx.x - (GROUPS * 4 + HELPERS - LOW_WARPS) * 32;
+      do_tasks(low, thread);
+#if STREAM
+      if (adds_low) {
+        if (thread == 0) await_tasks(low);
+        join_low();
+        for (int i = 0; i < columns / rank; i++) gather_low(at.low + i * low_bytes, low, 1.0f / factor, i, thread, LOW_THREADS);
+        arrive(at.low_ready);
+        join_low();
+      }
+      if (thread == 0) leave_tasks(low);
+#else
+      if (thread == 0 && !adds_low) leave_tasks(low);
+#endif
+    }
+    __syncwarp();
+#if !STREAM
+    if (split > 1) {
+      cluster_sync();
+      cluster_sync();
+    }
+#endif
+  } else {
+#if REGISTERS
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+#endif
+    const Factors f = {(u32)of4, (u32)of_even, (u32)of_odd};
+    const int unit = warp * PIECES;  // of 16 columns
+    Ring ring = {stages, 0, 0};
+#pragma unroll 1
+    for (int at_step = begin; at_step < end;) {
+      const Segment segment = segment_at(at_step, end, steps);
+      const int column = segment.column;
+      float sum[PIECES][TOKENS / 2] = {};
+      if (rank && segment.first == 0) prefetch_b(b, rank, N, column);
+      multiply_stages(at, f, segment.count, ring, unit, lane, sum);
+      if (rank && segment.first == 0) {
+        const int group = warp / 4, member = __ldg(members + min(column + group * 64 * PIECES, N - 1) / per_entry);
+#if STREAM
+        wait_for(at.low_ready, 0);
+        const u32 from = at.low + member * low_bytes;
+#else
+        const u32 from = at.low + group * low_bytes;
+        if (threadIdx.x % 128 == 0) await_tasks(low);
+        join_group(group);
+        gather_low(from, low, 1.0f / factor, member, threadIdx.x % 128, 128);
+        join_group(group);
+#endif
+        multiply_low(from, b, rank, N, column, unit, lane, sum);
+      }
+#pragma unroll
+      for (int p = 0; p < PIECES; p++) {
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; i++) asm volatile("" : "+f"(sum[p][i])::"memory");
+      }
+#if STREAM
+      if (segment.first > 0) {
+        give_sums(parts, flags, share, sum);
+      } else {
+        const int last = at_step + steps;  // of these columns
+        for (int other = share + 1, from = end; from < last; other++) {
+          const int to = share_end(total, other);
+          if (to > from) take_sums(parts, flags, other, sum);
+          from = to;
+        }
+        write_tile(at.out, y, has_bias ? bias : nullptr, factor, M, N, column, unit, lane, sum);
+      }
+#else
+      join_workers();  // the ring is read no more: sums take its place
+      store_sums(base, unit, lane, sum);
+      if (split > 1) cluster_sync(); else join_workers();
+      write_sums(base, y, has_bias ? bias : nullptr, factor, M, N, column, split, part);
+      if (split > 1) cluster_sync();  // no block leaves while another still reads its memory
+#endif
+      at_step += segment.count;
+    }
+#if !STREAM
+    if (rank && adds_low && threadIdx.x == 0) leave_tasks(low);
+#endif
+  }
+}

@@ -1,0 +1,316 @@
+"""X W^T for up to 128 rows of X and a 4-bit W in the layout of `kernels.tiled`, the adapter's product folded in.
+
+In CUDA C++ (tiled_matmul.cu and its parts): wgmma with the decoded weight as its left operand, from registers. Sums are
+kept in float32 to the end and taken in a fixed order, so the same input gives the same bits.
+"""
+
+import functools
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+
+from verl_qerl.kernels.launch import Kernel, read_source, tensor_map
+
+RANKS = (8, 16, 32, 64, 128)
+TOKENS = (8, 16, 32, 64, 96, 128)  # rows that kernels are compiled for
+MAX_ROWS = TOKENS[-1]
+_FEW = ((2, 1, 2), (2, 1, 3), (2, 2, 1), (2, 2, 2), (2, 3, 1), (2, 4, 1), (1, 5, 1), (4, 1, 2))
+# `pieces`, `groups` and `blocks` of Launch for which the sums stay in registers.
+SHAPES = {
+    8: _FEW,
+    16: _FEW,
+    32: ((2, 1, 2), (2, 2, 1), (2, 3, 1), (2, 4, 1), (1, 5, 1)),
+    64: ((2, 1, 2), (2, 2, 1), (2, 3, 1), (1, 5, 1), (1, 2, 2), (1, 4, 1)),
+    96: ((2, 2, 1), (1, 3, 1), (1, 2, 1), (1, 1, 2)),
+    128: ((2, 2, 1), (1, 3, 1), (1, 2, 1), (1, 1, 2)),
+}
+# `fixed` and `step` of `launch_candidates`; 8 and 96 are extrapolated.
+_MICROSECONDS = {8: (4.5, 0.33), 16: (4.5, 0.34), 32: (5.0, 0.38), 64: (6.0, 0.48), 96: (7.3, 0.56), 128: (8.7, 0.65)}
+_LEAST_STEP = 0.2
+_EXCHANGE = 1.0  # microseconds
+_ALONE = 1.2  # where a warp waits for products that are short, or has no other warpgroup beside it
+_MULTIPROCESSORS = (16,) * 6 + (18,) * 2  # of an H200, by the groups that a cluster fits into
+_STEP = 64  # of K, a stage of the ring
+_STAGES = 4  # fewest of the ring
+STREAM = 0  # `split` of Launch
+_SPLITS = (1, 2, 3, 4, 6, 8)  # clusters of 5 and 7 were always slower
+_FILES = ("decode.cuh", "ring.cuh", "wgmma.cuh", "low_rank.cuh", "sums.cuh", "tiled_matmul.cu")
+_MEMBERS = 3  # most of a fused linear
+_LOW_SPLIT = 16  # most parts of K
+_LOW_CHUNKS = 7  # of 32 of K for a warp: fewer are not worth another part
+_LOW_BYTES = 96 << 10  # most that a thread block reads of the sums of X A^T
+_HELPER_REGISTERS = 80
+_FACTORS = (1 << 4, (1 << 12) + (1 << 6), (1 << 8) + (1 << 2))  # of decode.cuh
+_SHARED_BYTES = 227 << 10  # of a multiprocessor, for blocks that each take 1 KiB more
+
+
+class Adapter(NamedTuple):
+    """One adapter on a linear of L members.
+
+    Attributes:
+        a: [L R, K] bf16.
+        b: [N, R] bf16, the scaling alpha / r folded in.
+        members: Of `kernels.lora.member_of_tile`.
+        slots: [>= M] int64; tokens with a negative entry have no adapter.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    members: torch.Tensor
+    slots: torch.Tensor
+
+
+class Launch(NamedTuple):
+    """How the work is dealt out.
+
+    Attributes:
+        pieces: Times 16 columns for each warp: 1, 2 or 4.
+        groups: Warpgroups of a thread block.
+        split: Thread blocks that share K, a cluster of up to 8. STREAM: every block gets the same number of steps of
+            all columns, whatever their sum.
+        blocks: Thread blocks of a multiprocessor.
+    """
+
+    pieces: int
+    groups: int
+    split: int
+    blocks: int
+
+    @property
+    def columns(self) -> int:
+        """Columns of a thread block."""
+        return 64 * self.pieces * self.groups
+
+
+def can_multiply(N: int, K: int) -> bool:
+    """Whether the kernel takes a weight [N, K]."""
+    return N % 64 == 0 and K % _STEP == 0
+
+
+def can_fuse(a: torch.Tensor, b: torch.Tensor, members: torch.Tensor, launch: Launch) -> bool:
+    """Whether the kernel takes an adapter of this rank on a linear with these members; tensors as of `Adapter`."""
+    rank = b.shape[1]
+    fits = rank in RANKS and a.shape[0] <= _MEMBERS * rank
+    return fits and b.shape[0] // len(members) % (64 * launch.pieces) == 0
+
+
+def tiled_matmul(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scale: torch.Tensor,
+    global_decode_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    adapter: Adapter | None = None,
+    launch: Launch | None = None,
+) -> torch.Tensor:
+    """X W^T + bias + the low-rank product, on a GPU of compute capability 9.0; the same bits each time.
+
+    Args:
+        x: [M, K] bf16, contiguous, M <= MAX_ROWS.
+        words: Of `kernels.tiled.tile`, [K / 16, 2 N] int32, of a weight that `can_multiply` accepts.
+        scale: Of `kernels.tiled.tile`, [K / 16, N] uint8; every byte at least 8 (2**-6, as the format asks).
+        global_decode_scale: [1] float32, a power of two.
+        bias: [N] bf16 or None.
+        adapter: One that `can_fuse` accepts, or None.
+        launch: None guesses.
+
+    Returns:
+        [M, N] bf16.
+
+    Raises:
+        ValueError: M is too large.
+    """
+    M, K = x.shape
+    N = scale.shape[1]
+    if M > MAX_ROWS:
+        raise ValueError(f"too many rows: {M}. Up to {MAX_ROWS} are accepted. Use another kernel for larger batches.")
+    tokens = padded_rows(M)
+    launch = launch or guess_launch(N, K, M)
+    y = torch.empty((M, N), dtype=torch.bfloat16, device=x.device)
+    rank, columns = (adapter.b.shape[1], adapter.a.shape[0]) if adapter else (0, 0)
+    stages, shared_bytes = ring(tokens, K, rank, launch)
+    kernel = _kernel(tokens, launch)
+    box = (4, _box(launch.columns))
+    weight = [tensor_map(words, 8, box), tensor_map(scale, 1, box)]
+    x_map = tensor_map(x, 2, (tokens, _STEP), swizzle=True)
+    args = [*weight, global_decode_scale, x_map, y, y if bias is None else bias, x, *(adapter or (y, y, y, y))]
+    multiprocessors = _multiprocessors(x.device)
+    streams = launch.split == STREAM
+    grid = multiprocessors * launch.blocks if streams else -(-N // launch.columns) * launch.split
+    args += [*_exchange(x.device), M, N, K, launch.split, stages, int(bias is not None)]
+    args += [rank, N // len(adapter.members) if adapter else N, columns]
+    args += [*low_rank_tasks(M, K, columns, launch, grid, multiprocessors), *_FACTORS]
+    threads = launch.groups * 128 + _helpers(tokens, launch) * 32
+    kernel(grid, threads, args, shared_bytes, max(launch.split, 1))
+    return y
+
+
+def ring(tokens: int, K: int, rank: int, launch: Launch) -> tuple[int, int]:
+    """Stages of the ring in shared memory, as many as fit or are needed, and bytes of shared memory."""
+    stage = tokens * 128 + 4 * 9 * launch.columns + 16
+    # A stream keeps X A^T of all members; else each warpgroup that of its own.
+    fixed = 1024 + 16 + -(-rank // 64) * tokens * 128 * (_MEMBERS if launch.split == STREAM else launch.groups)
+    if launch.split == STREAM:
+        fixed += min(tokens, 32) * (launch.columns + 8) * 2
+    limit = _SHARED_BYTES // launch.blocks - 1024 - _low_warps(tokens, launch) * _low_tiles(tokens) * 512
+    needed = -(-(K // _STEP) // max(launch.split, 1))
+    stages = max(_STAGES, min((limit - fixed) // stage, needed))
+    return stages, max(fixed + stages * stage, 1024 + tokens * (launch.columns + 4) * 4)
+
+
+def low_rank_tasks(
+    M: int, K: int, columns: int, launch: Launch, grid: int, multiprocessors: int
+) -> tuple[int, int, int]:
+    """How X A^T is dealt out: parts of K, tasks in all, and thread blocks that take them.
+
+    Args:
+        M: Rows of X.
+        K: Columns of X.
+        columns: Rows of A; 0 for none.
+        launch: Of the product.
+        grid: Its thread blocks.
+        multiprocessors: Of the GPU.
+    """
+    tokens = padded_rows(M)
+    # So few that they all run at the same time, wherever clusters fit: the others wait for them.
+    workers = min(grid, multiprocessors * launch.blocks * 3 // 4)
+    tiles = -(-M // 16) * -(-columns // (8 * _low_tiles(tokens)))
+    split = 1
+    while (
+        split < _LOW_SPLIT
+        and 2 * split * tiles <= workers
+        and 2 * split * M * columns * 4 <= _LOW_BYTES
+        and _LOW_CHUNKS * split * _low_warps(tokens, launch) < K // 32
+    ):
+        split *= 2
+    return split, tiles * split, workers
+
+
+def launch_candidates(N: int, K: int, tokens: int) -> list[Launch]:
+    """Launches for a weight [N, K] and an entry of TOKENS, the most promising first.
+
+    By a model of the time, fitted to what was measured on an H200: each wave of thread blocks begins and ends in
+    `fixed` microseconds and takes `step` for each 64 of K and 256 columns of a multiprocessor.
+    """
+    fixed, step = _MICROSECONDS[tokens]
+    steps = K // _STEP
+
+    def cost(launch: Launch) -> float:
+        tiles = -(-N // launch.columns)
+        streams = launch.split == STREAM
+        parts = tiles * (1 if streams else launch.split)
+        together = launch.blocks if streams else min(launch.blocks, -(-parts // sum(_MULTIPROCESSORS)))
+        alone = (launch.pieces == 1 and tokens <= 64) or launch.groups * together == 1
+        each = max(_LEAST_STEP, step * launch.columns * together / 256 * (_ALONE if alone else 1))
+        if streams:
+            return fixed + _EXCHANGE + -(-tiles * steps // (sum(_MULTIPROCESSORS) * launch.blocks)) * each
+        # A cluster stays within one group of multiprocessors.
+        at_once = sum(size * launch.blocks // launch.split for size in _MULTIPROCESSORS)
+        return -(-tiles // at_once) * (fixed + -(-steps // launch.split) * each)
+
+    splits = [STREAM, *(split for split in _SPLITS if split <= steps)]
+    return sorted((Launch(p, g, split, b) for p, g, b in SHAPES[tokens] for split in splits), key=cost)
+
+
+def guess_launch(N: int, K: int, M: int) -> Launch:
+    """A launch for M rows of a shape that was not measured."""
+    return launch_candidates(N, K, padded_rows(M))[0]
+
+
+def padded_rows(rows: int) -> int:
+    """The entry of TOKENS that as many rows run as."""
+    return next(tokens for tokens in TOKENS if rows <= tokens)
+
+
+def _box(columns: int) -> int:
+    """Columns that the copy engine takes at a time."""
+    return next(box for box in (256, 192, 128, 64) if columns % box == 0)
+
+
+def _wants_registers(tokens: int, launch: Launch) -> bool:
+    """Whether a warpgroup that multiplies takes registers from the one that does not."""
+    return tokens * launch.pieces >= 256
+
+
+def _low_warps(tokens: int, launch: Launch) -> int:
+    """Warps that make X A^T; with the two that fill the ring, whole warpgroups."""
+    return 6 if tokens >= 96 and launch.blocks == launch.pieces == 1 and launch.groups < 3 else 2
+
+
+def _helpers(tokens: int, launch: Launch) -> int:
+    return 2 + _low_warps(tokens, launch)
+
+
+def _low_tiles(tokens: int) -> int:
+    return 1 if tokens <= 32 else 2
+
+
+def _registers(tokens: int, launch: Launch) -> int:
+    """What a multiplying thread gets when the helpers keep `_HELPER_REGISTERS` each; 0 leaves all as they start."""
+    if not _wants_registers(tokens, launch):
+        return 0
+    at_start = 512 // (launch.blocks * (launch.groups + 1)) // 8 * 8
+    return min(240, (at_start * (launch.groups + 1) - _HELPER_REGISTERS) // launch.groups // 8 * 8)
+
+
+def source(tokens: int, launch: Launch) -> str:
+    """CUDA C++ of one kernel."""
+    defines = {"TOKENS": tokens, "PIECES": launch.pieces, "GROUPS": launch.groups, "BLOCKS": launch.blocks}
+    defines |= {"STREAM": int(launch.split == STREAM), "BOX": _box(launch.columns)}
+    defines |= {"LOW_WARPS": _low_warps(tokens, launch), "LOW_TILES": _low_tiles(tokens)}
+    defines |= {"LOW_AHEAD": 6 if tokens <= 32 and launch.blocks < 3 else 4, "HELPERS": _helpers(tokens, launch)}
+    defines |= {"HELPER_REGISTERS": _HELPER_REGISTERS, "REGISTERS": _registers(tokens, launch)}
+    return read_source(*_FILES, **defines).replace("@WGMMA@", _wgmma(tokens))
+
+
+def _wgmma(tokens: int) -> str:
+    half = tokens // 2
+    names = [f"%{i}" for i in range(half + 5)]
+    sums, a = ", ".join(names[:half]), ", ".join(names[half:-1])
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(half))
+    inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16"
+    return f"""__device__ __forceinline__ void wgmma(float (&d)[{half}], const u32 (&a)[4], u64 x) {{
+  asm volatile("{instruction} {{{sums}}}, {{{a}}}, {names[-1]}, 1, 1, 1, 0;"
+               : {outputs}
+               : {inputs}, "l"(x));
+}}"""
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _exchange(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Sums that blocks hand over, their flags, and the same of X A^T; a launch leaves the flags at zero."""
+    shapes = [(tokens * 64 * p * g * b, b) for tokens in TOKENS for p, g, b in SHAPES[tokens]]
+    blocks = _multiprocessors(device) * max(b for _, b in shapes)
+    sums = torch.empty(_multiprocessors(device) * max(size for size, _ in shapes), device=device)
+    low = torch.empty(max(_LOW_BYTES // 4, MAX_ROWS * RANKS[-1] * 4), device=device)
+    flags = torch.zeros(blocks + 2, dtype=torch.int32, device=device)
+    return sums, flags[2:], low, flags
+
+
+def prepare(launches: Iterable[tuple[int, Launch]]) -> None:
+    """Compile what these launches need beside each other, not each on its first use.
+
+    Args:
+        launches: An entry of TOKENS and a launch for it, each.
+    """
+    device = torch.cuda.current_device()
+    torch.cuda.synchronize()  # the device has a context, which each thread makes its own
+    with ThreadPoolExecutor(initializer=lambda: (torch.cuda.set_device(device), torch.cuda.synchronize())) as threads:
+        list(threads.map(lambda each: _kernel(*each), launches))
+
+
+def _kernel(tokens: int, launch: Launch) -> Kernel:
+    return _compile(tokens, launch._replace(split=min(launch.split, 1)))
+
+
+@functools.cache
+def _compile(tokens: int, launch: Launch) -> Kernel:
+    return Kernel(source(tokens, launch), "tiled_matmul")
