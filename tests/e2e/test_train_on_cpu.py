@@ -172,6 +172,35 @@ def test_an_int8_rollout_is_quantized_again_at_every_sync(workbench):
     assert len(report["changed_besides_the_adapter"]) > 20
 
 
+def test_verls_rollout_correction_acts_on_a_quantized_noisy_rollout(workbench):
+    options = ["+rollout=int8", "actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.actor.optim.lr=1e-3"]
+    options += ["+aqn.enabled=true", "+aqn.num_stages=2", "+aqn.sigma_start=0.1", "+aqn.sigma_end=0.1"]
+    correction = "algorithm.rollout_correction."
+    options += [f"{correction}rollout_is=token", f"{correction}rollout_is_threshold=2.0"]
+    options += [f"{correction}rollout_rs=token_k3", f"{correction}rollout_rs_threshold=5e-5"]
+    options += ["+qerl.mismatch_sample=8", "actor_rollout_ref.actor.calculate_entropy=True"]
+    run = workbench.train("correction", *options).check()
+    assert [step["aqn/sigma"] for step in run.steps] == [0.0, 0.1]
+    for step in run.steps:
+        kl = step["qerl/rollout_kl_k3"]
+        assert step["rollout_corr/k3_kl"] == pytest.approx(kl, rel=1e-3, abs=1e-7)
+        assert step["rollout_corr/rollout_rs_token_k3_mean"] == pytest.approx(kl, rel=1e-3, abs=1e-7)
+        # No ratio reaches 2, so the mean of the weights is that of the ratios: E[r] = k3 + 1 + E[log r].
+        assert step["rollout_corr/rollout_is_ratio_fraction_high"] == 0
+        assert step["rollout_corr/rollout_is_mean"] == pytest.approx(1 + kl - step["rollout_corr/kl"], abs=1e-5)
+        # Of all eight answers, with what was rejected.
+        assert step["qerl/mismatch_num_tokens"] == round(8 * step["response_length/mean"])
+        rejected = step["rollout_corr/rollout_rs_masked_fraction"]
+        assert 0.05 < rejected < 0.95
+        # Tokens are about equally uncertain here. What is rejected is out of the sum, and counts in verl's mean.
+        assert step["actor/entropy_loss"] == pytest.approx((1 - rejected) * step["actor/entropy"], rel=0.02)
+        assert step["actor/grad_norm"] > 0
+    quiet, noisy = run.steps
+    assert noisy["qerl/rollout_kl_k3"] > 2 * quiet["qerl/rollout_kl_k3"]
+    parts = ("quantization", "kernel", "noise")
+    assert sum(noisy[f"qerl/mismatch_{part}_share"] for part in parts) == pytest.approx(1)
+
+
 def test_noise_alone_on_a_bf16_rollout_with_validation(workbench):
     options = ["+aqn.enabled=true", "+aqn.num_stages=2", "trainer.val_before_train=True", "trainer.test_freq=1"]
     options += ["+qerl.mismatch_sample=4", "+aqn.sigma_start=0.1", "+aqn.sigma_end=0.1"]
