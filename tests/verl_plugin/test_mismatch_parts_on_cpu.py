@@ -192,6 +192,30 @@ def test_answers_of_older_weights_show_as_staleness(step):
 INT8 = ("+rollout=int8", "actor_rollout_ref.model.lora_rank=0")
 
 
+@pytest.mark.parametrize(
+    ("rounded", "server", "told", "remedy"),
+    [
+        (0.2, 0.5, "kernel 0.3 (50%), quantization 0.2 (33%), noise 0.1 (17%)", "Check that both have the same"),
+        (0.3, 0.5, "quantization 0.3 (50%), kernel 0.2 (33%), noise 0.1 (17%)", "The format is too coarse for these"),
+        (0.02, 0.07, "noise 0.1 (59%), kernel 0.05 (29%), quantization 0.02 (12%)", "Lower aqn.sigma_start, or"),
+    ],
+    ids=["kernel", "quantization", "noise"],
+)
+def test_the_gate_tells_the_parts_and_what_to_do_about_the_largest(step, rounded, server, told, remedy):
+    options = (PARTS, *INT8, *AQN, "+qerl.max_initial_kl=0.01")
+    with pytest.raises(RuntimeError) as caught:
+        step(*options, rounded=rounded, sampled=server + 0.1, servers=[Server(server)])
+    sentence = f"at step 5. Taken apart over 9 tokens, in nats per token and share of the square: {told}."
+    assert sentence in str(caught.value)
+    assert f"Accepted is at most qerl.max_initial_kl=0.01. {remedy}" in str(caught.value)
+    assert str(caught.value).endswith("or raise it by `+qerl.max_initial_kl=...` (null switches the gate off).")
+
+
+def test_what_cannot_be_taken_apart_does_not_hide_the_gates_sentence(step):
+    with pytest.raises(RuntimeError, match=r"=nan nats per token over 18 tokens at step 5\. Accepted is at most"):
+        step(PARTS, sampled=float("nan"))
+
+
 @pytest.mark.parametrize("micro_batch", [1, 2, 3])
 def test_rounded_weights_show_as_quantization(step, micro_batch):
     micro = f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={micro_batch}"

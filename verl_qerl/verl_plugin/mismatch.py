@@ -2,15 +2,19 @@
 
 Both log-probs of the sampled tokens are there once verl has computed `old_log_probs`, which is before any update. So a
 rollout that is not the actor's model stops the run at its first step, also at the first after a resume. In the metrics
-`rollout` is the model as it sampled, noise included (`aqn/sigma` says how much) and as old as its answers are.
+`rollout` is the model as it sampled, noise included (`aqn/sigma` says how much) and as old as its answers are. With
+`+qerl.mismatch_sample` the sentence that stops a run says what the difference is made of.
 """
 
 import logging
+import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl.algos.mismatch import Mismatch, MismatchConfig, rollout_mismatch
+from verl_qerl.algos.mismatch_parts import PARTS
 from verl_qerl.verl_plugin.config import aqn_options
 from verl_qerl.verl_plugin.nodes import plain
 
@@ -31,6 +35,12 @@ _PARTS_NEED = (
     ("actor_rollout_ref.rollout.top_k", -1, (-1, 0)),
     ("trainer.v1.trainer_mode", "sync", ("sync", "colocate_async")),
 )
+# What to do about a difference, by the part that most of it is.
+_CHECK_WEIGHTS = "Check that both have the same weights and versions"
+_REMEDIES = {
+    "quantization": "The format is too coarse for these weights: choose another `+rollout=...`",
+    "noise": "Lower aqn.sigma_start",
+}
 
 
 def gate_options(config: DictConfig) -> MismatchConfig | None:
@@ -97,25 +107,42 @@ class MismatchMixin(_Trainer):
         super().__init__(config)
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
-        """As verl's; then compare, before anything is updated."""
+        """As verl's, and the parts of the difference where they are asked for; then compare, before any update."""
         batch = super()._compute_old_log_prob(batch, metrics)
         if self._compares:
             found = _mismatch_of(batch)
             if found.num_tokens:
                 metrics["qerl/rollout_kl_k3"] = found.kl_k3
                 metrics["qerl/rollout_log_prob_abs_diff"] = found.log_prob_abs_diff
-                self._pass_gate(found)
+                self._pass_gate(found, metrics)
         return batch
 
-    def _pass_gate(self, found: Mismatch) -> None:
+    def _pass_gate(self, found: Mismatch, metrics: Mapping[str, float]) -> None:
         limit, self._limit = self._limit, None  # the gate is for the first step only
         if limit is not None and not found.kl_k3 <= limit:  # NaN does not pass
+            parts, remedy = _parts_told(metrics)
             raise RuntimeError(
                 f"the rollout is not the actor's model: KL(rollout || actor)={found.kl_k3:.3g} nats per token over"
-                f" {found.num_tokens} tokens at step {self.global_steps}. Accepted is at most"
-                f" qerl.max_initial_kl={limit:g}. Check that both have the same weights and versions, or raise it by"
+                f" {found.num_tokens} tokens at step {self.global_steps}.{parts} Accepted is at most"
+                f" qerl.max_initial_kl={limit:g}. {remedy}, or raise it by"
                 " `+qerl.max_initial_kl=...` (null switches the gate off)."
             )
+
+
+def _parts_told(metrics: Mapping[str, float]) -> tuple[str, str]:
+    """What the difference is made of, the largest share first, and what to do; without `mismatch_sample` no parts."""
+    found = [
+        (metrics[f"qerl/mismatch_{name}_share"], metrics[f"qerl/mismatch_{name}"], name)
+        for name in PARTS
+        if f"qerl/mismatch_{name}" in metrics
+    ]
+    if not found or not all(math.isfinite(share) for share, _, _ in found):
+        return "", _CHECK_WEIGHTS
+    found.sort(reverse=True)
+    told = ", ".join(f"{name} {size:.3g} ({share:.0%})" for share, size, name in found)
+    count = metrics["qerl/mismatch_num_tokens"]
+    sentence = f" Taken apart over {count} tokens, in nats per token and share of the square: {told}."
+    return sentence, _REMEDIES.get(found[0][2], _CHECK_WEIGHTS)
 
 
 def _mismatch_of(batch: Any) -> Mismatch:

@@ -35,7 +35,8 @@ def install(module: ModuleType) -> None:
     registry = module.trainer_base.TRAINER_REGISTRY
     for mode, trainer in list(registry.items()):
         if not issubclass(trainer, NoiseMixin):
-            ours = (MismatchPartsMixin, NoiseMixin, CheckpointMixin, PolicyLossMixin, MismatchMixin)
+            # The gate tells the parts of a difference, so it comes after them: they are its super().
+            ours = (MismatchMixin, MismatchPartsMixin, NoiseMixin, CheckpointMixin, PolicyLossMixin)
             ours += (UAQMixin, SyncMetricsMixin)
             bases = (*ours, trainer)
             registry[mode] = type(f"Qerl{trainer.__name__}", bases, {"__doc__": trainer.__doc__})
