@@ -107,6 +107,14 @@ def test_fewer_steps_than_stages_skip_stages():
     assert stage_at_step(1, 1, 10) == 0
 
 
+def test_stages_may_be_spread_over_other_steps_than_the_runs():
+    config = AQNConfig(enabled=True, num_stages=4, total_steps=8)
+    assert [sigma_at_step(config, step, 100) for step in (1, 2, 3, 5, 7, 8, 9, 100)] == pytest.approx(
+        [0, 0, 1e-2, 5e-6**0.5, 5e-4, 5e-4, 5e-4, 5e-4]
+    )
+    assert sigma_at_step(config, 4, 4) == 1e-2  # a run that is shorter ends in an earlier stage
+
+
 @pytest.mark.parametrize("step", [0, -1, 11])
 def test_a_step_outside_of_training(step):
     with pytest.raises(ValueError, match=rf"step={step} is outside of training\. .* 1 to total_steps=10\."):
@@ -122,6 +130,7 @@ BAD = [
     *[("mode", value) for value in ("add", None)],
     *[("targets", value) for value in ("input_layernorm", [], (), [1], 5, None, {"a": 1})],
     *[("seed", value) for value in (1.5, "0", True, None)],
+    *[("total_steps", value) for value in (0, -1, 1.5, "100", True)],
 ]
 
 

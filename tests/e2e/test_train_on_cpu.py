@@ -87,6 +87,8 @@ def test_a_run_that_is_killed_goes_on_where_its_last_checkpoint_is(workbench):
     # So the two adapters cannot be compared. All that follows from step, seed and order of the data is the same.
     assert [step["training/global_step"] for step in resumed.steps] == list(range(last + 1, 5))
     assert [step["aqn/sigma"] for step in resumed.steps] == [step["aqn/sigma"] for step in whole.steps[last:]]
+    assert "verl_qerl_aqn.json" not in resumed.log  # the schedule is the saved one
+    assert json.loads((checkpoints / f"global_step_{last}" / "verl_qerl_aqn.json").read_text())["total_steps"] == 4
     for step in resumed.steps:
         assert_in_step(step)
     end, expected = (

@@ -22,6 +22,8 @@ def rows() -> dict[str, str]:
 def spelled(value: object) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(value)}]"
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

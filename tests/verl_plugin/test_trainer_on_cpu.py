@@ -160,6 +160,14 @@ def test_skipped_stages_are_told(monkeypatch, caplog, total, told):
     assert ("aqn.num_stages=2 exceeds the 1 steps of this run: some stages are skipped." in caplog.messages) == told
 
 
+def test_stages_are_skipped_where_the_schedule_is_shorter_than_they_are_many(monkeypatch, caplog):
+    made, _ = with_answers(monkeypatch, [3])
+    made._aqn, made.total_training_steps = AQNConfig(enabled=True, num_stages=2, total_steps=1), 9
+    with caplog.at_level(logging.WARNING, logger=trainer.__name__):
+        made.on_init_end()
+    assert "aqn.num_stages=2 exceeds the 1 steps of this run: some stages are skipped." in caplog.messages
+
+
 def test_install_replaces_every_trainer_once():
     class Other(Base):
         """Says what it does."""

@@ -43,6 +43,7 @@ class AQNConfig:
         mode: `additive` (w + Z) or `multiplicative` (w (1 + Z)).
         targets: Names of the norms that get noise, the last part of the module's name.
         seed: Of the draw, together with step and name.
+        total_steps: M, the steps that the stages are spread over, after which sigma_end stays; None: all of the run's.
     """
 
     enabled: bool = False
@@ -53,6 +54,7 @@ class AQNConfig:
     mode: str = "additive"
     targets: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     seed: int = 0
+    total_steps: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse values out of range.
@@ -71,6 +73,8 @@ class AQNConfig:
             raise _bad("sigma_end", self.sigma_end, f"at most sigma_start={self.sigma_start}, since noise decays")
         if type(self.num_stages) is not int or self.num_stages < 2:
             raise _bad("num_stages", self.num_stages, "an integer of at least 2: one stage without noise, one with")
+        if self.total_steps is not None and (type(self.total_steps) is not int or self.total_steps < 1):
+            raise _bad("total_steps", self.total_steps, "a number of steps, or null for all of the run's")
         if self.schedule not in SCHEDULES:
             raise _bad("schedule", self.schedule, f"one of {', '.join(SCHEDULES)}")
         if self.mode not in MODES:
@@ -102,7 +106,18 @@ def stage_at_step(step: int, total_steps: int, num_stages: int) -> int:
 
 
 def sigma_at_step(config: AQNConfig, step: int, total_steps: int) -> float:
-    """Standard deviation of the noise while the rollouts of training step `step` (from 1) are sampled."""
+    """Standard deviation of the noise while the rollouts of training step `step` (from 1) are sampled.
+
+    Args:
+        config: Options; its `total_steps` comes before the argument.
+        step: From 1.
+        total_steps: Of the run.
+
+    Raises:
+        ValueError: The step lies outside of training.
+    """
+    if config.total_steps is not None:
+        step, total_steps = min(step, config.total_steps), config.total_steps
     stage = stage_at_step(step, total_steps, config.num_stages)
     if not config.enabled or stage == 0:
         return 0.0

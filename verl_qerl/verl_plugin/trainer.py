@@ -19,6 +19,7 @@ from verl_qerl.verl_plugin.checkpoints import CheckpointMixin
 from verl_qerl.verl_plugin.config import aqn_options
 from verl_qerl.verl_plugin.mismatch import MismatchMixin
 from verl_qerl.verl_plugin.mismatch_parts import MismatchPartsMixin
+from verl_qerl.verl_plugin.noise_schedule import NoiseScheduleMixin
 from verl_qerl.verl_plugin.policy_loss import PolicyLossMixin
 from verl_qerl.verl_plugin.requantize import SyncMetricsMixin
 from verl_qerl.verl_plugin.uaq import UAQMixin
@@ -36,8 +37,8 @@ def install(module: ModuleType) -> None:
     for mode, trainer in list(registry.items()):
         if not issubclass(trainer, NoiseMixin):
             # The gate tells the parts of a difference, so it comes after them: they are its super().
-            ours = (MismatchMixin, MismatchPartsMixin, NoiseMixin, CheckpointMixin, PolicyLossMixin)
-            ours += (UAQMixin, SyncMetricsMixin)
+            ours = (MismatchMixin, MismatchPartsMixin, NoiseScheduleMixin, NoiseMixin, CheckpointMixin)
+            ours += (PolicyLossMixin, UAQMixin, SyncMetricsMixin)
             bases = (*ours, trainer)
             registry[mode] = type(f"Qerl{trainer.__name__}", bases, {"__doc__": trainer.__doc__})
 
@@ -125,11 +126,12 @@ class NoiseMixin(_Trainer):
         return [replica.servers[0] for replica in self.llm_server_manager.get_replicas()]
 
     def _warn_of_skipped_stages(self) -> None:
-        if self._aqn.enabled and self.total_training_steps < self._aqn.num_stages:
+        total = self._aqn.total_steps or self.total_training_steps
+        if self._aqn.enabled and total < self._aqn.num_stages:
             logger.warning(
                 "aqn.num_stages=%d exceeds the %d steps of this run: some stages are skipped.",
                 self._aqn.num_stages,
-                self.total_training_steps,
+                total,
             )
 
 
