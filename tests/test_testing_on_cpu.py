@@ -1,11 +1,19 @@
 import math
 import re
+import sys
 
 import pytest
 import torch
 
 from verl_qerl.nvfp4.digest import weight_digest
-from verl_qerl.testing import assert_close, current_commit, random_packed_weight, rms_error_ratio, sqnr_db
+from verl_qerl.testing import (
+    assert_close,
+    current_commit,
+    load_beside,
+    random_packed_weight,
+    rms_error_ratio,
+    sqnr_db,
+)
 
 
 def test_error_ratio_by_hand() -> None:
@@ -54,3 +62,15 @@ def test_a_result_file_names_the_commit(monkeypatch):
     assert current_commit() == "abc1234"
     monkeypatch.delenv("QERL_COMMIT")
     assert re.fullmatch(r"[0-9a-f]{7,}|unknown", current_commit())
+
+
+def test_a_module_beside_a_file(tmp_path, monkeypatch):
+    (tmp_path / "neighbour_of_a_test.py").write_text(
+        "from dataclasses import dataclass\n@dataclass\nclass A:\n    b: 'int' = 3\n"
+    )
+    monkeypatch.delitem(sys.modules, "neighbour_of_a_test", raising=False)
+    found = load_beside(str(tmp_path / "bench.py"), "neighbour_of_a_test")
+    assert found.A().b == 3
+    assert sys.modules.pop("neighbour_of_a_test") is found
+    with pytest.raises(FileNotFoundError):
+        load_beside(str(tmp_path / "bench.py"), "absent")

@@ -1,8 +1,11 @@
 """Measures, random inputs and the state of the code, shared by tests and benchmarks."""
 
+import importlib.util
 import math
 import os
 import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,3 +98,18 @@ def current_commit() -> str:
         return named
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"
+
+
+def load_beside(file: str, name: str) -> Any:
+    """The module `name` in the folder of `file`, a benchmark or its test, which are in no package.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+    """
+    spec = importlib.util.spec_from_file_location(name, Path(file).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module

@@ -11,7 +11,6 @@ arm on the shared weights are as near to float32 as those of the bf16 base.
 
 import argparse
 import gc
-import importlib.util
 import json
 import statistics
 import sys
@@ -25,19 +24,10 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint  # noqa: F401  (its first import is slow)
 
 from verl_qerl.algos.log_probs import log_probs_of_labels
-from verl_qerl.testing import rms_error_ratio
+from verl_qerl.testing import load_beside, rms_error_ratio
 
-
-def _sibling(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
-
-
-models = _sibling("actor_models")
-describe_machine = _sibling("bench_dequantize").describe_machine
+models = load_beside(__file__, "actor_models")
+describe_machine = load_beside(__file__, "bench_dequantize").describe_machine
 
 SEQUENCE = 1024
 GATE_TOKENS = 256

@@ -8,7 +8,6 @@ same gradients bit for bit; a row says whether they did.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import statistics
@@ -25,17 +24,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from verl_qerl.modules import NVFP4Linear
 from verl_qerl.modules.sharded_linear import ShardedNVFP4Linear
+from verl_qerl.testing import load_beside
 
-
-def _sibling(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-bench = _sibling("bench_actor")
+bench = load_beside(__file__, "bench_actor")
 models = bench.models
 
 # name -> (arm of bench_actor, the class of its packed linears)

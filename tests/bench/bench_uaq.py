@@ -25,6 +25,7 @@ import transformers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl_qerl.algos.uaq import fold_, scaled_parameters, unfold_
+from verl_qerl.formats.int8 import INT8
 from verl_qerl.testing import current_commit
 
 VOCAB, LENGTH, BATCH = 61, 32, 16
@@ -76,9 +77,8 @@ def groups_of(model, roles: dict[str, str], arm: str, scale: float, lr: float) -
 
 def int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes, decoded weight) of symmetric INT8 per output channel."""
-    step = weight.abs().amax(dim=1, keepdim=True) / 127
-    codes = (weight / step).round()
-    return codes, codes * step
+    parts = INT8().quantize(weight)
+    return parts["weight"], INT8().dequantize(parts, weight.dtype)
 
 
 @torch.no_grad()

@@ -7,12 +7,10 @@ trained on generated word problems, so that nothing is fetched: `python -m verl_
 """
 
 import argparse
-import importlib.util
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,17 +22,9 @@ from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, is_packed_module, quantiz
 from verl_qerl.nvfp4.format import PackedWeight
 from verl_qerl.nvfp4.reader import TensorSpec
 from verl_qerl.nvfp4.writer import ShardedWriter, quantized_specs
+from verl_qerl.testing import load_beside
 
-
-def _sibling(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-models = _sibling("actor_models")
+models = load_beside(__file__, "actor_models")
 SHARD_BYTES = 4 << 30
 
 

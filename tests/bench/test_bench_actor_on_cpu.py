@@ -1,25 +1,16 @@
 """The benchmark of the actor, run whole on a shape for a CPU; its gate, its files and its table."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from verl_qerl.testing import load_beside
+
 pytest.importorskip("peft")
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-bench = load("bench_actor")
+bench = load_beside(__file__, "bench_actor")
 models = bench.models
 SMALL = ["--shapes", "tiny", "--tokens", "32", "16", "--vocabulary", "64", "--repetitions", "1", "--commit", "abc"]
 

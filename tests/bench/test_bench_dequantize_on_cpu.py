@@ -1,15 +1,13 @@
 """The benchmark's own arithmetic and files, with a clock that is not one."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
-SPEC = importlib.util.spec_from_file_location("bench_dequantize", Path(__file__).with_name("bench_dequantize.py"))
-bench = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(bench)
+from verl_qerl.testing import load_beside
+
+bench = load_beside(__file__, "bench_dequantize")
 
 
 class FakeTimer:

@@ -1,16 +1,13 @@
 """The benchmark itself, on a model of a few kilobytes."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
-_SPEC = importlib.util.spec_from_file_location("bench_quantize", Path(__file__).with_name("bench_quantize.py"))
-assert _SPEC is not None
-assert _SPEC.loader is not None
-bench = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(bench)
+from verl_qerl.testing import load_beside
+
+bench = load_beside(__file__, "bench_quantize")
 
 
 def test_writes_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,8 @@
 """What the benchmark makes of samples and metrics; the rest of it is a verl run on a GPU."""
 
-import importlib.util
-from pathlib import Path
+from verl_qerl.testing import load_beside
 
-SPEC = importlib.util.spec_from_file_location("bench_train_step", Path(__file__).with_name("bench_train_step.py"))
-bench = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(bench)
+bench = load_beside(__file__, "bench_train_step")
 
 
 def test_the_largest_reading_of_each_second():

@@ -1,17 +1,14 @@
 """The benchmark itself, on few steps: what it says of UAQ is the algebra, so it can be asserted."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
-_SPEC = importlib.util.spec_from_file_location("bench_uaq", Path(__file__).with_name("bench_uaq.py"))
-assert _SPEC is not None
-assert _SPEC.loader is not None
-bench = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(bench)
+from verl_qerl.testing import load_beside
+
+bench = load_beside(__file__, "bench_uaq")
 
 
 def test_uaq_is_a_run_with_other_learning_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

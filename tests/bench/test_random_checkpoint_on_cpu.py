@@ -1,9 +1,5 @@
 """The generator on a small shape: what it writes is an NVFP4 checkpoint with a tokenizer, and a model reads it."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,13 +9,11 @@ pytest.importorskip("verl")
 from transformers import AutoConfig, AutoTokenizer, Qwen2ForCausalLM
 
 from verl_qerl.nvfp4.stream import PackedWeight, open_source, stream
+from verl_qerl.testing import load_beside
 from verl_qerl.verl_plugin.config import BaseOptions
 from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
 
-SPEC = importlib.util.spec_from_file_location("random_checkpoint", Path(__file__).with_name("random_checkpoint.py"))
-generator = importlib.util.module_from_spec(SPEC)
-sys.modules["random_checkpoint"] = generator
-SPEC.loader.exec_module(generator)
+generator = load_beside(__file__, "random_checkpoint")
 
 
 @pytest.fixture(scope="module")

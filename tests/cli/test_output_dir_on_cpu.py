@@ -1,5 +1,6 @@
 import pytest
 
+from verl_qerl.cli import main, plan
 from verl_qerl.cli.output_dir import new_directory
 
 
@@ -8,6 +9,27 @@ def test_an_error_leaves_nothing_behind(tmp_path):
         (directory / "half").write_text("x")
         raise KeyError
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_says_what_it_left(tmp_path):
+    with (
+        pytest.raises(KeyboardInterrupt, match=r"^interrupted; .*out was not written$"),
+        new_directory(tmp_path / "out"),
+    ):
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("sentence", "told"), [("out was not written", "out was not written"), ("", "interrupted")])
+def test_the_command_ends_as_an_interrupted_one(monkeypatch, capsys, sentence, told):
+    def run(args):
+        raise KeyboardInterrupt(sentence)
+
+    monkeypatch.setattr(plan, "run", run)
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--model", "m", "--gpu-gib", "1"])
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == f"python -m verl_qerl: {told}\n"
 
 
 def test_the_directory_appears_only_when_the_block_ends(tmp_path):

@@ -17,7 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments after the program's name; None takes them from the process.
 
     Returns:
-        The exit code: 0 when it worked, 1 when the command says something is off, 2 for wrong arguments.
+        The exit code: 0 when it worked, 1 when the command says something is off, 2 for wrong arguments,
+        130 after an interrupt.
     """
     parser = argparse.ArgumentParser(prog="python -m verl_qerl", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
@@ -30,3 +31,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, FileNotFoundError, FileExistsError) as error:
         # What a user can mend is said in one sentence; anything else keeps its traceback.
         parser.exit(1, f"{parser.prog}: {error}\n")
+    except KeyboardInterrupt as interrupt:
+        parser.exit(130, f"{parser.prog}: {str(interrupt) or 'interrupted'}\n")  # as a shell reports SIGINT

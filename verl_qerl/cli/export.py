@@ -4,7 +4,6 @@ The weights pass as a stream; what re-quantization costs is measured on the way.
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -100,11 +99,7 @@ def run(args: argparse.Namespace) -> int:
     check_absent(args.out)
     prompts = tuple(read_prompts(args.prompts, args.num_prompts)) if args.prompts else ()
     options = Options(args.scale, args.device, args.max_shard_size, prompts)
-    try:
-        report = export_checkpoint(args.checkpoint, args.out, args.to, args.base, options)
-    except KeyboardInterrupt:
-        print(f"interrupted; {args.out} was not written", file=sys.stderr)
-        return 130  # as a shell reports SIGINT
+    report = export_checkpoint(args.checkpoint, args.out, args.to, args.base, options)
     print(summary(report))
     print(f"wrote {args.out}")
     return 0

@@ -26,6 +26,7 @@ def new_directory(path: Path) -> Iterator[Path]:
 
     Raises:
         FileExistsError: As `check_absent`.
+        KeyboardInterrupt: An interrupt, with a sentence that says what it left.
     """
     check_absent(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,6 +36,8 @@ def new_directory(path: Path) -> Iterator[Path]:
         yield partial
         check_absent(path)
         os.replace(partial, path)  # also over an empty directory
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt(f"interrupted; {path} was not written") from interrupt
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # gone already when the rename happened
 

@@ -5,7 +5,6 @@ the pace. Memory: a few tensors, whatever the size of the model.
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -59,18 +58,14 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Quantize, then print the table."""
-    try:
-        report = quantize_checkpoint(
-            args.model,
-            args.out,
-            scale=args.scale,
-            ignore=args.ignore,
-            device=args.device,
-            max_shard_bytes=args.max_shard_size,
-        )
-    except KeyboardInterrupt:
-        print(f"interrupted; {args.out} was not written", file=sys.stderr)
-        return 130  # as a shell reports SIGINT
+    report = quantize_checkpoint(
+        args.model,
+        args.out,
+        scale=args.scale,
+        ignore=args.ignore,
+        device=args.device,
+        max_shard_bytes=args.max_shard_size,
+    )
     print(_table(report))
     print(f"wrote {args.out}")
     return 0
