@@ -1,9 +1,10 @@
 """An NVFP4Linear whose packed bytes FSDP2 shards: each rank holds its part, a layer is gathered while it computes.
 
-FSDP2 of torch 2.11 takes floating-point parameters only, casts them to the dtype of the mixed precision, and copies
-bf16 parameters through float32, which changes the bits of a NaN. So the bytes of a linear are one bf16 parameter that
-is never computed with, and a tensor subclass hands them to the all-gather as uint8 (`fsdp_pre_all_gather`, the
-extension point of FSDP2 that torchao's quantized tensors use).
+FSDP2 of torch 2.11 takes floating-point parameters only, casts them to the dtype of the mixed precision, and gathers
+them with `_foreach_copy_`, whose CUDA kernel copies bf16 through float32 by its source: that would change the bits of
+a NaN, which was read there and not tried on a GPU. So the bytes of a linear are one bf16 parameter that is never
+computed with, and a tensor subclass hands them to the all-gather as uint8 (`fsdp_pre_all_gather`, the extension point
+of FSDP2 that torchao's quantized tensors use), for which the question does not arise.
 """
 
 from typing import Any
