@@ -65,16 +65,6 @@ def run_script(script: Path, path: Path | None = None, *args: str, **env: str) -
     )
 
 
-@pytest.fixture(scope="session")
-def recorder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose `python3` prints its arguments, one a line, and fails for the module named in FAIL."""
-    folder = tmp_path_factory.mktemp("bin")
-    stub = folder / "python3"
-    stub.write_text('#!/bin/sh\nprintf "%s\\n" "$@" "== end"\n[ "$2" != "$FAIL" ]\n')
-    stub.chmod(0o755)
-    return folder
-
-
 def calls(recorder: Path, script: Path, *args: str, **env: str) -> list[list[str]]:
     """The argument lists of the `python3` calls a recipe makes."""
     result = run_script(script, recorder, *args, **env)
