@@ -137,5 +137,13 @@ def test_otherwise_verl_loads_a_whole_model(found, name):
     assert found[name]["log"] == [["transfer"], ["recapture"]] * 2
 
 
+@pytest.mark.parametrize("name", ["broken bucket", "broken bucket, broken model"])
+def test_a_bucket_that_cannot_be_loaded_leaves_no_sender_without_an_answer(found, name):
+    case = found[name]
+    once = [["load", "first"], ["answer", "first"], ["load", "second"], ["answer", "second"], ["answer", "third"]]
+    assert case["log"] == once * 2
+    assert case["errors"] == ["AssertionError: a weight of another shape"] * 2
+
+
 def test_no_name_clashes_with_vllms_worker(found):
     assert found["clash"] == []

@@ -139,7 +139,7 @@ def update(vllm_config, peft_config, base_sync_done=True, norm=None, sends=None,
         ["verl loads", listed(weights), peft_config]
     )
     Sender.queue, Sender.log = NAMED if sends is None else sends, log
-    worker_extension.BucketedWeightReceiver = Sender
+    worker_extension.WatchfulReceiver = Sender
     worker_extension.place_adapter = lambda manager, number, layout, flat, peft: log.append(
         ["place", number, listed(unflatten(layout, flat).items()), peft]
     )
@@ -171,6 +171,35 @@ def update(vllm_config, peft_config, base_sync_done=True, norm=None, sends=None,
 TWO = [("first", torch.ones(1)), ("second", torch.ones(1))]
 
 
+def broken_bucket(processing_fails):
+    """A whole model that verl loads, and fails to in its second bucket of three; the events and the error."""
+    log, real = [], (Upstream.update_weights_from_ipc, Upstream._update_weights)
+
+    def load(self, weights, peft_config, base_sync_done):
+        log.append(["load", weights])
+        if weights == "second":
+            raise AssertionError("a weight of another shape")
+
+    def transfer(self, peft_config=None, base_sync_done=False, use_shm=False):
+        for bucket in ("first", "second", "third"):
+            self._update_weights(bucket, peft_config=peft_config, base_sync_done=base_sync_done)
+            log.append(["answer", bucket])
+        if processing_fails:
+            raise RuntimeError("half of a model")
+
+    Upstream.update_weights_from_ipc, Upstream._update_weights = transfer, load
+    worker, errors = make(config(aqn={"enabled": True, "targets": ["input_layernorm"]})), []
+    try:
+        for _ in range(2):  # an error is that of its own sync
+            try:
+                worker.update_weights_from_ipc(peft_config=None, base_sync_done=True)
+            except (AssertionError, RuntimeError) as caught:
+                errors.append(f"{type(caught).__name__}: {caught}")
+    finally:
+        Upstream.update_weights_from_ipc, Upstream._update_weights = real
+    return {"log": log, "errors": errors}
+
+
 class Reload:
     """What a worker does with a sync of quantized weights."""
 
@@ -198,7 +227,7 @@ def requantized(load_format, adapter):
     real = Upstream.update_weights_from_ipc
     Upstream.update_weights_from_ipc = lambda self, **kwargs: log.append(["transfer"])
     Sender.queue, Sender.log = TWO, []
-    worker_extension.BucketedWeightReceiver, worker_extension.InPlaceReload = Sender, Reload
+    worker_extension.WatchfulReceiver, worker_extension.InPlaceReload = Sender, Reload
     told = []
     try:
         for _ in range(2):
@@ -249,6 +278,8 @@ def cases():
     yield "whole model, int8", requantized("verl_qerl_int8", adapter=False)
     yield "whole model, bf16", requantized("auto", adapter=False)
     yield "whole model, adapter", requantized("verl_qerl_nvfp4", adapter=True)
+    yield "broken bucket", broken_bucket(False)
+    yield "broken bucket, broken model", broken_bucket(True)
     yield "clash", [name for name in dir(WorkerExtension) if not name.startswith("__") and hasattr(VllmWorker, name)]
     # Last, since these change vLLM where they succeed.
     yield "upstream", [upstream(compressed), upstream(ModelOptNvFp4Config())]

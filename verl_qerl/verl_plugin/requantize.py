@@ -21,6 +21,7 @@ from verl_qerl.formats.stream import quantize_stream
 from verl_qerl.nvfp4.checkpoint import fused_group
 from verl_qerl.nvfp4.groups import linears_among
 from verl_qerl.nvfp4.stream import open_source
+from verl_qerl.verl_plugin.cpu.whole_model import check_sync
 
 # Of a batch whose log-probs are to be those of the rounded weights.
 ROUNDED = "verl_qerl_rounded_weights"
@@ -108,6 +109,7 @@ class SyncMetricsMixin(_Trainer):
     """Logs what each sync of a requantized rollout sent and took; does nothing for other runs."""
 
     def __init__(self, config: DictConfig) -> None:
+        check_sync(config)
         self._requantizes = requantizes(config)
         super().__init__(config)
 

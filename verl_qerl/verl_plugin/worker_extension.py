@@ -4,7 +4,6 @@ import copy
 from typing import Any, cast
 
 import torch
-from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID, vLLMColocateWorkerExtension
 
 from verl_qerl import vllm_plugin
@@ -12,9 +11,10 @@ from verl_qerl.formats import WeightFormat, get_format
 from verl_qerl.nvfp4.digest import check_same_base
 from verl_qerl.verl_plugin.config import DIGESTS, LAYOUT
 from verl_qerl.verl_plugin.flat_adapter import FlatReceiver
+from verl_qerl.verl_plugin.transfer import WatchfulReceiver
 from verl_qerl.vllm_plugin.adapter import Layout, can_place, flatten, num_elements, place_adapter, unflatten
 from verl_qerl.vllm_plugin.loader import base_digests
-from verl_qerl.vllm_plugin.reload import InPlaceReload, SyncReport
+from verl_qerl.vllm_plugin.reload import LOADING_ERRORS, InPlaceReload, SyncReport
 from verl_qerl.vllm_plugin.worker import NoiseWorkerExtension, prepare_model
 
 
@@ -34,6 +34,7 @@ class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
     _qerl_format: WeightFormat | None  # of the linears that a sync brings
     _qerl_num_syncs: int
     _qerl_report: SyncReport | None
+    _qerl_error: Exception | None
 
     def __new__(cls, **kwargs: Any) -> Any:
         """Create the worker with verl's QAT switched off."""
@@ -47,7 +48,7 @@ class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
         worker._qerl_base_unchecked = has_adapter and load_format in vllm_plugin.NAMES
         requantized = not has_adapter and load_format in vllm_plugin.NAMES
         worker._qerl_format = get_format(vllm_plugin.NAMES[str(load_format)]) if requantized else None
-        worker._qerl_num_syncs, worker._qerl_report = 0, None
+        worker._qerl_num_syncs, worker._qerl_report, worker._qerl_error = 0, None, None
         prepare_model(worker, vllm_config)
         return worker
 
@@ -62,6 +63,7 @@ class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
             ValueError: The actor's base weights are not those of this worker, or its first adapter comes without their
                 digests: then the actor is not ours, and trains on a dense base. Or the adapter is not one of this
                 model's. Or as `InPlaceReload.finish`.
+            RuntimeError: The actor has ended in the middle of a sync.
         """
         if self._qerl_format is not None:
             self._qerl_reload(self._qerl_format, use_shm)
@@ -75,11 +77,24 @@ class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
                 self._qerl_base_unchecked = False
             self._qerl_place(layout, flat, peft_config)
             return
-        super().update_weights_from_ipc(
-            peft_config=cast(dict, peft_config), base_sync_done=base_sync_done, use_shm=use_shm
-        )
+        try:
+            super().update_weights_from_ipc(
+                peft_config=cast(dict, peft_config), base_sync_done=base_sync_done, use_shm=use_shm
+            )
+        finally:
+            error, self._qerl_error = self._qerl_error, None
+            if error is not None:  # of a bucket; what verl's processing of half of a model raised follows from it
+                raise error
         if self._qerl_noise is not None:
             self._qerl_noise.recapture()
+
+    def _update_weights(self, weights: list[tuple[str, torch.Tensor]], peft_config: Any, base_sync_done: bool) -> None:
+        """As verl's, of a bucket; an error is kept, since the sender waits for an answer to every bucket."""
+        if self._qerl_error is None:
+            try:
+                super()._update_weights(weights, peft_config=peft_config, base_sync_done=base_sync_done)
+            except LOADING_ERRORS as error:
+                self._qerl_error = error
 
     def qerl_last_sync(self) -> dict[str, float]:
         """What the last sync of quantized weights brought.
@@ -102,7 +117,7 @@ class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
 
     def _qerl_reload(self, form: WeightFormat, use_shm: bool) -> None:
         reload = InPlaceReload(self.model_runner.get_model(), self.vllm_config, form, self._qerl_num_syncs)
-        receiver = BucketedWeightReceiver(zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm)
+        receiver = WatchfulReceiver(zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm)
         receiver.receive_weights(on_bucket_received=lambda weights, is_last: reload.load(weights))
         self._qerl_report = reload.finish()
         self._qerl_num_syncs += 1
@@ -111,7 +126,7 @@ class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
 
     def _qerl_receive(self, layout: Any, use_shm: bool) -> tuple[Layout, torch.Tensor]:
         """Everything the trainer sends, as one tensor on the device; verl overwrites the buckets that it comes in."""
-        receiver = BucketedWeightReceiver(zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm)
+        receiver = WatchfulReceiver(zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm)
         dtype = self.model_runner.lora_manager._adapter_manager.lora_config.lora_dtype
         named: dict[str, torch.Tensor] = {}
         if layout is None:  # verl's own engine names every tensor
@@ -136,7 +151,7 @@ class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
             return
         # With room for several adapters on the host vLLM may load an earlier state from there.
         self.remove_lora(VLLM_LORA_INT_ID)
-        self._update_weights(list(unflatten(layout, flat).items()), peft_config=peft_config, base_sync_done=True)
+        super()._update_weights(list(unflatten(layout, flat).items()), peft_config=peft_config, base_sync_done=True)
 
 
 def _without_nvfp4(vllm_config: Any) -> Any:

@@ -25,8 +25,8 @@ from verl_qerl.formats.manifest import Manifest, checksum, read_checksums
 from verl_qerl.vllm_plugin.held import Expected, holds, quantized_linears
 from verl_qerl.vllm_plugin.loader import checkpoint_members, fused_members
 
-# What loading raises; kept for `finish`.
-_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+# What loading raises; kept until the transfer has ended.
+LOADING_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class InPlaceReload:
         if self._error is None:
             try:
                 self._load(tensors)
-            except _ERRORS as error:
+            except LOADING_ERRORS as error:
                 self._error = error
 
     def finish(self) -> SyncReport:

@@ -1,0 +1,31 @@
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl")
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+SCRIPT = Path(__file__).with_name("transfer_cases.py")
+
+
+@pytest.fixture(scope="module")
+def found(fresh_process):
+    return json.loads(fresh_process(str(SCRIPT)).stdout.splitlines()[-1])
+
+
+def test_a_whole_stream_arrives(found):
+    case = found["whole"]
+    assert case["received"] == {"w0": 0, "w1": 1, "w2": 2, "w3": 3}
+    assert case["error"] is None
+
+
+@pytest.mark.parametrize("end", ["raises", "dies"])
+def test_the_receiver_of_a_stream_that_breaks_off_is_told(found, end):
+    case = found[end]
+    # The third tensor was in a bucket that never left; two and the announcement of the buffer came.
+    assert case["received"] == {"w0": 0, "w1": 1}
+    assert case["error"].startswith("the actor has ended in the middle of a weight sync, after 3 messages.")
+    assert case["waited_s"] < 20  # verl's own waits for ever

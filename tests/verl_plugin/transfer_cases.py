@@ -1,0 +1,59 @@
+"""Started by test_transfer_on_cpu.py: verl's sender and our receiver. Prints case -> finding as JSON.
+
+A process of its own, since verl resolves its platform once a process.
+"""
+
+import asyncio
+import json
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+
+import torch
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+
+from verl_qerl.verl_plugin.transfer import WatchfulReceiver
+
+ELEMENTS = 200_000  # of float32: one tensor fills a bucket of a MiB
+
+
+def send(handle, end):
+    def weights():
+        for index in range(3):
+            yield f"w{index}", torch.full((ELEMENTS,), float(index))
+        if end == "raises":
+            raise ValueError("w3 holds NaN")
+        if end == "dies":
+            os._exit(9)
+        yield "w3", torch.full((5,), 3.0)
+
+    asyncio.run(BucketedWeightSender(handle, 1, use_shm=True).async_send_weights(weights()))
+
+
+def case(folder, end):
+    handle = f"ipc://{folder}/{end}.sock"
+    # A process costs seconds of imports.
+    start = multiprocessing.get_context("spawn").Process if end == "dies" else threading.Thread
+    sender = start(target=send, args=(handle, end))
+    sender.start()
+    received, last_at, error = {}, 0.0, None
+
+    def receive(weights, is_last):
+        nonlocal last_at
+        received.update((name, tensor[0].item()) for name, tensor in weights)
+        last_at = time.monotonic()
+
+    try:
+        WatchfulReceiver(handle, torch.device("cpu"), use_shm=True).receive_weights(receive)
+    except RuntimeError as caught:
+        error = str(caught)
+    waited_s = time.monotonic() - last_at
+    sender.join(60)
+    return {"received": received, "error": error, "waited_s": waited_s}
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps({end: case(folder, end) for end in ("whole", "raises", "dies")}))
