@@ -13,7 +13,7 @@ def config(options):
 def test_defaults(vllm_config):
     options = rollout_options(vllm_config)
     assert (options.linear, options.lora, options.resident, options.aqn.enabled) == ("auto", "single", False, False)
-    assert options.keep_base_resident is False
+    assert (options.keep_base_resident, options.lm_head) == (False, "bf16")
 
 
 def test_options_are_read():
@@ -26,9 +26,10 @@ def test_options_are_read():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"linears": "auto"}, r"unknown option additional_config\.verl_qerl\.linears='auto'.*linear, lora, resident"),
+        ({"linears": "auto"}, r"unknown option additional_config\.verl_qerl\.linears='auto'.*lora, lm_head, resident"),
         ({"linear": "fast"}, r"additional_config\.verl_qerl\.linear='fast'.*auto, stock"),
         ({"lora": None}, r"additional_config\.verl_qerl\.lora=None.*single, stock"),
+        ({"lm_head": "FP8"}, r"additional_config\.verl_qerl\.lm_head='FP8'.*bf16, fp8"),
         ({"resident": "yes"}, r"additional_config\.verl_qerl\.resident='yes'.*true and false"),
         ({"keep_base_resident": 1}, r"additional_config\.verl_qerl\.keep_base_resident=1.*true and false"),
         ({"aqn": {"sigma": 1}}, r"unknown option aqn\.sigma"),

@@ -92,6 +92,11 @@ def channel_scale(weight: torch.Tensor, largest: float) -> torch.Tensor:
     return (amax / amax.new_tensor(largest)).clamp(min=torch.finfo(torch.float32).tiny)
 
 
+def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """2 ** exponent in float32, by its bits: torch.ldexp goes through pow, which need not be exact on a GPU."""
+    return ((exponent.int() + 127) << 23).view(torch.float32)
+
+
 def w8a8_args(number: str) -> tuple[dict, dict]:
     """compressed-tensors' arguments of symmetric 8-bit weights per channel and activations per token.
 

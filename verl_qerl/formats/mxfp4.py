@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_qerl.formats.base import WeightFormat
+from verl_qerl.formats.base import WeightFormat, power_of_two
 from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, compressed_tensors_config
 from verl_qerl.nvfp4.reference import e2m1_codes, e2m1_values, pack_codes
 
@@ -37,7 +37,7 @@ class MXFP4(WeightFormat):
         mantissa, exponent = torch.frexp(blocks.abs().amax(dim=-1))
         exponent = torch.where(mantissa >= 0.875, exponent - 2, exponent - 3)
         exponent = exponent.masked_fill(mantissa == 0, 0).clamp(-MAX_EXPONENT, MAX_EXPONENT)
-        codes = e2m1_codes(blocks * _power_of_two(-exponent)[..., None])
+        codes = e2m1_codes(blocks * power_of_two(-exponent)[..., None])
         return {
             "weight_packed": pack_codes(codes.view(N, K)),
             "weight_scale": (exponent + BIAS).to(torch.uint8),
@@ -47,7 +47,7 @@ class MXFP4(WeightFormat):
         """See `WeightFormat.dequantize`."""
         values = e2m1_values(tensors["weight_packed"])
         exponent = tensors["weight_scale"].int() - BIAS
-        blocks = values.view(*exponent.shape, BLOCK_SIZE) * _power_of_two(exponent)[..., None]
+        blocks = values.view(*exponent.shape, BLOCK_SIZE) * power_of_two(exponent)[..., None]
         return blocks.view(values.shape).to(dtype)
 
     def config(self, ignore: Sequence[str] = DEFAULT_IGNORE) -> dict:
@@ -63,8 +63,3 @@ class MXFP4(WeightFormat):
             "scale_dtype": "torch.uint8",
         }
         return compressed_tensors_config("mxfp4-pack-quantized", weights, None, ignore)
-
-
-def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """2 ** exponent in float32, by its bits: torch.ldexp goes through pow, which need not be exact on a GPU."""
-    return ((exponent.int() + BIAS) << 23).view(torch.float32)

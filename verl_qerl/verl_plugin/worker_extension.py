@@ -14,6 +14,7 @@ from verl_qerl.verl_plugin.flat_adapter import FlatReceiver
 from verl_qerl.verl_plugin.transfer import WatchfulReceiver
 from verl_qerl.vllm_plugin.adapter import Layout, can_place, flatten, num_elements, place_adapter, unflatten
 from verl_qerl.vllm_plugin.loader import base_digests
+from verl_qerl.vllm_plugin.options import rollout_options
 from verl_qerl.vllm_plugin.reload import LOADING_ERRORS, InPlaceReload, SyncReport
 from verl_qerl.vllm_plugin.worker import NoiseWorkerExtension, prepare_model
 
@@ -49,6 +50,8 @@ class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
         requantized = not has_adapter and load_format in vllm_plugin.NAMES
         worker._qerl_format = get_format(vllm_plugin.NAMES[str(load_format)]) if requantized else None
         worker._qerl_num_syncs, worker._qerl_report, worker._qerl_error = 0, None, None
+        if load_format not in vllm_plugin.NAMES and ("dummy" in str(load_format) or not has_adapter):
+            _refuse_fp8_head(vllm_config)
         prepare_model(worker, vllm_config)
         return worker
 
@@ -152,6 +155,15 @@ class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
         # With room for several adapters on the host vLLM may load an earlier state from there.
         self.remove_lora(VLLM_LORA_INT_ID)
         super()._update_weights(list(unflatten(layout, flat).items()), peft_config=peft_config, base_sync_done=True)
+
+
+def _refuse_fp8_head(vllm_config: Any) -> None:
+    if rollout_options(vllm_config).lm_head == "fp8":
+        raise ValueError(
+            "verl would send a bf16 head to a rollout that holds it in FP8: additional_config.verl_qerl.lm_head='fp8'"
+            " without `+rollout=...`. Accepted is an adapter (model.lora_rank) and a load_format other than dummy, or"
+            " `+rollout=...`. Leave the option out, or set one of these."
+        )
 
 
 def _without_nvfp4(vllm_config: Any) -> Any:

@@ -8,7 +8,7 @@ from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.algos.options import read_options
 
 KEY = "verl_qerl"
-_CHOICES = {"linear": ("auto", "stock"), "lora": ("single", "stock")}
+_CHOICES = {"linear": ("auto", "stock"), "lora": ("single", "stock"), "lm_head": ("bf16", "fp8")}
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class RolloutOptions:
         aqn: Options of the noise.
         linear: `auto` chooses a kernel by the number of rows, `stock` is vLLM's (Marlin).
         lora: `single` is the path for one adapter, `stock` vLLM's for many.
+        lm_head: `fp8` rounds the output head to E4M3, a scale a token of the vocabulary; the actor's stays in bf16.
         resident: Keep a bf16 copy of the packed linears beside them (two bytes a weight) for batches at which a 4-bit
             kernel is slower; without it those are decoded when they are used.
         keep_base_resident: A sleeping engine gives up its KV cache alone. Otherwise vLLM copies its weights to the host
@@ -29,6 +30,7 @@ class RolloutOptions:
     aqn: AQNConfig
     linear: str = "auto"
     lora: str = "single"
+    lm_head: str = "bf16"
     resident: bool = False
     keep_base_resident: bool = False
     uaq_scale: float = 1.0

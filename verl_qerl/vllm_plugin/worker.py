@@ -6,10 +6,12 @@ after loading is hung on the instance.
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from verl_qerl.vllm_plugin.head import quantize_head
 from verl_qerl.vllm_plugin.lora import use_single_adapter
 from verl_qerl.vllm_plugin.noise import NormNoise
 from verl_qerl.vllm_plugin.options import rollout_options
@@ -57,22 +59,24 @@ class NoiseWorkerExtension:
 def prepare_model(worker: Any, vllm_config: Any) -> None:
     """Do what the options ask for, now or after `worker.load_model`.
 
-    LoRA goes on the path for one adapter, norms are prepared for noise, weights stay where they are during sleep.
+    LoRA goes on the path for one adapter, norms are prepared for noise, weights stay where they are during sleep, the
+    head is quantized.
 
     Raises:
-        ValueError: An option is unknown or out of range.
+        ValueError: An option is unknown or out of range, or later the head cannot be quantized.
     """
     worker._qerl_noise = None
     options = rollout_options(vllm_config)
     if options.keep_base_resident:
         _keep_weights(worker, vllm_config)
     lora_config = getattr(vllm_config, "lora_config", None) if options.lora == "single" else None
-    if lora_config is None and not options.aqn.enabled:
+    if lora_config is None and not options.aqn.enabled and options.lm_head == "bf16":
         return
     load_model = worker.load_model
 
     def load_then_prepare(*args: Any, **kwargs: Any) -> None:
-        load_model(*args, **kwargs)
+        with _quantizing_head(worker.model_runner) if options.lm_head == "fp8" else contextlib.nullcontext():
+            load_model(*args, **kwargs)
         # Before anything is compiled, and outside of the sleep-mode pool: what stays readable while the engine sleeps.
         model = worker.model_runner.get_model()
         if lora_config is not None:
@@ -81,6 +85,22 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
             worker._qerl_noise = NormNoise(model, options.aqn, options.uaq_scale)
 
     worker.load_model = load_then_prepare
+
+
+@contextlib.contextmanager
+def _quantizing_head(runner: Any) -> Iterator[None]:
+    """Quantize the head of what is loaded meanwhile, in the memory that sleep mode keeps weights in."""
+    load_model = runner.load_model
+
+    def load_then_quantize(*args: Any, **kwargs: Any) -> None:
+        load_model(*args, **kwargs)
+        quantize_head(runner.get_model())
+
+    runner.load_model = load_then_quantize
+    try:
+        yield
+    finally:
+        del runner.load_model
 
 
 def _keep_weights(worker: Any, vllm_config: Any) -> None:
