@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from verl_qerl.kernels import linear
-from verl_qerl.kernels.linear import nvfp4_linear
+from verl_qerl.kernels.linear import frozen_linear, nvfp4_linear
 from verl_qerl.nvfp4.format import PackedWeight
 from verl_qerl.nvfp4.reference import dequantize
 from verl_qerl.testing import assert_close, random_packed_weight
@@ -107,3 +107,20 @@ def test_under_gradient_checkpointing(monkeypatch):
     assert torch.equal(*grads)
     # Forward and backward decode once each; a checkpoint runs forward once more.
     assert len(decoded) == 2 + 3
+
+
+def test_a_weight_in_any_layout_gives_the_same_products():
+    weight, x, grad_y = random_packed_weight(64, 48), normal(2, 5, 48), normal(2, 5, 64, seed=1)
+    bias, found, decoded = normal(64, seed=2), [], []
+
+    def decode(dtype):
+        decoded.append(dtype)
+        return dequantize(weight, dtype)
+
+    for product in (lambda x: nvfp4_linear(x, *tensors(weight), bias), lambda x: frozen_linear(x, decode, bias)):
+        given = x.clone().requires_grad_()
+        y = product(given)
+        y.backward(grad_y)
+        found.append((y.detach(), given.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert decoded == [torch.float32] * 2, "once a pass: nothing dense is kept for backward"

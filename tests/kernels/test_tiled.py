@@ -23,6 +23,15 @@ def test_decodes_bit_for_bit(shape):
     assert torch.equal(out.signbit(), expected.signbit())
 
 
+@pytest.mark.parametrize(("start", "end"), [(0, 3584), (3584, 4096), (4096, 4608)], ids=str)
+def test_decodes_rows_in_place(start, end):
+    weight = random_packed_weight(4608, 3584, device="cuda")  # q, k and v of 7B
+    words, scale = tile(weight)
+    part = words[:, 2 * start : 2 * end], scale.view(torch.uint8)[:, start:end]
+    out = dequantize_tiled(*part, weight.global_decode_scale.reshape(1))
+    assert torch.equal(out, reference.dequantize(weight, torch.bfloat16)[start:end])
+
+
 @pytest.mark.parametrize("shape", [(256, 128), (4608, 3584)], ids=str)
 def test_is_the_layout_that_humming_prepares(shape):
     pytest.importorskip("humming")

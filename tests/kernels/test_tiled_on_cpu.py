@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from verl_qerl.kernels.tiled import dequantize_tiled, tile, untile
+from verl_qerl.kernels.tiled import dequantize_tiled, launch, tile, untile
 from verl_qerl.nvfp4 import reference
 from verl_qerl.nvfp4.format import PackedWeight
 from verl_qerl.testing import random_packed_weight
@@ -61,18 +61,59 @@ def test_the_operator_is_the_reference_without_a_gpu(every_pair):
     assert torch.equal(dequantize_tiled(*tensors(every_pair)), reference.dequantize(every_pair, torch.bfloat16))
 
 
-def test_the_kernel_gives_the_bits_of_the_reference(every_pair, tmp_path):
-    weights = [random_packed_weight(*shape) for shape in SHAPES] + [every_pair]
-    torch.save([tensors(weight) for weight in weights], tmp_path / "in.pt")
+def launch_interpreted(cases, tmp_path) -> list[torch.Tensor]:
+    torch.save(cases, tmp_path / "in.pt")
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "in.pt"), str(tmp_path / "out.pt")]
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    for weight, out in zip(weights, torch.load(tmp_path / "out.pt"), strict=True):
+    return torch.load(tmp_path / "out.pt")
+
+
+def test_the_kernel_gives_the_bits_of_the_reference(every_pair, tmp_path):
+    weights = [random_packed_weight(*shape) for shape in SHAPES] + [every_pair]
+    found = launch_interpreted([tensors(weight) for weight in weights], tmp_path)
+    for weight, out in zip(weights, found, strict=True):
         expected = reference.dequantize(weight, torch.bfloat16)
         assert torch.equal(out, expected)
         assert torch.equal(out.signbit(), expected.signbit())
 
 
+def columns(case, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The tiles of some rows of a weight, in place."""
+    words, scale, decode_scale = case
+    return words[:, 2 * start : 2 * end], scale[:, start:end], decode_scale
+
+
+PARTS = [(0, 64), (64, 192), (192, 256)]
+
+
+def test_rows_of_a_weight_are_columns_of_its_tiles():
+    weight = random_packed_weight(256, 272)
+    expected = reference.dequantize(weight, torch.bfloat16)
+    for start, end in PARTS:
+        part = columns(tensors(weight), start, end)
+        assert torch.equal(dequantize_tiled(*part), expected[start:end])
+        back = untile(part[0], part[1].view(torch.float8_e4m3fn), part[2])
+        assert torch.equal(back.codes, weight.codes[start:end])
+        assert torch.equal(back.block_scale.view(torch.uint8), weight.block_scale.view(torch.uint8)[start:end])
+
+
+def test_the_kernel_decodes_columns_in_place(tmp_path):
+    weight = random_packed_weight(256, 272)
+    found = launch_interpreted([columns(tensors(weight), *part) for part in PARTS], tmp_path)
+    expected = reference.dequantize(weight, torch.bfloat16)
+    for (start, end), out in zip(PARTS, found, strict=True):
+        assert torch.equal(out, expected[start:end])
+
+
+def test_the_kernel_refuses_columns_that_are_apart():
+    words, scale, decode_scale = tensors(random_packed_weight(128, 32))
+    with pytest.raises(ValueError, match="are not side by side: strides"):
+        launch(words[:, ::2], scale[:, ::2], decode_scale)
+
+
 def test_the_operator_can_be_traced():
-    torch.library.opcheck(dequantize_tiled, tensors(random_packed_weight(64, 32)))
+    case = tensors(random_packed_weight(192, 32))
+    torch.library.opcheck(dequantize_tiled, case)
+    torch.library.opcheck(dequantize_tiled, columns(case, 64, 128))

@@ -57,8 +57,8 @@ def dequantize_tiled(words: torch.Tensor, scale: torch.Tensor, global_decode_sca
     """Decode a tiled weight.
 
     Args:
-        words: Of `tile`.
-        scale: Of `tile`, as uint8.
+        words: Of `tile`; or columns of it, 2 N of them, those of rows of the weight from a multiple of 64 on.
+        scale: Of `tile`, as uint8; or the same rows' columns of it.
         global_decode_scale: One float32.
 
     Returns:
@@ -80,15 +80,21 @@ def _dequantize_fake(words: torch.Tensor, scale: torch.Tensor, global_decode_sca
 def launch(words: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor) -> torch.Tensor:
     """Run the Triton kernel; shapes as in `dequantize_tiled`."""
     num_blocks, N = scale.shape
+    if words.stride(1) != 1 or scale.stride(1) != 1:
+        raise ValueError(f"columns of a tiled weight are not side by side: strides {words.stride()}, {scale.stride()}.")
     out = torch.empty((N, num_blocks * COLUMNS), dtype=torch.bfloat16, device=words.device)
     grid = (N // ROWS, triton.cdiv(num_blocks, _DEPTH))
     shape: Any = {"DEPTH": _DEPTH, "num_warps": _WARPS}
-    _dequantize_kernel[grid](words, scale, global_decode_scale, out, N, num_blocks, **shape)
+    _dequantize_kernel[grid](
+        words, scale, global_decode_scale, out, words.stride(0), scale.stride(0), num_blocks, **shape
+    )
     return out
 
 
 @triton.jit
-def _dequantize_kernel(words_ptr, scale_ptr, global_ptr, out_ptr, N, num_blocks, DEPTH: tl.constexpr):
+def _dequantize_kernel(
+    words_ptr, scale_ptr, global_ptr, out_ptr, words_stride, scale_stride, num_blocks, DEPTH: tl.constexpr
+):
     tile_n = tl.program_id(0)
     first = tl.program_id(1) * DEPTH
     block = (first + tl.arange(0, DEPTH)).to(tl.int64)
@@ -96,13 +102,13 @@ def _dequantize_kernel(words_ptr, scale_ptr, global_ptr, out_ptr, N, num_blocks,
 
     # [DEPTH, 128 words of the tile] -> [DEPTH, 128, 8 nibbles]
     place = tl.arange(0, 128)
-    words = tl.load(words_ptr + block[:, None] * (2 * N) + tile_n * 128 + place[None, :], mask=in_k, other=0)
+    words = tl.load(words_ptr + block[:, None] * words_stride + tile_n * 128 + place[None, :], mask=in_k, other=0)
     code = words[:, :, None] >> (tl.arange(0, 8) * 4)[None, None, :]
     # e2m1 in half: sign to bit 15, exponent and mantissa to bits 9-11.
     value = (((code & 8) << 12) | ((code & 7) << 9)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
     entry = tl.arange(0, 64)
-    bits = tl.load(scale_ptr + block[:, None] * N + tile_n * 64 + entry[None, :], mask=in_k, other=0)
+    bits = tl.load(scale_ptr + block[:, None] * scale_stride + tile_n * 64 + entry[None, :], mask=in_k, other=0)
     # e4m3 in half: exponent and mantissa one bit further left than e4m3's own place, times 2**8 for the bias.
     decoded = (bits.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
     decoded = decoded * (tl.load(global_ptr) * 4194304.0)  # 2**22 = 2**8 and 2**14 for e2m1's bias
