@@ -84,8 +84,15 @@ def test_an_infinite_weight(start, copy_of):
 
 @pytest.mark.parametrize("options", [{"scales": "mse"}, {"scale": "mse", "device": "cpu"}], ids=str)
 def test_an_unknown_option(start, model_dir, options):
-    with pytest.raises(ValueError, match=r"unknown model_loader_extra_config .* Accepted are \['ignore', 'scale'\]\."):
+    with pytest.raises(
+        ValueError, match=r"unknown model_loader_extra_config .* Accepted are \['ignore', 'scale', 'share_base'\]\."
+    ):
         start(model_dir("qwen2"), model_loader_extra_config=options)
+
+
+def test_share_base_is_a_switch(start, model_dir):
+    with pytest.raises(ValueError, match=r"no switch: model_loader_extra_config\.share_base='yes'"):
+        start(model_dir("qwen2"), model_loader_extra_config={"share_base": "yes"})
 
 
 def test_an_unknown_scale_choice(start, model_dir):

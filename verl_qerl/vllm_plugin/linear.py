@@ -46,41 +46,62 @@ class TiledKernel(NvFp4LinearKernel):
             self._marlin.process_weights_after_loading(layer)
             return
         words, scale = tile(packed)
-        layer.qerl_plan = plan
-        layer.weight = _frozen(words)
-        layer.weight_scale = _frozen(scale.view(torch.uint8))
-        layer.weight_global_scale = _frozen(packed.global_decode_scale.reshape(1))
-        layer.qerl_dense = None
-        if self._resident:
-            decoded = dequantize_tiled(words, layer.weight_scale.data, layer.weight_global_scale.data)
-            layer.qerl_dense = _frozen(decoded)
+        hold_tiles(layer, (words, scale.view(torch.uint8), packed.global_decode_scale.reshape(1)), plan, self._resident)
 
     def _plan(self, packed: PackedWeight, dtype: torch.dtype) -> str | None:
         """Key of a plan; None, with the reason said once, for a layer that stays with Marlin."""
-        N, K = packed.shape
-        if N % _N_MULTIPLE or K % _K_MULTIPLE or dtype != torch.bfloat16:
-            say_once(
-                f"NVFP4 linears of {N} x {K} in {dtype} run on Marlin: the faster kernel takes bf16 and multiples of"
-                f" {_N_MULTIPLE} x {_K_MULTIPLE}."
-            )
-            return None
-        normal = bool((packed.block_scale.view(torch.uint8) >= _LEAST_NORMAL).all())
         try:
-            return make_plan(N, K, torch.cuda.get_device_name(packed.codes.device), normal)
-        except (AssertionError, OSError, RuntimeError) as error:  # what humming raises when it cannot build a kernel
-            say_once(f"NVFP4 linears run on Marlin: humming does not build on this machine ({error}).")
+            return plan_for(*packed.shape, dtype, packed.block_scale)
+        except ValueError as error:
+            say_once(f"NVFP4 linears run on Marlin: {error}")
             return None
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """X W^T + bias; x [..., K], result [..., N]."""
         if not hasattr(layer, "qerl_plan"):
             return self._marlin.apply_weights(layer, x, bias)
-        y = linear_tiled(x.reshape(-1, x.shape[-1]), *tiled_tensors(layer), bias, layer.qerl_plan)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return multiply(layer, x, bias)
+
+
+def plan_for(N: int, K: int, dtype: torch.dtype, block_scale: torch.Tensor) -> str:
+    """Key of the plan for a weight [N, K] on the GPU of its block scales.
+
+    Raises:
+        ValueError: Our kernels do not take it.
+    """
+    if N % _N_MULTIPLE or K % _K_MULTIPLE or dtype != torch.bfloat16:
+        raise ValueError(
+            f"{N} x {K} in {dtype}: the faster kernel takes bf16 and multiples of {_N_MULTIPLE} x {_K_MULTIPLE}."
+        )
+    normal = bool((block_scale.view(torch.uint8) >= _LEAST_NORMAL).all())
+    try:
+        return make_plan(N, K, torch.cuda.get_device_name(block_scale.device), normal)
+    except (AssertionError, OSError, RuntimeError) as error:  # what humming raises when it cannot build a kernel
+        raise ValueError(f"humming does not build on this machine ({error}).") from error
+
+
+def hold_tiles(layer: Any, tiles: tuple[torch.Tensor, torch.Tensor, torch.Tensor], plan: str, resident: bool) -> None:
+    """Give a layer what `multiply` reads, under vLLM's names.
+
+    Args:
+        layer: Of vLLM.
+        tiles: Words, scale and global_decode_scale of `linear_tiled`; not copied.
+        plan: Key of a Plan.
+        resident: Decode a bf16 copy as well.
+    """
+    layer.qerl_plan = plan
+    layer.weight, layer.weight_scale, layer.weight_global_scale = map(_frozen, tiles)
+    layer.qerl_dense = _frozen(dequantize_tiled(*tiles)) if resident else None
+
+
+def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """X W^T + bias over what `hold_tiles` prepared; x [..., K], result [..., N]."""
+    y = linear_tiled(x.reshape(-1, x.shape[-1]), *tiled_tensors(layer), bias, layer.qerl_plan)
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def tiled_tensors(layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What TiledKernel prepared of a layer: words, scale, global_decode_scale and dense of `linear_tiled`."""
+    """What `hold_tiles` prepared of a layer: words, scale, global_decode_scale and dense of `linear_tiled`."""
     return layer.weight, layer.weight_scale, layer.weight_global_scale, layer.qerl_dense
 
 

@@ -22,9 +22,10 @@ from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.format import PackedWeight
 from verl_qerl.nvfp4.stream import linear_modules, open_source, stored_tensors, stream
 from verl_qerl.vllm_plugin import NAMES
+from verl_qerl.vllm_plugin.borrowed import OPTION, attach, digests_of
 from verl_qerl.vllm_plugin.experts import expert_members
 
-_OPTIONS = {"scale", "ignore"}
+_OPTIONS = {"scale", "ignore", OPTION}
 _DIGESTS = "verl_qerl_digests"
 
 
@@ -32,7 +33,8 @@ class QuantizingModelLoader(BaseModelLoader):
     """Loads with `--load-format verl_qerl_<format> --quantization verl_qerl_<format>`.
 
     `--model-loader-extra-config '{"scale": "minmax", "ignore": ["lm_head"]}'` are the options of a bf16 source; only
-    NVFP4 has a choice of `scale`.
+    NVFP4 has a choice of `scale`. `share_base` takes the packed linears from the actor's process, and what is left from
+    the files.
     """
 
     def __init__(self, load_config: LoadConfig) -> None:
@@ -48,6 +50,12 @@ class QuantizingModelLoader(BaseModelLoader):
             raise ValueError(
                 f"unknown scale choice: model_loader_extra_config.scale={options['scale']!r} of {self._format}."
                 " Accepted is minmax. Leave it out."
+            )
+        self._borrows = options.pop(OPTION, False)
+        if not isinstance(self._borrows, bool):
+            raise ValueError(
+                f"no switch: model_loader_extra_config.{OPTION}={self._borrows!r}. Accepted are true and false. Choose"
+                " one of them."
             )
         self._options = options
 
@@ -66,6 +74,8 @@ class QuantizingModelLoader(BaseModelLoader):
         device = next(model.parameters()).device
         experts = expert_members(model)
         members = checkpoint_members(model) | experts
+        if self._borrows:
+            digests |= self._attach(model, members, device)
         loaded = set(model.load_weights(self._tensors(model_config, device, digests, given)))
         missing = sorted((set().union(*members.values()) - given) | (set(members) - set(experts) - loaded))
         if missing:
@@ -74,6 +84,14 @@ class QuantizingModelLoader(BaseModelLoader):
                 " Every parameter must be in the checkpoint. Check that config.json belongs to these weights."
             )
         setattr(model, _DIGESTS, digests)
+
+    def _attach(self, model: Any, members: dict[str, set[str]], device: torch.device) -> dict[str, str]:
+        """Have the linears compute with the actor's base; their parameters leave `members`."""
+        empty = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+        for name in empty:
+            del members[name]
+        linears = {name.rpartition(".")[0] for name in empty}
+        return digests_of(attach(model, {name: fused_members(model, name) for name in linears}, device))
 
     def _tensors(
         self, model_config: ModelConfig, device: torch.device, digests: dict[str, str], given: set[str]
@@ -86,6 +104,12 @@ class QuantizingModelLoader(BaseModelLoader):
         self, model_config: ModelConfig, device: torch.device, digests: dict[str, str]
     ) -> Iterable[tuple[str, torch.Tensor]]:
         source = open_source(model_config.model)
+        if self._borrows:
+            for name, tensor in stored_tensors(source, device):
+                module, _, kind = name.rpartition(".")
+                if module not in digests or kind == "bias":
+                    yield name, tensor
+            return
         if self._format == "nvfp4":
             for name, item in stream(source, device=device, **self._options):
                 if isinstance(item, PackedWeight):

@@ -21,6 +21,7 @@ from vllm.platforms import current_platform
 
 from verl_qerl.nvfp4.checkpoint import is_router
 from verl_qerl.vllm_plugin import NAMES, PREFIX
+from verl_qerl.vllm_plugin.borrowed import BorrowedNVFP4, is_borrowing
 from verl_qerl.vllm_plugin.experts import experts_method
 from verl_qerl.vllm_plugin.options import rollout_options
 from verl_qerl.vllm_plugin.reference_kernels import MXFP4ReferenceKernel, ReferenceKernel, W8A8FP8Reference
@@ -77,7 +78,7 @@ class RolloutConfig(CompressedTensorsConfig):
             if problem:
                 raise ValueError(problem)
         if form == "nvfp4" and self._is_nvfp4_format(weight_quant) and input_quant is None:
-            return W4A16NVFP4()
+            return BorrowedNVFP4() if is_borrowing(get_current_vllm_config_or_none()) else W4A16NVFP4()
         if form == "mxfp4" and self._is_mxfp4(weight_quant) and input_quant is None:
             return W4A16MXFP4()
         if form == "fp8" and self._is_fp8_w8a8(weight_quant, input_quant) and current_platform.is_cpu():

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from verl_qerl.vllm_plugin.borrowed import borrowed_by, is_borrowing
 from verl_qerl.vllm_plugin.head import quantize_head
 from verl_qerl.vllm_plugin.lora import use_single_adapter
 from verl_qerl.vllm_plugin.noise import NormNoise
@@ -70,7 +71,8 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
     if options.keep_base_resident:
         _keep_weights(worker, vllm_config)
     lora_config = getattr(vllm_config, "lora_config", None) if options.lora == "single" else None
-    if lora_config is None and not options.aqn.enabled and options.lm_head == "bf16":
+    borrows = is_borrowing(vllm_config)
+    if lora_config is None and not options.aqn.enabled and options.lm_head == "bf16" and not borrows:
         return
     load_model = worker.load_model
 
@@ -83,8 +85,22 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
             use_single_adapter(model, lora_config)
         if options.aqn.enabled:
             worker._qerl_noise = NormNoise(model, options.aqn, options.uaq_scale)
+        if borrows:
+            _watch_owner(worker, model)
 
     worker.load_model = load_then_prepare
+
+
+def _watch_owner(worker: Any, model: torch.nn.Module) -> None:
+    """Compute no step with memory whose owner has ended."""
+    borrowed: Any = borrowed_by(model)
+    execute_model = worker.execute_model
+
+    def check_then_execute(*args: Any, **kwargs: Any) -> Any:
+        borrowed.check()
+        return execute_model(*args, **kwargs)
+
+    worker.execute_model = check_then_execute
 
 
 @contextlib.contextmanager
