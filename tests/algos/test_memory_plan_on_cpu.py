@@ -101,6 +101,7 @@ def test_a_rollout_that_is_given_less_than_its_weights():
     with pytest.raises(ValueError, match=r"vLLM's weights take 19\.2 GiB .*=0\.2 of 79\.6 GiB gives it 15\.9\."):
         plan(shape, settings, 79.6 * GIB)
     plan(shape, replace(settings, tensor_parallel=2), 79.6 * GIB)
+    plan(shape, replace(settings, share_base=True), 79.6 * GIB)  # the actor's, which it maps, is not its own
 
 
 def test_the_table_names_every_part():

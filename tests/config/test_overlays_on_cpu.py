@@ -38,7 +38,7 @@ DIFFERENCE = {
     f"{OURS}.load_format": "verl_qerl_nvfp4",
     f"{OURS}.quantization": "verl_qerl_nvfp4",
     f"{OURS}.worker_extension_cls": "verl_qerl.verl_plugin.worker_extension.WorkerExtension",
-    f"{OURS}.model_loader_extra_config": {"scale": "minmax", "ignore": ["lm_head"]},
+    f"{OURS}.model_loader_extra_config": {"scale": "minmax", "share_base": False, "ignore": ["lm_head"]},
 }
 
 
@@ -116,14 +116,15 @@ def write_model(folder):
     return str(folder)
 
 
-def test_both_sides_quantize_alike(tmp_path):
+def test_both_sides_quantize_and_share_alike(tmp_path):
     options = (
         "actor_rollout_ref.actor.fsdp_config.qerl.scale=mse",
         "actor_rollout_ref.actor.fsdp_config.qerl.ignore=[a,b]",
+        "+actor_rollout_ref.actor.fsdp_config.qerl.share_base=true",
     )
     config = composed("+rollout=nvfp4", *options)
     kwargs = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm, resolve=True)
-    assert kwargs["model_loader_extra_config"] == {"scale": "mse", "ignore": ["a", "b"]}
+    assert kwargs["model_loader_extra_config"] == {"scale": "mse", "share_base": True, "ignore": ["a", "b"]}
     describe_checkpoint(kwargs, write_model(tmp_path))
     assert kwargs["hf_overrides"] == {"quantization_config": quantization_config(["a", "b"])}
 

@@ -13,6 +13,7 @@ pytest.importorskip("verl")
 pytestmark = pytest.mark.e2e
 
 NVFP4 = ["+rollout=nvfp4", "+aqn.enabled=true", "+aqn.sigma_start=1e-2", "+aqn.sigma_end=1e-3"]
+SHARE = "actor_rollout_ref.actor.fsdp_config.qerl.share_base"
 ACR = "actor_rollout_ref.actor.policy_loss.loss_mode=acr"
 STATES = ("optim_world_size_1_rank_0.pt", "extra_state_world_size_1_rank_0.pt")
 NUM_NORMS = 4  # two layers, two norms each
@@ -143,6 +144,23 @@ def test_two_ranks_from_an_nvfp4_directory_save_adapters_only(workbench):
         assert all("lora_" in name for name in state)
     report = export(actor, workbench.folder / "two_ranks" / "adapter", "peft")
     assert (report["world_size"], report["base"], report["base_digest_checked"]) == (2, str(packed), True)
+
+
+def test_two_ranks_share_one_copy_of_the_base_with_their_rollouts(workbench):
+    options = [*NVFP4, "+aqn.num_stages=2", "trainer.save_freq=1"]
+    run = workbench.train(
+        "shared", f"+{SHARE}=true", *options, "aqn.sigma_start=2e-6", "aqn.sigma_end=1e-6", num_ranks=2
+    ).check()
+    assert len(run.steps) == 2
+    assert "packed base: one copy a GPU" in run.log
+    assert run.log.count("computes with the packed base of process") == 2
+    for step in run.steps:
+        assert_in_step(step)
+    # A checkpoint knows nothing of it.
+    options += ["trainer.total_training_steps=3", f"+{SHARE}=false"]
+    resumed = workbench.train("shared", *options, num_ranks=2).check()
+    assert [step["training/global_step"] for step in resumed.steps][-1] == 3
+    assert_in_step(resumed.steps[-1])
 
 
 def test_an_int8_rollout_is_quantized_again_at_every_sync(workbench):

@@ -90,6 +90,25 @@ BAD = {
         f"{MODEL}.lora_rank=0",
         f"+{ACTOR}.fsdp_config.qerl.keep_dense=True",
     ): r"keep_dense=True has no effect: without an adapter .*Accepted is False",
+    (
+        f"{MODEL}.lora_rank=0",
+        f"+{ACTOR}.fsdp_config.qerl.share_base=True",
+    ): r"share_base=True has no effect: without an adapter .*Accepted is False",
+    (f"+{ACTOR}.fsdp_config.qerl.share_base=1",): r"no switch: .*share_base=1\. Accepted are true and false",
+    (
+        f"+{ACTOR}.fsdp_config.qerl.share_base=True",
+        f"{ROLLOUT}.tensor_model_parallel_size=2",
+    ): r"share_base=True does not go together with rollout\.tensor_model_parallel_size=2",
+    (
+        f"+{ACTOR}.fsdp_config.qerl.share_base=True",
+        f"+{ACTOR}.fsdp_config.qerl.shard_base=True",
+        f"{ROLLOUT}.tensor_model_parallel_size=1",
+    ): r"share_base=True does not go together with shard_base=True",
+    (
+        f"+{ACTOR}.fsdp_config.qerl.share_base=True",
+        f"{ACTOR}.fsdp_config.param_offload=True",
+        f"{ROLLOUT}.tensor_model_parallel_size=1",
+    ): r"share_base=True does not go together with param_offload=True",
     (f"{ROLLOUT}.dtype=float16",): r"rollout\.dtype=float16 does not go together .* Accepted is bfloat16",
     (f"{ROLLOUT}.pipeline_model_parallel_size=2",): r"rollout\.pipeline_model_parallel_size=2 does not go together",
     (f"++{MODEL}.lora.merge=True",): r"model\.lora\.merge=True does not go together with \+rollout=nvfp4",

@@ -35,7 +35,7 @@ def engine():
         ulysses_sequence_parallel_size=1,
         param_offload=False,
         optimizer_offload=False,
-        qerl=SimpleNamespace(shard_base=True),
+        qerl=SimpleNamespace(shard_base=True, share_base=False),
     )
     mesh = SimpleNamespace(ndim=1, size=lambda dim: 4)
     return SimpleNamespace(model_config=model, engine_config=config, device_mesh=mesh, rank=0)

@@ -80,7 +80,7 @@ class Settings:
         tokens: Of a micro-batch, padding included.
         checkpointing: Of gradients.
         whole_logits: The head's logits of a micro-batch exist at once (`use_fused_kernels=False`).
-        shard_base: As in fsdp_config.qerl.
+        shard_base, share_base: As in fsdp_config.qerl.
         param_offload, optimizer_offload: As in fsdp_config.
         utilization: rollout.gpu_memory_utilization; 0: no rollout on these GPUs.
         tensor_parallel: Of the rollout.
@@ -93,6 +93,7 @@ class Settings:
     checkpointing: bool = True
     whole_logits: bool = False
     shard_base: bool = False
+    share_base: bool = False
     param_offload: bool = False
     optimizer_offload: bool = False
     utilization: float = 0.0
@@ -140,7 +141,8 @@ def plan(shape: ModelShape, settings: Settings, gpu_bytes: float) -> tuple[Phase
         ValueError: The rollout is given less than its weights take.
     """
     s, actor = settings, _actor(shape, settings)
-    weights = (shape.layers * shape.layer_weights * 9 / 16 + 2 * shape.head_weights) / s.tensor_parallel
+    packed = 0 if s.share_base else shape.layers * shape.layer_weights * 9 / 16  # the actor's, counted there
+    weights = (packed + 2 * shape.head_weights) / s.tensor_parallel
     if s.utilization and weights > s.utilization * gpu_bytes:
         raise ValueError(
             f"too little GPU memory for the configuration: vLLM's weights take {weights / GIB:.1f} GiB on each GPU, and"

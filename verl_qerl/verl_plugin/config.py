@@ -35,6 +35,7 @@ class BaseOptions:
         ignore: Modules left in bf16: exact names, or `re:` and a regular expression.
         fused_lora: Compute adapter and base linear as one function, q, k, v and gate, up together; else as PEFT does.
         shard_base: Spread the packed base over the ranks; a layer is gathered while it computes.
+        share_base: Keep one copy of the packed base a GPU: the rollout computes with the actor's memory.
         keep_dense: Hold a bf16 copy of the base while the actor computes, where memory allows.
         agrees_with: Values of other nodes, filled by nvfp4.yaml; see `_check_run` and memory_check.py.
     """
@@ -44,6 +45,7 @@ class BaseOptions:
     ignore: tuple[str, ...] = DEFAULT_IGNORE
     fused_lora: bool = True
     shard_base: bool = False
+    share_base: bool = False
     keep_dense: bool = False
     agrees_with: dict[str, Any] = field(default_factory=dict)
 
@@ -60,13 +62,13 @@ class BaseOptions:
                     f"unknown {name} choice: actor.fsdp_config.qerl.{name}={found!r}."
                     f" Accepted are {', '.join(accepted)} with +rollout={self.format}. Choose one of them."
                 )
-        for name in ("fused_lora", "shard_base", "keep_dense"):
+        for name in ("fused_lora", "shard_base", "share_base", "keep_dense"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(
                     f"no switch: actor.fsdp_config.qerl.{name}={getattr(self, name)!r}. Accepted are true and false."
                     " Choose one of them."
                 )
-        packed = [name for name in ("shard_base", "keep_dense") if getattr(self, name)]
+        packed = [name for name in ("shard_base", "share_base", "keep_dense") if getattr(self, name)]
         if packed and not self.has_adapter:
             raise ValueError(
                 f"actor.fsdp_config.qerl.{packed[0]}=True has no effect: without an adapter there is no packed base."
@@ -77,6 +79,8 @@ class BaseOptions:
                 "actor.fsdp_config.qerl.keep_dense=True does not go together with shard_base=True: a rank that holds"
                 " a part of the base cannot keep a copy of the whole. Accepted is one of them. Leave one out."
             )
+        if self.share_base:
+            self._check_shared()
         object.__setattr__(self, "ignore", tuple(self.ignore))
         _check_run(self.agrees_with, self.format)
         if self.has_adapter and self.format != "nvfp4" and self.agrees_with:
@@ -85,6 +89,16 @@ class BaseOptions:
                 f"an adapter on a base of this format is not supported: +rollout={self.format} with"
                 f" model.lora_rank={rank}. Accepted are model.lora_rank=0 (all weights are trained) and +rollout=nvfp4"
                 " (an adapter on a packed base). Change one of the two."
+            )
+
+    def _check_shared(self) -> None:
+        tensor_parallel = self.agrees_with.get("rollout.tensor_model_parallel_size", 1)
+        if self.shard_base or tensor_parallel != 1:
+            other = "shard_base=True" if self.shard_base else f"rollout.tensor_model_parallel_size={tensor_parallel}"
+            raise ValueError(
+                f"actor.fsdp_config.qerl.share_base=True does not go together with {other}: both sides must hold the"
+                " whole base on each GPU. Accepted are shard_base=False and tensor_model_parallel_size=1. Change one of"
+                " them."
             )
 
     @property
@@ -136,6 +150,12 @@ class QerlFSDPEngineConfig(ScaledFSDPEngineConfig):
             raise RuntimeError(problem)
         if not isinstance(self.qerl, BaseOptions):
             object.__setattr__(self, "qerl", _base_options(self.qerl))
+        moved = [name for name in ("param_offload", "offload_policy") if getattr(self, name)]
+        if self.qerl.share_base and moved:
+            raise ValueError(
+                f"actor.fsdp_config.qerl.share_base=True does not go together with {moved[0]}=True: the rollout"
+                " computes with the memory that would be given back. Accepted is False. Leave one of them out."
+            )
         if self.model_dtype is None:
             object.__setattr__(self, "model_dtype", "bf16" if self.qerl.has_adapter else "fp32")
 

@@ -28,6 +28,7 @@ from verl_qerl import upstream
 from verl_qerl.algos.uaq import write_record
 from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.modules.convert import packed_linears, packed_weights
+from verl_qerl.modules.lending import Lender
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.modules.rounded import rounded_linears
 from verl_qerl.modules.sharded_linear import ShardedNVFP4Linear
@@ -40,6 +41,7 @@ from verl_qerl.verl_plugin.config import DIGESTS, LAYOUT, BaseOptions
 from verl_qerl.verl_plugin.dense_base import DenseBase
 from verl_qerl.verl_plugin.expert_adapters import adapt_attention_only
 from verl_qerl.verl_plugin.flat_adapter import FlatAdapter, pieces
+from verl_qerl.verl_plugin.lend_base import lend_base
 from verl_qerl.verl_plugin.memory_check import check_memory
 from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
 from verl_qerl.verl_plugin.requantize import (
@@ -71,6 +73,7 @@ class QerlFSDPEngine(_Stock):
     _digests: dict[str, str] | None = None
     _digests_sent = False
     _dense: DenseBase | None = None
+    _lender: Lender | None = None
 
     @property
     def _base(self) -> BaseOptions | None:
@@ -151,6 +154,8 @@ class QerlFSDPEngine(_Stock):
             self._digests = digests
             if self.rank == 0:
                 logger.warning("packed base: %d linears, digest %s", len(digests), model_digest(digests))
+            if self._base.share_base:
+                self._lender = lend_base(module, self.rank)
         return module
 
     def _build_optimizer(self, module: nn.Module) -> Any:
@@ -246,6 +251,8 @@ class QerlFSDPEngine(_Stock):
             self._adapter = FlatAdapter(self.module, self._adapter_names(), torch.device(get_device_name()))
         peft_config = {**self.module.peft_config["default"].to_dict(), LAYOUT: self._adapter.layout}
         if not self._digests_sent:
+            if self._lender is not None:
+                self._lender.check_taken()
             peft_config[DIGESTS] = self._digests
             self._digests_sent = True
         return pieces(self._adapter.gather()), peft_config

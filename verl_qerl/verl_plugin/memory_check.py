@@ -51,6 +51,7 @@ def settings_of(engine: Any, run: Mapping[str, Any]) -> Settings:
         checkpointing=model.enable_gradient_checkpointing,
         whole_logits=not model.use_fused_kernels,
         shard_base=config.qerl.shard_base,
+        share_base=config.qerl.share_base,
         param_offload=config.param_offload,
         optimizer_offload=config.optimizer_offload,
         utilization=run.get("rollout.gpu_memory_utilization") or 0.0,
