@@ -6,10 +6,11 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
+from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
 
 from verl_qerl.modules.lending import Lender, meeting_place
 from verl_qerl.modules.shared_base import SharedBase, TiledGroup
-from verl_qerl.vllm_plugin.borrowed import BorrowedNVFP4, attach, borrowed_by, is_borrowing
+from verl_qerl.vllm_plugin.borrowed import BorrowedKernel, BorrowedNVFP4, attach, borrowed_by, is_borrowing
 
 pytestmark = pytest.mark.usefixtures("sockets")
 
@@ -100,6 +101,18 @@ def test_engines_that_cannot_read_the_layout_are_refused(monkeypatch, parallel, 
     monkeypatch.setattr("verl_qerl.vllm_plugin.borrowed.get_current_vllm_config_or_none", lambda: config)
     with pytest.raises(ValueError, match=rf"share_base=True, .*{message}.* One Hopper GPU a rollout replica is"):
         BorrowedNVFP4()
+
+
+def test_a_shape_that_only_marlin_takes_is_refused_on_a_gpu():
+    words = SimpleNamespace(is_cuda=True)
+    layer = SimpleNamespace(
+        qerl_borrowed=(words, torch.zeros(2, 64, dtype=torch.uint8), None),
+        output_size_per_partition=64,
+        input_size_per_partition=32,
+        params_dtype=torch.bfloat16,
+    )
+    with pytest.raises(ValueError, match=r"share_base=True, a linear of 64 x 32 in torch\.bfloat16: the faster kernel"):
+        BorrowedKernel(NvFp4LinearLayerConfig()).process_weights_after_loading(layer)
 
 
 @pytest.mark.parametrize(
