@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from verl_qerl.kernels.tiled import dequantize_tiled
 from verl_qerl.testing import current_commit
 
 ROOT = Path(__file__).parents[2]
@@ -125,9 +126,24 @@ def measure_shape(N: int, K: int, timer: Timer, device: str, copy_gb_s: float) -
     return {**row, "fraction_of_same_size_copy": float(f"{row['gb_s'] / same_size:.4g}")}
 
 
+def measure_tiled(N: int, K: int, timer: Timer, device: str, copy_gb_s: float) -> dict[str, float]:
+    """The same weight in the rollout's layout, as the actor decodes it under share_base: the first half of a stack."""
+    num_copies = max(2, -(-WORKING_SET_BYTES // traffic_bytes(N, K)))
+    words = torch.randint(2**31 - 1, (K // 16, 4 * N), dtype=torch.int32, device=device)
+    scale = torch.randint(8, 127, (K // 16, 2 * N), dtype=torch.uint8, device=device)
+    decode_scale = torch.full((1,), 2.0**-12, device=device)
+    copies = [(words.clone()[:, : 2 * N], scale.clone()[:, :N]) for _ in range(num_copies)]
+    calls = [partial(dequantize_tiled, *copy, decode_scale) for copy in copies]
+    return {f"tiled_{name}": value for name, value in summary(timer(calls), traffic_bytes(N, K), copy_gb_s).items()}
+
+
 def measure_all(timer: Timer, device: str, copy_gb_s: float) -> list[dict]:
     return [
-        {"model": model, "linear": linear, "N": N, "K": K, **measure_shape(N, K, timer, device, copy_gb_s)}
+        {
+            **{"model": model, "linear": linear, "N": N, "K": K},
+            **measure_shape(N, K, timer, device, copy_gb_s),
+            **measure_tiled(N, K, timer, device, copy_gb_s),
+        }
         for model, shapes in SHAPES.items()
         for linear, (N, K) in shapes.items()
     ]
@@ -196,7 +212,7 @@ def show(report: dict) -> None:
         name = f"{row['model']} {row['linear']} {row['N']}x{row['K']}"
         print(
             f"{name:32s} {row['median_us']:8.1f} us {row['gb_s']:7.0f} GB/s {row['fraction_of_copy']:6.1%} of copy, "
-            f"{row['fraction_of_same_size_copy']:6.1%} of one of its size"
+            f"{row['fraction_of_same_size_copy']:6.1%} of one of its size, tiled {row['tiled_median_us']:8.1f} us"
         )
     for row in report.get("tune", []):
         print(f"rows {row['rows']:3d} blocks {row['blocks']:4d} warps {row['warps']} worst {row['worst']:6.1%} of copy")

@@ -24,7 +24,7 @@ class FakeTimer:
 @pytest.fixture
 def small(monkeypatch):
     """Shapes that a CPU decodes at once, and a gate that is open."""
-    monkeypatch.setattr(bench, "SHAPES", {"7b": {"q, o": (32, 64), "k, v": (8, 64)}})
+    monkeypatch.setattr(bench, "SHAPES", {"7b": {"q, o": (128, 64), "k, v": (64, 64)}})
     monkeypatch.setattr(bench, "TUNE_SHAPES", [("7b", "k, v")])
     monkeypatch.setattr(bench, "WORKING_SET_BYTES", 40_000)
     monkeypatch.setattr(bench, "COPY_BYTES", 1 << 12)
@@ -51,6 +51,15 @@ def test_copies_exceed_the_working_set(small):
     assert all(torch.equal(out, outputs[0]) for out in outputs)
 
 
+def test_tiles_are_decoded_where_they_lie_within_a_stack(small):
+    timer = FakeTimer()
+    bench.measure_tiled(64, 32, timer, "cpu", copy_gb_s=1.0)
+    (outputs,) = timer.results
+    assert len(outputs) * bench.traffic_bytes(64, 32) >= bench.WORKING_SET_BYTES
+    assert all(out.shape == (64, 32) and torch.equal(out, outputs[0]) for out in outputs)
+    assert outputs[0].isfinite().all()
+
+
 def test_the_copy_counts_each_byte_read_and_written():
     timer = FakeTimer()
     row = bench.measure_copy(timer, "cpu", num_bytes=8000)
@@ -70,8 +79,9 @@ def test_writes_what_it_measured(small, tmp_path, capsys):
     assert {"gpu", "driver", "torch", "triton", "timestamp", "copy", "tile", "shapes"} <= set(report)
     assert report["commit"] == "abc"
     assert report["torch"] == torch.__version__
-    assert [(row["N"], row["K"]) for row in report["shapes"]] == [(32, 64), (8, 64)]
-    assert report["shapes"][0]["gb_s"] == pytest.approx(bench.traffic_bytes(32, 64) / 1e-6 / 1e9, rel=1e-3)
+    assert [(row["N"], row["K"]) for row in report["shapes"]] == [(128, 64), (64, 64)]
+    assert report["shapes"][0]["gb_s"] == pytest.approx(bench.traffic_bytes(128, 64) / 1e-6 / 1e9, rel=1e-3)
+    assert report["shapes"][1]["tiled_gb_s"] == pytest.approx(bench.traffic_bytes(64, 64) / 1e-6 / 1e9, rel=1e-3)
     assert "tune" not in report
     assert "of copy" in capsys.readouterr().out
 
