@@ -118,7 +118,7 @@ def start(vllm):
         extra = {"kv_cache_memory_bytes": 1 << 26, "max_model_len": 256, "max_num_seqs": 4} | options
         if "quantization_config" not in json.loads((path / "config.json").read_text()):
             extra["hf_overrides"] = {"quantization_config": get_format(form).config()}
-        if aqn is not None:
+        if aqn is not None or additional:
             extra["additional_config"] = {"verl_qerl": {"aqn": aqn, **(additional or {})}}
         return vllm.LLM(
             model=str(path),

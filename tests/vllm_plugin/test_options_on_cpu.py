@@ -13,7 +13,8 @@ def config(options):
 def test_defaults(vllm_config):
     options = rollout_options(vllm_config)
     assert (options.linear, options.lora, options.resident, options.aqn.enabled) == ("auto", "single", False, False)
-    assert (options.keep_base_resident, options.lm_head) == (False, "bf16")
+    assert options.keep_base_resident is options.train_norms is False
+    assert options.lm_head == "bf16"
 
 
 def test_options_are_read():
@@ -32,6 +33,7 @@ def test_options_are_read():
         ({"lm_head": "FP8"}, r"additional_config\.verl_qerl\.lm_head='FP8'.*bf16, fp8"),
         ({"resident": "yes"}, r"additional_config\.verl_qerl\.resident='yes'.*true and false"),
         ({"keep_base_resident": 1}, r"additional_config\.verl_qerl\.keep_base_resident=1.*true and false"),
+        ({"train_norms": 1}, r"additional_config\.verl_qerl\.train_norms=1.*true and false"),
         ({"aqn": {"sigma": 1}}, r"unknown option aqn\.sigma"),
     ],
     ids=lambda value: str(value)[:20],

@@ -8,6 +8,7 @@ the layer without noise, but then sigma 5e-4 changes nothing at all, since every
 Weights are changed in place, so that captured CUDA graphs and compiled code see it.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,9 +32,7 @@ class NormNoise:
 
     def __init__(self, model: torch.nn.Module, config: AQNConfig, uaq_scale: float = 1.0) -> None:
         self._config = config
-        self._norms = _find(model, config.targets)
-        for norm in self._norms.values():
-            norm.weight.data = norm.weight.data.float()
+        self._norms = find_norms(model, config.targets, "Name them with `+aqn.targets=[...]`.")
         additive = config.mode == "additive"
         self._units = {name: norm_scale(name, uaq_scale) if additive else 1.0 for name in self._norms}
         self._sigma, self._step = 0.0, 0
@@ -47,6 +46,16 @@ class NormNoise:
     def recapture(self) -> None:
         """Take the present weights as the clean ones, after a full weight sync; the noise goes back on top of them."""
         self._clean = {name: norm.weight.data.clone() for name, norm in self._norms.items()}
+        self.apply(self._sigma, self._step)
+
+    def replace_clean(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take other weights as the clean ones; the noise that is on goes on top of them.
+
+        Args:
+            weights: name -> [K] float32; names that get no noise are passed over.
+        """
+        for name in weights.keys() & self._clean.keys():
+            self._clean[name].copy_(weights[name])
         self.apply(self._sigma, self._step)
 
     @torch.no_grad()
@@ -64,7 +73,17 @@ class NormNoise:
         return len(self._norms)
 
 
-def _find(model: torch.nn.Module, targets: tuple[str, ...]) -> dict[str, Any]:  # modules with a weight
+def find_norms(model: torch.nn.Module, targets: tuple[str, ...], remedy: str) -> dict[str, Any]:
+    """The norms of a vLLM model by name, their weights float32 from now on.
+
+    Args:
+        model: Before anything is compiled or captured.
+        targets: Last parts of the names.
+        remedy: End of the error.
+
+    Raises:
+        ValueError: A target names no norm of this model.
+    """
     found, present = {}, set()
     for name, module in model.named_modules():
         leaf = name.rpartition(".")[2]
@@ -75,8 +94,7 @@ def _find(model: torch.nn.Module, targets: tuple[str, ...]) -> dict[str, Any]:  
                 found[name] = module
     lost = sorted(set(targets) - {name.rpartition(".")[2] for name in found})
     if lost:
-        raise ValueError(
-            f"{type(model).__name__} has no norms named {lost}. Its norms are {sorted(present)}."
-            " Name them with `+aqn.targets=[...]`."
-        )
+        raise ValueError(f"{type(model).__name__} has no norms named {lost}. Its norms are {sorted(present)}. {remedy}")
+    for norm in found.values():
+        norm.weight.data = norm.weight.data.float()
     return found

@@ -25,6 +25,7 @@ class RolloutOptions:
         keep_base_resident: A sleeping engine gives up its KV cache alone. Otherwise vLLM copies its weights to the host
             whenever it falls asleep, and back when it wakes.
         uaq_scale: s of UAQ, by which the actor's norms are larger than those that the noise is meant for.
+        train_norms: The actor trains the two norms of each layer, and syncs bring them with the adapter.
     """
 
     aqn: AQNConfig
@@ -34,6 +35,7 @@ class RolloutOptions:
     resident: bool = False
     keep_base_resident: bool = False
     uaq_scale: float = 1.0
+    train_norms: bool = False
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -47,7 +49,7 @@ class RolloutOptions:
                     f"unknown choice: additional_config.{KEY}.{name}={getattr(self, name)!r}. Accepted are"
                     f" {', '.join(choices)}. Choose one of them."
                 )
-        for name in ("resident", "keep_base_resident"):
+        for name in ("resident", "keep_base_resident", "train_norms"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(
                     f"not a switch: additional_config.{KEY}.{name}={getattr(self, name)!r}. Accepted are true and"

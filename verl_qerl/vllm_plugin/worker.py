@@ -16,6 +16,7 @@ from verl_qerl.vllm_plugin.head import quantize_head
 from verl_qerl.vllm_plugin.lora import use_single_adapter
 from verl_qerl.vllm_plugin.noise import NormNoise
 from verl_qerl.vllm_plugin.options import rollout_options
+from verl_qerl.vllm_plugin.synced_norms import SyncedNorms
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ class NoiseWorkerExtension:
     """Adds noise to a worker whose `additional_config.verl_qerl.aqn` holds the options of AQNConfig."""
 
     _qerl_noise: NormNoise | None
+    _qerl_norms: SyncedNorms | None
 
     def __new__(cls, **kwargs: Any) -> Any:
         """Create the worker; `load_model` will prepare the model."""
@@ -53,26 +55,28 @@ class NoiseWorkerExtension:
 
     def qerl_norm_weights(self) -> dict[str, torch.Tensor]:
         """Name -> present float32 weight on the CPU, to look at."""
-        norms = self._qerl_noise._norms if self._qerl_noise else {}
+        held = [norms for norms in (self._qerl_noise, self._qerl_norms) if norms is not None]
+        norms = {name: norm for one in held for name, norm in one._norms.items()}
         return {name: norm.weight.detach().cpu().clone() for name, norm in norms.items()}
 
 
 def prepare_model(worker: Any, vllm_config: Any) -> None:
     """Do what the options ask for, now or after `worker.load_model`.
 
-    LoRA goes on the path for one adapter, norms are prepared for noise, weights stay where they are during sleep, the
-    head is quantized.
+    LoRA goes on the path for one adapter, norms are prepared for noise and for syncs, weights stay where they are
+    during sleep, the head is quantized.
 
     Raises:
         ValueError: An option is unknown or out of range, or later the head cannot be quantized.
     """
-    worker._qerl_noise = None
+    worker._qerl_noise = worker._qerl_norms = None
     options = rollout_options(vllm_config)
     if options.keep_base_resident:
         _keep_weights(worker, vllm_config)
     lora_config = getattr(vllm_config, "lora_config", None) if options.lora == "single" else None
     borrows = is_borrowing(vllm_config)
-    if lora_config is None and not options.aqn.enabled and options.lm_head == "bf16" and not borrows:
+    changes_norms = options.aqn.enabled or options.train_norms
+    if lora_config is None and not changes_norms and options.lm_head == "bf16" and not borrows:
         return
     load_model = worker.load_model
 
@@ -87,6 +91,8 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
             worker._qerl_noise = NormNoise(model, options.aqn, options.uaq_scale)
         if borrows:
             _watch_owner(worker, model)
+        if options.train_norms:
+            worker._qerl_norms = SyncedNorms(model, worker._qerl_noise)
 
     worker.load_model = load_then_prepare
 
