@@ -37,6 +37,7 @@ DIFFERENCE = {
     f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 256,
     f"{OURS}.load_format": "verl_qerl_nvfp4",
     f"{OURS}.quantization": "verl_qerl_nvfp4",
+    f"{OURS}.additional_config": {"verl_qerl": {"train_norms": False}},
     f"{OURS}.worker_extension_cls": "verl_qerl.verl_plugin.worker_extension.WorkerExtension",
     f"{OURS}.model_loader_extra_config": {"scale": "minmax", "share_base": False, "ignore": ["lm_head"]},
 }

@@ -6,7 +6,7 @@ from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.nvfp4.record import RECORD, BaseRecord, damaged_file, read_record, remove_record
 
 WRITTEN = BaseRecord(
-    "org/model", "mse", ("lm_head", "re:.*mlp"), {"model.layers.0.a": "0123"}, {"r": 8}, 2, True, {"a.pt": 3}
+    "org/model", "mse", ("lm_head", "re:.*mlp"), {"model.layers.0.a": "0123"}, {"r": 8}, 2, True, {"a.pt": 3}, ("norm",)
 )
 
 

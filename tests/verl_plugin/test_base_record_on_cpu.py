@@ -43,3 +43,8 @@ def test_the_base_is_named_so_that_another_process_finds_it(tmp_path, monkeypatc
     assert Path(record.base) == (tmp_path / "model").resolve()
     assert (record.scale, record.ignore, record.digests) == ("mse", ("lm_head",), {"a": "0"})
     assert base_record("org/model", BaseOptions(), {}, lora()).base == "org/model"
+
+
+@pytest.mark.parametrize(("trained", "norms"), [(False, ()), (True, ("input_layernorm", "post_attention_layernorm"))])
+def test_norms_that_are_trained_are_named(trained, norms):
+    assert base_record("org/model", BaseOptions(train_norms=trained), {}, lora()).trained_norms == norms

@@ -109,6 +109,15 @@ BAD = {
         f"{ACTOR}.fsdp_config.param_offload=True",
         f"{ROLLOUT}.tensor_model_parallel_size=1",
     ): r"share_base=True does not go together with param_offload=True",
+    (
+        f"{MODEL}.lora_rank=0",
+        f"+{ACTOR}.fsdp_config.qerl.train_norms=True",
+    ): r"train_norms=True has no effect: without an adapter all weights are trained, .*Accepted is False",
+    (
+        f"{ACTOR}.fsdp_config.qerl.format=int8",
+        f"+{ACTOR}.fsdp_config.qerl.train_norms=True",
+    ): r"an adapter on a base of this format is not supported: \+rollout=int8 with model\.lora_rank=32",
+    (f"+{ACTOR}.fsdp_config.qerl.train_norms=1",): r"no switch: .*train_norms=1\. Accepted are true and false",
     (f"{ROLLOUT}.dtype=float16",): r"rollout\.dtype=float16 does not go together .* Accepted is bfloat16",
     (f"{ROLLOUT}.pipeline_model_parallel_size=2",): r"rollout\.pipeline_model_parallel_size=2 does not go together",
     (f"++{MODEL}.lora.merge=True",): r"model\.lora\.merge=True does not go together with \+rollout=nvfp4",
@@ -188,6 +197,15 @@ def test_an_adapter_needs_an_nvfp4_base(form):
     sentence = rf"not supported: \+rollout={form} with model\.lora_rank=32\. Accepted are model\.lora_rank=0 .*nvfp4"
     with pytest.raises(InstantiationException, match=sentence):
         build(composed(rollout=f"+rollout={form}"))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_rollout_is_told_that_norms_are_trained(trained):
+    config = composed(*([f"+{ACTOR}.fsdp_config.qerl.train_norms=true"] if trained else []))
+    assert build(config).fsdp_config.qerl.train_norms is trained
+    additional = OmegaConf.to_container(OmegaConf.select(config, f"{ROLLOUT}.engine_kwargs.vllm"), resolve=True)
+    assert additional["additional_config"] == {"verl_qerl": {"train_norms": trained}}
+    build(composed(f"+{ROLLOUT}.engine_kwargs.vllm.additional_config.verl_qerl.lora=stock"))
 
 
 def test_aqn_options_are_read_from_the_top():

@@ -16,7 +16,8 @@ from verl_qerl.verl_plugin.flat_adapter import FlatAdapter, FlatReceiver, pieces
 from verl_qerl.vllm_plugin.adapter import unflatten
 
 CPU = torch.device("cpu")
-SHAPES = {"a": (10, 3), "b": (2, 4), "c": (1, 5), "d": (9, 2)}  # over three ranks: uneven, fewer rows than ranks
+# Over three ranks: uneven, fewer rows than ranks; the shift of a norm, which is sent last.
+SHAPES = {"adapter_shift": (7,), "a": (10, 3), "b": (2, 4), "c": (1, 5), "d": (9, 2)}
 
 
 def expected() -> dict[str, torch.Tensor]:
@@ -30,6 +31,13 @@ def model_of(tensors: dict[str, torch.Tensor]) -> nn.Module:
     return model
 
 
+def assert_holds(flat: FlatAdapter, tensors: dict[str, torch.Tensor]) -> None:
+    found = unflatten(flat.layout, flat.gather())
+    assert list(found) == [f"peft.{name}" for name in ("a", "b", "c", "d", "adapter_shift")]
+    for name, tensor in tensors.items():
+        assert torch.equal(found[f"peft.{name}"], tensor.view(len(tensor), -1)), name
+
+
 def run_rank(rank: int, port: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=3)
@@ -39,8 +47,7 @@ def run_rank(rank: int, port: int) -> None:
     flat = FlatAdapter(model, names, CPU)
     for step in range(2):
         model.unshard()  # as a pass may leave it
-        found = unflatten(flat.layout, flat.gather())
-        assert all(torch.equal(found[f"peft.{name}"], tensor + step) for name, tensor in expected().items())
+        assert_holds(flat, {name: tensor + step for name, tensor in expected().items()})
         for parameter in model.parameters():
             parameter.data.add_(1)
     columns = {"a": distribute_tensor(expected()["a"], one_dimension, [Shard(1)])}
@@ -58,8 +65,7 @@ def run_rank(rank: int, port: int) -> None:
         name: distribute_tensor(tensor, two_dimensions, [Replicate(), Shard(0)]) for name, tensor in expected().items()
     }
     flat = FlatAdapter(model_of(spread), names, CPU)
-    found = unflatten(flat.layout, flat.gather())
-    assert all(torch.equal(found[f"peft.{name}"], tensor) for name, tensor in expected().items())
+    assert_holds(flat, expected())
     dist.destroy_process_group()
 
 
@@ -73,9 +79,9 @@ def test_three_ranks_put_their_rows_together():
 
 def test_one_process_needs_no_group_and_sees_the_present_values():
     model = model_of(expected())
-    flat = FlatAdapter(model, {name: name for name in SHAPES}, CPU)
+    flat = FlatAdapter(model, {f"peft.{name}": name for name in SHAPES}, CPU)
     model.a = nn.Parameter(torch.zeros(10, 3))  # as loading a checkpoint may do
-    assert torch.equal(unflatten(flat.layout, flat.gather())["a"], torch.zeros(10, 3))
+    assert_holds(flat, expected() | {"a": torch.zeros(10, 3)})
     with pytest.raises(ValueError, match=r"bias of the adapter is \(4,\)"):
         FlatAdapter(model_of({"bias": torch.zeros(4)}), {"bias": "bias"}, CPU)
 

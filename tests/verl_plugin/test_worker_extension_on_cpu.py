@@ -123,6 +123,32 @@ def test_with_several_adapters_on_the_host_verl_loads_it(found):
     assert case["error"] is None
 
 
+@pytest.mark.parametrize("name", ["norms", "norms, room for two adapters"])
+def test_trained_norms_come_with_the_adapter(found, name):
+    case = found[name]
+    assert case["error"] is None
+    if name == "norms":
+        assert case["log"] == PLACED
+    else:
+        assert case["log"][2] == ["verl loads", SENT, PEFT]
+    # Noise is off at the end of the case: the clean weights are those that were synced.
+    assert case["norms"] == [1.25, 1 + 2.0**-9]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("norms, engine not told", "the actor trains 2 norms and this engine was not told: additional_config."),
+        ("norms that do not come", "the actor trains other norms than the rollout has: 'input_layernorm' of None"),
+    ],
+)
+def test_norms_on_one_side_only_stop_the_run(found, name, reason):
+    case = found[name]
+    assert kinds(case) == ["transfer"]
+    assert case["error"].startswith(f"ValueError: {reason}")
+    assert case["norms"] == [1.0, 1.0]
+
+
 def test_a_whole_model_is_reloaded_bucket_by_bucket_where_no_adapter_is(found):
     case = found["whole model, int8"]
     once = [["load", ["first"]], ["load", ["second"]], ["finish"], ["recapture"]]

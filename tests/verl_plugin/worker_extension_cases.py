@@ -37,6 +37,7 @@ class Base:
     def load_model(self):
         model = torch.nn.Module()
         model.add_module("input_layernorm", SimpleNorm())
+        model.add_module("post_attention_layernorm", SimpleNorm())
         model.verl_qerl_digests = self.vllm_config.digests
         manager = SimpleNamespace(capacity=1, lora_config=SimpleNamespace(lora_dtype=torch.bfloat16))
         self.model_runner = SimpleNamespace(
@@ -51,8 +52,8 @@ class SimpleNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(16), requires_grad=False)
 
 
-def config(quant_config=None, aqn=None, load_format="auto", digests=None, adapter=True, **options):
-    additional = {"verl_qerl": {"aqn": aqn, **options}}
+def config(quant_config=None, aqn=None, load_format="auto", digests=None, adapter=True, norms=False, **options):
+    additional = {"verl_qerl": {"aqn": aqn, "train_norms": norms, **options}}
     return SimpleNamespace(
         quant_config=quant_config,
         additional_config=additional,
@@ -120,9 +121,12 @@ FLAT = [
     ("verl_qerl_adapter.10", B.reshape(-1)[4:]),
 ]
 LAYOUTS = [[name, list(tensor.shape)] for name, tensor in NAMED]  # tuples do not survive msgpack
+KINDS = ("input_layernorm", "post_attention_layernorm")
+SHIFTED = [*LAYOUTS, *([f"base_model.model.{kind}.adapter_shift", [16, 1]] for kind in KINDS)]
+SHIFTS = [*FLAT, ("verl_qerl_adapter.14", torch.cat([torch.full((16,), 0.25), torch.full((16,), 2.0**-9)]))]
 
 
-def update(vllm_config, peft_config, base_sync_done=True, norm=None, sends=None, capacity=1):
+def update(vllm_config, peft_config, base_sync_done=True, norm=None, sends=None, capacity=1, told=()):
     """What is called, in order, during one sync, and the error at its end."""
     log, real = [], (Upstream.update_weights_from_ipc, Upstream._update_weights)
 
@@ -165,7 +169,8 @@ def update(vllm_config, peft_config, base_sync_done=True, norm=None, sends=None,
     if worker._qerl_noise is not None:
         worker.qerl_set_noise(0.0, 0)
         clean = model().input_layernorm.weight[0].item()
-    return {"log": log, "error": error, "clean": clean}
+    found = {"log": log, "error": error, "clean": clean}
+    return found | ({"norms": [getattr(model(), kind).weight[3].item() for kind in KINDS]} if "norms" in told else {})
 
 
 TWO = [("first", torch.ones(1)), ("second", torch.ones(1))]
@@ -285,6 +290,12 @@ def cases():
     yield "flat, a strange tensor", update(config(), flat, sends=[*FLAT, NAMED[0]])
     yield "flat, a piece beyond the end", update(config(), flat, sends=[*FLAT, ("verl_qerl_adapter.12", torch.ones(3))])
     yield "room for two adapters on the host", update(config(), flat, sends=FLAT, capacity=2)
+    trained = config(norms=True, aqn={"enabled": True, "targets": ["input_layernorm"]})
+    with_norms, asked = PEFT | {LAYOUT: SHIFTED}, {"told": ["norms"]}
+    yield "norms", update(trained, with_norms, sends=SHIFTS, **asked)
+    yield "norms, room for two adapters", update(trained, with_norms, sends=SHIFTS, capacity=2, **asked)
+    yield "norms, engine not told", update(config(), with_norms, sends=SHIFTS, **asked)
+    yield "norms that do not come", update(trained, flat, sends=FLAT, **asked)
     yield "whole model, int8", requantized("verl_qerl_int8", adapter=False)
     yield "whole model, bf16", requantized("auto", adapter=False)
     yield "whole model, adapter", requantized("verl_qerl_nvfp4", adapter=True)

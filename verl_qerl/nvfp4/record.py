@@ -23,8 +23,9 @@ class BaseRecord:
         digests: module -> `weight_digest` of each packed linear.
         adapter: Options of PEFT's LoraConfig that are set or differ from its defaults.
         world_size: Ranks that wrote the shards.
-        lora_only: The shards hold the adapter and nothing else of the model.
+        lora_only: The shards hold what is trained and nothing else of the model.
         files: name -> bytes of every file that a resume reads; empty in records written before it was kept.
+        trained_norms: Which norms of each layer are trained besides the adapter.
     """
 
     base: str
@@ -35,6 +36,7 @@ class BaseRecord:
     world_size: int = 1
     lora_only: bool = False
     files: Mapping[str, int] = field(default_factory=dict, repr=False)
+    trained_norms: tuple[str, ...] = ()
 
     def write(self, folder: Path) -> None:
         """Write the file, whole or not at all.
@@ -64,7 +66,7 @@ def read_record(folder: Path) -> BaseRecord | None:
             f"the record of the base cannot be read: {path} ({error}). The file that the engine wrote is accepted. "
             "Export another checkpoint, or one with the verl_qerl that wrote it."
         ) from error
-    return replace(record, ignore=tuple(record.ignore))
+    return replace(record, ignore=tuple(record.ignore), trained_norms=tuple(record.trained_norms))
 
 
 def remove_record(folder: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from peft import LoraConfig, PeftConfig
 
+from verl_qerl.algos.trained_norms import NORMS
 from verl_qerl.nvfp4.record import BaseRecord
 from verl_qerl.verl_plugin.config import BaseOptions
 
@@ -25,7 +26,8 @@ def base_record(path: str, options: BaseOptions, digests: Mapping[str, str], ada
         adapter: As PEFT holds it.
     """
     base = str(Path(path).resolve()) if Path(path).is_dir() else path
-    return BaseRecord(base, options.scale, options.ignore, digests, adapter_options(adapter))
+    norms = NORMS if options.train_norms else ()
+    return BaseRecord(base, options.scale, options.ignore, digests, adapter_options(adapter), trained_norms=norms)
 
 
 def adapter_options(config: PeftConfig) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class BaseOptions:
         shard_base: Spread the packed base over the ranks; a layer is gathered while it computes.
         share_base: Keep one copy of the packed base a GPU: the rollout computes with the actor's memory.
         keep_dense: Hold a bf16 copy of the base while the actor computes, where memory allows.
+        train_norms: Train the two norms of each layer besides the adapter.
         agrees_with: Values of other nodes, filled by nvfp4.yaml; see `_check_run` and memory_check.py.
     """
 
@@ -47,6 +48,7 @@ class BaseOptions:
     shard_base: bool = False
     share_base: bool = False
     keep_dense: bool = False
+    train_norms: bool = False
     agrees_with: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,7 +64,7 @@ class BaseOptions:
                     f"unknown {name} choice: actor.fsdp_config.qerl.{name}={found!r}."
                     f" Accepted are {', '.join(accepted)} with +rollout={self.format}. Choose one of them."
                 )
-        for name in ("fused_lora", "shard_base", "share_base", "keep_dense"):
+        for name in ("fused_lora", "shard_base", "share_base", "keep_dense", "train_norms"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(
                     f"no switch: actor.fsdp_config.qerl.{name}={getattr(self, name)!r}. Accepted are true and false."
@@ -73,6 +75,11 @@ class BaseOptions:
             raise ValueError(
                 f"actor.fsdp_config.qerl.{packed[0]}=True has no effect: without an adapter there is no packed base."
                 " Accepted is False. Leave it out, or set model.lora_rank."
+            )
+        if self.train_norms and not self.has_adapter:
+            raise ValueError(
+                "actor.fsdp_config.qerl.train_norms=True has no effect: without an adapter all weights are trained,"
+                " norms among them. Accepted is False. Leave it out, or set model.lora_rank."
             )
         if self.shard_base and self.keep_dense:
             raise ValueError(

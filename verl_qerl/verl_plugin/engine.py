@@ -32,6 +32,7 @@ from verl_qerl.modules.lending import Lender
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.modules.rounded import rounded_linears
 from verl_qerl.modules.sharded_linear import ShardedNVFP4Linear
+from verl_qerl.modules.trained_norm import train_norms
 from verl_qerl.nvfp4.digest import check_same_base, model_digest, weight_digest
 from verl_qerl.nvfp4.groups import linears_among
 from verl_qerl.nvfp4.record import BaseRecord, remove_record
@@ -131,6 +132,10 @@ class QerlFSDPEngine(_Stock):
             adapt_attention_only(module, self.model_config)
         module = super()._build_lora_module(module)
         if self._base is not None:
+            if self._base.train_norms:
+                count = train_norms(module)
+                if self.rank == 0:
+                    logger.warning("trained norms: %d, with the adapter, in float32", count)
             for parameter in module.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.float()

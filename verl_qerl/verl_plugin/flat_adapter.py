@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from verl_qerl.algos.trained_norms import shifted_norm
 from verl_qerl.vllm_plugin.adapter import Layout
 
 # A message of verl's transfer holds as many pieces as its bucket does; one piece fits the smallest bucket in use.
@@ -25,6 +26,7 @@ class FlatAdapter:
     Args:
         module: The model.
         names: Name that the rollout knows -> name of a parameter [rows, columns] of `module`, whole or sharded by rows.
+            What shifts a norm is a vector: rows of one column, after all matrices.
         device: Where the collective runs and the result lies.
 
     Raises:
@@ -32,6 +34,7 @@ class FlatAdapter:
     """
 
     def __init__(self, module: nn.Module, names: Mapping[str, str], device: torch.device) -> None:
+        names = {name: names[name] for name in sorted(names, key=_is_norm)}  # else in their order
         # Owners, not parameters: those are other objects while FSDP2 has them gathered.
         self._owners = [
             (module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in names.values()
@@ -40,12 +43,13 @@ class FlatAdapter:
         self._device = device
         parameters = dict(zip(names, self._parameters(), strict=True))
         for name, parameter in parameters.items():
-            if parameter.ndim != 2:
+            if parameter.ndim != 2 - _is_norm(name):
                 raise ValueError(
                     f"{name} of the adapter is {tuple(parameter.shape)}. Accepted are matrices: train lora_A and lora_B"
                     " alone, without biases or modules_to_save."
                 )
-        self.layout: Layout = tuple((name, (one.shape[0], one.shape[1])) for name, one in parameters.items())
+        shapes = {name: (one.shape[0], one.numel() // one.shape[0]) for name, one in parameters.items()}
+        self.layout: Layout = tuple(shapes.items())
         self._group = _group(parameters)
 
     def _parameters(self) -> list[torch.Tensor]:
@@ -121,6 +125,10 @@ class FlatReceiver:
                 " of verl_qerl: report it."
             )
         return self._flat
+
+
+def _is_norm(name: str) -> bool:
+    return shifted_norm(name) is not None
 
 
 def _group(parameters: Mapping[str, torch.Tensor]) -> dist.ProcessGroup | None:

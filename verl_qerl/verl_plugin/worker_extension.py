@@ -16,6 +16,7 @@ from verl_qerl.vllm_plugin.adapter import Layout, can_place, flatten, num_elemen
 from verl_qerl.vllm_plugin.loader import base_digests
 from verl_qerl.vllm_plugin.options import rollout_options
 from verl_qerl.vllm_plugin.reload import LOADING_ERRORS, InPlaceReload, SyncReport
+from verl_qerl.vllm_plugin.synced_norms import split_shifts
 from verl_qerl.vllm_plugin.worker import NoiseWorkerExtension, prepare_model
 
 
@@ -149,12 +150,22 @@ class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
 
     def _qerl_place(self, layout: Layout, flat: torch.Tensor, peft_config: dict) -> None:
         manager = self.model_runner.lora_manager._adapter_manager
+        layout, flat, shifts = split_shifts(layout, flat)
+        if self._qerl_norms is not None:
+            self._qerl_norms.check(shifts)
+        elif shifts:
+            raise ValueError(
+                f"the actor trains {len(shifts)} norms and this engine was not told: additional_config.verl_qerl has no"
+                " train_norms=true. `+rollout=nvfp4` puts it there. Leave additional_config.verl_qerl.train_norms out."
+            )
         if can_place(manager):
             place_adapter(manager, VLLM_LORA_INT_ID, layout, flat, peft_config)
-            return
-        # With room for several adapters on the host vLLM may load an earlier state from there.
-        self.remove_lora(VLLM_LORA_INT_ID)
-        super()._update_weights(list(unflatten(layout, flat).items()), peft_config=peft_config, base_sync_done=True)
+        else:
+            # With room for several adapters on the host vLLM may load an earlier state from there.
+            self.remove_lora(VLLM_LORA_INT_ID)
+            super()._update_weights(list(unflatten(layout, flat).items()), peft_config=peft_config, base_sync_done=True)
+        if self._qerl_norms is not None:
+            self._qerl_norms.place(shifts)
 
 
 def _refuse_fp8_head(vllm_config: Any) -> None:

@@ -1,0 +1,88 @@
+"""Norms trained beside an adapter, as PEFT's modules_to_save: on and off with it, and the base's where it is off."""
+
+import re
+from typing import Any
+
+import torch
+import torch.nn as nn
+from peft.utils import ModulesToSaveWrapper
+
+from verl_qerl.algos.trained_norms import NORMS, SHIFT
+
+_ADAPTER = "default"
+_IN_LAYER = re.compile(rf"(.*\blayers\.\d+)\.({'|'.join(NORMS)})")
+_LAYER = re.compile(r".*\blayers\.\d+")
+
+
+class _Shift(nn.Module):
+    """What a norm has learned: [K] float32, added to its weight."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.register_parameter(SHIFT, nn.Parameter(torch.zeros_like(weight, dtype=torch.float32)))
+
+
+class TrainedNorm(ModulesToSaveWrapper):
+    """A norm whose weight is its frozen one plus a trained shift, computed in float32 and rounded once at its end.
+
+    PEFT would train a copy of the weight. FSDP2 rounds parameters to bf16 where they compute, which of the shift leaves
+    8 bits and of a weight near 1 nothing of a change below 2e-3. The rollout adds the same rounded shift to the same
+    weight. Transformers' norms round before they multiply by the weight too, which takes such a change back where the
+    frozen weight is 1; vLLM's with float32 weights do not. The norm of the base is computed the same way, so that actor
+    and reference policy are one function before training.
+    """
+
+    def __init__(self, norm: Any) -> None:  # a module with a weight
+        super().__init__(norm, _ADAPTER)
+        self.modules_to_save[_ADAPTER] = _Shift(norm.weight)
+
+    def _forward_wrapped(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """[..., K] -> [..., K] of the dtype of x."""
+        norm = self.original_module
+        weight = norm.weight.float() + getattr(self.modules_to_save[_ADAPTER], SHIFT).float()
+        return torch.func.functional_call(norm, {"weight": weight}, (x.float(), *args), kwargs).to(x.dtype)
+
+    def _forward_wrapped_passthrough(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.original_module(x.float(), *args, **kwargs).to(x.dtype)
+
+
+def train_norms(model: nn.Module) -> int:
+    """Have the two norms of every decoder layer trained, in place.
+
+    Args:
+        model: With an adapter of PEFT or about to get one; weights may be on the meta device.
+
+    Returns:
+        Number of norms.
+
+    Raises:
+        ValueError: The model has no layers, or one without both norms, or a norm that has more than a weight.
+    """
+    layers: dict[str, dict[str, nn.Module]] = {}
+    for name, module in model.named_modules():
+        if _LAYER.fullmatch(name):
+            layers.setdefault(name, {})
+        found = _IN_LAYER.fullmatch(name)
+        if found:
+            layers[found[1]][found[2]] = module
+    if not layers:
+        raise _unknown("the model has no decoder layers")
+    for layer, norms in layers.items():
+        lost = [name for name in NORMS if name not in norms]
+        if lost:
+            raise _unknown(f"{layer} has no {lost[0]}")
+        for name, norm in norms.items():
+            shapes = {key: tuple(parameter.shape) for key, parameter in norm.named_parameters()}
+            if len(shapes.get("weight", ())) != 1 or len(shapes) != 1:
+                raise _unknown(f"{layer}.{name} has the parameters {shapes}")
+    for layer, norms in layers.items():
+        for name, norm in norms.items():
+            setattr(model.get_submodule(layer), name, TrainedNorm(norm))
+    return len(layers) * len(NORMS)
+
+
+def _unknown(what: str) -> ValueError:
+    return ValueError(
+        f"the norms of this model cannot be trained: {what}. Accepted are layers with {' and '.join(NORMS)}, each a"
+        " vector `weight` alone. Leave out actor.fsdp_config.qerl.train_norms."
+    )
