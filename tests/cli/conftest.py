@@ -22,6 +22,8 @@ CASES = (
     "uaq-bf16-all",
     "uaq-tied-all",
     "ours-moe-lora",
+    "norms-nvfp4-lora",
+    "norms-bf16-full",
 )
 
 

@@ -25,6 +25,12 @@ def test_what_is_not_known_or_not_usual_is_said():
     assert "1 tensors besides the adapter come from the checkpoint" in text
 
 
+@pytest.mark.parametrize(("update", "told"), [(0.4, "0.25 of their update"), (0.0, "no update")])
+def test_trained_norms_are_told_with_what_bf16_takes(update, told):
+    norms = {name: {"update": update / 2, "lost_in_bf16": 0.05} for name in "ab"}
+    assert f"2 trained norms; rounding them to bf16 loses {told}" in summary(BASE | {"layers": {}, "norms": norms})
+
+
 def test_costs_are_means_and_maxima_by_kind():
     header, row = summary(quantized(0.02, 0.3)).splitlines()[1:]
     assert header.split() == ["linear", "count", "mean", "error", "max", "error", "mean", "update", "error/update"]

@@ -142,6 +142,11 @@ def export_checkpoint(
             f"the checkpoint holds no adapter: {trained.folder} is of a run of all weights. Accepted with it are"
             " merged-bf16, merged-nvfp4 and modelopt. Use --to merged-bf16."
         )
+    if form == "peft" and trained.norms:
+        raise ValueError(
+            f"an adapter cannot hold trained norms, which vLLM would not load: {len(trained.norms)} norms in"
+            f" {trained.folder}. Accepted with them are merged-bf16, merged-nvfp4 and modelopt. Use --to merged-bf16."
+        )
     started = time.perf_counter()
     with new_directory(out) as folder:
         export = _Export(folder, form, found, adapter, trained, options, pick_device(options.device))
@@ -208,6 +213,10 @@ class _Export:
             "lora_alpha": self.adapter.alpha,
             "scaling": self.adapter.scaling,
             "changed_besides_the_adapter": self.merge.changed,
+            "norms": {
+                name: {"update": update, "lost_in_bf16": lost}
+                for name, (update, lost) in sorted(self.merge.norm_updates.items())
+            },
             "uaq_scale": self.checkpoint.uaq["scale"] if self.checkpoint.uaq else None,
             "layers": layers,
         }
@@ -221,7 +230,8 @@ class _Export:
         """A Merge with a progress bar."""
         with tqdm(total=total_bytes(self.base.source.specs), unit="B", unit_scale=True, desc=what) as bar:
             observe: Callable[[int], object] = bar.update
-            yield Merge(self.base, self.adapter, self.checkpoint.others, self.device, observe)
+            trained = self.checkpoint
+            yield Merge(self.base, self.adapter, trained.others, self.device, observe, norms=trained.norms)
 
     def _write_peft(self, merge: Merge) -> None:
         merge.run()

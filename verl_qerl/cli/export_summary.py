@@ -16,6 +16,10 @@ def summary(report: Mapping[str, Any]) -> str:
         lines.append(
             f"{len(report['changed_besides_the_adapter'])} tensors besides the adapter come from the checkpoint"
         )
+    if report.get("norms"):
+        update, lost = (sum(norm[part] for norm in report["norms"].values()) for part in ("update", "lost_in_bf16"))
+        share = f"{lost / update:.2f} of their update" if update else "no update"
+        lines.append(f"{len(report['norms'])} trained norms; rounding them to bf16 loses {share}")
     if report.get("uaq_scale"):
         lines.append(f"the scaling of UAQ, {report['uaq_scale']:g}, is undone")
     if "scale" in report:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from verl_qerl.algos.trained_norms import split_norms
 from verl_qerl.algos.uaq import read_record as read_uaq_record
 from verl_qerl.algos.uaq import scaled_parameters, unfold_
 from verl_qerl.errors import CheckpointFormatError
@@ -37,6 +38,7 @@ class Checkpoint:
         record: What our engine says of base and adapter; None when another engine wrote it.
         lora_meta: verl's own lora_train_meta.json: r and lora_alpha.
         uaq: `scale` and `base` of a run with UAQ, else None.
+        norms: module -> what training added to the weight of a norm, [K] float32; see algos/trained_norms.py.
     """
 
     folder: Path
@@ -46,6 +48,7 @@ class Checkpoint:
     record: BaseRecord | None
     lora_meta: Mapping[str, Any]
     uaq: Mapping[str, Any] | None = None
+    norms: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -67,7 +70,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"the checkpoint lacks the shards of some ranks: missing={missing} of world_size={world_size} in {folder}. "
             "The files of all ranks are needed. Copy those of the other nodes here."
         )
-    factors, others = _sort(folder, join_shards(files))
+    tensors, norms = split_norms(join_shards(files))
+    factors, others = _sort(folder, tensors)
     uaq = read_uaq_record(folder)
     if uaq:
         for name, role in scaled_parameters(others).items():
@@ -78,7 +82,17 @@ def open_checkpoint(path: Path) -> Checkpoint:
             "accepted. For another run of all weights, use `python -m verl.model_merger merge --backend fsdp`."
         )
     meta = _read_json(folder / "lora_train_meta.json") if (folder / "lora_train_meta.json").is_file() else {}
-    return Checkpoint(folder, world_size, factors, others, read_record(folder), meta, uaq)
+    record = read_record(folder)
+    _check_norms(folder, norms, record)
+    return Checkpoint(folder, world_size, factors, others, record, meta, uaq, norms)
+
+
+def _check_norms(folder: Path, norms: Mapping[str, torch.Tensor], record: BaseRecord | None) -> None:
+    if record and set(record.trained_norms) != {name.rpartition(".")[2] for name in norms}:
+        raise unfit(folder, f"{len(norms)} norms are trained, of {list(record.trained_norms)} by its record")
+    for name, shift in norms.items():
+        if not bool(shift.isfinite().all()):
+            raise unfit(folder, f"what {name!r} has learned holds NaN or infinite values")
 
 
 def _folder(path: Path) -> Path:
@@ -120,10 +134,10 @@ def _sort(
         factor = _FACTOR.fullmatch(plain)
         if factor:
             found.setdefault(factor[1], {})[factor[2]] = tensor
-        elif "lora_" in plain or ".modules_to_save." in plain or ".original_module." in plain:
+        elif "lora_" in plain or ".modules_to_save." in plain:
             raise unfit(folder, f"{name!r} is no lora_A or lora_B of a linear")
         else:
-            others[plain.replace(".base_layer.", ".")] = tensor
+            others[plain.replace(".base_layer.", ".").replace(".original_module.", ".")] = tensor
     for module, parts in found.items():
         if len(parts) != 2:
             raise unfit(folder, f"{module!r} has lora_{next(iter(parts))} alone")

@@ -139,6 +139,8 @@ class Merge:
         relative_update: module -> ||merged - base|| / ||merged||, Frobenius norms, filled by `tensors`.
         changed: Names of tensors besides the adapter that training changed, filled by `tensors`.
         digests: module -> digest of the packed base, filled by `tensors`.
+        norms: module -> what training added to a norm.
+        norm_updates: module -> (||trained - base||, ||trained - bf16(trained)||), filled by `tensors`.
     """
 
     base: Base
@@ -149,9 +151,11 @@ class Merge:
     relative_update: dict[str, float] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
+    norms: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    norm_updates: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of the merged model: bf16(base + scaling * B A), the sum taken in float32.
+        """(name, tensor) of the merged model: bf16(base + scaling * B A) or of a norm's sum, taken in float32.
 
         `observe` is called with the bytes of each tensor that was read.
 
@@ -171,6 +175,8 @@ class Merge:
                 continue
             weight = self._trained(name, item)
             module = name.removesuffix(".weight")
+            if module in self.norms:
+                weight = self._shifted(module, weight)
             yield name, self._merge(module, weight) if module in self.adapter.factors else weight.to(torch.bfloat16)
         self._check_all_came()
 
@@ -202,7 +208,25 @@ class Merge:
                 self.relative_update[module] = float((trained - tensor).norm() / trained.norm())
         return trained
 
+    def _shifted(self, module: str, weight: torch.Tensor) -> torch.Tensor:
+        """The trained weight of a norm, in bf16."""
+        shift = self.norms[module].to(weight.device)
+        trained = weight.float() + shift
+        written = trained.to(torch.bfloat16)
+        self.norm_updates[module] = float(shift.norm()), float((written.float() - trained).norm())
+        if shift.any():
+            self.changed.append(f"{module}.weight")
+        return written
+
     def _check_others(self) -> None:
+        for name, shift in self.norms.items():
+            spec = self.base.specs.get(f"{name}.weight")
+            if spec is None or spec.shape != tuple(shift.shape):
+                raise CheckpointFormatError(
+                    f"the checkpoint does not fit the base: it trains the norm {name!r} of {tuple(shift.shape)}, the"
+                    f" base has {'none' if spec is None else spec.shape}. The same norms are accepted. Name the right"
+                    " base with --base."
+                )
         tied = bool(self.base.source.config.get("tie_word_embeddings", False))
         if not self.adapter.factors:
             lacking = sorted(self.base.specs.keys() - self.others.keys() - ({"lm_head.weight"} if tied else set()))
