@@ -1,5 +1,6 @@
 """Engines that train the norms of the layers besides the adapter."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from verl_qerl.testing import assert_close, rms_error_ratio
 
@@ -16,7 +18,22 @@ NORMS = [f"model.layers.{index}.{kind}" for index in range(2) for kind in KINDS]
 
 
 @pytest.fixture(scope="module")
-def found(models, fresh_process, tmp_path_factory):
+def drawn(models, tmp_path_factory):
+    """The models of conftest.py with norms that are not 1, where rounding before and after the weight differ."""
+    folder = tmp_path_factory.mktemp("models")
+    generator = torch.Generator().manual_seed(0)
+    for name in ("bf16", "tied", "moe"):
+        shutil.copytree(models / name, folder / name)
+        (file,) = (folder / name).glob("*.safetensors")
+        tensors = load_file(file)
+        for key in [key for key in tensors if "layernorm" in key]:
+            tensors[key] = (1 + 0.2 * torch.randn(tensors[key].shape, generator=generator)).bfloat16()
+        save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(drawn, fresh_process, tmp_path_factory):
     """Ranks that ran, and which of them -> case -> what engine_norms_cases.py found."""
     out = tmp_path_factory.mktemp("norms")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -28,7 +45,7 @@ def found(models, fresh_process, tmp_path_factory):
     results = {}
     for name, cases in runs.items():
         (out / "store").unlink(missing_ok=True)
-        fresh_process(*(torchrun if name == "2" else ()), str(SCRIPT), str(models), str(out), *cases)
+        fresh_process(*(torchrun if name == "2" else ()), str(SCRIPT), str(drawn), str(out), *cases)
         ranks = range(2 if name == "2" else 1)
         results |= {(name, rank): torch.load(out / f"{rank}.pt", weights_only=False) for rank in ranks}
     return results
