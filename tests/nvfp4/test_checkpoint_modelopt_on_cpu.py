@@ -1,4 +1,5 @@
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ import torch
 from verl_qerl.nvfp4 import checkpoint
 from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.stream import open_source, stream
-from verl_qerl.nvfp4.writer import ShardedWriter, quantized_specs, write_tensors
+from verl_qerl.nvfp4.writer import ShardedWriter, nvfp4_specs, quantized_specs, write_tensors
 from verl_qerl.testing import random_packed_weight
 
 MODULE = "model.layers.0.mlp.down_proj"
@@ -28,7 +29,7 @@ def test_both_layouts_are_read_back_to_the_same_bits(tmp_path, layout):
     write_tensors(tmp_path / "dense.safetensors", {f"{MODULE}.weight": torch.zeros(32, 64, dtype=torch.bfloat16)})
     (tmp_path / "dense.safetensors").rename(tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    specs = quantized_specs(open_source(tmp_path).specs, [MODULE], layout)
+    specs = quantized_specs(open_source(tmp_path).specs, [MODULE], partial(nvfp4_specs, layout=layout))
     (tmp_path / "model.safetensors").unlink()
     with ShardedWriter(tmp_path, specs, 10**9) as writer:
         for name, tensor in checkpoint.to_tensors(MODULE, weight, layout).items():

@@ -117,6 +117,9 @@ def test_config_is_what_compressed_tensors_accepts() -> None:
         ({"quantization_config": quantization_config()}, "compressed-tensors"),
         ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "modelopt"),
         ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}}, "modelopt"),
+        ({"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}}, "int8"),
+        ({"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"}}, "fp8"),
+        ({"quantization_config": {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}}, "mxfp4"),
     ],
 )
 def test_layout_follows_the_config(found: dict, layout: str) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from verl_qerl.nvfp4.experts import is_expert
 from verl_qerl.nvfp4.reader import TensorSpec
 from verl_qerl.nvfp4.reference import relative_error
 from verl_qerl.nvfp4.stream import pack
-from verl_qerl.nvfp4.writer import ShardedWriter, quantized_specs
+from verl_qerl.nvfp4.writer import ShardedWriter, nvfp4_specs, quantized_specs
 
 # Form of the export -> layout of its packed weights on disk.
 _LAYOUTS = {"merged-nvfp4": "compressed-tensors", "modelopt": "modelopt"}
@@ -268,7 +269,8 @@ class _Export:
         make = modelopt_config if layout == "modelopt" else quantization_config
         config = self.base.source.config | {"quantization_config": make(self.base.ignore)}
         items = pack(merge.tensors(), linears, self.scale, observe)
-        digests = self._write_model(items, quantized_specs(self.base.specs, linears, layout), config, layout)
+        specs = quantized_specs(self.base.specs, linears, partial(nvfp4_specs, layout=layout))
+        digests = self._write_model(items, specs, config, layout)
         if layout == "modelopt":
             write_json(self.folder / "hf_quant_config.json", modelopt_legacy_config(self.base.ignore))
         for module, layer in layers.items():

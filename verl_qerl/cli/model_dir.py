@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from verl_qerl.nvfp4.checkpoint import to_tensors
+from verl_qerl.formats.packed import named_tensors
 from verl_qerl.nvfp4.digest import weight_digest
-from verl_qerl.nvfp4.format import PackedWeight
+from verl_qerl.nvfp4.format import Packed
 from verl_qerl.nvfp4.reader import TensorSpec
 from verl_qerl.nvfp4.writer import ShardedWriter
 
@@ -29,7 +29,7 @@ _MAX_WAITING = 8  # results between arithmetic and disk; bounds memory when the 
 
 def store(
     writer: ShardedWriter,
-    items: Iterable[tuple[str, PackedWeight | torch.Tensor]],
+    items: Iterable[tuple[str, Packed | torch.Tensor]],
     layout: str = "compressed-tensors",
 ) -> dict[str, str]:
     """Write tensors, and packed weights in `layout`, while the next ones are computed.
@@ -49,15 +49,13 @@ def store(
     return digests
 
 
-def _store(
-    writer: ShardedWriter, digests: dict[str, str], name: str, item: PackedWeight | torch.Tensor, layout: str
-) -> None:
+def _store(writer: ShardedWriter, digests: dict[str, str], name: str, item: Packed | torch.Tensor, layout: str) -> None:
     """Runs in a thread."""
     if isinstance(item, torch.Tensor):
         writer.add(name, item)
         return
     item = item.to("cpu")
-    for key, tensor in to_tensors(name, item, layout).items():
+    for key, tensor in named_tensors(name, item, layout).items():
         writer.add(key, tensor)
     digests[name] = weight_digest(item)
 

@@ -1,4 +1,4 @@
-"""`quantize`: a bf16 checkpoint to an NVFP4 checkpoint, as a stream.
+"""`quantize`: a bf16 checkpoint to one in NVFP4 or a neighbour of it, as a stream.
 
 Reading, arithmetic, and digests and writing run in threads of their own, so that the slowest of them, the disk, sets
 the pace. Memory: a few tensors, whatever the size of the model.
@@ -27,21 +27,27 @@ from verl_qerl.cli.model_dir import (
 )
 from verl_qerl.cli.output_dir import check_absent, new_directory
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.nvfp4 import SCALE_CHOICES, PackedWeight
-from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, ROUTER, is_ignored, is_router, quantization_config
+from verl_qerl.formats import FORMATS, WeightFormat, scaled_format
+from verl_qerl.formats.packed import relative_error
+from verl_qerl.formats.packed_stream import check_held, packed_names, packed_stream
+from verl_qerl.nvfp4 import SCALE_CHOICES
+from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, ROUTER, is_ignored, is_router
 from verl_qerl.nvfp4.digest import model_digest
+from verl_qerl.nvfp4.format import Packed
 from verl_qerl.nvfp4.reader import TensorSpec
-from verl_qerl.nvfp4.reference import relative_error
-from verl_qerl.nvfp4.stream import Source, linear_modules, open_source, stream
+from verl_qerl.nvfp4.stream import Source, open_source
 from verl_qerl.nvfp4.writer import ShardedWriter, quantized_specs
 
 
 def add_parser(subparsers: Any) -> None:
     """Register the command."""
-    parser = subparsers.add_parser("quantize", help="write an NVFP4 checkpoint of a bf16 model")
+    parser = subparsers.add_parser("quantize", help="write a quantized checkpoint of a bf16 model")
     parser.add_argument("--model", type=Path, required=True, help="directory in Hugging Face layout")
     parser.add_argument("--out", type=Path, required=True, help="new directory; appears whole or not at all")
-    parser.add_argument("--scale", choices=SCALE_CHOICES, default="minmax", help="of a block (default: %(default)s)")
+    parser.add_argument("--format", choices=sorted(FORMATS), default="nvfp4", help="(default: %(default)s)")
+    parser.add_argument(
+        "--scale", choices=SCALE_CHOICES, default="minmax", help="of a block of nvfp4 (default: %(default)s)"
+    )
     parser.add_argument(
         "--ignore",
         nargs="+",
@@ -61,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     report = quantize_checkpoint(
         args.model,
         args.out,
+        form=args.format,
         scale=args.scale,
         ignore=args.ignore,
         device=args.device,
@@ -75,6 +82,7 @@ def quantize_checkpoint(
     model: Path,
     out: Path,
     *,
+    form: str = "nvfp4",
     scale: str = "minmax",
     ignore: Sequence[str] = (),
     device: str = "auto",
@@ -85,7 +93,8 @@ def quantize_checkpoint(
     Args:
         model: Directory in Hugging Face layout, unquantized.
         out: Absent or empty; on an error nothing is left.
-        scale: Scale choice, see `nvfp4.reference.quantize_group`.
+        form: Name of the weight format.
+        scale: Scale choice of nvfp4, see `nvfp4.reference.quantize_group`; minmax for the others.
         ignore: Modules left as they are, besides lm_head.
         device: `auto`, `cpu` or `cuda`.
         max_shard_bytes: Of one output file.
@@ -95,21 +104,23 @@ def quantize_checkpoint(
 
     Raises:
         FileExistsError: `out` holds something.
-        ValueError: The source is damaged, quantized already or not for NVFP4, or an option does not fit.
+        ValueError: The source is damaged, quantized already or not for the format, or an option does not fit.
     """
     check_absent(out)
+    chosen = scaled_format(form, scale)
     source = open_source(model)
     rules = tuple(dict.fromkeys((*DEFAULT_IGNORE, *ignore)))
     _check(source, rules)
+    check_held(source, chosen)
     if any(is_router(name.rpartition(".")[0]) for name in source.files):
         rules = (*rules, ROUTER)
-    specs = quantized_specs(source.specs, linear_modules(source, rules))
+    specs = quantized_specs(source.specs, packed_names(source, chosen, rules), chosen.specs)
     where = pick_device(device)
     with new_directory(out) as folder:
         check_free_space(folder, total_bytes(specs))
-        report = _write(folder, source, specs, max_shard_bytes, scale, rules, where)
+        report = _write(folder, source, specs, max_shard_bytes, chosen, rules, where)
         copy_other_files(source.path, folder)
-        write_json(folder / "config.json", source.config | {"quantization_config": quantization_config(rules)})
+        write_json(folder / "config.json", source.config | {"quantization_config": chosen.config(rules)})
         write_json(folder / QUANTIZATION_REPORT, report)
     return report
 
@@ -119,19 +130,20 @@ def _write(
     source: Source,
     specs: Mapping[str, TensorSpec],
     max_shard_bytes: int,
-    scale: str,
+    form: WeightFormat,
     ignore: Sequence[str],
     device: str,
 ) -> dict[str, Any]:
     """Write the weights; the report."""
     started = time.perf_counter()
     with ShardedWriter(folder, specs, max_shard_bytes) as writer:
-        layers = _write_tensors(writer, source, scale, ignore, device)
+        layers = _write_tensors(writer, source, form, ignore, device)
     seconds = time.perf_counter() - started
     return {
         "verl_qerl": __version__,
         "torch": torch.__version__,
         "device": device_name(device),
+        "format": form.name,
         "ignore": ignore,
         "seconds": round(seconds, 3),
         "read_gb_per_s": round(total_bytes(source.specs) / 1e9 / seconds, 3),
@@ -143,18 +155,18 @@ def _write(
 
 
 def _write_tensors(
-    writer: ShardedWriter, source: Source, scale: str, ignore: Sequence[str], device: str
+    writer: ShardedWriter, source: Source, form: WeightFormat, ignore: Sequence[str], device: str
 ) -> dict[str, dict[str, Any]]:
     """Fill `writer`; the report of each layer, in the order of their names."""
     layers: dict[str, dict[str, Any]] = {}
     with tqdm(total=total_bytes(source.specs), unit="B", unit_scale=True, desc="quantize") as bar:
 
-        def observe(module: str, weight: torch.Tensor, packed: PackedWeight) -> None:
-            layers[module] = _layer(weight, packed, scale)
+        def observe(module: str, weight: torch.Tensor, packed: Packed) -> None:
+            layers[module] = _layer(weight, packed, getattr(form, "scale", "minmax"))
             bar.update(weight.nbytes)
 
-        def items() -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
-            for name, item in stream(source, scale, ignore, device, observe):
+        def items() -> Iterator[tuple[str, Packed | torch.Tensor]]:
+            for name, item in packed_stream(source, form, ignore, device, observe):
                 if isinstance(item, torch.Tensor):
                     bar.update(item.nbytes)
                 yield name, item
@@ -164,7 +176,7 @@ def _write_tensors(
     return dict(sorted(layers.items()))
 
 
-def _layer(weight: torch.Tensor, packed: PackedWeight, scale: str) -> dict[str, Any]:
+def _layer(weight: torch.Tensor, packed: Packed, scale: str) -> dict[str, Any]:
     return {
         "shape": packed.shape,
         "scale": scale,

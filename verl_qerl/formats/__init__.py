@@ -1,10 +1,13 @@
-"""Weight formats of quantized rollouts, under one small interface: int8, fp8, mxfp4 and nvfp4."""
+"""Weight formats of quantized rollouts and packed bases, under one small interface: int8, fp8, mxfp4 and nvfp4."""
+
+from dataclasses import replace
 
 from verl_qerl.formats.base import WeightFormat
 from verl_qerl.formats.fp8 import FP8
 from verl_qerl.formats.int8 import INT8
 from verl_qerl.formats.mxfp4 import MXFP4
 from verl_qerl.formats.nvfp4 import NVFP4
+from verl_qerl.nvfp4.reference import SCALE_CHOICES
 
 FORMATS: dict[str, WeightFormat] = {found.name: found for found in (FP8(), INT8(), MXFP4(), NVFP4())}
 
@@ -22,4 +25,19 @@ def get_format(name: str) -> WeightFormat:
     return FORMATS[name]
 
 
-__all__ = ["FORMATS", "FP8", "INT8", "MXFP4", "NVFP4", "WeightFormat", "get_format"]
+def scaled_format(name: str, scale: str = "minmax") -> WeightFormat:
+    """The format of that name with a choice of scale, which NVFP4 alone has.
+
+    Raises:
+        ValueError: There is no such format or choice.
+    """
+    form = get_format(name)
+    choices = SCALE_CHOICES if isinstance(form, NVFP4) else ("minmax",)
+    if scale not in choices:
+        raise ValueError(
+            f"unknown scale choice: scale={scale!r} of {name}. Accepted are {', '.join(choices)}. Choose one of them."
+        )
+    return replace(form, scale=scale) if isinstance(form, NVFP4) else form
+
+
+__all__ = ["FORMATS", "FP8", "INT8", "MXFP4", "NVFP4", "WeightFormat", "get_format", "scaled_format"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE
+from verl_qerl.nvfp4.reader import TensorSpec
 from verl_qerl.nvfp4.reference import check_in_features, check_weight, chunk_rows
 
 
@@ -17,7 +18,8 @@ class WeightFormat(ABC):
     Attributes:
         name: As in `+rollout=<name>`.
         kind: For messages.
-        parts: Names of the tensors a weight becomes, as checkpoints have them behind `<module>.`.
+        parts: Names of the tensors a weight becomes, as checkpoints have them behind `<module>.`; the codes first.
+        codes_per_byte: Codes in a byte of the first part.
         block_size: K must be a multiple of it.
         quantizes_activations: Whether the rollout multiplies by quantized activations (W8A8); else they stay in bf16.
         shares_scale: Whether linears that vLLM fuses (q, k, v; gate, up) must be quantized together.
@@ -27,6 +29,7 @@ class WeightFormat(ABC):
     kind: str
     parts: tuple[str, ...]
     block_size: int = 1
+    codes_per_byte: int = 1
     quantizes_activations: bool = False
     shares_scale: bool = False
 
@@ -69,6 +72,18 @@ class WeightFormat(ABC):
         """The weight [N, K] that the tensors stand for: a product in float32, rounded once to `dtype`."""
 
     @abstractmethod
+    def specs(self, N: int, K: int) -> dict[str, TensorSpec]:
+        """Part -> dtype and shape, of a weight [N, K]."""
+
+    @abstractmethod
+    def check_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Refuse tensors of `specs` with values that no quantizer writes.
+
+        Raises:
+            ValueError: There are some.
+        """
+
+    @abstractmethod
     def config(self, ignore: Sequence[str] = DEFAULT_IGNORE) -> dict:
         """The `quantization_config` of config.json, as vLLM and transformers read it.
 
@@ -95,6 +110,27 @@ def channel_scale(weight: torch.Tensor, largest: float) -> torch.Tensor:
 def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     """2 ** exponent in float32, by its bits: torch.ldexp goes through pow, which need not be exact on a GPU."""
     return ((exponent.int() + 127) << 23).view(torch.float32)
+
+
+def channel_specs(codes: str, N: int, K: int) -> dict[str, TensorSpec]:
+    """`weight` and `weight_scale` of a weight [N, K] with a scale a channel.
+
+    Args:
+        codes: dtype of the codes, as safetensors spells it.
+        N: out_features.
+        K: in_features.
+    """
+    return {"weight": TensorSpec(codes, (N, K)), "weight_scale": TensorSpec("F32", (N, 1))}
+
+
+def check_channel_values(tensors: Mapping[str, torch.Tensor]) -> None:
+    """`WeightFormat.check_values` of them."""
+    scale = tensors["weight_scale"]
+    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+        raise ValueError("its scales are not all positive numbers.")
+    codes = tensors["weight"]
+    if codes.is_floating_point() and bool((codes.view(torch.uint8) & 0x7F == 0x7F).any()):  # E4M3's NaN
+        raise ValueError("its codes are not all numbers.")
 
 
 def w8a8_args(number: str) -> tuple[dict, dict]:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_qerl.formats.base import WeightFormat, channel_scale, w8a8_args
+from verl_qerl.formats.base import WeightFormat, channel_scale, channel_specs, check_channel_values, w8a8_args
 from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, compressed_tensors_config
 from verl_qerl.nvfp4.format import E4M3_MAX
+from verl_qerl.nvfp4.reader import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,14 @@ class FP8(WeightFormat):
     def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """See `WeightFormat.dequantize`."""
         return (tensors["weight"].float() * tensors["weight_scale"]).to(dtype)
+
+    def specs(self, N: int, K: int) -> dict[str, TensorSpec]:
+        """See `WeightFormat.specs`."""
+        return channel_specs("F8_E4M3", N, K)
+
+    def check_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """See `WeightFormat.check_values`."""
+        check_channel_values(tensors)
 
     def config(self, ignore: Sequence[str] = DEFAULT_IGNORE) -> dict:
         """See `WeightFormat.config`."""

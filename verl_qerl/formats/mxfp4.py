@@ -13,6 +13,7 @@ import torch
 
 from verl_qerl.formats.base import WeightFormat, power_of_two
 from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, compressed_tensors_config
+from verl_qerl.nvfp4.reader import TensorSpec
 from verl_qerl.nvfp4.reference import e2m1_codes, e2m1_values, pack_codes
 
 BLOCK_SIZE = 32
@@ -28,6 +29,7 @@ class MXFP4(WeightFormat):
     kind: str = "MXFP4"
     parts: tuple[str, ...] = ("weight_packed", "weight_scale")
     block_size: int = BLOCK_SIZE
+    codes_per_byte: int = 2
 
     def _quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         N, K = weight.shape
@@ -49,6 +51,18 @@ class MXFP4(WeightFormat):
         exponent = tensors["weight_scale"].int() - BIAS
         blocks = values.view(*exponent.shape, BLOCK_SIZE) * power_of_two(exponent)[..., None]
         return blocks.view(values.shape).to(dtype)
+
+    def specs(self, N: int, K: int) -> dict[str, TensorSpec]:
+        """See `WeightFormat.specs`."""
+        return {
+            "weight_packed": TensorSpec("U8", (N, K // 2)),
+            "weight_scale": TensorSpec("U8", (N, K // BLOCK_SIZE)),
+        }
+
+    def check_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """See `WeightFormat.check_values`."""
+        if bool(((tensors["weight_scale"].int() - BIAS).abs() > MAX_EXPONENT).any()):
+            raise ValueError(f"its exponents are not all within {MAX_EXPONENT} of 0, where bf16 holds the product.")
 
     def config(self, ignore: Sequence[str] = DEFAULT_IGNORE) -> dict:
         """See `WeightFormat.config`."""

@@ -8,6 +8,8 @@ import torch
 from verl_qerl.formats.base import WeightFormat
 from verl_qerl.nvfp4 import checkpoint, reference
 from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
+from verl_qerl.nvfp4.reader import TensorSpec
+from verl_qerl.nvfp4.writer import nvfp4_specs
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class NVFP4(WeightFormat):
     kind: str = "NVFP4"
     parts: tuple[str, ...] = (checkpoint.CODES, checkpoint.BLOCK_SCALE, checkpoint.GLOBAL_SCALE)
     block_size: int = BLOCK_SIZE
+    codes_per_byte: int = 2
     shares_scale: bool = True
     scale: str = "minmax"
 
@@ -40,6 +43,14 @@ class NVFP4(WeightFormat):
     def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """See `WeightFormat.dequantize`."""
         return reference.dequantize(checkpoint.from_tensors("weight", dict(tensors), "compressed-tensors"), dtype)
+
+    def specs(self, N: int, K: int) -> dict[str, TensorSpec]:
+        """See `WeightFormat.specs`."""
+        return nvfp4_specs(N, K)
+
+    def check_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """See `WeightFormat.check_values`."""
+        checkpoint.from_tensors("weight", dict(tensors), "compressed-tensors")
 
     def config(self, ignore: Sequence[str] = checkpoint.DEFAULT_IGNORE) -> dict:
         """See `WeightFormat.config`."""

@@ -34,6 +34,8 @@ PARTS = {
     "compressed-tensors": (f".{CODES}", f".{BLOCK_SCALE}", f".{GLOBAL_SCALE}"),
     "modelopt": (".weight_scale", ".weight_scale_2"),
 }
+# compressed-tensors' name of a neighbour's layout -> name of the weight format; `formats` has what is behind them.
+SIBLINGS = {"int-quantized": "int8", "float-quantized": "fp8", "mxfp4-pack-quantized": "mxfp4"}
 _ACTIVATION_SCALES = ("input_scale", "input_global_scale")  # W4A4 files; our rollouts keep activations in bf16
 
 
@@ -116,7 +118,8 @@ def stored_format(config: dict) -> str:
     """What the linears of a checkpoint are stored as, from its config.json.
 
     Returns:
-        `bf16` (any float, unquantized), `compressed-tensors` or `modelopt`.
+        `bf16` (any float, unquantized), `compressed-tensors` or `modelopt` (NVFP4), or the name of a format among
+        SIBLINGS.
 
     Raises:
         CheckpointFormatError: Quantized in a way that is not read here.
@@ -129,9 +132,11 @@ def stored_format(config: dict) -> str:
         return "compressed-tensors"
     if method == "modelopt" and "NVFP4" in str(found.get("quant_algo", "")):
         return "modelopt"
+    if method == "compressed-tensors" and found.get("format") in SIBLINGS:
+        return SIBLINGS[found["format"]]
     raise CheckpointFormatError(
         f"the checkpoint is quantized as {method!r} ({found.get('format') or found.get('quant_algo')}). "
-        f"Accepted are unquantized weights, compressed-tensors {FORMAT} and ModelOpt NVFP4. "
+        f"Accepted are unquantized weights, compressed-tensors {', '.join((FORMAT, *SIBLINGS))} and ModelOpt NVFP4. "
         "Point model.path at the original bf16 model."
     )
 

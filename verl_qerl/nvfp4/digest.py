@@ -5,13 +5,14 @@ from collections.abc import Mapping
 
 import torch
 
-from verl_qerl.nvfp4.format import PackedWeight
+from verl_qerl.nvfp4.format import Packed
 
 
-def weight_digest(weight: PackedWeight) -> str:
-    """First 16 hex digits of the SHA-256 over shape, codes, block scales and global scale, in this order."""
-    digest = hashlib.sha256(repr(tuple(weight.shape)).encode())
-    for tensor in (weight.codes, weight.block_scale, weight.global_decode_scale.reshape(1)):
+def weight_digest(weight: Packed) -> str:
+    """First 16 hex digits of the SHA-256 over label and tensors of `Packed.digested`, in this order."""
+    label, tensors = weight.digested
+    digest = hashlib.sha256(label.encode())
+    for tensor in tensors:
         digest.update(tensor.detach().contiguous().view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()[:16]
 

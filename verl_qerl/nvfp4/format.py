@@ -7,6 +7,7 @@ eight. With a global scale that is a power of two the bf16 value is therefore ex
 multiply by.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +21,31 @@ E4M3_MIN_NORMAL = torch.finfo(torch.float8_e4m3fn).smallest_normal  # 2**-6; Mar
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
+class Packed(ABC):
+    """One weight [N, K] in packed form, as readers, writers and digests see it."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """(N, K) = (out_features, in_features)."""
+
+    @property
+    @abstractmethod
+    def size_bytes(self) -> int:
+        """Of all its tensors."""
+
+    @property
+    @abstractmethod
+    def digested(self) -> tuple[str, tuple[torch.Tensor, ...]]:
+        """A label and the tensors, in the order in which a digest goes over them."""
+
+    @abstractmethod
+    def to(self, device: torch.device | str) -> "Packed":
+        """The same weight on `device`."""
+
+
 @dataclass(frozen=True)
-class PackedWeight:
+class PackedWeight(Packed):
     """One NVFP4 weight [N, K], K % 16 == 0.
 
     Attributes:
@@ -60,6 +84,11 @@ class PackedWeight:
     def size_bytes(self) -> int:
         """Bytes of codes, block scales and the global scale."""
         return self.codes.numel() + self.block_scale.numel() + 4
+
+    @property
+    def digested(self) -> tuple[str, tuple[torch.Tensor, ...]]:
+        """Shape; codes, block scales and global scale."""
+        return repr(tuple(self.shape)), (self.codes, self.block_scale, self.global_decode_scale.reshape(1))
 
     def to(self, device: torch.device | str) -> "PackedWeight":
         """The same weight on `device`."""

@@ -33,7 +33,7 @@ class Source:
     Attributes:
         path: The directory.
         config: Its config.json.
-        layout: `bf16`, `compressed-tensors` or `modelopt`.
+        layout: `bf16`, `compressed-tensors` or `modelopt`, or the name of another format; see `stored_format`.
         files: tensor name -> shard file name.
         specs: tensor name -> dtype and shape as stored.
     """
@@ -48,6 +48,11 @@ class Source:
     def shards(self) -> list[str]:
         """Shard file names in order."""
         return sorted(set(self.files.values()))
+
+    @property
+    def format(self) -> str | None:
+        """Name of the weight format of its linears; None: they are not quantized."""
+        return {"bf16": None, "compressed-tensors": "nvfp4", "modelopt": "nvfp4"}.get(self.layout, self.layout)
 
 
 def open_source(path: str | Path) -> Source:
@@ -76,6 +81,20 @@ def open_source(path: str | Path) -> Source:
         )
     check_experts(str(path), config, files)
     return Source(path, config, layout, files, specs)
+
+
+def check_format(source: Source, form: str) -> None:
+    """Require weights that are not quantized, or in `form`.
+
+    Raises:
+        CheckpointFormatError: They are in another format.
+    """
+    if source.format not in (None, form):
+        raise CheckpointFormatError(
+            f"{source.path} is quantized in another format: {source.format}, and {form} is asked for. Accepted are"
+            f" unquantized weights and {form}. Use +rollout={source.format}, or point model.path at the original bf16"
+            " model."
+        )
 
 
 def _local(path: str | Path) -> Path:
@@ -122,8 +141,10 @@ def stream(
         (module name, PackedWeight) for a quantized linear, (tensor name, tensor) for everything else.
 
     Raises:
-        ValueError: A weight is incomplete or cannot be held by NVFP4, or a group disagrees; see `linear_modules`.
+        ValueError: A weight is incomplete or cannot be held by NVFP4, or a group disagrees; see `linear_modules`. Or
+            the source is quantized in another format.
     """
+    check_format(source, "nvfp4")
     if source.layout != "bf16":
         yield from _stream_packed(source, device)
     else:

@@ -6,7 +6,7 @@ not grow with the size of a shard, which it would if each were collected for `sa
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,10 +27,28 @@ class _Slot:
     spec: TensorSpec
 
 
+def nvfp4_specs(N: int, K: int, layout: str = "compressed-tensors") -> dict[str, TensorSpec]:
+    """The tensors that an NVFP4 weight [N, K] becomes in `layout`, without the name of their module."""
+    codes, block_scale, global_scale = checkpoint.PART_NAMES[layout]
+    return {
+        codes: TensorSpec("U8", (N, K // 2)),
+        block_scale: TensorSpec("F8_E4M3", (N, K // BLOCK_SIZE)),
+        global_scale: TensorSpec("F32", () if layout == "modelopt" else (1,)),
+    }
+
+
 def quantized_specs(
-    dense: Mapping[str, TensorSpec], linears: Iterable[str], layout: str = "compressed-tensors"
+    dense: Mapping[str, TensorSpec],
+    linears: Iterable[str],
+    of_weight: Callable[[int, int], Mapping[str, TensorSpec]] = nvfp4_specs,
 ) -> dict[str, TensorSpec]:
-    """What a checkpoint holds once `linears` are packed in `layout`, in the order of `dense`, what it holds before."""
+    """What a checkpoint holds once `linears` are packed, in the order of `dense`, what it holds before.
+
+    Args:
+        dense: name -> dtype and shape.
+        linears: Modules whose `weight` is packed.
+        of_weight: The tensors that a weight [N, K] becomes, as `nvfp4_specs`.
+    """
     packed = set(linears)
     specs: dict[str, TensorSpec] = {}
     for name, spec in dense.items():
@@ -39,10 +57,7 @@ def quantized_specs(
             specs[name] = spec
             continue
         N, K = spec.shape
-        codes, block_scale, global_scale = checkpoint.PART_NAMES[layout]
-        specs[f"{module}.{codes}"] = TensorSpec("U8", (N, K // 2))
-        specs[f"{module}.{block_scale}"] = TensorSpec("F8_E4M3", (N, K // BLOCK_SIZE))
-        specs[f"{module}.{global_scale}"] = TensorSpec("F32", () if layout == "modelopt" else (1,))
+        specs |= {f"{module}.{part}": held for part, held in of_weight(N, K).items()}
     return specs
 
 

@@ -1,0 +1,159 @@
+"""`nvfp4.stream.stream` for every format: a checkpoint as packed weights and other tensors, quantized on the way.
+
+The one reader of command line, actor and rollout for a frozen base: from a bf16 checkpoint all of them quantize the
+values as they are stored, with the same code, and from a packed one they take the bits as they are.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.formats.base import WeightFormat
+from verl_qerl.formats.nvfp4 import NVFP4
+from verl_qerl.formats.packed import QuantizedWeight
+from verl_qerl.nvfp4 import stream as nvfp4
+from verl_qerl.nvfp4.experts import is_expert
+from verl_qerl.nvfp4.format import Packed
+from verl_qerl.nvfp4.groups import in_groups
+from verl_qerl.nvfp4.stream import Source, check_format, linear_modules, stored_tensors
+
+Observe = Callable[[str, torch.Tensor, Any], None]
+# What of compressed-tensors' arguments decides how codes and scales are read.
+_ARGUMENTS = ("num_bits", "type", "symmetric", "strategy", "dynamic", "group_size")
+
+
+def packed_stream(
+    source: Source,
+    form: WeightFormat,
+    ignore: Sequence[str] | None = None,
+    device: str | torch.device = "cpu",
+    observe: Observe | None = None,
+) -> Iterator[tuple[str, Packed | torch.Tensor]]:
+    """Every tensor of the checkpoint, linears packed in `form`.
+
+    Args:
+        source: From `open_source`; not quantized, or in this format.
+        form: The format, with its choice of scale.
+        ignore: Modules of a source that is not quantized, left as they are (default: lm_head).
+        device: Where weights are read to and quantized.
+        observe: Called with module, original and packed weight of each linear that is quantized here.
+
+    Yields:
+        (module name, packed weight) for a quantized linear, (tensor name, tensor) for everything else.
+
+    Raises:
+        ValueError: A weight is incomplete or cannot be held, the source is in another format or in this one with
+            other arguments, or holds experts in a format other than NVFP4.
+    """
+    if isinstance(form, NVFP4):
+        yield from nvfp4.stream(source, form.scale, ignore, device, observe)
+        return
+    check_held(source, form)
+    if source.format is not None:
+        yield from _stored(source, form, device)
+        return
+    linears = linear_modules(source, ignore, form.block_size, form.kind)
+    for name, item in in_groups(stored_tensors(source, device), linears, form.shares_scale):
+        if isinstance(item, torch.Tensor):
+            yield name, item
+            continue
+        for module, parts in form.quantize_group(item).items():
+            packed = QuantizedWeight(form, parts)
+            if observe:
+                observe(module, item[module], packed)
+            yield module, packed
+
+
+def packed_names(source: Source, form: WeightFormat, ignore: Sequence[str] | None = None) -> set[str]:
+    """The modules that `packed_stream` packs."""
+    if source.format is None:
+        return linear_modules(source, ignore, form.block_size, form.kind)
+    return nvfp4.packed_modules(source) if isinstance(form, NVFP4) else _stored_modules(source)
+
+
+def check_held(source: Source, form: WeightFormat) -> None:
+    """Require a checkpoint that this format can be made of, or that is in it.
+
+    Raises:
+        CheckpointFormatError: It is in another format, in this one with other arguments, or holds experts, which
+            NVFP4 alone holds.
+    """
+    check_format(source, form.name)
+    if isinstance(form, NVFP4):
+        return
+    experts = sorted(name for name in source.files if is_expert(name.rpartition(".")[0]))
+    if experts:
+        raise CheckpointFormatError(
+            f"a mixture of experts is packed in another format: {form.name}, first {experts[0]!r} of {source.path}."
+            " Accepted is nvfp4. Use it, or a model without experts."
+        )
+    if source.format is not None:
+        _check_arguments(source, form)
+
+
+def _check_arguments(source: Source, form: WeightFormat) -> None:
+    found = source.config["quantization_config"].get("config_groups") or {}
+    ours = form.config()["config_groups"]["group_0"]
+    for name, group in found.items():
+        for kind in ("weights", "input_activations"):
+            asked, has = (_arguments(one.get(kind)) for one in (ours, group))
+            if asked != has or group.get("targets") != ours["targets"]:
+                raise CheckpointFormatError(
+                    f"{source.path} is quantized with other arguments: {kind} of {name} are {has} for"
+                    f" {group.get('targets')}. Accepted with {form.name} are {asked} for {ours['targets']}. Quantize"
+                    f" the original model with `python -m verl_qerl quantize --format {form.name}`."
+                )
+    if not found:
+        raise CheckpointFormatError(
+            f"{source.path} does not say how it is quantized: config_groups={found}. A group of all linears is"
+            f" accepted. Quantize the original model with `python -m verl_qerl quantize --format {form.name}`."
+        )
+
+
+def _arguments(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {name: found[name] for name in _ARGUMENTS if found.get(name) is not None}
+
+
+def _stored_modules(source: Source) -> set[str]:
+    # A scale makes a module a packed one, so that missing codes are noticed.
+    return {name.removesuffix(".weight_scale") for name in source.files if name.endswith(".weight_scale")}
+
+
+def _stored(
+    source: Source, form: WeightFormat, device: str | torch.device
+) -> Iterator[tuple[str, QuantizedWeight | torch.Tensor]]:
+    modules = _stored_modules(source)
+    wanted: dict[str, set[str]] = {}
+    for name in source.files:
+        module, _, part = name.rpartition(".")
+        if module in modules and part != "bias":
+            wanted.setdefault(module, set()).add(part)
+    waiting: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in stored_tensors(source, device):
+        module, _, part = name.rpartition(".")
+        if part not in wanted.get(module, ()):
+            yield name, tensor
+            continue
+        held = waiting.setdefault(module, {})
+        held[part] = tensor
+        if set(held) == wanted[module]:
+            yield module, _weight(source, module, form, waiting.pop(module))
+
+
+def _weight(source: Source, module: str, form: WeightFormat, tensors: dict[str, torch.Tensor]) -> QuantizedWeight:
+    scale = tensors.get("weight_scale")
+    if scale is not None and scale.is_floating_point():  # other tools write it in bf16; kernels read float32
+        tensors["weight_scale"] = scale.float()
+    try:
+        weight = QuantizedWeight(form, tensors)
+        form.check_values(tensors)
+    except ValueError as error:
+        raise CheckpointFormatError(
+            f"{module!r} of {source.path} is no weight in {form.name}: {error} What `python -m verl_qerl quantize"
+            f" --format {form.name}` writes is accepted. Download or quantize the model again."
+        ) from error
+    return weight
