@@ -7,12 +7,12 @@ import torch.nn as nn
 from peft.tuners.lora import Linear as LoraLinear
 
 from verl_qerl.kernels.adapted_linear import FrozenWeight, adapted_linears
-from verl_qerl.modules.nvfp4_linear import NVFP4Linear
+from verl_qerl.modules.packed_linear import PackedLinear
 from verl_qerl.nvfp4.checkpoint import FUSED_GROUPS
 
 
 class AdaptedLinear(LoraLinear):
-    """peft.tuners.lora.Linear over a frozen NVFP4Linear or nn.Linear; made from one by `fuse_adapters`.
+    """peft.tuners.lora.Linear over a frozen PackedLinear or nn.Linear; made from one by `fuse_adapters`.
 
     One active, plain adapter in the dtype of the products is computed by `kernels.adapted_linear`. For everything else
     (no or several adapters, dropout, variants of LoRA, another dtype) this is PEFT's own forward pass.
@@ -46,7 +46,7 @@ class AdaptedLinear(LoraLinear):
         """(W, A, B, scaling, bias), cast to `dtype`."""
         (name,) = self.active_adapters
         base: Any = self.base_layer
-        if isinstance(base, NVFP4Linear):
+        if isinstance(base, PackedLinear):
             weight = FrozenWeight(base.decode_forward, base.decode_backward)
         else:
             weight = FrozenWeight(base.weight.to, base.weight.to)
@@ -85,7 +85,7 @@ class Siblings:
 
 
 def fuse_adapters(model: nn.Module) -> int:
-    """Turn the LoRA linears of a PEFT model, on NVFP4Linear and frozen nn.Linear, into AdaptedLinear, in place.
+    """Turn the LoRA linears of a PEFT model, on PackedLinear and frozen nn.Linear, into AdaptedLinear, in place.
 
     Siblings are q, k, v and gate, up of one parent where the model has them so; the rest stand alone.
 
@@ -109,7 +109,7 @@ def fuse_adapters(model: nn.Module) -> int:
 
 def _can_be_fused(module: nn.Module) -> bool:
     return type(module) is LoraLinear and (
-        type(module.base_layer) is nn.Linear or isinstance(module.base_layer, NVFP4Linear)
+        type(module.base_layer) is nn.Linear or isinstance(module.base_layer, PackedLinear)
     )
 
 

@@ -7,24 +7,25 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from verl_qerl.modules.nvfp4_experts import ExpertLinear, NVFP4Experts
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
-from verl_qerl.nvfp4.format import PackedWeight
+from verl_qerl.modules.packed_linear import PackedLinear
+from verl_qerl.nvfp4.format import Packed
 
 
 def replace_linears(
-    model: nn.Module, match: Callable[[str], bool], kind: type[NVFP4Linear] = NVFP4Linear
-) -> dict[str, NVFP4Linear]:
-    """Put an unfilled NVFP4Linear in the place of every nn.Linear whose name matches.
+    model: nn.Module, match: Callable[[str], bool], kind: type[PackedLinear] = NVFP4Linear
+) -> dict[str, PackedLinear]:
+    """Put an unfilled PackedLinear in the place of every nn.Linear whose name matches.
 
     Args:
         model: Changed in place.
         match: Called with the module's name, e.g. `model.layers.0.self_attn.q_proj`.
-        kind: NVFP4Linear or a subclass.
+        kind: Which one; see `format_linear.PACKED_LINEARS`.
 
     Returns:
-        name -> module put in place; fill each with `NVFP4Linear.fill`.
+        name -> module put in place; fill each with `PackedLinear.fill`.
 
     Raises:
-        ValueError: Nothing matched, or an in_features is not a multiple of 16.
+        ValueError: Nothing matched, or an in_features is not a multiple of the block size.
     """
     found = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear and match(name)]
     if not found:
@@ -61,8 +62,8 @@ def replace_experts(model: nn.Module) -> dict[str, ExpertLinear]:
     return places
 
 
-def packed_weights(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
-    """(name as in a checkpoint, weight) of every NVFP4Linear and of every expert's linears."""
+def packed_weights(model: nn.Module) -> Iterator[tuple[str, Packed]]:
+    """(name as in a checkpoint, weight) of every PackedLinear and of every expert's linears."""
     for name, linear in packed_linears(model):
         yield name, linear.packed()
     for name, module in model.named_modules():
@@ -71,10 +72,10 @@ def packed_weights(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
                 yield f"{_without_peft(name)}.{linear}", place.packed()
 
 
-def packed_linears(model: nn.Module) -> Iterator[tuple[str, NVFP4Linear]]:
-    """(name, module) of every NVFP4Linear, in the order of `named_modules`, with PEFT's parts of the name removed."""
+def packed_linears(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
+    """(name, module) of every PackedLinear, in the order of `named_modules`, with PEFT's parts of the name removed."""
     for name, module in model.named_modules():
-        if isinstance(module, NVFP4Linear):
+        if isinstance(module, PackedLinear):
             yield _without_peft(name), module
 
 

@@ -1,0 +1,115 @@
+"""What all packed linears have in common, in every format; NVFP4 alone: test_nvfp4_linear_on_cpu.py."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+
+from verl_qerl.formats import get_format
+from verl_qerl.formats.packed import dequantize, packed_from
+from verl_qerl.modules.format_linear import PACKED_LINEARS
+from verl_qerl.nvfp4.digest import weight_digest
+
+FORMS = sorted(PACKED_LINEARS)
+each_format = pytest.mark.parametrize("name", FORMS)
+
+
+def build(name, N=24, K=64, bias=True, dtype=torch.bfloat16, seed=0):
+    """(packed, its weight, the dense linear of the same values)."""
+    torch.manual_seed(seed)
+    dense = nn.Linear(K, N, bias=bias, dtype=dtype)
+    form = get_format(name)
+    weight = packed_from(form, form.quantize(torch.randn(N, K) * 0.02))
+    packed = PACKED_LINEARS[name].from_linear(dense)
+    packed.fill(weight)
+    with torch.no_grad():
+        dense.weight.copy_(dequantize(weight, dtype))
+    return packed, weight, dense
+
+
+@each_format
+def test_what_was_filled_in_comes_out_without_a_copy(name):
+    packed, weight, _ = build(name)
+    assert weight_digest(packed.packed()) == weight_digest(weight)
+    _, (codes, *_) = weight.digested
+    assert packed.weight.data_ptr() == codes.data_ptr()
+    assert {buffer.dtype for buffer in packed.buffers()} == {torch.uint8}
+    held = sum(buffer.numel() for buffer in packed.buffers())
+    assert held == weight.size_bytes
+
+
+@each_format
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_forward_and_gradient_are_the_dense_linears(name, dtype):
+    packed, _, dense = build(name, dtype=dtype)
+    outputs = []
+    for module in (packed, dense):
+        x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+        y = module(x)
+        y.square().sum().backward()
+        outputs.append((y.detach(), x.grad))
+    assert all(torch.equal(found, expected) for found, expected in zip(*outputs, strict=True))
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in packed.parameters())
+
+
+@each_format
+def test_autocast_decides_the_dtype(name):
+    packed, _, dense = build(name, dtype=torch.float32)
+    x = torch.randn(3, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = packed(x), dense(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, expected)
+
+
+@each_format
+def test_a_dense_copy_is_taken_where_there_is_one(name):
+    packed, weight, _ = build(name, bias=False)
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    packed.dense = torch.zeros_like(dequantize(weight))
+    assert not packed(x).any()
+    assert not packed.decode(torch.float32).any()
+    packed.dense = None
+    assert torch.equal(packed.decode(torch.bfloat16), dequantize(weight))
+
+
+@each_format
+@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.double], ids=lambda f: f.__name__)
+def test_no_change_of_dtype_copy_or_state_dict_reaches_the_bits(name, convert):
+    packed, weight, _ = build(name)
+    other = copy.deepcopy(convert(packed))
+    other.load_state_dict(packed.state_dict())
+    assert weight_digest(other.packed()) == weight_digest(weight)
+    assert list(packed.state_dict()) == ["bias"]
+
+
+@each_format
+def test_an_unfilled_module_has_weight_zero_and_may_be_on_meta(name):
+    dense = nn.Linear(64, 8)
+    assert torch.equal(PACKED_LINEARS[name].from_linear(dense)(torch.randn(2, 64)), dense.bias.expand(2, 8))
+    packed = PACKED_LINEARS[name].from_linear(nn.Linear(64, 24, bias=False, device="meta"))
+    assert all(buffer.is_meta for buffer in packed.buffers())
+    packed.fill(build(name)[1])
+    assert not any(buffer.is_meta for buffer in packed.buffers())
+
+
+@each_format
+def test_the_module_says_what_it_is(name):
+    packed, _, _ = build(name)
+    assert isinstance(packed, nn.Linear)
+    kind = type(packed).__name__
+    assert repr(packed) == f"{kind}(in_features=64, out_features=24, bias=True, {name})"
+
+
+@each_format
+def test_a_weight_of_another_shape_is_refused(name):
+    packed, _, _ = build(name)
+    with pytest.raises(ValueError, match=r"^the packed weight is \(24, 96\), the linear \(24, 64\)\. .* config\.json"):
+        packed.fill(build(name, K=96)[1])
+
+
+@pytest.mark.parametrize(("name", "K", "block"), [("mxfp4", 48, 32), ("nvfp4", 24, 16)])
+def test_in_features_that_the_format_cannot_hold(name, K, block):
+    with pytest.raises(ValueError, match=rf"^in_features={K} is not a multiple of {block}\. {name.upper()} cannot"):
+        PACKED_LINEARS[name].from_linear(nn.Linear(K, 8))
