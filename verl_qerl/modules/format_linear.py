@@ -7,6 +7,7 @@ import torch
 from verl_qerl.formats import FP8, INT8, MXFP4, WeightFormat
 from verl_qerl.formats.packed import QuantizedWeight
 from verl_qerl.kernels.adapted_linear import FrozenWeight
+from verl_qerl.kernels.dequantize_formats import dequantize_format
 from verl_qerl.kernels.frozen_linear import frozen_linear
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.modules.packed_linear import PackedLinear
@@ -54,7 +55,7 @@ class FormatLinear(PackedLinear):
 
     def decode_packed(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight, [N, K] of `dtype`, from the packed tensors."""
-        return self.form.dequantize(self._parts(), dtype)
+        return dequantize_format(self.form, self._parts(), dtype)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """X W^T + bias, [..., N] of x's dtype, from the packed tensors."""
