@@ -3,8 +3,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from verl_qerl.algos.memory_plan import GIB, ModelShape, Settings, check, passes, plan, table
+from verl_qerl.algos.memory_plan import BYTES_PER_WEIGHT, GIB, ModelShape, Settings, check, passes, plan, table
+from verl_qerl.formats import get_format
 
 QWEN = {"vocab_size": 152_064, "rms_norm_eps": 1e-6}
 CONFIG_7B = QWEN | {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
@@ -44,6 +46,19 @@ def test_what_is_held_by_hand():
     }
     assert rollout.held["vLLM"] == 5e5
     assert rollout.certain == 5e5 + update.certain - update.held["gradients"]
+
+
+@pytest.mark.parametrize("name", sorted(BYTES_PER_WEIGHT))
+def test_the_base_takes_what_its_format_does(name):
+    shape = ModelShape.from_config(CONFIG_7B)
+    held = {form: plan(shape, Settings(rank=32, format=form), 80 * GIB)[1].held for form in ("nvfp4", name)}
+    dense = torch.ones(256, 1024)
+    of_a_weight = sum(tensor.nbytes for tensor in get_format(name).quantize(dense).values()) / dense.numel()
+    assert BYTES_PER_WEIGHT[name] == pytest.approx(of_a_weight, rel=5e-3)  # but for a channel's or the weight's scale
+    assert held[name]["packed base"] == shape.layers * shape.layer_weights * BYTES_PER_WEIGHT[name]
+    assert held[name] | {"packed base": 0} == held["nvfp4"] | {"packed base": 0}
+    with pytest.raises(ValueError, match="too little GPU memory"):
+        plan(shape, Settings(rank=32, format=name, utilization=0.1), 10 * held[name]["packed base"])
 
 
 def test_what_more_gpus_take_away():

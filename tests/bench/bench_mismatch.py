@@ -1,10 +1,13 @@
 """Actor against rollout: log-prob differences without noise, and the entropy of sampling with noise.
 
-Three arms in one call with the same LoRA adapter: bf16, NVFP4, and NVFP4 prepared for noise (norms in float32). The
-rollout is vLLM, the actor the module the engine trains, in bf16. Log-probs are compared without noise. The entropy is
-measured twice: on what the rollout samples at each sigma, and exactly on fixed contexts.
+Arms with the same LoRA adapter: bf16, NVFP4, and NVFP4 prepared for noise (norms in float32); with --arms also bases
+in INT8, FP8 and MXFP4. The rollout is vLLM, the actor the module the engine trains, in bf16. Log-probs are compared
+without noise. The entropy is measured twice: on what the rollout samples at each sigma, and exactly on fixed contexts.
 
-    python tests/bench/bench_mismatch.py --model DIR --prompts train.parquet --out FILE.json
+INT8 and FP8 have a float32 scale a channel, which the rollout's kernel multiplies its sums by, where the actor rounds
+codes times scale to bf16. `actor_weight_rounding` is what that changes in the actor's own log-probs.
+
+    python tests/bench/bench_mismatch.py --model DIR --prompts train.parquet --out FILE.json [--arms bf16 int8]
 """
 
 import argparse
@@ -22,6 +25,7 @@ from verl_qerl.testing import current_commit
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the worker is asked for log-probs in this process
 
 SIGMAS = (0.0, 1e-2, 5e-2)
+ARMS = ("bf16", "nvfp4", "nvfp4_noise", "int8", "fp8", "mxfp4")
 
 
 def main() -> None:
@@ -46,7 +50,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         adapter = Path(folder) / "adapter"
         make_adapter(args.model, adapter, args.rank)
-        for arm in ("bf16", "nvfp4", "nvfp4_noise"):
+        for arm in args.arms:
             # One process each: an engine that shares its process does not give its memory back.
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 result["arms"].append(pool.apply(run_arm, (arm, args, prompts, adapter)))
@@ -67,6 +71,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, default=128, help="sequences that the exact entropy is taken on")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--memory", type=float, default=0.3, help="vLLM's share of the GPU")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS[:3])
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
@@ -101,13 +106,9 @@ def run_arm(arm: str, args: argparse.Namespace, prompts: list[list[int]], adapte
     from vllm import LLM
     from vllm.lora.request import LoRARequest
 
-    from verl_qerl.nvfp4.checkpoint import quantization_config
+    from verl_qerl.formats import get_format
 
-    nvfp4 = {
-        "load_format": "verl_qerl_nvfp4",
-        "quantization": "verl_qerl_nvfp4",
-        "hf_overrides": {"quantization_config": quantization_config()},
-    }
+    form = arm.removesuffix("_noise")
     common = {
         "model": args.model,
         "dtype": "bfloat16",
@@ -120,7 +121,8 @@ def run_arm(arm: str, args: argparse.Namespace, prompts: list[list[int]], adapte
         "worker_extension_cls": "verl_qerl.vllm_plugin.worker.NoiseWorkerExtension",
     }
     if arm != "bf16":
-        common |= nvfp4
+        common |= {"load_format": f"verl_qerl_{form}", "quantization": f"verl_qerl_{form}"}
+        common["hf_overrides"] = {"quantization_config": get_format(form).config()}
     if arm == "nvfp4_noise":
         common["additional_config"] = {"verl_qerl": {"aqn": {"enabled": True}}}
     engine = LLM(**common)
@@ -215,20 +217,50 @@ def compare(arm: str, args: argparse.Namespace, samples: list[tuple], adapter: P
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     actor = build_actor(arm, args.model, adapter).to(device).eval()
-    differences = []
-    for prompt, answer, rollout in samples:
-        logits = answer_logits(actor, prompt, answer, device)
-        chosen = torch.tensor(answer, device=device)[:, None]
-        differences.append(logits.log_softmax(-1).gather(1, chosen)[:, 0].cpu() - torch.tensor(rollout))
-    delta = torch.cat(differences)
+    log_probs = answer_log_probs(actor, samples, device)
+    delta = log_probs - torch.cat([torch.tensor(rollout) for _, _, rollout in samples])
+    extra = {}
+    if arm == "nvfp4_noise":
+        extra["exact_entropy"] = exact_entropies(actor, args, samples, device)
+    if arm in ("int8", "fp8"):
+        unrounded(actor)
+        exact = answer_log_probs(actor, samples, device)
+        extra["actor_weight_rounding"] = (log_probs - exact).abs().mean().item()
     # k3 estimator of KL(rollout || actor), Schulman 2020
     return {
         "mean_abs_log_prob_difference": delta.abs().mean().item(),
         "max_abs_log_prob_difference": delta.abs().max().item(),
         "kl_k3": (delta.exp() - 1 - delta).mean().item(),
         "tokens": delta.numel(),
-        **({"exact_entropy": exact_entropies(actor, args, samples, device)} if arm == "nvfp4_noise" else {}),
+        **extra,
     }
+
+
+def answer_log_probs(actor: object, samples: list[tuple], device: str) -> object:
+    """[tokens of all answers] float32, on the CPU."""
+    import torch
+
+    found = []
+    for prompt, answer, _ in samples:
+        chosen = torch.tensor(answer, device=device)[:, None]
+        logits = answer_logits(actor, prompt, answer, device)
+        found.append(logits.log_softmax(-1).gather(1, chosen)[:, 0].cpu())
+    return torch.cat(found)
+
+
+def unrounded(actor: object) -> None:
+    """Have the packed linears multiply by codes and, the sums, by scales, rounding the result once, as kernels do."""
+    import functools
+
+    from verl_qerl.modules.convert import packed_linears
+
+    def multiply(linear: object, x: object, bias: object) -> object:
+        tensors = linear.packed().tensors
+        y = (x.float() @ tensors["weight"].float().t()) * tensors["weight_scale"].t()
+        return (y if bias is None else y + bias.float()).to(x.dtype)
+
+    for _, linear in packed_linears(actor):
+        linear.multiply = functools.partial(multiply, linear)
 
 
 def build_actor(arm: str, model: str, adapter: Path):
@@ -240,14 +272,17 @@ def build_actor(arm: str, model: str, adapter: Path):
     if arm == "bf16":
         base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     else:
+        from verl_qerl.modules.format_linear import PACKED_LINEARS
         from verl_qerl.verl_plugin.config import BaseOptions
         from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
 
         config = AutoConfig.from_pretrained(model)
         with init_empty_weights(include_buffers=False):
             base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        linears = build_skeleton(base, model, BaseOptions().ignore)
-        load_packed(base, linears, model, BaseOptions(), torch.bfloat16)
+        options = BaseOptions(format=arm.removesuffix("_noise"))
+        kind = PACKED_LINEARS[options.format]
+        linears = build_skeleton(base, model, options.ignore, kind, options.weight_format)
+        load_packed(base, linears, model, options, torch.bfloat16)
     return PeftModel.from_pretrained(base, adapter, autocast_adapter_dtype=False)
 
 

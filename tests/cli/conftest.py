@@ -24,6 +24,8 @@ CASES = (
     "ours-moe-lora",
     "norms-nvfp4-lora",
     "norms-bf16-full",
+    "int8-bf16-lora",
+    "int8-int8-full",
 )
 
 
@@ -48,7 +50,7 @@ class Trained:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> Path:
-    """Folder with models of two layers and a tokenizer: bf16, tied (embeddings), nvfp4 (of bf16); moe has experts."""
+    """Folder with models of two layers and a tokenizer: bf16, tied (embeddings), nvfp4 and int8 (of bf16), moe."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from verl_qerl.cli.chat_tokenizer import train_tokenizer
@@ -76,6 +78,7 @@ def models(tmp_path_factory) -> Path:
         model.save_pretrained(folder / name, max_shard_size="200KB")
         tokenizer.save_pretrained(str(folder / name))
     quantize_checkpoint(folder / "bf16", folder / "nvfp4", scale="mse", device="cpu")
+    quantize_checkpoint(folder / "bf16", folder / "int8", form="int8", device="cpu")
     random_qwen3_moe(vocab_size=320, max_position_embeddings=512).save_pretrained(folder / "moe")
     tokenizer.save_pretrained(str(folder / "moe"))
     return folder

@@ -21,6 +21,12 @@ def test_prints_what_fits(model, capsys):
     assert main(["plan", "--model", str(model / "config.json"), *options]) == 0
 
 
+def test_the_format_of_the_base_counts(model, capsys):
+    options = ["--gpu-gib", "141", "--tokens", "4736", "--utilization", "0.6", "--format", "int8"]
+    assert main(["plan", "--model", str(model), *options]) == 0
+    assert "packed base: 29.06" in capsys.readouterr().out
+
+
 def test_one_when_the_estimate_is_above(model, capsys):
     options = ["--gpu-gib", "79.6", "--tokens", "65536", "--utilization", "0.6", "--no-checkpointing"]
     assert main(["plan", "--model", str(model), *options]) == 1

@@ -2,7 +2,8 @@
 
 python train_checkpoint.py <folder of models> <folder for checkpoints> <case> ...
 
-A case is <engine>-<model>-<full or lora>; the engine `uaq` trains all weights, `norms` is ours with norms trained.
+A case is <engine>-<model>-<full or lora>; the engine `int8` has its base in that format, `uaq` trains all weights,
+`norms` is ours with norms trained.
 Beside each checkpoint `<case>.pt` holds what the engine computes.
 """
 
@@ -35,8 +36,8 @@ def build(kind, model, contents):
         lora_alpha=16,
     )
     settings = {"strategy": "fsdp2", "use_torch_compile": False, "model_dtype": "bf16"}
-    if kind in ("ours", "norms"):
-        qerl = {"scale": "mse", "train_norms": kind == "norms"}
+    if kind in ("ours", "norms", "int8"):
+        qerl = {"format": kind} if kind == "int8" else {"scale": "mse", "train_norms": kind == "norms"}
         cls, config = QerlFSDPEngine, QerlFSDPEngineConfig(**settings, qerl=qerl)
     elif kind == "uaq":
         cls, config = QerlFSDPEngine, ScaledFSDPEngineConfig(**settings | {"model_dtype": "fp32"}, uaq_scale=1.5)

@@ -17,12 +17,12 @@ from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelCo
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from verl_qerl.modules import NVFP4Linear
+from verl_qerl.formats.packed import dequantize
 from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.modules.convert import packed_weights
+from verl_qerl.modules.packed_linear import PackedLinear
 from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.experts import ADAPTED
-from verl_qerl.nvfp4.reference import dequantize
 from verl_qerl.testing import set_linear
 from verl_qerl.verl_plugin import engine as ours
 from verl_qerl.verl_plugin import flat_adapter
@@ -104,7 +104,7 @@ def layout(engine):
         "trainable": {name: p.dtype for name, p in module.named_parameters() if p.requires_grad},
         "frozen": {name: p.dtype for name, p in module.named_parameters() if not p.requires_grad},
         "dense": [name for name, t in tensors if t.is_floating_point() and t.numel() >= SMALLEST_LINEAR],
-        "packed": sorted(name for name, m in module.named_modules() if isinstance(m, NVFP4Linear)),
+        "packed": sorted(name for name, m in module.named_modules() if isinstance(m, PackedLinear)),
         "meta": [name for name, t in tensors if t.is_meta],
         "digests": digests(engine),
     }
@@ -114,7 +114,7 @@ def base(model, **qerl):
     """Everything about an engine that is not trained."""
     engine = build(model, qerl=qerl)
     found = layout(engine)
-    expected = reference(engine, "bf16" if model == "nvfp4" else model)
+    expected = reference(engine, model if model in ("tied", "moe") else "bf16")
     found |= {"logits": logits(engine.module), "expected": logits(expected)}
     with engine.disable_adapter(), expected.disable_adapter():
         found |= {"base": logits(engine.module), "expected base": logits(expected)}

@@ -48,3 +48,8 @@ def test_the_base_is_named_so_that_another_process_finds_it(tmp_path, monkeypatc
 @pytest.mark.parametrize(("trained", "norms"), [(False, ()), (True, ("input_layernorm", "post_attention_layernorm"))])
 def test_norms_that_are_trained_are_named(trained, norms):
     assert base_record("org/model", BaseOptions(train_norms=trained), {}, lora()).trained_norms == norms
+
+
+def test_the_format_of_the_base_is_named():
+    found = {form: base_record("m", BaseOptions(format=form), {}, lora()).format for form in ("nvfp4", "int8")}
+    assert found == {"nvfp4": "nvfp4", "int8": "int8"}

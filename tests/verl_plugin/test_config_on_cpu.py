@@ -116,7 +116,7 @@ BAD = {
     (
         f"{ACTOR}.fsdp_config.qerl.format=int8",
         f"+{ACTOR}.fsdp_config.qerl.train_norms=True",
-    ): r"an adapter on a base of this format is not supported: \+rollout=int8 with model\.lora_rank=32",
+    ): r"train_norms=True does not go together with \+rollout=int8",
     (f"+{ACTOR}.fsdp_config.qerl.train_norms=1",): r"no switch: .*train_norms=1\. Accepted are true and false",
     (f"{ROLLOUT}.dtype=float16",): r"rollout\.dtype=float16 does not go together .* Accepted is bfloat16",
     (f"{ROLLOUT}.pipeline_model_parallel_size=2",): r"rollout\.pipeline_model_parallel_size=2 does not go together",
@@ -192,11 +192,17 @@ def test_nvfp4_takes_its_scale_choice_along():
     assert build(composed(*options)).fsdp_config.qerl.weight_format.scale == "mse"
 
 
+@pytest.mark.parametrize("form", ["fp8", "int8", "mxfp4", "nvfp4"])
+def test_an_adapter_takes_a_base_in_every_format(form):
+    config = build(composed(rollout=f"+rollout={form}")).fsdp_config
+    assert (config.qerl.format, config.qerl.has_adapter, config.model_dtype) == (form, True, "bf16")
+
+
 @pytest.mark.parametrize("form", ["fp8", "int8", "mxfp4"])
-def test_an_adapter_needs_an_nvfp4_base(form):
-    sentence = rf"not supported: \+rollout={form} with model\.lora_rank=32\. Accepted are model\.lora_rank=0 .*nvfp4"
+def test_a_base_that_is_shared_out_is_in_nvfp4(form):
+    sentence = rf"shard_base=True does not go together with \+rollout={form}: .* Accepted is False, or \+rollout=nvfp4"
     with pytest.raises(InstantiationException, match=sentence):
-        build(composed(rollout=f"+rollout={form}"))
+        build(composed(f"+{ACTOR}.fsdp_config.qerl.shard_base=True", rollout=f"+rollout={form}"))
 
 
 @pytest.mark.parametrize("trained", [False, True])

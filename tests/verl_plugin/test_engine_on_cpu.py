@@ -180,8 +180,8 @@ def test_pefts_own_lora_layers_by_option(alone):
 
 def test_what_cannot_be_is_refused(alone):
     found = alone["options"]
-    assert found["liger"].startswith("model.use_liger=True is not supported on an NVFP4 base. Accepted is False.")
-    assert found["triton"].startswith("model.fused_kernel_options.impl_backend=triton is not supported on an NVFP4")
+    assert found["liger"].startswith("model.use_liger=True is not supported on a packed base. Accepted is False.")
+    assert found["triton"].startswith("model.fused_kernel_options.impl_backend=triton is not supported on a packed")
     assert found["another base on rank 0"].startswith("two processes hold different base weights: 14 of 14 differ")
 
 

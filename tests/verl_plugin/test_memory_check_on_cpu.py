@@ -35,7 +35,7 @@ def engine():
         ulysses_sequence_parallel_size=1,
         param_offload=False,
         optimizer_offload=False,
-        qerl=SimpleNamespace(shard_base=True, share_base=False),
+        qerl=SimpleNamespace(shard_base=True, share_base=False, format="int8"),
     )
     mesh = SimpleNamespace(ndim=1, size=lambda dim: 4)
     return SimpleNamespace(model_config=model, engine_config=config, device_mesh=mesh, rank=0)
@@ -49,7 +49,8 @@ def gpu(monkeypatch):
 
 
 def test_settings_are_those_of_the_run(engine):
-    expected = Settings(rank=32, gpus=4, tokens=2 * 2368, shard_base=True, utilization=0.6, tensor_parallel=2)
+    sizes = {"rank": 32, "gpus": 4, "tokens": 2 * 2368, "utilization": 0.6, "tensor_parallel": 2}
+    expected = Settings(**sizes, shard_base=True, format="int8")
     assert settings_of(engine, RUN) == expected
     assert settings_of(engine, RUN | {"actor.use_dynamic_bsz": True}).tokens == 16384
     assert settings_of(engine, {}).tokens == 0

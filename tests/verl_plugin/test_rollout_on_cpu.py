@@ -83,10 +83,18 @@ def test_a_bf16_directory_is_described_as_the_run_asks(tmp_path, form):
     assert kwargs["hf_overrides"] == {"rope_theta": 1, "quantization_config": described}
 
 
-@pytest.mark.parametrize("form", ["fp8", "int8", "mxfp4"])
+@pytest.mark.parametrize("form", ["fp8", "int8", "mxfp4", "nvfp4"])
 def test_a_quantized_directory_is_quantized_to_no_other_format(tmp_path, form):
-    with pytest.raises(CheckpointFormatError, match=rf"is quantized already \(compressed-.* rollout in {form} is"):
-        describe_checkpoint({}, write(tmp_path, quantization_config(["a"])), form)
+    stored = "int8" if form == "nvfp4" else "nvfp4"
+    with pytest.raises(CheckpointFormatError, match=rf"in another format: {stored}, and {form} is asked for\."):
+        describe_checkpoint({}, write(tmp_path, get_format(stored).config(["a"])), form)
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8", "mxfp4"])
+def test_a_directory_in_the_format_brings_its_own_list(tmp_path, form):
+    kwargs = {"model_loader_extra_config": {"ignore": ["of the run"]}}
+    describe_checkpoint(kwargs, write(tmp_path, get_format(form).config(["lm_head", "re:.*o_proj"])), form)
+    assert kwargs["hf_overrides"]["quantization_config"] == get_format(form).config(["lm_head", "re:.*o_proj"])
 
 
 @pytest.mark.parametrize(

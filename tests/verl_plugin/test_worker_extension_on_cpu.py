@@ -68,7 +68,9 @@ def test_an_actor_without_a_packed_base_stops_the_run(found):
     """The first adapter brings no digests when our engine is not the one that trains."""
     case = found["without digests"]
     assert kinds(case) == ["transfer", "look"]
-    assert case["error"].startswith("ValueError: the actor holds no packed weights. A run with `+rollout=nvfp4` needs")
+    assert case["error"].startswith(
+        "ValueError: the actor holds no packed weights. A run with `+rollout=...` and an adapter needs"
+    )
 
 
 def test_a_rollout_without_a_packed_base_stops_the_run(found):

@@ -13,6 +13,8 @@ GIB = 2**30
 # CUDA context, libraries and graphs of a process beside its tensors; vLLM's while it sleeps.
 _CONTEXT_BYTES = 1.0 * GIB
 _ASLEEP_BYTES = 2.0 * GIB
+# Codes and block scales; what a channel or a whole weight has besides is left out.
+BYTES_PER_WEIGHT = {"nvfp4": 9 / 16, "mxfp4": 17 / 32, "int8": 1.0, "fp8": 1.0}
 _HEAD_CHUNK = 1024  # tokens, as algos.log_probs
 
 
@@ -85,6 +87,7 @@ class Settings:
         utilization: rollout.gpu_memory_utilization; 0: no rollout on these GPUs.
         tensor_parallel: Of the rollout.
         sleeps: Whether the rollout gives its memory back (`rollout.free_cache_engine`).
+        format: Of the packed base: a name in `BYTES_PER_WEIGHT`.
     """
 
     rank: int
@@ -99,6 +102,7 @@ class Settings:
     utilization: float = 0.0
     tensor_parallel: int = 1
     sleeps: bool = True
+    format: str = "nvfp4"
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,8 @@ def plan(shape: ModelShape, settings: Settings, gpu_bytes: float) -> tuple[Phase
         ValueError: The rollout is given less than its weights take.
     """
     s, actor = settings, _actor(shape, settings)
-    packed = 0 if s.share_base else shape.layers * shape.layer_weights * 9 / 16  # the actor's, counted there
+    # The actor's, counted there, where it is shared.
+    packed = 0 if s.share_base else shape.layers * shape.layer_weights * BYTES_PER_WEIGHT[s.format]
     weights = (packed + 2 * shape.head_weights) / s.tensor_parallel
     if s.utilization and weights > s.utilization * gpu_bytes:
         raise ValueError(
@@ -165,7 +170,7 @@ def plan(shape: ModelShape, settings: Settings, gpu_bytes: float) -> tuple[Phase
 
 
 def _actor(shape: ModelShape, s: Settings) -> dict[str, float]:
-    packed = shape.layers * shape.layer_weights * 9 / 16
+    packed = shape.layers * shape.layer_weights * BYTES_PER_WEIGHT[s.format]
     adapter = shape.layers * s.rank * sum(N + K for N, K in shape.linears) / s.gpus
     return {
         "packed base": packed / (s.gpus if s.shard_base else 1),

@@ -37,6 +37,7 @@ from verl_qerl.nvfp4 import SCALE_CHOICES, PackedWeight
 from verl_qerl.nvfp4.checkpoint import modelopt_config, modelopt_legacy_config, quantization_config
 from verl_qerl.nvfp4.digest import model_digest
 from verl_qerl.nvfp4.experts import is_expert
+from verl_qerl.nvfp4.format import Packed
 from verl_qerl.nvfp4.reader import TensorSpec
 from verl_qerl.nvfp4.reference import relative_error
 from verl_qerl.nvfp4.stream import pack
@@ -132,6 +133,12 @@ def export_checkpoint(
     check_absent(out)
     trained = open_checkpoint(checkpoint)
     found = open_base(base, trained)
+    if form in _LAYOUTS and found.format != "nvfp4":
+        raise ValueError(
+            f"a model on a base in another format is not quantized here: to={form}, base={found.name} in"
+            f" {found.format}. Accepted are peft and merged-bf16. Use --to merged-bf16, then `python -m verl_qerl"
+            f" quantize --format {found.format}`."
+        )
     if options.prompts and any(map(is_expert, found.linears)):
         raise ValueError(
             f"log-probs of a mixture of experts cannot be compared here: base={found.name}. --prompts is accepted with"
@@ -245,7 +252,7 @@ class _Export:
 
     def _write_model(
         self,
-        items: Iterable[tuple[str, PackedWeight | torch.Tensor]],
+        items: Iterable[tuple[str, Packed | torch.Tensor]],
         specs: Mapping[str, TensorSpec],
         config: dict[str, Any],
         layout: str = "compressed-tensors",

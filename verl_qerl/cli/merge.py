@@ -11,13 +11,15 @@ from verl_qerl.cli.adapter import Adapter
 from verl_qerl.cli.fsdp_checkpoint import Checkpoint
 from verl_qerl.cli.model_dir import QUANTIZATION_REPORT
 from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.formats import scaled_format
+from verl_qerl.formats.packed import dequantize
+from verl_qerl.formats.packed_stream import packed_names, packed_stream
 from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, PART_NAMES, is_activation_scale, is_packed_module, is_router
 from verl_qerl.nvfp4.digest import weight_digest
-from verl_qerl.nvfp4.format import PackedWeight
+from verl_qerl.nvfp4.format import Packed
 from verl_qerl.nvfp4.reader import DTYPES, TensorSpec
 from verl_qerl.nvfp4.record import BaseRecord
-from verl_qerl.nvfp4.reference import dequantize
-from verl_qerl.nvfp4.stream import Source, linear_modules, open_source, packed_modules, stored_tensors, stream
+from verl_qerl.nvfp4.stream import Source, check_format, open_source, stored_tensors
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,8 @@ class Base:
         name: Directory or hub id, as given or recorded.
         source: Its files.
         record: What the checkpoint says of it; None when another engine than ours wrote the checkpoint.
-        linears: Modules that NVFP4 holds, in training (`is_packed`) or in a quantized export.
-        is_packed: Whether training saw those as NVFP4.
+        linears: Modules that were packed in training (`is_packed`), or are in a quantized export.
+        is_packed: Whether training saw those packed.
         specs: name -> dtype and shape of every tensor of the model once it is bf16.
     """
 
@@ -76,13 +78,19 @@ class Base:
             ) from error
         return found.pop() if len(found) == 1 else None
 
-    def items(self, device: str) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
-        """The model as training saw it; see `nvfp4.stream.stream`."""
+    @property
+    def format(self) -> str:
+        """Name of the weight format of `linears`: as training saw them, nvfp4 where that was not packed."""
+        return _format(self.source, self.record)
+
+    def items(self, device: str) -> Iterator[tuple[str, Packed | torch.Tensor]]:
+        """The model as training saw it; see `formats.packed_stream`."""
         if not self.is_packed:
             return stored_tensors(self.source, device)
         if self.record is None:
-            return stream(self.source, device=device)
-        return stream(self.source, self.record.scale, self.record.ignore, device)
+            return packed_stream(self.source, scaled_format(self.format), device=device)
+        form = scaled_format(self.format, self.record.scale)
+        return packed_stream(self.source, form, self.record.ignore, device)
 
 
 def open_base(path: str | Path | None, checkpoint: Checkpoint) -> Base:
@@ -104,11 +112,16 @@ def open_base(path: str | Path | None, checkpoint: Checkpoint) -> Base:
         )
     name = str(path or named)
     source = open_source(name)
-    if source.layout == "bf16":
-        linears = linear_modules(source, record.ignore if record else None)
+    form = scaled_format(_format(source, record))
+    check_format(source, form.name)
+    linears = packed_names(source, form, record.ignore if record else None)
+    if source.format is None:
         return Base(name, source, record, linears, record is not None, _bf16(source.specs))
-    linears = packed_modules(source)
     return Base(name, source, record, linears, True, _dense_specs(source, linears))
+
+
+def _format(source: Source, record: BaseRecord | None) -> str:
+    return record.format if record else source.format or "nvfp4"
 
 
 def _bf16(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
@@ -119,13 +132,13 @@ def _bf16(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
 
 
 def _dense_specs(source: Source, packed: set[str]) -> dict[str, TensorSpec]:
-    codes = PART_NAMES[source.layout][0]
-    parts = set(PART_NAMES[source.layout])
+    form = scaled_format(source.format or "nvfp4")
+    parts = PART_NAMES.get(source.layout, form.parts)
     specs = {}
     for name, spec in source.specs.items():
         module, _, kind = name.rpartition(".")
-        if module in packed and kind == codes:
-            specs[f"{module}.weight"] = TensorSpec("BF16", (spec.shape[0], spec.shape[1] * 2))
+        if module in packed and kind == parts[0]:
+            specs[f"{module}.weight"] = TensorSpec("BF16", (spec.shape[0], spec.shape[1] * form.codes_per_byte))
         elif not is_activation_scale(name) and not (module in packed and kind in parts):
             specs[name] = spec
     return _bf16(specs)
@@ -164,7 +177,7 @@ class Merge:
         """
         self._check_others()
         for name, item in self.base.items(self.device):
-            if isinstance(item, PackedWeight):
+            if isinstance(item, Packed):
                 self._check_digest(name, item)
                 self.observe(item.size_bytes)
                 yield f"{name}.weight", self._merge(name, dequantize(item, torch.float32))
@@ -248,7 +261,7 @@ class Merge:
                     " --base."
                 )
 
-    def _check_digest(self, module: str, weight: PackedWeight) -> None:
+    def _check_digest(self, module: str, weight: Packed) -> None:
         self.digests[module] = weight_digest(weight)
         if self.base.record and self.base.record.digests.get(module) != self.digests[module]:
             raise self._other_base(module)

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from verl_qerl.algos.memory_plan import GIB, ModelShape, Settings, check, plan, table
+from verl_qerl.algos.memory_plan import BYTES_PER_WEIGHT, GIB, ModelShape, Settings, check, plan, table
 
 
 def add_parser(subparsers: Any) -> None:
@@ -13,6 +13,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("plan", help="memory of rollout and update on each GPU", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="directory with config.json, or that file")
     parser.add_argument("--gpu-gib", type=float, required=True, help="memory of one GPU: 79.6 for an 80 GB H100")
+    parser.add_argument("--format", choices=sorted(BYTES_PER_WEIGHT), default="nvfp4", help="(default: %(default)s)")
     parser.add_argument("--rank", type=int, default=32, help="of the adapters")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch")
@@ -34,9 +35,9 @@ def run(args: argparse.Namespace) -> int:
     path = args.model / "config.json" if args.model.is_dir() else args.model
     shape = ModelShape.from_config(json.loads(path.read_text(encoding="utf-8")))
     switches = ("shard_base", "whole_logits", "param_offload", "optimizer_offload")
-    numbers = ("rank", "gpus", "tokens", "utilization", "tensor_parallel")
+    values = ("format", "rank", "gpus", "tokens", "utilization", "tensor_parallel")
     settings = Settings(
-        **{name: getattr(args, name) for name in (*numbers, *switches)}, checkpointing=not args.no_checkpointing
+        **{name: getattr(args, name) for name in (*values, *switches)}, checkpointing=not args.no_checkpointing
     )
     total = args.gpu_gib * GIB
     phases = plan(shape, settings, total)

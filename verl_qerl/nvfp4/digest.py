@@ -34,7 +34,9 @@ def check_same_base(actor: Mapping[str, str], rollout: Mapping[str, str]) -> Non
         ValueError: A weight is on one side only, or its bits differ.
     """
     if not actor:
-        raise ValueError("the actor holds no packed weights. A run with `+rollout=nvfp4` needs some. Check model.path.")
+        raise ValueError(
+            "the actor holds no packed weights. A run with `+rollout=...` and an adapter needs some. Check model.path."
+        )
     differing = differing_weights(actor, rollout)
     if differing:
         name = differing[0]

@@ -26,6 +26,7 @@ class BaseRecord:
         lora_only: The shards hold what is trained and nothing else of the model.
         files: name -> bytes of every file that a resume reads; empty in records written before it was kept.
         trained_norms: Which norms of each layer are trained besides the adapter.
+        format: Name of the base's weight format; records written before there was a choice lack it.
     """
 
     base: str
@@ -37,6 +38,7 @@ class BaseRecord:
     lora_only: bool = False
     files: Mapping[str, int] = field(default_factory=dict, repr=False)
     trained_norms: tuple[str, ...] = ()
+    format: str = "nvfp4"
 
     def write(self, folder: Path) -> None:
         """Write the file, whole or not at all.

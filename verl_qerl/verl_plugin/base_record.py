@@ -26,8 +26,10 @@ def base_record(path: str, options: BaseOptions, digests: Mapping[str, str], ada
         adapter: As PEFT holds it.
     """
     base = str(Path(path).resolve()) if Path(path).is_dir() else path
-    norms = NORMS if options.train_norms else ()
-    return BaseRecord(base, options.scale, options.ignore, digests, adapter_options(adapter), trained_norms=norms)
+    adapted, norms = adapter_options(adapter), NORMS if options.train_norms else ()
+    return BaseRecord(
+        base, options.scale, options.ignore, digests, adapted, trained_norms=norms, format=options.format
+    )
 
 
 def adapter_options(config: PeftConfig) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def install_chunked_head(model: nn.Module, backend: str | None) -> None:
     """
     if backend not in (None, "torch"):
         raise ValueError(
-            f"model.fused_kernel_options.impl_backend={backend} is not supported on an NVFP4 base. Accepted is torch."
+            f"model.fused_kernel_options.impl_backend={backend} is not supported on a packed base. Accepted is torch."
             " Leave the option out."
         )
     head = getattr(model, "lm_head", None)

@@ -6,7 +6,7 @@ interpolation, the values of other nodes that it must agree with. verl builds it
 input is refused there.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -15,7 +15,7 @@ from verl.workers.config import FSDPEngineConfig
 from verl_qerl import verl_plugin, vllm_plugin
 from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.algos.options import read_options
-from verl_qerl.formats import FORMATS, NVFP4, WeightFormat, get_format
+from verl_qerl.formats import FORMATS, WeightFormat, scaled_format
 from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE
 from verl_qerl.nvfp4.reference import SCALE_CHOICES
 from verl_qerl.verl_plugin.nodes import plain
@@ -34,7 +34,8 @@ class BaseOptions:
         scale: Scale choice of nvfp4 where model.path is not quantized yet: minmax, mse or four_over_six.
         ignore: Modules left in bf16: exact names, or `re:` and a regular expression.
         fused_lora: Compute adapter and base linear as one function, q, k, v and gate, up together; else as PEFT does.
-        shard_base: Spread the packed base over the ranks; a layer is gathered while it computes.
+        shard_base: Spread the packed base over the ranks; a layer is gathered while it computes. nvfp4 only, as are
+            share_base and train_norms.
         share_base: Keep one copy of the packed base a GPU: the rollout computes with the actor's memory.
         keep_dense: Hold a bf16 copy of the base while the actor computes, where memory allows.
         train_norms: Train the two norms of each layer besides the adapter.
@@ -81,6 +82,12 @@ class BaseOptions:
                 "actor.fsdp_config.qerl.train_norms=True has no effect: without an adapter all weights are trained,"
                 " norms among them. Accepted is False. Leave it out, or set model.lora_rank."
             )
+        alone = [name for name in ("shard_base", "share_base", "train_norms") if getattr(self, name)]
+        if alone and self.format != "nvfp4":
+            raise ValueError(
+                f"actor.fsdp_config.qerl.{alone[0]}=True does not go together with +rollout={self.format}: it is built"
+                " for NVFP4 alone. Accepted is False, or +rollout=nvfp4. Leave it out."
+            )
         if self.shard_base and self.keep_dense:
             raise ValueError(
                 "actor.fsdp_config.qerl.keep_dense=True does not go together with shard_base=True: a rank that holds"
@@ -90,13 +97,6 @@ class BaseOptions:
             self._check_shared()
         object.__setattr__(self, "ignore", tuple(self.ignore))
         _check_run(self.agrees_with, self.format)
-        if self.has_adapter and self.format != "nvfp4" and self.agrees_with:
-            rank = self.agrees_with.get("model.lora_rank") or self.agrees_with.get("model.lora.rank")
-            raise ValueError(
-                f"an adapter on a base of this format is not supported: +rollout={self.format} with"
-                f" model.lora_rank={rank}. Accepted are model.lora_rank=0 (all weights are trained) and +rollout=nvfp4"
-                " (an adapter on a packed base). Change one of the two."
-            )
 
     def _check_shared(self) -> None:
         tensor_parallel = self.agrees_with.get("rollout.tensor_model_parallel_size", 1)
@@ -118,8 +118,7 @@ class BaseOptions:
     @property
     def weight_format(self) -> WeightFormat:
         """The format, with its options."""
-        form = get_format(self.format)
-        return replace(form, scale=self.scale) if isinstance(form, NVFP4) else form
+        return scaled_format(self.format, self.scale)
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from verl_qerl.modules.nvfp4_linear import NVFP4Linear
+from verl_qerl.modules.packed_linear import PackedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class DenseBase:
         fits: None as long as nothing is known.
     """
 
-    def __init__(self, linears: Sequence[NVFP4Linear]) -> None:
+    def __init__(self, linears: Sequence[PackedLinear]) -> None:
         self._linears = linears
         self.num_bytes = sum(2 * linear.in_features * linear.out_features for linear in linears)
         self.fits: bool | None = None if torch.cuda.is_available() else True

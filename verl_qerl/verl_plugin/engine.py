@@ -28,8 +28,8 @@ from verl_qerl import upstream
 from verl_qerl.algos.uaq import write_record
 from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.modules.convert import packed_linears, packed_weights
+from verl_qerl.modules.format_linear import PACKED_LINEARS
 from verl_qerl.modules.lending import Lender
-from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.modules.rounded import rounded_linears
 from verl_qerl.modules.sharded_linear import ShardedNVFP4Linear
 from verl_qerl.modules.trained_norm import train_norms
@@ -63,7 +63,7 @@ _Stock: Any = FSDPEngineWithLMHead  # verl's untyped decorator hides the class f
 
 
 class QerlFSDPEngine(_Stock):
-    """FSDPEngineWithLMHead whose decoder linears are NVFP4Linear when `engine_config.qerl` is set.
+    """FSDPEngineWithLMHead whose decoder linears are PackedLinear when `engine_config.qerl` is set.
 
     Order of construction: an empty model, packed linears read into it, PEFT on top, FSDP2 around. Packed tensors
     are uint8 buffers, broadcast by verl to every rank, or with `shard_base` spread over the ranks. Adapters are
@@ -98,14 +98,16 @@ class QerlFSDPEngine(_Stock):
         check_memory(self, self._base.agrees_with)
         upstream.install(LOG_PROBS)
         if self.model_config.use_liger:
-            raise ValueError("model.use_liger=True is not supported on an NVFP4 base. Accepted is False. Leave it out.")
+            raise ValueError("model.use_liger=True is not supported on a packed base. Accepted is False. Leave it out.")
         config = self.model_config.hf_config
         dtype = PrecisionType.to_dtype(self.engine_config.model_dtype)
         with init_empty_weights(include_buffers=False):
             auto_class: Any = get_hf_auto_model_class(hf_config=config)
             module = auto_class.from_config(config, dtype=dtype, trust_remote_code=self.model_config.trust_remote_code)
-        kind = ShardedNVFP4Linear if self._base.shard_base and torch.distributed.get_world_size() > 1 else NVFP4Linear
-        linears = build_skeleton(module, self.model_config.local_path, self._base.ignore, kind)
+        shards = self._base.shard_base and torch.distributed.get_world_size() > 1
+        kind = ShardedNVFP4Linear if shards else PACKED_LINEARS[self._base.format]
+        form = self._base.weight_format
+        linears = build_skeleton(module, self.model_config.local_path, self._base.ignore, kind, form)
         if self._reads_weights():
             load_packed(module, linears, self.model_config.local_path, self._base, dtype)
         apply_monkey_patch(
@@ -158,7 +160,8 @@ class QerlFSDPEngine(_Stock):
             check_same_base(first_rank[0], digests)
             self._digests = digests
             if self.rank == 0:
-                logger.warning("packed base: %d linears, digest %s", len(digests), model_digest(digests))
+                kind = self._base.format
+                logger.warning("packed base: %d linears in %s, digest %s", len(digests), kind, model_digest(digests))
             if self._base.share_base:
                 self._lender = lend_base(module, self.rank)
         return module

@@ -57,4 +57,5 @@ def settings_of(engine: Any, run: Mapping[str, Any]) -> Settings:
         utilization=run.get("rollout.gpu_memory_utilization") or 0.0,
         tensor_parallel=run.get("rollout.tensor_model_parallel_size") or 1,
         sleeps=bool(run.get("rollout.free_cache_engine", True)),
+        format=config.qerl.format,
     )

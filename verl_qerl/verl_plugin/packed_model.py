@@ -1,37 +1,50 @@
 """Fill a Transformers model with packed weights straight from a checkpoint; no dense copy of the model ever exists."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn as nn
 from transformers import PreTrainedModel
 
 from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.formats import NVFP4, WeightFormat
+from verl_qerl.formats.packed_stream import check_held, packed_stream
 from verl_qerl.modules.convert import replace_experts, replace_linears
 from verl_qerl.modules.nvfp4_experts import ExpertLinear
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
+from verl_qerl.modules.packed_linear import PackedLinear
 from verl_qerl.nvfp4.checkpoint import ignored_modules, is_packed_module
-from verl_qerl.nvfp4.format import PackedWeight
-from verl_qerl.nvfp4.stream import open_source, stream
+from verl_qerl.nvfp4.format import Packed
+from verl_qerl.nvfp4.stream import open_source
 from verl_qerl.verl_plugin.config import BaseOptions
 
 
 def build_skeleton(
-    model: nn.Module, path: str, ignore: tuple[str, ...], kind: type[NVFP4Linear] = NVFP4Linear
-) -> dict[str, NVFP4Linear | ExpertLinear]:
+    model: nn.Module,
+    path: str,
+    ignore: tuple[str, ...],
+    kind: type[PackedLinear] = NVFP4Linear,
+    form: WeightFormat | None = None,
+) -> dict[str, PackedLinear | ExpertLinear]:
     """Replace the decoder linears and experts of an empty model by unfilled packed ones.
 
     Args:
         model: On the meta device.
-        path: Of the checkpoint; an NVFP4 one brings its own list of modules left out.
+        path: Of the checkpoint; a packed one brings its own list of modules left out.
         ignore: Modules of a bf16 checkpoint that stay dense.
-        kind: NVFP4Linear or a subclass.
+        kind: Of the packed linears.
+        form: What they hold; default: NVFP4.
 
     Returns:
-        name -> NVFP4Linear, or the place of an expert's linear.
+        name -> packed linear, or the place of an expert's linear.
+
+    Raises:
+        CheckpointFormatError: The checkpoint is in another format, or this format does not hold its experts.
     """
     source = open_source(path)
-    rules = ignore if source.layout == "bf16" else ignored_modules(source.config)
+    check_held(source, form or NVFP4())
+    rules = ignore if source.format is None else ignored_modules(source.config)
     linears = replace_linears(model, lambda name: is_packed_module(name, rules), kind)
     experts = replace_experts(model)
     if experts and kind is not NVFP4Linear:
@@ -44,7 +57,7 @@ def build_skeleton(
 
 def load_packed(
     model: PreTrainedModel,
-    linears: dict[str, NVFP4Linear | ExpertLinear],
+    linears: dict[str, PackedLinear | ExpertLinear],
     path: str,
     options: BaseOptions,
     dtype: torch.dtype,
@@ -55,7 +68,7 @@ def load_packed(
         model: From `build_skeleton`; its parameters are replaced.
         linears: The same call's result.
         path: Of the checkpoint.
-        options: Scale choice and ignored modules for a bf16 checkpoint.
+        options: Format; scale choice and ignored modules for a bf16 checkpoint.
         dtype: Of everything that is not packed.
 
     Raises:
@@ -64,11 +77,11 @@ def load_packed(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     waiting = dict(linears)
     places = dict(model.named_parameters(remove_duplicate=False))
-    for name, item in stream(open_source(path), options.scale, options.ignore, device):
-        if isinstance(item, PackedWeight):
+    for name, item in packed_stream(open_source(path), options.weight_format, options.ignore, device):
+        if isinstance(item, Packed):
             if name not in waiting:
                 raise _mismatch(path, model, f"packs {name!r}, which is no linear of the model")
-            linear = waiting.pop(name)
+            linear: Any = waiting.pop(name)
             _check_shape(path, model, name, item.shape, (linear.out_features, linear.in_features))
             linear.fill(item.to("cpu"))
         else:

@@ -131,6 +131,11 @@ def _no_mark(folder: Path) -> str:
 
 
 def _other_model(folder: Path, record: BaseRecord, held: BaseRecord) -> str | None:
+    if record.format != held.format:
+        return (
+            f"the checkpoint is of a base in another format: {record.format}, now {held.format}, in {folder}. The same"
+            f" format is accepted. Use +rollout={record.format}."
+        )
     differing = differing_weights(record.digests, held.digests)
     if differing:
         name, total = differing[0], len(record.digests.keys() | held.digests.keys())

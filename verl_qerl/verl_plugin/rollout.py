@@ -4,8 +4,8 @@ import json
 from types import ModuleType
 from typing import Any
 
-from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import get_format
+from verl_qerl.formats.packed_stream import check_held
 from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, ignored_modules
 from verl_qerl.nvfp4.stream import open_source
 
@@ -50,24 +50,20 @@ def describe_checkpoint(engine_kwargs: dict, path: str, form: str = "nvfp4") -> 
     """Tell vLLM how the linears of the rollout are quantized, and which modules are not.
 
     Args:
-        engine_kwargs: Changed in place. An NVFP4 directory has its own list of modules left out, a bf16 one that of
+        engine_kwargs: Changed in place. A packed directory has its own list of modules left out, a bf16 one that of
             `model_loader_extra_config`.
         path: Of the model.
         form: Name of the weight format.
 
     Raises:
-        CheckpointFormatError: The model is stored in another format.
+        CheckpointFormatError: The model is stored in another format, or this one does not hold its experts.
     """
     source = open_source(path)
-    if source.layout == "bf16":
+    check_held(source, get_format(form))
+    if source.format is None:
         ignore = (engine_kwargs.get("model_loader_extra_config") or {}).get("ignore") or DEFAULT_IGNORE
-    elif form == "nvfp4":
-        ignore = ignored_modules(source.config)
     else:
-        raise CheckpointFormatError(
-            f"{path} is quantized already ({source.layout}). A rollout in {form} is quantized from unquantized weights."
-            " Point model.path at the original bf16 model."
-        )
+        ignore = ignored_modules(source.config)
     overrides = engine_kwargs.get("hf_overrides") or {}
     if isinstance(overrides, str):
         overrides = json.loads(overrides)

@@ -21,7 +21,7 @@ from verl_qerl.vllm_plugin.worker import NoiseWorkerExtension, prepare_model
 
 
 class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
-    """verl's extension for an NVFP4 base that is never overwritten, or for linears that every sync brings quantized.
+    """verl's extension for a packed base that is never overwritten, or for linears that every sync brings quantized.
 
     verl takes every NVFP4 checkpoint for quantization-aware training: it would patch vLLM (with patches that vLLM
     0.24 breaks) and, on an adapter sync, replace the base by uninitialized memory (patches/verl/0003).

@@ -1,8 +1,7 @@
-"""The load formats `verl_qerl_<format>`: a bf16 model is quantized while it is read, an NVFP4 one is read as it is.
+"""The load formats `verl_qerl_<format>`: a bf16 model is quantized while it is read, a packed one is read as it is.
 
-NVFP4 goes through `nvfp4.stream`, the reader of the actor's packed base, so that the bits are the same by construction;
-the digests kept here are what the actor's are compared with. The other formats go through `formats.stream`, which also
-quantizes what the actor sends at a sync.
+Both go through `formats.packed_stream`, the reader of the actor's packed base, so that the bits are the same by
+construction; the digests kept here are what the actor's are compared with.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,13 +13,12 @@ from vllm.config.load import LoadConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats import get_format
-from verl_qerl.formats.stream import quantize_stream
-from verl_qerl.nvfp4.checkpoint import to_tensors
+from verl_qerl.formats import scaled_format
+from verl_qerl.formats.packed import named_tensors
+from verl_qerl.formats.packed_stream import packed_stream
 from verl_qerl.nvfp4.digest import weight_digest
-from verl_qerl.nvfp4.format import PackedWeight
-from verl_qerl.nvfp4.stream import linear_modules, open_source, stored_tensors, stream
+from verl_qerl.nvfp4.format import Packed
+from verl_qerl.nvfp4.stream import open_source, stored_tensors
 from verl_qerl.vllm_plugin import NAMES
 from verl_qerl.vllm_plugin.borrowed import OPTION, attach, digests_of
 from verl_qerl.vllm_plugin.experts import expert_members
@@ -39,25 +37,20 @@ class QuantizingModelLoader(BaseModelLoader):
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
-        self._format = NAMES[str(load_config.load_format)]
         options: dict[str, Any] = dict(load_config.model_loader_extra_config or {})
         unknown = sorted(set(options) - _OPTIONS)
         if unknown:
             raise ValueError(
                 f"unknown model_loader_extra_config {unknown}. Accepted are {sorted(_OPTIONS)}. Check the spelling."
             )
-        if self._format != "nvfp4" and options.get("scale", "minmax") != "minmax":
-            raise ValueError(
-                f"unknown scale choice: model_loader_extra_config.scale={options['scale']!r} of {self._format}."
-                " Accepted is minmax. Leave it out."
-            )
-        self._borrows = options.pop(OPTION, False)
+        self._form = scaled_format(NAMES[str(load_config.load_format)], options.get("scale", "minmax"))
+        self._ignore = options.get("ignore")
+        self._borrows = options.get(OPTION, False)
         if not isinstance(self._borrows, bool):
             raise ValueError(
                 f"no switch: model_loader_extra_config.{OPTION}={self._borrows!r}. Accepted are true and false. Choose"
                 " one of them."
             )
-        self._options = options
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Fetch the files, if the model is a hub id."""
@@ -110,22 +103,12 @@ class QuantizingModelLoader(BaseModelLoader):
                 if module not in digests or kind == "bias":
                     yield name, tensor
             return
-        if self._format == "nvfp4":
-            for name, item in stream(source, device=device, **self._options):
-                if isinstance(item, PackedWeight):
-                    digests[name] = weight_digest(item)
-                    yield from to_tensors(name, item).items()
-                else:
-                    yield name, item
-            return
-        if source.layout != "bf16":
-            raise CheckpointFormatError(
-                f"{source.path} is quantized already ({source.layout}). A rollout in {self._format} is quantized from"
-                " unquantized weights. Point model.path at the original bf16 model."
-            )
-        form = get_format(self._format)
-        linears = linear_modules(source, self._options.get("ignore"), form.block_size, form.kind)
-        yield from quantize_stream(stored_tensors(source, device), linears, form)
+        for name, item in packed_stream(source, self._form, self._ignore, device):
+            if isinstance(item, Packed):
+                digests[name] = weight_digest(item)
+                yield from named_tensors(name, item).items()
+            else:
+                yield name, item
 
 
 def checkpoint_members(model: torch.nn.Module) -> dict[str, set[str]]:
@@ -159,7 +142,7 @@ def base_digests(model: torch.nn.Module) -> dict[str, str]:
     digests = getattr(model, _DIGESTS, None)
     if not digests:
         raise ValueError(
-            f"{type(model).__name__} holds no packed weights of ours. `+rollout=nvfp4` loads them with load_format "
-            "verl_qerl_nvfp4. Remove your own engine_kwargs.vllm.load_format."
+            f"{type(model).__name__} holds no packed weights of ours. `+rollout=<format>` loads them with load_format "
+            "verl_qerl_<format>. Remove your own engine_kwargs.vllm.load_format."
         )
     return digests

@@ -6,6 +6,7 @@ activations in bf16; INT8 and FP8 on vLLM's own kernels. Where the CPU build of 
 
 from typing import Any
 
+import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearLayerConfig
@@ -162,13 +163,21 @@ class W4A16MXFP4(CompressedTensorsW4A4Mxfp4):
 
 
 class W8A8INT8(CompressedTensorsW8A8Int8):
-    """vLLM's INT8, on a CPU safe to reload: oneDNN goes on reading the scales where they were when it packed a weight.
+    """vLLM's INT8, on a CPU safe to reload and to adapt.
 
-    vLLM's reload copies them into older storage and frees that place, so that a product has the scales of other data.
+    oneDNN goes on reading the scales where they were when it packed a weight; vLLM's reload copies them into older
+    storage and frees that place, so that a product has the scales of other data. And vLLM asks the weight, of which
+    oneDNN's copy alone is left, for the device of an adapter.
     """
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """As vLLM's; the scales stay where oneDNN reads them."""
+        """As vLLM's; the scales stay where oneDNN reads them, and an empty tensor stands for the weight."""
         super().process_weights_after_loading(layer)
         if current_platform.is_cpu():
             self._scales_of_onednn = layer.weight_scale.data
+            if layer.weight is None and _has_adapters():
+                layer.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.int8), requires_grad=False)
+
+
+def _has_adapters() -> bool:
+    return getattr(get_current_vllm_config_or_none(), "lora_config", None) is not None
