@@ -1,8 +1,8 @@
 """The trainers of verl with Adaptive Quantization Noise, and with what the other mixins of this package add.
 
 Noise is set right before each weight sync: an adapter brings no norms, or trained ones, onto which the worker puts the
-noise that is on; their storage stays mapped while the engine sleeps, and verl drops the prefix cache after the sync. So the rollouts of step t are sampled, from their
-first token on, with the sigma and the draw of step t.
+noise that is on; their storage stays mapped while the engine sleeps, and verl drops the prefix cache after the sync. So
+the rollouts of step t are sampled, from their first token on, with the sigma and the draw of step t.
 """
 
 import logging
