@@ -8,17 +8,8 @@ import torch
 from verl_qerl.kernels import tiled_matmul as module
 from verl_qerl.kernels.lora import member_of_tile
 from verl_qerl.kernels.tiled import tile
-from verl_qerl.kernels.tiled_matmul import (
-    MAX_ROWS,
-    SHAPES,
-    STREAM,
-    Adapter,
-    Launch,
-    can_fuse,
-    guess_launch,
-    padded_rows,
-    tiled_matmul,
-)
+from verl_qerl.kernels.tiled_launch import MAX_ROWS, SHAPES, STREAM, Launch, guess_launch, padded_rows
+from verl_qerl.kernels.tiled_matmul import Adapter, can_fuse, tiled_matmul
 from verl_qerl.nvfp4 import reference
 from verl_qerl.nvfp4.format import PackedWeight
 from verl_qerl.testing import random_packed_weight, rms_error_ratio

@@ -1,21 +1,16 @@
-"""What needs no GPU: the choice of adapters and launches, shared memory, and that the sources compile where nvcc is."""
+"""What needs no GPU: the choice of adapters, shared memory, and that the sources compile where nvcc is."""
 
-import json
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
-import verl_qerl
-from verl_qerl.cli.tune import MODELS, TRIED
 from verl_qerl.kernels import tiled_matmul
 from verl_qerl.kernels.lora import member_of_tile
-from verl_qerl.kernels.tiled_matmul import RANKS, SHAPES, STREAM, TOKENS, Launch
+from verl_qerl.kernels.tiled_launch import SHAPES, STREAM, TOKENS, Launch
+from verl_qerl.kernels.tiled_matmul import RANKS
 
-TUNED = Path(verl_qerl.__file__).parent / "vllm_plugin" / "tuned"
-WEIGHTS = sorted({shape for shapes in MODELS.values() for shape in shapes})
 BLOCK_BYTES = (227 << 10) - 1024  # of shared memory that a thread block of Hopper can have, less its own 1 KiB
 
 
@@ -36,33 +31,6 @@ def test_takes_known_ranks_and_members_of_whole_warpgroups(slices, rank, pieces,
     a, b = torch.zeros(len(slices) * rank, 64), torch.zeros(sum(slices), rank)
     launch = Launch(pieces, 2, 1, 1)
     assert tiled_matmul.can_fuse(a, b, member_of_tile(slices, "cpu"), launch) is expected
-
-
-@pytest.mark.parametrize(("rows", "expected"), [(1, 8), (8, 8), (9, 16), (17, 32), (65, 96), (128, 128)])
-def test_rows_are_padded_to_what_is_compiled(rows, expected):
-    assert tiled_matmul.padded_rows(rows) == expected
-
-
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("weight", [*WEIGHTS, (256, 128), (64, 64)], ids=str)
-def test_a_guess_can_run_and_is_the_first_candidate(weight, tokens):
-    N, K = weight
-    found = tiled_matmul.launch_candidates(N, K, tokens)
-    assert tiled_matmul.guess_launch(N, K, tokens) == found[0]
-    assert len(set(found)) == len(found)
-    for launch in found:
-        assert (launch.pieces, launch.groups, launch.blocks) in SHAPES[tokens]
-        # A cluster, each block of which has a part of K.
-        assert launch.split == STREAM or 1 <= launch.split <= min(8, K // 64)
-
-
-@pytest.mark.parametrize("weight", WEIGHTS, ids=str)
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_the_model_of_the_time_tries_what_was_measured_to_be_fastest(weight, tokens):
-    table = json.loads((TUNED / "nvidia_h200.json").read_text())
-    row = next(row for row in table["rows"] if (row["N"], row["K"]) == weight)
-    fastest = Launch(*row["launches"][str(tokens)])
-    assert fastest in tiled_matmul.launch_candidates(*weight, tokens)[:TRIED]
 
 
 @pytest.mark.parametrize("split", [STREAM, 1])

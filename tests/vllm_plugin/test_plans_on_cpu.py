@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("vllm")
 from verl_qerl.cli.tune import MODELS
-from verl_qerl.kernels.tiled_matmul import MAX_ROWS, SHAPES, STREAM, TOKENS, guess_launch
+from verl_qerl.kernels.tiled_launch import MAX_ROWS, SHAPES, STREAM, TOKENS, guess_launch
 from verl_qerl.vllm_plugin import plans
 
 

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("vllm")
 from verl_qerl.kernels.lora import lora_expand, lora_shrink, member_of_tile
 from verl_qerl.kernels.tiled import tile
-from verl_qerl.kernels.tiled_matmul import TOKENS, guess_launch
+from verl_qerl.kernels.tiled_launch import TOKENS, guess_launch
 from verl_qerl.nvfp4 import reference
 from verl_qerl.testing import random_packed_weight
 from verl_qerl.vllm_plugin import tiled_ops

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from verl_qerl.kernels import tiled_matmul as kernel
 from verl_qerl.kernels.tiled import dequantize_tiled, tile
+from verl_qerl.kernels.tiled_launch import MAX_ROWS, TOKENS, Launch, launch_candidates, padded_rows
+from verl_qerl.kernels.tiled_matmul import Adapter, prepare, tiled_matmul
 from verl_qerl.testing import random_packed_weight
 
 ROWS = (1, 8, 16, 24, 32, 48, 64, 96, 128, 176, 256, 512, 1024, 2048, 4096)
@@ -78,8 +79,8 @@ def measure(N: int, K: int) -> dict[str, Any]:
     weight = dequantize_tiled(*packed[0])
     dense = [weight] + [weight.clone() for _ in range(_CACHE_BYTES // (N * K * 2))]
     plan = make_plan(N, K, torch.cuda.get_device_name())
-    tried = {tokens: kernel.launch_candidates(N, K, tokens)[:TRIED] for tokens in kernel.TOKENS}
-    kernel.prepare((tokens, launch) for tokens, found in tried.items() for launch in found)
+    tried = {tokens: launch_candidates(N, K, tokens)[:TRIED] for tokens in TOKENS}
+    prepare((tokens, launch) for tokens, found in tried.items() for launch in found)
     launches = {
         str(tokens): min(found, key=partial(_time_with_adapter, tokens, packed)) for tokens, found in tried.items()
     }
@@ -102,22 +103,22 @@ def measure(N: int, K: int) -> dict[str, Any]:
     }
 
 
-def _time_with_adapter(tokens: int, packed: Sequence[tuple[torch.Tensor, ...]], launch: kernel.Launch) -> float:
+def _time_with_adapter(tokens: int, packed: Sequence[tuple[torch.Tensor, ...]], launch: Launch) -> float:
     scale = packed[0][1]
     N, K = scale.shape[1], scale.shape[0] * 16
     x, a, b = (torch.randn(shape, device="cuda").bfloat16() for shape in ((tokens, K), (_RANK, K), (N, _RANK)))
     slots = torch.zeros(tokens, dtype=torch.int64, device="cuda")
-    adapter = kernel.Adapter(a, b, torch.zeros(1, dtype=torch.int32, device="cuda"), slots)
-    return time_us([partial(kernel.tiled_matmul, x, *tensors, None, adapter, launch) for tensors in packed])
+    adapter = Adapter(a, b, torch.zeros(1, dtype=torch.int32, device="cuda"), slots)
+    return time_us([partial(tiled_matmul, x, *tensors, None, adapter, launch) for tensors in packed])
 
 
 def _tiled_calls(
-    x: torch.Tensor, packed: Sequence[tuple[torch.Tensor, ...]], launches: dict[str, kernel.Launch]
+    x: torch.Tensor, packed: Sequence[tuple[torch.Tensor, ...]], launches: dict[str, Launch]
 ) -> list[Callable[[], torch.Tensor]]:
-    if x.shape[0] > kernel.MAX_ROWS:
+    if x.shape[0] > MAX_ROWS:
         return []
-    launch = launches[str(kernel.padded_rows(x.shape[0]))]
-    return [partial(kernel.tiled_matmul, x, *tensors, launch=launch) for tensors in packed]
+    launch = launches[str(padded_rows(x.shape[0]))]
+    return [partial(tiled_matmul, x, *tensors, launch=launch) for tensors in packed]
 
 
 def _decode_then_multiply(x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:

@@ -12,30 +12,11 @@ from typing import NamedTuple
 import torch
 
 from verl_qerl.kernels.launch import Kernel, read_source, tensor_map
+from verl_qerl.kernels.tiled_launch import MAX_ROWS, SHAPES, STREAM, TOKENS, Launch, guess_launch, padded_rows
 
 RANKS = (8, 16, 32, 64, 128)
-TOKENS = (8, 16, 32, 64, 96, 128)  # rows that kernels are compiled for
-MAX_ROWS = TOKENS[-1]
-_FEW = ((2, 1, 2), (2, 1, 3), (2, 2, 1), (2, 2, 2), (2, 3, 1), (2, 4, 1), (1, 5, 1), (4, 1, 2))
-# `pieces`, `groups` and `blocks` of Launch for which the sums stay in registers.
-SHAPES = {
-    8: _FEW,
-    16: _FEW,
-    32: ((2, 1, 2), (2, 2, 1), (2, 3, 1), (2, 4, 1), (1, 5, 1)),
-    64: ((2, 1, 2), (2, 2, 1), (2, 3, 1), (1, 5, 1), (1, 2, 2), (1, 4, 1)),
-    96: ((2, 2, 1), (1, 3, 1), (1, 2, 1), (1, 1, 2)),
-    128: ((2, 2, 1), (1, 3, 1), (1, 2, 1), (1, 1, 2)),
-}
-# `fixed` and `step` of `launch_candidates`; 8 and 96 are extrapolated.
-_MICROSECONDS = {8: (4.5, 0.33), 16: (4.5, 0.34), 32: (5.0, 0.38), 64: (6.0, 0.48), 96: (7.3, 0.56), 128: (8.7, 0.65)}
-_LEAST_STEP = 0.2
-_EXCHANGE = 1.0  # microseconds
-_ALONE = 1.2  # where a warp waits for products that are short, or has no other warpgroup beside it
-_MULTIPROCESSORS = (16,) * 6 + (18,) * 2  # of an H200, by the groups that a cluster fits into
 _STEP = 64  # of K, a stage of the ring
 _STAGES = 4  # fewest of the ring
-STREAM = 0  # `split` of Launch
-_SPLITS = (1, 2, 3, 4, 6, 8)  # clusters of 5 and 7 were always slower
 _FILES = ("decode.cuh", "ring.cuh", "wgmma.cuh", "low_rank.cuh", "sums.cuh", "tiled_matmul.cu")
 _MEMBERS = 3  # most of a fused linear
 _LOW_SPLIT = 16  # most parts of K
@@ -60,28 +41,6 @@ class Adapter(NamedTuple):
     b: torch.Tensor
     members: torch.Tensor
     slots: torch.Tensor
-
-
-class Launch(NamedTuple):
-    """How the work is dealt out.
-
-    Attributes:
-        pieces: Times 16 columns for each warp: 1, 2 or 4.
-        groups: Warpgroups of a thread block.
-        split: Thread blocks that share K, a cluster of up to 8. STREAM: every block gets the same number of steps of
-            all columns, whatever their sum.
-        blocks: Thread blocks of a multiprocessor.
-    """
-
-    pieces: int
-    groups: int
-    split: int
-    blocks: int
-
-    @property
-    def columns(self) -> int:
-        """Columns of a thread block."""
-        return 64 * self.pieces * self.groups
 
 
 def can_multiply(N: int, K: int) -> bool:
@@ -186,42 +145,6 @@ def low_rank_tasks(
     ):
         split *= 2
     return split, tiles * split, workers
-
-
-def launch_candidates(N: int, K: int, tokens: int) -> list[Launch]:
-    """Launches for a weight [N, K] and an entry of TOKENS, the most promising first.
-
-    By a model of the time, fitted to what was measured on an H200: each wave of thread blocks begins and ends in
-    `fixed` microseconds and takes `step` for each 64 of K and 256 columns of a multiprocessor.
-    """
-    fixed, step = _MICROSECONDS[tokens]
-    steps = K // _STEP
-
-    def cost(launch: Launch) -> float:
-        tiles = -(-N // launch.columns)
-        streams = launch.split == STREAM
-        parts = tiles * (1 if streams else launch.split)
-        together = launch.blocks if streams else min(launch.blocks, -(-parts // sum(_MULTIPROCESSORS)))
-        alone = (launch.pieces == 1 and tokens <= 64) or launch.groups * together == 1
-        each = max(_LEAST_STEP, step * launch.columns * together / 256 * (_ALONE if alone else 1))
-        if streams:
-            return fixed + _EXCHANGE + -(-tiles * steps // (sum(_MULTIPROCESSORS) * launch.blocks)) * each
-        # A cluster stays within one group of multiprocessors.
-        at_once = sum(size * launch.blocks // launch.split for size in _MULTIPROCESSORS)
-        return -(-tiles // at_once) * (fixed + -(-steps // launch.split) * each)
-
-    splits = [STREAM, *(split for split in _SPLITS if split <= steps)]
-    return sorted((Launch(p, g, split, b) for p, g, b in SHAPES[tokens] for split in splits), key=cost)
-
-
-def guess_launch(N: int, K: int, M: int) -> Launch:
-    """A launch for M rows of a shape that was not measured."""
-    return launch_candidates(N, K, padded_rows(M))[0]
-
-
-def padded_rows(rows: int) -> int:
-    """The entry of TOKENS that as many rows run as."""
-    return next(tokens for tokens in TOKENS if rows <= tokens)
 
 
 def _box(columns: int) -> int:

@@ -84,7 +84,7 @@ def share_base(model: nn.Module) -> SharedBase:
         ValueError: It has experts, sharded linears or none, or an out_features that tiles do not divide.
     """
     groups = _groups(model)
-    linears = dict(packed_linears(model))
+    linears = _nvfp4_linears(model)
     flat = _memory(sum(group.num_bytes for group in groups), next(iter(linears.values())).weight.device)
     for group in groups:
         members = [linears[name] for name in group.members]
@@ -113,8 +113,8 @@ def _memory(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _groups(model: nn.Module) -> list[TiledGroup]:
-    linears = dict(packed_linears(model))
-    odd = sorted({type(linear).__name__ for linear in linears.values() if type(linear) is not NVFP4Linear})
+    linears = _nvfp4_linears(model)
+    odd = sorted({type(linear).__name__ for _, linear in packed_linears(model) if type(linear) is not NVFP4Linear})
     if any(isinstance(module, NVFP4Experts) for module in model.modules()):
         odd.append(NVFP4Experts.__name__)
     if odd or not linears:
@@ -130,6 +130,10 @@ def _groups(model: nn.Module) -> list[TiledGroup]:
             groups[key] = _group([member for member in members if member in linears], linears, offset)
             offset += groups[key].num_bytes
     return list(groups.values())
+
+
+def _nvfp4_linears(model: nn.Module) -> dict[str, NVFP4Linear]:
+    return {name: linear for name, linear in packed_linears(model) if isinstance(linear, NVFP4Linear)}
 
 
 def _group(names: Sequence[str], linears: dict[str, NVFP4Linear], offset: int) -> TiledGroup:

@@ -27,9 +27,7 @@ def base_record(path: str, options: BaseOptions, digests: Mapping[str, str], ada
     """
     base = str(Path(path).resolve()) if Path(path).is_dir() else path
     adapted, norms = adapter_options(adapter), NORMS if options.train_norms else ()
-    return BaseRecord(
-        base, options.scale, options.ignore, digests, adapted, trained_norms=norms, format=options.format
-    )
+    return BaseRecord(base, options.scale, options.ignore, digests, adapted, trained_norms=norms, format=options.format)
 
 
 def adapter_options(config: PeftConfig) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from verl_qerl.kernels import tiled_matmul
+from verl_qerl.kernels.tiled_launch import TOKENS, Launch, guess_launch, padded_rows
 from verl_qerl.nvfp4.format import BLOCK_SIZE
 
 logger = logging.getLogger(__name__)
@@ -39,15 +40,15 @@ class Plan:
     """
 
     tiled_rows: int
-    launches: tuple[tiled_matmul.Launch, ...]
+    launches: tuple[Launch, ...]
     packed_rows: int
     decode_rows: int
     layer_config: str
     tuning_config: str
 
-    def launch(self, rows: int) -> tiled_matmul.Launch:
+    def launch(self, rows: int) -> Launch:
         """The launch of `kernels.tiled_matmul` for a batch, up to `tiled_rows`."""
-        return self.launches[tiled_matmul.TOKENS.index(tiled_matmul.padded_rows(rows))]
+        return self.launches[TOKENS.index(padded_rows(rows))]
 
 
 PLANS: dict[str, Plan] = {}
@@ -68,15 +69,13 @@ def make_plan(N: int, K: int, gpu: str, normal_scales: bool = True) -> str:
         # The launch of another shape may not fill the GPU with this one.
         measured = row["launches"] if (row["N"], row["K"]) == (N, K) else {}
         launches = tuple(
-            tiled_matmul.Launch(*measured[str(tokens)])
-            if str(tokens) in measured
-            else tiled_matmul.guess_launch(N, K, tokens)
-            for tokens in tiled_matmul.TOKENS
+            Launch(*measured[str(tokens)]) if str(tokens) in measured else guess_launch(N, K, tokens)
+            for tokens in TOKENS
         )
         tiled_rows = row["tiled_rows"] if normal_scales else 0
         PLANS[key] = Plan(tiled_rows, launches, row["packed_rows"], row["decode_rows"], *_humming_configs(N, K))
         if tiled_rows:
-            tiled_matmul.prepare(zip(tiled_matmul.TOKENS, launches, strict=True))
+            tiled_matmul.prepare(zip(TOKENS, launches, strict=True))
     return key
 
 
