@@ -219,7 +219,7 @@ def _exchange(device: torch.device) -> tuple[torch.Tensor, ...]:
 
 
 def prepare(launches: Iterable[tuple[int, Launch]]) -> None:
-    """Compile what these launches need beside each other, not each on its first use.
+    """Compile what these launches need beside each other, not each on its first use, and make the memory they share.
 
     Args:
         launches: An entry of TOKENS and a launch for it, each.
@@ -227,7 +227,11 @@ def prepare(launches: Iterable[tuple[int, Launch]]) -> None:
     device = torch.cuda.current_device()
     torch.cuda.synchronize()  # the device has a context, which each thread makes its own
     with ThreadPoolExecutor(initializer=lambda: (torch.cuda.set_device(device), torch.cuda.synchronize())) as threads:
+        # In a thread, since this one may be allocating in memory that sleep mode takes away, or capturing a graph.
+        shared = threads.submit(_exchange, torch.device("cuda", device))
         list(threads.map(lambda each: _kernel(*each), launches))
+        shared.result()
+    torch.cuda.synchronize()
 
 
 def _kernel(tokens: int, launch: Launch) -> Kernel:
