@@ -58,6 +58,20 @@ def test_blocks_that_others_wait_for_all_run(tokens, K, columns):
         assert split == 1 or split * tokens * columns * 4 <= 96 << 10
 
 
+def test_the_memory_that_blocks_share_is_float32_while_vllm_loads_in_bf16(monkeypatch):
+    monkeypatch.setattr(tiled_matmul, "_multiprocessors", lambda device: 132)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        sums, flags, low, done = tiled_matmul._exchange.__wrapped__(torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert sums.dtype == low.dtype == torch.float32
+    largest = max(tokens * 64 * p * g * b for tokens in TOKENS for p, g, b in SHAPES[tokens])
+    assert sums.numel() == 132 * largest
+    assert flags.numel() >= 132 * max(blocks for shapes in SHAPES.values() for *_, blocks in shapes)
+    assert not done.any()
+
+
 def test_more_rows_are_refused():
     with pytest.raises(ValueError, match=r"too many rows: 129\. Up to 128"):
         tiled_matmul.tiled_matmul(torch.zeros(129, 64), torch.zeros(4, 128), torch.zeros(4, 64), torch.ones(1))

@@ -212,8 +212,9 @@ def _exchange(device: torch.device) -> tuple[torch.Tensor, ...]:
     """Sums that blocks hand over, their flags, and the same of X A^T; a launch leaves the flags at zero."""
     shapes = [(tokens * 64 * p * g * b, b) for tokens in TOKENS for p, g, b in SHAPES[tokens]]
     blocks = _multiprocessors(device) * max(b for _, b in shapes)
-    sums = torch.empty(_multiprocessors(device) * max(size for size, _ in shapes), device=device)
-    low = torch.empty(max(_LOW_BYTES // 4, MAX_ROWS * RANKS[-1] * 4), device=device)
+    # vLLM changes the default dtype while it loads.
+    sums = torch.empty(_multiprocessors(device) * max(size for size, _ in shapes), dtype=torch.float32, device=device)
+    low = torch.empty(max(_LOW_BYTES // 4, MAX_ROWS * RANKS[-1] * 4), dtype=torch.float32, device=device)
     flags = torch.zeros(blocks + 2, dtype=torch.int32, device=device)
     return sums, flags[2:], low, flags
 
