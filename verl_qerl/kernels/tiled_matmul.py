@@ -43,11 +43,6 @@ class Adapter(NamedTuple):
     slots: torch.Tensor
 
 
-def can_multiply(N: int, K: int) -> bool:
-    """Whether the kernel takes a weight [N, K]."""
-    return N % 64 == 0 and K % _STEP == 0
-
-
 def can_fuse(a: torch.Tensor, b: torch.Tensor, members: torch.Tensor, launch: Launch) -> bool:
     """Whether the kernel takes an adapter of this rank on a linear with these members; tensors as of `Adapter`."""
     rank = b.shape[1]
@@ -68,7 +63,7 @@ def tiled_matmul(
 
     Args:
         x: [M, K] bf16, contiguous, M <= MAX_ROWS.
-        words: Of `kernels.tiled.tile`, [K / 16, 2 N] int32, of a weight that `can_multiply` accepts.
+        words: Of `kernels.tiled.tile`, [K / 16, 2 N] int32, of a weight with N % 64 == K % 64 == 0.
         scale: Of `kernels.tiled.tile`, [K / 16, N] uint8; every byte at least 8 (2**-6, as the format asks).
         global_decode_scale: [1] float32, a power of two.
         bias: [N] bf16 or None.
