@@ -20,7 +20,6 @@ digits than bf16, so that a forward pass in bf16 rounds weights that it did not 
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ import torch
 
 from verl_qerl.algos.options import read_options
 from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.nvfp4.record import write_whole
 
 RECORD = "verl_qerl_uaq.json"
 MAX_SCALE = 16.0
@@ -166,9 +166,7 @@ def write_record(folder: Path, scale: float | None, base: str) -> None:
         (folder / RECORD).unlink(missing_ok=True)
         return
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{RECORD}.partial"
-    partial.write_text(json.dumps({"scale": scale, "base": base}, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, folder / RECORD)
+    write_whole(folder / RECORD, {"scale": scale, "base": base})
 
 
 def read_record(folder: Path) -> Mapping[str, Any] | None:

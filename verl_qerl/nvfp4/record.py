@@ -46,9 +46,14 @@ class BaseRecord:
         It marks the checkpoint as whole: write it after every other file, and take it away (`remove_record`) before
         one of them is written again.
         """
-        partial = folder / f".{RECORD}.partial"
-        partial.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, folder / RECORD)
+        write_whole(folder / RECORD, asdict(self))
+
+
+def write_whole(path: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON, the whole file or none; a killed process leaves what was there."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)
 
 
 def read_record(folder: Path) -> BaseRecord | None:

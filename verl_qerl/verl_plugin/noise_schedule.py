@@ -8,13 +8,13 @@ meant. The file lies beside data.pt, which the trainer writes too, and is there 
 
 import json
 import logging
-import os
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
 from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.nvfp4.record import write_whole
 
 if TYPE_CHECKING:
     from verl_qerl.verl_plugin.trainer import NoiseMixin as _Noise
@@ -56,10 +56,8 @@ def write_schedule(folder: Path, config: AQNConfig, total_steps: int) -> None:
         (folder / RECORD).unlink(missing_ok=True)
         return
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{RECORD}.partial"
     pinned = replace(config, total_steps=config.total_steps or total_steps)
-    partial.write_text(json.dumps(asdict(pinned), indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, folder / RECORD)
+    write_whole(folder / RECORD, asdict(pinned))
 
 
 def read_schedule(folder: Path) -> AQNConfig | None:
