@@ -66,12 +66,34 @@ def main() -> int:
     return code if steps else 1
 
 
+def visible_gpus(count: int, visible: str | None) -> list[int]:
+    """The driver's numbers of the GPUs that the run may use.
+
+    Args:
+        count: GPUs of the machine.
+        visible: CUDA_VISIBLE_DEVICES, numbers with commas between them; None for all.
+
+    Raises:
+        ValueError: It names a GPU in another way, or one that the machine lacks.
+    """
+    if visible is None:
+        return list(range(count))
+    names = [name.strip() for name in visible.split(",")]
+    if any(not name.isdecimal() or int(name) >= count for name in names):
+        raise ValueError(
+            f"not GPUs of this machine: CUDA_VISIBLE_DEVICES={visible!r}. Accepted are numbers below {count}, as 0,1."
+            " Set it to those, or unset it."
+        )
+    return [int(name) for name in names]
+
+
 def used_gib() -> float:
-    """The driver's reading, of the GPU that has the most in use."""
+    """The driver's reading, of the visible GPU that has the most in use."""
     import pynvml
 
     pynvml.nvmlInit()
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+    gpus = visible_gpus(pynvml.nvmlDeviceGetCount(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in gpus]
     return max(pynvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles) / 2**30
 
 
@@ -140,11 +162,6 @@ class Watch(threading.Thread):
 
     def __init__(self, metrics: Path, ballast_gib: float) -> None:
         super().__init__(daemon=True)
-        import pynvml
-
-        pynvml.nvmlInit()
-        self._nvml = pynvml
-        self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         self._metrics = metrics
         self._ballast_gib = ballast_gib
         self._running = True
@@ -155,8 +172,7 @@ class Watch(threading.Thread):
     def run(self) -> None:
         seen = 0
         while self._running:
-            used = max(self._nvml.nvmlDeviceGetMemoryInfo(handle).used for handle in self._handles)
-            self.samples.append((time.time(), round(used / 2**30 - self._ballast_gib, 2)))
+            self.samples.append((time.time(), round(used_gib() - self._ballast_gib, 2)))
             lines = self._metrics.read_text().splitlines() if self._metrics.exists() else []
             steps = sum("timing_s/step" in line for line in lines)
             self.ends += [time.time()] * (steps - seen)

@@ -1,5 +1,7 @@
 """What the benchmark makes of samples and metrics; the rest of it is a verl run on a GPU."""
 
+import pytest
+
 from verl_qerl.testing import load_beside
 
 bench = load_beside(__file__, "bench_train_step")
@@ -22,3 +24,13 @@ def test_phases_are_laid_back_from_the_end_of_a_step():
 
 def test_without_a_cap_nothing_is_taken():
     assert bench.take_ballast(None) == []
+
+
+def test_only_visible_gpus_are_read():
+    assert bench.visible_gpus(2, None) == [0, 1]
+    assert bench.visible_gpus(2, "1") == [1]
+    assert bench.visible_gpus(4, "3, 0") == [3, 0]
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES='2'. Accepted are numbers below 2"):
+        bench.visible_gpus(2, "2")
+    with pytest.raises(ValueError, match="not GPUs of this machine"):
+        bench.visible_gpus(2, "GPU-0123")
