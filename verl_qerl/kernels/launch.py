@@ -1,6 +1,9 @@
 """CUDA C++ kernels, compiled by NVRTC on first use and launched through the driver.
 
-torch compiles and loads them; its own launch knows no clusters whose size is chosen at launch.
+torch compiles and loads them; its own launch knows no clusters whose size is chosen at launch, and no early starts.
+
+In a CUDA graph a kernel starts early (programmatic dependent launch): while the one before it still runs, as soon as
+all blocks of that one have called `start_next` of grid.cuh, where it says what may come before `await_inputs`.
 """
 
 import ctypes
@@ -10,9 +13,11 @@ from typing import Any
 
 import torch
 
-_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_CLUSTER, _EARLY = 4, 6  # CU_LAUNCH_ATTRIBUTE_: CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION
 _UNSIGNED = {1: 0, 2: 1, 8: 4}  # CUtensorMapDataType by bytes
 _SWIZZLE_128, _PROMOTE_256 = 3, 3  # of CUtensorMapSwizzle and CUtensorMapL2promotion
+
+starts_early = True  # set False to compare with kernels that start one after the other
 
 
 class _Attribute(ctypes.Structure):
@@ -58,13 +63,22 @@ class Kernel:
             self._shared_bytes = shared_bytes
         values = [_value(arg) for arg in args]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        attribute = _Attribute(_CLUSTER)
-        attribute.value[:3] = (cluster, 1, 1)
+        attributes = _attributes(cluster)
         stream = torch.cuda.current_stream().cuda_stream
-        config = _Config((grid, 1, 1), (block, 1, 1), shared_bytes, stream, ctypes.pointer(attribute), 1)
+        config = _Config((grid, 1, 1), (block, 1, 1), shared_bytes, stream, attributes, len(attributes))
         error = _driver().cuLaunchKernelEx(ctypes.byref(config), self._kernel.func, pointers, None)
         if error:
             raise RuntimeError(f"a kernel did not start: CUDA error {error}, grid {grid}, {shared_bytes} bytes shared.")
+
+
+def _attributes(cluster: int) -> Any:
+    attributes = [_Attribute(_CLUSTER)]
+    attributes[0].value[:3] = (cluster, 1, 1)
+    # Outside of a graph the host is slower than what this gains, and weights may be written just before.
+    if starts_early and torch.cuda.is_current_stream_capturing():
+        attributes.append(_Attribute(_EARLY))
+        attributes[1].value[0] = 1
+    return (_Attribute * len(attributes))(*attributes)
 
 
 def _value(arg: Any) -> Any:

@@ -41,7 +41,7 @@ __device__ __forceinline__ void do_task(const LowRank& r, float* partial, int ta
   float sum[LOW_TILES][4] = {};
 #pragma unroll AHEAD
   for (int chunk = part * LOW_WARPS + warp; chunk < r.K / 32; chunk += r.split * LOW_WARPS) {
-    const uint4 left = __ldg(x_low + chunk * 4), right = __ldg(x_high + chunk * 4);
+    const uint4 left = x_low[chunk * 4], right = x_high[chunk * 4];  // no __ldg: x is written while this kernel starts
 #pragma unroll
     for (int t = 0; t < LOW_TILES; t++) {
       const uint4 other = __ldg(a_row[t] + chunk * 4);
@@ -65,6 +65,18 @@ __device__ __forceinline__ void do_task(const LowRank& r, float* partial, int ta
   __threadfence();
   join_low();
   if (thread == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(r.done) : "memory");
+}
+
+// What of a the tasks of this block need.
+__device__ __forceinline__ void prefetch_a(const LowRank& r, int thread) {
+  const int lane = thread % 32, column_blocks = (r.columns + 8 * LOW_TILES - 1) / (8 * LOW_TILES);
+  for (int task = blockIdx.x; task < r.tasks && blockIdx.x < r.workers; task += r.workers) {
+    const int part = task % r.split, column = task / r.split % column_blocks * (8 * LOW_TILES) + lane;
+    const uint4* row = r.a + (size_t)column * (r.K / 8);
+    for (int chunk = part * LOW_WARPS + thread / 32; chunk < r.K / 32; chunk += r.split * LOW_WARPS) {
+      if (lane < 8 * LOW_TILES && column < r.columns) asm volatile("prefetch.global.L2 [%0];" ::"l"(row + chunk * 4));
+    }
+  }
 }
 
 __device__ __forceinline__ void do_tasks(const LowRank& r, int thread) {

@@ -11,6 +11,9 @@
 // launch that fills the GPU once; what a share has of columns that another block finishes goes through global memory.
 // Otherwise a block has one part of K of its columns, and a cluster adds its sums through shared memory. Sums are float32
 // and added in a fixed order either way.
+//
+// The lane that copies codes and scales starts before the kernels before this one have ended (grid.cuh): a ring full of
+// weights is there when x is. Low rank and multiplying warps bring a and b as far as L2; all else awaits the inputs.
 
 // PIECES words and their scales, of one lane for one step of K.
 struct Codes {
@@ -109,6 +112,7 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
   }
   __syncthreads();
+  start_next();
 
   const float factor = 256.0f * __ldg(global_scale);
   const LowRank low = {rows_of_x, a, slots, low_parts, low_done, M, K, columns, rank, low_split, low_tasks, low_workers};
@@ -127,6 +131,7 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
         at_step += segment.count;
       }
     } else if (warp == GROUPS * 4 + 1) {
+      await_inputs();
       for (int at_step = begin; lane == 0 && at_step < end;) {
         const Segment segment = segment_at(at_step, end, steps);
         fill_x(at, x, segment, ring, filled);
@@ -134,6 +139,8 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
       }
     } else if (rank && warp >= GROUPS * 4 + HELPERS - LOW_WARPS) {
       const int thread = threadIdx.x - (GROUPS * 4 + HELPERS - LOW_WARPS) * 32;
+      prefetch_a(low, thread);
+      await_inputs();
       do_tasks(low, thread);
 #if STREAM
       if (adds_low) {
@@ -168,6 +175,7 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
       const int column = segment.column;
       float sum[PIECES][TOKENS / 2] = {};
       if (rank && segment.first == 0) prefetch_b(b, rank, N, column);
+      await_inputs();
       multiply_stages(at, f, segment.count, ring, unit, lane, sum);
       if (rank && segment.first == 0) {
         const int group = warp / 4, member = __ldg(members + min(column + group * 64 * PIECES, N - 1) / per_entry);

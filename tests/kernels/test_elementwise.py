@@ -1,0 +1,74 @@
+"""Norm and activation on a GPU, against float32 and against what the operators do on a CPU."""
+
+import pytest
+import torch
+
+from verl_qerl.kernels.elementwise import MAX_COLUMNS, add_rms_norm, rms_norm, silu_mul
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+ROWS = [1, 7, 32, 128, 300, 4096]
+SIZES = [8, 264, 1536, 3584, 5120, 8192, MAX_COLUMNS]
+
+
+def normalized(total: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(product, how far a result may be from it): its own rounding, and that of the normalized row at its neighbour."""
+    total = total.double()
+    row = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-6)
+    product = row.to(weight.dtype).double() * weight.double()
+    steps = 2**-8 if weight.dtype == torch.float32 else 2**-8 + 2**-7
+    return product, (steps + 1e-5) * product.abs() + 1e-30
+
+
+def poison(*shape: int) -> None:
+    """The next output of this size comes from memory full of NaN."""
+    torch.full(shape, float("nan"), dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("K", SIZES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_the_norm(rows, K, dtype):
+    generator = torch.Generator("cuda").manual_seed(rows * K)
+    x, residual = (5 * torch.randn(rows, K, device="cuda", generator=generator).bfloat16() for _ in range(2))
+    weight = (1 + 0.1 * torch.randn(K, device="cuda", generator=generator)).to(dtype)
+    poison(rows, K)
+    alone = rms_norm(x, weight, 1e-6)
+    poison(2, rows, K)
+    y, total = add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    for found, of in ((alone, x.float()), (y, x.float() + residual.float())):
+        expected, slack = normalized(of, weight)
+        assert ((found.double() - expected).abs() <= slack).all()
+        # A neighbour where float32 sums differ, else the same bits.
+        assert (found == expected.bfloat16()).float().mean() > 0.99
+    assert torch.equal(rms_norm(x.view(rows, 1, K), weight, 1e-6).view(rows, K), alone)
+    assert torch.equal(alone, rms_norm(x, weight, 1e-6))
+
+
+def test_rows_need_not_be_contiguous():
+    x = torch.randn(5, 3, 512, device="cuda").bfloat16()[:, 1]
+    weight = torch.rand(512, device="cuda")
+    assert torch.equal(rms_norm(x, weight, 1e-6), rms_norm(x.contiguous(), weight, 1e-6))
+    y, total = add_rms_norm(x, x, weight, 1e-6)
+    assert torch.equal(total, x + x)
+    assert torch.equal(y, add_rms_norm(x.contiguous(), x.contiguous(), weight, 1e-6)[0])
+    assert torch.equal(silu_mul(x), silu_mul(x.contiguous()))
+
+
+@pytest.mark.parametrize("I", [8, 1000, 8960, 18944])
+@pytest.mark.parametrize("rows", ROWS)
+def test_the_activation(rows, I):  # noqa: E741
+    x = 4 * torch.randn(rows, 2 * I, device="cuda").bfloat16()
+    poison(rows, I)
+    found = silu_mul(x)
+    gate, up = x.chunk(2, -1)
+    expected = torch.nn.functional.silu(gate) * up  # the same two roundings
+    assert ((found - expected).abs().double() <= 2**-6 * expected.abs().double() + 1e-30).all()
+    assert (found == expected).float().mean() > 0.99
+
+
+def test_the_activation_far_from_zero():
+    gate = torch.tensor([-300, -100, -88, -20, 0, 20, 88, 300], device="cuda").bfloat16()
+    found = silu_mul(torch.cat((gate, torch.ones_like(gate)))[None])[0]
+    assert torch.allclose(found.float(), torch.nn.functional.silu(gate.float()), rtol=2**-7, atol=1e-30)

@@ -1,0 +1,98 @@
+"""Norm and activation on a CPU: the bits of transformers' layers, and what compilers are told of their shapes."""
+
+import pytest
+import torch
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+from verl_qerl.kernels import elementwise
+from verl_qerl.kernels.elementwise import MAX_COLUMNS, add_rms_norm, can_normalize, rms_norm, silu_mul
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def norm_of(K: int, dtype: torch.dtype) -> Qwen2RMSNorm:
+    norm = Qwen2RMSNorm(K, eps=1e-5)
+    norm.weight.data = (1 + 0.1 * torch.randn(K)).to(dtype)
+    return norm
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", [(3, 64), (2, 5, 96), (1, 3584)], ids=str)
+def test_a_norm_is_that_of_transformers(shape):
+    norm = norm_of(shape[-1], torch.bfloat16)
+    x = (3 * torch.randn(shape)).bfloat16()
+    assert torch.equal(rms_norm(x, norm.weight, 1e-5), norm(x))
+    # Rounded before the product: with one rounding a part of them differs.
+    scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)
+    assert not torch.equal((x.float() * scale * norm.weight.float()).bfloat16(), norm(x))
+
+
+@torch.no_grad()
+def test_a_float32_weight_counts_in_full():
+    x = torch.randn(4, 64).bfloat16()
+    weight = 1 + 2**-12 * torch.rand(64)
+    expected = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-5) * weight.double()
+    found = rms_norm(x, weight, 1e-5)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, expected.bfloat16())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_sum_is_rounded_for_the_residual_alone(dtype):
+    x, residual = (torch.randn(5, 256).bfloat16() for _ in range(2))
+    weight = norm_of(256, dtype).weight
+    y, total = add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, x + residual)
+    whole = x.double() + residual.double()
+    normalized = whole * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + 1e-5)
+    expected = normalized.to(dtype).double() * weight.double()
+    assert torch.equal(y, expected.bfloat16())
+    assert not torch.equal(y, rms_norm(total, weight, 1e-5))
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (2, 5, 96)], ids=str)
+def test_the_activation_is_that_of_transformers(shape):
+    gate, up = (torch.randn(shape).bfloat16() for _ in range(2))
+    assert torch.equal(silu_mul(torch.cat((gate, up), -1)), torch.nn.functional.silu(gate) * up)
+
+
+def test_what_the_kernels_take():
+    x, weight = torch.zeros(2, 64, dtype=torch.bfloat16), torch.ones(64)
+    assert can_normalize(x, weight)
+    assert can_normalize(x, weight.bfloat16())
+    assert not can_normalize(x.float(), weight)
+    assert not can_normalize(x, weight.half())
+    assert not can_normalize(x[:, :60], weight)
+    assert not can_normalize(x.new_zeros(1, MAX_COLUMNS + 8), weight)
+
+
+@pytest.mark.parametrize("K", [8, 1536, 2048, 3584, 5120, 8192, 12288, MAX_COLUMNS])
+def test_a_block_takes_a_row(K):
+    threads, chunks = elementwise._block(K)
+    assert threads % 32 == 0
+    assert threads <= 512
+    assert chunks <= 4
+    assert threads * chunks * 8 >= K > (threads - 32) * chunks * 8
+    assert f"#define THREADS {threads}\n" in elementwise.source(threads, chunks, wide=False)
+
+
+def test_compilers_see_one_operator_each():
+    @torch.compile(fullgraph=True, dynamic=True, backend="eager")
+    def layer(x, residual, weight):
+        y, total = add_rms_norm(rms_norm(x, weight, 1e-5), residual, weight, 1e-5)
+        return silu_mul(y), total
+
+    weight = torch.rand(64)
+    for rows in (2, 3):
+        x, residual = (torch.randn(rows, 64).bfloat16() for _ in range(2))
+        y, total = add_rms_norm(rms_norm(x, weight, 1e-5), residual, weight, 1e-5)
+        found = layer(x, residual, weight)
+        assert torch.equal(found[0], silu_mul(y))
+        assert torch.equal(found[1], total)
+    torch.library.opcheck(add_rms_norm, (x, residual, weight, 1e-5))
+    torch.library.opcheck(rms_norm, (x[:, ::2], weight[:32], 1e-5), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(silu_mul, (x,))

@@ -1,0 +1,99 @@
+"""Kernels that start before the ones before them have ended, against the same kernels one after the other."""
+
+import pytest
+import torch
+
+from verl_qerl.kernels import launch
+from verl_qerl.kernels.elementwise import add_rms_norm, silu_mul
+from verl_qerl.kernels.lora import member_of_tile
+from verl_qerl.kernels.tiled import tile
+from verl_qerl.kernels.tiled_launch import SHAPES, STREAM, Launch, padded_rows
+from verl_qerl.kernels.tiled_matmul import Adapter, _exchange, can_fuse, tiled_matmul
+from verl_qerl.testing import random_packed_weight
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+K, I, LAYERS, RANK, REPLAYS = 1536, 4096, 20, 32, 50
+LINEARS = [((I, I), K), ((K,), I)]
+
+
+def launches() -> list[tuple[int, Launch]]:
+    shapes = [(rows, shape) for rows in (1, 16, 64, 128) for shape in SHAPES[padded_rows(rows)]]
+    return [(rows, Launch(p, g, split, b)) for rows, (p, g, b) in shapes for split in (STREAM, 1, 4)]
+
+
+@pytest.fixture(scope="module")
+def layers():
+    """Of each layer its norm and, of each of its linears, the tensors and an adapter that every second row has."""
+    torch.manual_seed(0)
+    slots = torch.zeros(130, dtype=torch.int64, device="cuda")
+    slots[1::2] = -1
+
+    def linear(slices, columns):
+        weight = random_packed_weight(sum(slices), columns, device="cuda")
+        words, scale = tile(weight)
+        a = (torch.randn(len(slices) * RANK, columns, device="cuda") * columns**-0.5).bfloat16()
+        b = torch.randn(sum(slices), RANK, device="cuda").bfloat16()
+        tensors = (words, scale.view(torch.uint8), weight.global_decode_scale.reshape(1))
+        return tensors, Adapter(a, b, member_of_tile(slices, "cuda"), slots)
+
+    return [(torch.rand(K, device="cuda").bfloat16(), *(linear(*one) for one in LINEARS)) for _ in range(LAYERS)]
+
+
+def capture(layers, x, residual, how, adapted, early, monkeypatch):
+    def run():
+        y, total = x, residual
+        for norm, gate_up, down in layers:
+            y, total = add_rms_norm(y, total, norm, 1e-6)
+            for (tensors, adapter), then in ((gate_up, silu_mul), (down, torch.Tensor.contiguous)):
+                fits = adapted and can_fuse(*adapter[:3], how)
+                y = then(tiled_matmul(y, *tensors, None, adapter if fits else None, how))
+        return y, total
+
+    monkeypatch.setattr(launch, "starts_early", early)
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    return graph, out
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["base", "adapter"])
+@pytest.mark.parametrize(("rows", "how"), launches(), ids=str)
+def test_an_early_start_changes_no_bit(layers, rows, how, adapted, monkeypatch):
+    x, residual = (torch.zeros(rows, K, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    one_by_one, expected = capture(layers, x, residual, how, adapted, False, monkeypatch)
+    early, found = capture(layers, x, residual, how, adapted, True, monkeypatch)
+    generator = torch.Generator("cuda").manual_seed(rows)
+    wrong, sums = [], []
+    for _ in range(REPLAYS):  # each time other inputs, so that what is read too early is wrong
+        for tensor in (x, residual):
+            tensor.normal_(generator=generator)
+        one_by_one.replay()
+        early.replay()
+        wrong.append(torch.stack([(a != b).any() for a, b in zip(found, expected, strict=True)]))
+        sums.append(expected[0].float().sum())
+    assert not torch.stack(wrong).any(), torch.stack(wrong).int().sum(0)
+    assert torch.stack(sums).isfinite().all()
+    assert len(set(torch.stack(sums).tolist())) == REPLAYS
+    flags, done = _exchange(torch.device("cuda", torch.cuda.current_device()))[1::2]
+    assert not flags.any()
+    assert not done.any()
+
+
+def test_a_graph_may_begin_with_an_early_start_or_follow_a_memset():
+    x = torch.ones(1, K, device="cuda").bfloat16()
+    weight = torch.ones(K, device="cuda").bfloat16()
+    add_rms_norm(x, x, weight, 1e-6)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first = add_rms_norm(x, x, weight, 1e-6)[0]
+        x.zero_()
+        second = add_rms_norm(x, x, weight, 1e-6)[0]
+    for _ in range(2):
+        x.fill_(3)
+        graph.replay()
+        assert torch.allclose(first, torch.ones_like(first), rtol=2**-7)
+        assert not second.any()

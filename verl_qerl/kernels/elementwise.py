@@ -1,0 +1,159 @@
+"""What lies between the linears of a layer: residual addition with RMSNorm, and SiLU times its neighbour.
+
+In vLLM's arithmetic (its modules' forward_native), which is transformers': float32 inside, the normalized row and the
+activation rounded to bf16 before they are multiplied. On a GPU in CUDA C++ (elementwise.cu) for compute capability 9.0.
+"""
+
+import ctypes
+import functools
+
+import torch
+
+from verl_qerl.kernels.launch import Kernel, read_source
+
+MAX_COLUMNS = 16384  # of a norm: more do not stay in registers
+_CHUNK = 8  # columns that a thread loads at a time
+_THREADS, _MANY_THREADS = 256, 512  # most of a block for a row
+_CHUNKS = 4  # most of a thread before a block takes many threads
+_SILU_THREADS = 128
+_FILES = ("decode.cuh", "grid.cuh", "elementwise.cu")
+
+
+def can_normalize(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `rms_norm` and `add_rms_norm` take rows like these on a GPU."""
+    K = x.shape[-1]
+    kinds = x.dtype == torch.bfloat16 and weight.dtype in (torch.bfloat16, torch.float32)
+    return kinds and K % _CHUNK == 0 and K <= MAX_COLUMNS
+
+
+@torch.library.custom_op("verl_qerl::rms_norm", mutates_args=())
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """weight * x / sqrt(mean(x^2) + epsilon).
+
+    Args:
+        x: [..., K] bf16, K % 8 == 0, K <= MAX_COLUMNS.
+        weight: [K] bf16 or float32.
+        epsilon: Added to the mean of the squares.
+
+    Returns:
+        As x.
+    """
+    return _normalized(x.float(), weight, epsilon).to(x.dtype)
+
+
+@torch.library.custom_op("verl_qerl::add_rms_norm", mutates_args=())
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rms_norm` of x + residual, which is rounded for the second result alone.
+
+    Args:
+        x: As in `rms_norm`.
+        residual: As x.
+        weight: As in `rms_norm`.
+        epsilon: As there.
+
+    Returns:
+        The normalized sum, and the sum; both as x.
+    """
+    total = x.float() + residual.float()
+    return _normalized(total, weight, epsilon).to(x.dtype), total.to(x.dtype)
+
+
+@torch.library.custom_op("verl_qerl::silu_mul", mutates_args=())
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """silu(left half of x) * right half.
+
+    Args:
+        x: [..., 2 I] bf16, I % 8 == 0.
+
+    Returns:
+        [..., I] bf16.
+    """
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def prepare(K: int, weight_dtype: torch.dtype) -> None:
+    """Compile what rows of K columns and a weight of this dtype need, not on first use."""
+    torch.cuda.synchronize()  # the device has a context
+    _norm_kernel(*_block(K), weight_dtype == torch.float32)
+    _silu_kernel()
+
+
+def _normalized(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    scale = torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + epsilon)
+    return (x * scale).to(weight.dtype) * weight
+
+
+@rms_norm.register_kernel("cuda")
+def _rms_norm_cuda(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return _launch_norm(x.contiguous(), None, weight, epsilon)[0]
+
+
+@add_rms_norm.register_kernel("cuda")
+def _add_rms_norm_cuda(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _launch_norm(x.contiguous(), residual.contiguous(), weight, epsilon)
+
+
+@silu_mul.register_kernel("cuda")
+def _silu_mul_cuda(x: torch.Tensor) -> torch.Tensor:
+    y = _silu_mul_fake(x)
+    count = y.numel() // _CHUNK
+    args = [x.contiguous(), y, y.shape[-1] // _CHUNK, count]
+    _silu_kernel()(-(-count // _SILU_THREADS), _SILU_THREADS, args)
+    return y
+
+
+@rms_norm.register_fake
+def _rms_norm_fake(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+@add_rms_norm.register_fake
+def _add_rms_norm_fake(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+@silu_mul.register_fake
+def _silu_mul_fake(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+def _launch_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    K = x.shape[-1]
+    threads, chunks = _block(K)
+    y = torch.empty_like(x)
+    total = y if residual is None else torch.empty_like(x)
+    adds = residual is not None
+    args = [x, residual if adds else x, weight, y, total, K, int(adds), ctypes.c_float(epsilon)]
+    _norm_kernel(threads, chunks, weight.dtype == torch.float32)(x.numel() // K, threads, args)
+    return y, total
+
+
+def _block(K: int) -> tuple[int, int]:
+    """Threads for a row of K columns, and chunks of 8 of them for each."""
+    most = _THREADS if K <= _THREADS * _CHUNKS * _CHUNK else _MANY_THREADS
+    chunks = -(-K // (_CHUNK * most))
+    return -(-K // (_CHUNK * chunks * 32)) * 32, chunks
+
+
+def source(threads: int, chunks: int, wide: bool) -> str:
+    """CUDA C++ of the kernels, the norm for rows of up to 8 * threads * chunks columns."""
+    return read_source(*_FILES, THREADS=threads, CHUNKS=chunks, WIDE=int(wide))
+
+
+@functools.cache
+def _norm_kernel(threads: int, chunks: int, wide: bool) -> Kernel:
+    return Kernel(source(threads, chunks, wide), "rms_norm")
+
+
+@functools.cache
+def _silu_kernel() -> Kernel:
+    return Kernel(source(_SILU_THREADS, 1, False), "silu_mul")
