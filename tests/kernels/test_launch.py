@@ -13,8 +13,8 @@ from verl_qerl.testing import random_packed_weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
-K, I, LAYERS, RANK, REPLAYS = 1536, 4096, 20, 32, 50
-LINEARS = [((I, I), K), ((K,), I)]
+K, LAYERS, RANK, REPLAYS = 1536, 20, 32, 50
+LINEARS = [((4096, 4096), K), ((K,), 4096)]
 
 
 def launches() -> list[tuple[int, Launch]]:
@@ -29,15 +29,16 @@ def layers():
     slots = torch.zeros(130, dtype=torch.int64, device="cuda")
     slots[1::2] = -1
 
-    def linear(slices, columns):
-        weight = random_packed_weight(sum(slices), columns, device="cuda")
+    def linear(seed, slices, columns):
+        weight = random_packed_weight(sum(slices), columns, seed, "cuda")
         words, scale = tile(weight)
         a = (torch.randn(len(slices) * RANK, columns, device="cuda") * columns**-0.5).bfloat16()
         b = torch.randn(sum(slices), RANK, device="cuda").bfloat16()
         tensors = (words, scale.view(torch.uint8), weight.global_decode_scale.reshape(1))
         return tensors, Adapter(a, b, member_of_tile(slices, "cuda"), slots)
 
-    return [(torch.rand(K, device="cuda").bfloat16(), *(linear(*one) for one in LINEARS)) for _ in range(LAYERS)]
+    norms = torch.rand(LAYERS, K, device="cuda").bfloat16()
+    return [(norm, *(linear(seed, *one) for one in LINEARS)) for seed, norm in enumerate(norms)]
 
 
 def capture(layers, x, residual, how, adapted, early, monkeypatch):

@@ -28,7 +28,7 @@ def can_normalize(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 @torch.library.custom_op("verl_qerl::rms_norm", mutates_args=())
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """weight * x / sqrt(mean(x^2) + epsilon).
+    """RMSNorm: x / sqrt(mean(x^2) + epsilon) * weight.
 
     Args:
         x: [..., K] bf16, K % 8 == 0, K <= MAX_COLUMNS.
@@ -62,7 +62,7 @@ def add_rms_norm(
 
 @torch.library.custom_op("verl_qerl::silu_mul", mutates_args=())
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """silu(left half of x) * right half.
+    """SiLU of the left half of x, times its right half.
 
     Args:
         x: [..., 2 I] bf16, I % 8 == 0.
