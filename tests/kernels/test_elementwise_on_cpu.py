@@ -5,7 +5,7 @@ import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from verl_qerl.kernels import elementwise
-from verl_qerl.kernels.elementwise import MAX_COLUMNS, add_rms_norm, can_normalize, rms_norm, silu_mul
+from verl_qerl.kernels.elementwise import MAX_COLUMNS, add_rms_norm, can_normalize, can_silu, rms_norm, silu_mul
 
 
 @pytest.fixture(autouse=True)
@@ -61,13 +61,16 @@ def test_the_activation_is_that_of_transformers(shape):
 
 
 def test_what_the_kernels_take():
-    x, weight = torch.zeros(2, 64, dtype=torch.bfloat16), torch.ones(64)
-    assert can_normalize(x, weight)
-    assert can_normalize(x, weight.bfloat16())
-    assert not can_normalize(x.float(), weight)
-    assert not can_normalize(x, weight.half())
-    assert not can_normalize(x[:, :60], weight)
-    assert not can_normalize(x.new_zeros(1, MAX_COLUMNS + 8), weight)
+    weight = torch.ones(MAX_COLUMNS)
+    assert can_normalize(weight)
+    assert can_normalize(weight.bfloat16())
+    assert not can_normalize(weight.half())
+    assert not can_normalize(weight[:60])
+    assert not can_normalize(torch.ones(MAX_COLUMNS + 8))
+    x = torch.zeros(2, 48, dtype=torch.bfloat16)
+    assert can_silu(x)
+    assert not can_silu(x.half())
+    assert not can_silu(x[:, :40])
 
 
 @pytest.mark.parametrize("K", [8, 1536, 2048, 3584, 5120, 8192, 12288, MAX_COLUMNS])

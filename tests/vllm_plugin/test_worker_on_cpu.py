@@ -159,11 +159,15 @@ class Config:
 @pytest.mark.parametrize(
     "config", [None, Config(None), Config({}), Config({"verl_qerl": {}})], ids=lambda c: str(c)[:8]
 )
-def test_without_options_nothing_is_hung_on_the_worker(config):
-    worker = Worker(torch.nn.ReLU())
+def test_without_options_a_model_stays_as_it_is(config):
+    model = torch.nn.ModuleDict({"input_layernorm": torch.nn.LayerNorm(4, bias=False)})
+    before = repr(model), [(name, one.dtype, one.data_ptr()) for name, one in model.named_parameters()]
+    worker = Worker(model)
     prepare_model(worker, config)
-    assert worker._qerl_noise is None
-    assert "load_model" not in vars(worker)
+    worker.load_model(1)
+    assert worker.calls == [((1,), {})]
+    assert worker._qerl_noise is worker._qerl_norms is None
+    assert before == (repr(model), [(name, one.dtype, one.data_ptr()) for name, one in model.named_parameters()])
 
 
 def test_noise_is_prepared_after_loading():
@@ -188,6 +192,9 @@ class SleepyWorker:
 
     def __init__(self):
         self.pooled = []
+
+    def load_model(self):
+        pass
 
     def _maybe_get_memory_pool_context(self, tag):
         self.pooled.append(tag)

@@ -6,6 +6,7 @@ activation rounded to bf16 before they are multiplied. On a GPU in CUDA C++ (ele
 
 import ctypes
 import functools
+from collections.abc import Iterable
 
 import torch
 
@@ -19,11 +20,15 @@ _SILU_THREADS = 128
 _FILES = ("decode.cuh", "grid.cuh", "elementwise.cu")
 
 
-def can_normalize(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `rms_norm` and `add_rms_norm` take rows like these on a GPU."""
-    K = x.shape[-1]
-    kinds = x.dtype == torch.bfloat16 and weight.dtype in (torch.bfloat16, torch.float32)
-    return kinds and K % _CHUNK == 0 and K <= MAX_COLUMNS
+def can_normalize(weight: torch.Tensor) -> bool:
+    """Whether `rms_norm` and `add_rms_norm` take rows of bf16 with this weight on a GPU."""
+    K = weight.shape[0]
+    return weight.dtype in (torch.bfloat16, torch.float32) and K % _CHUNK == 0 and K <= MAX_COLUMNS
+
+
+def can_silu(x: torch.Tensor) -> bool:
+    """Whether `silu_mul` takes rows like these on a GPU."""
+    return x.dtype == torch.bfloat16 and x.shape[-1] % (2 * _CHUNK) == 0
 
 
 @torch.library.custom_op("verl_qerl::rms_norm", mutates_args=())
@@ -74,11 +79,16 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def prepare(K: int, weight_dtype: torch.dtype) -> None:
-    """Compile what rows of K columns and a weight of this dtype need, not on first use."""
+def prepare(norms: Iterable[tuple[int, torch.dtype]]) -> None:
+    """Compile the activation and what norms need now, not on first use.
+
+    Args:
+        norms: Columns of the rows and dtype of the weight, each.
+    """
     torch.cuda.synchronize()  # the device has a context
-    _norm_kernel(*_block(K), weight_dtype == torch.float32)
     _silu_kernel()
+    for K, weight_dtype in norms:
+        _norm_kernel(*_block(K), weight_dtype == torch.float32)
 
 
 def _normalized(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

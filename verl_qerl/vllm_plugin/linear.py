@@ -11,7 +11,7 @@ from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvF
 from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKernel
 
 from verl_qerl.kernels.tiled import dequantize_tiled, tile
-from verl_qerl.nvfp4.format import PackedWeight
+from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
 from verl_qerl.vllm_plugin.plans import make_plan, say_once, why_not
 from verl_qerl.vllm_plugin.tiled_ops import linear_tiled
 
@@ -103,6 +103,12 @@ def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Te
 def tiled_tensors(layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """What `hold_tiles` prepared of a layer: words, scale, global_decode_scale and dense of `linear_tiled`."""
     return layer.weight, layer.weight_scale, layer.weight_global_scale, layer.qerl_dense
+
+
+def tiled_columns(model: torch.nn.Module) -> set[int]:
+    """in_features of the linears of a model that choose a kernel by rows, as `hold_tiles` prepared them on a GPU."""
+    layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "qerl_plan", "")]
+    return {layer.weight.shape[0] * BLOCK_SIZE for layer in layers}
 
 
 def _frozen(tensor: torch.Tensor) -> torch.nn.Parameter:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from verl_qerl.vllm_plugin.borrowed import borrowed_by, is_borrowing
+from verl_qerl.vllm_plugin.elementwise import use_early_starts
 from verl_qerl.vllm_plugin.head import quantize_head
+from verl_qerl.vllm_plugin.linear import tiled_columns
 from verl_qerl.vllm_plugin.lora import use_single_adapter
 from verl_qerl.vllm_plugin.noise import NormNoise
 from verl_qerl.vllm_plugin.options import rollout_options
@@ -64,7 +66,7 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
     """Do what the options ask for, now or after `worker.load_model`.
 
     LoRA goes on the path for one adapter, norms are prepared for noise and for syncs, weights stay where they are
-    during sleep, the head is quantized.
+    during sleep, the head is quantized. What lies between linears on our kernels goes on our kernels too.
 
     Raises:
         ValueError: An option is unknown or out of range, or later the head cannot be quantized.
@@ -75,9 +77,6 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
         _keep_weights(worker, vllm_config)
     lora_config = getattr(vllm_config, "lora_config", None) if options.lora == "single" else None
     borrows = is_borrowing(vllm_config)
-    changes_norms = options.aqn.enabled or options.train_norms
-    if lora_config is None and not changes_norms and options.lm_head == "bf16" and not borrows:
-        return
     load_model = worker.load_model
 
     def load_then_prepare(*args: Any, **kwargs: Any) -> None:
@@ -93,6 +92,11 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
             _watch_owner(worker, model)
         if options.train_norms:
             worker._qerl_norms = SyncedNorms(model, worker._qerl_noise)
+        columns = tiled_columns(model)
+        if columns:
+            # vLLM fuses norms with the sums of several GPUs, and looks for its own.
+            fused = vllm_config.compilation_config.pass_config.fuse_allreduce_rms
+            use_early_starts(model, columns, norms=not fused)
 
     worker.load_model = load_then_prepare
 

@@ -1,0 +1,129 @@
+"""Which of vLLM's modules are replaced, and that those in their place compute the same bits."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+
+from verl_qerl.vllm_plugin import worker as worker_module
+from verl_qerl.vllm_plugin.elementwise import EarlyRMSNorm, EarlySiluAndMul, use_early_starts
+from verl_qerl.vllm_plugin.linear import tiled_columns
+
+K = 128
+
+
+@pytest.fixture
+def layer():
+    """Norms and an activation as a layer of Qwen3 has them."""
+    torch.manual_seed(0)
+    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(mode=0))):
+        modules = {
+            "input_layernorm": RMSNorm(K, 1e-5, dtype=torch.bfloat16),
+            "q_norm": RMSNorm(64),
+            "act": SiluAndMul(),
+        }
+    modules["input_layernorm"].weight.data.normal_(1, 0.1)
+    return torch.nn.ModuleDict(modules)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_bits_are_those_of_vllm(layer, dtype):
+    norm, act = layer["input_layernorm"], layer["act"]
+    norm.weight.data = norm.weight.data.to(dtype)
+    x, residual = (3 * torch.randn(7, K).bfloat16() for _ in range(2))
+    wide = torch.randn(2, 3, 2 * K).bfloat16()
+    # Clones: vLLM's may write into what it is given.
+    alone, both, activated = norm(x.clone()), norm(x.clone(), residual.clone()), act.forward_native(wide)
+    assert use_early_starts(layer, {K}) == 2
+    assert torch.equal(norm(x), alone)
+    assert all(torch.equal(*pair) for pair in zip(norm(x, residual), both, strict=True))
+    assert torch.equal(act(wide), activated)
+    narrow = torch.randn(3, 24).bfloat16()  # not a multiple of what a thread loads
+    assert torch.equal(act(narrow), act.forward_native(narrow))
+
+
+def test_only_rows_that_a_tiled_linear_multiplies(layer):
+    assert use_early_starts(layer, {K}) == 2
+    assert [type(module) for module in layer.values()] == [EarlyRMSNorm, RMSNorm, EarlySiluAndMul]
+
+
+def test_without_tiled_linears_nothing_is_replaced(layer):
+    assert use_early_starts(layer, set()) == 0
+    assert [type(module) for module in layer.values()] == [RMSNorm, RMSNorm, SiluAndMul]
+
+
+def test_norms_can_be_left_out(layer):
+    assert use_early_starts(layer, {K}, norms=False) == 1
+    assert [type(module) for module in layer.values()] == [RMSNorm, RMSNorm, EarlySiluAndMul]
+
+
+class Scaled(RMSNorm):
+    """A model's own."""
+
+
+def test_what_computes_something_else_stays():
+    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(mode=0))):
+        modules = [RMSNorm(K, has_weight=False), RMSNorm(K, var_hidden_size=64), GemmaRMSNorm(K), Scaled(K)]
+        modules.append(RMSNorm(K, dtype=torch.float16))
+    kinds = [type(module) for module in modules]
+    assert use_early_starts(torch.nn.ModuleList(modules), {K}) == 0
+    assert [type(module) for module in modules] == kinds
+
+
+def test_columns_are_those_of_linears_with_a_plan():
+    model = torch.nn.ModuleList([torch.nn.Linear(1, 1) for _ in range(3)])
+    for plan, layer in zip(("4x128", "", "4x256"), model, strict=True):
+        layer.qerl_plan = plan  # empty on a CPU
+    model[0].weight = torch.nn.Parameter(torch.zeros(8, 8))
+    model[2].weight = torch.nn.Parameter(torch.zeros(16, 8))
+    assert tiled_columns(model) == {128, 256}
+    assert tiled_columns(torch.nn.ReLU()) == set()
+
+
+def kinds_of(worker) -> list[str]:
+    return [type(module).__name__ for module in worker.model_runner.get_model().modules()]
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """As if linears of 128 columns were tiled, as they are on a GPU."""
+    monkeypatch.setattr(worker_module, "tiled_columns", lambda model: {K})
+
+
+@pytest.mark.parametrize("options", [{}, {"aqn": {"enabled": True}}], ids=["plain", "noise"])
+def test_an_engine_computes_the_same(start, model_dir, prompt_log_probs, hopper, monkeypatch, options):
+    engine = start(model_dir("qwen3"), **options)
+    kinds = engine.collective_rpc(kinds_of)[0]
+    assert kinds.count("EarlyRMSNorm") == 5
+    assert kinds.count("RMSNorm") == 4  # of heads
+    assert kinds.count("EarlySiluAndMul") == 2
+    found = prompt_log_probs(engine)
+    monkeypatch.undo()
+    stock = start(model_dir("qwen3"), **options)
+    assert not any(kind.startswith("Early") for kind in stock.collective_rpc(kinds_of)[0])
+    assert torch.equal(found, prompt_log_probs(stock))
+    if options:
+        for one in (engine, stock):
+            one.collective_rpc("qerl_set_noise", args=(1e-2, 1))
+            assert one.reset_prefix_cache()
+        noisy = prompt_log_probs(engine)
+        assert not torch.equal(noisy, found)
+        assert torch.equal(noisy, prompt_log_probs(stock))
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+def test_norms_stay_where_vllm_fuses_them(layer, hopper, fuses):
+    passes = SimpleNamespace(fuse_allreduce_rms=fuses)
+    config = SimpleNamespace(additional_config=None, compilation_config=SimpleNamespace(pass_config=passes))
+    worker = SimpleNamespace(load_model=lambda: None)
+    worker.model_runner = SimpleNamespace(get_model=lambda: layer)
+    worker_module.prepare_model(worker, config)
+    assert type(layer["act"]) is SiluAndMul
+    worker.load_model()
+    assert type(layer["act"]) is EarlySiluAndMul
+    assert (type(layer["input_layernorm"]) is RMSNorm) == fuses
