@@ -83,6 +83,35 @@ def test_a_block_takes_a_row(K):
     assert f"#define THREADS {threads}\n" in elementwise.source(threads, chunks, wide=False)
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """What kernels were launched with: grid, threads, arguments."""
+    calls = []
+    for name in ("_norm_kernel", "_silu_kernel"):
+        monkeypatch.setattr(elementwise, name, lambda *how: lambda *given: calls.append((how, *given)))
+    return calls
+
+
+def test_a_launch_covers_every_row(launched):
+    x, residual = (torch.zeros(2, 3, 4, 264, dtype=torch.bfloat16)[:, 1] for _ in range(2))
+    weight = torch.ones(264)
+    elementwise._add_rms_norm_cuda(x, residual, weight, 1e-5)
+    elementwise._rms_norm_cuda(x, weight.bfloat16(), 1e-5)
+    for (how, grid, threads, args), (wide, adds) in zip(launched, ((True, 1), (False, 0)), strict=True):
+        assert (how, grid, threads) == ((64, 1, wide), 8, 64)
+        assert all(one.is_contiguous() and one.shape == (2, 4, 264) for one in (*args[:2], *args[3:5]))
+        assert args[5:7] == [264, adds]
+        assert args[7].value == pytest.approx(1e-5)
+
+
+def test_a_launch_covers_every_activation(launched):
+    y = elementwise._silu_mul_cuda(torch.zeros(5, 2 * 1000, dtype=torch.bfloat16))
+    ((_, grid, threads, args),) = launched
+    assert y.shape == (5, 1000)
+    assert args[2:] == [125, 625]
+    assert (grid - 1) * threads < 625 <= grid * threads
+
+
 def test_compilers_see_one_operator_each():
     @torch.compile(fullgraph=True, dynamic=True, backend="eager")
     def layer(x, residual, weight):
