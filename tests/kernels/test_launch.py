@@ -83,18 +83,25 @@ def test_an_early_start_changes_no_bit(layers, rows, how, adapted, monkeypatch):
     assert not done.any()
 
 
-def test_a_graph_may_begin_with_an_early_start_or_follow_a_memset():
+def test_an_early_start_may_follow_anything_in_a_graph():
     x = torch.ones(1, K, device="cuda").bfloat16()
     weight = torch.ones(K, device="cuda").bfloat16()
     add_rms_norm(x, x, weight, 1e-6)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.graph(graph):
-        first = add_rms_norm(x, x, weight, 1e-6)[0]
+        first, doubled = add_rms_norm(x, x, weight, 1e-6)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            tripled = doubled + x
+        halved = doubled / 4
+        torch.cuda.current_stream().wait_stream(side)
+        _, joined = add_rms_norm(tripled, halved, weight, 1e-6)  # after two kernels of two streams
         x.zero_()
-        second = add_rms_norm(x, x, weight, 1e-6)[0]
-    for _ in range(2):
-        x.fill_(3)
+        last, _ = add_rms_norm(x, x, weight, 1e-6)  # after what is no kernel
+    for value in (3, 5):
+        x.fill_(value)
         graph.replay()
         assert torch.allclose(first, torch.ones_like(first), rtol=2**-7)
-        assert not second.any()
+        assert (joined == 3.5 * value).all()
+        assert not last.any()

@@ -35,11 +35,17 @@ def main():
     def norms():
         return llm.collective_rpc("qerl_norm_weights")[0]
 
+    def kinds(worker):
+        names = [type(module).__name__ for module in worker.model_runner.get_model().modules()]
+        return names.count("EarlyRMSNorm"), names.count("EarlySiluAndMul")
+
     def same(a, b):
         return all(torch.equal(a[name], b[name]) for name in a)
 
     clean, clean_norms = decode(), norms()
     seen = {"repeats": decode() == clean, "num_norms": noise(5e-4, 1)}
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    seen["own_norms"] = llm.collective_rpc(kinds)[0] == ((9, 4) if hopper else (0, 0))
     seen["small_sigma_acts"] = decode() != clean
     noise(1e-2, 2)
     noisy, noisy_norms = decode(), norms()
