@@ -54,7 +54,7 @@ class Kernel:
         Args:
             grid: Thread blocks.
             block: Threads of each.
-            args: Tensors, of which the kernel gets the address, ints and what `tensor_map` gives.
+            args: Tensors, of which the kernel gets the address, ints, numbers of ctypes and what `tensor_map` gives.
             shared_bytes: Dynamic shared memory.
             cluster: Thread blocks of a cluster.
         """
