@@ -15,10 +15,10 @@ LINEARS, CUBLAS, LORA, ATTENTION, GAPS = "quantized linears", "cuBLAS", "LoRA", 
 GROUPS = (
     ("norms, activations", re.compile(r"^triton_|rms_norm|silu|act_and_mul|rotary", re.IGNORECASE)),
     (ATTENTION, re.compile(r"flash|attention|reshape_and_cache|slot_mapping", re.IGNORECASE)),
-    (LORA, re.compile(r"shrink|expand", re.IGNORECASE)),
+    (LORA, re.compile(r"shrink|expand|low_rank", re.IGNORECASE)),
     (
         LINEARS,
-        re.compile(r"small_batch|tiled_matmul|humming|marlin|dequantize|scaled_mm|c3x|cutlass_3x|fp8", re.IGNORECASE),
+        re.compile(r"tiled_matmul|marlin|dequantize|scaled_mm|c3x|cutlass_3x|fp8", re.IGNORECASE),
     ),
     (CUBLAS, re.compile(r"nvjet|cublas|gemm|gemv|splitk", re.IGNORECASE)),
     ("sampler", re.compile(r"softmax|argmax|distribution|topk|sort|reduce_kernel", re.IGNORECASE)),

@@ -164,10 +164,10 @@ def test_a_plan_takes_what_the_file_lacks(bench, tmp_path, capsys):
 
 def test_a_step_is_taken_apart_by_groups_of_kernels(bench):
     kernels = {
-        "humming<MmaOpClass>": 700.0,
-        "small_batch": 50.0,
+        "tiled_matmul": 700.0,
+        "marlin::Marlin<1, 2>": 50.0,
         "triton_red_fused_fused_add_rms_norm_lora_linear_tiled_2": 30.0,
-        "_shrink_kernel": 20.0,
+        "low_rank": 20.0,
         "nvjet_sm90_tst": 100.0,
         "void cutlass::device_kernel<flash::FlashAttnFwdSm90>": 40.0,
         "unheard of": 5.0,

@@ -1,15 +1,12 @@
 """What needs no GPU: the choice of adapters, shared memory, and that the sources compile where nvcc is."""
 
-import shutil
-import subprocess
-
 import pytest
 import torch
 
 from verl_qerl.kernels import tiled_matmul
 from verl_qerl.kernels.lora import member_of_tile
-from verl_qerl.kernels.tiled_launch import SHAPES, STREAM, TOKENS, Launch
-from verl_qerl.kernels.tiled_matmul import RANKS
+from verl_qerl.kernels.tiled_launch import SHAPES, STREAM, TOKENS, Launch, padded_rows
+from verl_qerl.kernels.tiled_matmul import RANKS, Adapter
 
 BLOCK_BYTES = (227 << 10) - 1024  # of shared memory that a thread block of Hopper can have, less its own 1 KiB
 
@@ -40,7 +37,7 @@ def test_the_ring_fits_with_the_widest_adapter(tokens, split):
         for rank in (0, *RANKS):
             launch = Launch(pieces, groups, split, blocks)
             stages, shared_bytes = tiled_matmul.ring(tokens, 18944, rank, launch)
-            static = 512 * tiled_matmul._low_warps(tokens, launch) * tiled_matmul._low_tiles(tokens)
+            static = 512 * tiled_matmul._LOW_WARPS * tiled_matmul._low_tiles(tokens)
             assert stages >= 3  # the one that is read, the one before, whose products run, and one to fill
             assert shared_bytes <= BLOCK_BYTES - static
             if rank == 0:
@@ -72,26 +69,43 @@ def test_the_memory_that_blocks_share_is_float32_while_vllm_loads_in_bf16(monkey
     assert not done.any()
 
 
-def test_more_rows_are_refused():
-    with pytest.raises(ValueError, match=r"too many rows: 129\. Up to 128"):
-        tiled_matmul.tiled_matmul(torch.zeros(129, 64), torch.zeros(4, 128), torch.zeros(4, 64), torch.ones(1))
+@pytest.fixture
+def launched(monkeypatch):
+    """Per launch: entry of TOKENS, rows of x, y, low and slots."""
+    found = []
+
+    def record(tokens, launch, x, weight, y, bias, adapter, low):
+        found.append((tokens, len(x), len(y), len(low), adapter and len(adapter.slots)))
+        y.fill_(len(found))
+
+    monkeypatch.setattr(tiled_matmul, "_launch", record)
+    monkeypatch.setattr(tiled_matmul, "tensor_map", lambda *_: None)
+    monkeypatch.setattr(tiled_matmul, "low_rank", lambda x, a, *_: x.new_zeros(len(x), len(a)))
+    return found
 
 
-def compile_cuda(source: str, folder) -> str:
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("needs nvcc")
-    path = folder / "kernel.cu"
-    path.write_text(source)
-    command = [nvcc, "-arch=sm_90a", "-cubin", "-Xptxas", "-v", "-Werror", "all-warnings", "-o", str(folder / "out")]
-    done = subprocess.run([*command, str(path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+@pytest.mark.parametrize(
+    ("rows", "parts"), [(1, [1]), (128, [128]), (129, [65, 64]), (256, [128, 128]), (257, [86, 86, 85])], ids=str
+)
+@pytest.mark.parametrize("adapted", [False, True])
+def test_many_rows_take_several_launches_of_one_kernel(rows, parts, adapted, launched):
+    slots = torch.zeros(rows + 3, dtype=torch.int64)
+    adapter = Adapter(torch.zeros(8, 64), torch.zeros(64, 8), torch.zeros(1), slots) if adapted else None
+    y = tiled_matmul.tiled_matmul(
+        torch.zeros(rows, 64), torch.zeros(4, 128), torch.zeros(4, 64), torch.ones(1), None, adapter
+    )
+    (tokens,) = {tokens for tokens, *_ in launched}
+    assert tokens == padded_rows(rows) >= parts[0]
+    assert [found[1:4] for found in launched] == [(part,) * 3 for part in parts]
+    if adapted:
+        assert all(found[4] >= found[1] for found in launched)
+    # Each row of y was written by the launch that had its row of x.
+    assert y[:, 0].tolist() == [i + 1 for i, part in enumerate(parts) for _ in range(part)]
 
 
 @pytest.mark.parametrize("split", [STREAM, 1])
 @pytest.mark.parametrize("tokens", [16, 64, 128])
-def test_the_source_compiles_without_waiting_for_each_product(tokens, split, tmp_path):
+def test_the_source_compiles_without_waiting_for_each_product(tokens, split, compile_cuda):
     pieces, groups, blocks = max(SHAPES[tokens], key=lambda shape: shape[0] * shape[1])
-    said = compile_cuda(tiled_matmul.source(tokens, Launch(pieces, groups, split, blocks)), tmp_path)
+    said = compile_cuda(tiled_matmul.source(tokens, Launch(pieces, groups, split, blocks)))
     assert "serialized" not in said

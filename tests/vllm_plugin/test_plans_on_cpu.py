@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("vllm")
 from verl_qerl.cli.tune import MODELS
-from verl_qerl.kernels.tiled_launch import MAX_ROWS, SHAPES, STREAM, TOKENS, guess_launch
+from verl_qerl.kernels.tiled_launch import SHAPES, STREAM, TOKENS, guess_launch
 from verl_qerl.vllm_plugin import plans
 
 
@@ -27,7 +27,7 @@ def tables(tmp_path, monkeypatch):
 def test_the_table_that_ships_has_the_shapes_that_tune_measures(shape, tables):
     rows = {(row["N"], row["K"]): row for row in plans._tuned("NVIDIA H200")}
     assert plans.nearest(*shape, "NVIDIA H200") == rows[shape]
-    assert rows[shape]["tiled_rows"] <= MAX_ROWS
+    assert 32 < rows[shape]["dense_rows"] <= rows[shape]["decode_rows"]
     assert list(rows[shape]["launches"]) == [str(tokens) for tokens in TOKENS]
     for tokens, (pieces, groups, split, blocks) in rows[shape]["launches"].items():
         assert (pieces, groups, blocks) in SHAPES[int(tokens)]
@@ -38,7 +38,6 @@ def test_the_table_that_ships_has_the_shapes_that_tune_measures(shape, tables):
 def compiled(monkeypatch):
     """What is compiled when a plan is made."""
     found = []
-    monkeypatch.setattr(plans, "_humming_configs", lambda N, K: ("layer", "tuning"))
     monkeypatch.setattr(plans, "PLANS", {})
     monkeypatch.setattr(plans.tiled_matmul, "prepare", found.extend)
     return found
@@ -48,24 +47,18 @@ def test_a_plan_takes_measured_launches_and_guesses_the_others(tables, compiled)
     row = plans.nearest(4608, 3584, "NVIDIA H200")
     plan = plans.PLANS[plans.make_plan(4608, 3584, "NVIDIA H200")]
     assert plan.launch(33) == plan.launch(64) == tuple(row["launches"]["64"])
-    assert plan.tiled_rows == row["tiled_rows"]
+    assert (plan.dense_rows, plan.decode_rows) == (row["dense_rows"], row["decode_rows"])
     assert compiled == list(zip(TOKENS, plan.launches, strict=True))
     other = plans.PLANS[plans.make_plan(7168, 4096, "NVIDIA H200")]
     assert other.launch(64) == guess_launch(7168, 4096, 64)
-
-
-def test_subnormal_scales_go_to_humming(tables, compiled):
-    plan = plans.PLANS[plans.make_plan(4608, 3584, "NVIDIA H200", normal_scales=False)]
-    assert plan.tiled_rows == 0
-    assert not compiled
 
 
 def test_a_table_of_the_user_goes_first(tables):
     path = plans.table_path("NVIDIA H200")
     path.parent.mkdir(parents=True)
     rows = [
-        {"N": 64, "K": 64, "packed_rows": 3, "decode_rows": 7},
-        {"N": 9999, "K": 64, "packed_rows": 1, "decode_rows": 2},
+        {"N": 64, "K": 64, "dense_rows": 3, "decode_rows": 7},
+        {"N": 9999, "K": 64, "dense_rows": 1, "decode_rows": 2},
     ]
     path.write_text(json.dumps({"rows": rows}))
     assert path == tables / "nvidia_h200.json"

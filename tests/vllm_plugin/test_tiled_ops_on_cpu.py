@@ -78,36 +78,36 @@ def called(monkeypatch):
         return x.new_zeros(x.shape[0], a.shape[0])
 
     monkeypatch.setattr(tiled_ops, "tiled_matmul", record("tiled", product))
-    monkeypatch.setattr(tiled_ops, "humming_matmul", record("humming", product))
+    monkeypatch.setattr(tiled_ops, "dequantize_tiled", record("decode", lambda *_: torch.zeros(128, 64).bfloat16()))
     monkeypatch.setattr(tiled_ops, "lora_shrink", record("lora_shrink", shrink))
     monkeypatch.setattr(tiled_ops, "lora_expand", record("lora_expand", lambda y, *_: y))
     monkeypatch.setattr(tiled_ops, "linear_tiled", tiled_ops._linear_cuda)
-    plan = Plan(64, tuple(guess_launch(128, 64, tokens) for tokens in TOKENS), 128, 256, "", "")
+    plan = Plan(tuple(guess_launch(128, 64, tokens) for tokens in TOKENS), dense_rows=200, decode_rows=300)
     monkeypatch.setattr(tiled_ops, "PLANS", {"128x64": plan})
     return names
 
 
 @pytest.mark.parametrize(
-    ("rows", "base", "adapted"),
-    [
-        (1, ["tiled"], ["tiled with adapter"]),
-        (64, ["tiled"], ["tiled with adapter"]),
-        (65, ["humming"], ["lora_shrink", "humming", "lora_expand"]),
-    ],
+    ("rows", "packed", "resident"),
+    [(1, "tiled", "tiled"), (199, "tiled", "tiled"), (200, "tiled", "dense"), (300, "decode", "dense")],
 )
-def test_rows_choose_the_kernel(rows, base, adapted, given, called):
+def test_rows_choose_the_kernel(rows, packed, resident, given, called):
     _, tensors, dense, _, _ = given
     x, slots = torch.zeros(rows, 64).bfloat16(), torch.zeros(rows, dtype=torch.int64)
-    tiled_ops._linear_cuda(x, *tensors, dense, None, "128x64")
-    assert called == base
-    called.clear()
-    a, b = torch.zeros(32, 64).bfloat16(), torch.zeros(128, 16).bfloat16()
-    wide = torch.zeros(1, dtype=torch.int32)  # one member of 128 columns
-    tiled_ops._lora_linear_cuda(x, *tensors, None, None, "128x64", a[:16], b, wide, slots, ACTIVE)
-    assert called == adapted
-    called.clear()
-    tiled_ops._lora_linear_cuda(x, *tensors, dense, None, "128x64", a[:16], b, wide, slots, NONE)
-    assert called == base
+    a, b = torch.zeros(16, 64).bfloat16(), torch.zeros(128, 16).bfloat16()
+    adapter = (a, b, torch.zeros(1, dtype=torch.int32), slots)  # one member of 128 columns
+    alone = {"tiled": ["tiled"], "decode": ["decode"], "dense": []}  # cuBLAS is not recorded
+    for copy, path in ((None, packed), (dense, resident)):
+        tiled_ops._linear_cuda(x, *tensors, copy, None, "128x64")
+        assert called == alone[path]
+        called.clear()
+        tiled_ops._lora_linear_cuda(x, *tensors, copy, None, "128x64", *adapter, ACTIVE)
+        folded = ["lora_shrink", *alone[path], "lora_expand"]
+        assert called == (["tiled with adapter"] if path == "tiled" else folded)
+        called.clear()
+        tiled_ops._lora_linear_cuda(x, *tensors, copy, None, "128x64", *adapter, NONE)
+        assert called == alone[path]
+        called.clear()
 
 
 def test_an_adapter_that_cannot_be_folded_in_is_added_by_itself(given, called):

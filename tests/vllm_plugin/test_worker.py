@@ -87,13 +87,20 @@ def main():
               max_loras=1, max_lora_rank=16, hf_overrides={"quantization_config": quantization_config()},
               worker_extension_cls="verl_qerl.vllm_plugin.worker.NoiseWorkerExtension",
               additional_config={"verl_qerl": json.loads(options)})
-    params = SamplingParams(temperature=0, max_tokens=16, logprobs=0, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=16, logprobs=0, prompt_logprobs=0, ignore_eos=True,
+                            detokenize=False)
+    tokens = [(7 * i + 3) % 1000 for i in range(200)]
 
     def decode(request=None):
         assert llm.reset_prefix_cache()
-        prompt = [{"prompt_token_ids": [(7 * i + 3) % 1000 for i in range(200)]}]
-        out = llm.generate(prompt, params, use_tqdm=False, lora_request=request)[0]
-        return [next(iter(entry.values())).logprob for entry in out.outputs[0].logprobs]
+        out = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False, lora_request=request)[0]
+        scored = [entry[token].logprob for token, entry in zip(tokens[1:], out.prompt_logprobs[1:], strict=True)]
+        return scored, [next(iter(entry.values())).logprob for entry in out.outputs[0].logprobs]
+
+    def same(a, b):
+        # vLLM's kernels for adapters add in the order in which they come; what is sampled then soon differs.
+        stock = json.loads(options).get("lora") == "stock"
+        return all(abs(x - y) < 0.02 for x, y in zip(a[0], b[0])) if stock else a == b
 
     def place(folder):
         def put(worker):
@@ -110,19 +117,20 @@ def main():
     seen = {"num_linears": place(one)}
     first = decode(request)
     place(two)
-    seen["second_is_that_loaded_anew"] = decode(request) == expected
-    seen["second_differs_from_first"] = expected != first and expected != base
+    seen["second_is_that_loaded_anew"] = same(decode(request), expected)
+    seen["second_differs_from_first"] = not same(expected, first) and not same(expected, base)
     seen["pool"] = sorted({data.tag for data in CuMemAllocator.get_instance().pointer_to_data.values()})
     for _ in range(2):
         llm.sleep(level=1)
         llm.wake_up(tags=["weights"])
         llm.wake_up(tags=["kv_cache"])
-        seen["survives"] = seen.get("survives", True) and decode(request) == expected and decode() == base
+        again = same(decode(request), expected) and same(decode(), base)
+        seen["survives"] = seen.get("survives", True) and again
     llm.sleep(level=1)
     llm.wake_up(tags=["weights"])
     place(one)
     llm.wake_up(tags=["kv_cache"])
-    seen["placed_before_the_cache_wakes"] = decode(request) == first
+    seen["placed_before_the_cache_wakes"] = same(decode(request), first)
     print("RESULT", json.dumps(seen))
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import argparse
 import datetime
 import json
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from torch.nn.functional import linear
 
 from verl_qerl.kernels.tiled import dequantize_tiled, tile
-from verl_qerl.kernels.tiled_launch import MAX_ROWS, TOKENS, Launch, launch_candidates, padded_rows
+from verl_qerl.kernels.tiled_launch import TOKENS, Launch, launch_candidates, padded_rows
 from verl_qerl.kernels.tiled_matmul import Adapter, prepare, tiled_matmul
 from verl_qerl.testing import random_packed_weight
 
@@ -68,17 +67,14 @@ def measure(N: int, K: int) -> dict[str, Any]:
     """Times of every path for a weight [N, K], and where they cross.
 
     Returns:
-        The fields of vllm_plugin.plans.Plan up to `decode_rows`, and `times`, microseconds by rows.
+        The fields of vllm_plugin.plans.Plan, and `times`, microseconds by rows.
     """
-    from verl_qerl.vllm_plugin.plans import humming_matmul, make_plan
-
     tiled = [tile(random_packed_weight(N, K, device="cuda"))]
     scale_of_all = torch.full((1,), 2.0**-12, device="cuda")
     tiled += [tuple(part.clone() for part in tiled[0]) for _ in range(_CACHE_BYTES // (N * K * 9 // 16))]
     packed = [(words, scale.view(torch.uint8), scale_of_all) for words, scale in tiled]
     weight = dequantize_tiled(*packed[0])
     dense = [weight] + [weight.clone() for _ in range(_CACHE_BYTES // (N * K * 2))]
-    plan = make_plan(N, K, torch.cuda.get_device_name())
     tried = {tokens: launch_candidates(N, K, tokens)[:TRIED] for tokens in TOKENS}
     prepare((tokens, launch) for tokens, found in tried.items() for launch in found)
     launches = {
@@ -90,10 +86,9 @@ def measure(N: int, K: int) -> dict[str, Any]:
         paths = {
             "dense_us": [partial(linear, x, weight) for weight in dense],
             "tiled_us": _tiled_calls(x, packed, launches),
-            "packed_us": [partial(humming_matmul, x, *tensors, plan) for tensors in packed],
             "decoded_us": [partial(_decode_then_multiply, x, *tensors) for tensors in packed],
         }
-        times.append({"rows": rows} | {name: time_us(calls) for name, calls in paths.items() if calls})
+        times.append({"rows": rows} | {name: time_us(calls) for name, calls in paths.items()})
     return {
         "N": N,
         "K": K,
@@ -115,8 +110,6 @@ def _time_with_adapter(tokens: int, packed: Sequence[tuple[torch.Tensor, ...]], 
 def _tiled_calls(
     x: torch.Tensor, packed: Sequence[tuple[torch.Tensor, ...]], launches: dict[str, Launch]
 ) -> list[Callable[[], torch.Tensor]]:
-    if x.shape[0] > MAX_ROWS:
-        return []
     launch = launches[str(padded_rows(x.shape[0]))]
     return [partial(tiled_matmul, x, *tensors, launch=launch) for tensors in packed]
 
@@ -126,29 +119,22 @@ def _decode_then_multiply(x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tens
 
 
 def crossings(times: Sequence[dict[str, float]]) -> dict[str, int]:
-    """Where each path stops or begins to be the fastest.
+    """Where each path begins to be the fastest for good.
 
     Args:
         times: Microseconds by rows, ascending.
 
     Returns:
-        `tiled_rows` and `packed_rows`, up to which tiled_matmul beats humming and humming a dense copy, and
-        `decode_rows`, from which on decoding beats humming.
+        `dense_rows` and `decode_rows` of vllm_plugin.plans.Plan.
     """
-    tiled_rows, packed_rows, decode_rows = 0, 0, 1 << 30
-    for entry in times:
-        if entry.get("tiled_us", math.inf) > entry["packed_us"]:
-            break
-        tiled_rows = int(entry["rows"])
-    for entry in times:
-        if entry["packed_us"] > entry["dense_us"]:
-            break
-        packed_rows = int(entry["rows"])
-    for entry in reversed(times):
-        if entry["decoded_us"] > entry["packed_us"]:
-            break
-        decode_rows = int(entry["rows"])
-    return {"tiled_rows": tiled_rows, "packed_rows": packed_rows, "decode_rows": decode_rows}
+    found = {}
+    for name, path in (("dense_rows", "dense_us"), ("decode_rows", "decoded_us")):
+        found[name] = 1 << 30
+        for entry in reversed(times):
+            if entry[path] > entry["tiled_us"]:
+                break
+            found[name] = int(entry["rows"])
+    return found
 
 
 def time_us(calls: Sequence[Callable[[], object]], repetitions: int = 5) -> float:
@@ -178,13 +164,12 @@ def time_us(calls: Sequence[Callable[[], object]], repetitions: int = 5) -> floa
 def describe(row: dict[str, Any]) -> str:
     """One line for the terminal."""
     times = "  ".join(
-        f"{entry['rows']}: {entry['dense_us']:.0f}/{entry.get('tiled_us', math.nan):.0f}"
-        f"/{entry['packed_us']:.0f}/{entry['decoded_us']:.0f}"
+        f"{entry['rows']}: {entry['dense_us']:.0f}/{entry['tiled_us']:.0f}/{entry['decoded_us']:.0f}"
         for entry in row["times"]
     )
     return (
-        f"{row['N']} x {row['K']}: our kernel up to {row['tiled_rows']} rows, humming up to {row['packed_rows']}"
-        f" against a bf16 copy, decoding from {row['decode_rows']}; us dense/ours/humming/decoded  {times}"
+        f"{row['N']} x {row['K']}: a bf16 copy from {row['dense_rows']} rows, decoding from {row['decode_rows']};"
+        f" us dense/packed/decoded  {times}"
     )
 
 

@@ -20,12 +20,6 @@ struct LowRank {
   int M, K, columns, rank, split, tasks, workers;
 };
 
-__device__ __forceinline__ void multiply_add(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
 __device__ __forceinline__ void join_low() { asm volatile("bar.sync 2, %0;" ::"n"(LOW_THREADS) : "memory"); }
 
 __device__ __forceinline__ void do_task(const LowRank& r, float* partial, int task, int thread) {

@@ -109,3 +109,17 @@ __device__ __forceinline__ void fill_x(const Places& at, const TensorMap& x, con
     ring.advance();
   }
 }
+
+// One lane brings the members of low, each `low_bytes` apart in the swizzle of x: all of them, or those of the warpgroups.
+__device__ __forceinline__ void fill_low(const Places& at, const TensorMap& low, const int* members, int count,
+                                         int low_bytes, int rank, int per_entry, int column, int N) {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  expect(at.low_ready, count * low_bytes);
+  for (int i = 0; i < count; i++) {
+    const int member = STREAM ? i : __ldg(members + min(column + i * 64 * PIECES, N - 1) / per_entry);
+    for (int from = 0; from < rank; from += 64) {
+      copy_block(at.low + i * low_bytes + from / 64 * X_BYTES, low, member * rank + from, 0, at.low_ready, policy);
+    }
+  }
+}

@@ -1,7 +1,8 @@
-"""The layout in which humming's tensor-core kernel reads an NVFP4 weight, and back to a dense matrix from it.
+"""The layout in which `kernels.tiled_matmul` reads an NVFP4 weight, and back to a dense matrix from it.
 
-A rollout holds one packed copy. humming (0.1.6: include/humming/kernel/process.cuh, utils/weight.py) wants each 64 x 16
-tile as the fragments of its instruction; large batches want a dense matrix for cuBLAS, made from the same bytes.
+A rollout holds one packed copy. Tensor cores want each 64 x 16 tile as the fragments of their instruction; large
+batches want a dense matrix for cuBLAS, made from the same bytes. It is the layout of humming (0.1.6: utils/weight.py),
+on which vLLM depends.
 
     tile (k // 16, n // 64), lane (n % 8) * 4 + (k % 8) // 2, word (n % 64) // 16
     nibble (k % 2) * 4 + (k % 16) // 8 * 2 + (n % 16) // 8 of that 32-bit word
@@ -22,7 +23,7 @@ _DEPTH, _WARPS = 8, 4  # tiles along K that a program decodes
 
 
 def tile(weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arrange a weight for humming, bit for bit as its own preparation does.
+    """Arrange a weight.
 
     Args:
         weight: [N, K], N % 64 == 0, K % 16 == 0.

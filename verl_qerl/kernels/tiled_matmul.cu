@@ -1,9 +1,9 @@
 // y[m, n] = sum_k x[m, k] w[n, k] + bias[n] + sum_r low[m, r] b[n, r] for up to TOKENS rows m; w as 4-bit codes in the
 // layout of kernels/tiled.py, low = x a^T in bf16.
 //
-// Compiled for TOKENS (8 to 128, a multiple of 8), PIECES (1, 2 or 4), GROUPS and STREAM. A thread block takes COLUMNS
-// columns of y and a part of K at a time. Two lanes fill the ring of ring.cuh; low is made meanwhile (low_rank.cuh) and
-// multiplied like further steps of K. GROUPS warpgroups decode codes into registers, the left operand of wgmma: the 64
+// Compiled for TOKENS (8 to 128, a multiple of 8), PIECES (1, 2 or 4), GROUPS, STREAM and GIVEN. A thread block takes COLUMNS
+// columns of y and a part of K at a time. Two lanes fill the ring of ring.cuh; low is made meanwhile (low_rank.cuh), or
+// GIVEN (low_rank.cu), and multiplied like further steps of K. GROUPS warpgroups decode codes into registers, the left operand of wgmma: the 64
 // rows of one wgmma are 16 rows of w from each of its warps, PIECES wgmmas for each 16 of K. Decoding overlaps with the
 // wgmmas of the step before.
 //
@@ -79,7 +79,7 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
              const float* __restrict__ global_scale, const __grid_constant__ TensorMap x, u16* __restrict__ y,
              const u16* __restrict__ bias, const uint4* rows_of_x, const uint4* __restrict__ a,
              const u16* __restrict__ b, const int* __restrict__ members, const long long* slots, float4* parts, int* flags,
-             float* low_parts, int* low_done, int M, int N, int K, int split, int stages, int has_bias, int rank,
+             float* low_parts, int* low_done, const __grid_constant__ TensorMap given, int M, int N, int K, int split, int stages, int has_bias, int rank,
              int per_entry, int columns, int low_split, int low_tasks, int low_workers, int of4, int of_even, int of_odd) {
   extern __shared__ u8 dynamic[];
   const u32 base = (static_cast<u32>(__cvta_generic_to_shared(dynamic)) + 1023) & ~1023u;
@@ -108,7 +108,7 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
       init_barrier(at.full + i * 8, 2);
       init_barrier(at.empty + i * 8, GROUPS * 4);
     }
-    init_barrier(at.low_ready, LOW_THREADS);
+    init_barrier(at.low_ready, GIVEN ? 1 : LOW_THREADS);
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
   }
   __syncthreads();
@@ -132,12 +132,16 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
       }
     } else if (warp == GROUPS * 4 + 1) {
       await_inputs();
+      if (GIVEN && rank && adds_low && lane == 0) {
+        const int first_column = STREAM ? 0 : begin / steps * COLUMNS, count = STREAM ? columns / rank : GROUPS;
+        fill_low(at, given, members, count, low_bytes, rank, per_entry, first_column, N);
+      }
       for (int at_step = begin; lane == 0 && at_step < end;) {
         const Segment segment = segment_at(at_step, end, steps);
         fill_x(at, x, segment, ring, filled);
         at_step += segment.count;
       }
-    } else if (rank && warp >= GROUPS * 4 + HELPERS - LOW_WARPS) {
+    } else if (!GIVEN && rank && warp >= GROUPS * 4 + HELPERS - LOW_WARPS) {
       const int thread = threadIdx.x - (GROUPS * 4 + HELPERS - LOW_WARPS) * 32;
       prefetch_a(low, thread);
       await_inputs();
@@ -179,9 +183,9 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
       multiply_stages(at, f, segment.count, ring, unit, lane, sum);
       if (rank && segment.first == 0) {
         const int group = warp / 4, member = __ldg(members + min(column + group * 64 * PIECES, N - 1) / per_entry);
-#if STREAM
+#if GIVEN || STREAM
         wait_for(at.low_ready, 0);
-        const u32 from = at.low + member * low_bytes;
+        const u32 from = at.low + (STREAM ? member : group) * low_bytes;
 #else
         const u32 from = at.low + group * low_bytes;
         if (threadIdx.x % 128 == 0) await_tasks(low);
@@ -218,7 +222,7 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
       at_step += segment.count;
     }
 #if !STREAM
-    if (rank && adds_low && threadIdx.x == 0) leave_tasks(low);
+    if (!GIVEN && rank && adds_low && threadIdx.x == 0) leave_tasks(low);
 #endif
   }
 }

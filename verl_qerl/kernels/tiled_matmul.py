@@ -1,27 +1,31 @@
-"""X W^T for up to 128 rows of X and a 4-bit W in the layout of `kernels.tiled`, the adapter's product folded in.
+"""X W^T for a 4-bit W in the layout of `kernels.tiled`, the adapter's product folded in, up to 128 rows of X a launch.
 
 In CUDA C++ (tiled_matmul.cu and its parts): wgmma with the decoded weight as its left operand, from registers. Sums are
 kept in float32 to the end and taken in a fixed order, so the same input gives the same bits.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from verl_qerl.kernels.launch import Kernel, read_source, tensor_map
-from verl_qerl.kernels.tiled_launch import MAX_ROWS, SHAPES, STREAM, TOKENS, Launch, guess_launch, padded_rows
+from verl_qerl.kernels.low_rank import low_rank, low_rank_kernel
+from verl_qerl.kernels.tiled_launch import SHAPES, STREAM, TOKENS, Launch, guess_launch, padded_rows, rows_at_once
 
 RANKS = (8, 16, 32, 64, 128)
 _STEP = 64  # of K, a stage of the ring
 _STAGES = 4  # fewest of the ring
-_FILES = ("decode.cuh", "grid.cuh", "ring.cuh", "wgmma.cuh", "low_rank.cuh", "sums.cuh", "tiled_matmul.cu")
+_FILES = ("decode.cuh", "grid.cuh", "ring.cuh", "wgmma.cuh", "mma.cuh", "low_rank.cuh", "sums.cuh", "tiled_matmul.cu")
 _MEMBERS = 3  # most of a fused linear
 _LOW_SPLIT = 16  # most parts of K
 _LOW_CHUNKS = 7  # of 32 of K for a warp: fewer are not worth another part
 _LOW_BYTES = 96 << 10  # most that a thread block reads of the sums of X A^T
+_LOW_TOKENS = 64  # most for which the kernel makes X A^T itself
+_LOW_WARPS = 2  # that do; with the two that fill the ring, a whole warpgroup
+_HELPERS = 2 + _LOW_WARPS
 _HELPER_REGISTERS = 80
 _FACTORS = (1 << 4, (1 << 12) + (1 << 6), (1 << 8) + (1 << 2))  # of decode.cuh
 _SHARED_BYTES = 227 << 10  # of a multiprocessor, for blocks that each take 1 KiB more
@@ -62,43 +66,55 @@ def tiled_matmul(
     """X W^T + bias + the low-rank product, on a GPU of compute capability 9.0; the same bits each time.
 
     Args:
-        x: [M, K] bf16, contiguous, M <= MAX_ROWS.
+        x: [M, K] bf16, contiguous. More than MAX_ROWS rows are multiplied in equal parts, a launch each.
         words: Of `kernels.tiled.tile`, [K / 16, 2 N] int32, of a weight with N % 64 == K % 64 == 0.
         scale: Of `kernels.tiled.tile`, [K / 16, N] uint8; every byte at least 8 (2**-6, as the format asks).
         global_decode_scale: [1] float32, a power of two.
         bias: [N] bf16 or None.
         adapter: One that `can_fuse` accepts, or None.
-        launch: None guesses.
+        launch: For `padded_rows(M)`; None guesses.
 
     Returns:
         [M, N] bf16.
-
-    Raises:
-        ValueError: M is too large.
     """
     M, K = x.shape
     N = scale.shape[1]
-    if M > MAX_ROWS:
-        raise ValueError(f"too many rows: {M}. Up to {MAX_ROWS} are accepted. Use another kernel for larger batches.")
-    tokens = padded_rows(M)
     launch = launch or guess_launch(N, K, M)
     y = torch.empty((M, N), dtype=torch.bfloat16, device=x.device)
+    tokens, rows = padded_rows(M), rows_at_once(M)
+    low = x
+    if adapter is not None and _is_given(tokens):
+        low = low_rank(x, adapter.a, adapter.slots, global_decode_scale)
+    box = (4, _box(launch.columns))
+    weight = [tensor_map(words, 8, box), tensor_map(scale, 1, box), global_decode_scale]
+    for start in range(0, M, rows):
+        part = slice(start, start + rows)
+        its = None if adapter is None else adapter._replace(slots=adapter.slots[part])
+        _launch(tokens, launch, x[part], weight, y[part], bias, its, low[part])
+    return y
+
+
+def _launch(
+    tokens: int,
+    launch: Launch,
+    x: torch.Tensor,
+    weight: Sequence[Any],
+    y: torch.Tensor,
+    bias: torch.Tensor | None,
+    adapter: Adapter | None,
+    low: torch.Tensor,
+) -> None:
+    (M, K), N = x.shape, y.shape[1]
     rank, columns = (adapter.b.shape[1], adapter.a.shape[0]) if adapter else (0, 0)
     stages, shared_bytes = ring(tokens, K, rank, launch)
-    kernel = _kernel(tokens, launch)
-    box = (4, _box(launch.columns))
-    weight = [tensor_map(words, 8, box), tensor_map(scale, 1, box)]
-    x_map = tensor_map(x, 2, (tokens, _STEP), swizzle=True)
-    args = [*weight, global_decode_scale, x_map, y, y if bias is None else bias, x, *(adapter or (y, y, y, y))]
     multiprocessors = _multiprocessors(x.device)
-    streams = launch.split == STREAM
-    grid = multiprocessors * launch.blocks if streams else -(-N // launch.columns) * launch.split
-    args += [*_exchange(x.device), M, N, K, launch.split, stages, int(bias is not None)]
+    grid = multiprocessors * launch.blocks if launch.split == STREAM else -(-N // launch.columns) * launch.split
+    args = [*weight, tensor_map(x, 2, (tokens, _STEP), swizzle=True), y, y if bias is None else bias, x]
+    args += [*(adapter or (y, y, y, y)), *_exchange(x.device), tensor_map(low, 2, (tokens, _STEP), swizzle=True)]
+    args += [M, N, K, launch.split, stages, int(bias is not None)]
     args += [rank, N // len(adapter.members) if adapter else N, columns]
     args += [*low_rank_tasks(M, K, columns, launch, grid, multiprocessors), *_FACTORS]
-    threads = launch.groups * 128 + _helpers(tokens, launch) * 32
-    kernel(grid, threads, args, shared_bytes, max(launch.split, 1))
-    return y
+    _kernel(tokens, launch)(grid, (launch.groups * 4 + _HELPERS) * 32, args, shared_bytes, max(launch.split, 1))
 
 
 def ring(tokens: int, K: int, rank: int, launch: Launch) -> tuple[int, int]:
@@ -108,7 +124,7 @@ def ring(tokens: int, K: int, rank: int, launch: Launch) -> tuple[int, int]:
     fixed = 1024 + 16 + -(-rank // 64) * tokens * 128 * (_MEMBERS if launch.split == STREAM else launch.groups)
     if launch.split == STREAM:
         fixed += min(tokens, 32) * (launch.columns + 8) * 2
-    limit = _SHARED_BYTES // launch.blocks - 1024 - _low_warps(tokens, launch) * _low_tiles(tokens) * 512
+    limit = _SHARED_BYTES // launch.blocks - 1024 - _LOW_WARPS * _low_tiles(tokens) * 512
     needed = -(-(K // _STEP) // max(launch.split, 1))
     stages = max(_STAGES, min((limit - fixed) // stage, needed))
     return stages, max(fixed + stages * stage, 1024 + tokens * (launch.columns + 4) * 4)
@@ -136,7 +152,7 @@ def low_rank_tasks(
         split < _LOW_SPLIT
         and 2 * split * tiles <= workers
         and 2 * split * M * columns * 4 <= _LOW_BYTES
-        and _LOW_CHUNKS * split * _low_warps(tokens, launch) < K // 32
+        and _LOW_CHUNKS * split * _LOW_WARPS < K // 32
     ):
         split *= 2
     return split, tiles * split, workers
@@ -152,13 +168,9 @@ def _wants_registers(tokens: int, launch: Launch) -> bool:
     return tokens * launch.pieces >= 256
 
 
-def _low_warps(tokens: int, launch: Launch) -> int:
-    """Warps that make X A^T; with the two that fill the ring, whole warpgroups."""
-    return 6 if tokens >= 96 and launch.blocks == launch.pieces == 1 and launch.groups < 3 else 2
-
-
-def _helpers(tokens: int, launch: Launch) -> int:
-    return 2 + _low_warps(tokens, launch)
+def _is_given(tokens: int) -> bool:
+    """Whether X A^T is made by `low_rank`: with more rows the warps beside those that multiply are too few."""
+    return tokens > _LOW_TOKENS
 
 
 def _low_tiles(tokens: int) -> int:
@@ -176,9 +188,9 @@ def _registers(tokens: int, launch: Launch) -> int:
 def source(tokens: int, launch: Launch) -> str:
     """CUDA C++ of one kernel."""
     defines = {"TOKENS": tokens, "PIECES": launch.pieces, "GROUPS": launch.groups, "BLOCKS": launch.blocks}
-    defines |= {"STREAM": int(launch.split == STREAM), "BOX": _box(launch.columns)}
-    defines |= {"LOW_WARPS": _low_warps(tokens, launch), "LOW_TILES": _low_tiles(tokens)}
-    defines |= {"LOW_AHEAD": 6 if tokens <= 32 and launch.blocks < 3 else 4, "HELPERS": _helpers(tokens, launch)}
+    defines |= {"STREAM": int(launch.split == STREAM), "GIVEN": int(_is_given(tokens)), "BOX": _box(launch.columns)}
+    defines |= {"LOW_WARPS": _LOW_WARPS, "LOW_TILES": _low_tiles(tokens)}
+    defines |= {"LOW_AHEAD": 6 if tokens <= 32 and launch.blocks < 3 else 4, "HELPERS": _HELPERS}
     defines |= {"HELPER_REGISTERS": _HELPER_REGISTERS, "REGISTERS": _registers(tokens, launch)}
     return read_source(*_FILES, **defines).replace("@WGMMA@", _wgmma(tokens))
 
@@ -209,7 +221,7 @@ def _exchange(device: torch.device) -> tuple[torch.Tensor, ...]:
     blocks = _multiprocessors(device) * max(b for _, b in shapes)
     # vLLM changes the default dtype while it loads.
     sums = torch.empty(_multiprocessors(device) * max(size for size, _ in shapes), dtype=torch.float32, device=device)
-    low = torch.empty(max(_LOW_BYTES // 4, MAX_ROWS * RANKS[-1] * 4), dtype=torch.float32, device=device)
+    low = torch.empty(max(_LOW_BYTES // 4, _LOW_TOKENS * RANKS[-1] * _MEMBERS), dtype=torch.float32, device=device)
     flags = torch.zeros(blocks + 2, dtype=torch.int32, device=device)
     return sums, flags[2:], low, flags
 
@@ -225,7 +237,9 @@ def prepare(launches: Iterable[tuple[int, Launch]]) -> None:
     with ThreadPoolExecutor(initializer=lambda: (torch.cuda.set_device(device), torch.cuda.synchronize())) as threads:
         # In a thread, since this one may be allocating in memory that sleep mode takes away, or capturing a graph.
         shared = threads.submit(_exchange, torch.device("cuda", device))
+        adapters = threads.submit(low_rank_kernel)
         list(threads.map(lambda each: _kernel(*each), launches))
+        adapters.result()
         shared.result()
     torch.cuda.synchronize()
 

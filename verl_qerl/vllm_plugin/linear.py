@@ -1,7 +1,7 @@
 """The kernel of a packed linear: one copy of the weight, multiplied as its Plan says for the number of rows.
 
-Few rows go to `kernels.tiled_matmul`, more to humming, many to cuBLAS, over a bf16 copy when there is one (`resident`)
-and over one decoded on the spot otherwise. Every path multiplies by the same bf16 values.
+Few rows go to `kernels.tiled_matmul`, many to cuBLAS, over a bf16 copy when there is one (`resident`) and over one
+decoded on the spot otherwise. Every path multiplies by the same bf16 values.
 """
 
 from typing import Any
@@ -15,12 +15,12 @@ from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
 from verl_qerl.vllm_plugin.plans import make_plan, say_once, why_not
 from verl_qerl.vllm_plugin.tiled_ops import linear_tiled
 
-_N_MULTIPLE, _K_MULTIPLE = 256, 128  # what humming's tiles need
+_MULTIPLE = 64  # of N and K, as the layout and the kernel want
 _LEAST_NORMAL = 8  # bits of 2**-6 in E4M3
 
 
 class TiledKernel(NvFp4LinearKernel):
-    """Chooses by rows; a linear of a shape that humming does not take stays with Marlin."""
+    """Chooses by rows; a linear that our kernels do not take stays with Marlin."""
 
     def __init__(self, config: NvFp4LinearLayerConfig, resident: bool = False) -> None:
         super().__init__(config)
@@ -29,7 +29,7 @@ class TiledKernel(NvFp4LinearKernel):
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """On Hopper, with humming."""
+        """On Hopper."""
         reason = why_not()
         return reason is None, reason
 
@@ -69,15 +69,11 @@ def plan_for(N: int, K: int, dtype: torch.dtype, block_scale: torch.Tensor) -> s
     Raises:
         ValueError: Our kernels do not take it.
     """
-    if N % _N_MULTIPLE or K % _K_MULTIPLE or dtype != torch.bfloat16:
-        raise ValueError(
-            f"{N} x {K} in {dtype}: the faster kernel takes bf16 and multiples of {_N_MULTIPLE} x {_K_MULTIPLE}."
-        )
-    normal = bool((block_scale.view(torch.uint8) >= _LEAST_NORMAL).all())
-    try:
-        return make_plan(N, K, torch.cuda.get_device_name(block_scale.device), normal)
-    except (AssertionError, OSError, RuntimeError) as error:  # what humming raises when it cannot build a kernel
-        raise ValueError(f"humming does not build on this machine ({error}).") from error
+    if N % _MULTIPLE or K % _MULTIPLE or dtype != torch.bfloat16:
+        raise ValueError(f"{N} x {K} in {dtype}: the faster kernel takes bf16 and multiples of {_MULTIPLE}.")
+    if not bool((block_scale.view(torch.uint8) >= _LEAST_NORMAL).all()):
+        raise ValueError(f"{N} x {K} with block scales below 2**-6: the faster kernel takes none.")
+    return make_plan(N, K, torch.cuda.get_device_name(block_scale.device))
 
 
 def hold_tiles(layer: Any, tiles: tuple[torch.Tensor, torch.Tensor, torch.Tensor], plan: str, resident: bool) -> None:

@@ -5,7 +5,7 @@ import torch
 from verl_qerl.kernels.lora import lora_expand, lora_shrink
 from verl_qerl.kernels.tiled import dequantize_tiled
 from verl_qerl.kernels.tiled_matmul import Adapter, can_fuse, tiled_matmul
-from verl_qerl.vllm_plugin.plans import PLANS, humming_matmul
+from verl_qerl.vllm_plugin.plans import PLANS
 
 
 @torch.library.custom_op("verl_qerl::linear_tiled", mutates_args=())
@@ -46,12 +46,9 @@ def _linear_cuda(
     bias: torch.Tensor | None,
     plan: str,
 ) -> torch.Tensor:
-    chosen, rows, x = PLANS[plan], x.shape[0], x.contiguous()
-    if rows <= chosen.tiled_rows:
-        return tiled_matmul(x, words, scale, global_decode_scale, bias, launch=chosen.launch(rows))
-    if rows <= chosen.packed_rows or (dense is None and rows < chosen.decode_rows):
-        y = humming_matmul(x, words, scale, global_decode_scale, plan)
-        return y if bias is None else y + bias
+    chosen, rows = PLANS[plan], x.shape[0]
+    if chosen.is_tiled(rows, dense is not None):
+        return tiled_matmul(x.contiguous(), words, scale, global_decode_scale, bias, launch=chosen.launch(rows))
     weight = dequantize_tiled(words, scale, global_decode_scale) if dense is None else dense
     return torch.nn.functional.linear(x, weight, bias)
 
@@ -127,7 +124,7 @@ def _lora_linear_cuda(
         return linear_tiled(x, *weight, dense, bias, plan)
     x = x.contiguous()
     chosen, rows = PLANS[plan], x.shape[0]
-    if rows <= chosen.tiled_rows and can_fuse(a, b, members, chosen.launch(rows)):
+    if chosen.is_tiled(rows, dense is not None) and can_fuse(a, b, members, chosen.launch(rows)):
         return tiled_matmul(x, *weight, bias, Adapter(a, b, members, slots), chosen.launch(rows))
     partial = lora_shrink(x, a, none_active)
     y = linear_tiled(x, *weight, dense, None, plan)
