@@ -13,6 +13,7 @@ import argparse
 import datetime
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,21 +41,30 @@ PHASES = (
 def main() -> int:
     args, command = parse()
     ballast = take_ballast(args.cap_gib)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a run that is cut keeps what it has
+    code = 1
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
         watch = Watch(metrics, used_gib() if ballast else 0.0)
         watch.start()
         env = os.environ | {"VERL_FILE_LOGGER_PATH": str(metrics)}
         run = [sys.executable, "-m", "verl.trainer.main_ppo", *command, 'trainer.logger=["console","file"]']
-        code = subprocess.run(run, env=env, check=False).returncode
-        watch.stop()
-        rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    steps = [row for row in rows if "timing_s/step" in row["data"]]
+        try:
+            code = subprocess.run(run, env=env, check=False).returncode
+        finally:
+            watch.stop()
+            rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+            write(args, command, watch, [row for row in rows if "timing_s/step" in row["data"]])
+    return code if watch.ends else 1
+
+
+def write(args: argparse.Namespace, command: list[str], watch: "Watch", steps: list[dict]) -> None:
+    """The result file, and the steps on the terminal."""
     result = {
         **machine(),
         "describe": args.describe,
         "command": command,
-        "startup_s": round(watch.ends[0] - watch.began - steps[0]["data"]["timing_s/step"], 1) if steps else None,
+        "startup_s": round(watch.ends[0] - watch.began - steps[0]["data"]["timing_s/step"], 1) if watch.ends else None,
         "cap_gib": args.cap_gib,
         "peak_gib": max((gib for _, gib in watch.samples), default=None),
         "peak_gib_by_second": by_second(watch.samples),
@@ -63,7 +73,6 @@ def main() -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result["steps"], indent=1))
-    return code if steps else 1
 
 
 def visible_gpus(count: int, visible: str | None) -> list[int]:
