@@ -20,7 +20,13 @@ def test_a_checkpoint_of_another_engine_has_none(tmp_path):
     assert read_record(tmp_path) is None
 
 
-@pytest.mark.parametrize("content", ["", '{"base": "m"', '{"base": "m", "scale": "mse"}', json.dumps({"unknown": 1})])
+OTHER_KIND = {"base": "m", "scale": "mse", "ignore": 3, "digests": {}, "adapter": {}}
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", '{"base": "m"', '{"base": "m", "scale": "mse"}', '{"unknown": 1}', "[]", "3", json.dumps(OTHER_KIND)],
+)
 def test_a_damaged_record_is_refused(tmp_path, content):
     (tmp_path / RECORD).write_text(content)
     with pytest.raises(CheckpointFormatError, match="the record of the base cannot be read"):

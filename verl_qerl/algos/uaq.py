@@ -18,7 +18,6 @@ moves exponents alone, can be undone. It alone rounds nothing on the way there e
 digits than bf16, so that a forward pass in bf16 rounds weights that it did not round before.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -29,8 +28,7 @@ from typing import Any
 import torch
 
 from verl_qerl.algos.options import read_options
-from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.nvfp4.record import write_whole
+from verl_qerl.nvfp4.record import read_whole, write_whole
 
 RECORD = "verl_qerl_uaq.json"
 MAX_SCALE = 16.0
@@ -175,20 +173,14 @@ def read_record(folder: Path) -> Mapping[str, Any] | None:
     Raises:
         CheckpointFormatError: The record is damaged.
     """
-    path = folder / RECORD
-    if not path.is_file():
-        return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+
+    def make(found: Any) -> Mapping[str, Any]:
         UAQConfig(True, found["scale"])
         if not isinstance(found["base"], str):
             raise TypeError(f"base={found['base']!r}")
-    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, KeyError, ValueError) as error:
-        raise CheckpointFormatError(
-            f"the record of UAQ cannot be read: {path} ({error!r}). The file that the engine wrote is accepted."
-            " Take another checkpoint."
-        ) from error
-    return found
+        return found
+
+    return read_whole(folder / RECORD, make, "the record of UAQ", "Take another checkpoint.")
 
 
 def _bad(name: str, value: object, accepted: str) -> ValueError:

@@ -1,9 +1,9 @@
 """Base and adapter as one stream of bf16 tensors; memory: a few tensors, whatever the size of the model."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +18,7 @@ from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, PART_NAMES, is_activation
 from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.format import Packed
 from verl_qerl.nvfp4.reader import DTYPES, TensorSpec
-from verl_qerl.nvfp4.record import BaseRecord
+from verl_qerl.nvfp4.record import BaseRecord, read_whole
 from verl_qerl.nvfp4.stream import Source, check_format, open_source, stored_tensors
 
 
@@ -65,18 +65,13 @@ class Base:
         """
         if self.source.layout == "bf16":
             return self.record.scale if self.record else None
-        report = self.source.path / QUANTIZATION_REPORT
-        if not report.is_file():
-            return None
-        try:
-            layers = json.loads(report.read_text(encoding="utf-8"))["layers"].values()
-            found = {layer["scale"] for layer in layers}
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointFormatError(
-                f"the report beside the base cannot be read: {report} ({error!r}). What `quantize` wrote is accepted. "
-                "Name --scale and remove the file."
-            ) from error
-        return found.pop() if len(found) == 1 else None
+
+        def make(report: Any) -> set[str]:
+            return {layer["scale"] for layer in report["layers"].values()}
+
+        remedy = "Name --scale and remove the file."
+        found = read_whole(self.source.path / QUANTIZATION_REPORT, make, "the report beside the base", remedy)
+        return found.pop() if found and len(found) == 1 else None
 
     @property
     def format(self) -> str:

@@ -2,14 +2,15 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from verl_qerl.errors import CheckpointFormatError
 
 RECORD = "verl_qerl_base.json"
+Content = TypeVar("Content")
 
 
 @dataclass(frozen=True)
@@ -56,24 +57,41 @@ def write_whole(path: Path, content: Mapping[str, Any]) -> None:
     os.replace(partial, path)
 
 
+def read_whole(path: Path, make: Callable[[Any], Content], what: str, remedy: str) -> Content | None:
+    """What `make` makes of a file of `write_whole`; None where there is none.
+
+    Args:
+        path: Of the file.
+        make: Takes the decoded JSON, whatever it is. It may fail as code does on values of another kind.
+        what: Beginning of the error: `the record of UAQ`.
+        remedy: Its last sentence.
+
+    Raises:
+        CheckpointFormatError: The file is damaged or of another version.
+    """
+    if not path.is_file():
+        return None
+    try:
+        return make(json.loads(path.read_text(encoding="utf-8")))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # of JSON and of its decoding too
+        raise CheckpointFormatError(
+            f"{what} cannot be read: {path} ({error!r}). The file as verl_qerl wrote it is accepted. {remedy}"
+        ) from error
+
+
 def read_record(folder: Path) -> BaseRecord | None:
     """The record in `folder`; None for a checkpoint that another engine wrote.
 
     Raises:
         CheckpointFormatError: The file is damaged or of another version.
     """
-    path = folder / RECORD
-    if not path.is_file():
-        return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+
+    def make(found: Any) -> BaseRecord:
         record = BaseRecord(**found)
-    except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
-        raise CheckpointFormatError(
-            f"the record of the base cannot be read: {path} ({error}). The file that the engine wrote is accepted. "
-            "Export another checkpoint, or one with the verl_qerl that wrote it."
-        ) from error
-    return replace(record, ignore=tuple(record.ignore), trained_norms=tuple(record.trained_norms))
+        return replace(record, ignore=tuple(record.ignore), trained_norms=tuple(record.trained_norms))
+
+    remedy = "Export another checkpoint, or one with the verl_qerl that wrote it."
+    return read_whole(folder / RECORD, make, "the record of the base", remedy)
 
 
 def remove_record(folder: Path) -> None:

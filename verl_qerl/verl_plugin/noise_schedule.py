@@ -6,15 +6,13 @@ data do, and nobody spoke of noise: where that would move sigma the run is refus
 meant. The file lies beside data.pt, which the trainer writes too, and is there before the tracker names the step.
 """
 
-import json
 import logging
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
-from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.nvfp4.record import write_whole
+from verl_qerl.nvfp4.record import read_whole, write_whole
 
 if TYPE_CHECKING:
     from verl_qerl.verl_plugin.trainer import NoiseMixin as _Noise
@@ -66,19 +64,15 @@ def read_schedule(folder: Path) -> AQNConfig | None:
     Raises:
         CheckpointFormatError: The file is damaged or of another version.
     """
-    path = folder / RECORD
-    if not path.is_file():
-        return None
-    try:
-        found = AQNConfig.from_mapping(json.loads(path.read_text(encoding="utf-8")))
+
+    def make(content: Any) -> AQNConfig:
+        found = AQNConfig.from_mapping(content)
         if found.total_steps is None:
             raise ValueError("total_steps is missing")
-    except (TypeError, ValueError) as error:  # of JSON and of decoding too
-        raise CheckpointFormatError(
-            f"the schedule of the noise cannot be read: {path} ({error}). The file that the trainer wrote is accepted."
-            " Remove it to go on with the schedule of this run's options."
-        ) from error
-    return found
+        return found
+
+    remedy = "Remove it to go on with the schedule of this run's options."
+    return read_whole(folder / RECORD, make, "the schedule of the noise", remedy)
 
 
 def check_schedule(folder: Path, step: int, config: AQNConfig, total_steps: int) -> None:
