@@ -1,11 +1,30 @@
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from verl_qerl.nvfp4.format import PackedWeight
+
+# Outputs are born as NaN, so that an element that no program writes is seen.
+SCRIPT = """
+import importlib
+import sys
+import torch
+
+launch = importlib.import_module(sys.argv[1]).launch
+empty = torch.empty
+
+def poisoned(*args, **kwargs):
+    out = empty(*args, **kwargs)
+    return out.fill_(float("nan")) if out.is_floating_point() else out
+
+torch.empty = poisoned
+torch.save([launch(*case) for case in torch.load(sys.argv[2])], sys.argv[3])
+"""
 
 
 @pytest.fixture(scope="session")
@@ -42,3 +61,22 @@ def compile_cuda(tmp_path) -> Callable[[str], str]:
         return done.stderr
 
     return compile
+
+
+@pytest.fixture(scope="session")
+def interpreted(tmp_path_factory):
+    """Calls a module's `launch` with each tuple of arguments, its Triton kernel in Triton's interpreter.
+
+    In a process of its own: the variable that starts the interpreter acts on import.
+    """
+
+    def launch(module: str, cases: list[tuple]) -> list[torch.Tensor]:
+        folder = tmp_path_factory.mktemp("interpreter")
+        torch.save(cases, folder / "in.pt")
+        env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", SCRIPT, module, str(folder / "in.pt"), str(folder / "out.pt")]
+        result = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return torch.load(folder / "out.pt")
+
+    return launch

@@ -1,30 +1,11 @@
 """The Triton kernels in Triton's interpreter, in a process of its own: the variable that starts it acts on import."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from verl_qerl.formats import get_format
 from verl_qerl.kernels.dequantize_formats import dequantize_format
 
-# Outputs are born as NaN, so that an element that no program writes is seen.
-SCRIPT = """
-import sys
-import torch
-from verl_qerl.kernels.dequantize_formats import launch
-
-empty = torch.empty
-
-def poisoned(*args, **kwargs):
-    out = empty(*args, **kwargs)
-    return out.fill_(float("nan")) if out.is_floating_point() else out
-
-torch.empty = poisoned
-torch.save([launch(*case) for case in torch.load(sys.argv[1])], sys.argv[2])
-"""
 FORMS = ("fp8", "int8", "mxfp4")
 # A program decodes 4 rows of 512 bytes: below, at, just above and between multiples, one row, one block, odd numbers.
 SHAPES = [(1, 32), (1, 512), (3, 96), (4, 1024), (5, 1056), (9, 1568), (64, 160)]
@@ -70,16 +51,11 @@ NAMES = list(build_cases())
 
 
 @pytest.fixture(scope="module")
-def decoded(tmp_path_factory):
+def decoded(interpreted):
     """Case -> (format, tensors, dtype, what the kernel made of them)."""
-    folder = tmp_path_factory.mktemp("interpreter")
     cases = build_cases()
-    torch.save([(name, *tensors.values(), dtype) for name, tensors, dtype in cases.values()], folder / "in.pt")
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SCRIPT, str(folder / "in.pt"), str(folder / "out.pt")]
-    result = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    outputs = torch.load(folder / "out.pt")
+    launches = [(name, *tensors.values(), dtype) for name, tensors, dtype in cases.values()]
+    outputs = interpreted("verl_qerl.kernels.dequantize_formats", launches)
     return {name: (*case, out) for (name, case), out in zip(cases.items(), outputs, strict=True)}
 
 

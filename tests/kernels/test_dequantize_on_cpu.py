@@ -1,9 +1,5 @@
 """The Triton kernel in Triton's interpreter, in a process of its own: the variable that starts it acts on import."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -12,21 +8,6 @@ from verl_qerl.nvfp4 import reference
 from verl_qerl.nvfp4.format import PackedWeight
 from verl_qerl.testing import random_packed_weight
 
-# Outputs are born as NaN, so that an element that no program writes is seen.
-SCRIPT = """
-import sys
-import torch
-from verl_qerl.kernels.dequantize import launch
-
-empty = torch.empty
-
-def poisoned(*args, **kwargs):
-    out = empty(*args, **kwargs)
-    return out.fill_(float("nan")) if out.is_floating_point() else out
-
-torch.empty = poisoned
-torch.save([launch(*case) for case in torch.load(sys.argv[1])], sys.argv[2])
-"""
 # A program decodes 4 rows of 1024: below, at, just above and between multiples, one row, one block, odd numbers.
 SHAPES = [(1, 16), (1, 1024), (3, 48), (4, 1024), (5, 1040), (7, 16), (9, 3072), (64, 176), (2, 4112)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -75,17 +56,12 @@ NAMES = list(build_cases(random_packed_weight(1, 16)))
 
 
 @pytest.fixture(scope="module")
-def decoded(every_byte, tmp_path_factory):
+def decoded(every_byte, interpreted):
     """Case -> (weight, dtype, what the kernel made of it)."""
-    folder = tmp_path_factory.mktemp("interpreter")
     cases = build_cases(every_byte)
     stacks = [stacked(dtype) for dtype in DTYPES]
-    torch.save([*(arguments(*case) for case in cases.values()), *stacks], folder / "in.pt")
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SCRIPT, str(folder / "in.pt"), str(folder / "out.pt")]
-    result = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    *outputs, a, b, c = torch.load(folder / "out.pt")
+    launches = [*(arguments(*case) for case in cases.values()), *stacks]
+    *outputs, a, b, c = interpreted("verl_qerl.kernels.dequantize", launches)
     found = {name: (*case, out) for (name, case), out in zip(cases.items(), outputs, strict=True)}
     return found | {"stacked": [a, b, c]}
 

@@ -1,9 +1,5 @@
 """The layout against its formula, and the Triton kernel in Triton's interpreter (a process of its own)."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -12,16 +8,8 @@ from verl_qerl.nvfp4 import reference
 from verl_qerl.nvfp4.format import PackedWeight
 from verl_qerl.testing import random_packed_weight
 
+MODULE = "verl_qerl.kernels.tiled"
 SHAPES = [(64, 16), (64, 128), (128, 144), (192, 272)]  # a program decodes 8 blocks of 16: below, at and above it
-SCRIPT = """
-import sys
-import torch
-from verl_qerl.kernels.tiled import launch
-
-cases, empty = torch.load(sys.argv[1]), torch.empty
-torch.empty = lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan"))
-torch.save([launch(*case) for case in cases], sys.argv[2])
-"""
 
 
 def tensors(weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -61,18 +49,9 @@ def test_the_operator_is_the_reference_without_a_gpu(every_pair):
     assert torch.equal(dequantize_tiled(*tensors(every_pair)), reference.dequantize(every_pair, torch.bfloat16))
 
 
-def launch_interpreted(cases, tmp_path) -> list[torch.Tensor]:
-    torch.save(cases, tmp_path / "in.pt")
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "in.pt"), str(tmp_path / "out.pt")]
-    result = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return torch.load(tmp_path / "out.pt")
-
-
-def test_the_kernel_gives_the_bits_of_the_reference(every_pair, tmp_path):
+def test_the_kernel_gives_the_bits_of_the_reference(every_pair, interpreted):
     weights = [random_packed_weight(*shape) for shape in SHAPES] + [every_pair]
-    found = launch_interpreted([tensors(weight) for weight in weights], tmp_path)
+    found = interpreted(MODULE, [tensors(weight) for weight in weights])
     for weight, out in zip(weights, found, strict=True):
         expected = reference.dequantize(weight, torch.bfloat16)
         assert torch.equal(out, expected)
@@ -99,9 +78,9 @@ def test_rows_of_a_weight_are_columns_of_its_tiles():
         assert torch.equal(back.block_scale.view(torch.uint8), weight.block_scale.view(torch.uint8)[start:end])
 
 
-def test_the_kernel_decodes_columns_in_place(tmp_path):
+def test_the_kernel_decodes_columns_in_place(interpreted):
     weight = random_packed_weight(256, 272)
-    found = launch_interpreted([columns(tensors(weight), *part) for part in PARTS], tmp_path)
+    found = interpreted(MODULE, [columns(tensors(weight), *part) for part in PARTS])
     expected = reference.dequantize(weight, torch.bfloat16)
     for (start, end), out in zip(PARTS, found, strict=True):
         assert torch.equal(out, expected[start:end])
