@@ -22,6 +22,10 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.losses import ppo_loss
 
+from verl_qerl.testing import load_beside
+
+fakes = load_beside(__file__, "transfer_queue_fakes")
+Queue, nested = fakes.Queue, fakes.nested
 RUN = (
     "actor_rollout_ref.model.path=model",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
@@ -40,24 +44,6 @@ SEQUENCE = (f"{CORRECTION}rollout_is=sequence", f"{CORRECTION}rollout_is_thresho
 REJECT = (f"{CORRECTION}rollout_rs=token_k3", f"{CORRECTION}rollout_rs_threshold=1.0")
 RATIOS = ([4.0, 0.25, 9.0], [1.5, 1.0])  # the third token does not count
 K3 = [ratio - 1 - math.log(ratio) for ratio in (4.0, 0.25, 1.5, 1.0)]  # 1.61, 0.64, 0.09, 0
-
-
-def nested(rows):
-    return torch.nested.as_nested_tensor([torch.as_tensor(row) for row in rows], layout=torch.jagged)
-
-
-class Queue:
-    """TransferQueue's two calls that verl uses here, on a dictionary."""
-
-    def __init__(self, fields):
-        self.fields = fields
-
-    def kv_batch_get(self, keys, partition_id, select_fields):
-        return TensorDict({name: self.fields[name] for name in select_fields if name in self.fields}, len(keys))
-
-    def kv_batch_put(self, keys, partition_id, fields):
-        self.fields.update(fields.items())
-        return KVBatchMeta(partition_id=partition_id, keys=keys, tags=[{} for _ in keys])
 
 
 def sampled_batch():

@@ -9,19 +9,20 @@ import pytest
 pytest.importorskip("verl")
 pytest.importorskip("transfer_queue")
 
-import torch
 import transfer_queue
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
-from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 from verl.utils.config import validate_config
 
 from verl_qerl.algos.mismatch import MismatchConfig
+from verl_qerl.testing import load_beside
 from verl_qerl.verl_plugin import mismatch
 from verl_qerl.verl_plugin.mismatch import MismatchMixin, gate_options
 
+fakes = load_beside(__file__, "transfer_queue_fakes")
+Queue, nested = fakes.Queue, fakes.nested
 NVFP4 = ("+rollout=nvfp4", "actor_rollout_ref.model.lora_rank=8")
 AQN = ("+aqn.enabled=true",)
 GATE = "+qerl.max_initial_kl=0.1"
@@ -39,24 +40,6 @@ KL, DIFFERENCE = "qerl/rollout_kl_k3", "qerl/rollout_log_prob_abs_diff"
 def composed(*overrides):
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose("ppo_trainer", overrides=[*RUN, *overrides])
-
-
-def nested(rows):
-    return torch.nested.as_nested_tensor([torch.as_tensor(row) for row in rows], layout=torch.jagged)
-
-
-class Queue:
-    """TransferQueue's two calls that verl uses here, on a dictionary."""
-
-    def __init__(self, fields):
-        self.fields = fields
-
-    def kv_batch_get(self, keys, partition_id, select_fields):
-        return TensorDict({name: self.fields[name] for name in select_fields}, batch_size=len(keys))
-
-    def kv_batch_put(self, keys, partition_id, fields):
-        self.fields.update(fields.items())
-        return KVBatchMeta(partition_id=partition_id, keys=keys, tags=[{} for _ in keys])
 
 
 @pytest.fixture
