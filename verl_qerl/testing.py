@@ -45,6 +45,34 @@ def random_packed_weight(N: int, K: int, seed: int = 0, device: str | torch.devi
     return quantize((torch.randn(N, K, generator=generator) * 0.02).to(device))
 
 
+def random_qwen2(seed: int = 0, gain: float = 1.0, **sizes: Any) -> Any:
+    """A bf16 Qwen2 of transformers: two layers of two heads, embeddings that are not tied.
+
+    Args:
+        seed: Of the weights.
+        gain: Matrices are multiplied by it: with 3, log-probs are far from uniform.
+        sizes: What is otherwise in its configuration.
+    """
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    defaults = {
+        "vocab_size": 64,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": False,
+    }
+    model = Qwen2ForCausalLM(Qwen2Config(**defaults | sizes)).bfloat16().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(gain)
+    return model
+
+
 def random_qwen3_moe(seed: int = 0, **sizes: Any) -> Any:
     """A bf16 Qwen3-MoE of transformers: a dense layer and one of four experts, two of which see a token.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_qerl.testing import random_qwen3_moe
+from verl_qerl.testing import random_qwen2, random_qwen3_moe
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("train_checkpoint.py")
@@ -51,30 +51,13 @@ class Trained:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> Path:
     """Folder with models of two layers and a tokenizer: bf16, tied (embeddings), nvfp4 and int8 (of bf16), moe."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     from verl_qerl.cli.chat_tokenizer import train_tokenizer
     from verl_qerl.cli.quantize import quantize_checkpoint
 
     folder = tmp_path_factory.mktemp("models")
     tokenizer = train_tokenizer(["What is 2 + 3? The answer is #### 5", "Ann has 4 apples and buys 3 more."], 320)
     for name in ("bf16", "tied"):
-        torch.manual_seed(0)
-        config = Qwen2Config(
-            vocab_size=320,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=512,
-            tie_word_embeddings=name == "tied",
-        )
-        model = Qwen2ForCausalLM(config).bfloat16()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 2:
-                    parameter.mul_(3)  # so that log-probs are far from uniform
+        model = random_qwen2(0, 3, vocab_size=320, max_position_embeddings=512, tie_word_embeddings=name == "tied")
         model.save_pretrained(folder / name, max_shard_size="200KB")
         tokenizer.save_pretrained(str(folder / name))
     quantize_checkpoint(folder / "bf16", folder / "nvfp4", scale="mse", device="cpu")

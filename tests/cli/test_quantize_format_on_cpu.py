@@ -17,6 +17,7 @@ from verl_qerl.formats.packed import QuantizedWeight, dequantize
 from verl_qerl.formats.packed_stream import packed_stream
 from verl_qerl.nvfp4.digest import model_digest, weight_digest
 from verl_qerl.nvfp4.stream import open_source
+from verl_qerl.testing import random_qwen2
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
@@ -30,15 +31,7 @@ TOKENS = [(7 * i) % 300 for i in range(64)]  # of ask_vllm.py
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "bf16"
-    sizes = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
-    torch.manual_seed(0)
-    found = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, **heads, tie_word_embeddings=False))
-    with torch.no_grad():
-        for parameter in found.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(3)  # so that log-probs are far from uniform
-    found.bfloat16().save_pretrained(folder)
+    random_qwen2(0, 3, vocab_size=320, max_position_embeddings=256).save_pretrained(folder)
     return folder
 
 

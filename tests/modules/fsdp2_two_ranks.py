@@ -9,7 +9,6 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl_qerl.modules import NVFP4Linear, replace_linears
 from verl_qerl.modules.adapted_linear import fuse_adapters
@@ -17,12 +16,11 @@ from verl_qerl.modules.convert import packed_linears
 from verl_qerl.modules.sharded_linear import ShardedNVFP4Linear
 from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.reference import quantize
+from verl_qerl.testing import random_qwen2
 
 
 def build_model(kind: type[NVFP4Linear] = NVFP4Linear, fused: bool = False) -> torch.nn.Module:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64}
-    model = Qwen2ForCausalLM(Qwen2Config(num_attention_heads=2, num_key_value_heads=1, **sizes)).bfloat16()
+    model = random_qwen2(hidden_size=64, intermediate_size=96)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     for name, linear in replace_linears(model, lambda name: ".layers." in name, kind).items():
         linear.fill(quantize(weights[f"{name}.weight"]))

@@ -13,6 +13,7 @@ from verl_qerl.modules import lending
 from verl_qerl.modules.lending import Lender, borrow, meeting_place
 from verl_qerl.modules.shared_base import SharedBase, TiledGroup
 from verl_qerl.nvfp4.digest import weight_digest
+from verl_qerl.testing import random_qwen2
 
 pytestmark = pytest.mark.usefixtures("sockets")
 
@@ -21,11 +22,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def model(tmp_path) -> Path:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = Qwen2Config(vocab_size=64, num_hidden_layers=2, tie_word_embeddings=False, **sizes)
-    Qwen2ForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    random_qwen2(intermediate_size=192).save_pretrained(tmp_path)
     return tmp_path
 
 

@@ -7,14 +7,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,  # of 64
-    "num_key_value_heads": 1,
-}
 
 
 @pytest.fixture(scope="session")
@@ -45,17 +37,12 @@ def fresh_process() -> Callable[..., subprocess.CompletedProcess]:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """Of test_engine*.py: bf16, tied (with tied embeddings), nvfp4, quantized from bf16, and moe, with experts."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     from verl_qerl.cli.quantize import quantize_checkpoint
-    from verl_qerl.testing import random_qwen3_moe
+    from verl_qerl.testing import random_qwen2, random_qwen3_moe
 
     folder = tmp_path_factory.mktemp("models")
     for name, tied in (("bf16", False), ("tied", True)):
-        torch.manual_seed(0)
-        model = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=tied)).bfloat16()
-        model.save_pretrained(folder / name)
+        random_qwen2(tie_word_embeddings=tied).save_pretrained(folder / name)
     quantize_checkpoint(folder / "bf16", folder / "nvfp4", device="cpu")
     random_qwen3_moe().save_pretrained(folder / "moe")
     return folder

@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from verl_qerl.testing import random_qwen2
 
 SCRIPT = Path(__file__).with_name("resume_cases.py")
 PARTS = ("adapters", "optimizer", "scheduler", "rng")
@@ -17,10 +18,7 @@ PARTS = ("adapters", "optimizer", "scheduler", "rng")
 def found(fresh_process, tmp_path_factory):
     """Case, ranks that ran it and rank -> what resume_cases.py found."""
     models, out = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("out")
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    Qwen2ForCausalLM(Qwen2Config(**sizes, **heads)).bfloat16().save_pretrained(models / "bf16")
+    random_qwen2().save_pretrained(models / "bf16")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = [str(SCRIPT), str(models), str(out)]
     fresh_process(*run, "save", "killed")
