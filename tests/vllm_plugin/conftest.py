@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from verl_qerl import testing
 from verl_qerl.formats import get_format
 from verl_qerl.nvfp4.reference import dequantize
 from verl_qerl.nvfp4.stream import open_source, stream
-from verl_qerl.testing import random_qwen3_moe
 
 VOCABULARY = 512
 FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}
@@ -58,7 +58,7 @@ def save_model(folder: Path, family: str) -> None:
 
     if family == "qwen3_moe":
         sizes = {"vocab_size": VOCABULARY, "num_hidden_layers": 3, "max_position_embeddings": 512}
-        random_qwen3_moe(**sizes, eos_token_id=VOCABULARY - 2).save_pretrained(folder)
+        testing.random_qwen3_moe(**sizes, eos_token_id=VOCABULARY - 2).save_pretrained(folder)
         save_tokenizer(folder)
         return
     torch.manual_seed(0)
@@ -230,19 +230,9 @@ def write_adapter(tmp_path_factory, model_dir):
 @pytest.fixture
 def random_qwen2(tmp_path) -> Path:
     """A bf16 Qwen2 of shapes that Marlin takes, with random weights and no tokenizer."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=1024,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
-    Qwen2ForCausalLM(config).bfloat16().save_pretrained(tmp_path / "bf16")
+    sizes = {"vocab_size": 1024, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4}
+    model = testing.random_qwen2(num_attention_heads=8, num_key_value_heads=2, **sizes)
+    model.save_pretrained(tmp_path / "bf16")
     return tmp_path / "bf16"
 
 
@@ -268,11 +258,15 @@ def random_adapter(random_qwen2, tmp_path) -> Callable[[int], Path]:
 
 @pytest.fixture
 def run_script(tmp_path) -> Callable[..., object]:
-    """Run source code with arguments in a process of its own; what it prints after `RESULT `, decoded."""
+    """Run source code with arguments in a process of its own; what it prints after `RESULT `, decoded.
+
+    It may import modules of this folder.
+    """
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 
     def run(source: str, *arguments: str, plugins: str | None = None) -> object:
         env = {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
-        env |= {} if plugins is None else {"VLLM_PLUGINS": plugins}
+        env |= {"PYTHONPATH": path} if plugins is None else {"PYTHONPATH": path, "VLLM_PLUGINS": plugins}
         script = tmp_path / "script.py"
         script.write_text(source)
         command = [sys.executable, str(script), *arguments]

@@ -7,6 +7,8 @@ import sys
 import pytest
 import torch
 
+from verl_qerl.testing import random_qwen2
+
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -64,27 +66,15 @@ STOCK = '{"linear": "stock", "lora": "stock"}'
 def models(tmp_path_factory):
     """(bf16 directory, first adapter on all linears of rank 16, second on two of rank 8, reference log-probs)."""
     import peft
-    import transformers
 
     from verl_qerl.nvfp4.reference import dequantize
     from verl_qerl.nvfp4.stream import open_source, stream
 
     folder = tmp_path_factory.mktemp("models")
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        vocab_size=1024,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-        eos_token_id=1023,
-    )
-    base = transformers.Qwen2ForCausalLM(config).bfloat16()
+    sizes = {"vocab_size": 1024, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4}
+    base = random_qwen2(0, 2, num_attention_heads=8, num_key_value_heads=2, eos_token_id=1023, **sizes)
     with torch.no_grad():
         for name, parameter in base.named_parameters():
-            parameter.mul_(2) if parameter.ndim == 2 else None
             parameter.normal_(std=0.5) if "bias" in name else None
     base.save_pretrained(folder / "bf16")
     for name, item in stream(open_source(folder / "bf16")):

@@ -86,8 +86,8 @@ def hold_tiles(layer: Any, tiles: tuple[torch.Tensor, torch.Tensor, torch.Tensor
         resident: Decode a bf16 copy as well.
     """
     layer.qerl_plan = plan
-    layer.weight, layer.weight_scale, layer.weight_global_scale = map(_frozen, tiles)
-    layer.qerl_dense = _frozen(dequantize_tiled(*tiles)) if resident else None
+    layer.weight, layer.weight_scale, layer.weight_global_scale = map(frozen, tiles)
+    layer.qerl_dense = frozen(dequantize_tiled(*tiles)) if resident else None
 
 
 def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -107,5 +107,6 @@ def tiled_columns(model: torch.nn.Module) -> set[int]:
     return {layer.weight.shape[0] * BLOCK_SIZE for layer in layers}
 
 
-def _frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
+def frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
+    """`tensor` itself as a parameter that is not trained."""
     return torch.nn.Parameter(tensor, requires_grad=False)

@@ -16,6 +16,7 @@ from verl_qerl.formats import MXFP4
 from verl_qerl.formats.fp8 import quantize_rows
 from verl_qerl.nvfp4.format import PackedWeight
 from verl_qerl.nvfp4.reference import dequantize
+from verl_qerl.vllm_plugin.linear import frozen
 
 
 class ReferenceKernel(NvFp4LinearKernel):
@@ -34,7 +35,7 @@ class ReferenceKernel(NvFp4LinearKernel):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replace the packed weight [N, K / 2] by the dense one [N, K] of the layer's dtype."""
         packed = PackedWeight(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
-        layer.weight = _frozen(dequantize(packed, layer.params_dtype))
+        layer.weight = frozen(dequantize(packed, layer.params_dtype))
         del layer.weight_scale, layer.weight_global_scale
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -58,7 +59,7 @@ class MXFP4ReferenceKernel(MxFp4LinearKernel):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replace the packed weight [N, K / 2] by the dense one [N, K] of the layer's dtype."""
         tensors = {"weight_packed": layer.weight.data, "weight_scale": layer.weight_scale.data}
-        layer.weight = _frozen(MXFP4().dequantize(tensors, layer.params_dtype))
+        layer.weight = frozen(MXFP4().dequantize(tensors, layer.params_dtype))
         del layer.weight_scale
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -97,8 +98,8 @@ class W8A8FP8Reference(CompressedTensorsScheme):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Keep the codes as float32, exactly."""
-        layer.weight = _frozen(layer.weight.data.float())
-        layer.weight_scale = _frozen(layer.weight_scale.data)
+        layer.weight = frozen(layer.weight.data.float())
+        layer.weight_scale = frozen(layer.weight_scale.data)
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """X W^T + bias; x [..., K], result [..., N] of x's dtype."""
@@ -106,7 +107,3 @@ class W8A8FP8Reference(CompressedTensorsScheme):
         y = codes.float() @ layer.weight.t() * (scale * layer.weight_scale.t())
         y = y.to(x.dtype).view(*x.shape[:-1], -1)
         return y if bias is None else y + bias
-
-
-def _frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
-    return torch.nn.Parameter(tensor, requires_grad=False)
