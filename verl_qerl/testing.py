@@ -13,6 +13,16 @@ import torch
 from verl_qerl.nvfp4.format import PackedWeight
 from verl_qerl.nvfp4.reference import quantize
 
+_TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": False,
+}
+
 
 def rms_error_ratio(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """||actual - expected|| / ||expected|| in float64; NaN in `actual` gives NaN."""
@@ -56,16 +66,7 @@ def random_qwen2(seed: int = 0, gain: float = 1.0, **sizes: Any) -> Any:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
-    defaults = {
-        "vocab_size": 64,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "tie_word_embeddings": False,
-    }
-    model = Qwen2ForCausalLM(Qwen2Config(**defaults | sizes)).bfloat16().eval()
+    model = Qwen2ForCausalLM(Qwen2Config(**_TINY | sizes)).bfloat16().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
@@ -84,21 +85,14 @@ def random_qwen3_moe(seed: int = 0, **sizes: Any) -> Any:
 
     torch.manual_seed(seed)
     defaults = {
-        "vocab_size": 64,
-        "hidden_size": 128,
-        "intermediate_size": 256,
         "moe_intermediate_size": 96,
         "num_experts": 4,
         "num_experts_per_tok": 2,
-        "num_hidden_layers": 2,
         "mlp_only_layers": [0],
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
         "head_dim": 64,
         "norm_topk_prob": True,
-        "tie_word_embeddings": False,
     }
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**defaults | sizes)).bfloat16().eval()
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**_TINY | defaults | sizes)).bfloat16().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
