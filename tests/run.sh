@@ -13,4 +13,28 @@ export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false WANDB_MODE=disabled
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m pyright
-"$PYTHON" -m pytest -q --durations=15 "$@"
+
+run_pytest() {
+    "$PYTHON" -m pytest -q --durations=15 "$@"
+}
+
+if (($#)); then
+    run_pytest "$@"
+    exit
+fi
+
+# A run of verl is a chain of processes that wait for each other's imports: it takes one core and a little. The other
+# tests run beside it, and need no threads for their small tensors, which would wait for a core.
+export OMP_NUM_THREADS=1
+log=$(mktemp)
+set -m  # a process group, which goes with this script
+run_pytest tests/e2e >"$log" 2>&1 &
+e2e=$!
+set +m
+trap 'kill -- "-$e2e" 2>/dev/null || true; rm -f "$log"' EXIT
+failed=0
+run_pytest tests --ignore=tests/e2e || failed=1
+echo "tests/e2e:"
+wait "$e2e" || failed=1
+cat "$log"
+exit "$failed"

@@ -40,17 +40,24 @@ class Workbench:
         done = subprocess.run(command, env=env, cwd=out, capture_output=True, text=True, timeout=900, check=False)
         return Run(done.returncode, done.stdout + done.stderr, self._steps(out))
 
-    def train_until_killed(self, name: str, delay_s: float, *options: str) -> Run:
-        """Start a run as `train` does; `delay_s` after its first checkpoint everything it started gets SIGKILL."""
+    def train_until_killed(self, name: str, delay_s: float, last_step: int, *options: str) -> Run:
+        """Start a run as `train` does; `delay_s` after its first checkpoint everything it started gets SIGKILL.
+
+        The run may be faster than the one that `delay_s` was measured with: the checkpoint of `last_step` ends it too.
+        """
         out, env, command = self._command(name, options, None, 1)
         tracker = out / "checkpoints" / "latest_checkpointed_iteration.txt"
         with (out / "killed.log").open("w") as log:
             started = subprocess.Popen(command, env=env, cwd=out, stdout=log, stderr=subprocess.STDOUT)
             try:
-                end = time.monotonic() + 600
-                while not (tracker.exists() or started.poll() is not None or time.monotonic() > end):
+                end, first = time.monotonic() + 600, True
+                while started.poll() is None and time.monotonic() < end:
+                    saved = tracker.read_text() if tracker.exists() else ""  # empty while verl writes it
+                    if first and saved:
+                        end, first = time.monotonic() + delay_s, False
+                    if saved == str(last_step):
+                        break
                     time.sleep(0.02)
-                time.sleep(delay_s)
             finally:
                 # The driver, then Ray's processes and the workers below them.
                 rest = psutil.Process(started.pid).children(recursive=True) if started.poll() is None else []
