@@ -64,7 +64,7 @@ def test_sigint_leaves_nothing(tmp_path: Path) -> None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 130
+    assert process.returncode == 130, stderr
     assert "interrupted; out was not written" in stderr
     assert "Traceback" not in stderr
     assert os.listdir(tmp_path) == ["bf16"]

@@ -57,7 +57,7 @@ def run(script: Path, *, setup: str = "", first_on_path: Path | None = None) -> 
 def overlay(package: str, patches: list[Path], root: Path, include: str) -> None:
     """Link the installed package into `root`, copy the files the patches touch, and apply them there."""
     (installed,) = importlib.util.find_spec(package).submodule_search_locations
-    shutil.copytree(installed, root / package, copy_function=os.symlink, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(installed, root / package, copy_function=os.symlink)
     env = os.environ | {"GIT_CEILING_DIRECTORIES": str(root.parent)}
     for patch in patches:
         for name in re.findall(rf"^\+\+\+ b/({package}/.+)$", patch.read_text(encoding="utf-8"), flags=re.MULTILINE):
