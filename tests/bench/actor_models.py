@@ -110,6 +110,10 @@ class Base:
     layers: int
     packed: dict[str, PackedWeight]
 
+    def to(self, device: str) -> "Base":
+        """The same on another device."""
+        return Base(self.shape, self.layers, {name: weight.to(device) for name, weight in self.packed.items()})
+
 
 def draw_base(shape: str, layers: int, device: str) -> Base:
     """Random codes and block scales, about as large as trained weights (0.02)."""

@@ -4,7 +4,8 @@
 
 FSDP2 as verl sets it up (each layer, bf16 over float32 adapters, gradient checkpointing), the same tokens on each rank
 in every arm. Rows are added to the file, so that runs on 1, 2 and 4 GPUs make one table. The packed arms must give the
-same gradients bit for bit; a row says whether they did.
+same gradients bit for bit, on a few tokens and with an attention whose backward pass adds in a fixed order; a row says
+whether they did.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from verl_qerl.modules import NVFP4Linear
 from verl_qerl.modules.sharded_linear import ShardedNVFP4Linear
@@ -59,8 +61,9 @@ def training_pass(model: nn.Module, x: torch.Tensor) -> None:
 
 
 def gradients(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of one pass, whole, on the CPU."""
-    training_pass(model, x)
+    """Of one pass, whole, on the CPU; the same each time."""
+    with sdpa_kernel(SDPBackend.MATH):
+        training_pass(model, x)
     found = {name: p.grad.full_tensor().cpu() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return found
@@ -92,16 +95,17 @@ def measure(model: nn.Module, x: torch.Tensor, repetitions: int) -> dict[str, fl
 def run(args: argparse.Namespace, device: str) -> list[dict[str, Any]]:
     rank, world, rows = dist.get_rank(), dist.get_world_size(), []
     for shape in args.shapes:
-        base = models.draw_base(shape, args.layers or models.SHAPES[shape]["layers"], device)
+        # On the host, so that an arm holds its own copy and nothing else.
+        base = models.draw_base(shape, args.layers or models.SHAPES[shape]["layers"], device).to("cpu")
         x = bench.embeddings(shape, args.tokens, device) * (1 + rank)
         x.requires_grad_()
         expected: dict[str, torch.Tensor] | None = None
         for name in args.arms:
-            model = build(base, name, device)
+            model = build(base.to(device), name, device)
             row: dict[str, Any] = {"arm": name, "model": shape, "gpus": world, "tokens": args.tokens}
             row["layers"] = base.layers
             if name.startswith("nvfp4"):
-                found = gradients(model, x)
+                found = gradients(model, x[:1, : bench.GATE_TOKENS].detach().requires_grad_())
                 expected = expected or found
                 row["same_bits"] = all(torch.equal(grad, found[key]) for key, grad in expected.items())
             rows.append(row | measure(model, x, args.repetitions))

@@ -30,7 +30,7 @@ def test_only_visible_gpus_are_read():
     assert bench.visible_gpus(2, None) == [0, 1]
     assert bench.visible_gpus(2, "1") == [1]
     assert bench.visible_gpus(4, "3, 0") == [3, 0]
-    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES='2'. Accepted are numbers below 2"):
+    with pytest.raises(ValueError, match=r"CUDA_VISIBLE_DEVICES='2'\. Accepted are numbers below 2"):
         bench.visible_gpus(2, "2")
     with pytest.raises(ValueError, match="not GPUs of this machine"):
         bench.visible_gpus(2, "GPU-0123")

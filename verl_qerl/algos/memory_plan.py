@@ -13,6 +13,9 @@ GIB = 2**30
 # CUDA context, libraries and graphs of a process beside its tensors; vLLM's while it sleeps.
 _CONTEXT_BYTES = 1.0 * GIB
 _ASLEEP_BYTES = 2.0 * GIB
+# CUDA graphs, NCCL and libraries of vLLM, which its share leaves out: 2.7 GiB with 7B, 5.1 with 32B
+# (tests/bench/results/h200/train_step_*.json).
+_BEYOND_SHARE_BYTES = 4.0 * GIB
 # Codes and block scales; what a channel or a whole weight has besides is left out.
 BYTES_PER_WEIGHT = {"nvfp4": 9 / 16, "mxfp4": 17 / 32, "int8": 1.0, "fp8": 1.0}
 _HEAD_CHUNK = 1024  # tokens, as algos.log_probs
@@ -160,13 +163,15 @@ def plan(shape: ModelShape, settings: Settings, gpu_bytes: float) -> tuple[Phase
         rollout_held |= {name: actor[name] for name in ("packed base", "embedding and head", "adapters")}
     if not s.optimizer_offload:
         rollout_held["optimizer"] = actor["optimizer"]
-    contexts = {"contexts": 2 * _CONTEXT_BYTES}
+    beside = {"contexts": 2 * _CONTEXT_BYTES}
+    if s.utilization:
+        beside["vLLM beyond its share"] = _BEYOND_SHARE_BYTES
     update_held = {**actor, "gradients": actor["adapters"]}
     if s.utilization and not s.sleeps:
         update_held["vLLM"] = rollout_held["vLLM"]
     asleep = {"vLLM asleep": _ASLEEP_BYTES} if s.utilization and s.sleeps else {}
     update = Phase("update", update_held, {**passes(shape, s), **asleep, "contexts": _CONTEXT_BYTES})
-    return Phase("rollout", rollout_held, contexts), update
+    return Phase("rollout", rollout_held, beside), update
 
 
 def _actor(shape: ModelShape, s: Settings) -> dict[str, float]:
