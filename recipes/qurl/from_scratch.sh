@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # QuRL's arms with several seeds each, on the model of ../gsm8k/from_scratch.sh: all weights are trained, the rollout is
-# quantized at every weight sync. One GPU. An arm is <rollout>[-tis|-acr][-uaq]; a run that is finished is not repeated.
+# quantized at every weight sync. An arm is <rollout>[-tis|-acr][-uaq]; a run that is finished is not repeated.
 #   SOURCE=DIR_WITH_JSONL ARMS="bf16 int8 int8-tis int8-acr" SEEDS="1 2 3" bash recipes/qurl/from_scratch.sh [overrides of main_ppo]
+# Every run takes one GPU. GPUS="0 1" AT_ONCE=4 has eight under way, four on each, and sends what they say to <run>.log.
 set -euo pipefail
 
 ARMS=${ARMS:-bf16 int8 int8-tis int8-acr int8-acr-uaq fp8 fp8-tis fp8-acr fp8-acr-uaq nvfp4 nvfp4-acr}
@@ -11,6 +12,9 @@ BATCH=${BATCH:-96}            # questions per step, 8 answers each
 LR=${LR:-1e-5}
 MINUTES=${MINUTES:-1.6}       # of pretraining
 SOURCE=${SOURCE:-openai/gsm8k}
+GPUS=${GPUS:-${CUDA_VISIBLE_DEVICES:-0}}
+AT_ONCE=${AT_ONCE:-1}         # runs on a GPU
+KV_BYTES=${KV_BYTES:-6000000000}  # of the KV cache of a run beside others: 768 answers fit
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 WORK=${WORK:-$here/work}
 mkdir -p "$WORK"
@@ -39,20 +43,66 @@ for arm in $ARMS; do read_arm "$arm"; done
 export RAY_AUTH_MODE=disabled TOKENIZERS_PARALLELISM=false
 source "$here/../gsm8k/base.sh"
 
+# One run; arguments: arm, seed, overrides.
+train() {
+    local arm=$1 seed=$2 run=$1-seed$2
+    shift 2
+    if [[ -f $run.jsonl ]]; then return; fi
+    read_arm "$arm"
+    rm -f "$run.part"
+    VERL_FILE_LOGGER_PATH=$WORK/$run.part python3 -m verl.trainer.main_ppo \
+        "${options[@]}" \
+        "${common[@]}" \
+        data.seed="$seed" \
+        actor_rollout_ref.actor.data_loader_seed="$seed" \
+        actor_rollout_ref.rollout.seed="$seed" \
+        trainer.experiment_name="$run" \
+        "$@" || return
+    mv "$run.part" "$run.jsonl"
+}
+
+runs=()
 for seed in $SEEDS; do
-    for arm in $ARMS; do
-        run=$arm-seed$seed
-        if [[ -f $run.jsonl ]]; then continue; fi
-        read_arm "$arm"
-        rm -f "$run.part"
-        VERL_FILE_LOGGER_PATH=$WORK/$run.part python3 -m verl.trainer.main_ppo \
-            "${options[@]}" \
-            "${common[@]}" \
-            data.seed="$seed" \
-            actor_rollout_ref.actor.data_loader_seed="$seed" \
-            actor_rollout_ref.rollout.seed="$seed" \
-            trainer.experiment_name="$run" \
-            "$@"
-        mv "$run.part" "$run.jsonl"
-    done
+    for arm in $ARMS; do runs+=("$arm $seed"); done
 done
+read -ra gpus <<<"${GPUS//,/ }"
+lanes=$((${#gpus[@]} * AT_ONCE))
+
+if ((lanes == 1)); then
+    for run in "${runs[@]}"; do train ${run% *} ${run#* } "$@"; done
+    exit
+fi
+
+# vLLM would measure what is free while its neighbours take and return memory, and refuse to start.
+beside=(actor_rollout_ref.rollout.gpu_memory_utilization=0.05
+    +actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes="$KV_BYTES")
+
+# Every `lanes`-th run from the given one on, on one GPU; a run that fails does not stop the others.
+lane() {
+    local first=$1 failed=0 run i
+    shift
+    export CUDA_VISIBLE_DEVICES=${gpus[first % ${#gpus[@]}]} RAY_TMPDIR
+    RAY_TMPDIR=$(mktemp -d)  # two clusters that start at once would share a session's folder
+    for ((i = first; i < ${#runs[@]}; i += lanes)); do
+        run=${runs[i]}
+        echo "${run/ /-seed}: started on GPU $CUDA_VISIBLE_DEVICES"
+        if train ${run% *} ${run#* } "${beside[@]}" "$@" >"${run/ /-seed}.log" 2>&1; then
+            echo "${run/ /-seed}: done"
+        else
+            failed=1
+            echo "${run/ /-seed}: failed, see $WORK/${run/ /-seed}.log" >&2
+        fi
+    done
+    rm -rf "$RAY_TMPDIR"
+    return "$failed"
+}
+
+pids=()
+trap 'kill "${pids[@]}" 2>/dev/null || true' EXIT
+for ((i = 0; i < lanes && i < ${#runs[@]}; i++)); do
+    lane "$i" "$@" &
+    pids+=("$!")
+done
+failed=0
+for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
+exit "$failed"

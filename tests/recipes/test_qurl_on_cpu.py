@@ -27,12 +27,19 @@ ARMS = [
 ]
 
 
+def started(result):
+    """(run, GPU, overrides) of each command that the stub wrote down."""
+    calls = [call.strip("\n").split("\n") for call in result.stdout.split("== end\n") if call.strip()]
+    return [(Path(call[0]).stem, call[1], call[4:]) for call in calls if "verl.trainer.main_ppo" in call]
+
+
 def run(folder, **env):
     """Run the script with a `python3` that writes down its arguments and the file that verl would log to."""
     stub = folder / "python3"
     stub.write_text(
-        '#!/bin/sh\nprintf "%s\\n" "$VERL_FILE_LOGGER_PATH" "$@" "== end"\n'
-        '[ -z "$VERL_FILE_LOGGER_PATH" ] || : >"$VERL_FILE_LOGGER_PATH"\n[ "$2" != "$FAIL" ]\n'
+        '#!/bin/sh\nprintf "%s\\n" "$VERL_FILE_LOGGER_PATH" "GPU $CUDA_VISIBLE_DEVICES" "$@" "== end"\n'
+        '[ -z "$VERL_FILE_LOGGER_PATH" ] || : >"$VERL_FILE_LOGGER_PATH"\n'
+        'case "$VERL_FILE_LOGGER_PATH" in *"${FAIL_LOG:-none}"*) exit 1;; esac\n[ "$2" != "$FAIL" ]\n'
     )
     stub.chmod(0o755)
     settings = {"PATH": f"{folder}:{os.environ['PATH']}", "WORK": str(folder / "work"), "SEEDS": "1"}
@@ -46,9 +53,7 @@ def commands(tmp_path_factory):
     """arm -> overrides of main_ppo."""
     result = run(tmp_path_factory.mktemp("arms"))
     assert result.returncode == 0, result.stderr
-    calls = [call.strip("\n").split("\n") for call in result.stdout.split("== end\n") if call.strip()]
-    runs = [(Path(call[0]).stem, call[3:]) for call in calls if "verl.trainer.main_ppo" in call]
-    return {name.removesuffix("-seed1"): overrides for name, overrides in runs}
+    return {name.removesuffix("-seed1"): overrides for name, _, overrides in started(result)}
 
 
 def test_all_arms_run(commands):
@@ -83,3 +88,32 @@ def test_only_finished_runs_are_kept_and_not_repeated(tmp_path):
     assert [path.name for path in (tmp_path / "work").glob("bf16*")] == ["bf16-seed1.part"]
     assert "main_ppo" in run(tmp_path, ARMS="bf16").stdout
     assert "main_ppo" not in run(tmp_path, ARMS="bf16").stdout
+
+
+def logs(folder):
+    """(run, GPU, overrides) from the logs of runs beside each other."""
+    found = [
+        started(subprocess.CompletedProcess([], 0, stdout=path.read_text())) for path in (folder / "work").glob("*.log")
+    ]
+    return [one for part in found for one in part]
+
+
+def test_runs_beside_each_other_are_dealt_out_to_the_gpus(tmp_path):
+    result = run(tmp_path, ARMS="bf16 int8 fp8 nvfp4 mxfp4", SEEDS="1 2", GPUS="2,3", AT_ONCE="2")
+    assert result.returncode == 0, result.stderr
+    found = logs(tmp_path)
+    names = [f"{arm}-seed{seed}" for arm in ("bf16", "int8", "fp8", "nvfp4", "mxfp4") for seed in (1, 2)]
+    assert sorted(name for name, *_ in found) == sorted(names)
+    assert sorted(gpu for _, gpu, _ in found) == ["GPU 2"] * 5 + ["GPU 3"] * 5
+    for _, _, overrides in found:
+        assert "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=6000000000" in overrides
+    assert {path.name for path in (tmp_path / "work").glob("*.jsonl")} == {f"{name}.jsonl" for name in names}
+    assert "main_ppo" not in run(tmp_path, ARMS="bf16", SEEDS="1 2").stdout
+
+
+def test_a_run_that_fails_beside_others_is_named_and_stops_none(tmp_path):
+    failed = run(tmp_path, ARMS="bf16 int8 fp8", GPUS="0", AT_ONCE="2", FAIL_LOG="int8-seed1")
+    assert failed.returncode == 1
+    assert "int8-seed1: failed, see" in failed.stderr
+    done = {path.name for path in (tmp_path / "work").glob("*.jsonl")}
+    assert done == {"bf16-seed1.jsonl", "fp8-seed1.jsonl"}

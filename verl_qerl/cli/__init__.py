@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from verl_qerl import __version__
 
 # Each module has add_parser(subparsers) and imports what is slow only when it runs.
-_COMMANDS = ("quantize", "export", "doctor", "data", "pretrain", "plot", "tune", "plan")
+_COMMANDS = ("quantize", "export", "doctor", "data", "pretrain", "plot", "compare", "tune", "plan")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

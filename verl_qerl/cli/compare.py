@@ -1,0 +1,138 @@
+"""`compare`: runs that differ in an arm and a seed, by arms: means and spread over the seeds."""
+
+import argparse
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl_qerl.cli.plot import WINDOW, Series, first_and_last, moving_average, read_series
+
+KEYS = ("critic/score/mean", "rollout_corr/k3_kl")  # reward; KL(rollout || actor), which every run has
+_RUN = re.compile(r"(?P<arm>.+)-seed(?P<seed>\d+)")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser(
+        "compare", help="runs of several arms and seeds: means and spread", description=__doc__
+    )
+    parser.add_argument("metrics", type=Path, nargs="+", help="ARM-seedN.jsonl, JSON lines of verl's `file` logger")
+    parser.add_argument("--out", type=Path, required=True, help="picture to write, .png, .pdf or .svg")
+    parser.add_argument("--json", type=Path, help="file for the numbers of the table and the curves")
+    parser.add_argument("--keys", nargs="+", default=list(KEYS), help="metrics to show (default: %(default)s)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a line for each arm and write the picture."""
+    arms = {
+        arm: {seed: read_series(path, args.keys) for seed, path in paths.items()}
+        for arm, paths in by_arm(args.metrics).items()
+    }
+    summary = {arm: summarize(seeds) for arm, seeds in arms.items()}
+    for line in table(summary, args.keys):
+        print(line)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    draw(summary, args.keys, args.out)
+    print(f"wrote {args.out}")
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        print(f"wrote {args.json}")
+    return 0
+
+
+def by_arm(paths: Sequence[Path]) -> dict[str, dict[int, Path]]:
+    """Arm -> seed -> file, in the order of the arms' first files.
+
+    Raises:
+        ValueError: A name is not ARM-seedN.jsonl, or a run comes twice.
+    """
+    found: dict[str, dict[int, Path]] = {}
+    for path in paths:
+        match = _RUN.fullmatch(path.stem)
+        if match is None:
+            raise ValueError(
+                f"no arm and no seed in a name: metrics={path}. ARM-seedN.jsonl is accepted, as int8-acr-seed1.jsonl."
+                " Rename the file."
+            )
+        seeds = found.setdefault(match["arm"], {})
+        if int(match["seed"]) in seeds:
+            raise ValueError(
+                f"a run comes twice: metrics={seeds[int(match['seed'])]} and {path}. One file for each arm and seed is"
+                " accepted. Leave one out."
+            )
+        seeds[int(match["seed"])] = path
+    return found
+
+
+def summarize(seeds: Mapping[int, Mapping[str, Series]]) -> dict[str, Any]:
+    """Numbers of one arm.
+
+    Args:
+        seeds: Seed -> metric -> value of each step.
+
+    Returns:
+        `seeds`; `steps`, those that every seed has; and for each metric `mean` and `sd` over the seeds of each step,
+        `first` and `last`, [mean, sd] over the seeds of a seed's mean over WINDOW steps. The deviation is that of a
+        sample, and 0 of a single seed.
+    """
+    runs = list(seeds.values())
+    keys = list(runs[0])
+    steps = sorted(set.intersection(*(set(series[key]) for series in runs for key in keys)))
+    summary: dict[str, Any] = {"seeds": sorted(seeds), "steps": steps}
+    for key in keys:
+        values = np.array([[series[key][step] for step in steps] for series in runs])
+        ends = np.array([first_and_last({step: series[key][step] for step in steps}) for series in runs])
+        summary[key] = {"mean": values.mean(0).tolist(), "sd": _deviation(values).tolist()}
+        summary[key] |= {
+            name: [float(ends[:, i].mean()), float(_deviation(ends)[i])] for i, name in enumerate(("first", "last"))
+        }
+    return summary
+
+
+def _deviation(values: np.ndarray) -> np.ndarray:
+    return values.std(0, ddof=1) if len(values) > 1 else np.zeros(values.shape[1])
+
+
+def table(summary: Mapping[str, Mapping[str, Any]], keys: Sequence[str]) -> list[str]:
+    """A Markdown table: a line for each arm."""
+    ends = f"mean of the first {WINDOW} steps, of the last {WINDOW}"
+    lines = [
+        f"| arm | seeds | steps | {' | '.join(f'{key}: {ends}' for key in keys)} |",
+        "|---" * (3 + len(keys)) + "|",
+    ]
+    for arm, numbers in summary.items():
+        cells = [f"{_spread(numbers[key]['first'])}, {_spread(numbers[key]['last'])}" for key in keys]
+        lines.append(f"| {arm} | {len(numbers['seeds'])} | {len(numbers['steps'])} | {' | '.join(cells)} |")
+    return lines
+
+
+def _spread(number: Sequence[float]) -> str:
+    return f"{number[0]:.4g} +- {number[1]:.2g}"
+
+
+def draw(summary: Mapping[str, Mapping[str, Any]], keys: Sequence[str], out: Path) -> None:
+    """A panel for each metric: moving averages of the means, in a band of one deviation to each side."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(len(keys), 1, sharex=True, squeeze=False, figsize=(8, 1 + 3 * len(keys)))
+    for axis, key in zip(axes[:, 0], keys, strict=True):
+        for arm, numbers in summary.items():
+            mean, sd = (np.array(moving_average(numbers[key][part])) for part in ("mean", "sd"))
+            (line,) = axis.plot(numbers["steps"], mean, linewidth=1.5, label=f"{arm} ({len(numbers['seeds'])})")
+            axis.fill_between(numbers["steps"], mean - sd, mean + sd, alpha=0.15, color=line.get_color(), linewidth=0)
+        axis.set_ylabel(key)
+        axis.grid(alpha=0.3)
+    axes[0, 0].legend(loc="best", fontsize="small", title="arm (seeds)")
+    axes[-1, 0].set_xlabel("step")
+    figure.tight_layout()
+    figure.savefig(out, dpi=150)
+    plt.close(figure)
