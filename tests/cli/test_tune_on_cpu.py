@@ -1,7 +1,9 @@
 import pytest
+import torch
 
 from verl_qerl.cli import main
-from verl_qerl.cli.tune import MODELS, crossings, describe
+from verl_qerl.cli.tune import MODELS, crossings, describe, paths
+from verl_qerl.kernels.tiled_launch import TOKENS, guess_launch
 
 
 def times(*rows):
@@ -25,6 +27,36 @@ def test_the_line_for_the_terminal_names_the_crossings():
     line = describe({"N": 64, "K": 32, **crossings(measured), "times": measured})
     assert "64 x 32: a bf16 copy from 2048 rows, decoding from 2048;" in line
     assert "1: 10/5/20" in line
+
+
+def test_paths_are_those_that_a_rollout_takes(monkeypatch):
+    pytest.importorskip("vllm")
+    from verl_qerl.vllm_plugin import tiled_ops
+
+    launched = []
+
+    def record(name, result):
+        return lambda *args, **kwargs: launched.append(name) or result
+
+    y, weight = torch.zeros(5, 128).bfloat16(), torch.zeros(128, 64).bfloat16()
+    monkeypatch.setattr(tiled_ops, "tiled_matmul", record("tiled", y))
+    monkeypatch.setattr(tiled_ops, "dequantize_tiled", record("decode", weight))
+    monkeypatch.setattr(tiled_ops, "lora_expand", record("expand", y))
+    monkeypatch.setattr(tiled_ops, "linear_tiled", tiled_ops._linear_cuda)
+    monkeypatch.setattr(tiled_ops, "lora_linear_tiled", tiled_ops._lora_linear_cuda)
+    packed = [(torch.zeros(4, 256, dtype=torch.int32), torch.zeros(4, 128, dtype=torch.uint8), torch.ones(1))] * 3
+    launches = tuple(guess_launch(128, 64, tokens) for tokens in TOKENS)
+    calls = paths(torch.zeros(5, 64).bfloat16(), packed, [weight] * 2, launches)
+    found = {}
+    for name, each in calls.items():
+        launched.clear()
+        assert all(call() is y for call in each)
+        found[name] = launched.copy()
+    assert found == {
+        "dense_us": ["expand"] * 2,
+        "tiled_us": ["tiled"] * 3,
+        "decoded_us": ["decode", "expand"] * 3,
+    }
 
 
 def test_without_a_gpu_nothing_is_written(tmp_path, capsys):

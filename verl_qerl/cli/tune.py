@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 
 from verl_qerl.kernels.tiled import dequantize_tiled, tile
-from verl_qerl.kernels.tiled_launch import TOKENS, Launch, launch_candidates, padded_rows
+from verl_qerl.kernels.tiled_launch import TOKENS, Launch, launch_candidates
 from verl_qerl.kernels.tiled_matmul import Adapter, prepare, tiled_matmul
 from verl_qerl.testing import random_packed_weight
 
@@ -64,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(N: int, K: int) -> dict[str, Any]:
-    """Times of every path for a weight [N, K], and where they cross.
+    """Times of every path for a weight [N, K] with an adapter, and where they cross.
 
     Returns:
         The fields of vllm_plugin.plans.Plan, and `times`, microseconds by rows.
@@ -83,12 +82,8 @@ def measure(N: int, K: int) -> dict[str, Any]:
     times = []
     for rows in ROWS:
         x = torch.randn(rows, K, device="cuda", dtype=torch.bfloat16)
-        paths = {
-            "dense_us": [partial(linear, x, weight) for weight in dense],
-            "tiled_us": _tiled_calls(x, packed, launches),
-            "decoded_us": [partial(_decode_then_multiply, x, *tensors) for tensors in packed],
-        }
-        times.append({"rows": rows} | {name: time_us(calls) for name, calls in paths.items()})
+        calls = paths(x, packed, dense, tuple(launches.values()))
+        times.append({"rows": rows} | {name: time_us(each) for name, each in calls.items()})
     return {
         "N": N,
         "K": K,
@@ -98,24 +93,45 @@ def measure(N: int, K: int) -> dict[str, Any]:
     }
 
 
+def paths(
+    x: torch.Tensor,
+    packed: Sequence[tuple[torch.Tensor, ...]],
+    dense: Sequence[torch.Tensor],
+    launches: tuple[Launch, ...],
+) -> dict[str, list[Callable[[], torch.Tensor]]]:
+    """What a rollout would run, each path over every copy of a weight.
+
+    Args:
+        x: [M, K] bf16.
+        packed: Tiled copies of a weight, as `lora_linear_tiled` takes them.
+        dense: Decoded copies.
+        launches: Of a Plan.
+    """
+    from verl_qerl.vllm_plugin.plans import PLANS, Plan
+    from verl_qerl.vllm_plugin.tiled_ops import lora_linear_tiled
+
+    never, always = "tune: cuBLAS", "tune: tiled"
+    PLANS[never], PLANS[always] = Plan(launches, 0, 0), Plan(launches, 1 << 30, 1 << 30)
+    adapter = (*_adapter(x, packed[0][1].shape[1]), torch.tensor([False]))
+    return {
+        "dense_us": [partial(lora_linear_tiled, x, *packed[0], copy, None, never, *adapter) for copy in dense],
+        "tiled_us": [partial(lora_linear_tiled, x, *tensors, None, None, always, *adapter) for tensors in packed],
+        "decoded_us": [partial(lora_linear_tiled, x, *tensors, None, None, never, *adapter) for tensors in packed],
+    }
+
+
+def _adapter(x: torch.Tensor, N: int) -> Adapter:
+    """One on a linear of one member, that all rows of x have."""
+    a, b = (torch.randn(shape, device=x.device).bfloat16() for shape in ((_RANK, x.shape[1]), (N, _RANK)))
+    slots = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+    return Adapter(a, b, torch.zeros(1, dtype=torch.int32, device=x.device), slots)
+
+
 def _time_with_adapter(tokens: int, packed: Sequence[tuple[torch.Tensor, ...]], launch: Launch) -> float:
     scale = packed[0][1]
-    N, K = scale.shape[1], scale.shape[0] * 16
-    x, a, b = (torch.randn(shape, device="cuda").bfloat16() for shape in ((tokens, K), (_RANK, K), (N, _RANK)))
-    slots = torch.zeros(tokens, dtype=torch.int64, device="cuda")
-    adapter = Adapter(a, b, torch.zeros(1, dtype=torch.int32, device="cuda"), slots)
+    x = torch.randn(tokens, scale.shape[0] * 16, device="cuda").bfloat16()
+    adapter = _adapter(x, scale.shape[1])
     return time_us([partial(tiled_matmul, x, *tensors, None, adapter, launch) for tensors in packed])
-
-
-def _tiled_calls(
-    x: torch.Tensor, packed: Sequence[tuple[torch.Tensor, ...]], launches: dict[str, Launch]
-) -> list[Callable[[], torch.Tensor]]:
-    launch = launches[str(padded_rows(x.shape[0]))]
-    return [partial(tiled_matmul, x, *tensors, launch=launch) for tensors in packed]
-
-
-def _decode_then_multiply(x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-    return linear(x, dequantize_tiled(*tensors))
 
 
 def crossings(times: Sequence[dict[str, float]]) -> dict[str, int]:
