@@ -106,19 +106,24 @@ def gate(base: Any, arms: dict[str, Any], device: str) -> dict[str, dict[str, fl
 
 
 def measure(model: nn.Module, x: torch.Tensor, layers: int, repetitions: int) -> dict[str, float]:
-    """Milliseconds of one layer's passes, medians, and the peak of memory in a training pass."""
+    """Milliseconds of one layer's passes, medians, and the peak of memory in a training pass.
+
+    `host_ms` is what the host takes to launch forward and backward: about as long as both, and they waited for it.
+    """
     clock = Clock(x.device.type)
     grad = torch.randn_like(x)
-    times: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    times: dict[str, list[float]] = {phase: [] for phase in (*PHASES, "host_ms")}
     x.requires_grad_()
     if clock.on_gpu:
         torch.cuda.reset_peak_memory_stats()
     for _ in range(repetitions + 2):
+        began = time.perf_counter()
         start = clock.mark()
         out = forward(model, x)
         middle = clock.mark()
         out.backward(grad)
         end = clock.mark()
+        times["host_ms"].append((time.perf_counter() - began) * 1e3)
         del out
         times["forward_ms"].append(clock.milliseconds(start, middle))
         times["backward_ms"].append(clock.milliseconds(middle, end))
@@ -206,7 +211,8 @@ def table(report: dict[str, Any]) -> str:
     """Markdown: one layer's step (forward and backward) of each arm, and as a multiple of the bf16 base with PEFT."""
     arms = list(dict.fromkeys(row["arm"] for row in report["rows"]))
     lines = [
-        f"{report['gpu']}, torch {report['torch']}, {report['commit']}; ms a layer; in brackets, times {arms[0]}",
+        f"{report['gpu']}, torch {report['torch']}, {report['commit']}; ms a layer; in brackets, times {arms[0]};"
+        " * the host could not launch faster",
         "",
         "| model | tokens | checkpoints | pass | " + " | ".join(arms) + " |",
         "|" + "---|" * (4 + len(arms)),
@@ -225,11 +231,19 @@ def table(report: dict[str, Any]) -> str:
             passes["log-prob"] = lambda row: row["log_prob_ms"]
         for what, value in passes.items():
             first = value(rows[arms[0]])
-            cells = [f"{value(rows[arm]):.2f} ({value(rows[arm]) / first:.2f})" if arm in rows else "-" for arm in arms]
+            cells = [
+                f"{value(rows[arm]):.2f}{waits(rows[arm])} ({value(rows[arm]) / first:.2f})" if arm in rows else "-"
+                for arm in arms
+            ]
             lines.append(
                 f"| {model} | {tokens} | {'yes' if checkpointing else 'no'} | {what} | " + " | ".join(cells) + " |"
             )
     return "\n".join([*lines, "", *(f"{arm}: not run, {why}" for arm, why in report["skipped"].items())])
+
+
+def waits(row: dict[str, float]) -> str:
+    """A mark where the GPU waited for the host in a training pass; files from before `host_ms` have none."""
+    return "*" if row.get("host_ms", 0.0) > 0.9 * (row["forward_ms"] + row["backward_ms"]) else ""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -28,6 +28,10 @@ def test_a_row_for_every_arm_and_case(report):
     cases = [(row["arm"], row["model"], row["tokens"], row["checkpointing"]) for row in report["rows"]]
     assert sorted(cases) == sorted((arm, "tiny", t, c) for arm in arms for t in (32, 16) for c in (False, True))
     assert all(row[phase] > 0 for row in report["rows"] for phase in bench.PHASES)
+    # A CPU computes what it launches.
+    assert all(
+        row["host_ms"] == pytest.approx(row["forward_ms"] + row["backward_ms"], rel=0.3) for row in report["rows"]
+    )
     assert {row["layers"] for row in report["rows"]} == {2}
     assert [(row["tokens"], row["forward_ms"] > 0, row["backward_ms"] > 0) for row in report["heads"]] == [
         (32, True, True),
@@ -76,13 +80,14 @@ def test_a_wrong_arm_is_not_timed(what, tmp_path, monkeypatch):
 def test_the_table_by_hand(tmp_path, capsys):
     row = {"model": "7b", "tokens": 8192, "checkpointing": False, "log_prob_ms": 2.0, "forward_ms": 3.0}
     rows = [row | {"arm": "bf16_peft", "backward_ms": 5.0}, row | {"arm": "nvfp4_fused", "backward_ms": 3.0}]
+    rows += [row | {"arm": "nvfp4_peft", "backward_ms": 5.0, "host_ms": 7.9}]
     report = {"gpu": "G", "torch": "2", "commit": "abc", "rows": rows, "skipped": {"nf4_peft": "not there"}}
     path = tmp_path / "actor.json"
     path.write_text(json.dumps(report))
     assert bench.main(["--table", str(path)]) == 0
     printed = capsys.readouterr().out
-    assert "| 7b | 8192 | no | step | 8.00 (1.00) | 6.00 (0.75) |" in printed
-    assert "| 7b | 8192 | no | log-prob | 2.00 (1.00) | 2.00 (1.00) |" in printed
+    assert "| 7b | 8192 | no | step | 8.00 (1.00) | 6.00 (0.75) | 8.00* (1.00) |" in printed
+    assert "| 7b | 8192 | no | log-prob | 2.00 (1.00) | 2.00 (1.00) | 2.00* (1.00) |" in printed
     assert "nf4_peft: not run, not there" in printed
 
 
