@@ -2,8 +2,7 @@
 // of two), zero for rows without the adapter: a right operand of tiled_matmul.
 //
 // Latency is all: a cluster shares K, each of its warps takes 32 of K at a time, all loads under way at once. Sums go
-// through shared memory, of the cluster in the end, and are added in a fixed order. Which of 32 elements of K is which in
-// an m16n8k16 product does not matter while both operands agree: so a lane reads 16 bytes at a time.
+// through shared memory, of the cluster in the end, and are added in a fixed order.
 
 #define TILE (16 * 8 * TILES)
 #define THREADS (WARPS * 32)
@@ -32,13 +31,7 @@ low_rank(const uint4* x, const uint4* __restrict__ a, const float* __restrict__ 
   float sum[TILES][4] = {};
 #pragma unroll 4
   for (int chunk = first; chunk < K / 32; chunk += CLUSTER * WARPS) {
-    const uint4 left = x_low[chunk * 4], right = x_high[chunk * 4];
-#pragma unroll
-    for (int t = 0; t < TILES; t++) {
-      const uint4 other = __ldg(a_row[t] + chunk * 4);
-      multiply_add(sum[t], left.x, right.x, left.y, right.y, other.x, other.y);
-      multiply_add(sum[t], left.z, right.z, left.w, right.w, other.z, other.w);
-    }
+    multiply_chunk(sum, x_low, x_high, a_row, chunk);
   }
 #pragma unroll
   for (int i = 0; i < TILES * 4; i++) {

@@ -2,8 +2,7 @@
 // for rows without the adapter. Warps beside those that multiply by w make it meanwhile: it costs no launch.
 //
 // The first blocks of the grid share the work: a task is 16 rows of x, 8 * LOW_TILES rows of a and a part of K. Its sums go
-// through global memory; who adds the adapter waits for all tasks and adds their sums in a fixed order. Which of 32 elements
-// of K is which in an m16n8k16 product does not matter while both operands agree: so a lane reads 16 bytes at a time.
+// through global memory; who adds the adapter waits for all tasks and adds their sums in a fixed order.
 
 #define LOW_TILE (16 * 8 * LOW_TILES)
 #define LOW_THREADS (LOW_WARPS * 32)
@@ -35,13 +34,7 @@ __device__ __forceinline__ void do_task(const LowRank& r, float* partial, int ta
   float sum[LOW_TILES][4] = {};
 #pragma unroll AHEAD
   for (int chunk = part * LOW_WARPS + warp; chunk < r.K / 32; chunk += r.split * LOW_WARPS) {
-    const uint4 left = x_low[chunk * 4], right = x_high[chunk * 4];  // no __ldg: x is written while this kernel starts
-#pragma unroll
-    for (int t = 0; t < LOW_TILES; t++) {
-      const uint4 other = __ldg(a_row[t] + chunk * 4);
-      multiply_add(sum[t], left.x, right.x, left.y, right.y, other.x, other.y);
-      multiply_add(sum[t], left.z, right.z, left.w, right.w, other.z, other.w);
-    }
+    multiply_chunk(sum, x_low, x_high, a_row, chunk);
   }
 #pragma unroll
   for (int i = 0; i < LOW_TILES * 4; i++) {
