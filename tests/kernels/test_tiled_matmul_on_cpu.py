@@ -103,6 +103,13 @@ def test_many_rows_take_several_launches_of_one_kernel(rows, parts, adapted, lau
     assert y[:, 0].tolist() == [i + 1 for i, part in enumerate(parts) for _ in range(part)]
 
 
+def test_no_rows_are_no_launch(launched):
+    weight = (torch.zeros(4, 128), torch.zeros(4, 64), torch.ones(1))
+    assert tiled_matmul.tiled_matmul(torch.zeros(0, 64), *weight).shape == (0, 64)
+    assert padded_rows(0) == TOKENS[0]  # a plan is asked for its launch before that
+    assert not launched
+
+
 @pytest.mark.parametrize("split", [STREAM, 1])
 @pytest.mark.parametrize("tokens", [16, 64, 128])
 def test_the_source_compiles_without_waiting_for_each_product(tokens, split, compile_cuda):

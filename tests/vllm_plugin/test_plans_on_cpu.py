@@ -57,13 +57,22 @@ def test_a_table_of_the_user_goes_first(tables):
     path = plans.table_path("NVIDIA H200")
     path.parent.mkdir(parents=True)
     rows = [
-        {"N": 64, "K": 64, "dense_rows": 3, "decode_rows": 7},
-        {"N": 9999, "K": 64, "dense_rows": 1, "decode_rows": 2},
+        {"N": 64, "K": 64, "launches": {}, "dense_rows": 3, "decode_rows": 7},
+        {"N": 9999, "K": 64, "launches": {}, "dense_rows": 1, "decode_rows": 2},
     ]
     path.write_text(json.dumps({"rows": rows}))
     assert path == tables / "nvidia_h200.json"
     assert plans.nearest(64, 64, "NVIDIA H200") == rows[0]
     assert plans.nearest(128, 64, "NVIDIA H200") == rows[0]
+
+
+def test_a_table_of_another_version_is_left_out_and_it_is_said(tables, caplog):
+    plans.say_once.cache_clear()
+    path = plans.table_path("NVIDIA H200")
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"rows": [{"N": 64, "K": 64, "launches": {}, "tiled_rows": 3, "decode_rows": 7}]}))
+    assert plans.nearest(64, 64, "NVIDIA H200")["dense_rows"] >= 128
+    assert f"{path} is of another version and left out: run `python -m verl_qerl tune` again" in caplog.text
 
 
 def test_an_unknown_gpu_uses_the_table_of_an_h200_and_says_so(tables, caplog):

@@ -80,7 +80,7 @@ def guess_launch(N: int, K: int, M: int) -> Launch:
 
 def rows_at_once(rows: int) -> int:
     """Rows of each launch, of which more than MAX_ROWS take several."""
-    return -(-rows // -(-rows // MAX_ROWS))
+    return -(-rows // max(1, -(-rows // MAX_ROWS)))
 
 
 def padded_rows(rows: int) -> int:

@@ -79,8 +79,10 @@ def tiled_matmul(
     """
     M, K = x.shape
     N = scale.shape[1]
-    launch = launch or guess_launch(N, K, M)
     y = torch.empty((M, N), dtype=torch.bfloat16, device=x.device)
+    if M == 0:
+        return y
+    launch = launch or guess_launch(N, K, M)
     tokens, rows = padded_rows(M), rows_at_once(M)
     low = x
     if adapter is not None and _is_given(tokens):

@@ -44,6 +44,7 @@ class Plan:
 
 
 PLANS: dict[str, Plan] = {}
+_FIELDS = {"N", "K", "launches", "dense_rows", "decode_rows"}  # of a row of a table
 
 
 def make_plan(N: int, K: int, gpu: str) -> str:
@@ -100,8 +101,11 @@ def _file_name(gpu: str) -> str:
 @functools.cache
 def _tuned(gpu: str) -> list[dict[str, Any]]:
     for path in (table_path(gpu), Path(__file__).parent / "tuned" / _file_name(gpu)):
+        rows = json.loads(path.read_text())["rows"] if path.exists() else []
+        if rows and all(row.keys() >= _FIELDS for row in rows):
+            return rows
         if path.exists():
-            return json.loads(path.read_text())["rows"]
+            say_once(f"{path} is of another version and left out: run `python -m verl_qerl tune` again, or delete it.")
     return []
 
 
