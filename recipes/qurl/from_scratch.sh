@@ -69,6 +69,7 @@ read -ra gpus <<<"${GPUS//,/ }"
 lanes=$((${#gpus[@]} * AT_ONCE))
 
 if ((lanes == 1)); then
+    export CUDA_VISIBLE_DEVICES=${gpus[0]}
     for run in "${runs[@]}"; do train ${run% *} ${run#* } "$@"; done
     exit
 fi

@@ -29,6 +29,11 @@ def test_kernels_start_early_in_a_graph_alone(monkeypatch, capturing):
     assert [one.id for one in launch._attributes(1)] == [4]
 
 
+def test_no_blocks_are_no_launch(monkeypatch):
+    monkeypatch.setattr(launch, "_driver", lambda: pytest.fail("launched"))
+    launch.Kernel.__new__(launch.Kernel)(0, 128, [torch.zeros(0, 8)])
+
+
 class Driver:
     """Writes the arguments of cuTensorMapEncodeTiled down, and bytes into the map."""
 

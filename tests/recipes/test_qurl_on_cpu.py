@@ -90,6 +90,10 @@ def test_only_finished_runs_are_kept_and_not_repeated(tmp_path):
     assert "main_ppo" not in run(tmp_path, ARMS="bf16").stdout
 
 
+def test_one_run_at_a_time_is_on_the_gpu_that_is_named(tmp_path):
+    assert {gpu for _, gpu, _ in started(run(tmp_path, ARMS="bf16 int8", GPUS="3"))} == {"GPU 3"}
+
+
 def logs(folder):
     """(run, GPU, overrides) from the logs of runs beside each other."""
     found = [

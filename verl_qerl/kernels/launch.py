@@ -52,12 +52,14 @@ class Kernel:
         """Launch on the current stream.
 
         Args:
-            grid: Thread blocks.
+            grid: Thread blocks; 0, of no rows, launches nothing.
             block: Threads of each.
             args: Tensors, of which the kernel gets the address, ints, numbers of ctypes and what `tensor_map` gives.
             shared_bytes: Dynamic shared memory.
             cluster: Thread blocks of a cluster.
         """
+        if grid == 0:
+            return
         if shared_bytes > max(self._shared_bytes, 48 << 10):
             self._kernel.set_shared_memory_config(shared_bytes)
             self._shared_bytes = shared_bytes
