@@ -5,6 +5,7 @@ import importlib
 from collections.abc import Sequence
 
 from verl_qerl import __version__
+from verl_qerl.cli.interrupts import kept_interrupts
 
 # Each module has add_parser(subparsers) and imports what is slow only when it runs.
 _COMMANDS = ("quantize", "export", "doctor", "data", "pretrain", "plot", "compare", "tune", "plan")
@@ -27,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         importlib.import_module(f"verl_qerl.cli.{name}").add_parser(subparsers)
     args = parser.parse_args(argv)
     try:
-        return args.run(args)
+        with kept_interrupts():
+            return args.run(args)
     except (ValueError, FileNotFoundError, FileExistsError) as error:
         # What a user can mend is said in one sentence; anything else keeps its traceback.
         parser.exit(1, f"{parser.prog}: {error}\n")

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from verl_qerl.cli.interrupts import kept_interrupts
+
 
 def check_absent(path: Path) -> None:
     """Refuse to write over earlier output; worth calling before long work.
@@ -33,7 +35,8 @@ def new_directory(path: Path) -> Iterator[Path]:
     partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
     try:
         partial.chmod(0o777 & ~_umask())  # mkdtemp makes it private
-        yield partial
+        with kept_interrupts():
+            yield partial
         check_absent(path)
         os.replace(partial, path)  # also over an empty directory
     except KeyboardInterrupt as interrupt:

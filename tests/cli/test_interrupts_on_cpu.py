@@ -1,0 +1,73 @@
+"""What an interrupt becomes in code that takes the exception away, as torch's `asarray` of a storage does."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from verl_qerl.cli import main, plan
+from verl_qerl.cli.interrupts import kept_interrupts
+from verl_qerl.cli.output_dir import new_directory
+
+
+@pytest.fixture(autouse=True)
+def _heard() -> Iterator[None]:
+    """A shell starts background jobs, and so what they start, deaf to SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def _interrupted_inside_an_extension() -> None:
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        raise ValueError("could not determine the shape of object type 'torch.storage.UntypedStorage'") from None
+
+
+def test_another_error_made_of_an_interrupt_is_an_interrupt():
+    with pytest.raises(KeyboardInterrupt), kept_interrupts():
+        _interrupted_inside_an_extension()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_swallowed_interrupt_comes_at_the_end():
+    reached = False
+    with pytest.raises(KeyboardInterrupt), kept_interrupts():  # noqa: PT012
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            reached = True
+    assert reached
+
+
+def test_other_errors_stay_what_they_are():
+    with pytest.raises(ValueError, match=r"^wrong$"), kept_interrupts():
+        raise ValueError("wrong")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_ignored_signal_stays_ignored():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with kept_interrupts():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_nothing_is_left_and_it_is_said(tmp_path):
+    with (
+        pytest.raises(KeyboardInterrupt, match=r"^interrupted; .*out was not written$"),
+        kept_interrupts(),
+        new_directory(tmp_path / "out"),
+    ):
+        _interrupted_inside_an_extension()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_ends_by_130(monkeypatch, capsys):
+    monkeypatch.setattr(plan, "run", lambda args: _interrupted_inside_an_extension())
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--model", "m", "--gpu-gib", "1"])
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "python -m verl_qerl: interrupted\n"
