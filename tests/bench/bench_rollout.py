@@ -83,6 +83,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--arm-seconds", type=int, default=600, help="no measurement of an engine begins after that")
     parser.add_argument("--plan", type=int, metavar="SECONDS", help="rollout_plan.py's order, for so long; 0 lists it")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="GPUS")
+    parser.add_argument("--log-probs", action="store_true", help="of the drawn tokens, as verl asks for them")
     parser.add_argument("--eager", action="store_true", help="neither CUDA graphs nor torch.compile")
     work = Path(tempfile.gettempdir()) / "verl_qerl_bench"
     parser.add_argument("--work", type=Path, default=work, help="models, adapters, and what the engines print")
@@ -129,7 +130,8 @@ def jobs(args: argparse.Namespace) -> list[dict[str, Any]]:
 def common(args: argparse.Namespace) -> dict[str, Any]:
     """What all engines share."""
     parallel = {"tensor_parallel": args.tensor_parallel}
-    return {"repeats": args.repeats, "seconds": args.arm_seconds, "eager": args.eager, **parallel}
+    kind = {"eager": args.eager, "log_probs": args.log_probs}
+    return {"repeats": args.repeats, "seconds": args.arm_seconds, **kind, **parallel}
 
 
 def planned(args: argparse.Namespace, report: rollout_report.Report) -> Iterator[dict[str, Any]]:

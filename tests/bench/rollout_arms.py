@@ -34,31 +34,29 @@ class Arm:
     linear_bytes: float = 2.0
 
 
-def ours(linear: str, lora: str, resident: bool = False, **options: Any) -> dict[str, Any]:
-    """`options` with our kernel options and the worker extension that reads them."""
-    return {
-        "additional_config": {"verl_qerl": {"linear": linear, "lora": lora, "resident": resident}},
-        "worker_extension_cls": EXTENSION,
-        **options,
-    }
+def ours(linear: str = "auto", **choices: Any) -> dict[str, Any]:
+    """Options of vllm.LLM: ours for the rollout, the worker extension that reads them, packed weights for our linears.
+
+    Args:
+        linear: As in additional_config.verl_qerl.
+        choices: Others of there.
+    """
+    options = {"load_format": DUMMY_NVFP4, "quantization": OURS} if linear == "auto" else {}
+    options["additional_config"] = {"verl_qerl": {"linear": linear, "lora": "single", **choices}}
+    return options | {"worker_extension_cls": EXTENSION}
 
 
 # The one place that maps an arm to engine arguments.
 ARMS = {
     "bf16": Arm({}, lora=False),
     "bf16_lora_stock": Arm({}),
-    "bf16_lora_ours": Arm(ours(linear="stock", lora="single")),
+    "bf16_lora_ours": Arm(ours(linear="stock")),
     "nvfp4": Arm({"load_format": DUMMY_NVFP4}, packed=True, lora=False, linear_bytes=0.5625),
     "nvfp4_lora_stock": Arm({"load_format": DUMMY_NVFP4}, packed=True, linear_bytes=0.5625),
     "fp8_lora_stock": Arm({"quantization": "fp8"}, linear_bytes=1.0),
-    "nvfp4_lora_ours": Arm(
-        ours(linear="auto", lora="single", load_format=DUMMY_NVFP4, quantization=OURS), packed=True, linear_bytes=0.5625
-    ),
-    "nvfp4_lora_resident": Arm(
-        ours(linear="auto", lora="single", resident=True, load_format=DUMMY_NVFP4, quantization=OURS),
-        packed=True,
-        linear_bytes=2.5625,
-    ),
+    "nvfp4_lora_ours": Arm(ours(), packed=True, linear_bytes=0.5625),
+    "nvfp4_lora_resident": Arm(ours(resident=True), packed=True, linear_bytes=2.5625),
+    "nvfp4_lora_sampler": Arm(ours(sampler="fused"), packed=True, linear_bytes=0.5625),
 }
 
 

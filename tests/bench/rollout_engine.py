@@ -102,6 +102,8 @@ class Engine:
             "enforce_eager": job["eager"],
             "seed": 0,
         }
+        if job["log_probs"]:
+            options["logprobs_mode"] = "processed_logprobs"
         if not job["eager"]:
             sizes = capture_sizes(
                 [batch for _, batch in job["fixed"]] + job["profile"], job["largest"], bool(job["realistic"])
@@ -164,7 +166,8 @@ class Engine:
     def _params(self, new_tokens: int) -> Any:
         from vllm import SamplingParams
 
-        return SamplingParams(temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+        asked = 0 if self._job["log_probs"] else None
+        return SamplingParams(temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=asked)
 
     def _generate(self, prompts: list[dict[str, list[int]]], new_tokens: int | list[int]) -> float:
         """Seconds. Every request must get all of its tokens."""

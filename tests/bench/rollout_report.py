@@ -26,6 +26,7 @@ ARMS = (
     "fp8_lora_stock",
     "nvfp4_lora_ours",
     "nvfp4_lora_resident",
+    "nvfp4_lora_sampler",
     "bf16",
     "nvfp4",
 )

@@ -6,8 +6,8 @@ GIB = 1 << 30
 
 
 def modules_of(worker: Any) -> dict[str, str]:
-    """Two linears of a layer -> the classes that compute them: what the arm really ran."""
-    found = {}
+    """Two linears of a layer and the sampler -> the classes that compute them: what the arm really ran."""
+    found = {"sampler": type(worker.model_runner.sampler).__name__}
     for name, module in worker.model_runner.get_model().named_modules():
         if name.endswith(("layers.0.self_attn.qkv_proj", "layers.0.mlp.down_proj")):
             base = getattr(module, "base_layer", module)

@@ -18,6 +18,7 @@ from verl_qerl.vllm_plugin.linear import tiled_columns
 from verl_qerl.vllm_plugin.lora import use_single_adapter
 from verl_qerl.vllm_plugin.noise import NormNoise
 from verl_qerl.vllm_plugin.options import rollout_options
+from verl_qerl.vllm_plugin.sampling import use_fused_sampler
 from verl_qerl.vllm_plugin.synced_norms import SyncedNorms
 
 logger = logging.getLogger(__name__)
@@ -66,10 +67,11 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
     """Do what the options ask for, now or after `worker.load_model`.
 
     LoRA goes on the path for one adapter, norms are prepared for noise and for syncs, weights stay where they are
-    during sleep, the head is quantized. What lies between linears on our kernels goes on our kernels too.
+    during sleep, the head is quantized, the sampler replaced. What lies between linears on our kernels goes on our
+    kernels too.
 
     Raises:
-        ValueError: An option is unknown or out of range, or later the head cannot be quantized.
+        ValueError: An option is unknown or out of range, or later the head cannot be quantized or the sampler replaced.
     """
     worker._qerl_noise = worker._qerl_norms = None
     options = rollout_options(vllm_config)
@@ -97,6 +99,8 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
             # vLLM fuses norms with the sums of several GPUs, and looks for its own.
             fused = vllm_config.compilation_config.pass_config.fuse_allreduce_rms
             use_early_starts(model, columns, norms=not fused)
+        if options.sampler == "fused":
+            use_fused_sampler(worker.model_runner)
 
     worker.load_model = load_then_prepare
 

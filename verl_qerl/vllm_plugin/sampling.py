@@ -1,0 +1,99 @@
+"""vLLM's sampler with `kernels.sampling` for what RL draws: from the whole distribution, at a temperature.
+
+Everything else (greedy, top-k, top-p, min-p, penalties, masks, a seed for a request, more log-probs than the drawn
+token's) is left to vLLM's, which says once why.
+"""
+
+from typing import Any
+
+import torch
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
+from vllm.v1.sample.sampler import Sampler
+
+from verl_qerl.kernels.sampling import draw_tokens
+from verl_qerl.vllm_plugin.plans import say_once
+
+# What of vLLM's own processors changes logits; one without it gives them back as they are.
+_ACTS = {
+    LogitBiasLogitsProcessor: "biases",
+    MinPLogitsProcessor: "min_p_count",
+    MinTokensLogitsProcessor: "min_toks",
+}
+
+
+class FusedSampler(Sampler):
+    """Draws a batch in two passes over its logits when `why_stock` finds nothing against it."""
+
+    def forward(
+        self, logits: torch.Tensor, sampling_metadata: Any, predict_bonus_token: bool = False, **options: Any
+    ) -> SamplerOutput:
+        """As vLLM's; logits [R, V], the drawn tokens [R, 1] int32."""
+        mode = options.get("logprobs_mode_override") or self.logprobs_mode
+        reason = "tokens are speculated" if predict_bonus_token else why_stock(sampling_metadata, mode)
+        if reason:
+            if not sampling_metadata.all_greedy:
+                say_once(f"vLLM's sampler draws these tokens: {reason}, and the faster one takes no such batch.")
+            return super().forward(logits, sampling_metadata, predict_bonus_token, **options)
+        asked = sampling_metadata.max_num_logprobs is not None
+        # Of the default generator, whose seed is the engine's: every rank draws the same.
+        uniform = torch.rand((logits.shape[0], 2), device=logits.device, dtype=torch.float32)
+        tokens, log_probs, rank = draw_tokens(logits, sampling_metadata.temperature, uniform, with_rank=asked)
+        drawn = tokens.to(torch.int32)[:, None]
+        return SamplerOutput(
+            sampled_token_ids=drawn,
+            logprobs_tensors=LogprobsTensors(drawn, log_probs[:, None], rank) if rank is not None else None,
+        )
+
+
+def why_stock(metadata: Any, mode: str) -> str | None:
+    """Why a batch is not for `draw_tokens`, or None.
+
+    Args:
+        metadata: vLLM's SamplingMetadata.
+        mode: vLLM's logprobs_mode, which verl sets to processed_logprobs.
+    """
+    processors = (*metadata.logitsprocs.non_argmax_invariant, *metadata.logitsprocs.argmax_invariant)
+    holder = metadata.thinking_budget_state_holder
+    reasons = {
+        "a request is greedy": not metadata.all_random,
+        "top_k or top_p is set": metadata.top_k is not None or metadata.top_p is not None,
+        "a request has a seed": bool(metadata.generators),
+        "a request has penalties": not metadata.no_penalties,
+        "tokens are masked": metadata.allowed_token_ids_mask is not None or bool(metadata.bad_words_token_ids),
+        "a logits processor acts": any(getattr(one, _ACTS.get(type(one), "apply")) for one in processors),
+        "a budget of thinking acts": holder is not None and holder.has_tracked_requests(),
+        "more log-probs than the drawn token's are asked for": bool(
+            metadata.max_num_logprobs or metadata.logprob_token_ids
+        ),
+        f"log-probs are {mode}": metadata.max_num_logprobs is not None and mode != "processed_logprobs",
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def use_fused_sampler(runner: Any) -> None:
+    """Give a model runner of vLLM the faster sampler, and compile what it runs.
+
+    Args:
+        runner: vLLM's.
+
+    Raises:
+        ValueError: Its sampler is not vLLM's own, or noise in float64 is asked for.
+    """
+    sampler = getattr(runner, "sampler", None)
+    if type(sampler) is not Sampler or sampler.use_fp64_gumbel:
+        raise ValueError(
+            f"the sampler cannot be replaced: additional_config.verl_qerl.sampler='fused',"
+            f" {type(sampler).__name__}. Accepted is the Sampler of vLLM's default model runner without"
+            " use_fp64_gumbel. Leave the option out."
+        )
+    sampler.__class__ = FusedSampler
+    device = runner.device
+    if device.type == "cuda":
+        size = runner.model_config.get_vocab_size()
+        logits = torch.zeros((1, size), dtype=runner.model_config.dtype, device=device)
+        draw_tokens(logits, torch.ones(1, device=device), torch.zeros((1, 2), device=device), with_rank=True)
