@@ -21,6 +21,7 @@ from verl_qerl.verl_plugin.mismatch import MismatchMixin
 from verl_qerl.verl_plugin.mismatch_parts import MismatchPartsMixin
 from verl_qerl.verl_plugin.noise_schedule import NoiseScheduleMixin
 from verl_qerl.verl_plugin.policy_loss import PolicyLossMixin
+from verl_qerl.verl_plugin.polling import PollingMixin
 from verl_qerl.verl_plugin.requantize import SyncMetricsMixin
 from verl_qerl.verl_plugin.uaq import UAQMixin
 
@@ -38,7 +39,7 @@ def install(module: ModuleType) -> None:
         if not issubclass(trainer, NoiseMixin):
             # The gate tells the parts of a difference, so it comes after them: they are its super().
             ours = (MismatchMixin, MismatchPartsMixin, NoiseScheduleMixin, NoiseMixin, CheckpointMixin)
-            ours += (PolicyLossMixin, UAQMixin, SyncMetricsMixin)
+            ours += (PolicyLossMixin, UAQMixin, SyncMetricsMixin, PollingMixin)
             bases = (*ours, trainer)
             registry[mode] = type(f"Qerl{trainer.__name__}", bases, {"__doc__": trainer.__doc__})
 
