@@ -56,6 +56,13 @@ def test_settings_are_those_of_the_run(engine):
     assert settings_of(engine, {}).tokens == 0
 
 
+def test_ranks_that_share_sequences_hold_a_part_of_the_tokens(engine):
+    engine.engine_config.ulysses_sequence_parallel_size = 3
+    assert settings_of(engine, RUN).tokens == 1579  # of 4,736, rounded up
+    # verl fills a micro-batch with so many for each of them.
+    assert settings_of(engine, RUN | {"actor.use_dynamic_bsz": True}).tokens == 16384
+
+
 def test_a_run_that_fits_is_logged_with_its_numbers(engine, gpu, caplog):
     with caplog.at_level(logging.WARNING):
         check_memory(engine, RUN)

@@ -40,14 +40,15 @@ def settings_of(engine: Any, run: Mapping[str, Any]) -> Settings:
     """What the configurations say; a value that a run lacks counts as nothing."""
     model, config = engine.model_config, engine.engine_config
     if run.get("actor.use_dynamic_bsz"):
-        tokens = run.get("actor.ppo_max_token_len_per_gpu") or 0
+        tokens = run.get("actor.ppo_max_token_len_per_gpu") or 0  # each of those that share sequences gets so many
     else:
         length = (run.get("data.max_prompt_length") or 0) + (run.get("data.max_response_length") or 0)
-        tokens = (run.get("actor.ppo_micro_batch_size_per_gpu") or 0) * length
+        sequences = run.get("actor.ppo_micro_batch_size_per_gpu") or 0  # of all of them together
+        tokens = -(-sequences * length // config.ulysses_sequence_parallel_size)
     return Settings(
         rank=model.lora_rank,
         gpus=engine.device_mesh.size(engine.device_mesh.ndim - 1),  # the last dimension shards
-        tokens=tokens // config.ulysses_sequence_parallel_size,
+        tokens=tokens,
         checkpointing=model.enable_gradient_checkpointing,
         whole_logits=not model.use_fused_kernels,
         shard_base=config.qerl.shard_base,
