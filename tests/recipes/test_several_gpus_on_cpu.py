@@ -40,7 +40,7 @@ def composed(recorder, command):
 
 def test_the_readme_has_2_and_4_gpus_and_two_nodes():
     found = [(re.findall(r"NUM_GPUS=(\d+)", line), re.findall(r"NNODES=(\d+)", line)) for line in COMMANDS]
-    assert found == [(["2"], []), (["2"], []), (["4"], []), (["8"], ["2"])]
+    assert found == [(["2"], []), (["2"], []), (["4"], []), (["2"], []), (["8"], ["2"])]
     starts = [line for line in LINES if line.startswith("ray ")]
     # verl's: a head, the others that join it, a job that is submitted once.
     assert [line.split()[:3] for line in starts] == [
@@ -64,6 +64,7 @@ def test_a_command_composes_and_passes_the_checks_of_the_driver(recorder, comman
     rollout, actor = config.actor_rollout_ref.rollout, omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert gpus % rollout.tensor_model_parallel_size == 0  # a rollout stays inside its node
     assert actor.fsdp_config.qerl.shard_base == ("shard_base=true" in command)
+    assert actor.fsdp_config.ulysses_sequence_parallel_size == (2 if "ulysses" in command else 1)
     assert config.data.train_batch_size * rollout.n % (gpus * nodes) == 0
     assert actor.ppo_mini_batch_size * rollout.n % (gpus * nodes) == 0
 

@@ -35,17 +35,12 @@ flat_adapter.PIECE_BYTES = 20000  # several, the last one short
 SMALLEST_LINEAR = 64 * 128  # k_proj of the models of conftest.py
 
 
-def build(model, cls=ours.QerlFSDPEngine, qerl=None, lora_only=True, packed=True, dtype="bf16", **options):
+def build(model, cls=ours.QerlFSDPEngine, qerl=None, lora_only=True, packed=True, dtype="bf16", settings=(), **options):
     """An engine on `model`, initialized, its adapters made to act."""
     torch.manual_seed(1)
-    model_config = HFModelConfig(
-        path=f"{MODELS}/{model}",
-        load_tokenizer=False,
-        use_remove_padding=False,
-        override_config={"attn_implementation": "sdpa"},
-        **({"lora_rank": 8} | options),
-    )
-    settings = {"strategy": "fsdp2", "use_torch_compile": False, "model_dtype": dtype}
+    defaults = {"lora_rank": 8, "use_remove_padding": False, "override_config": {"attn_implementation": "sdpa"}}
+    model_config = HFModelConfig(path=f"{MODELS}/{model}", load_tokenizer=False, **(defaults | options))
+    settings = {"strategy": "fsdp2", "use_torch_compile": False, "model_dtype": dtype, **dict(settings)}
     config = QerlFSDPEngineConfig(**settings, qerl=qerl or {}) if packed else FSDPEngineConfig(**settings)
     checkpoint = CheckpointConfig(save_lora_only=lora_only)
     found = cls(model_config, config, FSDPOptimizerConfig(lr=1e-3, total_training_steps=10), checkpoint)

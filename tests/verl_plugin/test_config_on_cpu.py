@@ -73,6 +73,8 @@ def test_a_good_run_builds():
             f"{ACTOR}.fsdp_config.qerl.ignore=[lm_head,'re:.*down_proj']",
         ),
         ("+aqn.enabled=true", "+aqn.sigma_start=0.02", "+aqn.num_stages=4", "+aqn.schedule=linear"),
+        (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=4",),  # of 8 GPUs
+        (f"{ACTOR}.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=1", "trainer.nnodes=2"),
     ],
     ids=lambda overrides: overrides[0].removeprefix("actor_rollout_ref."),
 )
@@ -118,6 +120,23 @@ BAD = {
         f"+{ACTOR}.fsdp_config.qerl.train_norms=True",
     ): r"train_norms=True does not go together with \+rollout=int8",
     (f"+{ACTOR}.fsdp_config.qerl.train_norms=1",): r"no switch: .*train_norms=1\. Accepted are true and false",
+    (
+        f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",
+        f"+{MODEL}.override_config.attn_implementation=sdpa",
+    ): r"attn_implementation=sdpa does not go together with actor\.fsdp_config\.ulysses_sequence_parallel_size=2",
+    (
+        f"{ACTOR}.ulysses_sequence_parallel_size=4",  # verl's older name
+        f"+{MODEL}.override_config.attn_implementation=eager",
+    ): r"attn_implementation=eager does not go together with actor\.fsdp_config\.ulysses_sequence_parallel_size=4",
+    (
+        f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",
+        f"{MODEL}.use_remove_padding=False",
+    ): r"model\.use_remove_padding=False does not go together .* Accepted is True",
+    (
+        f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",
+        "trainer.n_gpus_per_node=1",
+        "trainer.nnodes=3",
+    ): r"ulysses_sequence_parallel_size=2 does not divide the 3 GPUs of the actor",
     (f"{ROLLOUT}.dtype=float16",): r"rollout\.dtype=float16 does not go together .* Accepted is bfloat16",
     (f"{ROLLOUT}.pipeline_model_parallel_size=2",): r"rollout\.pipeline_model_parallel_size=2 does not go together",
     (f"++{MODEL}.lora.merge=True",): r"model\.lora\.merge=True does not go together with \+rollout=nvfp4",

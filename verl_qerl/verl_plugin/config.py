@@ -6,6 +6,7 @@ interpolation, the values of other nodes that it must agree with. verl builds it
 input is refused there.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from verl_qerl.formats import FORMATS, WeightFormat, scaled_format
 from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE
 from verl_qerl.nvfp4.reference import SCALE_CHOICES
 from verl_qerl.verl_plugin.nodes import plain
+from verl_qerl.verl_plugin.sequence_parallel import check_sequence_parallel
 
 # Keys under which the actor's digests, and what is where in a flat adapter, travel with the adapter's configuration.
 DIGESTS = "verl_qerl_base_digests"
@@ -162,8 +164,19 @@ class QerlFSDPEngineConfig(ScaledFSDPEngineConfig):
                 f"actor.fsdp_config.qerl.share_base=True does not go together with {moved[0]}=True: the rollout"
                 " computes with the memory that would be given back. Accepted is False. Leave one of them out."
             )
+        self._check_sequence_parallel(self.qerl.agrees_with)
         if self.model_dtype is None:
             object.__setattr__(self, "model_dtype", "bf16" if self.qerl.has_adapter else "fp32")
+
+    def _check_sequence_parallel(self, run: Mapping[str, Any]) -> None:
+        older_name = run.get("actor.ulysses_sequence_parallel_size", 1)  # wins in verl where it is set
+        if "model.attn_implementation" in run:
+            check_sequence_parallel(
+                older_name if older_name > 1 else self.ulysses_sequence_parallel_size,
+                run["model.attn_implementation"],
+                run["model.use_remove_padding"],
+                run["trainer.n_gpus_per_node"] * run["trainer.nnodes"],
+            )
 
 
 def aqn_options(config: DictConfig) -> AQNConfig:

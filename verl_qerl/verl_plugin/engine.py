@@ -53,6 +53,7 @@ from verl_qerl.verl_plugin.requantize import (
     round_group,
 )
 from verl_qerl.verl_plugin.resume import check_checkpoint, for_these_ranks, saved_files
+from verl_qerl.verl_plugin.sequence_parallel import SequenceParallelMixin
 from verl_qerl.verl_plugin.shims import LOG_PROBS
 from verl_qerl.verl_plugin.uaq_engine import check_scale, fold_model
 
@@ -62,7 +63,7 @@ logger = logging.getLogger(__name__)
 _Stock: Any = FSDPEngineWithLMHead  # verl's untyped decorator hides the class from type checkers
 
 
-class QerlFSDPEngine(_Stock):
+class QerlFSDPEngine(SequenceParallelMixin, _Stock):
     """FSDPEngineWithLMHead whose decoder linears are PackedLinear when `engine_config.qerl` is set.
 
     Order of construction: an empty model, packed linears read into it, PEFT on top, FSDP2 around. Packed tensors

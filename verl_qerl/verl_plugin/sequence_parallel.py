@@ -1,0 +1,61 @@
+"""Sequence parallelism as verl has it (Ulysses), and what it needs of the rest of a run.
+
+Ranks that share a sequence exchange tokens for heads inside what transformers calls flash attention: verl replaces that
+function and no other. With sdpa or eager each rank would attend to its own part of a sequence, and train on that.
+"""
+
+from typing import Any
+
+import torch
+
+_OPTION = "actor.fsdp_config.ulysses_sequence_parallel_size"
+
+
+def check_sequence_parallel(size: int, attention: str, remove_padding: bool, num_ranks: int) -> None:
+    """Refuse ranks that would share sequences and could not.
+
+    Args:
+        size: Ranks that share a sequence.
+        attention: transformers' name for the attention of the actor.
+        remove_padding: `model.use_remove_padding`.
+        num_ranks: Of the actor.
+
+    Raises:
+        ValueError: They could not.
+    """
+    if size == 1:
+        return
+    if size < 1 or num_ranks % size:
+        raise ValueError(
+            f"{_OPTION}={size} does not divide the {num_ranks} GPUs of the actor. Accepted are divisors of it; 1 shares"
+            " no sequence. Set one of them."
+        )
+    if not remove_padding:
+        raise ValueError(
+            f"model.use_remove_padding={remove_padding} does not go together with {_OPTION}={size}: padded sequences"
+            " are not shared. Accepted is True. Set actor_rollout_ref.model.use_remove_padding=True, or the size to 1."
+        )
+    if "flash" not in attention or "|" in attention:  # transformers' own rule; what is paged is another function
+        raise ValueError(
+            f"model.override_config.attn_implementation={attention} does not go together with {_OPTION}={size}: verl"
+            " brings shared sequences together in flash attention alone, and each GPU would attend to its own part."
+            " Accepted is flash_attention_2 or another one of that kind. Leave the option out and install flash-attn,"
+            " or set the size to 1."
+        )
+
+
+_Engine: Any = object  # mixed into an engine of verl
+
+
+class SequenceParallelMixin(_Engine):
+    """Of verl's FSDP engines; does nothing unless its configuration is one of ours."""
+
+    def _init_device_mesh(self) -> None:
+        if hasattr(self.engine_config, "uaq_scale"):
+            check_sequence_parallel(
+                self.engine_config.ulysses_sequence_parallel_size,
+                self.model_config.hf_config._attn_implementation,
+                self.model_config.use_remove_padding,
+                torch.distributed.get_world_size(),
+            )
+        super()._init_device_mesh()
