@@ -8,12 +8,14 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
-from transformers import AutoModelForCausalLM
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from verl_qerl.cli import main
 from verl_qerl.cli.export import Options, export_checkpoint
 from verl_qerl.cli.fsdp_checkpoint import open_checkpoint
 from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.stream import open_source, stored_tensors, stream
 
 TOKENS = torch.tensor([[(7 * i) % 300 for i in range(64)]])  # of train_checkpoint.py
@@ -37,10 +39,15 @@ def weights(path) -> dict[str, torch.Tensor]:
     return {name: item for name, item in items if isinstance(item, torch.Tensor)}
 
 
-def distance(path, expected: torch.Tensor) -> float:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
+def distance(path, expected: torch.Tensor, adapter=None) -> float:
+    """Of the model at `path`, on which an adapter is put if there is one."""
+    # PEFT has no layer for compressed-tensors' own, and transformers does not convert what was packed.
+    options = {"quantization_config": CompressedTensorsConfig(run_compressed=False)} if adapter else {}
+    dtype = torch.bfloat16 if adapter else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", **options)
+    model = (PeftModel.from_pretrained(model, adapter) if adapter else model).eval()
     with torch.no_grad():
-        found = model(TOKENS).logits[0, :-1].log_softmax(-1)
+        found = model(TOKENS).logits[0, :-1].float().log_softmax(-1)
     return (found.gather(1, TOKENS[0, 1:, None]).squeeze(1) - expected).abs().mean().item()
 
 
@@ -90,6 +97,28 @@ def put_back(folder, base) -> None:
         save_file(tensors, file, {"format": "pt"})
 
 
+def test_the_base_has_them_and_the_adapter_is_beside_it(trained, tmp_path, capsys):
+    pytest.importorskip("compressed_tensors")
+    found, out = trained(CASES[0]), tmp_path / "served"
+    arguments = ["export", "--checkpoint", str(found.actor), "--out", str(out), "--to", "base-and-adapter"]
+    assert main([*arguments, "--device", "cpu"]) == 0
+    assert "4 trained norms" in capsys.readouterr().out
+    base = dict(stream(open_source(found.base)))
+    for name, item in stream(open_source(out)):
+        if name.removesuffix(".weight") in NORMS:
+            assert torch.equal(item, (base[name].float() + shifts(found)[name.removesuffix(".weight")]).bfloat16())
+        elif isinstance(item, torch.Tensor):
+            assert torch.equal(item, base[name])
+        else:
+            assert weight_digest(item) == weight_digest(base[name])
+        del base[name]
+    assert not base
+    adapter = json.loads((out / "adapter" / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(out)
+    apart = [distance(folder, found.found["log_probs"], out / "adapter") for folder in (out, found.base)]
+    assert apart[0] < 0.2 * apart[1]
+
+
 @pytest.mark.parametrize("form", ["merged-nvfp4", "modelopt"])
 def test_quantized_forms_have_them(trained, tmp_path, form):
     found = trained(CASES[0])
@@ -101,7 +130,7 @@ def test_quantized_forms_have_them(trained, tmp_path, form):
 
 def test_an_adapter_cannot_hold_them(trained, tmp_path):
     with pytest.raises(
-        ValueError, match=r"^an adapter cannot hold trained norms, .*: 4 norms in .* Use --to merged-bf16\."
+        ValueError, match=r"^an adapter cannot hold trained norms, .*: 4 norms in .* Use --to base-and-adapter\."
     ):
         export_checkpoint(trained(CASES[0]).actor, tmp_path / "out", "peft")
     assert not list(tmp_path.iterdir())

@@ -27,9 +27,10 @@ def answers(trained, models, tmp_path_factory):
     """form -> (quantization method that vLLM took, log-probs [63])."""
     out = tmp_path_factory.mktemp("exports")
     cases = []
-    for form in ("peft", "merged-bf16", "merged-nvfp4", "modelopt"):
+    for form in ("peft", "base-and-adapter", "merged-bf16", "merged-nvfp4", "modelopt"):
         export_checkpoint(trained(CASE).actor, out / form, form)
-        model, lora = (models / "nvfp4", str(out / "peft")) if form == "peft" else (out / form, None)
+        loras = {"peft": str(out / form), "base-and-adapter": str(out / form / "adapter")}
+        model, lora = models / "nvfp4" if form == "peft" else out / form, loras.get(form)
         options = {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 1 << 30}
         cases.append({"name": form, "model": str(model), "lora": lora, "reference_kernel": False, "options": options})
     found = {}
@@ -44,7 +45,7 @@ def answers(trained, models, tmp_path_factory):
     return {name: (method, torch.tensor(values)) for name, (method, values) in found.items()}
 
 
-@pytest.mark.parametrize("form", ["peft", "merged-bf16"])
+@pytest.mark.parametrize("form", ["peft", "base-and-adapter", "merged-bf16"])
 def test_log_probs_are_the_trainers(trained, answers, form):
     assert (answers[form][1] - trained(CASE).found["log_probs"]).abs().mean() < BOUND
 

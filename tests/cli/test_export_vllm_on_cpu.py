@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).with_name("ask_vllm.py")
 ROOT = Path(__file__).parents[2]
 FORMS = ("peft", "merged-bf16", "merged-nvfp4", "modelopt")
 OURS = {"load_format": "verl_qerl_nvfp4", "quantization": "verl_qerl_nvfp4"}
-CASE = "ours-nvfp4-lora"
+CASE, NORMS = "ours-nvfp4-lora", "norms-nvfp4-lora"
 # Mean |log p(vLLM) - log p(trainer)|. Both round the same function to bf16 in their own ways; the trainer is 6.5e-3
 # from the exact value (test_export_on_cpu.py bounds it by 1e-2), so two such are at most 2e-2 apart. Measured: 5e-3 to
 # 7e-3. Without the adapter they are 2 apart.
@@ -34,9 +34,11 @@ def answers(trained, models, tmp_path_factory):
         export_checkpoint(trained(CASE).actor, out / form, form, None, Options(device="cpu"))
     stock = trained("stock-bf16-full")
     export_checkpoint(stock.actor, out / "stock", "peft", str(stock.base), Options(device="cpu"))
+    export_checkpoint(trained(NORMS).actor, out / "served", "base-and-adapter", None, Options(device="cpu"))
     cases = [
         case("adapter on NVFP4", models / "nvfp4", lora=out / "peft", options=OURS),
         case("adapter on bf16", models / "bf16", lora=out / "stock"),
+        case("base and adapter", out / "served", lora=out / "served" / "adapter", options=OURS),
         case("merged-bf16", out / "merged-bf16"),
         case("merged-nvfp4", out / "merged-nvfp4", options=OURS),
         case("merged-nvfp4, stock", out / "merged-nvfp4", reference_kernel=True),
@@ -59,7 +61,12 @@ def case(name, model, lora=None, options=None, reference_kernel=False):
 
 @pytest.mark.parametrize(
     ("name", "of"),
-    [("adapter on NVFP4", CASE), ("merged-bf16", CASE), ("adapter on bf16", "stock-bf16-full")],
+    [
+        ("adapter on NVFP4", CASE),
+        ("merged-bf16", CASE),
+        ("adapter on bf16", "stock-bf16-full"),
+        ("base and adapter", NORMS),
+    ],
 )
 def test_log_probs_are_the_trainers(trained, answers, name, of):
     _, found = answers[name]

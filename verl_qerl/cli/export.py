@@ -45,7 +45,8 @@ from verl_qerl.nvfp4.writer import ShardedWriter, nvfp4_specs, quantized_specs
 
 # Form of the export -> layout of its packed weights on disk.
 _LAYOUTS = {"merged-nvfp4": "compressed-tensors", "modelopt": "modelopt"}
-FORMS = ("peft", "merged-bf16", *_LAYOUTS)
+_WITH_BASE = "base-and-adapter"
+FORMS = ("peft", _WITH_BASE, "merged-bf16", *_LAYOUTS)
 
 
 @dataclass(frozen=True)
@@ -133,9 +134,9 @@ def export_checkpoint(
     check_absent(out)
     trained = open_checkpoint(checkpoint)
     found = open_base(base, trained)
-    if form in _LAYOUTS and found.format != "nvfp4":
+    if form in (_WITH_BASE, *_LAYOUTS) and found.format != "nvfp4":
         raise ValueError(
-            f"a model on a base in another format is not quantized here: to={form}, base={found.name} in"
+            f"a model on a base in another format is not written packed here: to={form}, base={found.name} in"
             f" {found.format}. Accepted are peft and merged-bf16. Use --to merged-bf16, then `python -m verl_qerl"
             f" quantize --format {found.format}`."
         )
@@ -145,7 +146,7 @@ def export_checkpoint(
             " models without experts. Leave it out."
         )
     adapter = read_adapter(trained, found.shapes)
-    if form == "peft" and not adapter.factors:
+    if form in ("peft", _WITH_BASE) and not adapter.factors:
         raise ValueError(
             f"the checkpoint holds no adapter: {trained.folder} is of a run of all weights. Accepted with it are"
             " merged-bf16, merged-nvfp4 and modelopt. Use --to merged-bf16."
@@ -153,12 +154,12 @@ def export_checkpoint(
     if form == "peft" and trained.norms:
         raise ValueError(
             f"an adapter cannot hold trained norms, which vLLM would not load: {len(trained.norms)} norms in"
-            f" {trained.folder}. Accepted with them are merged-bf16, merged-nvfp4 and modelopt. Use --to merged-bf16."
+            f" {trained.folder}. Accepted with them are {', '.join(FORMS[1:])}. Use --to {_WITH_BASE}."
         )
     started = time.perf_counter()
     with new_directory(out) as folder:
         export = _Export(folder, form, found, adapter, trained, options, pick_device(options.device))
-        layers = export.write()
+        layers = export.write(out)
         report = export.report(layers) | {"seconds": round(time.perf_counter() - started, 3)}
         write_json(folder / EXPORT_REPORT, report)
     return report
@@ -185,13 +186,17 @@ class _Export:
         self.merge: Merge | None = None
         self.log_probs: dict[str, Any] | None = None
 
-    def write(self) -> dict[str, dict[str, Any]]:
-        """Write everything but the report; what is to be said of each layer."""
+    def write(self, out: Path) -> dict[str, dict[str, Any]]:
+        """Write everything but the report, for the final place `out`; what is to be said of each layer."""
         layers: dict[str, dict[str, Any]] = {}
         with self._pass("export") as merge:
             self.merge = merge
             if self.form == "peft":
                 self._write_peft(merge)
+            elif self.form == _WITH_BASE:
+                self._write_packed(merge.beside_the_adapter(), "compressed-tensors")
+                (self.folder / "adapter").mkdir()
+                write_peft(self.folder / "adapter", self.adapter, str(out.absolute()))
             elif self.form == "merged-bf16":
                 config = {k: v for k, v in self.base.source.config.items() if k != "quantization_config"}
                 self._write_model(merge.tensors(), self.base.specs, config)
@@ -272,14 +277,18 @@ class _Export:
         def observe(module: str, weight: torch.Tensor, packed: PackedWeight) -> None:
             layers[module] = {"shape": packed.shape, "relative_error": relative_error(weight, packed)}
 
-        layout, linears = _LAYOUTS[self.form], self.base.linears
-        make = modelopt_config if layout == "modelopt" else quantization_config
-        config = self.base.source.config | {"quantization_config": make(self.base.ignore)}
-        items = pack(merge.tensors(), linears, self.scale, observe)
-        specs = quantized_specs(self.base.specs, linears, partial(nvfp4_specs, layout=layout))
-        digests = self._write_model(items, specs, config, layout)
-        if layout == "modelopt":
-            write_json(self.folder / "hf_quant_config.json", modelopt_legacy_config(self.base.ignore))
+        items = pack(merge.tensors(), self.base.linears, self.scale, observe)
+        digests = self._write_packed(items, _LAYOUTS[self.form])
         for module, layer in layers.items():
             layer |= {"digest": digests[module], "relative_update": 0.0}
         return layers
+
+    def _write_packed(self, items: Iterable[tuple[str, Packed | torch.Tensor]], layout: str) -> dict[str, str]:
+        """A quantized model in a layout; digests of its packed weights."""
+        make = modelopt_config if layout == "modelopt" else quantization_config
+        config = self.base.source.config | {"quantization_config": make(self.base.ignore)}
+        specs = quantized_specs(self.base.specs, self.base.linears, partial(nvfp4_specs, layout=layout))
+        digests = self._write_model(items, specs, config, layout)
+        if layout == "modelopt":
+            write_json(self.folder / "hf_quant_config.json", modelopt_legacy_config(self.base.ignore))
+        return digests

@@ -48,7 +48,8 @@ def _costs(report: Mapping[str, Any]) -> list[str]:
     if sum(layer["relative_error"] for layer in layers) > 0.9 * updates > 0:
         lines.append(
             "quantization takes the training back: the error is as large as the update, so this model is about as far "
-            "from the trained one as the base is. Serve the base with the adapter (--to peft), or use --to merged-bf16."
+            "from the trained one as the base is. Serve the base with the adapter (--to base-and-adapter or peft), or "
+            "use --to merged-bf16."
         )
     if report["log_probs"]:
         found = report["log_probs"]

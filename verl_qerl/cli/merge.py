@@ -170,22 +170,36 @@ class Merge:
         Raises:
             CheckpointFormatError: The base is not the one that the checkpoint was trained on.
         """
+        for name, _, merged in self._walk():
+            yield name, merged
+
+    def beside_the_adapter(self) -> Iterator[tuple[str, Packed | torch.Tensor]]:
+        """(linear, packed weight) and (name, tensor): the base with trained norms, for the adapter to be put on.
+
+        The rest is as in `tensors`.
+        """
+        for name, item, _ in self._walk():
+            yield name.removesuffix(".weight") if isinstance(item, Packed) else name, item
+
+    def _walk(self) -> Iterator[tuple[str, Packed | torch.Tensor, torch.Tensor]]:
+        """(name, what the adapter is put on, the merged tensor)."""
         self._check_others()
         for name, item in self.base.items(self.device):
             if isinstance(item, Packed):
                 self._check_digest(name, item)
                 self.observe(item.size_bytes)
-                yield f"{name}.weight", self._merge(name, dequantize(item, torch.float32))
+                yield f"{name}.weight", item, self._merge(name, dequantize(item, torch.float32))
                 continue
             self.observe(item.nbytes)
             if not item.is_floating_point():
-                yield name, item
+                yield name, item, item
                 continue
             weight = self._trained(name, item)
             module = name.removesuffix(".weight")
             if module in self.norms:
                 weight = self._shifted(module, weight)
-            yield name, self._merge(module, weight) if module in self.adapter.factors else weight.to(torch.bfloat16)
+            rounded = weight.to(torch.bfloat16)
+            yield name, rounded, self._merge(module, weight) if module in self.adapter.factors else rounded
         self._check_all_came()
 
     def run(self) -> None:
