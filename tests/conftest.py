@@ -1,12 +1,18 @@
 """What tests of several folders share."""
 
 import json
+import os
+import select
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+WARM = Path(__file__).with_name("warm_python.py")
 
 
 class Owner:
@@ -50,3 +56,62 @@ def lend(sockets):
     yield start
     for owner in started:
         owner.kill()
+
+
+class WarmPython:
+    """Runs programs in forks of a Python that has what is below verl imported (warm_python.py), one after the other."""
+
+    def __init__(self) -> None:
+        # Read at import, hence the same for all programs.
+        settings = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | settings
+        command = [sys.executable, str(WARM)]
+        # A session of its own: what has not ended in time is ended with it.
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
+        self._process = subprocess.Popen(command, env=env, **pipes)
+
+    def run(
+        self, *arguments: str, env: dict[str, str], cwd: Path | str = ".", ranks: int = 1, timeout_s: float = 300
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `python <arguments>` on so many ranks; the output is that of all of them, the code that of a failure."""
+        own = [{"RANK": str(rank), "WORLD_SIZE": str(ranks)} if ranks > 1 else {} for rank in range(ranks)]
+        job = {"arguments": arguments, "cwd": str(Path(cwd).absolute()), "environments": [env | more for more in own]}
+        with tempfile.TemporaryDirectory() as folder:
+            self._process.stdin.write(json.dumps(job | {"output": folder}).encode() + b"\n")
+            self._process.stdin.flush()
+            in_time, _, _ = select.select([self._process.stdout], [], [], timeout_s)
+            answer = self._process.stdout.readline() if in_time else b""
+            out, err = (
+                "".join(path.read_text() for path in sorted(Path(folder).glob(f"*.{end}"))) for end in ("out", "err")
+            )
+        if not answer:
+            self.kill()
+            why = "warm_python.py has ended" if in_time else f"it has not ended in {timeout_s} s"
+            raise RuntimeError(f"{arguments[:8]} gave no exit code: {why}.\n{out[-4000:]}\n{err[-8000:]}")
+        codes = json.loads(answer)
+        # Not that of a rank that was ended because of another.
+        code = next((code for code in codes if code not in (0, -signal.SIGKILL)), min(codes))
+        return subprocess.CompletedProcess(arguments, code, out, err)
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def kill(self) -> None:
+        if not self.has_ended():
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """WarmPython.run, of a Python that is started when a test first needs it, and again after one has been killed."""
+    started: list[WarmPython] = []
+
+    def run(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+        if not started or started[-1].has_ended():
+            started.append(WarmPython())
+        return started[-1].run(*arguments, **options)
+
+    yield run
+    for process in started:
+        process.kill()

@@ -1,8 +1,6 @@
 """Real checkpoints of verl's FSDP2 engine, for what reads them."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +66,7 @@ def models(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def trained(models, tmp_path_factory) -> Callable[[str], Trained]:
+def trained(models, warm_python, tmp_path_factory) -> Callable[[str], Trained]:
     """Case of train_checkpoint.py -> its checkpoint, sharded over two ranks (tests/e2e exports a single rank's)."""
     pytest.importorskip("verl")
     out = tmp_path_factory.mktemp("checkpoints")
@@ -76,10 +74,8 @@ def trained(models, tmp_path_factory) -> Callable[[str], Trained]:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     settings = {"VERL_PLATFORM": "cpu", "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     settings["CUDA_VISIBLE_DEVICES"] = ""  # the GPU tests compare with the same checkpoints
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *torchrun, str(SCRIPT), str(models), str(out), *CASES]
     env = inherited | {"PYTHONPATH": path} | settings
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = warm_python(str(SCRIPT), str(models), str(out), *CASES, env=env, ranks=2)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
 
     def get(case: str) -> Trained:

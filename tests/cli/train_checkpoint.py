@@ -1,4 +1,4 @@
-"""Started by conftest.py, alone or by torchrun: trains adapters with verl's FSDP2 engine and saves real checkpoints.
+"""Started by conftest.py, on one rank or more: trains adapters with verl's FSDP2 engine and saves real checkpoints.
 
 python train_checkpoint.py <folder of models> <folder for checkpoints> <case> ...
 

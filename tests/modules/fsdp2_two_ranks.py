@@ -1,6 +1,7 @@
-"""Started by torchrun from test_nvfp4_linear_fsdp2_on_cpu.py: a packed LoRA model under FSDP2 against itself, whole."""
+"""Started on two ranks by test_nvfp4_linear_fsdp2_on_cpu.py: a packed LoRA model under FSDP2 against itself, whole."""
 
 import copy
+import os
 import sys
 from pathlib import Path
 
@@ -87,8 +88,8 @@ def moved(row: torch.Tensor) -> dict:
 
 
 def main(out: Path) -> None:
-    dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world)
     whole = build_model()
     batch = torch.randint(0, 64, (world, 16), generator=torch.Generator().manual_seed(2))
     row = batch[rank : rank + 1]

@@ -1,8 +1,6 @@
 """Two gloo ranks, each with the whole packed base and half of every parameter, compute what one process does."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,12 +11,10 @@ SCRIPT = Path(__file__).with_name("fsdp2_two_ranks.py")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(warm_python, tmp_path_factory):
     """What each rank found: sharded and whole."""
     out = tmp_path_factory.mktemp("fsdp2")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run([*command, str(SCRIPT), str(out)], env=env, capture_output=True, text=True, timeout=300)
+    result = warm_python(str(SCRIPT), str(out), env=os.environ | {"OMP_NUM_THREADS": "1"}, ranks=2)
     assert result.returncode == 0, result.stderr[-4000:]
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 

@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,10 +48,15 @@ def environment(first_on_path: Path | None = None) -> dict[str, str]:
     }
 
 
-def run(script: Path, *, setup: str = "", first_on_path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", setup + RUN, str(script)]
-    # Not in the checkout: `python -c` puts the current folder first on the path.
-    return subprocess.run(command, cwd=HERE, env=environment(first_on_path), capture_output=True, text=True)
+@pytest.fixture(scope="session")
+def run(warm_python) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a script, after `setup`, in a process that imports upstream anew: as installed, or `first_on_path`."""
+
+    def start(script: Path, *, setup: str = "", first_on_path: Path | None = None):
+        # Not in the checkout: `python -c` puts the current folder first on the path.
+        return warm_python("-c", setup + RUN, str(script), env=environment(first_on_path), cwd=HERE)
+
+    return start
 
 
 def overlay(package: str, patches: list[Path], root: Path, include: str) -> None:
@@ -84,14 +89,14 @@ each_script_with_shim = pytest.mark.parametrize(
 
 
 @each_script
-def test_stock_upstream_needs_the_patch(script):
+def test_stock_upstream_needs_the_patch(run, script):
     result = run(script)
     assert result.returncode != 0, f"{script.stem}: upstream behaves. Delete the patch, its shim and this script."
     assert result.returncode == FAILED, f"{script.stem} fails for another reason\n{result.stderr}"
 
 
 @each_script
-def test_the_patch_works(script, tmp_path):
+def test_the_patch_works(run, script, tmp_path):
     package, _, patch = patch_of(script)
     overlay(package, [patch], tmp_path, f"{package}/*")
     result = run(script, first_on_path=tmp_path)
@@ -99,7 +104,7 @@ def test_the_patch_works(script, tmp_path):
 
 
 @each_script_with_shim
-def test_the_shim_works(script):
+def test_the_shim_works(run, script):
     package, number, _ = patch_of(script)
     setup = INSTALL.format(plugin=PLUGINS[package], patch=f"{package}/{number}", in_force=True)
     result = run(script, setup=setup)
@@ -107,7 +112,7 @@ def test_the_shim_works(script):
 
 
 @each_script_with_shim
-def test_the_shim_stands_down_where_the_patch_is(script, tmp_path):
+def test_the_shim_stands_down_where_the_patch_is(run, script, tmp_path):
     package, number, patch = patch_of(script)
     overlay(package, [patch], tmp_path, f"{package}/*")
     setup = INSTALL.format(plugin=PLUGINS[package], patch=f"{package}/{number}", in_force=False)
@@ -116,14 +121,13 @@ def test_the_shim_stands_down_where_the_patch_is(script, tmp_path):
 
 
 @pytest.mark.parametrize("package", sorted(path.name for path in PATCHES.iterdir() if path.is_dir()))
-def test_upstream_tests_in_the_patches_pass(package, tmp_path):
+def test_upstream_tests_in_the_patches_pass(warm_python, package, tmp_path):
     series = sorted((PATCHES / package).glob("*.patch"))
     overlay(package, series, tmp_path / "upstream", "*")
     # Apart from the package, which the folder of a test's root would put on the path a second time.
     (tmp_path / "upstream" / "tests").rename(tmp_path / "upstream_tests")
     options = ["-q", "--import-mode=importlib", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"]
-    command = [sys.executable, "-m", "pytest", *options, "upstream_tests"]
     env = environment(tmp_path / "upstream")
-    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    result = warm_python("-m", "pytest", *options, "upstream_tests", env=env, cwd=tmp_path)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr
     assert " passed" in result.stdout

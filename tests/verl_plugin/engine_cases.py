@@ -1,4 +1,4 @@
-"""Started by test_engine_on_cpu.py, alone or by torchrun: builds engines on tiny models and saves what it found.
+"""Started by test_engine_on_cpu.py, on one rank or more: builds engines on tiny models and saves what it found.
 
 python engine_cases.py <folder of models> <folder for findings> <case> ...
 """

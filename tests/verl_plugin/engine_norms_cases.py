@@ -1,4 +1,4 @@
-"""Started by test_engine_norms_on_cpu.py, alone or by torchrun: engines that train norms besides the adapter.
+"""Started by test_engine_norms_on_cpu.py, on one rank or more: engines that train norms besides the adapter.
 
 python engine_norms_cases.py <folder of models> <folder for findings> <case> ...
 """

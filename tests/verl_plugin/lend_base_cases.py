@@ -1,4 +1,4 @@
-"""Started by test_lend_base_on_cpu.py, alone or by torchrun: engines that share their base. Saves what it found.
+"""Started by test_lend_base_on_cpu.py, on one rank or more: engines that share their base. Saves what it found.
 
 python lend_base_cases.py <folder of models> <folder for findings> <case>
 """

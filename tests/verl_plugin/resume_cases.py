@@ -1,4 +1,4 @@
-"""Started by test_resume_on_cpu.py, by torchrun or alone: saves checkpoints, damages and loads them.
+"""Started by test_resume_on_cpu.py, on one rank or more: saves checkpoints, damages and loads them.
 
 python resume_cases.py <folder of models> <folder for checkpoints and findings> <case> ...
 """

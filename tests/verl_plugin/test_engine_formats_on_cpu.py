@@ -43,8 +43,7 @@ def alone(folder, fresh_process, tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(folder, fresh_process, tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    fresh_process(*torchrun, str(SCRIPT), str(folder), str(out), "int8", "mxfp4 directory", "resume")
+    fresh_process(str(SCRIPT), str(folder), str(out), "int8", "mxfp4 directory", "resume", ranks=2)
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 

@@ -36,7 +36,6 @@ def drawn(models, tmp_path_factory):
 def found(drawn, fresh_process, tmp_path_factory):
     """Ranks that ran, and which of them -> case -> what engine_norms_cases.py found."""
     out = tmp_path_factory.mktemp("norms")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     runs = {
         "1": ("bf16", "tied", "moe", "peft", "kept dense", "lora", "full", "save"),
         "2": ("bf16", "sharded", "lora", "save", "restored from 1"),
@@ -45,9 +44,9 @@ def found(drawn, fresh_process, tmp_path_factory):
     results = {}
     for name, cases in runs.items():
         (out / "store").unlink(missing_ok=True)
-        fresh_process(*(torchrun if name == "2" else ()), str(SCRIPT), str(drawn), str(out), *cases)
-        ranks = range(2 if name == "2" else 1)
-        results |= {(name, rank): torch.load(out / f"{rank}.pt", weights_only=False) for rank in ranks}
+        ranks = 2 if name == "2" else 1
+        fresh_process(str(SCRIPT), str(drawn), str(out), *cases, ranks=ranks)
+        results |= {(name, rank): torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(ranks)}
     return results
 
 

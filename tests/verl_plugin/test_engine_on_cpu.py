@@ -39,9 +39,8 @@ def alone(models, fresh_process, tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(models, fresh_process, tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     sharded = ["sharded", "sharded tied", "sharded full", "sharded, then not", "log-probs", "log-probs tied"]
-    fresh_process(*torchrun, str(SCRIPT), str(models), str(out), "bf16", "tied", "moe", "lora", *sharded)
+    fresh_process(str(SCRIPT), str(models), str(out), "bf16", "tied", "moe", "lora", *sharded, ranks=2)
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 

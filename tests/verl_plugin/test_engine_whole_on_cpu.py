@@ -28,8 +28,7 @@ def alone(models, fresh_process, tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(models, fresh_process, tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    fresh_process(*torchrun, str(SCRIPT), str(models), str(out), *CASES)
+    fresh_process(str(SCRIPT), str(models), str(out), *CASES, ranks=2)
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 

@@ -19,10 +19,9 @@ def found(fresh_process, tmp_path_factory):
     """Case, ranks that ran it and rank -> what resume_cases.py found."""
     models, out = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("out")
     random_qwen2().save_pretrained(models / "bf16")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = [str(SCRIPT), str(models), str(out)]
     fresh_process(*run, "save", "killed")
-    fresh_process(*torchrun, *run, "save", "restored from 1", "restored from 2", "refused")
+    fresh_process(*run, "save", "restored from 1", "restored from 2", "refused", ranks=2)
     fresh_process(*run, "restored from 2")
     return lambda case, ranks, rank=0: torch.load(out / f"{case}-{ranks}-{rank}.pt", weights_only=False)
 
