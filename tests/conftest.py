@@ -1,5 +1,6 @@
 """What tests of several folders share."""
 
+import contextlib
 import json
 import os
 import select
@@ -10,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 WARM = Path(__file__).with_name("warm_python.py")
@@ -66,9 +68,7 @@ class WarmPython:
         settings = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | settings
         command = [sys.executable, str(WARM)]
-        # A session of its own: what has not ended in time is ended with it.
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
-        self._process = subprocess.Popen(command, env=env, **pipes)
+        self._process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def run(
         self, *arguments: str, env: dict[str, str], cwd: Path | str = ".", ranks: int = 1, timeout_s: float = 300
@@ -97,9 +97,14 @@ class WarmPython:
         return self._process.poll() is not None
 
     def kill(self) -> None:
+        """End it, and what of its programs has not ended."""
         if not self.has_ended():
-            os.killpg(self._process.pid, signal.SIGKILL)
+            rest = psutil.Process(self._process.pid).children(recursive=True)
+            self._process.kill()
             self._process.wait()
+            for process in rest:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 @pytest.fixture(scope="session")

@@ -82,7 +82,7 @@ def test_a_base_that_nobody_asked_for_is_noticed():
     with pytest.raises(RuntimeError, match="the rollout holds a base of its own"):
         lender.check_taken()
     borrow(lender.path, CPU)
-    lender._thread.join(10)
+    lender._thread.join(60)
     lender.check_taken()
 
 

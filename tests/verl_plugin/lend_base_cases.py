@@ -23,7 +23,7 @@ def taken(engine):
     assert lender.path == meeting_place("0", rank)
     borrowed = borrow(lender.path, torch.device("cpu"))
     assert torch.equal(borrowed.base.flat, lender.base.flat)
-    lender._thread.join(10)
+    lender._thread.join(60)
     return engine
 
 

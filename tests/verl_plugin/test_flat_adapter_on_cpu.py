@@ -1,6 +1,6 @@
 """The adapter as one tensor; under verl's engine it is in test_engine_on_cpu.py."""
 
-import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,9 +38,9 @@ def assert_holds(flat: FlatAdapter, tensors: dict[str, torch.Tensor]) -> None:
         assert torch.equal(found[f"peft.{name}"], tensor.view(len(tensor), -1)), name
 
 
-def run_rank(rank: int, port: int) -> None:
+def run_rank(rank: int, store: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=3)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
     names = {f"peft.{name}": name for name in SHAPES}
     one_dimension = init_device_mesh("cpu", (3,))
     model = fully_shard(model_of(expected()), mesh=one_dimension)
@@ -69,12 +69,9 @@ def run_rank(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-def test_three_ranks_put_their_rows_together():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+def test_three_ranks_put_their_rows_together(tmp_path):
     # Forked: a spawned process would have to import this file by name.
-    mp.start_processes(run_rank, args=(port,), nprocs=3, start_method="fork")
+    mp.start_processes(run_rank, args=(tmp_path / "store",), nprocs=3, start_method="fork")
 
 
 def test_one_process_needs_no_group_and_sees_the_present_values():
