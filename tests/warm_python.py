@@ -65,8 +65,8 @@ def prepare(job: dict, index: int) -> None:
     os.chdir(job["cwd"])
     program = job["arguments"][0]
     first = {"-c": "", "-m": os.getcwd()}.get(program, str(Path(program).parent))
-    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    sys.path[:] = [first, *path, *sys.path[1:]]
+    path = [os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    sys.path[:] = [first, *dict.fromkeys([*path, *sys.path])]
     importlib.invalidate_caches()
 
 
@@ -118,6 +118,8 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
+    del sys.path[0]  # the folder of this file
+    gc.set_threshold(50_000)  # as startup/sitecustomize.py does
     for name in PACKAGES:
         if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)

@@ -13,8 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-STARTUP = Path(__file__).with_name("startup")
-
 
 @dataclass(frozen=True)
 class Run:
@@ -92,10 +90,6 @@ class Workbench:
     ) -> tuple[Path, dict[str, str], list[str]]:
         out = self.folder / name
         out.mkdir(exist_ok=True)
-        quick = {
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH")])),
-            "TORCH_COMPILE_DISABLE": "1",  # vLLM's sampler
-        }
         env = os.environ | {
             "VERL_PLATFORM": "cpu",
             "VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl"),
@@ -105,8 +99,8 @@ class Workbench:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
+            "TORCH_COMPILE_DISABLE": str(int(not as_users_do)),
         }
-        env |= {} if as_users_do else quick
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *self.arguments(out, model, num_ranks), *options]
         return out, env, command
 

@@ -1,0 +1,47 @@
+"""A program in a fork of warm_python.py does what it does as a process of Python."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAMS = {
+    "returns": "print(sys.argv, __name__, globals().get('__file__'), __spec__ is None)",
+    "fails": "1 / 0",
+    "exits": "sys.exit(7)",
+    "exits with a message": "sys.exit('a sentence')",
+    "dies": "os.kill(os.getpid(), 11)",
+    "leaves threads and an exit function": (
+        "import atexit, threading, time\n"
+        "atexit.register(print, 'last')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n"
+        "print('main')"
+    ),
+    "imports": "import verl_qerl\nprint(verl_qerl.__file__, os.environ['PYTHONPATH'], os.getcwd(), sys.path[0])",
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("form", ["-c", "-m", "script"])
+def test_it_is_as_in_a_process_of_its_own(warm_python, tmp_path, form, name):
+    source = f"import os, sys\n{PROGRAMS[name]}\n"
+    (tmp_path / "program.py").write_text(source)
+    arguments = {"-c": ["-c", source], "-m": ["-m", "program"], "script": [str(tmp_path / "program.py")]}[form]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    found = warm_python(*arguments, "argument", env=env, cwd=tmp_path)
+    command = [sys.executable, *arguments, "argument"]
+    expected = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (expected.returncode, expected.stdout)
+    assert found.stderr.splitlines()[-1:] == expected.stderr.splitlines()[-1:]
+
+
+def test_a_rank_that_fails_ends_the_others(warm_python, tmp_path):
+    program = "import os, sys, time\nsys.exit('ends first') if os.environ['RANK'] == '1' else time.sleep(600)"
+    found = warm_python("-c", program, env=dict(os.environ), cwd=tmp_path, ranks=2)
+    assert (found.returncode, found.stderr) == (1, "ends first\n")
+
+
+def test_what_is_tested_is_not_imported_beforehand(warm_python, tmp_path):
+    program = "import sys\nprint([name for name in ('verl', 'verl_qerl', 'vllm') if name in sys.modules])"
+    assert warm_python("-c", program, env=dict(os.environ), cwd=tmp_path).stdout == "[]\n"
