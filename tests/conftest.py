@@ -82,7 +82,8 @@ class WarmPython:
             in_time, _, _ = select.select([self._process.stdout], [], [], timeout_s)
             answer = self._process.stdout.readline() if in_time else b""
             out, err = (
-                "".join(path.read_text() for path in sorted(Path(folder).glob(f"*.{end}"))) for end in ("out", "err")
+                "".join(path.read_text(errors="replace") for path in sorted(Path(folder).glob(f"*.{end}")))
+                for end in ("out", "err")
             )
         if not answer:
             self.kill()

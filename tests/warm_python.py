@@ -23,6 +23,8 @@ import types
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
+
 PACKAGES = (
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
@@ -68,6 +70,7 @@ def prepare(job: dict, index: int) -> None:
     path = [os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     sys.path[:] = [first, *dict.fromkeys([*path, *sys.path])]
     importlib.invalidate_caches()
+    np.random.seed()  # as its import does; Python's own generator notices the fork
 
 
 def execute(program: str, *arguments: str) -> None:
