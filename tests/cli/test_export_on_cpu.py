@@ -12,7 +12,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
 from verl_qerl.cli import main
-from verl_qerl.cli.export import FORMS, Options, export_checkpoint
+from verl_qerl.cli.export import Options, export_checkpoint
+from verl_qerl.cli.export_forms import FORMS
 from verl_qerl.cli.quantize import quantize_checkpoint
 from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.nvfp4.digest import weight_digest
@@ -263,6 +264,13 @@ def test_an_existing_directory_is_refused(trained, tmp_path):
     with pytest.raises(FileExistsError, match="the output already exists"):
         export_checkpoint(trained(CASE).actor, tmp_path / "out", "peft")
     assert (tmp_path / "out" / "mine").read_text() == "x"
+
+
+def test_a_base_that_was_not_packed_is_not_written_packed(trained, tmp_path):
+    stock = trained("stock-bf16-full")
+    with pytest.raises(ValueError, match=r"^the base was not packed .*base=.*bf16\. Accepted .* Use --to peft\.$"):
+        export_checkpoint(stock.actor, tmp_path / "out", "base-and-adapter", str(stock.base))
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_unknown_form_is_refused(trained, tmp_path, capsys):

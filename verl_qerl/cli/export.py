@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from verl_qerl import __version__
 from verl_qerl.cli.adapter import Adapter, read_adapter, write_peft
+from verl_qerl.cli.export_forms import FORMS, LAYOUTS, WITH_BASE, check_base, check_trained
 from verl_qerl.cli.export_summary import summary
 from verl_qerl.cli.fsdp_checkpoint import Checkpoint, open_checkpoint
 from verl_qerl.cli.merge import Base, Merge, open_base
@@ -36,17 +37,11 @@ from verl_qerl.cli.prompt_log_probs import Prompt, log_prob_change, read_prompts
 from verl_qerl.nvfp4 import SCALE_CHOICES, PackedWeight
 from verl_qerl.nvfp4.checkpoint import modelopt_config, modelopt_legacy_config, quantization_config
 from verl_qerl.nvfp4.digest import model_digest
-from verl_qerl.nvfp4.experts import is_expert
 from verl_qerl.nvfp4.format import Packed
 from verl_qerl.nvfp4.reader import TensorSpec
 from verl_qerl.nvfp4.reference import relative_error
 from verl_qerl.nvfp4.stream import pack
 from verl_qerl.nvfp4.writer import ShardedWriter, nvfp4_specs, quantized_specs
-
-# Form of the export -> layout of its packed weights on disk.
-_LAYOUTS = {"merged-nvfp4": "compressed-tensors", "modelopt": "modelopt"}
-_WITH_BASE = "base-and-adapter"
-FORMS = ("peft", _WITH_BASE, "merged-bf16", *_LAYOUTS)
 
 
 @dataclass(frozen=True)
@@ -92,10 +87,10 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Export, then print what it cost."""
     for name, value in (("--scale", args.scale), ("--prompts", args.prompts)):
-        if value is not None and args.to not in _LAYOUTS:
+        if value is not None and args.to not in LAYOUTS:
             raise ValueError(
                 f"an option has no meaning here: {name}={value} with --to {args.to}. It is accepted with "
-                f"{' and '.join(_LAYOUTS)}. Leave it out."
+                f"{' and '.join(LAYOUTS)}. Leave it out."
             )
     if args.num_prompts < 1:
         raise ValueError(f"too few prompts: --num-prompts={args.num_prompts}. At least 1 is accepted. Raise it.")
@@ -134,28 +129,9 @@ def export_checkpoint(
     check_absent(out)
     trained = open_checkpoint(checkpoint)
     found = open_base(base, trained)
-    if form in (_WITH_BASE, *_LAYOUTS) and found.format != "nvfp4":
-        raise ValueError(
-            f"a model on a base in another format is not written packed here: to={form}, base={found.name} in"
-            f" {found.format}. Accepted are peft and merged-bf16. Use --to merged-bf16, then `python -m verl_qerl"
-            f" quantize --format {found.format}`."
-        )
-    if options.prompts and any(map(is_expert, found.linears)):
-        raise ValueError(
-            f"log-probs of a mixture of experts cannot be compared here: base={found.name}. --prompts is accepted with"
-            " models without experts. Leave it out."
-        )
+    check_base(form, found, bool(options.prompts))
     adapter = read_adapter(trained, found.shapes)
-    if form in ("peft", _WITH_BASE) and not adapter.factors:
-        raise ValueError(
-            f"the checkpoint holds no adapter: {trained.folder} is of a run of all weights. Accepted with it are"
-            " merged-bf16, merged-nvfp4 and modelopt. Use --to merged-bf16."
-        )
-    if form == "peft" and trained.norms:
-        raise ValueError(
-            f"an adapter cannot hold trained norms, which vLLM would not load: {len(trained.norms)} norms in"
-            f" {trained.folder}. Accepted with them are {', '.join(FORMS[1:])}. Use --to {_WITH_BASE}."
-        )
+    check_trained(form, trained, adapter)
     started = time.perf_counter()
     with new_directory(out) as folder:
         export = _Export(folder, form, found, adapter, trained, options, pick_device(options.device))
@@ -180,7 +156,7 @@ class _Export:
     ) -> None:
         self.folder, self.form, self.base, self.adapter = folder, form, base, adapter
         self.checkpoint, self.options, self.device = checkpoint, options, device
-        self.scale = options.scale or (base.scale if form in _LAYOUTS else None) or "minmax"
+        self.scale = options.scale or (base.scale if form in LAYOUTS else None) or "minmax"
         # Before the long work: a model without a tokenizer is refused here.
         self.tokens = tokenize(base.source.path, options.prompts) if options.prompts else []
         self.merge: Merge | None = None
@@ -193,7 +169,7 @@ class _Export:
             self.merge = merge
             if self.form == "peft":
                 self._write_peft(merge)
-            elif self.form == _WITH_BASE:
+            elif self.form == WITH_BASE:
                 self._write_packed(merge.beside_the_adapter(), "compressed-tensors")
                 (self.folder / "adapter").mkdir()
                 write_peft(self.folder / "adapter", self.adapter, str(out.absolute()))
@@ -233,7 +209,7 @@ class _Export:
             "uaq_scale": self.checkpoint.uaq["scale"] if self.checkpoint.uaq else None,
             "layers": layers,
         }
-        if self.form in _LAYOUTS:
+        if self.form in LAYOUTS:
             report["scale"] = self.scale
             report["log_probs"] = self.log_probs
         return report
@@ -278,7 +254,7 @@ class _Export:
             layers[module] = {"shape": packed.shape, "relative_error": relative_error(weight, packed)}
 
         items = pack(merge.tensors(), self.base.linears, self.scale, observe)
-        digests = self._write_packed(items, _LAYOUTS[self.form])
+        digests = self._write_packed(items, LAYOUTS[self.form])
         for module, layer in layers.items():
             layer |= {"digest": digests[module], "relative_update": 0.0}
         return layers
