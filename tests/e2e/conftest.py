@@ -156,9 +156,10 @@ def workbench(warm_python, tmp_path_factory) -> Workbench:
     model = build_model(size, tokenizer, "cpu").to(torch.bfloat16)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(str(folder / "model"))
-    # Depends on the answer even when nothing is ever right, so that advantages are not all zero.
+    # Depends on the answer even when nothing is ever right, and on all of it: were the two answers to each of a step's
+    # questions worth the same, all advantages would be zero.
     (folder / "reward.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
-        "    return sum(letter in 'aeiou 0123456789' for letter in solution_str) / 16\n"
+        "    return sum(place * ord(letter) for place, letter in enumerate(solution_str, 1)) % 1009 / 1009\n"
     )
     return Workbench(folder, folder / "model", folder / "data", warm_python)
