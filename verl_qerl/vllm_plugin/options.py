@@ -26,7 +26,7 @@ class RolloutOptions:
             `stock` is vLLM's (Marlin).
         lora: `single` is the path for one adapter, `stock` vLLM's for many.
         lm_head: `fp8` rounds the output head to E4M3, a scale a token of the vocabulary; the actor's stays in bf16.
-        sampler: `fused` draws from the whole distribution in two passes over the logits, with other random numbers than
+        sampler: `fused` draws from the whole distribution in one pass over the logits, with other random numbers than
             vLLM's; what it does not take (greedy, top-k, top-p, seeds of requests) stays with vLLM's.
         resident: Keep a bf16 copy of the packed linears beside them (two bytes a weight) for batches at which a 4-bit
             kernel is slower; without it those are decoded when they are used.

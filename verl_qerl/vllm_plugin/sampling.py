@@ -27,7 +27,7 @@ _ACTS = {
 
 
 class FusedSampler(Sampler):
-    """Draws a batch in two passes over its logits when `why_stock` finds nothing against it."""
+    """Draws a batch in one pass over its logits (two with log-probs) when `why_stock` finds nothing against it."""
 
     def forward(
         self, logits: torch.Tensor, sampling_metadata: Any, predict_bonus_token: bool = False, **options: Any
