@@ -1,6 +1,6 @@
 """Started by test_sequence_parallel_on_cpu.py on two ranks: engines whose ranks share sequences, and others.
 
-torchrun ... sequence_parallel_cases.py <folder of models> <folder for findings> <case> ...
+python sequence_parallel_cases.py <folder of models> <folder for findings> <case> ...
 
 The attention is a reference (reference_flash_attention.py); exchange, slices and sums over ranks are verl's own.
 """

@@ -20,9 +20,8 @@ GOOD = {"size": 2, "attention": "flash_attention_2", "remove_padding": True, "nu
 @pytest.fixture(scope="module")
 def ranks(models, fresh_process, tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     # Ours first: what verl replaces in transformers stays replaced for the others.
-    fresh_process(*torchrun, str(SCRIPT), str(models), str(out), *SHARED, "padded", "refused")
+    fresh_process(str(SCRIPT), str(models), str(out), *SHARED, "padded", "refused", ranks=2)
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 
