@@ -9,9 +9,10 @@ pytest.importorskip("vllm")
 from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT, RotaryEmbedding
 
 from verl_qerl.vllm_plugin import worker as worker_module
-from verl_qerl.vllm_plugin.elementwise import EarlyRMSNorm, EarlySiluAndMul, use_early_starts
+from verl_qerl.vllm_plugin.elementwise import EarlyRMSNorm, EarlyRotaryEmbedding, EarlySiluAndMul, use_early_starts
 from verl_qerl.vllm_plugin.linear import tiled_columns
 
 K = 128
@@ -25,6 +26,7 @@ def layer():
         modules = {
             "input_layernorm": RMSNorm(K, 1e-5, dtype=torch.bfloat16),
             "q_norm": RMSNorm(64),
+            "rotary_emb": RotaryEmbedding(64, 64, 512, 1e4, True, torch.bfloat16),
             "act": SiluAndMul(),
         }
     modules["input_layernorm"].weight.data.normal_(1, 0.1)
@@ -39,7 +41,11 @@ def test_the_bits_are_those_of_vllm(layer, dtype):
     wide = torch.randn(2, 3, 2 * K).bfloat16()
     # Clones: vLLM's may write into what it is given.
     alone, both, activated = norm(x.clone()), norm(x.clone(), residual.clone()), act.forward_native(wide)
-    assert use_early_starts(layer, {K}) == 2
+    positions, q, k = torch.arange(7), torch.randn(7, 192).bfloat16(), torch.randn(7, 64).bfloat16()
+    turned = layer["rotary_emb"].forward_native(positions, q, k)
+    assert use_early_starts(layer, {K}) == 3
+    assert all(torch.equal(*pair) for pair in zip(layer["rotary_emb"](positions, q, k), turned, strict=True))
+    assert layer["rotary_emb"](positions, q)[1] is None  # a model without keys of its own
     assert torch.equal(norm(x), alone)
     assert all(torch.equal(*pair) for pair in zip(norm(x, residual), both, strict=True))
     assert torch.equal(act(wide), activated)
@@ -48,18 +54,18 @@ def test_the_bits_are_those_of_vllm(layer, dtype):
 
 
 def test_only_rows_that_a_tiled_linear_multiplies(layer):
-    assert use_early_starts(layer, {K}) == 2
-    assert [type(module) for module in layer.values()] == [EarlyRMSNorm, RMSNorm, EarlySiluAndMul]
+    assert use_early_starts(layer, {K}) == 3
+    assert [type(module) for module in layer.values()] == [EarlyRMSNorm, RMSNorm, EarlyRotaryEmbedding, EarlySiluAndMul]
 
 
 def test_without_tiled_linears_nothing_is_replaced(layer):
     assert use_early_starts(layer, set()) == 0
-    assert [type(module) for module in layer.values()] == [RMSNorm, RMSNorm, SiluAndMul]
+    assert [type(module) for module in layer.values()] == [RMSNorm, RMSNorm, RotaryEmbedding, SiluAndMul]
 
 
 def test_norms_can_be_left_out(layer):
-    assert use_early_starts(layer, {K}, norms=False) == 1
-    assert [type(module) for module in layer.values()] == [RMSNorm, RMSNorm, EarlySiluAndMul]
+    assert use_early_starts(layer, {K}, norms=False) == 2
+    assert [type(module) for module in layer.values()] == [RMSNorm, RMSNorm, EarlyRotaryEmbedding, EarlySiluAndMul]
 
 
 class Scaled(RMSNorm):
@@ -70,6 +76,8 @@ def test_what_computes_something_else_stays():
     with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(mode=0))):
         modules = [RMSNorm(K, has_weight=False), RMSNorm(K, var_hidden_size=64), GemmaRMSNorm(K), Scaled(K)]
         modules.append(RMSNorm(K, dtype=torch.float16))
+        for head_size, rotary_dim, is_neox_style in ((64, 32, True), (64, 64, False)):
+            modules.append(RotaryEmbedding(head_size, rotary_dim, 512, 1e4, is_neox_style, torch.bfloat16))
     kinds = [type(module) for module in modules]
     assert use_early_starts(torch.nn.ModuleList(modules), {K}) == 0
     assert [type(module) for module in modules] == kinds
@@ -93,6 +101,9 @@ def kinds_of(worker) -> list[str]:
 def hopper(monkeypatch):
     """As if linears of 128 columns were tiled, as they are on a GPU."""
     monkeypatch.setattr(worker_module, "tiled_columns", lambda model: {K})
+    _ROPE_DICT.clear()  # engines of one process share them
+    yield
+    _ROPE_DICT.clear()
 
 
 @pytest.mark.parametrize("options", [{}, {"aqn": {"enabled": True}}], ids=["plain", "noise"])
@@ -102,8 +113,11 @@ def test_an_engine_computes_the_same(start, model_dir, prompt_log_probs, hopper,
     assert kinds.count("EarlyRMSNorm") == 5
     assert kinds.count("RMSNorm") == 4  # of heads
     assert kinds.count("EarlySiluAndMul") == 2
+    assert kinds.count("EarlyRotaryEmbedding") == 1  # all layers have one
     found = prompt_log_probs(engine)
     monkeypatch.undo()
+    _ROPE_DICT.clear()
+    monkeypatch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_native)  # its own rounds otherwise
     stock = start(model_dir("qwen3"), **options)
     assert not any(kind.startswith("Early") for kind in stock.collective_rpc(kinds_of)[0])
     assert torch.equal(found, prompt_log_probs(stock))

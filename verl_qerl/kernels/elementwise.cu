@@ -1,5 +1,5 @@
-// RMSNorm after the residual's addition, and SiLU times its neighbour: what lies between linears. At few rows all of it is
-// latency: a row a block, every load under way at once, and started early (grid.cuh).
+// RMSNorm after the residual's addition, SiLU times its neighbour, and the rotation of q and k: what lies between linears.
+// At few rows all of it is latency: a row a block, every load under way at once, and started early (grid.cuh).
 //
 // Compiled for THREADS, CHUNKS (8 columns each, of a thread's part of a row) and WIDE (a weight in float32).
 
@@ -99,4 +99,48 @@ extern "C" __global__ void __launch_bounds__(THREADS) silu_mul(const uint4* x, u
 #pragma unroll
   for (int i = 0; i < 8; i++) gate[i] *= up[i];
   y[at] = pack(gate);
+}
+
+// Both halves of 8 pairs: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), each product and sum rounded, as in eager torch.
+__device__ __forceinline__ void rotate_pairs(uint4& first, uint4& second, const float (&cosine)[8], const float (&sine)[8]) {
+  float x1[8], x2[8], a[8], b[8];
+  unpack(first, x1);
+  unpack(second, x2);
+#pragma unroll
+  for (int i = 0; i < 8; i++) a[i] = x1[i] * cosine[i], b[i] = x2[i] * sine[i];
+  unpack(pack(a), a);
+  unpack(pack(b), b);
+#pragma unroll
+  for (int i = 0; i < 8; i++) a[i] -= b[i];
+  first = pack(a);
+#pragma unroll
+  for (int i = 0; i < 8; i++) a[i] = x2[i] * cosine[i], b[i] = x1[i] * sine[i];
+  unpack(pack(a), a);
+  unpack(pack(b), b);
+#pragma unroll
+  for (int i = 0; i < 8; i++) a[i] += b[i];
+  second = pack(a);
+}
+
+// A token a block. Sizes and strides count 8 columns; table: cosines, then sines, of each position. No kernel of a graph
+// writes positions and table, so they are read before the inputs are there.
+extern "C" __global__ void __launch_bounds__(THREADS)
+rotate(const uint4* q, const uint4* k, const uint4* table, const long long* positions, uint4* q_out, uint4* k_out,
+       int half, int q_heads, int k_heads, int q_stride, int k_stride) {
+  start_next();
+  const int column = threadIdx.x % half, token = blockIdx.x;
+  const uint4* of_position = table + positions[token] * 2 * half + column;
+  float cosine[8], sine[8];
+  unpack(of_position[0], cosine);
+  unpack(of_position[half], sine);
+  await_inputs();
+  for (int head = threadIdx.x / half; head < q_heads + k_heads; head += THREADS / half) {
+    const bool is_q = head < q_heads;
+    const int at = (is_q ? head : head - q_heads) * 2 * half + column;
+    const uint4* from = is_q ? q + (size_t)token * q_stride + at : k + (size_t)token * k_stride + at;
+    uint4* to = is_q ? q_out + (size_t)token * q_heads * 2 * half + at : k_out + (size_t)token * k_heads * 2 * half + at;
+    uint4 first = from[0], second = from[half];
+    rotate_pairs(first, second, cosine, sine);
+    to[0] = first, to[half] = second;
+  }
 }

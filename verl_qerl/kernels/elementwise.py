@@ -1,4 +1,4 @@
-"""What lies between the linears of a layer: residual addition with RMSNorm, and SiLU times its neighbour.
+"""What lies between the linears of a layer: residual addition with RMSNorm, SiLU times its neighbour, rotary positions.
 
 In vLLM's arithmetic (its modules' forward_native), which is transformers': float32 inside, the normalized row and the
 activation rounded to bf16 before they are multiplied. On a GPU in CUDA C++ (elementwise.cu) for compute capability 9.0.
@@ -17,6 +17,7 @@ _CHUNK = 8  # columns that a thread loads at a time
 _THREADS, _MANY_THREADS = 256, 512  # most of a block for a row
 _CHUNKS = 4  # most of a thread before a block takes many threads
 _SILU_THREADS = 128
+_ROTARY_THREADS = 256
 _FILES = ("decode.cuh", "grid.cuh", "elementwise.cu")
 
 
@@ -29,6 +30,15 @@ def can_normalize(weight: torch.Tensor) -> bool:
 def can_silu(x: torch.Tensor) -> bool:
     """Whether `silu_mul` takes rows like these on a GPU."""
     return x.dtype == torch.bfloat16 and x.shape[-1] % (2 * _CHUNK) == 0
+
+
+def can_rotate(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, head_size: int) -> bool:
+    """Whether `rotate` takes heads like these on a GPU."""
+    of_tokens = q.ndim == k.ndim == 2 and positions.ndim == 1 and positions.dtype == torch.int64
+    whole = table.shape[1] == head_size and head_size % (2 * _CHUNK) == 0 == _ROTARY_THREADS % (
+        head_size // 2 // _CHUNK
+    )
+    return of_tokens and whole and {q.dtype, k.dtype, table.dtype} == {torch.bfloat16}
 
 
 @torch.library.custom_op("verl_qerl::rms_norm", mutates_args=())
@@ -79,14 +89,35 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
+@torch.library.custom_op("verl_qerl::rotate", mutates_args=())
+def rotate(
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, head_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary positions: (x1, x2) of each head, its halves, become (x1 cos - x2 sin, x2 cos + x1 sin).
+
+    Args:
+        q: [T, heads * head_size] bf16.
+        k: [T, heads * head_size] bf16; its number of heads may be another.
+        positions: [T] int64.
+        table: [positions, head_size] bf16, cosines and then sines.
+        head_size: One that `can_rotate` accepts.
+
+    Returns:
+        As q and as k, contiguous.
+    """
+    cosine, sine = table.index_select(0, positions)[:, None].chunk(2, dim=-1)
+    return _rotated(q, cosine, sine, head_size), _rotated(k, cosine, sine, head_size)
+
+
 def prepare(norms: Iterable[tuple[int, torch.dtype]]) -> None:
-    """Compile the activation and what norms need now, not on first use.
+    """Compile the activation, the rotation and what norms need now, not on first use.
 
     Args:
         norms: Columns of the rows and dtype of the weight, each.
     """
     torch.cuda.synchronize()  # the device has a context
     _silu_kernel()
+    _rotary_kernel()
     for K, weight_dtype in norms:
         _norm_kernel(*_block(K), weight_dtype == torch.float32)
 
@@ -94,6 +125,12 @@ def prepare(norms: Iterable[tuple[int, torch.dtype]]) -> None:
 def _normalized(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     scale = torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + epsilon)
     return (x * scale).to(weight.dtype) * weight
+
+
+def _rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, head_size: int) -> torch.Tensor:
+    first, second = x.unflatten(-1, (-1, head_size)).chunk(2, dim=-1)
+    turned = (first * cosine - second * sine, second * cosine + first * sine)
+    return torch.cat(turned, dim=-1).flatten(-2)
 
 
 @rms_norm.register_kernel("cuda")
@@ -117,6 +154,25 @@ def _silu_mul_cuda(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+@rotate.register_kernel("cuda")
+def _rotate_cuda(
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, head_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k = _in_chunks(q), _in_chunks(k)
+    turned = _rotate_fake(q, k, positions, table, head_size)
+    heads = [x.shape[1] // head_size for x in (q, k)]
+    strides = [x.stride(0) // _CHUNK for x in (q, k)]
+    args = [q, k, table.contiguous(), positions.contiguous(), *turned, head_size // 2 // _CHUNK, *heads, *strides]
+    _rotary_kernel()(q.shape[0], _ROTARY_THREADS, args)
+    return turned
+
+
+def _in_chunks(x: torch.Tensor) -> torch.Tensor:
+    """X itself when its rows can be loaded 8 columns at a time, as those of a slice of q, k and v."""
+    can = x.stride(1) == 1 and x.stride(0) % _CHUNK == 0 and x.data_ptr() % (2 * _CHUNK) == 0
+    return x if can else x.contiguous()
+
+
 @rms_norm.register_fake
 def _rms_norm_fake(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     return x.new_empty(x.shape)
@@ -132,6 +188,13 @@ def _add_rms_norm_fake(
 @silu_mul.register_fake
 def _silu_mul_fake(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+@rotate.register_fake
+def _rotate_fake(
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, head_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
 def _launch_norm(
@@ -167,3 +230,8 @@ def _norm_kernel(threads: int, chunks: int, wide: bool) -> Kernel:
 @functools.cache
 def _silu_kernel() -> Kernel:
     return Kernel(source(_SILU_THREADS, 1, False), "silu_mul")
+
+
+@functools.cache
+def _rotary_kernel() -> Kernel:
+    return Kernel(source(_ROTARY_THREADS, 1, False), "rotate")

@@ -1,4 +1,4 @@
-"""vLLM's norms and activations beside tiled linears, on `kernels.elementwise`.
+"""vLLM's norms, activations and rotary positions beside tiled linears, on `kernels.elementwise`.
 
 The next linear brings its weights while they run, which compiled code that torch makes of vLLM's own does not allow.
 """
@@ -8,8 +8,18 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
-from verl_qerl.kernels.elementwise import add_rms_norm, can_normalize, can_silu, prepare, rms_norm, silu_mul
+from verl_qerl.kernels.elementwise import (
+    add_rms_norm,
+    can_normalize,
+    can_rotate,
+    can_silu,
+    prepare,
+    rms_norm,
+    rotate,
+    silu_mul,
+)
 
 
 class EarlyRMSNorm(RMSNorm):
@@ -30,11 +40,28 @@ class EarlySiluAndMul(SiluAndMul):
         return silu_mul(x) if can_silu(x) else self.forward_native(x)
 
 
-_EARLY: dict[type, type] = {RMSNorm: EarlyRMSNorm, SiluAndMul: EarlySiluAndMul}
+class EarlyRotaryEmbedding(RotaryEmbedding):
+    """Of whole heads, their halves turned together."""
+
+    def forward(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As vLLM's `forward_native`; query and key [T, heads * head_size]."""
+        table = self._match_cos_sin_cache_dtype(query)
+        if key is None or not can_rotate(query, key, positions, table, self.head_size):
+            return self.forward_native(positions, query, key)
+        return rotate(query, key, positions, table, self.head_size)
+
+
+_EARLY: dict[type, type] = {
+    RMSNorm: EarlyRMSNorm,
+    SiluAndMul: EarlySiluAndMul,
+    RotaryEmbedding: EarlyRotaryEmbedding,
+}
 
 
 def use_early_starts(model: torch.nn.Module, columns: set[int], norms: bool = True) -> int:
-    """Replace norms and activations by those that let the next kernel start early.
+    """Replace norms, activations and rotary positions by those that let the next kernel start early.
 
     Call it after loading and before anything is compiled. Subclasses of vLLM's modules, and norms of other rows (those
     of a head), stay as they are.
@@ -42,7 +69,7 @@ def use_early_starts(model: torch.nn.Module, columns: set[int], norms: bool = Tr
     Args:
         model: vLLM's.
         columns: Of `linear.tiled_columns`; where there are none, nothing is replaced.
-        norms: Not activations alone.
+        norms: Norms too.
 
     Returns:
         Number of modules replaced.
@@ -59,6 +86,8 @@ def use_early_starts(model: torch.nn.Module, columns: set[int], norms: bool = Tr
 def _is_ours(module: Any, columns: set[int], norms: bool) -> bool:
     if type(module) is SiluAndMul:
         return True
+    if type(module) is RotaryEmbedding:
+        return module.is_neox_style and module.rotary_dim == module.head_size
     if not norms or type(module) is not RMSNorm or not module.has_weight or module.variance_size_override is not None:
         return False
     return module.weight.shape[0] in columns and can_normalize(module.weight)
