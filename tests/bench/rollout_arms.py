@@ -56,7 +56,7 @@ ARMS = {
     "fp8_lora_stock": Arm({"quantization": "fp8"}, linear_bytes=1.0),
     "nvfp4_lora_ours": Arm(ours(), packed=True, linear_bytes=0.5625),
     "nvfp4_lora_resident": Arm(ours(resident=True), packed=True, linear_bytes=2.5625),
-    "nvfp4_lora_sampler": Arm(ours(sampler="fused"), packed=True, linear_bytes=0.5625),
+    "nvfp4_lora_stock_sampler": Arm(ours(sampler="stock"), packed=True, linear_bytes=0.5625),
 }
 
 

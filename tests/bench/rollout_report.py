@@ -26,7 +26,7 @@ ARMS = (
     "fp8_lora_stock",
     "nvfp4_lora_ours",
     "nvfp4_lora_resident",
-    "nvfp4_lora_sampler",
+    "nvfp4_lora_stock_sampler",
     "bf16",
     "nvfp4",
 )

@@ -125,7 +125,7 @@ def test_two_arms_of_a_tiny_model_from_the_command_to_the_table(bench, tmp_path,
     pytest.importorskip("vllm")
     out = tmp_path / "rollout.json"
     arguments = ["--out", str(out), "--work", str(tmp_path / "work"), "--models", "tiny", "--ranks", "8", "--eager"]
-    arguments += ["--arms", "bf16_lora_stock", "nvfp4_lora_sampler", "nvfp4_lora_stock", "--batches", "1", "3"]
+    arguments += ["--arms", "bf16_lora_stock", "nvfp4_lora_stock_sampler", "nvfp4_lora_stock", "--batches", "1", "3"]
     arguments += ["--log-probs"]
     arguments += ["--prompts", "16", "--new-tokens", "6", "--repeats", "1", "--realistic", "1", "2", "--profile", "2"]
     assert bench.main(arguments) == 1  # Marlin needs a GPU
@@ -134,7 +134,7 @@ def test_two_arms_of_a_tiny_model_from_the_command_to_the_table(bench, tmp_path,
     assert "MarlinNvFp4LinearKernel is not supported" in found["failures"][0]["error"]
     assert [(entry["arm"], entry["batch"], entry["context"]) for entry in found["rows"]] == [
         (arm, batch, context)
-        for arm in ("bf16_lora_stock", "nvfp4_lora_sampler")
+        for arm in ("bf16_lora_stock", "nvfp4_lora_stock_sampler")
         for batch, context in ((1, 22), (3, 22), (2, "realistic"))
     ]
     keys = {"arm", "model", "batch", "rank", "prompt", "context"}
@@ -145,10 +145,10 @@ def test_two_arms_of_a_tiny_model_from_the_command_to_the_table(bench, tmp_path,
         assert (entry["decode_ms_per_step"] is None) == (entry["context"] == "realistic")
     assert found["engines"][1]["quantization"] == "verl_qerl_nvfp4"
     assert "ReferenceKernel" in found["engines"][1]["modules"]["model.layers.0.mlp.down_proj"]
-    assert [engine["modules"]["sampler"] for engine in found["engines"]] == ["Sampler", "FusedSampler"]
+    assert [engine["modules"]["sampler"] for engine in found["engines"]] == ["Sampler", "Sampler"]
     profile, _ = found["profiles"]
     assert profile["batch"] == 2
     assert profile["us_per_step"]["_C::cpu_attention_with_kv_cache"] > 0
     assert profile["kernels_us"] <= sum(profile["us_per_step"].values()) * 1.01
     assert 16 + 16 < profile["context_tokens"] < 16 + 128
-    assert "| nvfp4_lora_sampler |" in capsys.readouterr().out
+    assert "| nvfp4_lora_stock_sampler |" in capsys.readouterr().out

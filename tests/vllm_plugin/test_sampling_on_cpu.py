@@ -143,6 +143,16 @@ def test_another_sampler_is_refused():
         use_fused_sampler(SimpleNamespace(sampler=Sampler(use_fp64_gumbel=True)))
 
 
+def test_what_nobody_asked_for_is_no_error(caplog):
+    plans.say_once.cache_clear()
+    runner = SimpleNamespace(sampler=Sampler(), device=torch.device("cpu"))
+    use_fused_sampler(runner, required=False)
+    assert type(runner.sampler) is Sampler  # on a CPU it is not faster
+    runner = SimpleNamespace(sampler=None, device=torch.device("cuda"))
+    use_fused_sampler(runner, required=False)
+    assert "NoneType draws tokens" in caplog.text
+
+
 @pytest.fixture(scope="module")
 def fused_engine(start, packed_dir):
     options = {"logprobs_mode": "processed_logprobs", "seed": 7}

@@ -12,7 +12,7 @@ _CHOICES = {
     "linear": ("auto", "stock"),
     "lora": ("single", "stock"),
     "lm_head": ("bf16", "fp8"),
-    "sampler": ("stock", "fused"),
+    "sampler": ("auto", "fused", "stock"),
 }
 
 
@@ -27,7 +27,8 @@ class RolloutOptions:
         lora: `single` is the path for one adapter, `stock` vLLM's for many.
         lm_head: `fp8` rounds the output head to E4M3, a scale a token of the vocabulary; the actor's stays in bf16.
         sampler: `fused` draws from the whole distribution in one pass over the logits, with other random numbers than
-            vLLM's; what it does not take (greedy, top-k, top-p, seeds of requests) stays with vLLM's.
+            vLLM's; what it does not take (greedy, top-k, top-p, seeds of requests) stays with vLLM's. `auto` is
+            `fused` on a GPU where vLLM's sampler can be replaced.
         resident: Keep a bf16 copy of the packed linears beside them (two bytes a weight) for batches at which a 4-bit
             kernel is slower; without it those are decoded when they are used.
         keep_base_resident: A sleeping engine gives up its KV cache alone. Otherwise vLLM copies its weights to the host
@@ -40,7 +41,7 @@ class RolloutOptions:
     linear: str = "auto"
     lora: str = "single"
     lm_head: str = "bf16"
-    sampler: str = "stock"
+    sampler: str = "auto"
     resident: bool = False
     keep_base_resident: bool = False
     uaq_scale: float = 1.0

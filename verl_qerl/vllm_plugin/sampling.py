@@ -75,17 +75,23 @@ def why_stock(metadata: Any, mode: str) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def use_fused_sampler(runner: Any) -> None:
+def use_fused_sampler(runner: Any, required: bool = True) -> None:
     """Give a model runner of vLLM the faster sampler, and compile what it runs.
 
     Args:
         runner: vLLM's.
+        required: Else on a GPU only, where it is faster, and a sampler that cannot be replaced stays.
 
     Raises:
-        ValueError: Its sampler is not vLLM's own, or noise in float64 is asked for.
+        ValueError: It is required, and the sampler is not vLLM's own, or noise in float64 is asked for.
     """
+    if not required and runner.device.type != "cuda":
+        return
     sampler = getattr(runner, "sampler", None)
     if type(sampler) is not Sampler or sampler.use_fp64_gumbel:
+        if not required:
+            say_once(f"{type(sampler).__name__} draws tokens: only vLLM's own, without use_fp64_gumbel, is replaced.")
+            return
         raise ValueError(
             f"the sampler cannot be replaced: additional_config.verl_qerl.sampler='fused',"
             f" {type(sampler).__name__}. Accepted is the Sampler of vLLM's default model runner without"

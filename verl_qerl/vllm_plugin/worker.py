@@ -99,8 +99,8 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
             # vLLM fuses norms with the sums of several GPUs, and looks for its own.
             fused = vllm_config.compilation_config.pass_config.fuse_allreduce_rms
             use_early_starts(model, columns, norms=not fused)
-        if options.sampler == "fused":
-            use_fused_sampler(worker.model_runner)
+        if options.sampler != "stock":
+            use_fused_sampler(worker.model_runner, required=options.sampler == "fused")
 
     worker.load_model = load_then_prepare
 
