@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from verl_qerl.algos.mismatch import MismatchConfig, rollout_mismatch
+from verl_qerl.algos.mismatch import MismatchConfig, rollout_mismatch, undefined_log_probs
 
 NAN, INF = math.nan, math.inf
 
@@ -70,6 +70,15 @@ def test_tokens_count_alike_whatever_their_sequence():
     actor = torch.tensor([[-1.0, -1.0, -1.0], [-2.0, 0.0, 0.0]])
     found = rollout_mismatch(torch.full((2, 3), -1.0), actor, mask)
     assert found == (pytest.approx(math.exp(-1) / 4), 0.25, 4)
+
+
+def test_where_log_probs_are_no_numbers():
+    mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 0, 0]])
+    log_probs = torch.tensor([[-1.0, -1.0, -1.0], [-1.0, -INF, NAN], [-1.0, NAN, NAN]])
+    assert undefined_log_probs(log_probs, mask) == (2, 1, 1)
+    log_probs[0, 2] = NAN
+    assert undefined_log_probs(log_probs, mask) == (3, 2, 1)
+    assert undefined_log_probs(log_probs, mask * torch.tensor([1, 0, 0])) is None
 
 
 def test_nothing_that_counts_has_no_mean():

@@ -97,13 +97,15 @@ def test_metrics_of_every_step(step, overrides, mode):
         assert "actor/entropy" in metrics  # verl's own stay
 
 
-@pytest.mark.parametrize("rollout", [FAR, ([-1.0, math.nan, 0.0], [-1.0, -1.0])], ids=["far", "nan"])
+@pytest.mark.parametrize(
+    ("rollout", "actor"), [(FAR, ACTOR), (CLOSE, ([-1.0, math.nan, -3.0], [-1.0, -1.0]))], ids=["far", "nan"]
+)
 @pytest.mark.parametrize("start", [0, 7], ids=["first", "resumed"])
-def test_garbage_stops_the_run_at_its_first_step(step, rollout, start):
+def test_garbage_stops_the_run_at_its_first_step(step, rollout, actor, start):
     trainer = step.make(*NVFP4)
     trainer.global_steps = start + 1
     with pytest.raises(RuntimeError) as caught:
-        step.run(trainer, rollout, ACTOR)
+        step.run(trainer, rollout, actor)
     kl = "0.18" if rollout is FAR else "nan"
     assert str(caught.value) == (
         f"the rollout is not the actor's model: KL(rollout || actor)={kl} nats per token over 4 tokens at step"
@@ -116,6 +118,21 @@ def test_later_steps_are_not_stopped(step):
     trainer = step.make(*NVFP4)
     step.run(trainer, CLOSE, ACTOR)
     assert step.run(trainer, FAR, ACTOR)[KL] == pytest.approx(KL_FAR, rel=1e-5)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf], ids=str)
+@pytest.mark.parametrize("overrides", [(), ("+qerl.max_initial_kl=null",)], ids=["gate", "no gate"])
+def test_log_probs_that_are_no_numbers_stop_a_run_at_any_step(step, value, overrides):
+    trainer = step.make(*NVFP4, *overrides)
+    step.run(trainer, CLOSE, ACTOR)
+    trainer.global_steps = 5
+    with pytest.raises(RuntimeError) as caught:
+        step.run(trainer, ([-1.0, -2.0, 0.0], [-1.0, value]), ACTOR)
+    assert str(caught.value) == (
+        "the rollout's log-probs are not finite at 1 of 4 tokens at step 5, in 1 answers, first at token 1 of one."
+        " Finite ones are needed: its weights or its kernels are broken. Try"
+        " `+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.linear=stock`, and report this."
+    )
 
 
 def test_the_limit_is_the_users(step):

@@ -97,3 +97,24 @@ def rollout_mismatch(rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Ten
     difference = actor[keep].double() - rollout[keep].double()
     k3 = torch.expm1(difference) - difference
     return Mismatch(k3.mean().item(), difference.abs().mean().item(), difference.numel())
+
+
+class Undefined(NamedTuple):
+    """Tokens that count and have no finite log-prob, the answers they are in, and the first place in an answer."""
+
+    num_tokens: int
+    num_answers: int
+    first: int
+
+
+def undefined_log_probs(log_probs: torch.Tensor, mask: torch.Tensor) -> Undefined | None:
+    """Where log-probs of sampled tokens are NaN or infinite; None where all that count are finite.
+
+    Args:
+        log_probs: [batch, tokens].
+        mask: [batch, tokens], 0 where a token does not count.
+    """
+    wrong = ~log_probs.isfinite() & mask.bool()
+    if not wrong.any():
+        return None
+    return Undefined(int(wrong.sum()), int(wrong.any(1).sum()), int(wrong.any(0).nonzero()[0]))

@@ -3,7 +3,8 @@
 Both log-probs of the sampled tokens are there once verl has computed `old_log_probs`, which is before any update. So a
 rollout that is not the actor's model stops the run at its first step, also at the first after a resume. In the metrics
 `rollout` is the model as it sampled, noise included (`aqn/sigma` says how much) and as old as its answers are. With
-`+qerl.mismatch_sample` the sentence that stops a run says what the difference is made of.
+`+qerl.mismatch_sample` the sentence that stops a run says what the difference is made of. A rollout whose log-probs are
+not finite stops a run at any step: a correction by them (TIS, ACR) would go into the loss.
 """
 
 import logging
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_qerl.algos.mismatch import Mismatch, MismatchConfig, rollout_mismatch
+from verl_qerl.algos.mismatch import Mismatch, MismatchConfig, Undefined, rollout_mismatch, undefined_log_probs
 from verl_qerl.algos.mismatch_parts import PARTS
 from verl_qerl.verl_plugin.config import aqn_options
 from verl_qerl.verl_plugin.nodes import plain
@@ -110,7 +111,9 @@ class MismatchMixin(_Trainer):
         """As verl's, and the parts of the difference where they are asked for; then compare, before any update."""
         batch = super()._compute_old_log_prob(batch, metrics)
         if self._compares:
-            found = _mismatch_of(batch)
+            found, undefined = _mismatch_of(batch)
+            if undefined is not None:
+                raise RuntimeError(_broken(undefined, found.num_tokens, self.global_steps))
             if found.num_tokens:
                 metrics["qerl/rollout_kl_k3"] = found.kl_k3
                 metrics["qerl/rollout_log_prob_abs_diff"] = found.log_prob_abs_diff
@@ -119,7 +122,7 @@ class MismatchMixin(_Trainer):
 
     def _pass_gate(self, found: Mismatch, metrics: Mapping[str, float]) -> None:
         limit, self._limit = self._limit, None  # the gate is for the first step only
-        if limit is not None and not found.kl_k3 <= limit:  # NaN does not pass
+        if limit is not None and not found.kl_k3 <= limit:  # the actor's NaN does not pass
             parts, remedy = _parts_told(metrics)
             raise RuntimeError(
                 f"the rollout is not the actor's model: KL(rollout || actor)={found.kl_k3:.3g} nats per token over"
@@ -145,11 +148,21 @@ def _parts_told(metrics: Mapping[str, float]) -> tuple[str, str]:
     return sentence, _REMEDIES.get(found[0][2], _CHECK_WEIGHTS)
 
 
-def _mismatch_of(batch: Any) -> Mismatch:
+def _broken(undefined: Undefined, num_tokens: int, step: int) -> str:
+    return (
+        f"the rollout's log-probs are not finite at {undefined.num_tokens} of {num_tokens} tokens at step {step}, in"
+        f" {undefined.num_answers} answers, first at token {undefined.first} of one. Finite ones are needed: its weights"
+        " or its kernels are broken. Try `+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl."
+        "linear=stock`, and report this."
+    )
+
+
+def _mismatch_of(batch: Any) -> tuple[Mismatch, Undefined | None]:
     """Of a batch in the TransferQueue whose `old_log_probs` are there."""
     import transfer_queue as tq  # not on the driver, which asks for options only
 
     fields = ["rollout_log_probs", "old_log_probs", "response_mask"]
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
     data = data.to_padded_tensor()
-    return rollout_mismatch(data["rollout_log_probs"], data["old_log_probs"], data["response_mask"])
+    rollout, mask = data["rollout_log_probs"], data["response_mask"]
+    return rollout_mismatch(rollout, data["old_log_probs"], mask), undefined_log_probs(rollout, mask)
