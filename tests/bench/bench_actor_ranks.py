@@ -5,7 +5,7 @@
 FSDP2 as verl sets it up (each layer, bf16 over float32 adapters, gradient checkpointing), the same tokens on each rank
 in every arm. Rows are added to the file, so that runs on 1, 2 and 4 GPUs make one table. The packed arms must give the
 same gradients bit for bit, on a few tokens and with an attention whose backward pass adds in a fixed order; a row says
-whether they did.
+whether they did, how far apart the farthest are, and whether a second pass of the same model gives the same bits.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from verl_qerl.modules import NVFP4Linear
 from verl_qerl.modules.sharded_linear import ShardedNVFP4Linear
-from verl_qerl.testing import load_beside
+from verl_qerl.testing import load_beside, rms_error_ratio
 
 bench = load_beside(__file__, "bench_actor")
 models = bench.models
@@ -69,6 +69,10 @@ def gradients(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return found
 
 
+def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(grad, other[key]) for key, grad in one.items())
+
+
 def measure(model: nn.Module, x: torch.Tensor, repetitions: int) -> dict[str, float]:
     """Seconds of a pass, the longest of all ranks, medians; memory of this rank."""
     on_gpu, seconds = x.is_cuda, []
@@ -105,9 +109,11 @@ def run(args: argparse.Namespace, device: str) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"arm": name, "model": shape, "gpus": world, "tokens": args.tokens}
             row["layers"] = base.layers
             if name.startswith("nvfp4"):
-                found = gradients(model, x[:1, : bench.GATE_TOKENS].detach().requires_grad_())
+                few = x[:1, : bench.GATE_TOKENS].detach().requires_grad_()
+                found, again = gradients(model, few), gradients(model, few)
                 expected = expected or found
-                row["same_bits"] = all(torch.equal(grad, found[key]) for key, grad in expected.items())
+                row["repeats"], row["same_bits"] = same_bits(found, again), same_bits(expected, found)
+                row["gradient_error"] = max(rms_error_ratio(found[key], grad) for key, grad in expected.items())
             rows.append(row | measure(model, x, args.repetitions))
             if rank == 0:
                 print(json.dumps(rows[-1]), flush=True)

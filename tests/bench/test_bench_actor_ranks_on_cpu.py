@@ -25,4 +25,6 @@ def test_rows_of_one_and_two_ranks(tmp_path):
     assert [(row["arm"], row["gpus"]) for row in report["rows"]] == [(arm, n) for n in (1, 2) for arm in arms]
     assert all(row["step_s"] > 0 and row["tokens_per_s"] > 0 for row in report["rows"])
     assert [row.get("same_bits") for row in report["rows"]] == [None, True, True] * 2
+    assert [row.get("repeats") for row in report["rows"]] == [None, True, True] * 2
+    assert [row.get("gradient_error") for row in report["rows"]] == [None, 0.0, 0.0] * 2
     assert report["commit"] == "abc"
