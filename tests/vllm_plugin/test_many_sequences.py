@@ -1,4 +1,4 @@
-"""As many sequences as an RL step has, without an adapter: every log-prob is a number and that of the same tokens read."""
+"""As many sequences as an RL step has, without an adapter: log-probs are numbers, and those of the same tokens read."""
 
 import json
 

@@ -151,9 +151,9 @@ def _parts_told(metrics: Mapping[str, float]) -> tuple[str, str]:
 def _broken(undefined: Undefined, num_tokens: int, step: int) -> str:
     return (
         f"the rollout's log-probs are not finite at {undefined.num_tokens} of {num_tokens} tokens at step {step}, in"
-        f" {undefined.num_answers} answers, first at token {undefined.first} of one. Finite ones are needed: its weights"
-        " or its kernels are broken. Try `+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl."
-        "linear=stock`, and report this."
+        f" {undefined.num_answers} answers, first at token {undefined.first} of one. Finite ones are needed: its"
+        " weights or its kernels are broken. Try"
+        " `+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.linear=stock`, and report this."
     )
 
 
