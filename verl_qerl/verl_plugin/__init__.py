@@ -10,20 +10,25 @@ import logging
 import os
 import sys
 
+from packaging.specifiers import SpecifierSet
+
 from verl_qerl.errors import UpstreamDriftError
 from verl_qerl.verl_plugin import hooks
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED = "0.9.1"
+SUPPORTED = {"verl": "==0.9.1", "ray": ">=2.54"}  # Ray tells the name of its session from then on
 FAILURE: Exception | None = None
 _ROLLOUTS = {f"+rollout={form}" for form in ("fp8", "int8", "mxfp4", "nvfp4")}
 
 
 def _register() -> None:
-    found = importlib.metadata.version("verl")
-    if found != SUPPORTED:
-        raise UpstreamDriftError(f"verl is {found}. verl_qerl works with verl=={SUPPORTED}. Install that release.")
+    for package, accepted in SUPPORTED.items():
+        found = importlib.metadata.version(package)
+        if not SpecifierSet(accepted).contains(found, prereleases=True):
+            raise UpstreamDriftError(
+                f"{package} is {found}. verl_qerl works with {package}{accepted}. Install that release."
+            )
     if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
         from verl_qerl.verl_plugin import cpu
 

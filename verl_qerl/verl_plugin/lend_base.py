@@ -8,6 +8,7 @@ from verl.utils.device import get_torch_device, set_expandable_segments
 
 from verl_qerl.modules.lending import Lender, meeting_place
 from verl_qerl.modules.shared_base import share_base
+from verl_qerl.verl_plugin.run_name import run_name
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +27,8 @@ def lend_base(module: nn.Module, rank: int) -> Lender:
     # Expandable segments have no CUDA IPC handle; verl switches them on after the first weight sync.
     set_expandable_segments(False)
     get_torch_device().empty_cache()
-    job = ray.get_runtime_context().get_job_id() if ray.is_initialized() else "0"
-    lender = Lender(share_base(module), meeting_place(job, rank))
+    run = run_name() if ray.is_initialized() else "0"
+    lender = Lender(share_base(module), meeting_place(run, rank))
     if rank == 0:
         logger.warning("packed base: one copy a GPU, %.2f GiB", lender.base.flat.numel() / 2**30)
     return lender

@@ -1,6 +1,7 @@
 """verl's vLLM replica with a server that adapts to our checkpoints and returns what its workers answer."""
 
 import json
+import os
 from types import ModuleType
 from typing import Any
 
@@ -11,16 +12,28 @@ from verl_qerl.nvfp4.stream import open_source
 
 
 def install(module: ModuleType) -> None:
-    """Have the rollout name `vllm` resolve to our replica. vLLM is imported by the process that asks for it only."""
+    """Have the rollout name `vllm` resolve to our replica, and to our sender of its weights.
+
+    vLLM is imported by the process that asks for it only.
+    """
+    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+
     module.RolloutReplicaRegistry.register("vllm", _load_replica)
+    _ROLLOUT_REGISTRY["vllm", "async"] = "verl_qerl.verl_plugin.server_adapter.QerlServerAdapter"
 
 
 def _load_replica() -> type:
     import ray
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
+    from verl_qerl.verl_plugin.run_name import ENV, run_name
+
     class QerlServer(vLLMHttpServer):
-        """vLLMHttpServer; stock behaviour unless `rollout.custom.qerl` is set."""
+        """vLLMHttpServer; stock behaviour unless `rollout.custom.qerl` is set, but for the names of its sockets."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            os.environ[ENV] = run_name()  # launch_server starts the engine, which inherits it
 
         async def collective_rpc(
             self,

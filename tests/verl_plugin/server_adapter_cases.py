@@ -1,0 +1,83 @@
+"""Started by test_server_adapter_on_cpu.py, and by tests/patches where verl has its patch: where weights are synced.
+
+Prints what both ends of a sync say in two Ray clusters, of which only the names are there, as JSON.
+"""
+
+import json
+import os
+from types import SimpleNamespace
+
+import ray
+
+from verl_qerl.verl_plugin.cpu import register
+
+os.environ |= {"RANK": "1", "RAY_LOCAL_WORLD_SIZE": "2", "VERL_PLATFORM": "cpu"}
+register()  # also where verl is started without plugins
+
+import verl.workers.rollout.replica as replica  # noqa: E402
+from verl.workers.config import RolloutConfig  # noqa: E402
+from verl.workers.rollout.base import get_rollout_class  # noqa: E402
+from verl.workers.rollout.vllm_rollout import vllm_async_server  # noqa: E402
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension  # noqa: E402
+
+from verl_qerl.modules.lending import meeting_place  # noqa: E402
+from verl_qerl.verl_plugin import lend_base, rollout  # noqa: E402
+
+
+class NamedError(Exception):
+    """verl's server has told its workers what they need."""
+
+
+def init(self, *args, **kwargs):
+    try:
+        verls_init(self, *args, **kwargs)
+    except NamedError:
+        return
+    raise RuntimeError("the server reads its configuration no more")
+
+
+def stop(self, config):
+    raise NamedError
+
+
+rollout.install(replica)
+verls_init = vllm_async_server.vLLMHttpServer.__init__
+vllm_async_server.vLLMHttpServer.__init__ = init
+vllm_async_server.vLLMHttpServer._init_config = stop
+vllm_async_server.vLLMReplica.__init__ = lambda self, *args: None
+Replica = replica.get_rollout_replica_class("vllm")
+QerlServer = Replica(0, None, None).server_class.__ray_metadata__.modified_class
+lend_base.share_base = lambda module: SimpleNamespace(flat=SimpleNamespace(numel=lambda: 0))
+lend_base.Lender = lambda base, path: SimpleNamespace(base=base, path=path)
+ray.is_initialized = lambda: True
+
+
+def receiver(server):
+    server(None, None, None, [], 0, 0, 2, 1, "")
+    worker = SimpleNamespace(model_runner=None, local_rank=1)
+    return vLLMColocateWorkerExtension._get_zmq_handle(worker)
+
+
+def sender(**disaggregation):
+    ranks = 1 if disaggregation else 2
+    config = RolloutConfig(name="vllm", tensor_model_parallel_size=ranks, disaggregation=disaggregation)
+    return get_rollout_class("vllm")(config, SimpleNamespace(), None).zmq_handle
+
+
+def found(session):
+    node = SimpleNamespace(session_name=session)
+    context = SimpleNamespace(worker=SimpleNamespace(node=node), get_session_name=lambda: session)
+    context.get_job_id = lambda: "01000000"
+    ray.get_runtime_context = lambda: context
+    split = {"enabled": True, "prefill_replicas": 1, "decode_replicas": 1}
+    return {
+        "ends": [sender(), receiver(QerlServer)],
+        "base": [
+            str(lend_base.lend_base(None, 3).path),
+            str(meeting_place(os.environ["VERL_RAY_JOB_ID"], 3)),  # as borrowed.py asks
+        ],
+        "split": [sender(**split), receiver(vllm_async_server.vLLMHttpServer)],
+    }
+
+
+print(json.dumps([found("session_1"), found("session_2")]))
