@@ -1,6 +1,7 @@
 """Each patch is still needed (stock upstream fails), and the patch and its shim both work."""
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -118,6 +119,16 @@ def test_the_shim_stands_down_where_the_patch_is(run, script, tmp_path):
     setup = INSTALL.format(plugin=PLUGINS[package], patch=f"{package}/{number}", in_force=False)
     result = run(script, setup=setup, first_on_path=tmp_path)
     assert result.returncode == 0, result.stderr
+
+
+def test_both_ends_of_our_weight_sync_meet_where_the_patch_is(run, tmp_path):
+    overlay("verl", list(PATCHES.glob("verl/0013-*.patch")), tmp_path, "verl/*")
+    result = run(ROOT / "tests" / "verl_plugin" / "server_adapter_cases.py", first_on_path=tmp_path)
+    assert result.returncode == 0, result.stderr
+    first, second = json.loads(result.stdout.splitlines()[-1])
+    for what in ("ends", "base", "split"):
+        assert first[what][0] == first[what][1] != second[what][0] == second[what][1]
+    assert first["split"][0] == first["ends"][0]  # verl's own name is ours
 
 
 @pytest.mark.parametrize("package", sorted(path.name for path in PATCHES.iterdir() if path.is_dir()))
