@@ -25,7 +25,9 @@ class Base:
         model.verl_qerl_digests = self.vllm_config.digests
         manager = SimpleNamespace(capacity=1, lora_config=SimpleNamespace(lora_dtype=torch.bfloat16))
         self.model_runner = SimpleNamespace(
-            get_model=lambda: model, lora_manager=SimpleNamespace(_adapter_manager=manager)
+            get_model=lambda: model,
+            lora_manager=SimpleNamespace(_adapter_manager=manager),
+            device=torch.device("cpu"),
         )
         self.device = torch.device("cpu")
 

@@ -135,7 +135,7 @@ def test_norms_stay_where_vllm_fuses_them(layer, hopper, fuses):
     passes = SimpleNamespace(fuse_allreduce_rms=fuses)
     config = SimpleNamespace(additional_config=None, compilation_config=SimpleNamespace(pass_config=passes))
     worker = SimpleNamespace(load_model=lambda: None)
-    worker.model_runner = SimpleNamespace(get_model=lambda: layer)
+    worker.model_runner = SimpleNamespace(get_model=lambda: layer, device=torch.device("cpu"))
     worker_module.prepare_model(worker, config)
     assert type(layer["act"]) is SiluAndMul
     worker.load_model()

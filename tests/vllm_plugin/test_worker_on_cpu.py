@@ -142,7 +142,7 @@ class Worker:
 
     def __init__(self, model):
         self.model, self.calls = model, []
-        self.model_runner = self
+        self.model_runner, self.device = self, torch.device("cpu")
 
     def get_model(self):
         return self.model
