@@ -35,10 +35,9 @@ def can_silu(x: torch.Tensor) -> bool:
 def can_rotate(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, head_size: int) -> bool:
     """Whether `rotate` takes heads like these on a GPU."""
     of_tokens = q.ndim == k.ndim == 2 and positions.ndim == 1 and positions.dtype == torch.int64
-    whole = table.shape[1] == head_size and head_size % (2 * _CHUNK) == 0 == _ROTARY_THREADS % (
-        head_size // 2 // _CHUNK
-    )
-    return of_tokens and whole and {q.dtype, k.dtype, table.dtype} == {torch.bfloat16}
+    whole = table.shape[1] == head_size and head_size % (2 * _CHUNK) == 0
+    dealt_out = whole and _ROTARY_THREADS % (head_size // (2 * _CHUNK)) == 0  # threads of a head, in whole heads
+    return of_tokens and dealt_out and {q.dtype, k.dtype, table.dtype} == {torch.bfloat16}
 
 
 @torch.library.custom_op("verl_qerl::rms_norm", mutates_args=())
