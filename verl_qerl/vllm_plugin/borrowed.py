@@ -133,7 +133,7 @@ def attach(model: torch.nn.Module, members: Mapping[str, list[str]], device: tor
         RuntimeError: As `borrow`.
         ValueError: The actor's base is of another model.
     """
-    # As verl names the two ends of a weight sync.
+    # The name that our server gave this run, as the two ends of a weight sync have it.
     job, replica = os.environ.get("VERL_RAY_JOB_ID", "0"), os.environ.get("VERL_REPLICA_RANK", "0")
     borrowed = borrow(meeting_place(job, int(replica)), device)
     flat = borrowed.base.flat

@@ -22,8 +22,8 @@ class RolloutOptions:
 
     Attributes:
         aqn: Options of the noise.
-        linear: `auto` chooses a kernel by the number of rows, and has norms and activations of ours beside them;
-            `stock` is vLLM's (Marlin).
+        linear: `auto` chooses a kernel by the number of rows, and has norms, activations and rotary
+            positions of ours beside them; `stock` is vLLM's (Marlin).
         lora: `single` is the path for one adapter, `stock` vLLM's for many.
         lm_head: `fp8` rounds the output head to E4M3, a scale a token of the vocabulary; the actor's stays in bf16.
         sampler: `fused` draws from the whole distribution in one pass over the logits, with other random numbers than
