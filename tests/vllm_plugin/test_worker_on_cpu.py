@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from verl_qerl.algos.aqn import AQNConfig, draw_noise
+from verl_qerl.kernels import launch
 from verl_qerl.vllm_plugin.worker import NoiseWorkerExtension, prepare_model
 
 NAMES = [
@@ -179,6 +180,13 @@ def test_noise_is_prepared_after_loading():
     assert worker.calls == [((1,), {"load_dummy_weights": False})]
     assert worker._qerl_noise.names == ["input_layernorm"]
     assert NoiseWorkerExtension.qerl_set_noise(worker, 0.1, 1) == 1
+
+
+def test_kernels_start_early_unless_told_otherwise(monkeypatch):
+    monkeypatch.setattr(launch, "starts_early", True)
+    for options in ({"early_starts": False}, {}):
+        prepare_model(Worker(None), Config({"verl_qerl": options}))
+        assert launch.starts_early is (not options)
 
 
 def test_options_of_the_noise_are_those_of_aqn():

@@ -17,7 +17,7 @@ _CLUSTER, _EARLY = 4, 6  # CU_LAUNCH_ATTRIBUTE_: CLUSTER_DIMENSION, PROGRAMMATIC
 _UNSIGNED = {1: 0, 2: 1, 8: 4}  # CUtensorMapDataType by bytes
 _SWIZZLE_128, _PROMOTE_256 = 3, 3  # of CUtensorMapSwizzle and CUtensorMapL2promotion
 
-starts_early = True  # set False to compare with kernels that start one after the other
+starts_early = True  # `early_starts` of the rollout's options
 
 
 class _Attribute(ctypes.Structure):

@@ -29,6 +29,8 @@ class RolloutOptions:
         sampler: `fused` draws from the whole distribution in one pass over the logits, with other random numbers than
             vLLM's; what it does not take (greedy, top-k, top-p, seeds of requests) stays with vLLM's. `auto` is
             `fused` on a GPU where vLLM's sampler can be replaced.
+        early_starts: In CUDA graphs our kernels bring their weights while the ones before them still run (programmatic
+            dependent launch). For the whole process.
         resident: Keep a bf16 copy of the packed linears beside them (two bytes a weight) for batches at which a 4-bit
             kernel is slower; without it those are decoded when they are used.
         keep_base_resident: A sleeping engine gives up its KV cache alone. Otherwise vLLM copies its weights to the host
@@ -42,6 +44,7 @@ class RolloutOptions:
     lora: str = "single"
     lm_head: str = "bf16"
     sampler: str = "auto"
+    early_starts: bool = True
     resident: bool = False
     keep_base_resident: bool = False
     uaq_scale: float = 1.0
@@ -59,7 +62,7 @@ class RolloutOptions:
                     f"unknown choice: additional_config.{KEY}.{name}={getattr(self, name)!r}. Accepted are"
                     f" {', '.join(choices)}. Choose one of them."
                 )
-        for name in ("resident", "keep_base_resident", "train_norms"):
+        for name in ("early_starts", "resident", "keep_base_resident", "train_norms"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(
                     f"not a switch: additional_config.{KEY}.{name}={getattr(self, name)!r}. Accepted are true and"

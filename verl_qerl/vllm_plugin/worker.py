@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from verl_qerl.kernels import launch
 from verl_qerl.vllm_plugin.borrowed import borrowed_by, is_borrowing
 from verl_qerl.vllm_plugin.elementwise import use_early_starts
 from verl_qerl.vllm_plugin.head import quantize_head
@@ -75,6 +76,7 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
     """
     worker._qerl_noise = worker._qerl_norms = None
     options = rollout_options(vllm_config)
+    launch.starts_early = options.early_starts
     if options.keep_base_resident:
         _keep_weights(worker, vllm_config)
     lora_config = getattr(vllm_config, "lora_config", None) if options.lora == "single" else None
