@@ -1,10 +1,13 @@
 """Kernels that start before the ones before them have ended, against the same kernels one after the other."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from verl_qerl.kernels import launch
-from verl_qerl.kernels.elementwise import add_rms_norm, silu_mul
+from verl_qerl.kernels.elementwise import add_rms_norm, rotate, silu_mul
 from verl_qerl.kernels.lora import member_of_tile
 from verl_qerl.kernels.tiled import tile
 from verl_qerl.kernels.tiled_launch import SHAPES, STREAM, Launch, padded_rows
@@ -83,6 +86,86 @@ def test_an_early_start_changes_no_bit(layers, rows, how, adapted, monkeypatch):
     assert not done.any()
 
 
+HIDDEN, HEADS, MIDDLE, DEPTH = 768, 12, 2304, 12  # so small that several kernels of a chain have room at once
+
+
+def make_small_model():
+    """Tensors of DEPTH layers: norms, and linears as `tiled_matmul` takes them."""
+    torch.manual_seed(1)
+    shapes = [(3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (2 * MIDDLE, HIDDEN), (HIDDEN, MIDDLE)]
+
+    def linear(N, columns, seed):
+        weight = random_packed_weight(N, columns, seed, "cuda")
+        words, scale = tile(weight)
+        return words, scale.view(torch.uint8), weight.global_decode_scale.reshape(1)
+
+    norms = torch.rand(DEPTH, 2, HIDDEN, device="cuda").bfloat16()
+    return [(*pair, *(linear(*shape, 4 * i + j) for j, shape in enumerate(shapes))) for i, pair in enumerate(norms)]
+
+
+@pytest.fixture(scope="module")
+def small_model():
+    return make_small_model()
+
+
+def decode_step(model, x, residual, positions, table):
+    """All that a decode step launches of ours, with a kernel of torch in the place of attention."""
+    for before, after, qkv, o, gate_up, down in model:
+        x, residual = add_rms_norm(x, residual, before, 1e-6)
+        q, k, v = tiled_matmul(x, *qkv).chunk(3, 1)
+        q, k = rotate(q, k, positions, table, HIDDEN // HEADS)
+        x, residual = add_rms_norm(tiled_matmul(q + k + v, *o), residual, after, 1e-6)
+        x = tiled_matmul(silu_mul(tiled_matmul(x, *gate_up)), *down)
+    return x, residual
+
+
+def chained(model, rows, early, monkeypatch):
+    """(graph, its inputs, its outputs)"""
+    x, residual = (torch.zeros(rows, HIDDEN, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    positions = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    table = torch.randn(512, HIDDEN // HEADS, generator=torch.Generator().manual_seed(2)).bfloat16().cuda()
+    monkeypatch.setattr(launch, "starts_early", early)
+    decode_step(model, x, residual, positions, table)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode_step(model, x, residual, positions, table)
+    return graph, (x, residual, positions), out
+
+
+def replay(rows, graphs, times):
+    """Replays of two graphs on the same inputs, new ones each time: how many differ, and how many are no numbers."""
+    generator = torch.Generator("cuda").manual_seed(rows)
+    wrong, odd = torch.zeros(2, 2, dtype=torch.int64, device="cuda")
+    (one_by_one, given, expected), (early, copies, found) = graphs
+    for _ in range(times):
+        given[0].normal_(generator=generator)
+        given[1].normal_(generator=generator)
+        given[2].random_(512, generator=generator)
+        for copy, tensor in zip(copies, given, strict=True):
+            copy.copy_(tensor)
+        one_by_one.replay()
+        early.replay()
+        wrong += torch.stack([(a != b).any() for a, b in zip(found, expected, strict=True)])
+        odd += torch.stack([~out.isfinite().all() for out in (*found[:1], *expected[:1])])
+    return wrong.tolist(), odd.tolist()
+
+
+@pytest.mark.parametrize("company", [0, 3])
+def test_a_chain_of_small_kernels_beside_other_processes(small_model, company, monkeypatch):
+    neighbours = [subprocess.Popen([sys.executable, __file__]) for _ in range(company)]
+    try:
+        found = {}
+        for rows in (1, 8, 32, 64, 128, 256):
+            graphs = [chained(small_model, rows, early, monkeypatch) for early in (False, True)]
+            found[rows] = replay(rows, graphs, 400 if company else 2000)
+        assert found == {rows: ([0, 0], [0, 0]) for rows in found}
+        assert all(one.poll() is None for one in neighbours)  # they were there to the end
+    finally:
+        for one in neighbours:
+            one.kill()
+
+
 def test_an_early_start_may_follow_anything_in_a_graph():
     x = torch.ones(1, K, device="cuda").bfloat16()
     weight = torch.ones(K, device="cuda").bfloat16()
@@ -105,3 +188,13 @@ def test_an_early_start_may_follow_anything_in_a_graph():
         assert torch.allclose(first, torch.ones_like(first), rtol=2**-7)
         assert (joined == 3.5 * value).all()
         assert not last.any()
+
+
+if __name__ == "__main__":  # a neighbour, until it is killed
+    model = make_small_model()
+    with pytest.MonkeyPatch.context() as patch:
+        graph, *_ = chained(model, 64, True, patch)
+        while True:
+            for _ in range(100):
+                graph.replay()
+            torch.cuda.synchronize()
