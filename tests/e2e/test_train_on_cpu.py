@@ -248,24 +248,29 @@ def test_verls_weights_are_of_a_quantized_noisy_rollout(int8_base_run):
 
 def test_noise_alone_on_a_bf16_rollout_with_validation(workbench):
     options = ["+aqn.enabled=true", "+aqn.num_stages=2", "trainer.val_before_train=True", "trainer.test_freq=1"]
-    options += ["+qerl.mismatch_sample=4", "+aqn.sigma_start=0.1", "+aqn.sigma_end=0.1"]
+    options += ["+qerl.mismatch_sample=4", "+aqn.sigma_start=0.5", "+aqn.sigma_end=0.5"]
     # Where C is 1, the rounding of the two policies suffices to widen the range of some tokens.
     run = workbench.train("noise_alone", *options, ACR, "+acr.max_ratio=1").check()
     assert [step["aqn/num_norms"] for step in run.steps] == [NUM_NORMS, NUM_NORMS]
-    assert [step["aqn/sigma"] for step in run.steps] == [0.0, 0.1]
+    assert [step["aqn/sigma"] for step in run.steps] == [0.0, 0.5]
     quiet, noisy = run.steps
+    # Over 40 steps at sigma 0.3 the kernel was 0.009 to 0.012, with noise and without, the noise 0.04 to 0.07, its
+    # share 0.93 to 1.00. Parts of a few short answers scatter; the share does least.
     assert "qerl/mismatch_noise" not in quiet
     assert quiet["qerl/mismatch_kernel_share"] == pytest.approx(1)
-    # Measured with sigma 0.01: noise 0.0022, kernel 0.0104 (0.0095 without noise).
-    assert noisy["qerl/mismatch_noise"] > noisy["qerl/mismatch_kernel"] > 0
+    assert noisy["qerl/mismatch_noise_share"] > 0.5
     assert noisy["qerl/mismatch_noise_share"] + noisy["qerl/mismatch_kernel_share"] == pytest.approx(1)
+    assert noisy["qerl/mismatch_noise"] > 0
+    # The noise was on when the rollout sampled, too.
+    assert quiet["qerl/rollout_log_prob_abs_diff"] < 0.02 < noisy["qerl/rollout_log_prob_abs_diff"] < 0.5
     for step in run.steps:
         assert "qerl/mismatch_staleness" not in step
         assert 4 <= step["qerl/mismatch_num_tokens"] <= 64
+        assert 0 < step["qerl/mismatch_kernel"] < 0.03
         assert 0 < step["actor/acr_widened_frac"] < 1
         assert step["actor/acr_upper_bound"] > 1.2
         assert step["actor/acr_ratio"] < 1
-        assert 0 < step["qerl/rollout_log_prob_abs_diff"] < 0.1
+        assert step["qerl/rollout_log_prob_abs_diff"] > 0
     assert "packed base" not in run.log
 
 
