@@ -87,7 +87,8 @@ print(peak() - before)
 def _peak_growth(folder: Path, num_layers: int) -> tuple[int, int]:
     """(bytes of the model, growth of the peak resident memory while it is quantized)."""
     folder.mkdir()
-    size = _save_large(folder / "bf16", num_layers, N=256, K=2048)
+    # Of small linears: what is in work at once differs from run to run, by 20 MB with linears of 1 MB.
+    size = _save_large(folder / "bf16", num_layers, N=64, K=2048)
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
     command = [sys.executable, "-c", _PEAK, str(folder / "bf16"), str(folder / "out")]
     result = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
@@ -95,8 +96,8 @@ def _peak_growth(folder: Path, num_layers: int) -> tuple[int, int]:
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    small, peak_of_small = _peak_growth(tmp_path / "small", num_layers=20)
-    large, peak_of_large = _peak_growth(tmp_path / "large", num_layers=250)
+    small, peak_of_small = _peak_growth(tmp_path / "small", num_layers=80)
+    large, peak_of_large = _peak_growth(tmp_path / "large", num_layers=1000)
     packed = (large - small) * 4.5 / 16
     assert packed > 60e6
     assert peak_of_large - peak_of_small < packed / 2  # neither the source nor its quantized form is held
