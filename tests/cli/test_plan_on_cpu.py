@@ -49,6 +49,37 @@ def test_every_switch_counts(model, capsys):
     assert len(printed) == 5
 
 
+def test_a_shared_base_is_counted_once(model, capsys):
+    found = {}
+    for options in ((), ("--share-base",)):
+        assert main(["plan", "--model", str(model), "--gpu-gib", "79.6", "--tokens", "4736", *options]) == 0
+        *parts, left = capsys.readouterr().out.splitlines()
+        assert parts.count("  packed base: 16.35") == 2  # the actor's, in rollout and update
+        found[options] = left
+    # 64 * 487 M linear weights of 9/16 bytes, which vLLM does not hold a second time.
+    assert found[()] == "of vLLM's 39.80 GiB, 20.55 are left for its cache and its passes"
+    assert found["--share-base",] == "of vLLM's 39.80 GiB, 36.90 are left for its cache and its passes"
+
+
+def test_sharing_gives_room_to_what_has_too_little(model, capsys):
+    options = ["plan", "--model", str(model), "--gpu-gib", "79.6", "--tokens", "4736", "--utilization", "0.2"]
+    with pytest.raises(SystemExit):
+        main(options)
+    assert "vLLM's weights take 19.2 GiB" in capsys.readouterr().err
+    assert main([*options, "--share-base"]) == 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    ["--format int8", "--tensor-parallel 2", "--shard-base", "--param-offload", "--utilization 0.0"],
+)
+def test_what_a_run_refuses_beside_a_shared_base(model, capsys, other):
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "--model", str(model), "--gpu-gib", "141", "--share-base", *other.split()])
+    assert stopped.value.code == 1
+    assert f"--share-base does not go together with {other}: the rollout" in capsys.readouterr().err
+
+
 def test_a_directory_without_a_config(tmp_path):
     with pytest.raises(SystemExit):
         main(["plan", "--model", str(tmp_path), "--gpu-gib", "80"])

@@ -148,9 +148,7 @@ def plan(shape: ModelShape, settings: Settings, gpu_bytes: float) -> tuple[Phase
         ValueError: The rollout is given less than its weights take.
     """
     s, actor = settings, _actor(shape, settings)
-    # The actor's, counted there, where it is shared.
-    packed = 0 if s.share_base else shape.layers * shape.layer_weights * BYTES_PER_WEIGHT[s.format]
-    weights = (packed + 2 * shape.head_weights) / s.tensor_parallel
+    weights = rollout_weights(shape, s)
     if s.utilization and weights > s.utilization * gpu_bytes:
         raise ValueError(
             f"too little GPU memory for the configuration: vLLM's weights take {weights / GIB:.1f} GiB on each GPU, and"
@@ -174,8 +172,18 @@ def plan(shape: ModelShape, settings: Settings, gpu_bytes: float) -> tuple[Phase
     return Phase("rollout", rollout_held, beside), update
 
 
+def rollout_weights(shape: ModelShape, s: Settings) -> float:
+    """Bytes of vLLM's own weights on each GPU; a shared base is the actor's, and counted there."""
+    packed = 0 if s.share_base else _packed(shape, s)
+    return (packed + 2 * shape.head_weights) / s.tensor_parallel
+
+
+def _packed(shape: ModelShape, s: Settings) -> float:
+    return shape.layers * shape.layer_weights * BYTES_PER_WEIGHT[s.format]
+
+
 def _actor(shape: ModelShape, s: Settings) -> dict[str, float]:
-    packed = shape.layers * shape.layer_weights * BYTES_PER_WEIGHT[s.format]
+    packed = _packed(shape, s)
     adapter = shape.layers * s.rank * sum(N + K for N, K in shape.linears) / s.gpus
     return {
         "packed base": packed / (s.gpus if s.shard_base else 1),

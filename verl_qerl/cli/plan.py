@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from verl_qerl.algos.memory_plan import BYTES_PER_WEIGHT, GIB, ModelShape, Settings, check, plan, table
+from verl_qerl.algos.memory_plan import BYTES_PER_WEIGHT, GIB, ModelShape, Settings, check, plan, rollout_weights, table
 
 
 def add_parser(subparsers: Any) -> None:
@@ -20,6 +20,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--utilization", type=float, default=0.5, help="rollout.gpu_memory_utilization")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="of the rollout")
     parser.add_argument("--no-checkpointing", action="store_true", help="of gradients")
+    parser.add_argument("--share-base", action="store_true", help="one packed base for actor and rollout")
     for name in ("shard-base", "whole-logits", "param-offload", "optimizer-offload"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.set_defaults(run=run)
@@ -29,12 +30,13 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan; 1 when the estimate is above what the GPU has.
 
     Raises:
-        ValueError: It certainly does not fit, or there is no plan for the model.
+        ValueError: It certainly does not fit, there is no plan for the model, or a run refuses the options together.
         FileNotFoundError: There is no config.json.
     """
+    _check_shared(args)
     path = args.model / "config.json" if args.model.is_dir() else args.model
     shape = ModelShape.from_config(json.loads(path.read_text(encoding="utf-8")))
-    switches = ("shard_base", "whole_logits", "param_offload", "optimizer_offload")
+    switches = ("shard_base", "share_base", "whole_logits", "param_offload", "optimizer_offload")
     values = ("format", "rank", "gpus", "tokens", "utilization", "tensor_parallel")
     settings = Settings(
         **{name: getattr(args, name) for name in (*values, *switches)}, checkpointing=not args.no_checkpointing
@@ -42,8 +44,33 @@ def run(args: argparse.Namespace) -> int:
     total = args.gpu_gib * GIB
     phases = plan(shape, settings, total)
     print(table(phases, total))
+    share = settings.utilization * total
+    if share:
+        left = share - rollout_weights(shape, settings)
+        print(f"of vLLM's {share / GIB:.2f} GiB, {left / GIB:.2f} are left for its cache and its passes")
     check(phases, total)
     above = [phase.name for phase in phases if phase.total > total]
     if above:
         print(f"above the GPU's memory by the estimate: {', '.join(above)}")
     return 1 if above else 0
+
+
+def _check_shared(args: argparse.Namespace) -> None:
+    """Refuse what a run refuses beside share_base.
+
+    Raises:
+        ValueError: The first such option.
+    """
+    others = {
+        f"--format {args.format}": args.format != "nvfp4",
+        f"--tensor-parallel {args.tensor_parallel}": args.tensor_parallel != 1,
+        "--shard-base": args.shard_base,
+        "--param-offload": args.param_offload,
+        f"--utilization {args.utilization}": not args.utilization,
+    }
+    found = next((name for name, given in others.items() if given), None)
+    if args.share_base and found:
+        raise ValueError(
+            f"--share-base does not go together with {found}: the rollout computes with the actor's whole NVFP4 base"
+            " on the same GPU. Leave one of them out."
+        )
