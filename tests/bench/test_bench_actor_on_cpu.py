@@ -1,6 +1,7 @@
 """The benchmark of the actor, run whole on a shape for a CPU; its gate, its files and its table."""
 
 import json
+import statistics
 
 import pytest
 import torch
@@ -28,10 +29,9 @@ def test_a_row_for_every_arm_and_case(report):
     cases = [(row["arm"], row["model"], row["tokens"], row["checkpointing"]) for row in report["rows"]]
     assert sorted(cases) == sorted((arm, "tiny", t, c) for arm in arms for t in (32, 16) for c in (False, True))
     assert all(row[phase] > 0 for row in report["rows"] for phase in bench.PHASES)
-    # A CPU computes what it launches.
-    assert all(
-        row["host_ms"] == pytest.approx(row["forward_ms"] + row["backward_ms"], rel=0.3) for row in report["rows"]
-    )
+    # A CPU computes what it launches. Another process may come between two looks at the clock, if not at every row.
+    ratios = [row["host_ms"] / (row["forward_ms"] + row["backward_ms"]) for row in report["rows"]]
+    assert 0.99 < min(ratios) <= statistics.median(ratios) < 1.3
     assert {row["layers"] for row in report["rows"]} == {2}
     assert [(row["tokens"], row["forward_ms"] > 0, row["backward_ms"] > 0) for row in report["heads"]] == [
         (32, True, True),
