@@ -116,6 +116,7 @@ WHOLE = {"qerl": {"format": "int8", "agrees_with": {"model.lora_rank": 0}}, "set
 WHOLE |= {"lora_only": False, "dtype": None, "lora_rank": 0}
 RUNS = {
     "padded": lambda: {1: update(1, padded=True, attention="sdpa")},
+    "unpadded": lambda: {1: update(1, attention="sdpa")},
     "logits": lambda: both(),
     "head": lambda: both(head=True),
     "sharded": lambda: both(head=True, model="tied", qerl={"shard_base": True, "train_norms": True}),

@@ -21,7 +21,7 @@ GOOD = {"size": 2, "attention": "flash_attention_2", "remove_padding": True, "nu
 def ranks(models, fresh_process, tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
     # Ours first: what verl replaces in transformers stays replaced for the others.
-    fresh_process(str(SCRIPT), str(models), str(out), *SHARED, "padded", "refused", ranks=2)
+    fresh_process(str(SCRIPT), str(models), str(out), *SHARED, "padded", "unpadded", "refused", ranks=2)
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 
@@ -45,9 +45,11 @@ def test_log_probs_and_entropy_are_those_of_whole_sequences(ranks, case):
     assert torch.equal(ranks[0][case][2]["log_probs"], ranks[1][case][2]["log_probs"])
 
 
-def test_the_reference_attention_keeps_sequences_apart(ranks):
-    padded, packed = (ranks[0][case][1] for case in ("padded", "logits"))
+@pytest.mark.parametrize("case", ["logits", "unpadded"], ids=["reference", "sdpa"])
+def test_an_attention_keeps_sequences_apart_that_have_no_padding(ranks, case):
+    padded, packed = ranks[0]["padded"][1], ranks[0][case][1]
     assert padded["tokens"] == [12, 14]  # of the longest, for each of two
+    assert packed["tokens"] == [21, 24]
     assert_close(packed["log_probs"], padded["log_probs"], 1e-3)
     assert packed["loss"] == pytest.approx(padded["loss"], rel=2e-3)
     for name, grad in packed["grads"].items():
