@@ -21,7 +21,7 @@ def test_uaq_is_a_run_with_other_learning_rates(tmp_path: Path, monkeypatch: pyt
     assert len(rows) == 9
     assert rows["uaq", 2.0, None]["distance_to_twin"] == 0  # to the bit
     assert rows["uaq", 1.5, None]["distance_to_twin"] < 2e-3
-    assert rows["uaq", 1.5, 0.05]["distance_to_twin"] > 1e-3  # a clipped gradient is another direction
+    assert rows["uaq", 1.5, 0.05]["distance_to_twin"] > 5e-4  # 2e-4 unclipped; a clipped gradient is another direction
     for scale in (1.5, 2.0):
         uaq, lr, plain = rows["uaq", scale, None], rows["lr", scale, None], rows["plain", 1.0, None]
         for name in ("relative_update_linears", "update_over_error"):
