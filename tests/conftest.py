@@ -71,7 +71,7 @@ class WarmPython:
         self._process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def run(
-        self, *arguments: str, env: dict[str, str], cwd: Path | str = ".", ranks: int = 1, timeout_s: float = 300
+        self, *arguments: str, env: dict[str, str], cwd: Path | str = ".", ranks: int = 1, timeout_s: float = 900
     ) -> subprocess.CompletedProcess[str]:
         """Run `python <arguments>` on so many ranks; the output is that of all of them, the code that of a failure."""
         own = [{"RANK": str(rank), "WORLD_SIZE": str(ranks)} if ranks > 1 else {} for rank in range(ranks)]

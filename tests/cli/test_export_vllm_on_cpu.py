@@ -46,7 +46,7 @@ def answers(trained, models, tmp_path_factory):
     ]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, str(SCRIPT), json.dumps(cases)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stdout[-2000:] + done.stderr[-6000:]
     found = json.loads(lines[0].removeprefix("RESULT "))

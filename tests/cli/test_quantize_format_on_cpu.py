@@ -107,7 +107,7 @@ def test_stock_vllm_computes_int8_as_the_dequantized_model(outputs, model):
     case["options"] = {"kv_cache_memory_bytes": 1 << 26}
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, str(SCRIPT), json.dumps([case])]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stdout[-2000:] + done.stderr[-6000:]
     method, values = json.loads(lines[0].removeprefix("RESULT "))["int8"]

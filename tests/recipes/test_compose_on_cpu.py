@@ -61,7 +61,7 @@ def run_script(script: Path, path: Path | None = None, *args: str, **env: str) -
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=900,
     )
 
 

@@ -44,7 +44,7 @@ def run(folder, **env):
     stub.chmod(0o755)
     settings = {"PATH": f"{folder}:{os.environ['PATH']}", "WORK": str(folder / "work"), "SEEDS": "1"}
     return subprocess.run(
-        ["bash", str(SCRIPT)], env=settings | env, capture_output=True, text=True, check=False, timeout=300
+        ["bash", str(SCRIPT)], env=settings | env, capture_output=True, text=True, check=False, timeout=900
     )
 
 

@@ -29,7 +29,7 @@ def composed(recorder, command):
     script = RECIPES.parent / words[at]
     env = {"PATH": f"{recorder}:{os.environ['PATH']}", "HOME": "/h", **variables}
     done = subprocess.run(
-        ["bash", str(script), *words[at + 1 :]], env=env, capture_output=True, text=True, check=True, timeout=300
+        ["bash", str(script), *words[at + 1 :]], env=env, capture_output=True, text=True, check=True, timeout=900
     )
     *_, call = [part.strip("\n").split("\n") for part in done.stdout.split("== end\n") if part]
     overrides = call[call.index("config") + 1 :]

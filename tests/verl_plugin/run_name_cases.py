@@ -35,7 +35,7 @@ class Actor:
 def wait_for_the_other():
     ready, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     (ready / str(rank)).touch()
-    end = time.monotonic() + 200
+    end = time.monotonic() + 600
     while not (ready / str(1 - rank)).exists():
         assert time.monotonic() < end, "the other cluster has not started"
         time.sleep(0.05)

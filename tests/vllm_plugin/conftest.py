@@ -270,7 +270,7 @@ def run_script(tmp_path) -> Callable[..., object]:
         script = tmp_path / "script.py"
         script.write_text(source)
         command = [sys.executable, str(script), *arguments]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
         lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
         assert lines, done.stdout[-2000:] + done.stderr[-4000:]
         return json.loads(lines[0].removeprefix("RESULT "))

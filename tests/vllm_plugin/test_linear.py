@@ -127,7 +127,7 @@ def ask(models, tmp_path_factory):
                 *(str(folder / name) for name in ("bf16", "first", "second")),
                 options,
             ]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
             lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
             assert lines, done.stdout[-2000:] + done.stderr[-4000:]
             said[options] = json.loads(lines[0].removeprefix("RESULT "))

@@ -112,7 +112,7 @@ def found(random_qwen2, tmp_path):
         running[form] = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
     results = {}
     for form, process in running.items():
-        process.wait(timeout=400)
+        process.wait(timeout=900)
         output = (tmp_path / f"{form}.log").read_text()
         lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
         results[form] = json.loads(lines[0].removeprefix("RESULT ")) if lines else output[-6000:]
