@@ -1,5 +1,5 @@
 // What a kernel's C++ sees of the emulated GPU: the built-ins of CUDA, and a function for each PTX instruction that
-// translate.py knows. The hardware itself is in machine.cpp, schedule.cpp and tensor_core.cpp.
+// instructions.txt names. The hardware itself is in schedule.cpp, grids.cpp, memory.cpp and tensor_core.cpp.
 #pragma once
 #include <cmath>
 #include <cstddef>
@@ -113,17 +113,13 @@ inline void arrive_at_rank(uint32_t at, uint32_t rank) { barrier_arrive(map_to_r
 inline void mapa(uint32_t& out, uint32_t at, uint32_t rank) { out = map_to_rank(at, rank); }
 inline void arrive(uint32_t at) { barrier_arrive(at, 0); }
 
-inline void copy_block(uint32_t to, const void* map, int column, int row, uint32_t barrier, unsigned long long) {
+// The policy of L2, where one is named, changes nothing here.
+inline void copy_block(uint32_t to, const void* map, int column, int row, uint32_t barrier, unsigned long long = 0) {
   copy_2d(to, map, column, row, barrier, 0);
 }
-inline void copy_block_plain(uint32_t to, const void* map, int column, int row, uint32_t barrier) {
-  copy_2d(to, map, column, row, barrier, 0);
-}
-inline void multicast_plain(uint32_t to, const void* map, int column, int row, uint32_t barrier, uint16_t mask) {
-  copy_2d(to, map, column, row, barrier, mask);
-}
-inline void multicast(uint32_t to, const void* map, int column, int row, uint32_t barrier, uint16_t mask, unsigned long long) {
-  copy_2d(to, map, column, row, barrier, mask);
+inline void multicast(uint32_t to, const void* map, int column, int row, uint32_t barrier, uint16_t blocks,
+                      unsigned long long = 0) {
+  copy_2d(to, map, column, row, barrier, blocks);
 }
 inline void create_policy(unsigned long long& policy) { policy = 0; }
 

@@ -15,13 +15,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from translate import translate
 
 from verl_qerl.kernels import elementwise, launch, low_rank, tiled_matmul
+from verl_qerl.testing import load_beside
+
+translate = load_beside(__file__, "cuda_to_cpp").translate
 
 HERE = Path(__file__).parent
-MACHINE = ("schedule.cpp", "memory.cpp", "tensor_core.cpp")
-FLAGS = ("-std=c++20", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing", "-fstack-reuse=none", f"-I{HERE}")
+MACHINE = ("schedule.cpp", "grids.cpp", "memory.cpp", "tensor_core.cpp")
+# Registers of a wgmma are read late: what lies in them must not be given to another variable.
+FLAGS = ["-std=c++20", "-fPIC", "-shared", f"-I{HERE}"]
+FLAGS += ["-ffp-contract=off", "-fno-strict-aliasing", "-fstack-reuse=none"]
 _EARLY, _CLUSTER, _SWIZZLE_128 = 6, 4, 3
 _ELEMENT_BYTES = {0: 1, 1: 2, 4: 8}  # by CUtensorMapDataType
 _MAGIC = 0xBA881E55BA881E55
@@ -70,7 +74,8 @@ class Emulator:
             if compiler is None:
                 raise FileNotFoundError("no g++ on PATH, and the emulator is compiled by it. Install g++.")
             made = library.with_suffix(".tmp")
-            done = subprocess.run([compiler, *FLAGS, *options, "-o", str(made), *sources], capture_output=True, text=True)
+            command = [compiler, *FLAGS, *options, "-o", str(made), *sources]
+            done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise EmulationError(f"g++ does not compile {sources}: {done.stderr[:4000]}")
             made.rename(library)
@@ -137,7 +142,7 @@ class Emulator:
         monkeypatch.setattr(tiled_matmul, "_multiprocessors", lambda device: self.multiprocessors)
         launch._encode.cache_clear()
         for module in (elementwise, low_rank, tiled_matmul):
-            for name, made in vars(module).items():
+            for made in vars(module).values():
                 if hasattr(made, "cache_clear") and getattr(made, "__module__", "") == module.__name__:
                     made.cache_clear()
 

@@ -62,7 +62,8 @@ struct Warp {
   Fiber* lanes[32];
   int live, arrived;
   const char* what;
-  Fibers waiting;
+  Fibers waiting, ready;
+  bool listed;  // among the warps that may run, or runs
   u64 frozen_until;
   std::deque<Product> products;
   u32 retired;  // products that are no more in the queue
@@ -119,16 +120,29 @@ struct Grid {
 constexpr u32 RESERVED = 1024, STATIC_END = 12 << 10, RANK_SHIFT = 24;
 constexpr unsigned short POISON = 0x7FFF;  // a NaN as bf16, and twice as float32
 
+constexpr size_t STACK = 16 << 10;
+
+// schedule.cpp
 extern u64 now;
 inline Fiber* me() { return static_cast<Fiber*>(self); }
 [[noreturn]] void fail(const std::string& message);
 u64 random_below(u64 limit);
 u64 random_delay();
 void later(u64 due, std::function<void()> what);
+void start(Fiber* fiber, int color);
 void wait_here(const char* what, u32 at = 0);
 void wake(Fibers& fibers);
-std::string name_of(const Fiber* fiber);
+
+// grids.cpp
+void prepare_grids(int multiprocessors);
+void place_blocks();
+void leave_thread();
+bool all_ended();
+void drop_grids();
+std::string who_waits();
 std::string name_of(const Block* block);
+std::string name_of(const Warp* warp);
+std::string name_of(const Fiber* fiber);
 
 // Every lane of the warp calls it; the last one to come runs `last`.
 template <class F>
@@ -149,6 +163,7 @@ void meet(const char* what, F&& last) {
   wake(warp.waiting);
 }
 
+// memory.cpp
 struct SharedPlace {
   Block* of;
   u32 at;

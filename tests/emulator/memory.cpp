@@ -7,7 +7,7 @@ namespace {
 
 constexpr u64 MAGIC = 0xBA881E55BA881E55ull;  // lies where a barrier does: nobody writes there while it is used
 
-// What `emulator.py` writes into a tensor map.
+// What emulator.py writes into a tensor map.
 struct Map {
   u64 address, element_bytes, columns, rows, pitch, box_columns, box_rows, swizzled, magic;
 };

@@ -61,7 +61,7 @@ void take_registers(Sums& sums, float* registers, int columns) {
   }
 }
 
-void give_registers(Warp* warp, Sums& sums, int columns) {
+void give_registers(Sums& sums, int columns) {
   for (int lane = 0; lane < 32; lane++) {
     for (int i = 0, row; i < columns / 2; i++) {
       const int n = place_in(lane, i, row);
@@ -126,7 +126,7 @@ void group_wait(int left) {
       Product& product = warp->products.front();
       run_product(warp, product);
       if (--product.sums->under_way == 0) {
-        give_registers(warp, *product.sums, product.columns);
+        give_registers(*product.sums, product.columns);
         delete product.sums;
       }
       warp->products.pop_front(), warp->retired++;

@@ -1,0 +1,91 @@
+"""An emulated GPU, and small linears for it."""
+
+import platform
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from verl_qerl.kernels import launch
+from verl_qerl.kernels.lora import member_of_tile
+from verl_qerl.kernels.tiled import tile
+from verl_qerl.kernels.tiled_matmul import Adapter
+from verl_qerl.nvfp4 import reference
+from verl_qerl.testing import load_beside, random_packed_weight
+
+
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory) -> Any:
+    if shutil.which("g++") is None or platform.machine() != "x86_64":
+        pytest.skip("the emulator needs g++ on x86-64")
+    return load_beside(__file__, "emulator").Emulator(tmp_path_factory.mktemp("emulator"), multiprocessors=6)
+
+
+@pytest.fixture
+def gpu(emulator, monkeypatch) -> Iterator[Any]:
+    """The emulator in the place of the driver; what torch.empty gives is full of NaN."""
+    emulator.seed = 1
+    emulator.install(monkeypatch)
+    with load_beside(__file__, "emulator").uninitialized_is_nan():
+        yield emulator
+
+
+@pytest.fixture
+def mutate(gpu, monkeypatch) -> Callable[..., None]:
+    """Puts other text into the kernels' files from now on; None is as before."""
+    read = Path.read_text
+
+    def put(*changes: tuple[str, str]) -> None:
+        found = dict.fromkeys(changes, 0)
+
+        def changed(path: Path, *args: Any, **kwargs: Any) -> str:
+            text = read(path, *args, **kwargs)
+            if path.parent == Path(launch.__file__).parent and path.suffix in (".cu", ".cuh"):
+                for change in changes:
+                    found[change] += text.count(change[0])
+                    text = text.replace(*change)
+            return text
+
+        monkeypatch.setattr(Path, "read_text", changed)
+        gpu.install(monkeypatch)  # nothing compiled before is used again
+        put.found = found
+
+    return put
+
+
+@pytest.fixture(scope="session")
+def on_gpu() -> ModuleType:
+    """What the tests of the kernel on a GPU assert."""
+    return load_beside(str(Path(__file__).parents[1] / "kernels" / "conftest.py"), "test_tiled_matmul")
+
+
+@pytest.fixture(scope="session")
+def linear() -> Callable[..., tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
+    """Tensors of `tiled_matmul` for [N, K], and the weight in float64."""
+
+    def make(N: int, K: int, seed: int = 0) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        weight = random_packed_weight(N, K, seed)
+        words, scale = tile(weight)
+        tensors = (words, scale.view(torch.uint8), weight.global_decode_scale.reshape(1))
+        return tensors, reference.dequantize(weight).double()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def adapter() -> Callable[..., Adapter]:
+    """One that every second token has."""
+
+    def make(K: int, slices: tuple[int, ...], rank: int, rows: int) -> Adapter:
+        generator = torch.Generator().manual_seed(rank)
+        a = (torch.randn(len(slices) * rank, K, generator=generator) * K**-0.5).bfloat16()
+        b = torch.randn(sum(slices), rank, generator=generator).bfloat16()
+        slots = torch.zeros(rows, dtype=torch.int64)
+        slots[1::2] = -1
+        return Adapter(a, b, member_of_tile(slices, "cpu"), slots)
+
+    return make

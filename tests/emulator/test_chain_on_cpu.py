@@ -1,0 +1,119 @@
+"""Kernels of a layer in one graph, each started early into memory that others have just left: the same bits always."""
+
+import functools
+
+import pytest
+import torch
+
+from verl_qerl.kernels import elementwise
+from verl_qerl.kernels import launch as launch_module
+from verl_qerl.kernels.launch import Kernel, read_source
+from verl_qerl.kernels.tiled_launch import Launch
+from verl_qerl.kernels.tiled_matmul import tiled_matmul
+from verl_qerl.testing import load_beside
+
+HIDDEN, HEAD, LAYERS = 384, 64, 2
+Pool = load_beside(__file__, "graph_memory").Pool
+
+# In the place of attention: it does not start early, and those after it start when it has ended.
+ATTENTION = """
+extern "C" __global__ void attention(const u16* q, const u16* k, u16* out, int columns, int k_columns, int count) {
+  const int at = blockIdx.x * 128 + threadIdx.x;
+  if (at < count) out[at] = to_bf16(from_bf16(q[at]) * 0.5f + from_bf16(k[at / columns * k_columns + at % k_columns]));
+}
+"""
+
+
+@pytest.fixture
+def forward(gpu, linear, monkeypatch):
+    """Calls the kernels of LAYERS layers for [rows, HIDDEN]; returns the last two tensors."""
+    sizes = {"qkv": (HIDDEN + 2 * HEAD, HIDDEN), "o": (HIDDEN, HIDDEN), "up": (512, HIDDEN), "down": (HIDDEN, 256)}
+    weights = {name: linear(*size, seed)[0] for seed, (name, size) in enumerate(sizes.items())}
+    norm, table = (
+        torch.linspace(0.5, 1.5, HIDDEN).bfloat16(),
+        torch.linspace(-1, 1, 100 * HEAD).bfloat16().view(100, HEAD),
+    )
+
+    def attend(pool, q, k):
+        out = pool.empty(*q.shape)
+        early, launch_module.starts_early = launch_module.starts_early, False
+        kernel = Kernel(read_source("decode.cuh") + ATTENTION, "attention")
+        kernel(-(-out.numel() // 128), 128, [q, k, out, q.shape[1], k.shape[1], out.numel()])
+        launch_module.starts_early = early
+        return out
+
+    def layer(pool, launch, x, residual, positions):
+        product = functools.partial(tiled_matmul, launch=launch)
+        y, total = elementwise._launch_norm(x, residual, norm, 1e-6)
+        pool.give(x, residual)
+        qkv = product(y, *weights["qkv"])
+        pool.give(y)
+        parts = qkv[:, :HIDDEN], qkv[:, HIDDEN : HIDDEN + HEAD]
+        turned = elementwise._rotate_cuda(*parts, positions, table, HEAD)
+        pool.give(qkv)
+        attended = attend(pool, *turned)
+        pool.give(*turned)
+        x = product(attended, *weights["o"])
+        pool.give(attended)
+        y, residual = elementwise._launch_norm(x, total, norm, 1e-6)
+        pool.give(x, total)
+        wide = product(y, *weights["up"])
+        pool.give(y)
+        act = elementwise._silu_mul_cuda(wide)
+        pool.give(wide)
+        x = product(act, *weights["down"])
+        pool.give(act)
+        return x, residual
+
+    def run(rows, launch, early=True, seed=0):
+        pool = Pool()
+        tensors = (
+            torch.linspace(-2, 2, rows * HIDDEN).view(rows, HIDDEN).bfloat16(),
+            torch.ones(rows, HIDDEN).bfloat16(),
+        )
+        tensors = tuple(pool.empty(rows, HIDDEN).copy_(tensor) for tensor in tensors)
+        positions = torch.arange(rows) % 100
+        with monkeypatch.context() as patch:
+            patch.setattr(launch_module, "starts_early", early)
+            patch.setattr(torch, "empty", pool.empty)
+            patch.setattr(torch, "empty_like", lambda like: pool.empty(like.shape))
+            patch.setattr(elementwise, "_rotate_fake", lambda q, k, *_: (pool.empty(q.shape), pool.empty(k.shape)))
+            patch.setattr(elementwise, "_silu_mul_fake", lambda x: pool.empty(len(x), x.shape[1] // 2))
+            gpu.seed = seed
+            with gpu.graph():
+                for _ in range(LAYERS):
+                    tensors = layer(pool, launch, *tensors, positions)
+        return torch.stack(tensors)
+
+    return run
+
+
+# K has six steps and four: two or fewer for each block of a cluster.
+@pytest.mark.parametrize(
+    ("rows", "launch"), [(3, Launch(2, 1, 4, 2)), (40, Launch(2, 1, 3, 2)), (70, Launch(1, 1, 2, 2))]
+)
+def test_a_graph_gives_the_bits_of_kernels_one_after_the_other(forward, gpu, monkeypatch, rows, launch):
+    expected = forward(rows, launch, early=False)
+    assert not expected.isnan().any()
+    for seed, multiprocessors in enumerate([4, 16, 40, 16]):
+        monkeypatch.setattr(gpu, "multiprocessors", multiprocessors)
+        assert torch.equal(expected, forward(rows, launch, seed=seed))
+
+
+AWAIT = "await_inputs();\n"
+EARLY = {
+    "x": ("      await_inputs();\n      if (GIVEN", "      if (GIVEN"),
+    "norm": (f"  {AWAIT}  uint4 loaded", "  uint4 loaded"),
+    "rotation": (f"  {AWAIT}  for (int head", "  for (int head"),
+    "activation": (f"  {AWAIT}  const int at = blockIdx", "  const int at = blockIdx"),
+}
+
+
+@pytest.mark.parametrize("change", EARLY)
+def test_an_input_read_too_early_is_seen(forward, mutate, monkeypatch, gpu, change):
+    launch = Launch(2, 1, 4, 2)
+    expected = forward(3, launch, early=False)
+    mutate(EARLY[change])
+    monkeypatch.setattr(gpu, "multiprocessors", 16)
+    assert any(not torch.equal(expected, forward(3, launch, seed=seed)) for seed in range(6))
+    assert all(mutate.found.values())

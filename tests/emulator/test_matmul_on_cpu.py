@@ -1,0 +1,61 @@
+"""The matmul and the low rank in an emulated GPU, against float64: results do not depend on the order of threads."""
+
+import pytest
+import torch
+
+from verl_qerl.kernels import tiled_matmul as module
+from verl_qerl.kernels.low_rank import low_rank
+from verl_qerl.kernels.tiled_launch import STREAM, Launch, padded_rows
+from verl_qerl.kernels.tiled_matmul import can_fuse, tiled_matmul
+
+# Rows, launch, K, columns of the members, rank: a ring that is filled once and several times, parts of unequal length,
+# columns that no block has, streams with fewer steps than blocks, low rank by the kernel itself and given.
+CASES = [
+    (1, Launch(2, 1, 6, 2), 768, (768,), 0),
+    (50, Launch(2, 1, 3, 2), 320, (256, 128), 32),
+    (64, Launch(2, 2, 1, 1), 1024, (320,), 0),
+    (100, Launch(1, 1, 6, 2), 768, (192, 64), 8),
+    (130, Launch(1, 2, 4, 1), 576, (128, 64, 64), 128),
+    (8, Launch(4, 1, STREAM, 2), 1024, (768,), 0),
+    (16, Launch(2, 3, STREAM, 1), 832, (384, 256), 16),
+    (31, Launch(1, 5, STREAM, 1), 64, (704,), 0),
+    (128, Launch(2, 2, STREAM, 1), 448, (256, 256), 64),
+]
+
+
+def counters() -> torch.Tensor:
+    _, flags, _, done = module._exchange(torch.device("cpu"))
+    return torch.cat((flags, done))
+
+
+@pytest.mark.parametrize(("rows", "launch", "K", "slices", "rank"), CASES, ids=str)
+def test_the_product_and_the_adapter(gpu, linear, adapter, on_gpu, rows, launch, K, slices, rank):
+    tensors, dense = linear(sum(slices), K)
+    x = torch.randn(rows, K, generator=torch.Generator().manual_seed(rows)).bfloat16()
+    bias = torch.linspace(-1, 1, sum(slices)).bfloat16()
+    its = adapter(K, slices, rank, rows) if rank else None
+    assert its is None or can_fuse(*its[:3], launch)
+    outs = [tiled_matmul(x, *tensors, bias, its, launch) for _ in range(3)]
+    expected = x.double() @ dense.T + bias.double()
+    if its is None:
+        error = (outs[0].double() - expected).abs()
+        assert (error <= 2**-8 * expected.abs() + 1e-5 * expected.abs().max()).all()
+    else:
+        on_gpu.assert_adapted(outs[0], x, expected, its, slices)
+    assert all(torch.equal(outs[0], out) for out in outs)
+    assert not counters().any()
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+def test_the_low_rank(gpu, rows):
+    x, a = torch.randn(rows, 576).bfloat16(), torch.randn(24, 576).bfloat16()
+    slots = torch.arange(rows) % 3 - 1
+    scale = torch.full((1,), 2.0**-11)  # times 256: an eighth
+    expected = x.double() @ a.double().T * (slots[:, None] >= 0)
+    out = low_rank(x, a, slots, scale)
+    assert ((out.double() / 8 - expected).abs() <= 2**-8 * expected.abs() + 1e-5 * expected.abs().max()).all()
+    assert torch.equal(out, low_rank(x, a, slots, scale))
+
+
+def test_every_entry_of_tokens_is_there():
+    assert {padded_rows(rows) for rows, *_ in CASES} == {8, 16, 32, 64, 96, 128}

@@ -1,0 +1,69 @@
+"""Synchronization that is taken out of the matmul is missed: it is not there for nothing, and the emulator sees it."""
+
+import pytest
+import torch
+
+from verl_qerl.kernels import tiled_matmul as module
+from verl_qerl.kernels.tiled_launch import STREAM, Launch
+from verl_qerl.kernels.tiled_matmul import tiled_matmul
+
+LAST = "if (split > 1) cluster_sync();  // no block leaves while another still reads its memory\n"
+BOTH = "      cluster_sync();\n      cluster_sync();\n"
+COMMITTED = "      wait_products<1>();\n"
+EMPTY = """      // All products of the stage before have ended.
+      if (step == 0 && stage > 0 && lane == 0) arrive(at.empty + before * 8);
+"""
+CHANGES = {
+    "blocks leave at once": (Launch(1, 1, 3, 2), 70, 0, [(LAST, ""), (BOTH, "      cluster_sync();\n")]),
+    "products are awaited a step late": (Launch(2, 1, 2, 2), 8, 0, [("wait_products<1>", "wait_products<2>")]),
+    "the ring is given back too early": (Launch(2, 1, 1, 2), 40, 0, [(COMMITTED + EMPTY, EMPTY + COMMITTED)]),
+    "the ring is filled without a look": (Launch(2, 1, 1, 2), 40, 0, [("filled++ >= ring.stages", "filled++ < 0")]),
+    "sums take the place of a ring in use": (
+        Launch(1, 2, 2, 1),
+        40,
+        0,
+        [("      join_workers();  // the ring is read no more: sums take its place\n", "")],
+    ),
+    "fewer bytes are expected": (Launch(2, 1, 2, 2), 8, 0, [("expect(full, X_BYTES)", "expect(full, X_BYTES - 16)")]),
+    "low is not fenced": (
+        Launch(2, 1, 2, 2),
+        8,
+        8,
+        [('asm volatile("fence.proxy.async.shared::cta;" ::: "memory");', "")],
+    ),
+    "a flag stays": (Launch(2, 1, STREAM, 2), 8, 0, [("flags[share] = 0;", "")]),
+    "sums are handed over before all are there": (
+        Launch(1, 2, STREAM, 1),
+        70,
+        0,
+        [("  join_workers();\n  if (threadIdx.x == 0) asm", "  if (threadIdx.x == 0) asm")],
+    ),
+}
+
+
+def is_right(linear, adapter, launch, rows, rank) -> bool:
+    K, slices = 1024, (256, 128)
+    tensors, dense = linear(sum(slices), K)
+    x = torch.randn(rows, K, generator=torch.Generator().manual_seed(rows)).bfloat16()
+    its = adapter(K, slices, rank, rows) if rank else None
+    try:
+        out = tiled_matmul(x, *tensors, None, its, launch)[1::2]
+    except RuntimeError:
+        return False
+    expected = (x.double() @ dense.T)[1::2]
+    close = (out.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-4
+    return bool(close.all()) and not module._exchange(torch.device("cpu"))[1].any()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_taken_out_is_missed(gpu, mutate, linear, adapter, change):
+    launch, rows, rank, changes = CHANGES[change]
+    mutate(*changes)
+    gpu.seed = 1
+    assert not all(is_right(linear, adapter, launch, rows, rank) for _ in range(12))
+    assert all(mutate.found.values())
+
+
+def test_what_is_whole_is_right(gpu, linear, adapter):
+    cases = {(launch, rows, rank) for launch, rows, rank, _ in CHANGES.values()}
+    assert all(is_right(linear, adapter, *case) for case in sorted(cases))
