@@ -57,5 +57,14 @@ def test_the_low_rank(gpu, rows):
     assert torch.equal(out, low_rank(x, a, slots, scale))
 
 
+def test_a_stream_of_fewer_steps_than_blocks_brings_low_only_where_it_is_added(gpu, linear, adapter, on_gpu):
+    """A copy that nobody waits for would end in the shared memory of the next block there."""
+    K, slices, launch, rows = 192, (256,), Launch(2, 2, STREAM, 1), 97
+    tensors, dense = linear(sum(slices), K)
+    x, its = torch.randn(rows, K).bfloat16(), adapter(K, slices, 64, rows)
+    for _ in range(10):
+        on_gpu.assert_adapted(tiled_matmul(x, *tensors, None, its, launch), x, x.double() @ dense.T, its, slices)
+
+
 def test_every_entry_of_tokens_is_there():
     assert {padded_rows(rows) for rows, *_ in CASES} == {8, 16, 32, 64, 96, 128}
