@@ -48,8 +48,8 @@ rms_norm(const uint4* x, const uint4* residual, const uint4* weight, uint4* y, u
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++) {
     const int at = threadIdx.x + c * THREADS;
-    loaded[c] = at < chunks ? x[row + at] : uint4{};
-    added[c] = at < chunks && adds ? residual[row + at] : uint4{};
+    loaded[c] = at < chunks ? __ldcg(x + row + at) : uint4{};
+    added[c] = at < chunks && adds ? __ldcg(residual + row + at) : uint4{};
   }
   float values[CHUNKS][8], squares = 0;
 #pragma unroll
@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) silu_mul(const uint4* x, u
   const int at = blockIdx.x * THREADS + threadIdx.x;
   if (at >= count) return;
   const uint4* left = x + (size_t)at + at / chunks * chunks;
-  const uint4 packed[2] = {left[0], left[chunks]};
+  const uint4 packed[2] = {__ldcg(left), __ldcg(left + chunks)};
   float gate[8], up[8];
   unpack(packed[0], gate);
   unpack(packed[1], up);
@@ -129,7 +129,7 @@ rotate(const uint4* q, const uint4* k, const uint4* table, const long long* posi
        int half, int q_heads, int k_heads, int q_stride, int k_stride) {
   start_next();
   const int column = threadIdx.x % half, token = blockIdx.x;
-  const uint4* of_position = table + positions[token] * 2 * half + column;
+  const uint4* of_position = table + __ldcg(positions + token) * 2 * half + column;
   float cosine[8], sine[8];
   unpack(of_position[0], cosine);
   unpack(of_position[half], sine);
@@ -139,7 +139,7 @@ rotate(const uint4* q, const uint4* k, const uint4* table, const long long* posi
     const int at = (is_q ? head : head - q_heads) * 2 * half + column;
     const uint4* from = is_q ? q + (size_t)token * q_stride + at : k + (size_t)token * k_stride + at;
     uint4* to = is_q ? q_out + (size_t)token * q_heads * 2 * half + at : k_out + (size_t)token * k_heads * 2 * half + at;
-    uint4 first = from[0], second = from[half];
+    uint4 first = __ldcg(from), second = __ldcg(from + half);
     rotate_pairs(first, second, cosine, sine);
     to[0] = first, to[half] = second;
   }
