@@ -1,5 +1,6 @@
 """An emulated GPU, and small linears for it."""
 
+import functools
 import platform
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,7 +12,6 @@ import pytest
 import torch
 
 from verl_qerl.kernels import launch
-from verl_qerl.kernels.lora import member_of_tile
 from verl_qerl.kernels.tiled import tile
 from verl_qerl.kernels.tiled_matmul import Adapter
 from verl_qerl.nvfp4 import reference
@@ -77,15 +77,6 @@ def linear() -> Callable[..., tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
 
 
 @pytest.fixture(scope="session")
-def adapter() -> Callable[..., Adapter]:
+def adapter(on_gpu) -> Callable[..., Adapter]:
     """One that every second token has."""
-
-    def make(K: int, slices: tuple[int, ...], rank: int, rows: int) -> Adapter:
-        generator = torch.Generator().manual_seed(rank)
-        a = (torch.randn(len(slices) * rank, K, generator=generator) * K**-0.5).bfloat16()
-        b = torch.randn(sum(slices), rank, generator=generator).bfloat16()
-        slots = torch.zeros(rows, dtype=torch.int64)
-        slots[1::2] = -1
-        return Adapter(a, b, member_of_tile(slices, "cpu"), slots)
-
-    return make
+    return functools.partial(on_gpu.build_adapter, device="cpu")

@@ -91,14 +91,14 @@ def test_every_code_and_every_normal_scale():
     assert torch.equal(torch.cat(columns).T, reference.dequantize(weight))
 
 
-def build_adapter(K: int, slices: tuple[int, ...], rank: int, rows: int) -> Adapter:
+def build_adapter(K: int, slices: tuple[int, ...], rank: int, rows: int, device: str = "cuda") -> Adapter:
     """One that every second token has, with room for two tokens more."""
-    generator = torch.Generator("cuda").manual_seed(rank)
-    a = (torch.randn(len(slices) * rank, K, device="cuda", generator=generator) * K**-0.5).bfloat16()
-    b = torch.randn(sum(slices), rank, device="cuda", generator=generator).bfloat16()
-    slots = torch.zeros(rows + 2, dtype=torch.int64, device="cuda")
+    generator = torch.Generator(device).manual_seed(rank)
+    a = (torch.randn(len(slices) * rank, K, device=device, generator=generator) * K**-0.5).bfloat16()
+    b = torch.randn(sum(slices), rank, device=device, generator=generator).bfloat16()
+    slots = torch.zeros(rows + 2, dtype=torch.int64, device=device)
     slots[1::2] = -1
-    return Adapter(a, b, member_of_tile(slices, "cuda"), slots)
+    return Adapter(a, b, member_of_tile(slices, device), slots)
 
 
 def assert_adapted(out: torch.Tensor, x: torch.Tensor, base: torch.Tensor, adapter: Adapter, slices) -> None:
