@@ -123,7 +123,8 @@ __device__ __forceinline__ void rotate_pairs(uint4& first, uint4& second, const 
 }
 
 // A token a block. Sizes and strides count 8 columns; table: cosines, then sines, of each position. No kernel of a graph
-// writes positions and table, so they are read before the inputs are there.
+// writes positions and table, so they are read before the inputs are there; positions, which are others in each run of
+// the graph, from L2.
 extern "C" __global__ void __launch_bounds__(THREADS)
 rotate(const uint4* q, const uint4* k, const uint4* table, const long long* positions, uint4* q_out, uint4* k_out,
        int half, int q_heads, int k_heads, int q_stride, int k_stride) {

@@ -117,8 +117,8 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
 
   const float factor = 256.0f * __ldg(global_scale);
   const LowRank low = {rows_of_x, a, slots, low_parts, low_done, M, K, columns, rank, low_split, low_tasks, low_workers};
-  // Of the parts of K, the first one's block adds the adapter: a share comes to it last, an empty share never.
-  const bool adds_low = begin < end && (end - 1) / steps > (begin - 1 + steps) / steps - 1;
+  // Who has the first step of some columns adds the adapter; a share comes to it last.
+  const bool adds_low = (begin + steps - 1) / steps * steps < end;
   if (warp >= GROUPS * 4) {
 #if REGISTERS
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(HELPER_REGISTERS));
