@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from verl_qerl.kernels import launch
-from verl_qerl.kernels.tiled import tile
 from verl_qerl.kernels.tiled_matmul import Adapter
-from verl_qerl.nvfp4 import reference
-from verl_qerl.testing import load_beside, random_packed_weight
+from verl_qerl.testing import load_beside
 
 
 @pytest.fixture(scope="session")
@@ -59,21 +57,14 @@ def mutate(gpu, monkeypatch) -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def on_gpu() -> ModuleType:
-    """What the tests of the kernel on a GPU assert."""
+    """What the tests of the kernel on a GPU build and assert."""
     return load_beside(str(Path(__file__).parents[1] / "kernels" / "conftest.py"), "test_tiled_matmul")
 
 
 @pytest.fixture(scope="session")
-def linear() -> Callable[..., tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
-    """Tensors of `tiled_matmul` for [N, K], and the weight in float64."""
-
-    def make(N: int, K: int, seed: int = 0) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        weight = random_packed_weight(N, K, seed)
-        words, scale = tile(weight)
-        tensors = (words, scale.view(torch.uint8), weight.global_decode_scale.reshape(1))
-        return tensors, reference.dequantize(weight).double()
-
-    return make
+def linear(on_gpu) -> Callable[..., tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
+    """Of K, columns of the members and a seed: tensors of `tiled_matmul`, and the weight in float64."""
+    return functools.partial(on_gpu.build, device="cpu")
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ extern "C" __global__ void attention(const u16* q, const u16* k, u16* out, int c
 def forward(gpu, linear, monkeypatch):
     """Calls the kernels of LAYERS layers for [rows, HIDDEN]; returns the last two tensors."""
     sizes = {"qkv": (HIDDEN + 2 * HEAD, HIDDEN), "o": (HIDDEN, HIDDEN), "up": (512, HIDDEN), "down": (HIDDEN, 256)}
-    weights = {name: linear(*size, seed)[0] for seed, (name, size) in enumerate(sizes.items())}
+    weights = {name: linear(K, (N,), seed)[0] for seed, (name, (N, K)) in enumerate(sizes.items())}
     norm, table = (
         torch.linspace(0.5, 1.5, HIDDEN).bfloat16(),
         torch.linspace(-1, 1, 100 * HEAD).bfloat16().view(100, HEAD),

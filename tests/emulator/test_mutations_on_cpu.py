@@ -43,7 +43,7 @@ CHANGES = {
 
 def is_right(linear, adapter, launch, rows, rank) -> bool:
     K, slices = 1024, (256, 128)
-    tensors, dense = linear(sum(slices), K)
+    tensors, dense = linear(K, slices)
     x = torch.randn(rows, K, generator=torch.Generator().manual_seed(rows)).bfloat16()
     its = adapter(K, slices, rank, rows) if rank else None
     try:

@@ -25,6 +25,13 @@ def launches() -> list[tuple[int, Launch]]:
     return [(rows, Launch(p, g, split, b)) for rows, (p, g, b) in shapes for split in (STREAM, 1, 4)]
 
 
+def tiles(N: int, columns: int, seed: int) -> tuple[torch.Tensor, ...]:
+    """Tensors of a weight as `tiled_matmul` takes them."""
+    weight = random_packed_weight(N, columns, seed, "cuda")
+    words, scale = tile(weight)
+    return words, scale.view(torch.uint8), weight.global_decode_scale.reshape(1)
+
+
 @pytest.fixture(scope="module")
 def layers():
     """Of each layer its norm and, of each of its linears, the tensors and an adapter that every second row has."""
@@ -33,15 +40,23 @@ def layers():
     slots[1::2] = -1
 
     def linear(seed, slices, columns):
-        weight = random_packed_weight(sum(slices), columns, seed, "cuda")
-        words, scale = tile(weight)
         a = (torch.randn(len(slices) * RANK, columns, device="cuda") * columns**-0.5).bfloat16()
         b = torch.randn(sum(slices), RANK, device="cuda").bfloat16()
-        tensors = (words, scale.view(torch.uint8), weight.global_decode_scale.reshape(1))
-        return tensors, Adapter(a, b, member_of_tile(slices, "cuda"), slots)
+        return tiles(sum(slices), columns, seed), Adapter(a, b, member_of_tile(slices, "cuda"), slots)
 
     norms = torch.rand(LAYERS, K, device="cuda").bfloat16()
     return [(norm, *(linear(seed, *one) for one in LINEARS)) for seed, norm in enumerate(norms)]
+
+
+def captured(run, early, monkeypatch):
+    """(graph of `run`, what it writes)"""
+    monkeypatch.setattr(launch, "starts_early", early)
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    return graph, out
 
 
 def capture(layers, x, residual, how, adapted, early, monkeypatch):
@@ -54,13 +69,7 @@ def capture(layers, x, residual, how, adapted, early, monkeypatch):
                 y = then(tiled_matmul(y, *tensors, None, adapter if fits else None, how))
         return y, total
 
-    monkeypatch.setattr(launch, "starts_early", early)
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    return graph, out
+    return captured(run, early, monkeypatch)
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["base", "adapter"])
@@ -93,14 +102,8 @@ def make_small_model():
     """Tensors of DEPTH layers: norms, and linears as `tiled_matmul` takes them."""
     torch.manual_seed(1)
     shapes = [(3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (2 * MIDDLE, HIDDEN), (HIDDEN, MIDDLE)]
-
-    def linear(N, columns, seed):
-        weight = random_packed_weight(N, columns, seed, "cuda")
-        words, scale = tile(weight)
-        return words, scale.view(torch.uint8), weight.global_decode_scale.reshape(1)
-
     norms = torch.rand(DEPTH, 2, HIDDEN, device="cuda").bfloat16()
-    return [(*pair, *(linear(*shape, 4 * i + j) for j, shape in enumerate(shapes))) for i, pair in enumerate(norms)]
+    return [(*pair, *(tiles(*shape, 4 * i + j) for j, shape in enumerate(shapes))) for i, pair in enumerate(norms)]
 
 
 @pytest.fixture(scope="module")
@@ -124,12 +127,7 @@ def chained(model, rows, early, monkeypatch):
     x, residual = (torch.zeros(rows, HIDDEN, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     positions = torch.zeros(rows, dtype=torch.int64, device="cuda")
     table = torch.randn(512, HIDDEN // HEADS, generator=torch.Generator().manual_seed(2)).bfloat16().cuda()
-    monkeypatch.setattr(launch, "starts_early", early)
-    decode_step(model, x, residual, positions, table)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = decode_step(model, x, residual, positions, table)
+    graph, out = captured(lambda: decode_step(model, x, residual, positions, table), early, monkeypatch)
     return graph, (x, residual, positions), out
 
 

@@ -32,12 +32,14 @@ LAUNCHES = [Launch(p, g, split, b) for p, g, b in sorted(set(sum(SHAPES.values()
 
 
 @functools.lru_cache(maxsize=2)
-def build(K: int, slices: tuple[int, ...]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    weight = random_packed_weight(sum(slices), K, device="cuda")
+def build(
+    K: int, slices: tuple[int, ...], seed: int = 0, device: str = "cuda"
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Tensors of `tiled_matmul`, and the weight in float64."""
+    weight = random_packed_weight(sum(slices), K, seed, device)
     words, scale = tile(weight)
-    return (words, scale.view(torch.uint8), weight.global_decode_scale.reshape(1)), reference.dequantize(
-        weight
-    ).double()
+    tensors = (words, scale.view(torch.uint8), weight.global_decode_scale.reshape(1))
+    return tensors, reference.dequantize(weight).double()
 
 
 def poison(rows: int, columns: int) -> None:
@@ -116,8 +118,8 @@ def assert_adapted(out: torch.Tensor, x: torch.Tensor, base: torch.Tensor, adapt
     assert not added[1::2].any()
 
 
-def assert_flags_are_left_at_zero() -> None:
-    _, flags, _, done = module._exchange(torch.device("cuda", torch.cuda.current_device()))
+def assert_flags_are_left_at_zero(device: torch.device | None = None) -> None:
+    _, flags, _, done = module._exchange(device or torch.device("cuda", torch.cuda.current_device()))
     assert not flags.any()
     assert not done.any()
 
