@@ -98,10 +98,6 @@ inline void st_shared_v2(uint32_t at, uint32_t a, uint32_t b) {
   const uint32_t both[2] = {a, b};
   store(at, both, 8);
 }
-inline void st_shared_v4(uint32_t at, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  const uint32_t all[4] = {a, b, c, d};
-  store(at, all, 16);
-}
 inline void st_shared_u32(uint32_t at, uint32_t a) { store(at, &a, 4); }
 inline void st_shared_u16(uint32_t at, uint16_t a) { store(at, &a, 2); }
 inline void st_shared_f32(uint32_t at, float a) { store(at, &a, 4); }
@@ -113,12 +109,12 @@ inline void arrive_at_rank(uint32_t at, uint32_t rank) { barrier_arrive(map_to_r
 inline void mapa(uint32_t& out, uint32_t at, uint32_t rank) { out = map_to_rank(at, rank); }
 inline void arrive(uint32_t at) { barrier_arrive(at, 0); }
 
-// The policy of L2, where one is named, changes nothing here.
-inline void copy_block(uint32_t to, const void* map, int column, int row, uint32_t barrier, unsigned long long = 0) {
+// The policy of L2 changes nothing here.
+inline void copy_block(uint32_t to, const void* map, int column, int row, uint32_t barrier, unsigned long long) {
   copy_2d(to, map, column, row, barrier, 0);
 }
 inline void multicast(uint32_t to, const void* map, int column, int row, uint32_t barrier, uint16_t blocks,
-                      unsigned long long = 0) {
+                      unsigned long long) {
   copy_2d(to, map, column, row, barrier, blocks);
 }
 inline void create_policy(unsigned long long& policy) { policy = 0; }
@@ -171,7 +167,6 @@ struct Code {
 
 #define __global__
 #define __device__
-#define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
@@ -186,9 +181,6 @@ struct alignas(8) uint2 {
 };
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
-};
-struct alignas(8) float2 {
-  float x, y;
 };
 struct alignas(16) float4 {
   float x, y, z, w;
@@ -237,12 +229,6 @@ inline unsigned atomicInc(unsigned* at, unsigned limit) {
   const unsigned old = *(volatile unsigned*)at;
   *(volatile unsigned*)at = old >= limit ? 0 : old + 1;
   emu::may_yield();
-  return old;
-}
-inline int atomicAdd(int* at, int by) {
-  emu::may_yield();
-  const int old = *(volatile int*)at;
-  *(volatile int*)at = old + by;
   return old;
 }
 inline float __expf(float x) { return std::exp(x); }

@@ -25,13 +25,14 @@ __device__ __forceinline__ void store(u32 at, u32 value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
 }
 __device__ __forceinline__ void arrive_there(u32 at, u32 rank) {
-  asm volatile("{.reg .b32 r;\\nmapa.shared::cluster.u32 r, %0, %1;\\n"
+  asm volatile("{.reg .u32 r;\\nmapa.shared::cluster.u32 r, %0, %1;\\n"
                "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [r];}" ::"r"(at), "r"(rank) : "memory");
 }
 __device__ __forceinline__ void copy_to_all(u32 to, const TensorMap& map, u32 barrier, u16 blocks) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-               "[%0], [%1, {%2, %3}], [%4], %5;"
-               ::"r"(to), "l"(&map), "r"(0), "r"(0), "r"(barrier), "h"(blocks) : "memory");
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+               ".L2::cache_hint "
+               "[%0], [%1, {%2, %3}], [%4], %5, %6;"
+               ::"r"(to), "l"(&map), "r"(0), "r"(0), "r"(barrier), "h"(blocks), "l"((u64)0) : "memory");
 }
 extern "C" __global__ void run(const __grid_constant__ TensorMap map, u32* out) {
   extern __shared__ u8 dynamic[];
