@@ -102,6 +102,7 @@ void finish_barrier(Block* block, NamedBarrier& barrier) {
 
 void leave_block(Block* block) {
   Grid* grid = block->grid;
+  require_barriers(block);
   block->left = true;
   rooms.push_back(block->shared);
   block->shared = nullptr;

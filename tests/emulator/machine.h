@@ -171,5 +171,6 @@ struct SharedPlace {
 SharedPlace find_shared(u32 at, int bytes, const char* what);
 void store_async(Block* block, u32 at, const void* from, int bytes);
 void complete(Block* block, u32 at, long bytes);
+void require_barriers(const Block* block);
 
 }  // namespace emu

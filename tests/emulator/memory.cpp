@@ -18,12 +18,14 @@ std::string hex(u32 at) {
   return text;
 }
 
+void require_whole(const Block* block, u32 at, const std::string& what) {
+  if (std::memcmp(block->shared + at, &MAGIC, 8)) fail(what + ": the mbarrier at " + hex(at) + " was overwritten");
+}
+
 MBarrier& find_barrier(SharedPlace place, const char* what) {
   auto found = place.of->mbarriers.find(place.at);
   if (found == place.of->mbarriers.end()) fail(std::string(what) + ": no mbarrier at " + hex(place.at));
-  if (std::memcmp(place.of->shared + place.at, &MAGIC, 8)) {
-    fail(std::string(what) + ": the mbarrier at " + hex(place.at) + " was overwritten");
-  }
+  require_whole(place.of, place.at, what);
   return found->second;
 }
 
@@ -129,6 +131,11 @@ u32 map_to_rank(u32 at, u32 rank) {
   if (at >> RANK_SHIFT) fail("mapa of an address that was mapped before");
   if (rank >= me()->of->cluster->blocks.size()) fail("mapa to rank " + std::to_string(rank) + " of a smaller cluster");
   return at | (rank + 1) << RANK_SHIFT;
+}
+
+// Arrivals may take effect after what another thread stores there: an mbarrier's place is its own to the end.
+void require_barriers(const Block* block) {
+  for (const auto& [at, barrier] : block->mbarriers) require_whole(block, at, name_of(block) + " leaves");
 }
 
 void barrier_init(u32 at, u32 count) {

@@ -19,6 +19,7 @@ CASES = [
     (16, Launch(2, 3, STREAM, 1), 832, (384, 256), 16),
     (31, Launch(1, 5, STREAM, 1), 64, (704,), 0),
     (128, Launch(2, 2, STREAM, 1), 448, (256, 256), 64),
+    (128, Launch(2, 2, 6, 1), 768, (256,), 0),  # sums that take more memory than the ring had
 ]
 
 

@@ -100,7 +100,8 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
   const int low_bytes = (rank + 63) / 64 * X_BYTES;  // of a member
   at.words = at.low + (STREAM ? columns / max(rank, 1) : GROUPS) * low_bytes;
   at.scales = at.words + stages * WORD_BYTES;
-  at.full = at.scales + stages * SCALE_BYTES;
+  // Beyond the sums too: an arrival may take effect after another thread's store to the same place.
+  at.full = max(at.scales + stages * SCALE_BYTES, base + SUM_BYTES);
   at.empty = at.full + stages * 8;
   at.low_ready = at.empty + stages * 8;
   at.out = at.low_ready + 16;

@@ -121,15 +121,18 @@ def _launch(
 
 def ring(tokens: int, K: int, rank: int, launch: Launch) -> tuple[int, int]:
     """Stages of the ring in shared memory, as many as fit or are needed, and bytes of shared memory."""
-    stage = tokens * 128 + 4 * 9 * launch.columns + 16
+    held, barriers = tokens * 128 + 4 * 9 * launch.columns, 16
     # A stream keeps X A^T of all members; else each warpgroup that of its own.
-    fixed = 1024 + 16 + -(-rank // 64) * tokens * 128 * (_MEMBERS if launch.split == STREAM else launch.groups)
+    low = -(-rank // 64) * tokens * 128 * (_MEMBERS if launch.split == STREAM else launch.groups)
+    fixed = 1024 + 16 + low
     if launch.split == STREAM:
         fixed += min(tokens, 32) * (launch.columns + 8) * 2
     limit = _SHARED_BYTES // launch.blocks - 1024 - _LOW_WARPS * _low_tiles(tokens) * 512
     needed = -(-(K // _STEP) // max(launch.split, 1))
-    stages = max(_STAGES, min((limit - fixed) // stage, needed))
-    return stages, max(fixed + stages * stage, 1024 + tokens * (launch.columns + 4) * 4)
+    stages = max(_STAGES, min((limit - fixed) // (held + barriers), needed))
+    # The sums take the place of the ring and of X A^T, and none of the barriers.
+    sums = 0 if launch.split == STREAM else tokens * (launch.columns + 4) * 4
+    return stages, fixed + stages * barriers + max(stages * held, sums - low)
 
 
 def low_rank_tasks(
