@@ -1,6 +1,7 @@
 """What of a launch needs no GPU: the source, the driver's structures, and what a tensor map is told of a matrix."""
 
 import ctypes
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +33,19 @@ def test_kernels_start_early_in_a_graph_alone(monkeypatch, capturing):
 def test_no_blocks_are_no_launch(monkeypatch):
     monkeypatch.setattr(launch, "_driver", lambda: pytest.fail("launched"))
     launch.Kernel.__new__(launch.Kernel)(0, 128, [torch.zeros(0, 8)])
+
+
+def test_shared_memory_is_asked_for_where_what_a_kernel_declares_may_exceed_what_all_have(monkeypatch):
+    asked = []
+    kernel = launch.Kernel.__new__(launch.Kernel)
+    kernel._shared_bytes = 0
+    kernel._kernel = SimpleNamespace(func=None, set_shared_memory_config=asked.append)
+    monkeypatch.setattr(launch, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=lambda *arguments: 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    for shared_bytes in (0, 48736, 49152, 60000, 50000):
+        kernel(1, 128, [], shared_bytes)
+    assert asked == [49152, 60000]  # torch asks the driver for nothing below
 
 
 class Driver:

@@ -60,9 +60,10 @@ class Kernel:
         """
         if grid == 0:
             return
-        if shared_bytes > max(self._shared_bytes, 48 << 10):
-            self._kernel.set_shared_memory_config(shared_bytes)
-            self._shared_bytes = shared_bytes
+        if shared_bytes > self._shared_bytes:
+            # 48 KiB need no leave, but with what the kernel declares itself; for less torch asks for none.
+            self._shared_bytes = max(shared_bytes, 48 << 10)
+            self._kernel.set_shared_memory_config(self._shared_bytes)
         values = [_value(arg) for arg in args]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         attributes = _attributes(cluster)
