@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from verl_qerl.cli import main
-from verl_qerl.cli.tune import MODELS, crossings, describe, paths
+from verl_qerl.cli.tune import MODELS, _adapter, crossings, describe, paths
 from verl_qerl.kernels.tiled_launch import TOKENS, guess_launch
 
 
@@ -57,6 +57,13 @@ def test_paths_are_those_that_a_rollout_takes(monkeypatch):
         "tiled_us": ["tiled"] * 3,
         "decoded_us": ["decode", "expand"] * 3,
     }
+
+
+@pytest.mark.parametrize("N", sorted({N for shapes in MODELS.values() for N, _ in shapes}))
+def test_the_adapter_s_tiles_are_those_of_a_rollout(N):
+    adapter = _adapter(torch.zeros(2, 64), N)
+    assert adapter.members.tolist() == [0] * (N // 128)  # its kernels take tiles of a power of two
+    assert adapter.b.shape == (N, 32)
 
 
 def test_without_a_gpu_nothing_is_written(tmp_path, capsys):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from verl_qerl.kernels.lora import member_of_tile
 from verl_qerl.kernels.tiled import dequantize_tiled, tile
 from verl_qerl.kernels.tiled_launch import TOKENS, Launch, launch_candidates
 from verl_qerl.kernels.tiled_matmul import Adapter, prepare, tiled_matmul
@@ -124,7 +125,7 @@ def _adapter(x: torch.Tensor, N: int) -> Adapter:
     """One on a linear of one member, that all rows of x have."""
     a, b = (torch.randn(shape, device=x.device).bfloat16() for shape in ((_RANK, x.shape[1]), (N, _RANK)))
     slots = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
-    return Adapter(a, b, torch.zeros(1, dtype=torch.int32, device=x.device), slots)
+    return Adapter(a, b, member_of_tile((N,), x.device), slots)
 
 
 def _time_with_adapter(tokens: int, packed: Sequence[tuple[torch.Tensor, ...]], launch: Launch) -> float:
