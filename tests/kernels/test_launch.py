@@ -123,12 +123,12 @@ def decode_step(model, x, residual, positions, table):
 
 
 def chained(model, rows, early, monkeypatch):
-    """(graph, its inputs, its outputs)"""
+    """(graph, all it reads, its outputs)"""
     x, residual = (torch.zeros(rows, HIDDEN, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     positions = torch.zeros(rows, dtype=torch.int64, device="cuda")
     table = torch.randn(512, HIDDEN // HEADS, generator=torch.Generator().manual_seed(2)).bfloat16().cuda()
     graph, out = captured(lambda: decode_step(model, x, residual, positions, table), early, monkeypatch)
-    return graph, (x, residual, positions), out
+    return graph, (x, residual, positions, table), out
 
 
 def replay(rows, graphs, times):
