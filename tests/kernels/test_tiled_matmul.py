@@ -8,7 +8,7 @@ import torch
 from verl_qerl.kernels import tiled_matmul as module
 from verl_qerl.kernels.lora import member_of_tile
 from verl_qerl.kernels.tiled import tile
-from verl_qerl.kernels.tiled_launch import MAX_ROWS, SHAPES, STREAM, Launch, guess_launch, padded_rows, twins
+from verl_qerl.kernels.tiled_launch import SHAPES, STREAM, Launch, guess_launch, padded_rows, twins
 from verl_qerl.kernels.tiled_matmul import Adapter, can_fuse, tiled_matmul
 from verl_qerl.nvfp4 import reference
 from verl_qerl.nvfp4.format import PackedWeight
@@ -16,7 +16,7 @@ from verl_qerl.testing import random_packed_weight, rms_error_ratio
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
-ROWS = [1, 7, 8, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 191, 193, 256, 257, 400, 513]
+ROWS = [1, 7, 8, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 191, 193, 256, 257, 400, 1000]
 # (K, columns of the members): one step of K and one tile; odd counts of both; linears of a 7B, a 14B and a 32B.
 LINEARS = [
     (64, (64,)),
@@ -96,8 +96,9 @@ def test_every_code_and_every_normal_scale():
     words, tiled_scale = tile(weight)
     x = torch.eye(512, device="cuda").bfloat16()
     tensors = (words, tiled_scale.view(torch.uint8), weight.global_decode_scale.reshape(1))
-    columns = [tiled_matmul(part.contiguous(), *tensors) for part in x.split(MAX_ROWS)]
-    assert torch.equal(torch.cat(columns).T, reference.dequantize(weight))
+    for rows in (128, 512):
+        columns = [tiled_matmul(part.contiguous(), *tensors) for part in x.split(rows)]
+        assert torch.equal(torch.cat(columns).T, reference.dequantize(weight))
 
 
 def build_adapter(K: int, slices: tuple[int, ...], rank: int, rows: int, device: str = "cuda") -> Adapter:
@@ -136,7 +137,7 @@ def assert_flags_are_left_at_zero(device: torch.device | None = None) -> None:
 def test_the_adapter_is_added(linear, rank):
     K, slices = linear
     tensors, dense = build(K, slices)
-    for rows in (1, 13, 17, 32, 50, 64, 101, 128, 200, 256):
+    for rows in (1, 13, 17, 32, 50, 64, 101, 128, 200, 256, 700):
         x = torch.randn(rows, K, device="cuda").bfloat16()
         bias = torch.randn(sum(slices), device="cuda").bfloat16()
         adapter = build_adapter(K, slices, rank, rows)

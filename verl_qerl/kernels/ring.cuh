@@ -90,15 +90,17 @@ struct Ring {
   }
 };
 
-// Steps of K of one block of columns.
+// Steps of K of one block of columns, and of TOKENS rows of x.
 struct Segment {
-  int column, first, count;
+  int column, row, first, count;
 };
 
-// Of a share [from, to) of all steps, the part that belongs to the columns of its first one.
-__device__ __forceinline__ Segment segment_at(int from, int to, int steps) {
-  const int tile = from / steps, first = from - tile * steps;
-  return {(tile * TWINS + (int)blockIdx.x % TWINS) * COLUMNS, first, min(steps - first, to - from)};
+// Of a share [from, to) of all steps, the part that belongs to the tile of y of its first one. Tiles of the same columns
+// follow each other, so that w comes from L2 for all but the first.
+__device__ __forceinline__ Segment segment_at(int from, int to, int steps, int row_tiles) {
+  const int tile = from / steps, first = from - tile * steps, columns = tile / row_tiles;
+  return {(columns * TWINS + (int)blockIdx.x % TWINS) * COLUMNS, tile % row_tiles * TOKENS, first,
+          min(steps - first, to - from)};
 }
 
 // Which entries of low belong to columns, and how many stages of the ring they take: one for all warpgroups, where the
@@ -157,9 +159,9 @@ __device__ __forceinline__ void fill_x(const Places& at, const TensorMap& x, con
     const u32 to = at.x + ring.slot * X_BYTES;
 #if TWINS > 1
     const int row = blockIdx.x % TWINS * X_ROWS;
-    copy_to_twins(to + row * 128, x, step * 64, row, full, policy);
+    copy_to_twins(to + row * 128, x, step * 64, segment.row + row, full, policy);
 #else
-    copy_block(to, x, step * 64, 0, full, policy);
+    copy_block(to, x, step * 64, segment.row, full, policy);
 #endif
     ring.advance();
   }
@@ -170,7 +172,7 @@ __device__ __forceinline__ void fill_x(const Places& at, const TensorMap& x, con
     const u32 full = at.full + ring.slot * 8;
     expect(full, X_BYTES);
     for (int row = 0; row < TOKENS; row += X_ROWS) {
-      copy_block(at.x + ring.slot * X_BYTES + row * 128, low, first, row, full, policy);
+      copy_block(at.x + ring.slot * X_BYTES + row * 128, low, first, segment.row + row, full, policy);
     }
     ring.advance();
   }

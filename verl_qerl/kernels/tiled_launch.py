@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 TOKENS = (8, 16, 32, 64, 96, 128, 192, 256)  # rows that kernels are compiled for
-MAX_ROWS = TOKENS[-1]  # of one launch
 _FEW = ((2, 1, 2), (2, 1, 3), (2, 2, 1), (2, 2, 2), (2, 3, 1), (2, 4, 1), (1, 5, 1), (4, 1, 2))
 # `pieces`, `groups` and `blocks` of Launch for which the sums stay in registers.
 SHAPES = {
@@ -87,12 +86,7 @@ def guess_launch(N: int, K: int, M: int) -> Launch:
     return launch_candidates(N, K, padded_rows(M))[0]
 
 
-def rows_at_once(rows: int) -> int:
-    """Rows of each launch, of which more than MAX_ROWS take several."""
-    return -(-rows // max(1, -(-rows // MAX_ROWS)))
-
-
 def padded_rows(rows: int) -> int:
-    """The entry of TOKENS that as many rows run as."""
-    at_once = rows_at_once(rows)
+    """The entry of TOKENS that as many rows run as; those of the last two take any number, as many at a time."""
+    at_once = -(-rows // max(1, -(-rows // TOKENS[-1])))
     return next(tokens for tokens in TOKENS if at_once <= tokens)

@@ -1,4 +1,4 @@
-// y[m, n] = sum_k x[m, k] w[n, k] + bias[n] + sum_r low[m, r] b[n, r] for up to TOKENS rows m; w as 4-bit codes in the
+// y[m, n] = sum_k x[m, k] w[n, k] + bias[n] + sum_r low[m, r] b[n, r] for TOKENS rows m at a time; w as 4-bit codes in the
 // layout of kernels/tiled.py, low = x a^T in bf16.
 //
 // Compiled for TOKENS (8 to 256, a multiple of 8), PIECES (1, 2 or 4), GROUPS, STREAM, GIVEN and TWINS. A thread block
@@ -14,7 +14,7 @@
 //
 // With TWINS (2, for STREAM alone) a cluster of two blocks walks the same steps side by side, each with columns of its own
 // and half of x, which it copies into the shared memory of both: x comes from L2 once for twice the columns. A stage of
-// their rings is free when both have read it.
+// their rings is free when both have read it. They alone take more than TOKENS rows in a launch.
 //
 // The lane that copies codes and scales starts before the kernels before this one have ended (grid.cuh): a ring full of
 // weights is there when x is. Low rank and multiplying warps bring a and b as far as L2; all else awaits the inputs.
@@ -92,6 +92,7 @@ __device__ __forceinline__ void multiply_low_stages(const Places& at, const Memb
     if (count == chunks || i / chunks == group) {
       multiply_low(at.x + ring.slot * X_BYTES, b, members.rank, i % chunks * 64, members.N, segment.column, unit, lane, sum);
     }
+    __syncwarp();  // all lanes have seen the stage full, before it can be filled again
     if (lane == 0) release(at.empty + ring.slot * 8);
     ring.advance();
   }
@@ -104,7 +105,7 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
              const u16* __restrict__ b, const int* __restrict__ members, const long long* slots, float4* parts, int* flags,
              float* low_parts, int* low_done, const __grid_constant__ TensorMap given, int M, int N, int K, int split,
              int stages, int has_bias, int rank, int per_entry, int columns, int low_split, int low_tasks, int low_workers,
-             int of4, int of_even, int of_odd) {
+             int of4, int of_even, int of_odd, int row_tiles) {
   extern __shared__ u8 dynamic[];
   const u32 base = (static_cast<u32>(__cvta_generic_to_shared(dynamic)) + 1023) & ~1023u;
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -112,7 +113,7 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
 #if STREAM
   // The block with the first part of some columns waits for the other parts: those blocks start before it.
   const int share = (gridDim.x - 1 - blockIdx.x) / TWINS;
-  const int total = (N + COLUMNS * TWINS - 1) / (COLUMNS * TWINS) * steps;
+  const int total = (N + COLUMNS * TWINS - 1) / (COLUMNS * TWINS) * row_tiles * steps;
   const int begin = share_end(total, share - 1), end = share_end(total, share);
 #else
   const int part = blockIdx.x % split, tile = blockIdx.x / split;
@@ -153,14 +154,14 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
     int filled = 0;
     if (warp == GROUPS * 4) {
       for (int at_step = begin; lane == 0 && at_step < end;) {
-        const Segment segment = segment_at(at_step, end, steps);
+        const Segment segment = segment_at(at_step, end, steps, row_tiles);
         fill_weight(at, words, scales, of, segment, ring, filled);
         at_step += segment.count;
       }
     } else if (warp == GROUPS * 4 + 1) {
       await_inputs();
       for (int at_step = begin; lane == 0 && at_step < end;) {
-        const Segment segment = segment_at(at_step, end, steps);
+        const Segment segment = segment_at(at_step, end, steps, row_tiles);
         fill_x(at, x, given, of, segment, ring, filled);
         at_step += segment.count;
       }
@@ -200,7 +201,7 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
     Ring ring = {stages, 0, 0};
 #pragma unroll 1
     for (int at_step = begin; at_step < end;) {
-      const Segment segment = segment_at(at_step, end, steps);
+      const Segment segment = segment_at(at_step, end, steps, row_tiles);
       const int column = segment.column;
       float sum[PIECES][TOKENS / 2] = {};
       if (rank && segment.first == 0) prefetch_b(b, rank, N, column);
@@ -239,7 +240,8 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
           if (to > from) take_sums(parts, flags, place_of(other), sum);
           from = to;
         }
-        write_tile(at.out, y, has_bias ? bias : nullptr, factor, M, N, column, unit, lane, sum);
+        const int row = segment.row;
+        write_tile(at.out, y + (size_t)row * N, has_bias ? bias : nullptr, factor, M - row, N, column, unit, lane, sum);
       }
 #else
       join_workers();  // the ring is read no more: sums take its place

@@ -1,4 +1,4 @@
-"""X W^T for a 4-bit W in the layout of `kernels.tiled`, the adapter's product folded in, up to 256 rows of X a launch.
+"""X W^T for a 4-bit W in the layout of `kernels.tiled`, the adapter's product folded in.
 
 In CUDA C++ (tiled_matmul.cu and its parts): wgmma with the decoded weight as its left operand, from registers. Sums are
 kept in float32 to the end and taken in a fixed order, so the same input gives the same bits.
@@ -20,7 +20,6 @@ from verl_qerl.kernels.tiled_launch import (
     Launch,
     guess_launch,
     padded_rows,
-    rows_at_once,
     twins,
 )
 
@@ -75,7 +74,7 @@ def tiled_matmul(
     """X W^T + bias + the low-rank product, on a GPU of compute capability 9.0; the same bits each time.
 
     Args:
-        x: [M, K] bf16, contiguous. More than MAX_ROWS rows are multiplied in equal parts, a launch each.
+        x: [M, K] bf16, contiguous.
         words: Of `kernels.tiled.tile`, [K / 16, 2 N] int32, of a weight with N % 64 == K % 64 == 0.
         scale: Of `kernels.tiled.tile`, [K / 16, N] uint8; every byte at least 8 (2**-6, as the format asks).
         global_decode_scale: [1] float32, a power of two.
@@ -92,16 +91,12 @@ def tiled_matmul(
     if M == 0:
         return y
     launch = launch or guess_launch(N, K, M)
-    tokens, rows = padded_rows(M), rows_at_once(M)
-    low = x
+    tokens, low = padded_rows(M), x
     if adapter is not None and _is_given(tokens):
         low = low_rank(x, adapter.a, adapter.slots, global_decode_scale)
     box = (4, _box(launch.columns))
     weight = [tensor_map(words, 8, box), tensor_map(scale, 1, box), global_decode_scale]
-    for start in range(0, M, rows):
-        part = slice(start, start + rows)
-        its = None if adapter is None else adapter._replace(slots=adapter.slots[part])
-        _launch(tokens, launch, x[part], weight, y[part], bias, its, low[part])
+    _launch(tokens, launch, x, weight, y, bias, adapter, low)
     return y
 
 
@@ -126,7 +121,7 @@ def _launch(
     args += [*(adapter or (y, y, y, y)), *_exchange(x.device), tensor_map(low, 2, box, swizzle=True)]
     args += [M, N, K, launch.split, stages, int(bias is not None)]
     args += [rank, N // len(adapter.members) if adapter else N, columns]
-    args += [*low_rank_tasks(M, K, columns, launch, grid, multiprocessors), *_FACTORS]
+    args += [*low_rank_tasks(M, K, columns, launch, grid, multiprocessors), *_FACTORS, -(-M // tokens)]
     _kernel(tokens, launch)(grid, (launch.groups * 4 + _HELPERS) * 32, args, shared_bytes, max(launch.split, beside))
 
 
