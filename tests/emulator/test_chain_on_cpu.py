@@ -102,7 +102,7 @@ def test_a_graph_gives_the_bits_of_kernels_one_after_the_other(forward, gpu, mon
 
 AWAIT = "await_inputs();\n"
 EARLY = {
-    "x": ("      await_inputs();\n      if (GIVEN", "      if (GIVEN"),
+    "x": ("      await_inputs();\n      for (int at_step", "      for (int at_step"),
     "norm": (f"  {AWAIT}  uint4 loaded", "  uint4 loaded"),
     "rotation": (f"  {AWAIT}  for (int head", "  for (int head"),
     "activation": (f"  {AWAIT}  const int at = blockIdx", "  const int at = blockIdx"),
