@@ -33,7 +33,7 @@ __device__ __forceinline__ void arrive(u32 at) {
 __device__ __forceinline__ void arrive_at(u32 at, u32 rank) {
   asm volatile(
       "{.reg .u32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}" ::"r"(at),
+      "mbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(at),
       "r"(rank)
       : "memory");
 }
