@@ -8,7 +8,7 @@ import torch
 from verl_qerl.kernels import elementwise
 from verl_qerl.kernels import launch as launch_module
 from verl_qerl.kernels.launch import Kernel, read_source
-from verl_qerl.kernels.tiled_launch import Launch
+from verl_qerl.kernels.tiled_launch import STREAM, Launch
 from verl_qerl.kernels.tiled_matmul import tiled_matmul
 from verl_qerl.testing import load_beside
 
@@ -90,19 +90,27 @@ def forward(gpu, linear, monkeypatch):
 
 # K has six steps and four: two or fewer for each block of a cluster.
 @pytest.mark.parametrize(
-    ("rows", "launch"), [(3, Launch(2, 1, 4, 2)), (40, Launch(2, 1, 3, 2)), (70, Launch(1, 1, 2, 2))]
+    ("rows", "launch"),
+    [
+        (3, Launch(2, 1, 4, 2)),
+        (40, Launch(2, 1, 3, 2)),
+        (70, Launch(1, 1, 2, 2)),
+        (140, Launch(1, 3, STREAM, 1)),
+        (200, Launch(1, 2, STREAM, 1)),
+    ],
 )
 def test_a_graph_gives_the_bits_of_kernels_one_after_the_other(forward, gpu, monkeypatch, rows, launch):
     expected = forward(rows, launch, early=False)
     assert not expected.isnan().any()
     for seed, multiprocessors in enumerate([4, 16, 40, 16]):
-        monkeypatch.setattr(gpu, "multiprocessors", multiprocessors)
+        if launch.split != STREAM:  # whose scratch has a place for each multiprocessor
+            monkeypatch.setattr(gpu, "multiprocessors", multiprocessors)
         assert torch.equal(expected, forward(rows, launch, seed=seed))
 
 
 AWAIT = "await_inputs();\n"
 EARLY = {
-    "x": ("      await_inputs();\n      if (GIVEN", "      if (GIVEN"),
+    "x": ("      await_inputs();\n      for (int at_step", "      for (int at_step"),
     "norm": (f"  {AWAIT}  uint4 loaded", "  uint4 loaded"),
     "rotation": (f"  {AWAIT}  for (int head", "  for (int head"),
     "activation": (f"  {AWAIT}  const int at = blockIdx", "  const int at = blockIdx"),

@@ -8,7 +8,9 @@ import torch
 from verl_qerl.kernels.launch import Kernel, read_source, tensor_map
 from verl_qerl.kernels.tiled_matmul import _wgmma
 
-HEAD = read_source("decode.cuh", "grid.cuh", "ring.cuh", TOKENS=8, PIECES=1, GROUPS=1, BOX=64, STREAM=0)
+HEAD = read_source(
+    *("decode.cuh", "grid.cuh", "ring.cuh"), TOKENS=8, PIECES=1, GROUPS=1, BOX=64, STREAM=0, GIVEN=0, TWINS=1
+)
 KERNEL = """
 __device__ __forceinline__ u32 load(u32 at) {
   u32 value;
@@ -26,7 +28,7 @@ __device__ __forceinline__ void store(u32 at, u32 value) {
 }
 __device__ __forceinline__ void arrive_there(u32 at, u32 rank) {
   asm volatile("{.reg .u32 r;\\nmapa.shared::cluster.u32 r, %0, %1;\\n"
-               "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [r];}" ::"r"(at), "r"(rank) : "memory");
+               "mbarrier.arrive.shared::cluster.b64 _, [r];}" ::"r"(at), "r"(rank) : "memory");
 }
 __device__ __forceinline__ void copy_to_all(u32 to, const TensorMap& map, u32 barrier, u16 blocks) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"

@@ -11,7 +11,7 @@ LAST = "if (split > 1) cluster_sync();  // no block leaves while another still r
 BOTH = "      cluster_sync();\n      cluster_sync();\n"
 COMMITTED = "      wait_products<1>();\n"
 EMPTY = """      // All products of the stage before have ended.
-      if (step == 0 && stage > 0 && lane == 0) arrive(at.empty + before * 8);
+      if (step == 0 && stage > 0 && lane == 0) release(at.empty + before * 8);
 """
 CHANGES = {
     "blocks leave at once": (Launch(1, 1, 3, 2), 70, 0, [(LAST, ""), (BOTH, "      cluster_sync();\n")]),
@@ -31,7 +31,28 @@ CHANGES = {
         8,
         [('asm volatile("fence.proxy.async.shared::cta;" ::: "memory");', "")],
     ),
-    "a flag stays": (Launch(2, 1, STREAM, 2), 8, 0, [("flags[share] = 0;", "")]),
+    "a flag stays": (Launch(2, 1, STREAM, 2), 8, 0, [("flags[place] = 0;", "")]),
+    "a twin does not wait for the other's ring": (
+        Launch(1, 2, STREAM, 1),
+        140,
+        0,
+        [("arrive_at(empty, twin);", "arrive_at(empty, blockIdx.x % 2);")],
+    ),
+    "a twin copies before the other has begun": (
+        Launch(1, 2, STREAM, 1),
+        140,
+        0,
+        [("if (TWINS > 1) cluster_sync(); else __syncthreads();", "__syncthreads();")],
+    ),
+    "a twin leaves at once": (
+        Launch(1, 2, STREAM, 1),
+        140,
+        0,
+        [
+            ("    if (TWINS > 1) cluster_sync();  // no block", "    // no block"),
+            ("    if (TWINS > 1) cluster_sync();\n", ""),
+        ],
+    ),
     "sums are handed over before all are there": (
         Launch(1, 2, STREAM, 1),
         70,

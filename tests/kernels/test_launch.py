@@ -10,7 +10,7 @@ from verl_qerl.kernels import launch
 from verl_qerl.kernels.elementwise import add_rms_norm, rotate, silu_mul
 from verl_qerl.kernels.lora import member_of_tile
 from verl_qerl.kernels.tiled import tile
-from verl_qerl.kernels.tiled_launch import SHAPES, STREAM, Launch, padded_rows
+from verl_qerl.kernels.tiled_launch import SHAPES, STREAM, Launch, padded_rows, twins
 from verl_qerl.kernels.tiled_matmul import Adapter, _exchange, can_fuse, tiled_matmul
 from verl_qerl.testing import random_packed_weight
 
@@ -21,8 +21,9 @@ LINEARS = [((4096, 4096), K), ((K,), 4096)]
 
 
 def launches() -> list[tuple[int, Launch]]:
-    shapes = [(rows, shape) for rows in (1, 16, 64, 128) for shape in SHAPES[padded_rows(rows)]]
-    return [(rows, Launch(p, g, split, b)) for rows, (p, g, b) in shapes for split in (STREAM, 1, 4)]
+    shapes = [(rows, shape) for rows in (1, 16, 64, 128, 192, 256) for shape in SHAPES[padded_rows(rows)]]
+    splits = {rows: (STREAM, 1, 4) if twins(padded_rows(rows)) == 1 else (STREAM,) for rows, _ in shapes}
+    return [(rows, Launch(p, g, split, b)) for rows, (p, g, b) in shapes for split in splits[rows]]
 
 
 def tiles(N: int, columns: int, seed: int) -> tuple[torch.Tensor, ...]:
@@ -36,7 +37,7 @@ def tiles(N: int, columns: int, seed: int) -> tuple[torch.Tensor, ...]:
 def layers():
     """Of each layer its norm and, of each of its linears, the tensors and an adapter that every second row has."""
     torch.manual_seed(0)
-    slots = torch.zeros(130, dtype=torch.int64, device="cuda")
+    slots = torch.zeros(258, dtype=torch.int64, device="cuda")
     slots[1::2] = -1
 
     def linear(seed, slices, columns):
@@ -154,7 +155,7 @@ def test_a_chain_of_small_kernels_beside_other_processes(small_model, company, m
     neighbours = [subprocess.Popen([sys.executable, __file__]) for _ in range(company)]
     try:
         found = {}
-        for rows in (1, 8, 32, 64, 128, 256):
+        for rows in (1, 8, 32, 64, 128, 180, 256):
             graphs = [chained(small_model, rows, early, monkeypatch) for early in (False, True)]
             found[rows] = replay(rows, graphs, 400 if company else 2000)
         assert found == {rows: ([0, 0], [0, 0]) for rows in found}

@@ -14,7 +14,10 @@ TUNED = Path(verl_qerl.__file__).parent / "vllm_plugin" / "tuned"
 WEIGHTS = sorted({shape for shapes in MODELS.values() for shape in shapes})
 
 
-@pytest.mark.parametrize(("rows", "expected"), [(1, 8), (8, 8), (9, 16), (17, 32), (65, 96), (128, 128)])
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [(1, 8), (8, 8), (9, 16), (17, 32), (65, 96), (128, 128), (129, 192), (256, 256), (300, 192), (512, 256)],
+)
 def test_rows_are_padded_to_what_is_compiled(rows, expected):
     assert tiled_launch.padded_rows(rows) == expected
 
@@ -29,6 +32,7 @@ def test_a_guess_can_run_and_is_the_first_candidate(weight, tokens):
     for launch in found:
         assert (launch.pieces, launch.groups, launch.blocks) in SHAPES[tokens]
         # A cluster, each block of which has a part of K.
+        assert launch.split == STREAM or tiled_launch.twins(tokens) == 1
         assert launch.split == STREAM or 1 <= launch.split <= min(8, K // 64)
 
 

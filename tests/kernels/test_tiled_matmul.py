@@ -8,7 +8,7 @@ import torch
 from verl_qerl.kernels import tiled_matmul as module
 from verl_qerl.kernels.lora import member_of_tile
 from verl_qerl.kernels.tiled import tile
-from verl_qerl.kernels.tiled_launch import MAX_ROWS, SHAPES, STREAM, Launch, guess_launch, padded_rows
+from verl_qerl.kernels.tiled_launch import SHAPES, STREAM, Launch, guess_launch, padded_rows, twins
 from verl_qerl.kernels.tiled_matmul import Adapter, can_fuse, tiled_matmul
 from verl_qerl.nvfp4 import reference
 from verl_qerl.nvfp4.format import PackedWeight
@@ -16,7 +16,7 @@ from verl_qerl.testing import random_packed_weight, rms_error_ratio
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
-ROWS = [1, 7, 8, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 200, 257]
+ROWS = [1, 7, 8, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 191, 193, 256, 257, 400, 1000]
 # (K, columns of the members): one step of K and one tile; odd counts of both; linears of a 7B, a 14B and a 32B.
 LINEARS = [
     (64, (64,)),
@@ -29,6 +29,13 @@ LINEARS = [
     (5120, (27648, 27648)),
 ]
 LAUNCHES = [Launch(p, g, split, b) for p, g, b in sorted(set(sum(SHAPES.values(), ()))) for split in (STREAM, 1, 5, 8)]
+ASIDE = "such a kernel is not compiled"
+
+
+def exists(launch: Launch, rows: int) -> bool:
+    tokens = padded_rows(rows)
+    fits = (launch.pieces, launch.groups, launch.blocks) in SHAPES[tokens]  # its sums, into registers
+    return fits and (launch.split == STREAM or twins(tokens) == 1)
 
 
 @functools.lru_cache(maxsize=2)
@@ -72,10 +79,10 @@ def test_is_the_product_rounded_once(linear):
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
-@pytest.mark.parametrize("rows", [5, 40, 128])
+@pytest.mark.parametrize("rows", [5, 40, 128, 180, 250])
 def test_every_launch_gives_the_product(rows, launch):
-    if (launch.pieces, launch.groups, launch.blocks) not in SHAPES[padded_rows(rows)]:
-        pytest.skip("its sums do not fit into registers")
+    if not exists(launch, rows):
+        pytest.skip(ASIDE)
     tensors, dense = build(3584, (3584, 512, 512))
     x = torch.randn(rows, 3584, device="cuda").bfloat16()
     poison(rows, dense.shape[0])
@@ -89,8 +96,9 @@ def test_every_code_and_every_normal_scale():
     words, tiled_scale = tile(weight)
     x = torch.eye(512, device="cuda").bfloat16()
     tensors = (words, tiled_scale.view(torch.uint8), weight.global_decode_scale.reshape(1))
-    columns = [tiled_matmul(part.contiguous(), *tensors) for part in x.split(MAX_ROWS)]
-    assert torch.equal(torch.cat(columns).T, reference.dequantize(weight))
+    for rows in (128, 512):
+        columns = [tiled_matmul(part.contiguous(), *tensors) for part in x.split(rows)]
+        assert torch.equal(torch.cat(columns).T, reference.dequantize(weight))
 
 
 def build_adapter(K: int, slices: tuple[int, ...], rank: int, rows: int, device: str = "cuda") -> Adapter:
@@ -129,13 +137,13 @@ def assert_flags_are_left_at_zero(device: torch.device | None = None) -> None:
 def test_the_adapter_is_added(linear, rank):
     K, slices = linear
     tensors, dense = build(K, slices)
-    for rows in (1, 13, 17, 32, 50, 64, 101, 128, 200):
+    for rows in (1, 13, 17, 32, 50, 64, 101, 128, 200, 256, 700):
         x = torch.randn(rows, K, device="cuda").bfloat16()
         bias = torch.randn(sum(slices), device="cuda").bfloat16()
         adapter = build_adapter(K, slices, rank, rows)
         launch = guess_launch(sum(slices), K, rows)
         if not can_fuse(*adapter[:3], launch):
-            launch = Launch(1, 2, 1, 1)
+            launch = Launch(1, 2, 1 if twins(padded_rows(rows)) == 1 else STREAM, 1)
         assert can_fuse(*adapter[:3], launch)
         poison(rows, sum(slices))
         out = tiled_matmul(x, *tensors, bias, adapter, launch)
@@ -146,11 +154,11 @@ def test_the_adapter_is_added(linear, rank):
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
-@pytest.mark.parametrize("rows", [5, 40, 128])
+@pytest.mark.parametrize("rows", [5, 40, 128, 180, 250])
 def test_every_launch_adds_the_adapter(rows, launch):
     K, slices = LINEARS[2]
-    if (launch.pieces, launch.groups, launch.blocks) not in SHAPES[padded_rows(rows)]:
-        pytest.skip("its sums do not fit into registers")
+    if not exists(launch, rows):
+        pytest.skip(ASIDE)
     tensors, dense = build(K, slices)
     x = torch.randn(rows, K, device="cuda").bfloat16()
     adapter = build_adapter(K, slices, 32, rows)

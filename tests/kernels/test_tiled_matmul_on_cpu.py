@@ -1,11 +1,13 @@
 """What needs no GPU: the choice of adapters, shared memory, and that the sources compile where nvcc is."""
 
+from itertools import product
+
 import pytest
 import torch
 
 from verl_qerl.kernels import tiled_matmul
 from verl_qerl.kernels.lora import member_of_tile
-from verl_qerl.kernels.tiled_launch import SHAPES, STREAM, TOKENS, Launch, padded_rows
+from verl_qerl.kernels.tiled_launch import SHAPES, STREAM, TOKENS, Launch, padded_rows, twins
 from verl_qerl.kernels.tiled_matmul import RANKS, Adapter
 
 BLOCK_BYTES = (227 << 10) - 1024  # of shared memory that a thread block of Hopper can have, less its own 1 KiB
@@ -33,6 +35,8 @@ def test_takes_known_ranks_and_members_of_whole_warpgroups(slices, rank, pieces,
 @pytest.mark.parametrize("split", [STREAM, 1])
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_the_ring_fits_with_the_widest_adapter(tokens, split):
+    if split != STREAM and twins(tokens) > 1:
+        pytest.skip("twins stream")
     for pieces, groups, blocks in SHAPES[tokens]:
         for rank in (0, *RANKS):
             launch = Launch(pieces, groups, split, blocks)
@@ -76,7 +80,6 @@ def launched(monkeypatch):
 
     def record(tokens, launch, x, weight, y, bias, adapter, low):
         found.append((tokens, len(x), len(y), len(low), adapter and len(adapter.slots)))
-        y.fill_(len(found))
 
     monkeypatch.setattr(tiled_matmul, "_launch", record)
     monkeypatch.setattr(tiled_matmul, "tensor_map", lambda *_: None)
@@ -84,23 +87,16 @@ def launched(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(
-    ("rows", "parts"), [(1, [1]), (128, [128]), (129, [65, 64]), (256, [128, 128]), (257, [86, 86, 85])], ids=str
-)
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 8), (128, 128), (129, 192), (256, 256), (257, 192), (600, 256)])
 @pytest.mark.parametrize("adapted", [False, True])
-def test_many_rows_take_several_launches_of_one_kernel(rows, parts, adapted, launched):
+def test_any_number_of_rows_is_one_launch(rows, tokens, adapted, launched):
     slots = torch.zeros(rows + 3, dtype=torch.int64)
     adapter = Adapter(torch.zeros(8, 64), torch.zeros(64, 8), torch.zeros(1), slots) if adapted else None
-    y = tiled_matmul.tiled_matmul(
+    tiled_matmul.tiled_matmul(
         torch.zeros(rows, 64), torch.zeros(4, 128), torch.zeros(4, 64), torch.ones(1), None, adapter
     )
-    (tokens,) = {tokens for tokens, *_ in launched}
-    assert tokens == padded_rows(rows) >= parts[0]
-    assert [found[1:4] for found in launched] == [(part,) * 3 for part in parts]
-    if adapted:
-        assert all(found[4] >= found[1] for found in launched)
-    # Each row of y was written by the launch that had its row of x.
-    assert y[:, 0].tolist() == [i + 1 for i, part in enumerate(parts) for _ in range(part)]
+    assert padded_rows(rows) == tokens
+    assert launched == [(tokens, rows, rows, rows, adapter and rows + 3)]
 
 
 def test_no_rows_are_no_launch(launched):
@@ -110,8 +106,7 @@ def test_no_rows_are_no_launch(launched):
     assert not launched
 
 
-@pytest.mark.parametrize("split", [STREAM, 1])
-@pytest.mark.parametrize("tokens", [16, 64, 128])
+@pytest.mark.parametrize(("tokens", "split"), [*product([16, 64, 128], [STREAM, 1]), (192, STREAM), (256, STREAM)])
 def test_the_source_compiles_without_waiting_for_each_product(tokens, split, compile_cuda):
     pieces, groups, blocks = max(SHAPES[tokens], key=lambda shape: shape[0] * shape[1])
     said = compile_cuda(tiled_matmul.source(tokens, Launch(pieces, groups, split, blocks)))

@@ -16,7 +16,7 @@ from verl_qerl.kernels.tiled_launch import TOKENS, Launch, launch_candidates
 from verl_qerl.kernels.tiled_matmul import Adapter, prepare, tiled_matmul
 from verl_qerl.testing import random_packed_weight
 
-ROWS = (1, 8, 16, 24, 32, 48, 64, 96, 128, 176, 256, 512, 1024, 2048, 4096)
+ROWS = (1, 8, 16, 24, 32, 48, 64, 96, 128, 176, 256, 512, 1024, 2048, 4096, 8192)
 # (out_features, in_features) of the fused linears as vLLM holds them.
 MODELS = {
     "qwen2.5-7b": ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944)),

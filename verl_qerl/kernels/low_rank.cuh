@@ -135,17 +135,18 @@ __device__ __forceinline__ const u32* place_in_b(const u16* b, int rank, int N, 
   return reinterpret_cast<const u32*>(b + (size_t)n * rank + step * 16 + i % 4 / 2 * 8 + lane % 4 * 2);
 }
 
-__device__ __forceinline__ void multiply_low(u32 low, const u16* b, int rank, int N, int column, int unit, int lane,
-                                             float (&sum)[PIECES][TOKENS / 2]) {
+// Up to 64 of the rank, from `first` on; low holds them in the swizzle of x.
+__device__ __forceinline__ void multiply_low(u32 low, const u16* b, int rank, int first, int N, int column, int unit,
+                                             int lane, float (&sum)[PIECES][TOKENS / 2]) {
 #pragma unroll 1
-  for (int from = 0; from < rank; from += 32) {
+  for (int from = first; from < min(rank, first + 64); from += 32) {
     u32 a[2][PIECES][4];
 #pragma unroll
     for (int i = 0; i < 2 * PIECES * 4; i++) {
       const u32* at = place_in_b(b + from, rank, N, column, unit, lane, i);
       a[i / (PIECES * 4)][i / 4 % PIECES][i % 4] = from + i / (PIECES * 4) * 16 + i % 4 / 2 * 8 < rank ? __ldg(at) : 0;
     }
-    const u64 operand = descriptor(low + from / 64 * X_BYTES) + from % 64 / 8;
+    const u64 operand = descriptor(low) + (from - first) / 8;
     order_registers();
 #pragma unroll
     for (int step = 0; step < 2; step++) {

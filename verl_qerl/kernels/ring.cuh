@@ -4,6 +4,7 @@
 #define COLUMNS (64 * PIECES * GROUPS)
 #define WORKERS (GROUPS * 128)  // threads that multiply
 #define X_BYTES (TOKENS * 128)
+#define X_ROWS (TOKENS / TWINS)  // that a copy brings
 #define WORD_BYTES (4 * COLUMNS * 8)
 #define SCALE_BYTES (4 * COLUMNS)
 #define PITCH (COLUMNS + 4)  // floats between rows of the sums in shared memory: no two lanes in one bank
@@ -26,6 +27,21 @@ __device__ __forceinline__ void init_barrier(u32 at, int count) {
 
 __device__ __forceinline__ void arrive(u32 at) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+}
+
+// The same at the same place of another block of the cluster.
+__device__ __forceinline__ void arrive_at(u32 at, u32 rank) {
+  asm volatile(
+      "{.reg .u32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(at),
+      "r"(rank)
+      : "memory");
+}
+
+// A stage of the ring may be filled again, by all who fill it.
+__device__ __forceinline__ void release(u32 empty) {
+  if (TWINS == 1) arrive(empty);
+  for (u32 twin = 0; TWINS > 1 && twin < TWINS; twin++) arrive_at(empty, twin);
 }
 
 // Arrives, and makes the barrier wait for as many bytes.
@@ -51,6 +67,15 @@ __device__ __forceinline__ void copy_block(u32 to, const TensorMap& map, int col
       : "memory");
 }
 
+// The same to this place in both twins, each of which has its own barrier at `barrier`.
+__device__ __forceinline__ void copy_to_twins(u32 to, const TensorMap& map, int column, int row, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], "
+      "[%1, {%2, %3}], [%4], %5, %6;" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"((u16)3), "l"(policy)
+      : "memory");
+}
+
 // Where things lie in shared memory; the same in every block of a cluster.
 struct Places {
   u32 x, low, words, scales, full, empty, low_ready, out;
@@ -65,20 +90,39 @@ struct Ring {
   }
 };
 
-// Steps of K of one block of columns.
+// Steps of K of one block of columns, and of TOKENS rows of x.
 struct Segment {
-  int column, first, count;
+  int column, row, first, count;
 };
 
-// Of a share [from, to) of all steps, the part that belongs to the columns of its first one.
-__device__ __forceinline__ Segment segment_at(int from, int to, int steps) {
-  const int tile = from / steps, first = from - tile * steps;
-  return {tile * COLUMNS, first, min(steps - first, to - from)};
+// Of a share [from, to) of all steps, the part that belongs to the tile of y of its first one. Tiles of the same columns
+// follow each other, so that w comes from L2 for all but the first.
+__device__ __forceinline__ Segment segment_at(int from, int to, int steps, int row_tiles) {
+  const int tile = from / steps, first = from - tile * steps, columns = tile / row_tiles;
+  return {(columns * TWINS + (int)blockIdx.x % TWINS) * COLUMNS, tile % row_tiles * TOKENS, first,
+          min(steps - first, to - from)};
+}
+
+// Which entries of low belong to columns, and how many stages of the ring they take: one for all warpgroups, where the
+// columns of this block (and its twin, whose ring turns with this one) are of one member, otherwise one for each.
+struct Members {
+  const int* of_entry;
+  int rank, per_entry, N;
+  __device__ __forceinline__ int at(int column) const { return __ldg(of_entry + min(column, N - 1) / per_entry); }
+  __device__ __forceinline__ int stages(int column) const {
+    const int from = column / (COLUMNS * TWINS) * (COLUMNS * TWINS);
+    return at(from) == at(from + COLUMNS * TWINS - 1) ? 1 : GROUPS;
+  }
+};
+
+// Of a segment, the stages that hold low instead of x: the last ones, where it begins with the first step of its columns.
+__device__ __forceinline__ int low_stages(const Members& of, const Segment& segment) {
+  return GIVEN && of.rank && segment.first == 0 ? of.stages(segment.column) * ((of.rank + 63) / 64) : 0;
 }
 
 // One lane fills the ring with codes and scales.
 __device__ __forceinline__ void fill_weight(const Places& at, const TensorMap& words, const TensorMap& scales,
-                                            const Segment& segment, Ring& ring, int& filled) {
+                                            const Members& members, const Segment& segment, Ring& ring, int& filled) {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
 #pragma unroll 1
@@ -94,11 +138,17 @@ __device__ __forceinline__ void fill_weight(const Places& at, const TensorMap& w
     }
     ring.advance();
   }
+  for (int i = low_stages(members, segment); i > 0; i--) {
+    if (filled++ >= ring.stages) wait_for(at.empty + ring.slot * 8, ring.parity);
+    arrive(at.full + ring.slot * 8);
+    ring.advance();
+  }
 }
 
-// One lane fills the ring with x; the tensor map swizzles, and rows beyond the last one are zero.
-__device__ __forceinline__ void fill_x(const Places& at, const TensorMap& x, const Segment& segment, Ring& ring,
-                                       int& filled) {
+// One lane fills the ring with x, and with low = x a^T of the members; the tensor maps swizzle, and rows beyond the last
+// one are zero.
+__device__ __forceinline__ void fill_x(const Places& at, const TensorMap& x, const TensorMap& low, const Members& members,
+                                       const Segment& segment, Ring& ring, int& filled) {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
 #pragma unroll 1
@@ -106,21 +156,24 @@ __device__ __forceinline__ void fill_x(const Places& at, const TensorMap& x, con
     if (filled++ >= ring.stages) wait_for(at.empty + ring.slot * 8, ring.parity);
     const u32 full = at.full + ring.slot * 8;
     expect(full, X_BYTES);
-    copy_block(at.x + ring.slot * X_BYTES, x, step * 64, 0, full, policy);
+    const u32 to = at.x + ring.slot * X_BYTES;
+#if TWINS > 1
+    const int row = blockIdx.x % TWINS * X_ROWS;
+    copy_to_twins(to + row * 128, x, step * 64, segment.row + row, full, policy);
+#else
+    copy_block(to, x, step * 64, segment.row, full, policy);
+#endif
     ring.advance();
   }
-}
-
-// One lane brings the members of low, each `low_bytes` apart in the swizzle of x: all of them, or those of the warpgroups.
-__device__ __forceinline__ void fill_low(const Places& at, const TensorMap& low, const int* members, int count,
-                                         int low_bytes, int rank, int per_entry, int column, int N) {
-  u64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  expect(at.low_ready, count * low_bytes);
-  for (int i = 0; i < count; i++) {
-    const int member = STREAM ? i : __ldg(members + min(column + i * 64 * PIECES, N - 1) / per_entry);
-    for (int from = 0; from < rank; from += 64) {
-      copy_block(at.low + i * low_bytes + from / 64 * X_BYTES, low, member * rank + from, 0, at.low_ready, policy);
+  const int chunks = (members.rank + 63) / 64;
+  for (int i = 0, count = low_stages(members, segment); i < count; i++) {
+    if (filled++ >= ring.stages) wait_for(at.empty + ring.slot * 8, ring.parity);
+    const int first = members.at(segment.column + i / chunks * 64 * PIECES) * members.rank + i % chunks * 64;
+    const u32 full = at.full + ring.slot * 8;
+    expect(full, X_BYTES);
+    for (int row = 0; row < TOKENS; row += X_ROWS) {
+      copy_block(at.x + ring.slot * X_BYTES + row * 128, low, first, segment.row + row, full, policy);
     }
+    ring.advance();
   }
 }

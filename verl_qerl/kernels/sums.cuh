@@ -4,16 +4,18 @@
 #if STREAM
 
 __device__ __forceinline__ int share_end(int total, int share) {
-  return (int)((long long)total * (share + 1) / gridDim.x);
+  return (int)((long long)total * (share + 1) / (gridDim.x / TWINS));
 }
 
-// A block gives at most one part away, that with which its share begins.
-__device__ __forceinline__ float4* part_of(float4* parts, int share) {
-  return parts + (size_t)share * (PIECES * TOKENS / 8 * WORKERS) + threadIdx.x;
+// A block gives at most one part away, that with which its share begins; twins have the same share, and places of their own.
+__device__ __forceinline__ int place_of(int share) { return share * TWINS + blockIdx.x % TWINS; }
+
+__device__ __forceinline__ float4* part_of(float4* parts, int place) {
+  return parts + (size_t)place * (PIECES * TOKENS / 8 * WORKERS) + threadIdx.x;
 }
 
-__device__ __forceinline__ void give_sums(float4* parts, int* flags, int share, const float (&sum)[PIECES][TOKENS / 2]) {
-  float4* to = part_of(parts, share);
+__device__ __forceinline__ void give_sums(float4* parts, int* flags, int place, const float (&sum)[PIECES][TOKENS / 2]) {
+  float4* to = part_of(parts, place);
 #pragma unroll
   for (int i = 0; i < PIECES * TOKENS / 8; i++) {
     const float* four = sum[i / (TOKENS / 8)] + i % (TOKENS / 8) * 4;
@@ -21,19 +23,19 @@ __device__ __forceinline__ void give_sums(float4* parts, int* flags, int share, 
   }
   __threadfence();
   join_workers();
-  if (threadIdx.x == 0) asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flags + share) : "memory");
+  if (threadIdx.x == 0) asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flags + place) : "memory");
 }
 
-__device__ __forceinline__ void take_sums(float4* parts, int* flags, int share, float (&sum)[PIECES][TOKENS / 2]) {
+__device__ __forceinline__ void take_sums(float4* parts, int* flags, int place, float (&sum)[PIECES][TOKENS / 2]) {
   if (threadIdx.x == 0) {
     int there;
     do {
-      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(flags + share) : "memory");
+      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(flags + place) : "memory");
     } while (!there);
-    flags[share] = 0;  // as the next launch wants to find it
+    flags[place] = 0;  // as the next launch wants to find it
   }
   join_workers();
-  const float4* from = part_of(parts, share);
+  const float4* from = part_of(parts, place);
 #pragma unroll
   for (int i = 0; i < PIECES * TOKENS / 8; i++) {
     const float4 next = __ldcg(from + i * WORKERS);

@@ -2,8 +2,7 @@
 
 from typing import NamedTuple
 
-TOKENS = (8, 16, 32, 64, 96, 128)  # rows that kernels are compiled for
-MAX_ROWS = TOKENS[-1]  # of one launch
+TOKENS = (8, 16, 32, 64, 96, 128, 192, 256)  # rows that kernels are compiled for
 _FEW = ((2, 1, 2), (2, 1, 3), (2, 2, 1), (2, 2, 2), (2, 3, 1), (2, 4, 1), (1, 5, 1), (4, 1, 2))
 # `pieces`, `groups` and `blocks` of Launch for which the sums stay in registers.
 SHAPES = {
@@ -13,9 +12,13 @@ SHAPES = {
     64: ((2, 1, 2), (2, 2, 1), (2, 3, 1), (1, 5, 1), (1, 2, 2), (1, 4, 1)),
     96: ((2, 2, 1), (1, 3, 1), (1, 2, 1), (1, 1, 2)),
     128: ((2, 2, 1), (1, 3, 1), (1, 2, 1), (1, 1, 2)),
+    192: ((1, 3, 1), (1, 2, 1)),
+    256: ((1, 2, 1),),
 }
-# `fixed` and `step` of `launch_candidates`; 8 and 96 are extrapolated.
+_TWINS = 129  # rows from which two thread blocks share X, in a stream
+# `fixed` and `step` of `launch_candidates`; 8, 96, 192 and 256 are extrapolated.
 _MICROSECONDS = {8: (4.5, 0.33), 16: (4.5, 0.34), 32: (5.0, 0.38), 64: (6.0, 0.48), 96: (7.3, 0.56), 128: (8.7, 0.65)}
+_MICROSECONDS |= {192: (9.5, 0.97), 256: (10.0, 1.28)}
 _LEAST_STEP = 0.2
 _EXCHANGE = 1.0  # microseconds
 _ALONE = 1.2  # where a warp waits for products that are short, or has no other warpgroup beside it
@@ -47,6 +50,11 @@ class Launch(NamedTuple):
         return 64 * self.pieces * self.groups
 
 
+def twins(tokens: int) -> int:
+    """Thread blocks that take columns side by side and copy X for each other, for an entry of TOKENS: 1 or 2."""
+    return 2 if tokens >= _TWINS else 1
+
+
 def launch_candidates(N: int, K: int, tokens: int) -> list[Launch]:
     """Launches for a weight [N, K] and an entry of TOKENS, the most promising first.
 
@@ -54,11 +62,11 @@ def launch_candidates(N: int, K: int, tokens: int) -> list[Launch]:
     `fixed` microseconds and takes `step` for each 64 of K and 256 columns of a multiprocessor.
     """
     fixed, step = _MICROSECONDS[tokens]
-    steps = K // _STEP
+    steps, beside = K // _STEP, twins(tokens)
 
     def cost(launch: Launch) -> float:
-        tiles = -(-N // launch.columns)
         streams = launch.split == STREAM
+        tiles = -(-N // (launch.columns * beside)) * beside
         parts = tiles * (1 if streams else launch.split)
         together = launch.blocks if streams else min(launch.blocks, -(-parts // sum(_MULTIPROCESSORS)))
         alone = (launch.pieces == 1 and tokens <= 64) or launch.groups * together == 1
@@ -69,7 +77,7 @@ def launch_candidates(N: int, K: int, tokens: int) -> list[Launch]:
         at_once = sum(size * launch.blocks // launch.split for size in _MULTIPROCESSORS)
         return -(-tiles // at_once) * (fixed + -(-steps // launch.split) * each)
 
-    splits = [STREAM, *(split for split in _SPLITS if split <= steps)]
+    splits = [STREAM, *(split for split in _SPLITS if split <= steps and beside == 1)]
     return sorted((Launch(p, g, split, b) for p, g, b in SHAPES[tokens] for split in splits), key=cost)
 
 
@@ -78,12 +86,7 @@ def guess_launch(N: int, K: int, M: int) -> Launch:
     return launch_candidates(N, K, padded_rows(M))[0]
 
 
-def rows_at_once(rows: int) -> int:
-    """Rows of each launch, of which more than MAX_ROWS take several."""
-    return -(-rows // max(1, -(-rows // MAX_ROWS)))
-
-
 def padded_rows(rows: int) -> int:
-    """The entry of TOKENS that as many rows run as."""
-    at_once = rows_at_once(rows)
+    """The entry of TOKENS that as many rows run as; those of the last two take any number, as many at a time."""
+    at_once = -(-rows // max(1, -(-rows // TOKENS[-1])))
     return next(tokens for tokens in TOKENS if at_once <= tokens)

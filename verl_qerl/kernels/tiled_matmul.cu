@@ -1,8 +1,8 @@
-// y[m, n] = sum_k x[m, k] w[n, k] + bias[n] + sum_r low[m, r] b[n, r] for up to TOKENS rows m; w as 4-bit codes in the
+// y[m, n] = sum_k x[m, k] w[n, k] + bias[n] + sum_r low[m, r] b[n, r] for TOKENS rows m at a time; w as 4-bit codes in the
 // layout of kernels/tiled.py, low = x a^T in bf16.
 //
-// Compiled for TOKENS (8 to 128, a multiple of 8), PIECES (1, 2 or 4), GROUPS, STREAM and GIVEN. A thread block takes
-// COLUMNS columns of y and a part of K at a time. Two lanes fill the ring of ring.cuh; low is made meanwhile
+// Compiled for TOKENS (8 to 256, a multiple of 8), PIECES (1, 2 or 4), GROUPS, STREAM, GIVEN and TWINS. A thread block
+// takes COLUMNS columns of y and a part of K at a time. Two lanes fill the ring of ring.cuh; low is made meanwhile
 // (low_rank.cuh), or GIVEN (low_rank.cu), and multiplied like further steps of K. GROUPS warpgroups decode codes into
 // registers, the left operand of wgmma: the 64 rows of one wgmma are 16 rows of w from each of its warps, PIECES wgmmas for
 // each 16 of K. Decoding overlaps with the wgmmas of the step before.
@@ -12,8 +12,16 @@
 // Otherwise a block has one part of K of its columns, and a cluster adds its sums through shared memory. Sums are float32
 // and added in a fixed order either way.
 //
+// With TWINS (2, for STREAM alone) a cluster of two blocks walks the same steps side by side, each with columns of its own
+// and half of x, which it copies into the shared memory of both: x comes from L2 once for twice the columns. A stage of
+// their rings is free when both have read it. They alone take more than TOKENS rows in a launch.
+//
 // The lane that copies codes and scales starts before the kernels before this one have ended (grid.cuh): a ring full of
 // weights is there when x is. Low rank and multiplying warps bring a and b as far as L2; all else awaits the inputs.
+
+#if TWINS > 1 && !STREAM
+#error "twins walk one line of steps"
+#endif
 
 // PIECES words and their scales, of one lane for one step of K.
 struct Codes {
@@ -65,13 +73,29 @@ __device__ __forceinline__ void multiply_stages(const Places& at, const Factors&
       commit();
       wait_products<1>();
       // All products of the stage before have ended.
-      if (step == 0 && stage > 0 && lane == 0) arrive(at.empty + before * 8);
+      if (step == 0 && stage > 0 && lane == 0) release(at.empty + before * 8);
     }
     before = ring.slot;
     ring.advance();
   }
   wait_products<0>();
-  if (lane == 0) arrive(at.empty + before * 8);
+  if (lane == 0) release(at.empty + before * 8);
+}
+
+// The stages of the ring that hold low, of which a warpgroup multiplies those of its own member.
+__device__ __forceinline__ void multiply_low_stages(const Places& at, const Members& members, const u16* b,
+                                                    const Segment& segment, Ring& ring, int unit, int lane,
+                                                    float (&sum)[PIECES][TOKENS / 2]) {
+  const int chunks = (members.rank + 63) / 64, count = low_stages(members, segment), group = unit / (4 * PIECES);
+  for (int i = 0; i < count; i++) {
+    wait_for(at.full + ring.slot * 8, ring.parity);
+    if (count == chunks || i / chunks == group) {
+      multiply_low(at.x + ring.slot * X_BYTES, b, members.rank, i % chunks * 64, members.N, segment.column, unit, lane, sum);
+    }
+    __syncwarp();  // all lanes have seen the stage full, before it can be filled again
+    if (lane == 0) release(at.empty + ring.slot * 8);
+    ring.advance();
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(WORKERS + HELPERS * 32, BLOCKS)
@@ -81,14 +105,15 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
              const u16* __restrict__ b, const int* __restrict__ members, const long long* slots, float4* parts, int* flags,
              float* low_parts, int* low_done, const __grid_constant__ TensorMap given, int M, int N, int K, int split,
              int stages, int has_bias, int rank, int per_entry, int columns, int low_split, int low_tasks, int low_workers,
-             int of4, int of_even, int of_odd) {
+             int of4, int of_even, int of_odd, int row_tiles) {
   extern __shared__ u8 dynamic[];
   const u32 base = (static_cast<u32>(__cvta_generic_to_shared(dynamic)) + 1023) & ~1023u;
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   const int steps = K / 64;
 #if STREAM
   // The block with the first part of some columns waits for the other parts: those blocks start before it.
-  const int share = gridDim.x - 1 - blockIdx.x, total = (N + COLUMNS - 1) / COLUMNS * steps;
+  const int share = (gridDim.x - 1 - blockIdx.x) / TWINS;
+  const int total = (N + COLUMNS * TWINS - 1) / (COLUMNS * TWINS) * row_tiles * steps;
   const int begin = share_end(total, share - 1), end = share_end(total, share);
 #else
   const int part = blockIdx.x % split, tile = blockIdx.x / split;
@@ -97,7 +122,7 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
   Places at;
   at.x = base;
   at.low = at.x + stages * X_BYTES;
-  const int low_bytes = (rank + 63) / 64 * X_BYTES;  // of a member
+  const int low_bytes = GIVEN ? 0 : (rank + 63) / 64 * X_BYTES;  // of a member; what is given goes through the ring
   at.words = at.low + (STREAM ? columns / max(rank, 1) : GROUPS) * low_bytes;
   at.scales = at.words + stages * WORD_BYTES;
   // Beyond the sums too: an arrival may take effect after another thread's store to the same place.
@@ -108,15 +133,16 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
   if (threadIdx.x == 0) {
     for (int i = 0; i < stages; i++) {
       init_barrier(at.full + i * 8, 2);
-      init_barrier(at.empty + i * 8, GROUPS * 4);
+      init_barrier(at.empty + i * 8, GROUPS * 4 * TWINS);
     }
-    init_barrier(at.low_ready, GIVEN ? 1 : LOW_THREADS);
+    init_barrier(at.low_ready, LOW_THREADS);
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
   }
-  __syncthreads();
+  if (TWINS > 1) cluster_sync(); else __syncthreads();
   start_next();
 
   const float factor = 256.0f * __ldg(global_scale);
+  const Members of = {members, rank, per_entry, N};
   const LowRank low = {rows_of_x, a, slots, low_parts, low_done, M, K, columns, rank, low_split, low_tasks, low_workers};
   // Who has the first step of some columns adds the adapter; a share comes to it last.
   const bool adds_low = (begin + steps - 1) / steps * steps < end;
@@ -128,19 +154,15 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
     int filled = 0;
     if (warp == GROUPS * 4) {
       for (int at_step = begin; lane == 0 && at_step < end;) {
-        const Segment segment = segment_at(at_step, end, steps);
-        fill_weight(at, words, scales, segment, ring, filled);
+        const Segment segment = segment_at(at_step, end, steps, row_tiles);
+        fill_weight(at, words, scales, of, segment, ring, filled);
         at_step += segment.count;
       }
     } else if (warp == GROUPS * 4 + 1) {
       await_inputs();
-      if (GIVEN && rank && adds_low && lane == 0) {
-        const int first_column = STREAM ? 0 : begin / steps * COLUMNS, count = STREAM ? columns / rank : GROUPS;
-        fill_low(at, given, members, count, low_bytes, rank, per_entry, first_column, N);
-      }
       for (int at_step = begin; lane == 0 && at_step < end;) {
-        const Segment segment = segment_at(at_step, end, steps);
-        fill_x(at, x, segment, ring, filled);
+        const Segment segment = segment_at(at_step, end, steps, row_tiles);
+        fill_x(at, x, given, of, segment, ring, filled);
         at_step += segment.count;
       }
     } else if (!GIVEN && rank && warp >= GROUPS * 4 + HELPERS - LOW_WARPS) {
@@ -162,7 +184,9 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
 #endif
     }
     __syncwarp();
-#if !STREAM
+#if STREAM
+    if (TWINS > 1) cluster_sync();
+#else
     if (split > 1) {
       cluster_sync();
       cluster_sync();
@@ -177,17 +201,20 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
     Ring ring = {stages, 0, 0};
 #pragma unroll 1
     for (int at_step = begin; at_step < end;) {
-      const Segment segment = segment_at(at_step, end, steps);
+      const Segment segment = segment_at(at_step, end, steps, row_tiles);
       const int column = segment.column;
       float sum[PIECES][TOKENS / 2] = {};
       if (rank && segment.first == 0) prefetch_b(b, rank, N, column);
       await_inputs();
       multiply_stages(at, f, segment.count, ring, unit, lane, sum);
+#if GIVEN
+      multiply_low_stages(at, of, b, segment, ring, unit, lane, sum);
+#else
       if (rank && segment.first == 0) {
-        const int group = warp / 4, member = __ldg(members + min(column + group * 64 * PIECES, N - 1) / per_entry);
-#if GIVEN || STREAM
+        const int group = warp / 4, member = of.at(column + group * 64 * PIECES);
+#if STREAM
         wait_for(at.low_ready, 0);
-        const u32 from = at.low + (STREAM ? member : group) * low_bytes;
+        const u32 from = at.low + member * low_bytes;
 #else
         const u32 from = at.low + group * low_bytes;
         if (threadIdx.x % 128 == 0) await_tasks(low);
@@ -195,8 +222,9 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
         gather_low(from, low, 1.0f / factor, member, threadIdx.x % 128, 128);
         join_group(group);
 #endif
-        multiply_low(from, b, rank, N, column, unit, lane, sum);
+        for (int i = 0; i < rank; i += 64) multiply_low(from + i / 64 * X_BYTES, b, rank, i, N, column, unit, lane, sum);
       }
+#endif
 #pragma unroll
       for (int p = 0; p < PIECES; p++) {
 #pragma unroll
@@ -204,15 +232,16 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
       }
 #if STREAM
       if (segment.first > 0) {
-        give_sums(parts, flags, share, sum);
+        give_sums(parts, flags, place_of(share), sum);
       } else {
         const int last = at_step + steps;  // of these columns
         for (int other = share + 1, from = end; from < last; other++) {
           const int to = share_end(total, other);
-          if (to > from) take_sums(parts, flags, other, sum);
+          if (to > from) take_sums(parts, flags, place_of(other), sum);
           from = to;
         }
-        write_tile(at.out, y, has_bias ? bias : nullptr, factor, M, N, column, unit, lane, sum);
+        const int row = segment.row;
+        write_tile(at.out, y + (size_t)row * N, has_bias ? bias : nullptr, factor, M - row, N, column, unit, lane, sum);
       }
 #else
       join_workers();  // the ring is read no more: sums take its place
@@ -223,7 +252,9 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
 #endif
       at_step += segment.count;
     }
-#if !STREAM
+#if STREAM
+    if (TWINS > 1) cluster_sync();  // no block leaves while its twin still copies to it, or tells it what it has read
+#else
     if (!GIVEN && rank && adds_low && threadIdx.x == 0) leave_tasks(low);
 #endif
   }

@@ -1,4 +1,4 @@
-"""X W^T for a 4-bit W in the layout of `kernels.tiled`, the adapter's product folded in, up to 128 rows of X a launch.
+"""X W^T for a 4-bit W in the layout of `kernels.tiled`, the adapter's product folded in.
 
 In CUDA C++ (tiled_matmul.cu and its parts): wgmma with the decoded weight as its left operand, from registers. Sums are
 kept in float32 to the end and taken in a fixed order, so the same input gives the same bits.
@@ -13,7 +13,15 @@ import torch
 
 from verl_qerl.kernels.launch import Kernel, read_source, tensor_map
 from verl_qerl.kernels.low_rank import low_rank, low_rank_kernel
-from verl_qerl.kernels.tiled_launch import SHAPES, STREAM, TOKENS, Launch, guess_launch, padded_rows, rows_at_once
+from verl_qerl.kernels.tiled_launch import (
+    SHAPES,
+    STREAM,
+    TOKENS,
+    Launch,
+    guess_launch,
+    padded_rows,
+    twins,
+)
 
 RANKS = (8, 16, 32, 64, 128)
 _STEP = 64  # of K, a stage of the ring
@@ -66,7 +74,7 @@ def tiled_matmul(
     """X W^T + bias + the low-rank product, on a GPU of compute capability 9.0; the same bits each time.
 
     Args:
-        x: [M, K] bf16, contiguous. More than MAX_ROWS rows are multiplied in equal parts, a launch each.
+        x: [M, K] bf16, contiguous.
         words: Of `kernels.tiled.tile`, [K / 16, 2 N] int32, of a weight with N % 64 == K % 64 == 0.
         scale: Of `kernels.tiled.tile`, [K / 16, N] uint8; every byte at least 8 (2**-6, as the format asks).
         global_decode_scale: [1] float32, a power of two.
@@ -83,16 +91,12 @@ def tiled_matmul(
     if M == 0:
         return y
     launch = launch or guess_launch(N, K, M)
-    tokens, rows = padded_rows(M), rows_at_once(M)
-    low = x
+    tokens, low = padded_rows(M), x
     if adapter is not None and _is_given(tokens):
         low = low_rank(x, adapter.a, adapter.slots, global_decode_scale)
     box = (4, _box(launch.columns))
     weight = [tensor_map(words, 8, box), tensor_map(scale, 1, box), global_decode_scale]
-    for start in range(0, M, rows):
-        part = slice(start, start + rows)
-        its = None if adapter is None else adapter._replace(slots=adapter.slots[part])
-        _launch(tokens, launch, x[part], weight, y[part], bias, its, low[part])
+    _launch(tokens, launch, x, weight, y, bias, adapter, low)
     return y
 
 
@@ -110,25 +114,28 @@ def _launch(
     rank, columns = (adapter.b.shape[1], adapter.a.shape[0]) if adapter else (0, 0)
     stages, shared_bytes = ring(tokens, K, rank, launch)
     multiprocessors = _multiprocessors(x.device)
-    grid = multiprocessors * launch.blocks if launch.split == STREAM else -(-N // launch.columns) * launch.split
-    args = [*weight, tensor_map(x, 2, (tokens, _STEP), swizzle=True), y, y if bias is None else bias, x]
-    args += [*(adapter or (y, y, y, y)), *_exchange(x.device), tensor_map(low, 2, (tokens, _STEP), swizzle=True)]
+    beside, box = twins(tokens), (tokens // twins(tokens), _STEP)
+    streams = multiprocessors * launch.blocks // beside * beside
+    grid = streams if launch.split == STREAM else -(-N // launch.columns) * launch.split
+    args = [*weight, tensor_map(x, 2, box, swizzle=True), y, y if bias is None else bias, x]
+    args += [*(adapter or (y, y, y, y)), *_exchange(x.device), tensor_map(low, 2, box, swizzle=True)]
     args += [M, N, K, launch.split, stages, int(bias is not None)]
     args += [rank, N // len(adapter.members) if adapter else N, columns]
-    args += [*low_rank_tasks(M, K, columns, launch, grid, multiprocessors), *_FACTORS]
-    _kernel(tokens, launch)(grid, (launch.groups * 4 + _HELPERS) * 32, args, shared_bytes, max(launch.split, 1))
+    args += [*low_rank_tasks(M, K, columns, launch, grid, multiprocessors), *_FACTORS, -(-M // tokens)]
+    _kernel(tokens, launch)(grid, (launch.groups * 4 + _HELPERS) * 32, args, shared_bytes, max(launch.split, beside))
 
 
 def ring(tokens: int, K: int, rank: int, launch: Launch) -> tuple[int, int]:
     """Stages of the ring in shared memory, as many as fit or are needed, and bytes of shared memory."""
     held, barriers = tokens * 128 + 4 * 9 * launch.columns, 16
-    # A stream keeps X A^T of all members; else each warpgroup that of its own.
-    low = -(-rank // 64) * tokens * 128 * (_MEMBERS if launch.split == STREAM else launch.groups)
+    # A stream keeps X A^T of all members, else each warpgroup that of its own; what is given goes through the ring.
+    kept = 0 if _is_given(tokens) else _MEMBERS if launch.split == STREAM else launch.groups
+    low = -(-rank // 64) * tokens * 128 * kept
     fixed = 1024 + 16 + low
     if launch.split == STREAM:
         fixed += min(tokens, 32) * (launch.columns + 8) * 2
     limit = _SHARED_BYTES // launch.blocks - 1024 - _LOW_WARPS * _low_tiles(tokens) * 512
-    needed = -(-(K // _STEP) // max(launch.split, 1))
+    needed = -(-(K // _STEP) // max(launch.split, 1)) + (launch.groups * -(-rank // 64) if _is_given(tokens) else 0)
     stages = max(_STAGES, min((limit - fixed) // (held + barriers), needed))
     # The sums take the place of the ring and of X A^T, and none of the barriers.
     sums = 0 if launch.split == STREAM else tokens * (launch.columns + 4) * 4
@@ -170,7 +177,7 @@ def _box(columns: int) -> int:
 
 def _wants_registers(tokens: int, launch: Launch) -> bool:
     """Whether a warpgroup that multiplies takes registers from the one that does not."""
-    return tokens * launch.pieces >= 256
+    return tokens * launch.pieces >= 192
 
 
 def _is_given(tokens: int) -> bool:
@@ -194,6 +201,7 @@ def source(tokens: int, launch: Launch) -> str:
     """CUDA C++ of one kernel."""
     defines = {"TOKENS": tokens, "PIECES": launch.pieces, "GROUPS": launch.groups, "BLOCKS": launch.blocks}
     defines |= {"STREAM": int(launch.split == STREAM), "GIVEN": int(_is_given(tokens)), "BOX": _box(launch.columns)}
+    defines |= {"TWINS": twins(tokens)}
     defines |= {"LOW_WARPS": _LOW_WARPS, "LOW_TILES": _low_tiles(tokens)}
     defines |= {"LOW_AHEAD": 6 if tokens <= 32 and launch.blocks < 3 else 4, "HELPERS": _HELPERS}
     defines |= {"HELPER_REGISTERS": _HELPER_REGISTERS, "REGISTERS": _registers(tokens, launch)}
