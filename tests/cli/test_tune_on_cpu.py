@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from verl_qerl.cli import main
-from verl_qerl.cli.tune import MODELS, _adapter, crossings, describe, paths
+from verl_qerl.cli.tune import MODELS, _adapter, crossings, describe, fusing, paths
 from verl_qerl.kernels.tiled_launch import TOKENS, guess_launch
 
 
@@ -64,6 +64,13 @@ def test_the_adapter_s_tiles_are_those_of_a_rollout(N):
     adapter = _adapter(torch.zeros(2, 64), N)
     assert adapter.members.tolist() == [0] * (N // 128)  # its kernels take tiles of a power of two
     assert adapter.b.shape == (N, 32)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_only_launches_that_add_an_adapter_are_compared(tokens):
+    found = fusing(37888, 3584, tokens)
+    assert {launch.pieces for launch in found} <= {1, 2}  # four take 256 columns, of more than one tile of an adapter
+    assert found
 
 
 def test_without_a_gpu_nothing_is_written(tmp_path, capsys):

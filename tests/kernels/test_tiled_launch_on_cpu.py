@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import verl_qerl
-from verl_qerl.cli.tune import MODELS, TRIED
+from verl_qerl.cli.tune import MODELS, TRIED, fusing
 from verl_qerl.kernels import tiled_launch
 from verl_qerl.kernels.tiled_launch import SHAPES, STREAM, TOKENS, Launch
 
@@ -42,4 +42,4 @@ def test_the_model_of_the_time_tries_what_was_measured_to_be_fastest(weight, tok
     table = json.loads((TUNED / "nvidia_h200.json").read_text())
     row = next(row for row in table["rows"] if (row["N"], row["K"]) == weight)
     fastest = Launch(*row["launches"][str(tokens)])
-    assert fastest in tiled_launch.launch_candidates(*weight, tokens)[:TRIED]
+    assert fastest in fusing(*weight, tokens)[:TRIED]

@@ -13,7 +13,7 @@ import torch
 from verl_qerl.kernels.lora import member_of_tile
 from verl_qerl.kernels.tiled import dequantize_tiled, tile
 from verl_qerl.kernels.tiled_launch import TOKENS, Launch, launch_candidates
-from verl_qerl.kernels.tiled_matmul import Adapter, prepare, tiled_matmul
+from verl_qerl.kernels.tiled_matmul import Adapter, can_fuse, prepare, tiled_matmul
 from verl_qerl.testing import random_packed_weight
 
 ROWS = (1, 8, 16, 24, 32, 48, 64, 96, 128, 176, 256, 512, 1024, 2048, 4096, 8192)
@@ -75,7 +75,7 @@ def measure(N: int, K: int) -> dict[str, Any]:
     packed = [(words, scale.view(torch.uint8), scale_of_all) for words, scale in tiled]
     weight = dequantize_tiled(*packed[0])
     dense = [weight] + [weight.clone() for _ in range(_CACHE_BYTES // (N * K * 2))]
-    tried = {tokens: launch_candidates(N, K, tokens)[:TRIED] for tokens in TOKENS}
+    tried = {tokens: fusing(N, K, tokens)[:TRIED] for tokens in TOKENS}
     prepare((tokens, launch) for tokens, found in tried.items() for launch in found)
     launches = {
         str(tokens): min(found, key=partial(_time_with_adapter, tokens, packed)) for tokens, found in tried.items()
@@ -119,6 +119,12 @@ def paths(
         "tiled_us": [partial(lora_linear_tiled, x, *tensors, None, None, always, *adapter) for tensors in packed],
         "decoded_us": [partial(lora_linear_tiled, x, *tensors, None, None, never, *adapter) for tensors in packed],
     }
+
+
+def fusing(N: int, K: int, tokens: int) -> list[Launch]:
+    """Launches that take an adapter too, the most promising first: others cost a rollout with one two more kernels."""
+    adapter = _adapter(torch.empty(0, K), N)
+    return [launch for launch in launch_candidates(N, K, tokens) if can_fuse(*adapter[:3], launch)]
 
 
 def _adapter(x: torch.Tensor, N: int) -> Adapter:
