@@ -6,9 +6,6 @@
 // same CUDA graph: memory that no kernel of a graph writes (weights, adapters) may be read, nothing else, and nothing
 // written, whether or not it is scratch of this kernel alone. A grid starts only once all blocks of the grid before have
 // their places, so blocks that wait take no place from those that they wait for.
-//
-// What earlier grids write is read from L2 (__ldcg, copies by tensor maps). While a block waits, others on its
-// multiprocessor may bring lines of that memory into L1 before they are written, where a load would find them again.
 
 __device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
