@@ -10,7 +10,7 @@ from verl_qerl.testing import random_qwen2
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
-# Answers of 512 sequences at a time: more rows than our kernel takes, and fewer with every answer that ends.
+# Answers of 512 sequences at a time, and of fewer with every answer that ends: every number of rows.
 SCRIPT = """
 import json, os, sys
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
