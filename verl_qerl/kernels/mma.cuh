@@ -7,7 +7,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], u32 a0, u32 a1, u32 
 }
 
 // sum += 16 rows of x times 8 rows of each a, 32 of K. Which of 32 elements of K is which in a product does not matter
-// while both operands agree: so a lane reads 16 bytes at a time. x is written while a kernel starts: grid.cuh.
+// while both operands agree: so a lane reads 16 bytes at a time. No __ldg for x, which is written while a kernel starts.
 template <int COUNT>
 __device__ __forceinline__ void multiply_chunk(float (&sum)[COUNT][4], const uint4* x, const uint4* x_8,
                                                const uint4* const (&a)[COUNT], int chunk) {

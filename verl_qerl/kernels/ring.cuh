@@ -90,6 +90,11 @@ struct Ring {
   }
 };
 
+// Before the next stage is filled: all have read what it held, if anything.
+__device__ __forceinline__ void await_free(const Places& at, const Ring& ring, int& filled) {
+  if (filled++ >= ring.stages) wait_for(at.empty + ring.slot * 8, ring.parity);
+}
+
 // Steps of K of one block of columns, and of TOKENS rows of x.
 struct Segment {
   int column, row, first, count;
@@ -108,6 +113,7 @@ __device__ __forceinline__ Segment segment_at(int from, int to, int steps, int r
 struct Members {
   const int* of_entry;
   int rank, per_entry, N;
+  __device__ __forceinline__ int chunks() const { return (rank + 63) / 64; }  // of low, a stage each
   __device__ __forceinline__ int at(int column) const { return __ldg(of_entry + min(column, N - 1) / per_entry); }
   __device__ __forceinline__ int stages(int column) const {
     const int from = column / (COLUMNS * TWINS) * (COLUMNS * TWINS);
@@ -117,7 +123,7 @@ struct Members {
 
 // Of a segment, the stages that hold low instead of x: the last ones, where it begins with the first step of its columns.
 __device__ __forceinline__ int low_stages(const Members& of, const Segment& segment) {
-  return GIVEN && of.rank && segment.first == 0 ? of.stages(segment.column) * ((of.rank + 63) / 64) : 0;
+  return GIVEN && of.rank && segment.first == 0 ? of.stages(segment.column) * of.chunks() : 0;
 }
 
 // One lane fills the ring with codes and scales.
@@ -127,7 +133,7 @@ __device__ __forceinline__ void fill_weight(const Places& at, const TensorMap& w
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
 #pragma unroll 1
   for (int step = segment.first; step < segment.first + segment.count; step++) {
-    if (filled++ >= ring.stages) wait_for(at.empty + ring.slot * 8, ring.parity);
+    await_free(at, ring, filled);
     const u32 full = at.full + ring.slot * 8;
     expect(full, WORD_BYTES + SCALE_BYTES);
 #pragma unroll
@@ -139,7 +145,7 @@ __device__ __forceinline__ void fill_weight(const Places& at, const TensorMap& w
     ring.advance();
   }
   for (int i = low_stages(members, segment); i > 0; i--) {
-    if (filled++ >= ring.stages) wait_for(at.empty + ring.slot * 8, ring.parity);
+    await_free(at, ring, filled);
     arrive(at.full + ring.slot * 8);
     ring.advance();
   }
@@ -153,7 +159,7 @@ __device__ __forceinline__ void fill_x(const Places& at, const TensorMap& x, con
   asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
 #pragma unroll 1
   for (int step = segment.first; step < segment.first + segment.count; step++) {
-    if (filled++ >= ring.stages) wait_for(at.empty + ring.slot * 8, ring.parity);
+    await_free(at, ring, filled);
     const u32 full = at.full + ring.slot * 8;
     expect(full, X_BYTES);
     const u32 to = at.x + ring.slot * X_BYTES;
@@ -165,9 +171,9 @@ __device__ __forceinline__ void fill_x(const Places& at, const TensorMap& x, con
 #endif
     ring.advance();
   }
-  const int chunks = (members.rank + 63) / 64;
+  const int chunks = members.chunks();
   for (int i = 0, count = low_stages(members, segment); i < count; i++) {
-    if (filled++ >= ring.stages) wait_for(at.empty + ring.slot * 8, ring.parity);
+    await_free(at, ring, filled);
     const int first = members.at(segment.column + i / chunks * 64 * PIECES) * members.rank + i % chunks * 64;
     const u32 full = at.full + ring.slot * 8;
     expect(full, X_BYTES);

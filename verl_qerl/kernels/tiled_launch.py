@@ -17,8 +17,16 @@ SHAPES = {
 }
 _TWINS = 129  # rows from which two thread blocks share X, in a stream
 # `fixed` and `step` of `launch_candidates`; 8, 96, 192 and 256 are extrapolated.
-_MICROSECONDS = {8: (4.5, 0.33), 16: (4.5, 0.34), 32: (5.0, 0.38), 64: (6.0, 0.48), 96: (7.3, 0.56), 128: (8.7, 0.65)}
-_MICROSECONDS |= {192: (9.5, 0.97), 256: (10.0, 1.28)}
+_MICROSECONDS = {
+    8: (4.5, 0.33),
+    16: (4.5, 0.34),
+    32: (5.0, 0.38),
+    64: (6.0, 0.48),
+    96: (7.3, 0.56),
+    128: (8.7, 0.65),
+    192: (9.5, 0.97),
+    256: (10.0, 1.28),
+}
 _LEAST_STEP = 0.2
 _EXCHANGE = 1.0  # microseconds
 _ALONE = 1.2  # where a warp waits for products that are short, or has no other warpgroup beside it

@@ -86,7 +86,7 @@ __device__ __forceinline__ void multiply_stages(const Places& at, const Factors&
 __device__ __forceinline__ void multiply_low_stages(const Places& at, const Members& members, const u16* b,
                                                     const Segment& segment, Ring& ring, int unit, int lane,
                                                     float (&sum)[PIECES][TOKENS / 2]) {
-  const int chunks = (members.rank + 63) / 64, count = low_stages(members, segment), group = unit / (4 * PIECES);
+  const int chunks = members.chunks(), count = low_stages(members, segment), group = unit / (4 * PIECES);
   for (int i = 0; i < count; i++) {
     wait_for(at.full + ring.slot * 8, ring.parity);
     if (count == chunks || i / chunks == group) {

@@ -13,15 +13,7 @@ import torch
 
 from verl_qerl.kernels.launch import Kernel, read_source, tensor_map
 from verl_qerl.kernels.low_rank import low_rank, low_rank_kernel
-from verl_qerl.kernels.tiled_launch import (
-    SHAPES,
-    STREAM,
-    TOKENS,
-    Launch,
-    guess_launch,
-    padded_rows,
-    twins,
-)
+from verl_qerl.kernels.tiled_launch import SHAPES, STREAM, TOKENS, Launch, guess_launch, padded_rows, twins
 
 RANKS = (8, 16, 32, 64, 128)
 _STEP = 64  # of K, a stage of the ring
