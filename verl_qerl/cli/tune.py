@@ -123,7 +123,7 @@ def paths(
 
 def fusing(N: int, K: int, tokens: int) -> list[Launch]:
     """Launches that take an adapter too, the most promising first: others cost a rollout with one two more kernels."""
-    adapter = _adapter(torch.empty(0, K), N)
+    adapter = _adapter(torch.empty(0, K, device="meta"), N)  # its shapes alone count
     return [launch for launch in launch_candidates(N, K, tokens) if can_fuse(*adapter[:3], launch)]
 
 
