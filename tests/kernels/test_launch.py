@@ -21,9 +21,11 @@ LINEARS = [((4096, 4096), K), ((K,), 4096)]
 
 
 def launches() -> list[tuple[int, Launch]]:
-    shapes = [(rows, shape) for rows in (1, 16, 64, 128, 192, 256) for shape in SHAPES[padded_rows(rows)]]
-    splits = {rows: (STREAM, 1, 4) if twins(padded_rows(rows)) == 1 else (STREAM,) for rows, _ in shapes}
-    return [(rows, Launch(p, g, split, b)) for rows, (p, g, b) in shapes for split in splits[rows]]
+    found = []
+    for rows in (1, 16, 64, 128, 192, 256):
+        splits = (STREAM, 1, 4) if twins(padded_rows(rows)) == 1 else (STREAM,)
+        found += [(rows, Launch(p, g, split, b)) for p, g, b in SHAPES[padded_rows(rows)] for split in splits]
+    return found
 
 
 def tiles(N: int, columns: int, seed: int) -> tuple[torch.Tensor, ...]:

@@ -12,6 +12,9 @@ from verl_qerl.kernels.tiled_matmul import RANKS, Adapter
 
 BLOCK_BYTES = (227 << 10) - 1024  # of shared memory that a thread block of Hopper can have, less its own 1 KiB
 
+# An entry of TOKENS and a split, of each kernel; twins stream.
+KERNELS = [each for each in product(TOKENS, (STREAM, 1)) if each[1] == STREAM or twins(each[0]) == 1]
+
 
 @pytest.mark.parametrize(
     ("slices", "rank", "pieces", "expected"),
@@ -32,11 +35,8 @@ def test_takes_known_ranks_and_members_of_whole_warpgroups(slices, rank, pieces,
     assert tiled_matmul.can_fuse(a, b, member_of_tile(slices, "cpu"), launch) is expected
 
 
-@pytest.mark.parametrize("split", [STREAM, 1])
-@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize(("tokens", "split"), KERNELS)
 def test_the_ring_fits_with_the_widest_adapter(tokens, split):
-    if split != STREAM and twins(tokens) > 1:
-        pytest.skip("twins stream")
     for pieces, groups, blocks in SHAPES[tokens]:
         for rank in (0, *RANKS):
             launch = Launch(pieces, groups, split, blocks)
@@ -106,7 +106,7 @@ def test_no_rows_are_no_launch(launched):
     assert not launched
 
 
-@pytest.mark.parametrize(("tokens", "split"), [*product([16, 64, 128], [STREAM, 1]), (192, STREAM), (256, STREAM)])
+@pytest.mark.parametrize(("tokens", "split"), [each for each in KERNELS if each[0] in (16, 64, 128, 192, 256)])
 def test_the_source_compiles_without_waiting_for_each_product(tokens, split, compile_cuda):
     pieces, groups, blocks = max(SHAPES[tokens], key=lambda shape: shape[0] * shape[1])
     said = compile_cuda(tiled_matmul.source(tokens, Launch(pieces, groups, split, blocks)))
