@@ -30,9 +30,7 @@ def launches() -> list[tuple[int, Launch]]:
 
 def tiles(N: int, columns: int, seed: int) -> tuple[torch.Tensor, ...]:
     """Tensors of a weight as `tiled_matmul` takes them."""
-    weight = random_packed_weight(N, columns, seed, "cuda")
-    words, scale = tile(weight)
-    return words, scale.view(torch.uint8), weight.global_decode_scale.reshape(1)
+    return tile(random_packed_weight(N, columns, seed, "cuda"))
 
 
 @pytest.fixture(scope="module")

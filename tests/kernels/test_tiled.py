@@ -15,9 +15,9 @@ SHAPES = [(64, 16), (128, 144), (4608, 3584), (3584, 18944)]
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_decodes_bit_for_bit(shape):
     weight = random_packed_weight(*shape, device="cuda")
-    words, scale = tile(weight)
+    tiles = tile(weight)
     torch.full(shape, float("nan"), dtype=torch.bfloat16, device="cuda")  # the block that the output is given
-    out = dequantize_tiled(words, scale.view(torch.uint8), weight.global_decode_scale.reshape(1))
+    out = dequantize_tiled(*tiles)
     expected = reference.dequantize(weight, torch.bfloat16)
     assert torch.equal(out, expected)
     assert torch.equal(out.signbit(), expected.signbit())
@@ -26,9 +26,8 @@ def test_decodes_bit_for_bit(shape):
 @pytest.mark.parametrize(("start", "end"), [(0, 3584), (3584, 4096), (4096, 4608)], ids=str)
 def test_decodes_rows_in_place(start, end):
     weight = random_packed_weight(4608, 3584, device="cuda")  # q, k and v of 7B
-    words, scale = tile(weight)
-    part = words[:, 2 * start : 2 * end], scale.view(torch.uint8)[:, start:end]
-    out = dequantize_tiled(*part, weight.global_decode_scale.reshape(1))
+    words, scale, decode_scale = tile(weight)
+    out = dequantize_tiled(words[:, 2 * start : 2 * end], scale[:, start:end], decode_scale)
     assert torch.equal(out, reference.dequantize(weight, torch.bfloat16)[start:end])
 
 
@@ -39,7 +38,7 @@ def test_is_the_layout_that_humming_prepares(shape):
     from humming.utils.weight import prepare_humming_weight, prepare_humming_weight_scale
 
     weight = random_packed_weight(*shape, device="cuda")
-    words, scale = tile(weight)
+    words, scale, _ = tile(weight)
     prepared = prepare_humming_weight(
         weight=weight.codes.view(torch.int32),
         b_dtype=dtypes.float4e2m1,
@@ -49,4 +48,4 @@ def test_is_the_layout_that_humming_prepares(shape):
     )
     assert torch.equal(words, prepared)
     prepared_scale = prepare_humming_weight_scale(weight.block_scale.view(torch.uint8))
-    assert torch.equal(scale.view(torch.uint8), prepared_scale)
+    assert torch.equal(scale, prepared_scale)

@@ -44,9 +44,7 @@ def build(
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Tensors of `tiled_matmul`, and the weight in float64."""
     weight = random_packed_weight(sum(slices), K, seed, device)
-    words, scale = tile(weight)
-    tensors = (words, scale.view(torch.uint8), weight.global_decode_scale.reshape(1))
-    return tensors, reference.dequantize(weight).double()
+    return tile(weight), reference.dequantize(weight).double()
 
 
 def poison(rows: int, columns: int) -> None:
@@ -93,9 +91,7 @@ def test_every_code_and_every_normal_scale():
     codes = torch.arange(256, dtype=torch.uint8).repeat(128, 1)
     scale = torch.arange(128, dtype=torch.uint8).clamp(8, 126)[:, None].repeat(1, 32).view(torch.float8_e4m3fn)
     weight = PackedWeight(codes, scale, torch.tensor(2.0**-12)).to("cuda")
-    words, tiled_scale = tile(weight)
-    x = torch.eye(512, device="cuda").bfloat16()
-    tensors = (words, tiled_scale.view(torch.uint8), weight.global_decode_scale.reshape(1))
+    x, tensors = torch.eye(512, device="cuda").bfloat16(), tile(weight)
     for rows in (128, 512):
         columns = [tiled_matmul(part.contiguous(), *tensors) for part in x.split(rows)]
         assert torch.equal(torch.cat(columns).T, reference.dequantize(weight))

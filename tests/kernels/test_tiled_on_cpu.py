@@ -3,18 +3,13 @@
 import pytest
 import torch
 
-from verl_qerl.kernels.tiled import dequantize_tiled, launch, tile, untile
+from verl_qerl.kernels.tiled import Tiles, dequantize_tiled, launch, tile, untile
 from verl_qerl.nvfp4 import reference
 from verl_qerl.nvfp4.format import PackedWeight
 from verl_qerl.testing import random_packed_weight
 
 MODULE = "verl_qerl.kernels.tiled"
 SHAPES = [(64, 16), (64, 128), (128, 144), (192, 272)]  # a program decodes 8 blocks of 16: below, at and above it
-
-
-def tensors(weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    words, scale = tile(weight)
-    return words, scale.view(torch.uint8), weight.global_decode_scale.reshape(1)
 
 
 @pytest.fixture(scope="module")
@@ -27,38 +22,40 @@ def every_pair() -> PackedWeight:
 
 def test_every_code_and_scale_is_where_the_formula_says():
     weight = random_packed_weight(128, 48)
-    words, scale = tile(weight)
+    words, scale, decode_scale = tile(weight)
     n, k = torch.meshgrid(torch.arange(128), torch.arange(48), indexing="ij")
     word = words[k // 16, n // 64 * 128 + (n % 8 * 4 + k % 8 // 2) * 4 + n % 64 // 16]
     nibble = k % 2 * 4 + k % 16 // 8 * 2 + n % 16 // 8
     codes = torch.stack((weight.codes & 15, weight.codes >> 4), dim=-1).view(128, 48)
     assert torch.equal(word >> (4 * nibble) & 15, codes.int())
-    found = scale.view(torch.uint8)[k // 16, n // 64 * 64 + n % 8 * 8 + n % 64 // 8]
+    found = scale[k // 16, n // 64 * 64 + n % 8 * 8 + n % 64 // 8]
     assert torch.equal(found, weight.block_scale.view(torch.uint8).repeat_interleave(16, 1))
+    assert torch.equal(decode_scale, weight.global_decode_scale.reshape(1))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_untile_is_the_inverse(shape):
     weight = random_packed_weight(*shape)
-    back = untile(*tile(weight), weight.global_decode_scale)
+    back = untile(*tile(weight))
     assert torch.equal(back.codes, weight.codes)
     assert torch.equal(back.block_scale.view(torch.uint8), weight.block_scale.view(torch.uint8))
+    assert torch.equal(back.global_decode_scale, weight.global_decode_scale)
 
 
 def test_the_operator_is_the_reference_without_a_gpu(every_pair):
-    assert torch.equal(dequantize_tiled(*tensors(every_pair)), reference.dequantize(every_pair, torch.bfloat16))
+    assert torch.equal(dequantize_tiled(*tile(every_pair)), reference.dequantize(every_pair, torch.bfloat16))
 
 
 def test_the_kernel_gives_the_bits_of_the_reference(every_pair, interpreted):
     weights = [random_packed_weight(*shape) for shape in SHAPES] + [every_pair]
-    found = interpreted(MODULE, [tensors(weight) for weight in weights])
+    found = interpreted(MODULE, [tile(weight) for weight in weights])
     for weight, out in zip(weights, found, strict=True):
         expected = reference.dequantize(weight, torch.bfloat16)
         assert torch.equal(out, expected)
         assert torch.equal(out.signbit(), expected.signbit())
 
 
-def columns(case, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def columns(case: Tiles, start: int, end: int) -> Tiles:
     """The tiles of some rows of a weight, in place."""
     words, scale, decode_scale = case
     return words[:, 2 * start : 2 * end], scale[:, start:end], decode_scale
@@ -71,28 +68,28 @@ def test_rows_of_a_weight_are_columns_of_its_tiles():
     weight = random_packed_weight(256, 272)
     expected = reference.dequantize(weight, torch.bfloat16)
     for start, end in PARTS:
-        part = columns(tensors(weight), start, end)
+        part = columns(tile(weight), start, end)
         assert torch.equal(dequantize_tiled(*part), expected[start:end])
-        back = untile(part[0], part[1].view(torch.float8_e4m3fn), part[2])
+        back = untile(*part)
         assert torch.equal(back.codes, weight.codes[start:end])
         assert torch.equal(back.block_scale.view(torch.uint8), weight.block_scale.view(torch.uint8)[start:end])
 
 
 def test_the_kernel_decodes_columns_in_place(interpreted):
     weight = random_packed_weight(256, 272)
-    found = interpreted(MODULE, [columns(tensors(weight), *part) for part in PARTS])
+    found = interpreted(MODULE, [columns(tile(weight), *part) for part in PARTS])
     expected = reference.dequantize(weight, torch.bfloat16)
     for (start, end), out in zip(PARTS, found, strict=True):
         assert torch.equal(out, expected[start:end])
 
 
 def test_the_kernel_refuses_columns_that_are_apart():
-    words, scale, decode_scale = tensors(random_packed_weight(128, 32))
+    words, scale, decode_scale = tile(random_packed_weight(128, 32))
     with pytest.raises(ValueError, match="are not side by side: strides"):
         launch(words[:, ::2], scale[:, ::2], decode_scale)
 
 
 def test_the_operator_can_be_traced():
-    case = tensors(random_packed_weight(192, 32))
+    case = tile(random_packed_weight(192, 32))
     torch.library.opcheck(dequantize_tiled, case)
     torch.library.opcheck(dequantize_tiled, columns(case, 64, 128))

@@ -18,10 +18,9 @@ def build(start: int = 64, end: int = 192, K: int = 48, bias: bool = True):
     stack = random_packed_weight(256, K)
     plain = NVFP4Linear.from_linear(nn.Linear(K, end - start, bias=bias, dtype=torch.bfloat16))
     plain.fill(PackedWeight(stack.codes[start:end], stack.block_scale[start:end], stack.global_decode_scale))
-    words, scale = tile(stack)
-    tiles = words[:, 2 * start : 2 * end], scale.view(torch.uint8)[:, start:end], stack.global_decode_scale.reshape(1)
+    words, scale, decode_scale = tile(stack)
     tiled = copy.deepcopy(plain)
-    TiledNVFP4Linear.hold(tiled, tiles)
+    TiledNVFP4Linear.hold(tiled, (words[:, 2 * start : 2 * end], scale[:, start:end], decode_scale))
     return plain, tiled
 
 

@@ -25,10 +25,8 @@ def given():
         return torch.randn(shape, generator=generator).bfloat16()
 
     weight = random_packed_weight(128, 64)
-    words, scale = tile(weight)
-    tensors = (words, scale.view(torch.uint8), weight.global_decode_scale.reshape(1))
     adapter = (random(32, 64), random(128, 16), member_of_tile((64, 64), "cpu"), torch.tensor([0, 0, -1, 0, 0, 0]))
-    return random(5, 64), tensors, reference.dequantize(weight, torch.bfloat16), random(128), adapter
+    return random(5, 64), tile(weight), reference.dequantize(weight, torch.bfloat16), random(128), adapter
 
 
 def test_multiplies_by_the_decoded_weight(given):

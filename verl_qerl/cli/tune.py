@@ -69,10 +69,9 @@ def measure(N: int, K: int) -> dict[str, Any]:
     Returns:
         The fields of vllm_plugin.plans.Plan, and `times`, microseconds by rows.
     """
-    tiled = [tile(random_packed_weight(N, K, device="cuda"))]
-    scale_of_all = torch.full((1,), 2.0**-12, device="cuda")
-    tiled += [tuple(part.clone() for part in tiled[0]) for _ in range(_CACHE_BYTES // (N * K * 9 // 16))]
-    packed = [(words, scale.view(torch.uint8), scale_of_all) for words, scale in tiled]
+    packed = [tile(random_packed_weight(N, K, device="cuda"))]
+    words, scale, scale_of_all = packed[0]
+    packed += [(words.clone(), scale.clone(), scale_of_all) for _ in range(_CACHE_BYTES // (N * K * 9 // 16))]
     weight = dequantize_tiled(*packed[0])
     dense = [weight] + [weight.clone() for _ in range(_CACHE_BYTES // (N * K * 2))]
     tried = {tokens: fusing(N, K, tokens)[:TRIED] for tokens in TOKENS}

@@ -18,18 +18,20 @@ import triton.language as tl
 from verl_qerl.nvfp4 import reference
 from verl_qerl.nvfp4.format import PackedWeight
 
+Tiles = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # words, scale and global_decode_scale, as `tile` makes them
+
 ROWS, COLUMNS = 64, 16  # of a tile
 _DEPTH, _WARPS = 8, 4  # tiles along K that a program decodes
 
 
-def tile(weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arrange a weight.
+def tile(weight: PackedWeight) -> Tiles:
+    """Arrange a weight as kernels take it.
 
     Args:
         weight: [N, K], N % 64 == 0, K % 16 == 0.
 
     Returns:
-        Codes [K / 16, 2 N] int32 and block scales [K / 16, N] float8_e4m3fn.
+        Codes [K / 16, 2 N] int32, the bytes of block scales [K / 16, N] uint8, and the global scale, [1] float32.
     """
     N, K = weight.shape
     codes = torch.stack((weight.codes & 15, weight.codes >> 4), dim=-1)
@@ -39,7 +41,7 @@ def tile(weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor]:
     pairs = codes[..., 0] | codes[..., 1] << 4
     words = pairs.contiguous().view(torch.int32).view(K // COLUMNS, N * 2)
     scale = weight.block_scale.view(torch.uint8).T.reshape(K // COLUMNS, N // ROWS, 8, 8).transpose(2, 3)
-    return words, scale.reshape(K // COLUMNS, N).contiguous().view(torch.float8_e4m3fn)
+    return words, scale.reshape(K // COLUMNS, N).contiguous(), weight.global_decode_scale.reshape(1)
 
 
 def untile(words: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor) -> PackedWeight:
@@ -48,9 +50,9 @@ def untile(words: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.
     nibbles = words.view(torch.uint8).view(num_blocks, N * 2, 4)
     codes = torch.stack((nibbles & 15, nibbles >> 4), dim=-1).view(num_blocks, N // ROWS, 8, 4, 4, 2, 2, 2)
     codes = codes.permute(1, 4, 7, 2, 0, 6, 3, 5).reshape(N, num_blocks * COLUMNS // 2, 2)
-    blocks = scale.view(torch.uint8).view(num_blocks, N // ROWS, 8, 8).transpose(2, 3).reshape(num_blocks, N)
+    blocks = scale.view(num_blocks, N // ROWS, 8, 8).transpose(2, 3).reshape(num_blocks, N)
     block_scale = blocks.T.contiguous().view(torch.float8_e4m3fn)
-    return PackedWeight(codes[..., 0] | codes[..., 1] << 4, block_scale, global_decode_scale)
+    return PackedWeight(codes[..., 0] | codes[..., 1] << 4, block_scale, global_decode_scale.reshape(()))
 
 
 @torch.library.custom_op("verl_qerl::dequantize_tiled", mutates_args=())
@@ -59,13 +61,13 @@ def dequantize_tiled(words: torch.Tensor, scale: torch.Tensor, global_decode_sca
 
     Args:
         words: Of `tile`; or columns of it, 2 N of them, those of rows of the weight from a multiple of 64 on.
-        scale: Of `tile`, as uint8; or the same rows' columns of it.
+        scale: Of `tile`; or the same rows' columns of it.
         global_decode_scale: One float32.
 
     Returns:
         [N, K] bf16, bit for bit as `nvfp4.reference.dequantize` of the weight.
     """
-    return reference.dequantize(untile(words, scale.view(torch.float8_e4m3fn), global_decode_scale), torch.bfloat16)
+    return reference.dequantize(untile(words, scale, global_decode_scale), torch.bfloat16)
 
 
 @dequantize_tiled.register_kernel("cuda")

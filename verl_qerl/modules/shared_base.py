@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 
-from verl_qerl.kernels.tiled import ROWS, tile
+from verl_qerl.kernels.tiled import ROWS, Tiles, tile
 from verl_qerl.modules.convert import packed_linears
 from verl_qerl.modules.nvfp4_experts import NVFP4Experts
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
-from verl_qerl.modules.tiled_linear import TiledNVFP4Linear, Tiles
+from verl_qerl.modules.tiled_linear import TiledNVFP4Linear
 from verl_qerl.nvfp4.checkpoint import fused_group
 from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
 
@@ -88,13 +88,11 @@ def share_base(model: nn.Module) -> SharedBase:
     flat = _memory(sum(group.num_bytes for group in groups), next(iter(linears.values())).weight.device)
     for group in groups:
         members = [linears[name] for name in group.members]
-        words, scale, decode_scale = group.tiles(flat)
         codes, scales, decode_scales = zip(*(linear.tensors() for linear in members), strict=True)
-        decode_scale.copy_(decode_scales[0].view(torch.float32))
-        stacked = PackedWeight(torch.cat(codes), torch.cat(scales).view(torch.float8_e4m3fn), decode_scale)
-        tiled = tile(stacked)
-        words.copy_(tiled[0])
-        scale.copy_(tiled[1].view(torch.uint8))
+        scale_of_all = decode_scales[0].view(torch.float32)
+        stacked = PackedWeight(torch.cat(codes), torch.cat(scales).view(torch.float8_e4m3fn), scale_of_all)
+        for there, part in zip(group.tiles(flat), tile(stacked), strict=True):
+            there.copy_(part)
         for linear, tiles in zip(members, group.member_tiles(flat), strict=True):
             TiledNVFP4Linear.hold(linear, tiles)
     return SharedBase(flat, tuple(groups))

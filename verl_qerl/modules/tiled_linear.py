@@ -3,11 +3,9 @@
 import torch
 
 from verl_qerl.kernels.linear import frozen_linear
-from verl_qerl.kernels.tiled import dequantize_tiled, untile
+from verl_qerl.kernels.tiled import Tiles, dequantize_tiled, untile
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.nvfp4.format import PackedWeight
-
-Tiles = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # words, scale and global_decode_scale of dequantize_tiled
 
 
 class TiledNVFP4Linear(NVFP4Linear):
@@ -43,9 +41,8 @@ class TiledNVFP4Linear(NVFP4Linear):
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As NVFP4Linear's: a copy in a checkpoint's layout."""
-        words, scale, decode_scale = self.tiles
-        packed = untile(words, scale.view(torch.float8_e4m3fn), decode_scale)
-        return packed.codes, packed.block_scale.view(torch.uint8), decode_scale.view(torch.uint8)
+        packed = untile(*self.tiles)
+        return packed.codes, packed.block_scale.view(torch.uint8), self.tiles[2].view(torch.uint8)
 
     def decode(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight, [N, K] of `dtype`."""

@@ -14,9 +14,8 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW4A4Fp4
 
-from verl_qerl.kernels.tiled import untile
+from verl_qerl.kernels.tiled import Tiles, untile
 from verl_qerl.modules.lending import Borrowed, borrow, meeting_place
-from verl_qerl.modules.tiled_linear import Tiles
 from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.vllm_plugin.linear import hold_tiles, multiply, plan_for
 from verl_qerl.vllm_plugin.options import rollout_options
@@ -157,10 +156,8 @@ def digests_of(borrowed: Borrowed) -> dict[str, str]:
     """Linear of a checkpoint -> digest, of the bytes that are mapped."""
     found = {}
     for group in borrowed.base.groups:
-        for name, (words, scale, decode_scale) in zip(
-            group.members, group.member_tiles(borrowed.base.flat), strict=True
-        ):
-            found[name] = weight_digest(untile(words, scale.view(torch.float8_e4m3fn), decode_scale))
+        for name, tiles in zip(group.members, group.member_tiles(borrowed.base.flat), strict=True):
+            found[name] = weight_digest(untile(*tiles))
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
 from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKernel
 
-from verl_qerl.kernels.tiled import dequantize_tiled, tile
+from verl_qerl.kernels.tiled import Tiles, dequantize_tiled, tile
 from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
 from verl_qerl.vllm_plugin.plans import make_plan, say_once, why_not
 from verl_qerl.vllm_plugin.tiled_ops import linear_tiled
@@ -45,8 +45,7 @@ class TiledKernel(NvFp4LinearKernel):
         if plan is None:
             self._marlin.process_weights_after_loading(layer)
             return
-        words, scale = tile(packed)
-        hold_tiles(layer, (words, scale.view(torch.uint8), packed.global_decode_scale.reshape(1)), plan, self._resident)
+        hold_tiles(layer, tile(packed), plan, self._resident)
 
     def _plan(self, packed: PackedWeight, dtype: torch.dtype) -> str | None:
         """Key of a plan; None, with the reason said once, for a layer that stays with Marlin."""
@@ -76,12 +75,12 @@ def plan_for(N: int, K: int, dtype: torch.dtype, block_scale: torch.Tensor) -> s
     return make_plan(N, K, torch.cuda.get_device_name(block_scale.device))
 
 
-def hold_tiles(layer: Any, tiles: tuple[torch.Tensor, torch.Tensor, torch.Tensor], plan: str, resident: bool) -> None:
+def hold_tiles(layer: Any, tiles: Tiles, plan: str, resident: bool) -> None:
     """Give a layer what `multiply` reads, under vLLM's names.
 
     Args:
         layer: Of vLLM.
-        tiles: Words, scale and global_decode_scale of `linear_tiled`; not copied.
+        tiles: Of the weight; not copied.
         plan: Key of a Plan.
         resident: Decode a bf16 copy as well.
     """
