@@ -8,7 +8,8 @@ from verl_qerl.kernels.tiled_launch import STREAM, TOKENS, Launch, padded_rows
 from verl_qerl.kernels.tiled_matmul import can_fuse, tiled_matmul
 
 # Rows, launch, K, columns of the members, rank: a ring that is filled once and several times, parts of unequal length,
-# columns that no block has, streams with fewer steps than blocks, low rank by the kernel itself and given, twins.
+# columns that no block has, streams with fewer steps than blocks, low rank by the kernel itself and given, twins,
+# clusters that take half of the rows at a time.
 CASES = [
     (1, Launch(2, 1, 6, 2), 768, (768,), 0),
     (50, Launch(2, 1, 3, 2), 320, (256, 128), 32),
@@ -23,6 +24,9 @@ CASES = [
     (130, Launch(1, 3, STREAM, 1), 320, (256, 64, 128), 32),
     (250, Launch(1, 2, STREAM, 1), 832, (192, 64), 128),
     (600, Launch(1, 2, STREAM, 1), 192, (320,), 8),
+    (160, Launch(2, 2, 3, 1), 320, (256, 128), 16),
+    (250, Launch(1, 1, 4, 2), 448, (128,), 0),
+    (700, Launch(1, 3, 2, 1), 256, (192, 64), 128),
 ]
 
 

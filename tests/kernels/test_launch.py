@@ -23,8 +23,10 @@ LINEARS = [((4096, 4096), K), ((K,), 4096)]
 def launches() -> list[tuple[int, Launch]]:
     found = []
     for rows in (1, 16, 64, 128, 192, 256):
-        splits = (STREAM, 1, 4) if twins(padded_rows(rows)) == 1 else (STREAM,)
-        found += [(rows, Launch(p, g, split, b)) for p, g, b in SHAPES[padded_rows(rows)] for split in splits]
+        streams = SHAPES[padded_rows(rows)]
+        clusters = SHAPES[padded_rows(rows) // twins(padded_rows(rows))]
+        found += [(rows, Launch(p, g, STREAM, b)) for p, g, b in streams]
+        found += [(rows, Launch(p, g, split, b)) for p, g, b in clusters for split in (1, 4)]
     return found
 
 

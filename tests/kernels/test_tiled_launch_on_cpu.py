@@ -30,10 +30,16 @@ def test_a_guess_can_run_and_is_the_first_candidate(weight, tokens):
     assert tiled_launch.guess_launch(N, K, tokens) == found[0]
     assert len(set(found)) == len(found)
     for launch in found:
-        assert (launch.pieces, launch.groups, launch.blocks) in SHAPES[tokens]
+        rows = tiled_launch.rows_at_a_time(tokens, launch)
+        assert rows == tokens // (2 if launch.split != STREAM and tokens > 128 else 1)
+        assert (launch.pieces, launch.groups, launch.blocks) in SHAPES[rows]
         # A cluster, each block of which has a part of K.
-        assert launch.split == STREAM or tiled_launch.twins(tokens) == 1
         assert launch.split == STREAM or 1 <= launch.split <= min(8, K // 64)
+
+
+def test_a_guess_for_many_rows_shares_no_k():
+    assert tiled_launch.guess_launch(768, 2304, 256).split != STREAM
+    assert tiled_launch.guess_launch(768, 2304, 257) == Launch(1, 2, STREAM, 1)
 
 
 @pytest.mark.parametrize("weight", WEIGHTS, ids=str)

@@ -8,7 +8,7 @@ import torch
 from verl_qerl.kernels import tiled_matmul as module
 from verl_qerl.kernels.lora import member_of_tile
 from verl_qerl.kernels.tiled import tile
-from verl_qerl.kernels.tiled_launch import SHAPES, STREAM, Launch, guess_launch, padded_rows, twins
+from verl_qerl.kernels.tiled_launch import SHAPES, STREAM, Launch, guess_launch, padded_rows, rows_at_a_time
 from verl_qerl.kernels.tiled_matmul import Adapter, can_fuse, tiled_matmul
 from verl_qerl.nvfp4 import reference
 from verl_qerl.nvfp4.format import PackedWeight
@@ -33,9 +33,8 @@ ASIDE = "such a kernel is not compiled"
 
 
 def exists(launch: Launch, rows: int) -> bool:
-    tokens = padded_rows(rows)
-    fits = (launch.pieces, launch.groups, launch.blocks) in SHAPES[tokens]  # its sums, into registers
-    return fits and (launch.split == STREAM or twins(tokens) == 1)
+    # Its sums fit into registers.
+    return (launch.pieces, launch.groups, launch.blocks) in SHAPES[rows_at_a_time(padded_rows(rows), launch)]
 
 
 @functools.lru_cache(maxsize=2)
@@ -139,7 +138,7 @@ def test_the_adapter_is_added(linear, rank):
         adapter = build_adapter(K, slices, rank, rows)
         launch = guess_launch(sum(slices), K, rows)
         if not can_fuse(*adapter[:3], launch):
-            launch = Launch(1, 2, 1 if twins(padded_rows(rows)) == 1 else STREAM, 1)
+            launch = Launch(1, 2, 1, 1)
         assert can_fuse(*adapter[:3], launch)
         poison(rows, sum(slices))
         out = tiled_matmul(x, *tensors, bias, adapter, launch)

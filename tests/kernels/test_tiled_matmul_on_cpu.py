@@ -89,14 +89,22 @@ def launched(monkeypatch):
 
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 8), (128, 128), (129, 192), (256, 256), (257, 192), (600, 256)])
 @pytest.mark.parametrize("adapted", [False, True])
-def test_any_number_of_rows_is_one_launch(rows, tokens, adapted, launched):
+@pytest.mark.parametrize("split", [STREAM, 2])
+def test_any_number_of_rows_is_one_launch(rows, tokens, split, adapted, launched):
     slots = torch.zeros(rows + 3, dtype=torch.int64)
     adapter = Adapter(torch.zeros(8, 64), torch.zeros(64, 8), torch.zeros(1), slots) if adapted else None
     tiled_matmul.tiled_matmul(
-        torch.zeros(rows, 64), torch.zeros(4, 128), torch.zeros(4, 64), torch.ones(1), None, adapter
+        torch.zeros(rows, 64),
+        torch.zeros(4, 128),
+        torch.zeros(4, 64),
+        torch.ones(1),
+        None,
+        adapter,
+        Launch(1, 2, split, 1),
     )
     assert padded_rows(rows) == tokens
-    assert launched == [(tokens, rows, rows, rows, adapter and rows + 3)]
+    at_a_time = tokens // 2 if split != STREAM and tokens > 128 else tokens
+    assert launched == [(at_a_time, rows, rows, rows, adapter and rows + 3)]
 
 
 def test_no_rows_are_no_launch(launched):

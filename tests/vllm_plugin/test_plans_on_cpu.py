@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("vllm")
 from verl_qerl.cli.tune import MODELS
-from verl_qerl.kernels.tiled_launch import SHAPES, STREAM, TOKENS, guess_launch
+from verl_qerl.kernels.tiled_launch import SHAPES, STREAM, TOKENS, Launch, guess_launch, rows_at_a_time
 from verl_qerl.vllm_plugin import plans
 
 
@@ -30,7 +30,8 @@ def test_the_table_that_ships_has_the_shapes_that_tune_measures(shape, tables):
     assert 32 < rows[shape]["dense_rows"] <= rows[shape]["decode_rows"]
     assert list(rows[shape]["launches"]) == [str(tokens) for tokens in TOKENS]
     for tokens, (pieces, groups, split, blocks) in rows[shape]["launches"].items():
-        assert (pieces, groups, blocks) in SHAPES[int(tokens)]
+        launch = Launch(pieces, groups, split, blocks)
+        assert (pieces, groups, blocks) in SHAPES[rows_at_a_time(int(tokens), launch)]
         assert split == STREAM or 1 <= split <= 8
 
 
@@ -51,6 +52,15 @@ def test_a_plan_takes_measured_launches_and_guesses_the_others(tables, compiled)
     assert compiled == list(zip(TOKENS, plan.launches, strict=True))
     other = plans.PLANS[plans.make_plan(7168, 4096, "NVIDIA H200")]
     assert other.launch(64) == guess_launch(7168, 4096, 64)
+
+
+def test_a_launch_that_shares_k_is_for_no_more_rows_than_it_was_measured_with():
+    stream, shared = Launch(1, 3, STREAM, 1), Launch(2, 2, 4, 1)
+    plan = plans.Plan((*[Launch(2, 1, 1, 2)] * 6, stream, shared), 1 << 30, 1 << 30)
+    assert plan.launch(256) == shared
+    assert plan.launch(180) == plan.launch(300) == stream
+    assert plan.launch(512) == Launch(1, 2, STREAM, 1)
+    assert set(plan.kernels()) == {*zip(TOKENS, plan.launches, strict=True), (256, Launch(1, 2, STREAM, 1))}
 
 
 def test_a_table_of_the_user_goes_first(tables):

@@ -63,21 +63,27 @@ def twins(tokens: int) -> int:
     return 2 if tokens >= _TWINS else 1
 
 
+def rows_at_a_time(tokens: int, launch: Launch) -> int:
+    """Rows that a thread block takes at a time: an entry of TOKENS, or half of it where twins would share K."""
+    return tokens if launch.split == STREAM or twins(tokens) == 1 else tokens // 2
+
+
 def launch_candidates(N: int, K: int, tokens: int) -> list[Launch]:
     """Launches for a weight [N, K] and an entry of TOKENS, the most promising first.
 
     By a model of the time, fitted to what was measured on an H200: each wave of thread blocks begins and ends in
     `fixed` microseconds and takes `step` for each 64 of K and 256 columns of a multiprocessor.
     """
-    fixed, step = _MICROSECONDS[tokens]
-    steps, beside = K // _STEP, twins(tokens)
+    steps = K // _STEP
 
     def cost(launch: Launch) -> float:
+        rows = rows_at_a_time(tokens, launch)
+        (fixed, step), beside = _MICROSECONDS[rows], twins(rows)
         streams = launch.split == STREAM
-        tiles = -(-N // (launch.columns * beside)) * beside
+        tiles = -(-N // (launch.columns * beside)) * beside * (tokens // rows)
         parts = tiles * (1 if streams else launch.split)
         together = launch.blocks if streams else min(launch.blocks, -(-parts // sum(_MULTIPROCESSORS)))
-        alone = (launch.pieces == 1 and tokens <= 64) or launch.groups * together == 1
+        alone = (launch.pieces == 1 and rows <= 64) or launch.groups * together == 1
         each = max(_LEAST_STEP, step * launch.columns * together / 256 * (_ALONE if alone else 1))
         if streams:
             return fixed + _EXCHANGE + -(-tiles * steps // (sum(_MULTIPROCESSORS) * launch.blocks)) * each
@@ -85,13 +91,20 @@ def launch_candidates(N: int, K: int, tokens: int) -> list[Launch]:
         at_once = sum(size * launch.blocks // launch.split for size in _MULTIPROCESSORS)
         return -(-tiles // at_once) * (fixed + -(-steps // launch.split) * each)
 
-    splits = [STREAM, *(split for split in _SPLITS if split <= steps and beside == 1)]
-    return sorted((Launch(p, g, split, b) for p, g, b in SHAPES[tokens] for split in splits), key=cost)
+    found = [Launch(p, g, STREAM, b) for p, g, b in SHAPES[tokens]]
+    clusters = SHAPES[tokens // twins(tokens)]
+    found += [Launch(p, g, split, b) for p, g, b in clusters for split in _SPLITS if split <= steps]
+    return sorted(found, key=cost)
 
 
 def guess_launch(N: int, K: int, M: int) -> Launch:
     """A launch for M rows of a shape that was not measured."""
-    return launch_candidates(N, K, padded_rows(M))[0]
+    return for_rows(launch_candidates(N, K, padded_rows(M))[0], M)
+
+
+def for_rows(launch: Launch, M: int) -> Launch:
+    """The launch itself, or a stream for more rows than a launch that shares K was chosen for: they fill the GPU."""
+    return launch if TOKENS[-1] >= M or launch.split == STREAM else Launch(1, 2, STREAM, 1)
 
 
 def padded_rows(rows: int) -> int:

@@ -14,7 +14,7 @@
 //
 // With TWINS (2, for STREAM alone) a cluster of two blocks walks the same steps side by side, each with columns of its own
 // and half of x, which it copies into the shared memory of both: x comes from L2 once for twice the columns. A stage of
-// their rings is free when both have read it. They alone take more than TOKENS rows in a launch.
+// their rings is free when both have read it.
 //
 // The lane that copies codes and scales starts before the kernels before this one have ended (grid.cuh): a ring full of
 // weights is there when x is. Low rank and multiplying warps bring a and b as far as L2; all else awaits the inputs.
@@ -247,7 +247,8 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
       join_workers();  // the ring is read no more: sums take its place
       store_sums(base, unit, lane, sum);
       if (split > 1) cluster_sync(); else join_workers();
-      write_sums(base, y, has_bias ? bias : nullptr, factor, M, N, column, split, part);
+      const int row = segment.row;
+      write_sums(base, y + (size_t)row * N, has_bias ? bias : nullptr, factor, min(M - row, TOKENS), N, column, split, part);
       if (split > 1) cluster_sync();  // no block leaves while another still reads its memory
 #endif
       at_step += segment.count;

@@ -13,7 +13,16 @@ import torch
 
 from verl_qerl.kernels.launch import Kernel, read_source, tensor_map
 from verl_qerl.kernels.low_rank import low_rank, low_rank_kernel
-from verl_qerl.kernels.tiled_launch import SHAPES, STREAM, TOKENS, Launch, guess_launch, padded_rows, twins
+from verl_qerl.kernels.tiled_launch import (
+    SHAPES,
+    STREAM,
+    TOKENS,
+    Launch,
+    guess_launch,
+    padded_rows,
+    rows_at_a_time,
+    twins,
+)
 
 RANKS = (8, 16, 32, 64, 128)
 _STEP = 64  # of K, a stage of the ring
@@ -83,7 +92,7 @@ def tiled_matmul(
     if M == 0:
         return y
     launch = launch or guess_launch(N, K, M)
-    tokens, low = padded_rows(M), x
+    tokens, low = rows_at_a_time(padded_rows(M), launch), x
     if adapter is not None and _is_given(tokens):
         low = low_rank(x, adapter.a, adapter.slots, global_decode_scale)
     box = (4, _box(launch.columns))
@@ -108,12 +117,13 @@ def _launch(
     multiprocessors = _multiprocessors(x.device)
     beside, box = twins(tokens), (tokens // twins(tokens), _STEP)
     streams = multiprocessors * launch.blocks // beside * beside
-    grid = streams if launch.split == STREAM else -(-N // launch.columns) * launch.split
+    row_tiles = -(-M // tokens)
+    grid = streams if launch.split == STREAM else -(-N // launch.columns) * row_tiles * launch.split
     args = [*weight, tensor_map(x, 2, box, swizzle=True), y, y if bias is None else bias, x]
     args += [*(adapter or (y, y, y, y)), *_exchange(x.device), tensor_map(low, 2, box, swizzle=True)]
     args += [M, N, K, launch.split, stages, int(bias is not None)]
     args += [rank, N // len(adapter.members) if adapter else N, columns]
-    args += [*low_rank_tasks(M, K, columns, launch, grid, multiprocessors), *_FACTORS, -(-M // tokens)]
+    args += [*low_rank_tasks(M, K, columns, launch, grid, multiprocessors), *_FACTORS, row_tiles]
     _kernel(tokens, launch)(grid, (launch.groups * 4 + _HELPERS) * 32, args, shared_bytes, max(launch.split, beside))
 
 
@@ -250,7 +260,7 @@ def prepare(launches: Iterable[tuple[int, Launch]]) -> None:
 
 
 def _kernel(tokens: int, launch: Launch) -> Kernel:
-    return _compile(tokens, launch._replace(split=min(launch.split, 1)))
+    return _compile(rows_at_a_time(tokens, launch), launch._replace(split=min(launch.split, 1)))
 
 
 @functools.cache

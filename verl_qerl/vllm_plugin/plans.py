@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from verl_qerl.kernels import tiled_matmul
-from verl_qerl.kernels.tiled_launch import TOKENS, Launch, guess_launch, padded_rows
+from verl_qerl.kernels.tiled_launch import TOKENS, Launch, for_rows, guess_launch, padded_rows, twins
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,13 @@ class Plan:
 
     def launch(self, rows: int) -> Launch:
         """The launch of `kernels.tiled_matmul` for a batch."""
-        return self.launches[TOKENS.index(padded_rows(rows))]
+        return for_rows(self.launches[TOKENS.index(padded_rows(rows))], rows)
+
+    def kernels(self) -> list[tuple[int, Launch]]:
+        """What batches of any size launch: entries of TOKENS and a launch for each."""
+        found = [(tokens, launch) for tokens, launch in zip(TOKENS, self.launches, strict=True)]
+        many = [(tokens, for_rows(launch, TOKENS[-1] + 1)) for tokens, launch in found if twins(tokens) > 1]
+        return list(dict.fromkeys(found + many))
 
     def is_tiled(self, rows: int, resident: bool) -> bool:
         """Whether `kernels.tiled_matmul` takes a batch, beside a resident copy or without one."""
@@ -65,7 +71,7 @@ def make_plan(N: int, K: int, gpu: str) -> str:
             for tokens in TOKENS
         )
         PLANS[key] = Plan(launches, row["dense_rows"], row["decode_rows"])
-        tiled_matmul.prepare(zip(TOKENS, launches, strict=True))
+        tiled_matmul.prepare(PLANS[key].kernels())
     return key
 
 
