@@ -49,6 +49,17 @@ def sqnr_db(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return math.inf if ratio == 0 else -20 * math.log10(ratio)
 
 
+def foreach_copy_as_cuda(there: Any, sources: Any, non_blocking: bool = False) -> None:
+    """`torch._foreach_copy_`, with which FSDP2 gathers, as its CUDA kernel copies: bf16 through float32.
+
+    Bits of a NaN become 0x7fff. Arguments as torch's.
+    """
+    for to, source in zip(there, sources, strict=True):
+        to.copy_(source, non_blocking)
+        if to.dtype == source.dtype == torch.bfloat16:
+            to.view(torch.int16).masked_fill_(to.isnan(), 0x7FFF)
+
+
 def random_packed_weight(N: int, K: int, seed: int = 0, device: str | torch.device = "cpu") -> PackedWeight:
     """A Gaussian weight of standard deviation 0.02, quantized with `minmax`."""
     generator = torch.Generator().manual_seed(seed)

@@ -17,7 +17,9 @@ from verl_qerl.modules.convert import packed_linears
 from verl_qerl.modules.sharded_linear import ShardedNVFP4Linear
 from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.reference import quantize
-from verl_qerl.testing import random_qwen2
+from verl_qerl.testing import foreach_copy_as_cuda, random_qwen2
+
+torch._foreach_copy_ = foreach_copy_as_cuda
 
 
 def build_model(kind: type[NVFP4Linear] = NVFP4Linear, fused: bool = False) -> torch.nn.Module:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 
+from verl_qerl.formats.manifest import checksum
 from verl_qerl.modules import NVFP4Linear
 from verl_qerl.modules.sharded_linear import PackedBytes, ShardedNVFP4Linear
 from verl_qerl.nvfp4.digest import weight_digest
@@ -62,6 +63,18 @@ def test_fsdp_is_given_bytes():
     assert type(part) is PackedBytes
     (given,), _ = part.fsdp_pre_all_gather(None)
     assert (type(given), given.dtype, given.numel()) == (torch.Tensor, torch.uint8, 16)
+
+
+def test_other_bits_than_those_that_were_gathered_before_are_noticed_once():
+    module, _, other = build()
+    x = torch.randn(3, 48).bfloat16()
+    module._checksum = checksum(module.packed_bytes.view(torch.uint8))
+    module.packed_bytes.view(torch.uint8)[-1] ^= 1
+    with pytest.raises(RuntimeError, match=r"^the packed bytes of a linear that FSDP2 gathered for a pass"):
+        module(x)
+    module.packed_bytes.view(torch.uint8)[-1] ^= 1
+    assert torch.equal(module(x), other(x))
+    assert module._checksum is None
 
 
 def test_what_is_gathered_lies_under_the_parameter():

@@ -23,7 +23,7 @@ from verl_qerl.modules.convert import packed_weights
 from verl_qerl.modules.packed_linear import PackedLinear
 from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.experts import ADAPTED
-from verl_qerl.testing import set_linear
+from verl_qerl.testing import foreach_copy_as_cuda, set_linear
 from verl_qerl.verl_plugin import engine as ours
 from verl_qerl.verl_plugin import flat_adapter
 from verl_qerl.verl_plugin.config import DIGESTS, LAYOUT, QerlFSDPEngineConfig
@@ -31,6 +31,7 @@ from verl_qerl.vllm_plugin.adapter import num_elements, unflatten
 
 MODELS, OUT, *CASES = sys.argv[1:]
 TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(3))
+torch._foreach_copy_ = foreach_copy_as_cuda
 flat_adapter.PIECE_BYTES = 20000  # several, the last one short
 SMALLEST_LINEAR = 64 * 128  # k_proj of the models of conftest.py
 

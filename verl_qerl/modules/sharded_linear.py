@@ -1,10 +1,10 @@
 """An NVFP4Linear whose packed bytes FSDP2 shards: each rank holds its part, a layer is gathered while it computes.
 
 FSDP2 of torch 2.11 takes floating-point parameters only, casts them to the dtype of the mixed precision, and gathers
-them with `_foreach_copy_`, whose CUDA kernel copies bf16 through float32 by its source: that would change the bits of
-a NaN, which was read there and not tried on a GPU. So the bytes of a linear are one bf16 parameter that is never
-computed with, and a tensor subclass hands them to the all-gather as uint8 (`fsdp_pre_all_gather`, the extension point
-of FSDP2 that torchao's quantized tensors use), for which the question does not arise.
+them with `_foreach_copy_`, whose CUDA kernel copies bf16 through float32, which changes the bits of a NaN: 0.1 % of the
+words of an NVFP4 weight look like one, and lost this way they are as much as the error of the format. So the bytes of a
+linear are one bf16 parameter that is never computed with, and a tensor subclass hands them to the all-gather as uint8
+(`fsdp_pre_all_gather`, the extension point of FSDP2 that torchao's quantized tensors use).
 """
 
 from typing import Any
@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
+from verl_qerl.formats.manifest import checksum
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
 
@@ -21,7 +23,28 @@ _HEAD = 16  # bytes of the decode scale with its padding: what follows starts wh
 
 
 class PackedBytes(torch.Tensor):
-    """Bytes that look like bf16 to FSDP2; every operation keeps the class, the all-gather sees uint8."""
+    """Bytes that look like bf16 to FSDP2; every operation that gives bf16 keeps the class, the all-gather sees uint8.
+
+    Kept where tensors are dispatched: DTensor detaches what it holds below `__torch_function__`.
+    """
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def over(cls, data: torch.Tensor) -> torch.Tensor:
+        """The same storage as PackedBytes; `data` is a plain tensor, bf16."""
+        return torch.Tensor._make_subclass(cls, data)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The operation on plain tensors."""
+        with torch._C._DisableTorchDispatch():
+            found = func(*args, **(kwargs or {}))
+            return tree_map_only(torch.Tensor, cls._keep, found)
+
+    @classmethod
+    def _keep(cls, found: torch.Tensor) -> torch.Tensor:
+        return cls.over(found) if type(found) is torch.Tensor and found.dtype == torch.bfloat16 else found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         copied = self.detach().clone()
@@ -31,7 +54,7 @@ class PackedBytes(torch.Tensor):
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], None]:
         """The bytes of this rank."""
-        return (self.as_subclass(torch.Tensor).view(torch.uint8),), None
+        return (self.view(torch.uint8),), None
 
     def fsdp_post_all_gather(
         self,
@@ -61,6 +84,7 @@ class ShardedNVFP4Linear(NVFP4Linear):
 
     packed_bytes: nn.Parameter
     persistent = True
+    _checksum: torch.Tensor | None = None  # of what `packed` gathered, until a pass has seen the same
 
     def __init__(
         self, in_features: int, out_features: int, bias: nn.Parameter | None, device: torch.device | str
@@ -73,8 +97,7 @@ class ShardedNVFP4Linear(NVFP4Linear):
         self._set(torch.zeros(-(-num_bytes // multiple) * multiple, dtype=torch.uint8, device=device))
 
     def _set(self, flat: torch.Tensor) -> None:
-        data = flat.view(torch.bfloat16).as_subclass(PackedBytes)
-        self.packed_bytes = nn.Parameter(data, requires_grad=False)
+        self.packed_bytes = nn.Parameter(PackedBytes.over(flat.view(torch.bfloat16)), requires_grad=False)
 
     def _cut(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         N, K = self.out_features, self.in_features
@@ -85,11 +108,23 @@ class ShardedNVFP4Linear(NVFP4Linear):
         """As NVFP4Linear's.
 
         Raises:
-            RuntimeError: They are sharded.
+            RuntimeError: They are sharded, or not what `packed` gathered before; that is looked at once.
         """
         if isinstance(self.packed_bytes, DTensor):
             raise RuntimeError("the packed weight is sharded: it can be read within its layer's forward and backward.")
-        return self._cut(self.packed_bytes.detach().as_subclass(torch.Tensor).view(torch.uint8))
+        flat = self.packed_bytes.detach().view(torch.uint8)
+        if self._checksum is not None:
+            self._check(flat, self._checksum)
+        return self._cut(flat)
+
+    def _check(self, flat: torch.Tensor, expected: torch.Tensor) -> None:
+        # A copy through another dtype, or one that was not awaited, would change bits and no shape.
+        if not torch.equal(checksum(flat), expected.to(flat.device)):
+            raise RuntimeError(
+                "the packed bytes of a linear that FSDP2 gathered for a pass are not those that its digest was taken"
+                " of. The same bits are needed. Use shard_base=false, and report this."
+            )
+        self._checksum = None
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
@@ -125,10 +160,11 @@ class ShardedNVFP4Linear(NVFP4Linear):
         parameter = self.packed_bytes
         if not isinstance(parameter, DTensor):
             return super().packed()
-        part = parameter.to_local().as_subclass(torch.Tensor).view(torch.uint8).to(parameter.device_mesh.device_type)
+        part = parameter.to_local().view(torch.uint8).to(parameter.device_mesh.device_type)
         group = parameter.device_mesh.get_group(parameter.device_mesh.ndim - 1)  # the last dimension shards
         flat = part.new_empty(dist.get_world_size(group) * part.numel())
         dist.all_gather_into_tensor(flat, part, group)
+        self._checksum = checksum(flat)
         codes, scale, decode_scale = self._cut(flat)
         scale_of_all = decode_scale.view(torch.float32).reshape(())
         return PackedWeight(codes, scale.view(torch.float8_e4m3fn), scale_of_all)
