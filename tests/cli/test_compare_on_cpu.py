@@ -3,7 +3,7 @@ import json
 import pytest
 
 from verl_qerl.cli import main
-from verl_qerl.cli.compare import by_arm, summarize, table
+from verl_qerl.cli.compare import by_arm, scale_of, summarize, table
 
 
 def write(folder, name, rewards, kl=0.001):
@@ -51,6 +51,12 @@ def test_the_table_has_a_line_for_each_arm():
     lines = table(summary, ["r"])
     assert lines[2] == "| bf16 | 1 | 1 | 0.25 +- 0, 0.25 +- 0 |"
     assert lines[3] == "| int8 | 2 | 1 | 0.15 +- 0.071, 0.15 +- 0.071 |"
+
+
+def test_curves_that_are_far_apart_are_on_a_logarithmic_scale():
+    assert scale_of([[3e-4, 2e-4], [7e-3]]) == "log"
+    assert scale_of([[0.02, 0.1], [0.4]]) == "linear"
+    assert scale_of([[0.0, 0.1]]) == scale_of([[-1.0, 0.1]]) == "linear"
 
 
 def test_the_command_prints_and_writes(tmp_path, capsys):

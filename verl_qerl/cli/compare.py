@@ -3,7 +3,7 @@
 import argparse
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from verl_qerl.cli.plot import WINDOW, Series, first_and_last, moving_average, read_series
 
 KEYS = ("critic/score/mean", "rollout_corr/k3_kl")  # reward; KL(rollout || actor), which every run has
+LOG_FROM = 30
 _RUN = re.compile(r"(?P<arm>.+)-seed(?P<seed>\d+)")
 
 
@@ -116,6 +117,12 @@ def _spread(number: Sequence[float]) -> str:
     return f"{number[0]:.4g} +- {number[1]:.2g}"
 
 
+def scale_of(curves: Iterable[Sequence[float]]) -> str:
+    """Scale of a panel with these curves: `log` where all are positive and they differ by LOG_FROM, else `linear`."""
+    values = np.concatenate([np.array(curve) for curve in curves])
+    return "log" if 0 < values.min() * LOG_FROM < values.max() else "linear"
+
+
 def draw(summary: Mapping[str, Mapping[str, Any]], keys: Sequence[str], out: Path) -> None:
     """A panel for each metric: moving averages of the means, in a band of one deviation to each side."""
     import matplotlib
@@ -123,16 +130,17 @@ def draw(summary: Mapping[str, Mapping[str, Any]], keys: Sequence[str], out: Pat
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(len(keys), 1, sharex=True, squeeze=False, figsize=(8, 1 + 3 * len(keys)))
+    size = (8, 2 + 3 * len(keys))
+    figure, axes = plt.subplots(len(keys), 1, sharex=True, squeeze=False, figsize=size, layout="constrained")
     for axis, key in zip(axes[:, 0], keys, strict=True):
         for arm, numbers in summary.items():
             mean, sd = (np.array(moving_average(numbers[key][part])) for part in ("mean", "sd"))
             (line,) = axis.plot(numbers["steps"], mean, linewidth=1.5, label=f"{arm} ({len(numbers['seeds'])})")
             axis.fill_between(numbers["steps"], mean - sd, mean + sd, alpha=0.15, color=line.get_color(), linewidth=0)
+        axis.set_yscale(scale_of(numbers[key]["mean"] for numbers in summary.values()))
         axis.set_ylabel(key)
         axis.grid(alpha=0.3)
-    axes[0, 0].legend(loc="best", fontsize="small", title="arm (seeds)")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4, title="arm (seeds)")
     axes[-1, 0].set_xlabel("step")
-    figure.tight_layout()
     figure.savefig(out, dpi=150)
     plt.close(figure)
