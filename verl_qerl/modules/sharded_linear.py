@@ -1,7 +1,7 @@
 """An NVFP4Linear whose packed bytes FSDP2 shards: each rank holds its part, a layer is gathered while it computes.
 
 FSDP2 of torch 2.11 takes floating-point parameters only, casts them to the dtype of the mixed precision, and gathers
-them with `_foreach_copy_`, whose CUDA kernel copies bf16 through float32, which changes the bits of a NaN: 0.1 % of the
+them with `_foreach_copy_`, whose CUDA kernel copies bf16 through float32, which changes the bits of a NaN: 0.2 % of the
 words of an NVFP4 weight look like one, and lost this way they are as much as the error of the format. So the bytes of a
 linear are one bf16 parameter that is never computed with, and a tensor subclass hands them to the all-gather as uint8
 (`fsdp_pre_all_gather`, the extension point of FSDP2 that torchao's quantized tensors use).
