@@ -16,7 +16,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 from verl.utils.config import validate_config
 
-from verl_qerl.algos.mismatch import MismatchConfig
+from verl_qerl.algos.mismatch import SAME_WEIGHTS_KL, MismatchConfig
 from verl_qerl.testing import load_beside
 from verl_qerl.verl_plugin import mismatch
 from verl_qerl.verl_plugin.mismatch import MismatchMixin, gate_options
@@ -109,9 +109,20 @@ def test_garbage_stops_the_run_at_its_first_step(step, rollout, actor, start):
     kl = "0.18" if rollout is FAR else "nan"
     assert str(caught.value) == (
         f"the rollout is not the actor's model: KL(rollout || actor)={kl} nats per token over 4 tokens at step"
-        f" {start + 1}. Accepted is at most qerl.max_initial_kl=0.05. Check that both have the same weights and"
+        f" {start + 1}. Accepted is at most qerl.max_initial_kl=0.02. Check that both have the same weights and"
         " versions, or raise it by `+qerl.max_initial_kl=...` (null switches the gate off)."
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "limit"),
+    [(NVFP4, 0.02), (("+rollout=mxfp4", NVFP4[1]), 0.02), (("+rollout=int8", NVFP4[1]), 0.05),
+     (("+rollout=nvfp4", "actor_rollout_ref.model.lora_rank=0"), 0.05), (AQN, 0.05), ((*NVFP4, GATE), 0.1),
+     ((*NVFP4, "+qerl.mismatch_sample=1"), 0.02), ((*NVFP4, "+qerl.max_initial_kl=null"), None)],
+    ids=["nvfp4", "mxfp4", "int8", "all weights", "aqn", "explicit", "other option", "off"],
+)  # fmt: skip
+def test_the_limit_is_lower_where_both_sides_hold_the_same_weights(overrides, limit):
+    assert gate_options(composed(*overrides)).max_initial_kl == limit
 
 
 def test_later_steps_are_not_stopped(step):
@@ -169,9 +180,13 @@ def test_where_it_cannot_look_it_says_so_once(step, caplog, obstacle):
     assert obstacle in message
 
 
-@pytest.mark.parametrize("overrides", [(), NVFP4, AQN], ids=["stock", "nvfp4", "aqn"])
-def test_options_compose_from_the_command_line(overrides):
-    assert gate_options(composed(*overrides)) == (MismatchConfig() if overrides else None)
+@pytest.mark.parametrize(
+    ("overrides", "default"),
+    [((), None), (NVFP4, MismatchConfig(SAME_WEIGHTS_KL)), (AQN, MismatchConfig())],
+    ids=["stock", "nvfp4", "aqn"],
+)
+def test_options_compose_from_the_command_line(overrides, default):
+    assert gate_options(composed(*overrides)) == default
     assert gate_options(composed(GATE, *overrides)) == MismatchConfig(0.1)
     assert gate_options(composed("+qerl.max_initial_kl=null", NO_LOG_PROBS, *overrides)) == MismatchConfig(None)
     assert gate_options(OmegaConf.create({})) is None

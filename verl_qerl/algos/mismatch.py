@@ -16,6 +16,10 @@ import torch
 
 from verl_qerl.algos.options import read_options
 
+# Default of `max_initial_kl` where both sides multiply by the same dense weights: what a 105 M parameter model loses in
+# NVFP4 is 0.02 to 0.04, so that weights wrong by as much as the error of the format do not pass.
+SAME_WEIGHTS_KL = 0.02
+
 
 @dataclass(frozen=True)
 class MismatchConfig:
@@ -28,7 +32,8 @@ class MismatchConfig:
             (tests/bench/results/cpu/broken_rollout.json): 0.12 to 5.6 with wrong bits in one linear, 0.010 to 0.8 with
             a factor of 2 or 1/2 on one kind of linears, 0.02 with 1.1 on all. The default lies far above the sound
             ones, since no larger model was measured, and below wrong bits: it stops garbage, not small errors, and
-            nothing on an untrained model, whose tokens are all about as likely.
+            nothing on an untrained model, whose tokens are all about as likely. Where both sides hold the same dense
+            weights it is SAME_WEIGHTS_KL.
         mismatch_sample: Sequences of each step whose difference is taken apart (`algos.mismatch_parts`); 0 for none.
     """
 

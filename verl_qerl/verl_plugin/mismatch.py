@@ -10,11 +10,19 @@ not finite stops a run at any step: a correction by them (TIS, ACR) would go int
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_qerl.algos.mismatch import Mismatch, MismatchConfig, Undefined, rollout_mismatch, undefined_log_probs
+from verl_qerl.algos.mismatch import (
+    SAME_WEIGHTS_KL,
+    Mismatch,
+    MismatchConfig,
+    Undefined,
+    rollout_mismatch,
+    undefined_log_probs,
+)
 from verl_qerl.algos.mismatch_parts import PARTS
 from verl_qerl.verl_plugin.config import aqn_options
 from verl_qerl.verl_plugin.nodes import plain
@@ -22,6 +30,7 @@ from verl_qerl.verl_plugin.nodes import plain
 logger = logging.getLogger(__name__)
 
 NODE = "qerl"
+_EXACT = ("nvfp4", "mxfp4")  # formats whose dense weights are bf16: actor and rollout multiply by the same ones
 # Option, its default, and the only value with which the log-probs of both policies can be compared.
 _NEEDS = (
     ("actor_rollout_ref.rollout.calculate_log_probs", True, True),
@@ -62,8 +71,15 @@ def gate_options(config: DictConfig) -> MismatchConfig | None:
         obstacle = obstacle or _obstacle_of_parts(config)
         if obstacle:
             raise _unfit(obstacle, f"mismatch_sample={gate.mismatch_sample}")
-    has_base = OmegaConf.select(config, "actor_rollout_ref.rollout.custom.qerl.base") is not None
-    return gate if options is not None or has_base or aqn_options(config).enabled else None
+    base = OmegaConf.select(config, "actor_rollout_ref.rollout.custom.qerl.base")
+    if "max_initial_kl" not in (options or {}) and base in _EXACT and _has_adapter(config):
+        gate = replace(gate, max_initial_kl=SAME_WEIGHTS_KL)
+    return gate if options is not None or base is not None or aqn_options(config).enabled else None
+
+
+def _has_adapter(config: DictConfig) -> bool:
+    ranks = ("actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank")
+    return any(OmegaConf.select(config, rank, default=0) for rank in ranks)
 
 
 def obstacle_of(config: DictConfig) -> str | None:
