@@ -1,6 +1,16 @@
 # Sourced: makes gsm8k/, arithmetic/ and base/ in the current folder, a Qwen2 of 105 M parameters trained from scratch for
 # MINUTES on GSM8K train (SOURCE) and generated problems, and what is the same for every GRPO run on it (WORK, BATCH, LR and
-# STEPS) in `common`. What is there already is kept.
+# STEPS) in `common`. What is there already is kept. DATA=arithmetic asks the generated problems instead of GSM8K's: the
+# base knows how to solve those, where of GSM8K's it has learned answers by heart.
+DATA=${DATA:-gsm8k}
+case $DATA in
+    gsm8k) longest=(320 256) ;;  # tokens of a question and of an answer
+    arithmetic) longest=(64 64) ;;
+    *)
+        echo "unknown questions: DATA=$DATA. gsm8k and arithmetic are accepted. Check the spelling." >&2
+        exit 1
+        ;;
+esac
 python3 -m verl_qerl doctor
 # Half of the answers it is pretrained on end in another way, so that there is something to learn within some steps.
 [[ -d gsm8k ]] || python3 -m verl_qerl data gsm8k --source "$SOURCE" --hash-share 0.5 --out gsm8k
@@ -11,12 +21,12 @@ python3 -m verl_qerl doctor
 
 common=(
     algorithm.adv_estimator=grpo
-    data.train_files="$WORK/gsm8k/train.parquet"
-    data.val_files="$WORK/gsm8k/test.parquet"
+    data.train_files="$WORK/$DATA/train.parquet"
+    data.val_files="$WORK/$DATA/test.parquet"
     data.train_batch_size="$BATCH"
-    data.max_prompt_length=320
+    data.max_prompt_length="${longest[0]}"
     data.filter_overlong_prompts=True
-    data.max_response_length=256
+    data.max_response_length="${longest[1]}"
     data.dataloader_num_workers=0
     actor_rollout_ref.model.path="$WORK/base"
     actor_rollout_ref.model.use_remove_padding=False
@@ -30,7 +40,7 @@ common=(
     actor_rollout_ref.rollout.name=vllm
     actor_rollout_ref.rollout.n=8
     actor_rollout_ref.rollout.tensor_model_parallel_size=1
-    actor_rollout_ref.rollout.max_model_len=576
+    actor_rollout_ref.rollout.max_model_len="$((longest[0] + longest[1]))"
     actor_rollout_ref.rollout.max_num_seqs="$((BATCH * 8))"
     actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu="$((BATCH * 4))"
     actor_rollout_ref.rollout.gpu_memory_utilization=0.3

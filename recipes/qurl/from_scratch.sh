@@ -2,6 +2,7 @@
 # QuRL's arms with several seeds each, on the model of ../gsm8k/from_scratch.sh: all weights are trained, the rollout is
 # quantized at every weight sync. An arm is <rollout>[-tis|-acr][-uaq]; a run that is finished is not repeated.
 #   SOURCE=DIR_WITH_JSONL ARMS="bf16 int8 int8-tis int8-acr" SEEDS="1 2 3" bash recipes/qurl/from_scratch.sh [overrides of main_ppo]
+# DATA=arithmetic: generated problems, which the base can solve, instead of GSM8K's (../gsm8k/base.sh).
 # Every run takes one GPU. GPUS="0 1" AT_ONCE=4 has eight under way, four on each, and sends what they say to <run>.log.
 set -euo pipefail
 

@@ -82,6 +82,21 @@ def test_an_unknown_arm_is_refused_before_anything_runs(tmp_path):
     assert "unknown arm: ARMS=int8-arc. <rollout>[-tis|-acr][-uaq] is accepted" in result.stderr
 
 
+@pytest.mark.parametrize(("data", "longest"), [("gsm8k", (320, 256)), ("arithmetic", (64, 64))])
+def test_the_questions_can_be_chosen(tmp_path, data, longest):
+    ((_, _, overrides),) = started(run(tmp_path, ARMS="bf16", DATA=data))
+    files = tmp_path / "work" / data
+    assert {f"data.train_files={files}/train.parquet", f"data.val_files={files}/test.parquet"} < {*overrides}
+    assert {f"data.max_prompt_length={longest[0]}", f"data.max_response_length={longest[1]}"} < {*overrides}
+    assert f"actor_rollout_ref.rollout.max_model_len={sum(longest)}" in overrides
+
+
+def test_unknown_questions_are_refused_before_anything_runs(tmp_path):
+    result = run(tmp_path, ARMS="bf16", DATA="math")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "unknown questions: DATA=math. gsm8k and arithmetic are accepted." in result.stderr
+
+
 def test_only_finished_runs_are_kept_and_not_repeated(tmp_path):
     failed = run(tmp_path, ARMS="bf16", FAIL="verl.trainer.main_ppo")
     assert failed.returncode != 0
