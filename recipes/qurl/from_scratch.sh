@@ -2,15 +2,16 @@
 # QuRL's arms with several seeds each, on the model of ../gsm8k/from_scratch.sh: all weights are trained, the rollout is
 # quantized at every weight sync. An arm is <rollout>[-tis|-acr][-uaq]; a run that is finished is not repeated.
 #   SOURCE=DIR_WITH_JSONL ARMS="bf16 int8 int8-tis int8-acr" SEEDS="1 2 3" bash recipes/qurl/from_scratch.sh [overrides of main_ppo]
-# DATA=arithmetic: generated problems, which the base can solve, instead of GSM8K's (../gsm8k/base.sh).
+# DATA=gsm8k asks GSM8K's questions, of which the base knows few (../gsm8k/base.sh).
 # Every run takes one GPU. GPUS="0 1" AT_ONCE=4 has eight under way, four on each, and sends what they say to <run>.log.
 set -euo pipefail
 
 ARMS=${ARMS:-bf16 int8 int8-tis int8-acr int8-acr-uaq fp8 fp8-tis fp8-acr fp8-acr-uaq nvfp4 nvfp4-acr}
 SEEDS=${SEEDS:-1 2 3}
+DATA=${DATA:-arithmetic}      # generated problems
 STEPS=${STEPS:-45}
 BATCH=${BATCH:-96}            # questions per step, 8 answers each
-LR=${LR:-1e-5}
+LR=${LR:-3e-6}                # from 1e-5 on reward falls again (results/)
 MINUTES=${MINUTES:-1.6}       # of pretraining
 SOURCE=${SOURCE:-openai/gsm8k}
 GPUS=${GPUS:-${CUDA_VISIBLE_DEVICES:-0}}
