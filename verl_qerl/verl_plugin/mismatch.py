@@ -26,6 +26,7 @@ from verl_qerl.algos.mismatch import (
 from verl_qerl.algos.mismatch_parts import PARTS
 from verl_qerl.verl_plugin.config import aqn_options
 from verl_qerl.verl_plugin.nodes import plain
+from verl_qerl.verl_plugin.requantize import requantizes
 
 logger = logging.getLogger(__name__)
 
@@ -72,14 +73,9 @@ def gate_options(config: DictConfig) -> MismatchConfig | None:
         if obstacle:
             raise _unfit(obstacle, f"mismatch_sample={gate.mismatch_sample}")
     base = OmegaConf.select(config, "actor_rollout_ref.rollout.custom.qerl.base")
-    if "max_initial_kl" not in (options or {}) and base in _EXACT and _has_adapter(config):
+    if "max_initial_kl" not in (options or {}) and base in _EXACT and not requantizes(config):
         gate = replace(gate, max_initial_kl=SAME_WEIGHTS_KL)
     return gate if options is not None or base is not None or aqn_options(config).enabled else None
-
-
-def _has_adapter(config: DictConfig) -> bool:
-    ranks = ("actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank")
-    return any(OmegaConf.select(config, rank, default=0) for rank in ranks)
 
 
 def obstacle_of(config: DictConfig) -> str | None:
