@@ -253,14 +253,14 @@ def prepare(launches: Iterable[tuple[int, Launch]]) -> None:
         # In a thread, since this one may be allocating in memory that sleep mode takes away, or capturing a graph.
         shared = threads.submit(_exchange, torch.device("cuda", device))
         adapters = threads.submit(low_rank_kernel)
-        list(threads.map(lambda each: _kernel(*each), launches))
+        list(threads.map(lambda each: _kernel(rows_at_a_time(*each), each[1]), launches))
         adapters.result()
         shared.result()
     torch.cuda.synchronize()
 
 
 def _kernel(tokens: int, launch: Launch) -> Kernel:
-    return _compile(rows_at_a_time(tokens, launch), launch._replace(split=min(launch.split, 1)))
+    return _compile(tokens, launch._replace(split=min(launch.split, 1)))
 
 
 @functools.cache

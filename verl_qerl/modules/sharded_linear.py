@@ -46,12 +46,6 @@ class PackedBytes(torch.Tensor):
     def _keep(cls, found: torch.Tensor) -> torch.Tensor:
         return cls.over(found) if type(found) is torch.Tensor and found.dtype == torch.bfloat16 else found
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        copied = self.detach().clone()
-        copied = nn.Parameter(copied, requires_grad=False) if isinstance(self, nn.Parameter) else copied
-        memo[id(self)] = copied
-        return copied
-
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], None]:
         """The bytes of this rank."""
         return (self.view(torch.uint8),), None

@@ -40,7 +40,7 @@ class Plan:
 
     def kernels(self) -> list[tuple[int, Launch]]:
         """What batches of any size launch: entries of TOKENS and a launch for each."""
-        found = [(tokens, launch) for tokens, launch in zip(TOKENS, self.launches, strict=True)]
+        found = list(zip(TOKENS, self.launches, strict=True))
         many = [(tokens, for_rows(launch, TOKENS[-1] + 1)) for tokens, launch in found if twins(tokens) > 1]
         return list(dict.fromkeys(found + many))
 
