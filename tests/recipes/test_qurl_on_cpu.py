@@ -23,6 +23,7 @@ ARMS = [
     "fp8-acr",
     "fp8-acr-uaq",
     "nvfp4",
+    "nvfp4-tis",
     "nvfp4-acr",
 ]
 
@@ -30,14 +31,14 @@ ARMS = [
 def started(result):
     """(run, GPU, overrides) of each command that the stub wrote down."""
     calls = [call.strip("\n").split("\n") for call in result.stdout.split("== end\n") if call.strip()]
-    return [(Path(call[0]).stem, call[1], call[4:]) for call in calls if "verl.trainer.main_ppo" in call]
+    return [(Path(call[0]).stem, call[1], call[5:]) for call in calls if "verl.trainer.main_ppo" in call]
 
 
 def run(folder, **env):
     """Run the script with a `python3` that writes down its arguments and the file that verl would log to."""
     stub = folder / "python3"
     stub.write_text(
-        '#!/bin/sh\nprintf "%s\\n" "$VERL_FILE_LOGGER_PATH" "GPU $CUDA_VISIBLE_DEVICES" "$@" "== end"\n'
+        '#!/bin/sh\nprintf "%s\\n" "$VERL_FILE_LOGGER_PATH" "GPU $CUDA_VISIBLE_DEVICES" "THREADS $OMP_NUM_THREADS" "$@" "== end"\n'
         '[ -z "$VERL_FILE_LOGGER_PATH" ] || : >"$VERL_FILE_LOGGER_PATH"\n'
         'case "$VERL_FILE_LOGGER_PATH" in *"${FAIL_LOG:-none}"*) exit 1;; esac\n[ "$2" != "$FAIL" ]\n'
     )
@@ -72,6 +73,7 @@ def test_an_arm_composes_and_builds(commands, arm):
     assert (actor.policy_loss.loss_mode == "acr") == ("acr" in arm)
     assert (config.algorithm.rollout_correction.rollout_is == "token") == ("tis" in arm)
     assert ("uaq" in config and config.uaq.enabled) == ("uaq" in arm)
+    assert ("qerl" in config and config.qerl.max_initial_kl == 0.2) == (form == "nvfp4")
     assert config.actor_rollout_ref.rollout.calculate_log_probs
     assert {config.data.seed, config.actor_rollout_ref.rollout.seed, actor.data_loader_seed} == {1}
 
@@ -125,9 +127,22 @@ def test_runs_beside_each_other_are_dealt_out_to_the_gpus(tmp_path):
     assert sorted(name for name, *_ in found) == sorted(names)
     assert sorted(gpu for _, gpu, _ in found) == ["GPU 2"] * 5 + ["GPU 3"] * 5
     for _, _, overrides in found:
-        assert "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=6000000000" in overrides
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            config = compose("ppo_trainer", overrides=overrides)
+        rollout = config.actor_rollout_ref.rollout
+        assert rollout.engine_kwargs.vllm.kv_cache_memory_bytes == 6_000_000_000
+        assert not rollout.free_cache_engine
+        assert config.ray_kwargs.ray_init.num_cpus == 16
     assert {path.name for path in (tmp_path / "work").glob("*.jsonl")} == {f"{name}.jsonl" for name in names}
     assert "main_ppo" not in run(tmp_path, ARMS="bf16", SEEDS="1 2").stdout
+
+
+def test_runs_beside_each_other_share_the_cores(tmp_path):
+    cores = tmp_path / "nproc"
+    cores.write_text("#!/bin/sh\necho 12\n")
+    cores.chmod(0o755)
+    run(tmp_path, ARMS="bf16 int8 fp8", GPUS="0 1", AT_ONCE="2")
+    assert ["\nTHREADS 3\n" in path.read_text() for path in (tmp_path / "work").glob("*.log")] == [True] * 3
 
 
 def test_a_run_that_fails_beside_others_is_named_and_stops_none(tmp_path):
