@@ -1,7 +1,7 @@
 # Sourced: makes gsm8k/, arithmetic/ and base/ in the current folder, a Qwen2 of 105 M parameters trained from scratch for
-# MINUTES on GSM8K train (SOURCE) and generated problems, and what is the same for every GRPO run on it (WORK, BATCH, LR and
-# STEPS) in `common`. What is there already is kept. DATA=arithmetic asks the generated problems instead of GSM8K's: the
-# base knows how to solve those, where of GSM8K's it has learned answers by heart.
+# MINUTES on GSM8K train (SOURCE) and generated problems. What is there already is kept. Every GRPO run on it has the
+# options `common` (WORK, BATCH, LR and STEPS), one that shares its GPU those in `beside` too. DATA=arithmetic asks the
+# generated problems instead of GSM8K's: the base knows how to solve those, where of GSM8K's it has learned answers by heart.
 DATA=${DATA:-gsm8k}
 case $DATA in
     gsm8k) longest=(320 256) ;;  # tokens of a question and of an answer
@@ -57,3 +57,12 @@ common=(
     trainer.resume_mode=disable
     'trainer.logger=["console","file"]'
 )
+
+# vLLM would measure what is free while its neighbours take and return memory, and refuse to start, or to sleep; graphs
+# take longer to capture than such a run decodes.
+beside=(actor_rollout_ref.rollout.gpu_memory_utilization=0.05
+    actor_rollout_ref.rollout.free_cache_engine=False
+    actor_rollout_ref.rollout.enforce_eager=True
+    +actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes="${KV_BYTES:-6000000000}"
+    ray_kwargs.ray_init.num_cpus=16
+    ++ray_kwargs.ray_init.object_store_memory=2000000000)

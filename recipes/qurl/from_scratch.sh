@@ -16,7 +16,6 @@ MINUTES=${MINUTES:-1.6}       # of pretraining
 SOURCE=${SOURCE:-openai/gsm8k}
 GPUS=${GPUS:-${CUDA_VISIBLE_DEVICES:-0}}
 AT_ONCE=${AT_ONCE:-1}         # runs on a GPU
-KV_BYTES=${KV_BYTES:-6000000000}  # of the KV cache of a run beside others: 768 answers fit
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 WORK=${WORK:-$here/work}
 mkdir -p "$WORK"
@@ -78,14 +77,6 @@ if ((lanes == 1)); then
     exit
 fi
 
-# vLLM would measure what is free while its neighbours take and return memory, and refuse to start, or to sleep. Graphs
-# take longer to capture than such a run decodes.
-beside=(actor_rollout_ref.rollout.gpu_memory_utilization=0.05
-    actor_rollout_ref.rollout.free_cache_engine=False
-    actor_rollout_ref.rollout.enforce_eager=True
-    +actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes="$KV_BYTES"
-    ray_kwargs.ray_init.num_cpus=16
-    ++ray_kwargs.ray_init.object_store_memory=2000000000)
 # Every run would start threads and compilers for all cores, and together more than a kernel has numbers for.
 threads=$(($(nproc) / lanes))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}

@@ -1,0 +1,114 @@
+"""The jobs of suite.py: first what needs a quiet host, then the long runs, and beside those what only has to work.
+
+Commands are bash, run in the root of the checkout. OUT is the folder of results, WORK that of models and data, SOURCE
+GSM8K, CUDA_VISIBLE_DEVICES the job's GPUs.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+
+_BENCH = "python3 tests/bench"
+_LORA = "actor_rollout_ref.model.lora_rank=32 actor_rollout_ref.model.lora_alpha=64"
+_PACKED = "+actor_rollout_ref.actor.fsdp_config.qerl"
+_ROLLOUT = "+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl"
+_NOISE = "+aqn.enabled=true +aqn.num_stages=3"  # the first of three steps without
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One entry.
+
+    Args:
+        name: Of its log too.
+        what: For --list.
+        command: Bash; what it leaves in OUT as it goes on counts when it is killed.
+        seconds: It is not begun with less time left: what a first result takes.
+        gpus: How many it has; 0 is all.
+        after: Jobs that must have ended; those that failed end it too.
+        beside: The job whose GPUs it shares while that runs.
+    """
+
+    name: str
+    what: str
+    command: str
+    seconds: int
+    gpus: int = 1
+    after: tuple[str, ...] = ()
+    beside: str = ""
+
+
+def _rollout(name: str, model: str, arms: str, batches: str, more: str = "", after: tuple[str, ...] = ()) -> Job:
+    """A call of bench_rollout.py; every row is written as it is measured."""
+    options = f"--arms {arms} --batches {batches} --prompts 256 --new-tokens 128 {more}"
+    command = f'{_BENCH}/bench_rollout.py --out "$OUT/{name}.json" --work "$WORK/{name}" --models {model} {options}'
+    return Job(name, f"decode of {model}: {arms}", command, 150, after=after)
+
+
+def _verl(name: str, what: str, options: str, env: str = "", gpus: int = 1) -> Job:
+    """A run of verl with some options, beside the study."""
+    command = f"{env} bash tests/bench/verl_run.sh {name} {options}".strip()
+    return Job(name, what, command, 350, gpus, ("base",), "study")
+
+
+_OURS_AND_STOCK = "nvfp4_lora_ours bf16_lora_stock"
+_NVFP4 = f"+rollout=nvfp4 {_LORA}"
+_SHARDED = f"{_NVFP4} {_NOISE} {_PACKED}.shard_base=true trainer.n_gpus_per_node=2"
+_GSM8K = "DATA=gsm8k BATCH=32 STEPS=30 LR=2e-4 KV_BYTES=4000000000"
+_SHORTER = "data.max_prompt_length=160 data.max_response_length=192 actor_rollout_ref.rollout.max_model_len=352"
+_TP2 = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+_STOCK = f"{_ROLLOUT}.linear=stock {_ROLLOUT}.lora=stock {_ROLLOUT}.sampler=stock"
+
+JOBS = (
+    Job(
+        "base",
+        "the model of recipes/gsm8k, 105 M parameters from scratch, and its data",
+        'cd "$WORK"; BATCH=1 LR=1 STEPS=1 MINUTES=1.6 source "$ROOT/recipes/gsm8k/base.sh"',
+        200,
+    ),
+    _rollout("rollout_7b", "7B", _OURS_AND_STOCK, "1 8 32 64 128 256", "--realistic"),
+    Job(
+        "actor_ranks",
+        "training passes of 7B on all GPUs",
+        'torchrun --nproc-per-node "$(tr , "\\n" <<<"$CUDA_VISIBLE_DEVICES" | wc -l)" tests/bench/bench_actor_ranks.py'
+        ' --shapes 7b --out "$OUT/actor_ranks.json"',
+        90,
+        gpus=0,
+    ),
+    Job(
+        "study",
+        "QuRL's arms, three seeds (recipes/qurl)",
+        'mkdir -p "$OUT/study"; ln -sfn "$WORK"/{gsm8k,arithmetic,base} "$OUT/study/"; WORK="$OUT/study" AT_ONCE=9'
+        ' GPUS="$CUDA_VISIBLE_DEVICES" STEPS=30 BATCH=32 KV_BYTES=2000000000 bash recipes/qurl/from_scratch.sh',
+        500,
+        gpus=0,
+        after=("base",),
+    ),
+    _verl("verl_shard_tp2", "shard_base on two GPUs, tensor-parallel rollout", f"{_SHARDED} {_TP2}", gpus=2),
+    _verl("lora_ours", "GSM8K with everything of ours on", f"{_NVFP4} +aqn.enabled=true {_SHORTER}", _GSM8K),
+    _verl("lora_stock", "the same with vLLM's kernels", f"{_NVFP4} +aqn.enabled=true {_SHORTER} {_STOCK}", _GSM8K),
+    _verl("verl_shard", "shard_base on two GPUs", _SHARDED, gpus=2),
+    _verl(
+        "verl_keep",
+        "copies that are kept",
+        f"{_NVFP4} {_NOISE} {_PACKED}.keep_dense=true {_ROLLOUT}.keep_base_resident=true",
+    ),
+    _verl("verl_fp8", "LoRA on fp8", f"+rollout=fp8 {_LORA} {_NOISE}"),
+    _verl("verl_mxfp4", "LoRA on mxfp4", f"+rollout=mxfp4 {_LORA} {_NOISE}"),
+    _verl("verl_int8", "LoRA on int8, mismatch taken apart", f"+rollout=int8 {_LORA} {_NOISE} +qerl.mismatch_sample=8"),
+    _verl(
+        "verl_share",
+        "one base, trained norms",
+        f"{_NVFP4} {_NOISE} {_PACKED}.share_base=true {_PACKED}.train_norms=true",
+    ),
+    _verl("verl_head", "the head in fp8", f"{_NVFP4} {_NOISE} {_ROLLOUT}.lm_head=fp8 +qerl.max_initial_kl=0.05"),
+    _rollout("rollout_14b", "14B", _OURS_AND_STOCK, "1 32 64 128 256"),
+    _rollout("rollout_32b", "32B", _OURS_AND_STOCK, "1 32 64 128 256"),
+    Job("tests", "what pytest marks with gpu", "python3 -m pytest -q -m gpu -p no:cacheprovider", 60),
+)
+
+
+def selected(names: Iterable[str] | None) -> list[Job]:
+    """The jobs of these names, or all; none waits for one that is left out."""
+    chosen = [job for job in JOBS if names is None or job.name in names]
+    there = {job.name for job in chosen}
+    return [dataclasses.replace(job, after=tuple(name for name in job.after if name in there)) for job in chosen]

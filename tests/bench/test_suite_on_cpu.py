@@ -1,0 +1,177 @@
+"""The suite's order, its limits, and what it packs; jobs are small commands."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+
+import psutil
+import pytest
+
+from verl_qerl.testing import load_beside
+
+
+@pytest.fixture(scope="module")
+def suite():
+    before = list(sys.path)
+    yield load_beside(__file__, "suite")
+    sys.path[:] = before
+
+
+@pytest.fixture
+def run(suite, tmp_path):
+    """Runs jobs on two GPUs; (exit code, states)."""
+
+    def start(jobs, seconds=30.0, gpus=("0", "1")):
+        made = suite.Suite(jobs, list(gpus), seconds, tmp_path / "out", tmp_path / "work", "none")
+        return made.run(), made.states
+
+    return start
+
+
+def job(suite, name, command="true", seconds=0, **more):
+    return suite.Job(name, "a test", command, seconds, **more)
+
+
+def log(folder, name):
+    return (folder / "out" / "logs" / f"{name}.log").read_text()
+
+
+def test_jobs_have_what_they_need_in_their_environment(suite, run, tmp_path):
+    code, states = run([job(suite, "one", 'echo "$OUT" "$WORK" "$SOURCE" "$CUDA_VISIBLE_DEVICES"', gpus=0)])
+    assert (code, states) == (0, {"one": "done"})
+    assert log(tmp_path, "one").split() == [str(tmp_path / "out"), str(tmp_path / "work"), "none", "0,1"]
+    assert json.loads((tmp_path / "out" / "suite.json").read_text())["one"]["state"] == "done"
+
+
+def test_none_overtakes_one_that_waits_for_gpus(suite, run, tmp_path):
+    stamp = f"sleep 0.4; date +%s%N >> {tmp_path}/$QERL_SUITE_JOB"
+    jobs = [job(suite, "a", stamp), job(suite, "all", stamp, gpus=0), job(suite, "b", stamp)]
+    code, _ = run(jobs)
+    first, second, third = (int((tmp_path / name).read_text()) for name in ("a", "all", "b"))
+    assert code == 0
+    assert first < second < third
+
+
+def test_jobs_of_one_gpu_run_at_once_on_their_own(suite, run, tmp_path):
+    begun = time.monotonic()
+    jobs = [job(suite, name, 'sleep 2; echo "$CUDA_VISIBLE_DEVICES"') for name in ("a", "b")]
+    assert run(jobs)[0] == 0
+    assert time.monotonic() - begun < 3.9
+    assert {log(tmp_path, name) for name in ("a", "b")} == {"0\n", "1\n"}
+
+
+def test_what_needs_a_job_that_failed_is_not_begun(suite, run):
+    code, states = run([job(suite, "a", "exit 3"), job(suite, "b", after=("a",)), job(suite, "c")])
+    assert code == 1
+    assert states == {"a": "failed with 3", "b": "not begun: needs a, which is failed with 3", "c": "done"}
+
+
+def test_what_runs_beside_a_job_shares_its_gpus(suite, run, tmp_path):
+    stamp = f"sleep 0.4; date +%s%N >> {tmp_path}/$QERL_SUITE_JOB"
+    jobs = [job(suite, "long", "sleep 2", gpus=0), job(suite, "after", stamp)]
+    jobs += [job(suite, "beside", f'{stamp}; echo "$CUDA_VISIBLE_DEVICES"', beside="long")]
+    code, states = run([jobs[0], jobs[2], jobs[1]])
+    assert (code, set(states.values())) == (0, {"done"})
+    assert log(tmp_path, "beside") == "1\n"
+    assert int((tmp_path / "beside").read_text()) + 1e9 < int((tmp_path / "after").read_text())
+
+
+def test_beside_a_job_that_has_ended_it_has_a_gpu_of_its_own(suite, run, tmp_path):
+    stamp = f"sleep 0.4; date +%s%N >> {tmp_path}/$QERL_SUITE_JOB"
+    jobs = [job(suite, "short", "true", gpus=0)]
+    jobs += [job(suite, "one", stamp, beside="short", after=("short",)), job(suite, "two", stamp, after=("short",))]
+    assert run(jobs, gpus=("0",))[0] == 0
+    assert int((tmp_path / "one").read_text()) + 0.4e9 < int((tmp_path / "two").read_text())
+
+
+def test_no_more_than_some_run_beside_a_job(suite, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(suite, "BESIDE", 1)
+    stamp = f"sleep 0.5; date +%s%N >> {tmp_path}/$QERL_SUITE_JOB"
+    run([job(suite, "long", "sleep 3", gpus=0), *(job(suite, name, stamp, beside="long") for name in "ab")])
+    assert int((tmp_path / "a").read_text()) + 0.5e9 < int((tmp_path / "b").read_text())
+
+
+def test_what_has_no_time_is_not_begun_and_what_runs_is_killed_at_the_end(suite, run):
+    code, states = run([job(suite, "a", "sleep 60"), job(suite, "b", seconds=99)], seconds=2.0)
+    assert code == 1
+    assert states["a"] == "killed at the end"
+    assert states["b"].startswith("not begun: ")
+    assert states["b"].endswith("s are left of 99 s")
+
+
+def test_a_job_of_more_gpus_than_there_are_is_not_begun(suite, run):
+    code, states = run([job(suite, "a", gpus=2), job(suite, "b")], gpus=("0",))
+    assert (code, states) == (1, {"a": "not begun: needs 2 GPUs of 1", "b": "done"})
+
+
+def test_what_left_the_session_of_its_job_is_killed_too(suite, run, tmp_path):
+    """As Ray's daemons do."""
+    away = f"setsid bash -c 'echo $$ > {tmp_path}/pid; sleep 60' & sleep 60"
+    run([job(suite, "a", away)], seconds=3.0)
+    pid = int((tmp_path / "pid").read_text())
+    end = time.monotonic() + 10
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+
+
+def test_the_archive_has_numbers_and_ends_of_logs_and_no_weights(suite, tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "row.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(bytes(1 << 20))
+    (tmp_path / "train.log").write_text("x" * 300_000 + "the end")
+    (tmp_path / "link.json").symlink_to(tmp_path / "deep" / "row.json")
+    size = suite.suite_archive.pack(tmp_path, tmp_path / "results.tar.gz")
+    assert size == (tmp_path / "results.tar.gz").stat().st_size
+    with tarfile.open(tmp_path / "results.tar.gz") as tar:
+        assert sorted(tar.getnames()) == ["deep/row.json", "train.log"]
+        text = tar.extractfile("train.log").read()
+    assert len(text) == suite.suite_archive.LOG_TAIL
+    assert text.endswith(b"the end")
+
+
+def test_an_archive_that_would_be_too_large_loses_logs_first_and_names_what_else(suite, tmp_path):
+    for name, size in (("big.png", 300_000), ("small.json", 1000), ("a.log", 150_000)):
+        (tmp_path / name).write_bytes(os.urandom(size))
+
+    def names(limit):
+        size = suite.suite_archive.pack(tmp_path, tmp_path / "results.tar.gz", limit)
+        assert size <= limit
+        with tarfile.open(tmp_path / "results.tar.gz") as tar:
+            return {member.name: member.size for member in tar}
+
+    whole = names(1 << 20)
+    assert whole == {"big.png": 300_000, "small.json": 1000, "a.log": 150_000}
+    assert names(400_000) == whole | {"a.log": 50_000}
+    assert set(names(200_000)) == {"small.json", "a.log", "MISSING.txt"}
+
+
+def test_jobs_name_jobs_that_come_before_them(suite):
+    seen = set()
+    for one in suite.suite_jobs.JOBS:
+        assert one.name not in seen
+        assert {*one.after, *filter(None, [one.beside])} <= seen
+        assert subprocess.run(["bash", "-n", "-c", one.command], check=False).returncode == 0
+        seen.add(one.name)
+
+
+def test_a_selection_waits_for_nothing_that_was_left_out(suite):
+    assert [one.after for one in suite.suite_jobs.selected(["base", "verl_fp8"])] == [(), ("base",)]
+    assert [one.after for one in suite.suite_jobs.selected(["verl_fp8"])] == [()]
+    assert suite.suite_jobs.selected(None) == list(suite.suite_jobs.JOBS)
+
+
+def test_bad_calls_are_refused(suite, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert suite.main(["--out", str(tmp_path)]) == 2
+    assert "no GPU is visible" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        suite.main(["--minutes", "3"])
+    assert "--out is missing" in capsys.readouterr().err
+    assert suite.main(["--list"]) == 0
+    assert "study" in capsys.readouterr().out
