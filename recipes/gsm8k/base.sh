@@ -11,7 +11,7 @@ case $DATA in
         exit 1
         ;;
 esac
-python3 -m verl_qerl doctor
+[[ -d base ]] || python3 -m verl_qerl doctor
 # Half of the answers it is pretrained on end in another way, so that there is something to learn within some steps.
 [[ -d gsm8k ]] || python3 -m verl_qerl data gsm8k --source "$SOURCE" --hash-share 0.5 --out gsm8k
 [[ -d arithmetic ]] || python3 -m verl_qerl data arithmetic --num-train 30000 --max-number 60 --max-steps 3 \

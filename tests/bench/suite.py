@@ -6,9 +6,9 @@
 
 Jobs start in their order as GPUs become free; none overtakes one that waits for GPUs. What needs another job starts
 after it, what may run beside one shares its GPUs while that runs, and what has too little time left is not begun. At
-the limit all are killed. DIR has results as they come, logs/, suite.json (what became of each job) and results.tar.gz,
-written anew every 20 s and small whatever lies in DIR: what to fetch from a machine that goes away. Models and data go
-to --work.
+the limit all are killed. DIR has results as they come, logs/, suite.json (what became of each job), host.jsonl (what
+the host was doing) and results.tar.gz, written anew every 20 s and small whatever lies in DIR: what to fetch from a
+machine that goes away. Models and data go to --work.
 Exit code 1 when a job failed or was not begun.
 """
 
@@ -29,6 +29,7 @@ from verl_qerl.testing import current_commit
 sys.path.insert(0, str(Path(__file__).parent))
 
 import suite_archive
+import suite_host
 import suite_jobs
 from suite_jobs import Job
 
@@ -57,6 +58,7 @@ class Suite:
         self._running: dict[str, tuple[Job, subprocess.Popen, list[str], float]] = {}
         self._ended: dict[str, dict[str, float]] = {}
         self._packed = 0.0
+        self._host = suite_host.Host()
         paths = {"OUT": str(out), "WORK": str(work), "ROOT": str(ROOT), "SOURCE": source}
         self._env = os.environ | paths | {"QERL_COMMIT": current_commit()}
         for folder in (out / "logs", work):
@@ -162,6 +164,8 @@ class Suite:
             return
         jobs = {name: {"state": state} | self._ended.get(name, {}) for name, state in self.states.items()}
         (self.out / "suite.json").write_text(json.dumps(jobs, indent=1) + "\n")
+        with open(self.out / "host.jsonl", "a") as file:
+            file.write(json.dumps(self._host.sample()) + "\n")
         size = suite_archive.pack(self.out, self.out / "results.tar.gz")
         self._packed = time.monotonic()
         if always:

@@ -50,6 +50,14 @@ def _verl(name: str, what: str, options: str, env: str = "", gpus: int = 1) -> J
     return Job(name, what, command, 350, gpus, ("base",), "study")
 
 
+def _study(name: str, arms: str, at_once: int) -> Job:
+    """Arms of recipes/qurl with three seeds, on all GPUs."""
+    folder = f'mkdir -p "$OUT/{name}"; ln -sfn "$WORK"/{{gsm8k,arithmetic,base}} "$OUT/{name}/"; WORK="$OUT/{name}"'
+    sizes = f"AT_ONCE={at_once} STEPS=30 BATCH=32 KV_BYTES=2000000000"
+    command = f'{folder} ARMS="{arms}" GPUS="$CUDA_VISIBLE_DEVICES" {sizes} bash recipes/qurl/from_scratch.sh'
+    return Job(name, f"QuRL, three seeds: {arms}", command, 500, gpus=0, after=("base",))
+
+
 _OURS_AND_STOCK = "nvfp4_lora_ours bf16_lora_stock"
 _NVFP4 = f"+rollout=nvfp4 {_LORA}"
 _SHARDED = f"{_NVFP4} {_NOISE} {_PACKED}.shard_base=true trainer.n_gpus_per_node=2"
@@ -74,15 +82,7 @@ JOBS = (
         90,
         gpus=0,
     ),
-    Job(
-        "study",
-        "QuRL's arms, three seeds (recipes/qurl)",
-        'mkdir -p "$OUT/study"; ln -sfn "$WORK"/{gsm8k,arithmetic,base} "$OUT/study/"; WORK="$OUT/study" AT_ONCE=9'
-        ' GPUS="$CUDA_VISIBLE_DEVICES" STEPS=30 BATCH=32 KV_BYTES=2000000000 bash recipes/qurl/from_scratch.sh',
-        500,
-        gpus=0,
-        after=("base",),
-    ),
+    _study("study", "bf16 int8 int8-tis int8-acr int8-acr-uaq fp8 fp8-tis fp8-acr fp8-acr-uaq nvfp4", 8),
     _verl("verl_shard_tp2", "shard_base on two GPUs, tensor-parallel rollout", f"{_SHARDED} {_TP2}", gpus=2),
     _verl("lora_ours", "GSM8K with everything of ours on", f"{_NVFP4} +aqn.enabled=true {_SHORTER}", _GSM8K),
     _verl("lora_stock", "the same with vLLM's kernels", f"{_NVFP4} +aqn.enabled=true {_SHORTER} {_STOCK}", _GSM8K),
@@ -101,6 +101,7 @@ JOBS = (
         f"{_NVFP4} {_NOISE} {_PACKED}.share_base=true {_PACKED}.train_norms=true",
     ),
     _verl("verl_head", "the head in fp8", f"{_NVFP4} {_NOISE} {_ROLLOUT}.lm_head=fp8 +qerl.max_initial_kl=0.05"),
+    _study("study_nvfp4", "nvfp4-tis nvfp4-acr", 3),
     _rollout("rollout_14b", "14B", _OURS_AND_STOCK, "1 32 64 128 256"),
     _rollout("rollout_32b", "32B", _OURS_AND_STOCK, "1 32 64 128 256"),
     Job("tests", "what pytest marks with gpu", "python3 -m pytest -q -m gpu -p no:cacheprovider", 60),

@@ -45,6 +45,7 @@ def test_jobs_have_what_they_need_in_their_environment(suite, run, tmp_path):
     assert (code, states) == (0, {"one": "done"})
     assert log(tmp_path, "one").split() == [str(tmp_path / "out"), str(tmp_path / "work"), "none", "0,1"]
     assert json.loads((tmp_path / "out" / "suite.json").read_text())["one"]["state"] == "done"
+    assert json.loads((tmp_path / "out" / "host.jsonl").read_text().splitlines()[-1])["processes"] > 1
 
 
 def test_none_overtakes_one_that_waits_for_gpus(suite, run, tmp_path):
@@ -164,6 +165,22 @@ def test_a_selection_waits_for_nothing_that_was_left_out(suite):
     assert [one.after for one in suite.suite_jobs.selected(["base", "verl_fp8"])] == [(), ("base",)]
     assert [one.after for one in suite.suite_jobs.selected(["verl_fp8"])] == [()]
     assert suite.suite_jobs.selected(None) == list(suite.suite_jobs.JOBS)
+
+
+def test_the_host_is_sampled_with_what_burns_its_time(suite):
+    host = suite.suite_host.Host()
+    host.sample()
+    burning = [sys.executable, "-c", "while True: pass # burning"]
+    process = subprocess.Popen(burning)
+    try:
+        time.sleep(2)
+        sample = host.sample()
+    finally:
+        process.kill()
+    name = " ".join(burning)[:40].strip()
+    assert sample["busiest"][name] > 0.5
+    assert sample["threads"] >= sample["processes"] > 1
+    assert sample["used_gib"] > 0
 
 
 def test_bad_calls_are_refused(suite, capsys, monkeypatch, tmp_path):
