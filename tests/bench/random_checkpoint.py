@@ -1,9 +1,9 @@
 """An NVFP4 checkpoint of a real shape with random weights, written bit by bit: 32B (20 GB) takes as long as the disk.
 
-    python tests/bench/random_checkpoint.py --shape 32b --out DIR
+    python tests/bench/random_checkpoint.py --shape 32b --out DIR [--bf16]
 
-Packed tensors are drawn on the GPU where there is one; no dense copy of a packed weight is made. The tokenizer is
-trained on generated word problems, so that nothing is fetched: `python -m verl_qerl data arithmetic` fits it.
+Tensors are drawn on the GPU where there is one; no dense copy of a packed weight is made. The tokenizer is trained on
+generated word problems, so that nothing is fetched: `python -m verl_qerl data arithmetic` fits it.
 """
 
 import argparse
@@ -28,8 +28,17 @@ models = load_beside(__file__, "actor_models")
 SHARD_BYTES = 4 << 30
 
 
-def write_checkpoint(shape: str, out: Path, layers: int | None = None, vocabulary: int = models.VOCABULARY) -> int:
+def write_checkpoint(
+    shape: str, out: Path, layers: int | None = None, vocabulary: int = models.VOCABULARY, packed: bool = True
+) -> int:
     """Write the directory.
+
+    Args:
+        shape: Of actor_models.SHAPES.
+        out: The directory, which must not exist.
+        layers: Fewer than the model has.
+        vocabulary: Rows of embedding and head.
+        packed: NVFP4 linears; False writes bf16.
 
     Returns:
         Bytes of its tensors.
@@ -39,7 +48,7 @@ def write_checkpoint(shape: str, out: Path, layers: int | None = None, vocabular
     linears = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and is_packed_module(name, DEFAULT_IGNORE)
+        if packed and isinstance(module, torch.nn.Linear) and is_packed_module(name, DEFAULT_IGNORE)
     ]
     specs = quantized_specs(dense, linears)
     out.mkdir(parents=True)
@@ -48,7 +57,8 @@ def write_checkpoint(shape: str, out: Path, layers: int | None = None, vocabular
         store(writer, _items(dense, set(linears)))
     model.config.architectures = [type(model).__name__]
     model.config.dtype = "bfloat16"
-    model.config.quantization_config = quantization_config()
+    if packed:
+        model.config.quantization_config = quantization_config()
     model.config.save_pretrained(out)
     problems = generate(2000, max_steps=2, max_number=9, seed=0)
     texts = (text for p in problems for text in (gsm8k_prompt(p.question)[0]["content"], p.answer))
@@ -75,9 +85,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shape", choices=list(models.SHAPES), required=True)
     parser.add_argument("--out", type=Path, required=True, help="directory to create")
     parser.add_argument("--layers", type=int, help="fewer than the model has")
+    parser.add_argument("--bf16", action="store_true", help="nothing packed, for the baseline")
     args = parser.parse_args(argv)
     start = time.perf_counter()
-    size = write_checkpoint(args.shape, args.out, args.layers)
+    size = write_checkpoint(args.shape, args.out, args.layers, packed=not args.bf16)
     print(f"{size / 1e9:.1f} GB in {time.perf_counter() - start:.0f} s: {args.out}")
     return 0
 

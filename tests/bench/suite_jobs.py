@@ -58,6 +58,14 @@ def _study(name: str, arms: str, at_once: int) -> Job:
     return Job(name, f"QuRL, three seeds: {arms}", command, 500, gpus=0, after=("base",))
 
 
+def _train_step(arm: str) -> Job:
+    """Two GRPO steps of 7B: 128 answers of 2,048 tokens."""
+    name = f"train_step_{arm}"
+    sizes = f"SHAPE=7b CAP= UTILIZATION=0.4 PROMPTS=16 MICRO=8 ARM={arm}"
+    command = f'{sizes} WORK="$WORK/{name}" OUT="$OUT/{name}.json" bash tests/bench/train_step.sh'
+    return Job(name, f"two GRPO steps of 7B, {arm}", command, 300)
+
+
 _OURS_AND_STOCK = "nvfp4_lora_ours bf16_lora_stock"
 _NVFP4 = f"+rollout=nvfp4 {_LORA}"
 _SHARDED = f"{_NVFP4} {_NOISE} {_PACKED}.shard_base=true trainer.n_gpus_per_node=2"
@@ -102,6 +110,8 @@ JOBS = (
     ),
     _verl("verl_head", "the head in fp8", f"{_NVFP4} {_NOISE} {_ROLLOUT}.lm_head=fp8 +qerl.max_initial_kl=0.05"),
     _study("study_nvfp4", "nvfp4-tis nvfp4-acr", 3),
+    _train_step("ours"),
+    _train_step("bf16"),
     _rollout("rollout_14b", "14B", _OURS_AND_STOCK, "1 32 64 128 256"),
     _rollout("rollout_32b", "32B", _OURS_AND_STOCK, "1 32 64 128 256"),
     Job("tests", "what pytest marks with gpu", "python3 -m pytest -q -m gpu -p no:cacheprovider", 60),

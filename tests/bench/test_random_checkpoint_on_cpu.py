@@ -34,6 +34,14 @@ def test_a_model_reads_it(folder):
     assert 0.01 < next(iter(linears.values())).decode(torch.float32).std() < 0.05
 
 
+def test_a_bf16_one_is_a_plain_model(tmp_path):
+    generator.write_checkpoint("tiny", tmp_path / "dense", vocabulary=320, packed=False)
+    assert not hasattr(AutoConfig.from_pretrained(tmp_path / "dense"), "quantization_config")
+    model = Qwen2ForCausalLM.from_pretrained(tmp_path / "dense")
+    assert model.dtype == torch.bfloat16
+    assert 0.01 < model.model.layers[1].mlp.up_proj.weight.std() < 0.03
+
+
 def test_packed_weights_are_as_the_format_asks(folder):
     source = open_source(str(folder))
     assert source.layout != "bf16"

@@ -1,4 +1,4 @@
-"""The runs of verl in the suite compose with verl's configuration and pass the checks of the driver's side."""
+"""The runs of verl in the suite compose with verl's configuration."""
 
 import os
 import subprocess
@@ -16,26 +16,51 @@ from verl.utils.config import omega_conf_to_dataclass
 
 ROOT = Path(__file__).parents[2]
 before = list(sys.path)
-JOBS = [job for job in load_beside(__file__, "suite").suite_jobs.JOBS if "verl_run.sh" in job.command]
+JOBS = load_beside(__file__, "suite").suite_jobs.JOBS
 sys.path[:] = before
 
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
-def test_a_run_composes_and_is_named_after_its_job(job, tmp_path):
-    stub = tmp_path / "python3"
-    stub.write_text(f'#!/bin/sh\n[ "$2" != verl.trainer.main_ppo ] || printf "%s\\n" "$@" >{tmp_path}/arguments\n')
+def composed(job, folder):
+    """verl's configuration as the job's command makes it; a stub writes down the overrides, which follow `marker`."""
+    marker = "--" if "train_step" in job.name else "verl.trainer.main_ppo"
+    stub = folder / "python3"
+    stub.write_text(f'#!/bin/sh\ncase " $* " in *" {marker} "*) printf "%s\\n" "$@" >{folder}/arguments;; esac\n')
     stub.chmod(0o755)
-    env = os.environ | {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "OUT": str(tmp_path),
-        "WORK": str(tmp_path / "work"),
-    }
+    env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "OUT": str(folder), "WORK": str(folder / "work")}
     subprocess.run(["bash", "-euo", "pipefail", "-c", job.command], cwd=ROOT, env=env, check=True, timeout=60)
-    overrides = (tmp_path / "arguments").read_text().splitlines()[2:]
+    arguments = (folder / "arguments").read_text().splitlines()
     with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=overrides)
+        return compose("ppo_trainer", overrides=arguments[arguments.index(marker) + 1 :])
+
+
+@pytest.mark.parametrize("job", [job for job in JOBS if "verl_run" in job.command], ids=lambda job: job.name)
+def test_a_run_composes_and_is_named_after_its_job(job, tmp_path):
+    config = composed(job, tmp_path)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert config.trainer.experiment_name == job.name
     assert config.trainer.n_gpus_per_node == job.gpus
     assert actor.fsdp_config.qerl.has_adapter
     assert not config.actor_rollout_ref.rollout.free_cache_engine
+
+
+def test_the_steps_of_both_arms_are_the_same_but_for_ours(tmp_path):
+    found = {}
+    for job in JOBS:
+        if "train_step" in job.name:
+            (tmp_path / job.name).mkdir()
+            found[job.name] = composed(job, tmp_path / job.name)
+    ours, stock = found["train_step_ours"], found["train_step_bf16"]
+    assert omega_conf_to_dataclass(ours.actor_rollout_ref.actor).fsdp_config.qerl.has_adapter
+    assert "qerl" not in stock.actor_rollout_ref.actor.fsdp_config
+    assert {"aqn", "qerl"}.isdisjoint(stock)
+    for config in (ours, stock):
+        assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n == 128
+        assert config.actor_rollout_ref.model.lora_rank == 32
+
+
+def test_an_unknown_arm_is_refused(tmp_path):
+    env = os.environ | {"OUT": str(tmp_path / "x.json"), "ARM": "fp8"}
+    script = ROOT / "tests" / "bench" / "train_step.sh"
+    result = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "unknown arm: ARM=fp8. ours and bf16 are accepted." in result.stderr
