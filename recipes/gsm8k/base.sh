@@ -44,7 +44,7 @@ common=(
     actor_rollout_ref.rollout.max_num_seqs="$((BATCH * 8))"
     actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu="$((BATCH * 4))"
     actor_rollout_ref.rollout.gpu_memory_utilization=0.3
-    actor_rollout_ref.rollout.agent.num_workers=1
+    actor_rollout_ref.rollout.agent.num_workers=4  # one takes more time for short answers than vLLM does
     reward.num_workers=1
     transfer_queue.backend.SimpleStorage.num_data_storage_units=1
     ++ray_kwargs.ray_init.include_dashboard=False
@@ -63,6 +63,7 @@ common=(
 beside=(actor_rollout_ref.rollout.gpu_memory_utilization=0.05
     actor_rollout_ref.rollout.free_cache_engine=False
     actor_rollout_ref.rollout.enforce_eager=True
+    actor_rollout_ref.rollout.agent.num_workers=1
     +actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes="${KV_BYTES:-6000000000}"
     ray_kwargs.ray_init.num_cpus=16
     ++ray_kwargs.ray_init.object_store_memory=2000000000)

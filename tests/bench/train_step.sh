@@ -65,7 +65,7 @@ python3 "$here/bench_train_step.py" --out "$OUT" ${CAP:+--cap-gib "$CAP"} \
     actor_rollout_ref.rollout.max_num_seqs="$((PROMPTS * 8))" \
     actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu="$MICRO" \
     actor_rollout_ref.rollout.gpu_memory_utilization="$UTILIZATION" \
-    actor_rollout_ref.rollout.agent.num_workers=1 \
+    actor_rollout_ref.rollout.agent.num_workers=4 \
     reward.num_workers=1 \
     transfer_queue.backend.SimpleStorage.num_data_storage_units=1 \
     +ray_kwargs.ray_init.include_dashboard=False \
