@@ -11,6 +11,7 @@ _BENCH = "python3 tests/bench"
 _LORA = "actor_rollout_ref.model.lora_rank=32 actor_rollout_ref.model.lora_alpha=64"
 _PACKED = "+actor_rollout_ref.actor.fsdp_config.qerl"
 _ROLLOUT = "+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl"
+_SLEEP = "actor_rollout_ref.rollout.free_cache_engine=True"
 _NOISE = "+aqn.enabled=true +aqn.num_stages=3"  # the first of three steps without
 
 
@@ -37,17 +38,17 @@ class Job:
     beside: str = ""
 
 
-def _rollout(name: str, model: str, arms: str, batches: str, more: str = "", after: tuple[str, ...] = ()) -> Job:
+def _rollout(name: str, model: str, arms: str, batches: str, more: str = "") -> Job:
     """A call of bench_rollout.py; every row is written as it is measured."""
     options = f"--arms {arms} --batches {batches} --prompts 256 --new-tokens 128 {more}"
     command = f'{_BENCH}/bench_rollout.py --out "$OUT/{name}.json" --work "$WORK/{name}" --models {model} {options}'
-    return Job(name, f"decode of {model}: {arms}", command, 150, after=after)
+    return Job(name, f"decode of {model}: {arms}", command, 150)
 
 
 def _verl(name: str, what: str, options: str, env: str = "", gpus: int = 1) -> Job:
-    """A run of verl with some options, beside the study."""
+    """A run of verl with some options, beside the study, or on a GPU of its own where its engine is to sleep."""
     command = f"{env} bash tests/bench/verl_run.sh {name} {options}".strip()
-    return Job(name, what, command, 350, gpus, ("base",), "study")
+    return Job(name, what, command, 350, gpus, ("base",), "" if _SLEEP in options else "study")
 
 
 def _study(name: str, arms: str, at_once: int) -> Job:
@@ -95,20 +96,20 @@ JOBS = (
     _verl("lora_ours", "GSM8K with everything of ours on", f"{_NVFP4} +aqn.enabled=true {_SHORTER}", _GSM8K),
     _verl("lora_stock", "the same with vLLM's kernels", f"{_NVFP4} +aqn.enabled=true {_SHORTER} {_STOCK}", _GSM8K),
     _verl("verl_shard", "shard_base on two GPUs", _SHARDED, gpus=2),
-    _verl(
-        "verl_keep",
-        "copies that are kept",
-        f"{_NVFP4} {_NOISE} {_PACKED}.keep_dense=true {_ROLLOUT}.keep_base_resident=true",
-    ),
     _verl("verl_fp8", "LoRA on fp8", f"+rollout=fp8 {_LORA} {_NOISE}"),
     _verl("verl_mxfp4", "LoRA on mxfp4", f"+rollout=mxfp4 {_LORA} {_NOISE}"),
     _verl("verl_int8", "LoRA on int8, mismatch taken apart", f"+rollout=int8 {_LORA} {_NOISE} +qerl.mismatch_sample=8"),
+    _verl("verl_head", "the head in fp8", f"{_NVFP4} {_NOISE} {_ROLLOUT}.lm_head=fp8 +qerl.max_initial_kl=0.05"),
+    _verl(
+        "verl_keep",
+        "copies that are kept",
+        f"{_NVFP4} {_NOISE} {_SLEEP} {_PACKED}.keep_dense=true {_ROLLOUT}.keep_base_resident=true",
+    ),
     _verl(
         "verl_share",
         "one base, trained norms",
-        f"{_NVFP4} {_NOISE} {_PACKED}.share_base=true {_PACKED}.train_norms=true",
+        f"{_NVFP4} {_NOISE} {_SLEEP} {_PACKED}.share_base=true {_PACKED}.train_norms=true",
     ),
-    _verl("verl_head", "the head in fp8", f"{_NVFP4} {_NOISE} {_ROLLOUT}.lm_head=fp8 +qerl.max_initial_kl=0.05"),
     _study("study_nvfp4", "nvfp4-tis nvfp4-acr", 3),
     _train_step("ours"),
     _train_step("bf16"),

@@ -38,7 +38,8 @@ def run(folder, **env):
     """Run the script with a `python3` that writes down its arguments and the file that verl would log to."""
     stub = folder / "python3"
     stub.write_text(
-        '#!/bin/sh\nprintf "%s\\n" "$VERL_FILE_LOGGER_PATH" "GPU $CUDA_VISIBLE_DEVICES" "THREADS $OMP_NUM_THREADS" "$@" "== end"\n'
+        '#!/bin/sh\nprintf "%s\\n" "$VERL_FILE_LOGGER_PATH" "GPU $CUDA_VISIBLE_DEVICES" "THREADS $OMP_NUM_THREADS"\n'
+        'printf "%s\\n" "$@" "== end"\n'
         '[ -z "$VERL_FILE_LOGGER_PATH" ] || : >"$VERL_FILE_LOGGER_PATH"\n'
         'case "$VERL_FILE_LOGGER_PATH" in *"${FAIL_LOG:-none}"*) exit 1;; esac\n[ "$2" != "$FAIL" ]\n'
     )
