@@ -77,7 +77,7 @@ if ((lanes == 1)); then
     exit
 fi
 
-# Every run would start threads and compilers for all cores, and together more than a kernel has numbers for.
+# Every run would start threads and compilers for all cores; many together can use up the kernel's thread ids (pid_max).
 threads=$(($(nproc) / lanes))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-$OMP_NUM_THREADS}
