@@ -16,6 +16,8 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -55,7 +57,7 @@ class Suite:
         self.jobs, self.gpus, self.out = jobs, gpus, out
         self.states = {job.name: "waiting" for job in jobs}
         self._seconds, self._start = seconds, time.monotonic()
-        self._running: dict[str, tuple[Job, subprocess.Popen, list[str], float]] = {}
+        self._running: dict[str, tuple[Job, subprocess.Popen, list[str], float, str]] = {}
         self._ended: dict[str, dict[str, float]] = {}
         self._packed = 0.0
         self._host = suite_host.Host()
@@ -85,7 +87,7 @@ class Suite:
         return self._seconds - (time.monotonic() - self._start)
 
     def _take_ended(self) -> None:
-        for name, (_, process, _, _) in list(self._running.items()):
+        for name, (_, process, *_) in list(self._running.items()):
             code = process.poll()
             if code is not None:
                 self._end(name, "done" if code == 0 else f"failed with {code}")
@@ -123,14 +125,15 @@ class Suite:
             others = [name for name, (other, *_) in self._running.items() if self._shares(other)]
             turn = self.jobs.index(job) % len(self.gpus) if job.gpus == 1 else 0
             return self.gpus[turn : turn + job.gpus] if len(others) < BESIDE else []
-        taken = {gpu for other, _, gpus, _ in self._running.values() if not self._shares(other) for gpu in gpus}
+        taken = {gpu for other, _, gpus, *_ in self._running.values() if not self._shares(other) for gpu in gpus}
         free = [gpu for gpu in self.gpus if gpu not in taken]
         wanted = job.gpus or len(self.gpus)
         return free[:wanted] if len(free) >= wanted else []
 
     def _spawn(self, job: Job, gpus: list[str]) -> None:
         # Ray's clusters of jobs that start at once would share a folder; the path of a socket must be short.
-        own = {MARK: job.name, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "RAY_TMPDIR": tempfile.mkdtemp(prefix="qs")}
+        folder = tempfile.mkdtemp(prefix="qs")
+        own = {MARK: job.name, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "RAY_TMPDIR": folder}
         with open(self.out / "logs" / f"{job.name}.log", "w") as log:
             process = subprocess.Popen(
                 ["bash", "-euo", "pipefail", "-c", job.command],
@@ -141,14 +144,15 @@ class Suite:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._running[job.name] = job, process, gpus, time.monotonic()
+        self._running[job.name] = job, process, gpus, time.monotonic(), folder
         self._say(job.name, "running", f" on {','.join(gpus)}")
 
     def _end(self, name: str, state: str) -> None:
-        _, process, _, started = self._running.pop(name)
+        _, process, _, started, folder = self._running.pop(name)
         process.kill()
         kill_marked(name)
         process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
         self._ended[name] = {
             "began_s": round(started - self._start, 1),
             "took_s": round(time.monotonic() - started, 1),
@@ -214,6 +218,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not gpus:
         print("no GPU is visible: CUDA_VISIBLE_DEVICES names none, or torch sees none. One or more is accepted.")
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nothing that was started outlives it
     jobs = suite_jobs.selected(args.only)
     source = str(Path(args.source).resolve()) if Path(args.source).is_dir() else args.source
     return Suite(jobs, gpus, 60 * args.minutes, args.out.resolve(), args.work.resolve(), source).run()

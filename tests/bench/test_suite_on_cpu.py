@@ -7,11 +7,14 @@ import subprocess
 import sys
 import tarfile
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 from verl_qerl.testing import load_beside
+
+HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +122,27 @@ def test_what_left_the_session_of_its_job_is_killed_too(suite, run, tmp_path):
         while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < end
             time.sleep(0.1)
+
+
+def test_a_suite_that_is_told_to_end_leaves_results_and_no_process(tmp_path):
+    """In a process of its own, whose only job runs until it is killed."""
+    command = f"echo $$ > {tmp_path}/pid; sleep 60"
+    script = (
+        f"import sys; sys.path.insert(0, {str(HERE)!r}); import suite, suite_jobs\n"
+        f"suite_jobs.JOBS = (suite_jobs.Job('a', 'a test', {command!r}, 0),)\n"
+        f"suite.main(['--out', {str(tmp_path / 'out')!r}, '--work', {str(tmp_path / 'work')!r}])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"})
+    end = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(timeout=60) == 143
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+    with tarfile.open(tmp_path / "out" / "results.tar.gz") as tar:
+        assert "suite.json" in tar.getnames()
+    assert json.loads((tmp_path / "out" / "suite.json").read_text())["a"]["state"] == "killed at the end"
 
 
 def test_the_archive_has_numbers_and_ends_of_logs_and_no_weights(suite, tmp_path):
