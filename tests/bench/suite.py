@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -41,6 +42,14 @@ BESIDE = 3  # jobs at a time that share the GPUs of another
 PACK_S = 20
 
 
+class _Running(NamedTuple):
+    job: Job
+    process: subprocess.Popen
+    gpus: list[str]
+    started: float
+    folder: str  # Ray's
+
+
 class Suite:
     """Runs jobs until all ended or the time is over.
 
@@ -57,7 +66,7 @@ class Suite:
         self.jobs, self.gpus, self.out = jobs, gpus, out
         self.states = {job.name: "waiting" for job in jobs}
         self._seconds, self._start = seconds, time.monotonic()
-        self._running: dict[str, tuple[Job, subprocess.Popen, list[str], float, str]] = {}
+        self._running: dict[str, _Running] = {}
         self._ended: dict[str, dict[str, float]] = {}
         self._packed = 0.0
         self._host = suite_host.Host()
@@ -87,8 +96,8 @@ class Suite:
         return self._seconds - (time.monotonic() - self._start)
 
     def _take_ended(self) -> None:
-        for name, (_, process, *_) in list(self._running.items()):
-            code = process.poll()
+        for name, running in list(self._running.items()):
+            code = running.process.poll()
             if code is not None:
                 self._end(name, "done" if code == 0 else f"failed with {code}")
 
@@ -122,10 +131,10 @@ class Suite:
 
     def _gpus_for(self, job: Job) -> list[str]:
         if self._shares(job):
-            others = [name for name, (other, *_) in self._running.items() if self._shares(other)]
+            others = [running for running in self._running.values() if self._shares(running.job)]
             turn = self.jobs.index(job) % len(self.gpus) if job.gpus == 1 else 0
             return self.gpus[turn : turn + job.gpus] if len(others) < BESIDE else []
-        taken = {gpu for other, _, gpus, *_ in self._running.values() if not self._shares(other) for gpu in gpus}
+        taken = {gpu for running in self._running.values() if not self._shares(running.job) for gpu in running.gpus}
         free = [gpu for gpu in self.gpus if gpu not in taken]
         wanted = job.gpus or len(self.gpus)
         return free[:wanted] if len(free) >= wanted else []
@@ -144,18 +153,18 @@ class Suite:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._running[job.name] = job, process, gpus, time.monotonic(), folder
+        self._running[job.name] = _Running(job, process, gpus, time.monotonic(), folder)
         self._say(job.name, "running", f" on {','.join(gpus)}")
 
     def _end(self, name: str, state: str) -> None:
-        _, process, _, started, folder = self._running.pop(name)
-        process.kill()
+        running = self._running.pop(name)
+        running.process.kill()
         kill_marked(name)
-        process.wait()
-        shutil.rmtree(folder, ignore_errors=True)
+        running.process.wait()
+        shutil.rmtree(running.folder, ignore_errors=True)
         self._ended[name] = {
-            "began_s": round(started - self._start, 1),
-            "took_s": round(time.monotonic() - started, 1),
+            "began_s": round(running.started - self._start, 1),
+            "took_s": round(time.monotonic() - running.started, 1),
         }
         self._say(name, state)
 
