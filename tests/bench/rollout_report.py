@@ -54,11 +54,11 @@ def gpu_and_driver() -> tuple[str, str | None]:
     return name, driver
 
 
-def output_of(command: list[str]) -> str:
-    """What a command prints; empty where it is missing or fails."""
+def output_of(command: list[str], seconds: float | None = None) -> str:
+    """What a command prints; empty where it is missing, fails or takes more than `seconds`."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
 

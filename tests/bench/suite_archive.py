@@ -25,49 +25,44 @@ def pack(folder: Path, archive: Path, limit: int = LIMIT) -> int:
     Returns:
         Its size in bytes.
     """
-    results, logs = _files(folder)
-    tail, missing = LOG_TAIL, list[Path]()
+    results, logs = _contents(folder)
+    tail, missing = LOG_TAIL, list[str]()
     while True:
-        data = _archive(folder, results, logs, tail, missing)
+        notes = {"MISSING.txt": "\n".join(f"{name}: too large" for name in missing).encode()} if missing else {}
+        data = _archive(results | {name: text[max(0, len(text) - tail) :] for name, text in logs.items()} | notes)
         if len(data) <= limit:
             break
         if tail:
             tail = tail // 2 if tail > 1000 else 0
         else:
-            results.sort(key=lambda path: path.stat().st_size)
-            missing.append(results.pop())
+            missing.append(max(results, key=lambda name: len(results[name])))
+            del results[missing[-1]]
     new = archive.with_name(archive.name + ".new")
     new.write_bytes(data)
     new.replace(archive)
     return len(data)
 
 
-def _files(folder: Path) -> tuple[list[Path], list[Path]]:
-    results, logs = [], []
+def _contents(folder: Path) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """(results, ends of logs) by their names in the folder."""
+    results, logs = {}, {}
     for place, _, names in os.walk(folder):  # which follows no links to folders
         for path in (Path(place, name) for name in names):
-            if path.is_symlink():
+            kind = results if path.suffix in _RESULTS else logs if path.suffix == ".log" else None
+            if kind is None or path.is_symlink():
                 continue
-            if path.suffix in _RESULTS:
-                results.append(path)
-            elif path.suffix == ".log":
-                logs.append(path)
+            with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:  # a run that ends renames its file
+                if kind is logs:
+                    file.seek(max(0, path.stat().st_size - LOG_TAIL))
+                kind[str(path.relative_to(folder))] = file.read(LOG_TAIL if kind is logs else -1)
     return results, logs
 
 
-def _archive(folder: Path, results: list[Path], logs: list[Path], tail: int, missing: list[Path]) -> bytes:
+def _archive(contents: dict[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
-        for path, most in [*((path, None) for path in results), *((path, tail) for path in logs)]:
-            with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:  # a run that ends renames its file
-                file.seek(0 if most is None else max(0, path.stat().st_size - most))
-                _add(tar, str(path.relative_to(folder)), file.read(most))
-        if missing:
-            _add(tar, "MISSING.txt", "\n".join(f"{path}: too large" for path in missing).encode())
+        for name, data in contents.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
     return buffer.getvalue()
-
-
-def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    info = tarfile.TarInfo(name)
-    info.size = len(data)
-    tar.addfile(info, io.BytesIO(data))

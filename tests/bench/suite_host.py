@@ -2,11 +2,11 @@
 
 import collections
 import os
-import subprocess
 import time
 from typing import Any
 
 import psutil
+import rollout_report
 
 _BUSIEST = 8
 
@@ -31,10 +31,11 @@ class Host:
             name = " ".join(found["cmdline"] or [found["name"]])[:40].strip()
             seconds[name] += now[found["pid"]] - self._before.get(found["pid"], 0.0)
         self._before = now
+        memory = psutil.virtual_memory()
         return {
             "seconds": round(time.monotonic() - self._start, 1),
             "load": round(os.getloadavg()[0], 1),
-            "used_gib": round((psutil.virtual_memory().total - psutil.virtual_memory().available) / 2**30, 1),
+            "used_gib": round((memory.total - memory.available) / 2**30, 1),
             "processes": len(now),
             "threads": threads,
             "busiest": {
@@ -47,8 +48,5 @@ class Host:
 def gpus() -> list[list[int]]:
     """[MiB in use, percent of the time busy] of each GPU; none without nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=memory.used,utilization.gpu", "--format=csv,noheader,nounits"]
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return []
+    lines = rollout_report.output_of(command, seconds=10).splitlines()
     return [[int(part) for part in line.split(",") if part.strip().isdigit()] for line in lines]
