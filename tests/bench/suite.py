@@ -72,6 +72,8 @@ class Suite:
         self._host = suite_host.Host()
         paths = {"OUT": str(out), "WORK": str(work), "ROOT": str(ROOT), "SOURCE": source}
         self._env = os.environ | paths | {"QERL_COMMIT": current_commit()}
+        # Each of Ray's clusters would end its own workers when all of them together fill the host.
+        self._env |= {"RAY_memory_monitor_refresh_ms": "0"}
         for folder in (out / "logs", work):
             folder.mkdir(parents=True, exist_ok=True)
 
