@@ -3,7 +3,7 @@ import json
 import pytest
 
 from verl_qerl.cli import main
-from verl_qerl.cli.compare import by_arm, scale_of, summarize, table
+from verl_qerl.cli.compare import add_differences, by_arm, scale_of, summarize, table
 
 
 def write(folder, name, rewards, kl=0.001):
@@ -73,3 +73,25 @@ def test_a_metric_that_a_run_lacks_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["compare", str(path), "--out", str(tmp_path / "a.png"), "--keys", "nothing"])
     assert "metrics are missing: keys=['nothing']" in capsys.readouterr().err
+
+
+def test_differences_are_those_of_the_same_seed_over_common_steps():
+    base = {1: {"r": {1: 1.0, 2: 2.0, 3: 50.0}}, 2: {"r": {1: 5.0, 2: 6.0}}, 3: {"r": {1: 0.0, 2: 0.0}}}
+    arm = {1: {"r": {1: 2.0, 2: 3.0}}, 2: {"r": {1: 7.0, 2: 10.0}}}
+    summary = {"bf16": summarize(base), "int8": summarize(arm)}
+    add_differences(summary, {"bf16": base, "int8": arm}, "bf16")
+    assert summary["int8"]["r"]["minus_baseline"] == pytest.approx([2.0, 2**0.5])  # 1 and 3
+    assert "minus_baseline" not in summary["bf16"]["r"]
+    assert table(summary, ["r"])[3].endswith(", 2 +- 1.4 minus the baseline |")
+
+
+@pytest.mark.parametrize(
+    ("baseline", "sentence"),
+    [("fp8", r"no run of the arm: baseline=fp8\. One of \['bf16', 'int8'\] is accepted"),
+     ("bf16", r"nothing to subtract: arm int8 has no seed and step in common with baseline=bf16\.")],
+    ids=["unknown", "other-seeds"],
+)  # fmt: skip
+def test_a_baseline_that_cannot_be_subtracted_is_refused(baseline, sentence):
+    arms = {"bf16": {1: {"r": {1: 1.0}}}, "int8": {2: {"r": {1: 1.0}}}}
+    with pytest.raises(ValueError, match=sentence):
+        add_differences({name: summarize(arm) for name, arm in arms.items()}, arms, baseline)

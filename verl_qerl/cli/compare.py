@@ -24,6 +24,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("metrics", type=Path, nargs="+", help="ARM-seedN.jsonl, JSON lines of verl's `file` logger")
     parser.add_argument("--out", type=Path, required=True, help="picture to write, .png, .pdf or .svg")
     parser.add_argument("--json", type=Path, help="file for the numbers of the table and the curves")
+    parser.add_argument("--baseline", help="arm from which the others are subtracted, seed by seed")
     parser.add_argument("--keys", nargs="+", default=list(KEYS), help="metrics to show (default: %(default)s)")
     parser.set_defaults(run=run)
 
@@ -35,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
         for arm, paths in by_arm(args.metrics).items()
     }
     summary = {arm: summarize(seeds) for arm, seeds in arms.items()}
+    if args.baseline:
+        add_differences(summary, arms, args.baseline)
     for line in table(summary, args.keys):
         print(line)
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -78,26 +81,67 @@ def summarize(seeds: Mapping[int, Mapping[str, Series]]) -> dict[str, Any]:
         seeds: Seed -> metric -> value of each step.
 
     Returns:
-        `seeds`; `steps`, those that every seed has; and for each metric `mean` and `sd` over the seeds of each step,
-        `first` and `last`, [mean, sd] over the seeds of a seed's mean over WINDOW steps. The deviation is that of a
-        sample, and 0 of a single seed.
+        `seeds`; `steps`, those that every seed has; and for each metric `values` of each seed and step, `mean` and `sd`
+        over the seeds of each step, `first` and `last`, [mean, sd] over the seeds of a seed's mean over WINDOW steps.
+        The deviation is that of a sample, and 0 of a single seed.
     """
     runs = list(seeds.values())
     keys = list(runs[0])
-    steps = sorted(set.intersection(*(set(series[key]) for series in runs for key in keys)))
+    steps = _common_steps(runs, keys)
     summary: dict[str, Any] = {"seeds": sorted(seeds), "steps": steps}
     for key in keys:
-        values = np.array([[series[key][step] for step in steps] for series in runs])
+        values = _values(runs, key, steps)
         ends = np.array([first_and_last({step: series[key][step] for step in steps}) for series in runs])
-        summary[key] = {"mean": values.mean(0).tolist(), "sd": _deviation(values).tolist()}
+        summary[key] = {"values": values.tolist(), "mean": values.mean(0).tolist(), "sd": _deviation(values).tolist()}
         summary[key] |= {
             name: [float(ends[:, i].mean()), float(_deviation(ends)[i])] for i, name in enumerate(("first", "last"))
         }
     return summary
 
 
+def add_differences(
+    summary: dict[str, dict[str, Any]], arms: Mapping[str, Mapping[int, Mapping[str, Series]]], baseline: str
+) -> None:
+    """Add `minus_baseline` to each metric of the other arms.
+
+    It is [mean, sd] over the seeds that both have, of the mean over the steps that all these runs have, minus the
+    baseline's of the same seed. Runs of one seed meet the same questions: this is steadier than a difference of means.
+
+    Raises:
+        ValueError: There is no such arm, or an arm has no seed and step in common with it.
+    """
+    if baseline not in arms:
+        raise ValueError(
+            f"no run of the arm: baseline={baseline}. One of {sorted(arms)} is accepted. Add its files or name another."
+        )
+    for arm, seeds in arms.items():
+        if arm == baseline:
+            continue
+        common = sorted(set(seeds) & set(arms[baseline]))
+        pairs = [arms[arm][seed] for seed in common], [arms[baseline][seed] for seed in common]
+        keys = list(next(iter(seeds.values())))
+        steps = _common_steps(pairs[0] + pairs[1], keys) if common else []
+        if not steps:
+            raise ValueError(
+                f"nothing to subtract: arm {arm} has no seed and step in common with baseline={baseline}. Runs with the"
+                " same seeds are accepted. Leave out --baseline, or that arm."
+            )
+        for key in keys:
+            ours, theirs = (_values(runs, key, steps).mean(1) for runs in pairs)
+            difference = ours - theirs
+            summary[arm][key]["minus_baseline"] = [float(difference.mean()), float(_deviation(difference))]
+
+
+def _common_steps(runs: Sequence[Mapping[str, Series]], keys: Sequence[str]) -> list[int]:
+    return sorted(set.intersection(*(set(series[key]) for series in runs for key in keys)))
+
+
+def _values(runs: Sequence[Mapping[str, Series]], key: str, steps: Sequence[int]) -> np.ndarray:
+    return np.array([[series[key][step] for step in steps] for series in runs])
+
+
 def _deviation(values: np.ndarray) -> np.ndarray:
-    return values.std(0, ddof=1) if len(values) > 1 else np.zeros(values.shape[1])
+    return values.std(0, ddof=1) if len(values) > 1 else np.zeros(values.shape[1:])
 
 
 def table(summary: Mapping[str, Mapping[str, Any]], keys: Sequence[str]) -> list[str]:
@@ -108,9 +152,14 @@ def table(summary: Mapping[str, Mapping[str, Any]], keys: Sequence[str]) -> list
         "|---" * (3 + len(keys)) + "|",
     ]
     for arm, numbers in summary.items():
-        cells = [f"{_spread(numbers[key]['first'])}, {_spread(numbers[key]['last'])}" for key in keys]
+        cells = [_cell(numbers[key]) for key in keys]
         lines.append(f"| {arm} | {len(numbers['seeds'])} | {len(numbers['steps'])} | {' | '.join(cells)} |")
     return lines
+
+
+def _cell(numbers: Mapping[str, Any]) -> str:
+    ends = f"{_spread(numbers['first'])}, {_spread(numbers['last'])}"
+    return ends + (f", {_spread(numbers['minus_baseline'])} minus the baseline" if "minus_baseline" in numbers else "")
 
 
 def _spread(number: Sequence[float]) -> str:
