@@ -11,7 +11,7 @@ SEEDS=${SEEDS:-1 2 3}
 DATA=${DATA:-arithmetic}      # generated problems
 STEPS=${STEPS:-45}
 BATCH=${BATCH:-96}            # questions per step, 8 answers each
-LR=${LR:-3e-6}                # from 1e-5 on reward falls again (results/)
+LR=${LR:-3e-6}                # at 3e-5 reward fell again (results/)
 MINUTES=${MINUTES:-1.6}       # of pretraining
 SOURCE=${SOURCE:-openai/gsm8k}
 GPUS=${GPUS:-${CUDA_VISIBLE_DEVICES:-0}}
@@ -82,16 +82,18 @@ threads=$(($(nproc) / lanes))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-$OMP_NUM_THREADS}
 
-# Every `lanes`-th run from the given one on, on one GPU; a run that fails does not stop the others.
+# Every `lanes`-th run from the given one on, on one GPU. A run that fails is tried once more, since engines that start at
+# once may draw the same port, and does not stop the others.
 lane() {
-    local first=$1 failed=0 run i
+    local first=$1 failed=0 run i command
     shift
     export CUDA_VISIBLE_DEVICES=${gpus[first % ${#gpus[@]}]} RAY_TMPDIR
     RAY_TMPDIR=$(mktemp -d)  # two clusters that start at once would share a session's folder
     for ((i = first; i < ${#runs[@]}; i += lanes)); do
         run=${runs[i]}
         echo "${run/ /-seed}: started on GPU $CUDA_VISIBLE_DEVICES"
-        if train ${run% *} ${run#* } "${beside[@]}" "$@" >"${run/ /-seed}.log" 2>&1; then
+        command=(train ${run% *} ${run#* } "${beside[@]}" "$@")
+        if { "${command[@]}" || "${command[@]}"; } >"${run/ /-seed}.log" 2>&1; then
             echo "${run/ /-seed}: done"
         else
             failed=1

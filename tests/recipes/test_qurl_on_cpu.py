@@ -41,7 +41,8 @@ def run(folder, **env):
         '#!/bin/sh\nprintf "%s\\n" "$VERL_FILE_LOGGER_PATH" "GPU $CUDA_VISIBLE_DEVICES" "THREADS $OMP_NUM_THREADS"\n'
         'printf "%s\\n" "$@" "== end"\n'
         '[ -z "$VERL_FILE_LOGGER_PATH" ] || : >"$VERL_FILE_LOGGER_PATH"\n'
-        'case "$VERL_FILE_LOGGER_PATH" in *"${FAIL_LOG:-none}"*) exit 1;; esac\n[ "$2" != "$FAIL" ]\n'
+        'case "$VERL_FILE_LOGGER_PATH" in *"${FAIL_LOG:-none}"*) [ -e "$FAIL_ONCE" ] || { : >"${FAIL_ONCE:-/dev/null}";'
+        ' exit 1; };; esac\n[ "$2" != "$FAIL" ]\n'
     )
     stub.chmod(0o755)
     settings = {"PATH": f"{folder}:{os.environ['PATH']}", "WORK": str(folder / "work"), "SEEDS": "1"}
@@ -152,3 +153,11 @@ def test_a_run_that_fails_beside_others_is_named_and_stops_none(tmp_path):
     assert "int8-seed1: failed, see" in failed.stderr
     done = {path.name for path in (tmp_path / "work").glob("*.jsonl")}
     assert done == {"bf16-seed1.jsonl", "fp8-seed1.jsonl"}
+
+
+def test_a_run_that_fails_beside_others_is_tried_once_more(tmp_path):
+    once = str(tmp_path / "failed")
+    result = run(tmp_path, ARMS="bf16 int8", GPUS="0", AT_ONCE="2", FAIL_LOG="int8-seed1", FAIL_ONCE=once)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert [name for name, *_ in logs(tmp_path)].count("int8-seed1") == 2  # its log has both
+    assert {path.name for path in (tmp_path / "work").glob("*.jsonl")} == {"bf16-seed1.jsonl", "int8-seed1.jsonl"}
