@@ -52,6 +52,7 @@ def main():
         dtype="bfloat16",
         max_model_len=256,
         max_num_seqs=4,
+        gpu_memory_utilization=0.02,  # that much must be free, and others may be on these GPUs
         kv_cache_memory_bytes=1 << 26,
         skip_tokenizer_init=True,
         load_format="verl_qerl_nvfp4",
