@@ -5,10 +5,10 @@
     python tests/bench/suite.py --list
 
 Jobs start in their order as GPUs become free; none overtakes one that waits for GPUs. What needs another job starts
-after it, what may run beside one shares its GPUs while that runs, and what has too little time left is not begun. At
-the limit all are killed. DIR has results as they come, logs/, suite.json (what became of each job), host.jsonl (what
-the host was doing) and results.tar.gz, written anew every 20 s and small whatever lies in DIR: what to fetch from a
-machine that goes away. Models and data go to --work.
+after it, small ones share GPUs with each other and with the study, and what has too little time left is not begun. At
+the limit all are interrupted, and killed when they do not end. DIR has results as they come, logs/, suite.json (what
+became of each job), host.jsonl (what the host was doing) and results.tar.gz, written anew every 20 s and small whatever
+lies in DIR: what to fetch from a machine that goes away. Models and data go to --work.
 Exit code 1 when a job failed or was not begun.
 """
 
@@ -38,8 +38,9 @@ from suite_jobs import Job
 
 ROOT = Path(__file__).parents[2]
 MARK = "QERL_SUITE_JOB"  # in the environment of all that a job starts
-BESIDE = 3  # jobs at a time that share the GPUs of another
+SMALL = 3  # small jobs at a time on a GPU
 PACK_S = 20
+LAST_WORDS_S = 10  # pytest needs some to say what has failed
 
 
 class _Running(NamedTuple):
@@ -54,7 +55,7 @@ class Suite:
     """Runs jobs until all ended or the time is over.
 
     Args:
-        jobs: In order; `after` and `beside` name others of them.
+        jobs: In order; `after` names others of them.
         gpus: Names for CUDA_VISIBLE_DEVICES.
         seconds: Time limit.
         out: Folder of results.
@@ -88,6 +89,7 @@ class Suite:
                 self._pack()
                 time.sleep(0.2)
         finally:
+            self._interrupt()
             for name in list(self._running):
                 self._end(name, "killed at the end")
             self.states |= {name: "not begun" for name, state in self.states.items() if state == "waiting"}
@@ -114,10 +116,9 @@ class Suite:
             if any(self.states[name] in ("waiting", "running") for name in job.after):
                 continue
             gpus = self._gpus_for(job)
-            if gpus:
-                self._spawn(job, gpus)
-            elif not self._shares(job):
+            if not gpus:
                 return  # it waits for GPUs, and what follows waits for it
+            self._spawn(job, gpus)
 
     def _never(self, job: Job) -> str:
         for name in job.after:
@@ -127,19 +128,17 @@ class Suite:
             return f"needs {job.gpus} GPUs of {len(self.gpus)}"
         return f"{self._left():.0f} s are left of {job.seconds} s" if self._left() < job.seconds else ""
 
-    def _shares(self, job: Job) -> bool:
-        """Whether it needs no GPU of its own."""
-        return job.beside in self._running
-
     def _gpus_for(self, job: Job) -> list[str]:
-        if self._shares(job):
-            others = [running for running in self._running.values() if self._shares(running.job)]
-            turn = self.jobs.index(job) % len(self.gpus) if job.gpus == 1 else 0
-            return self.gpus[turn : turn + job.gpus] if len(others) < BESIDE else []
-        taken = {gpu for running in self._running.values() if not self._shares(running.job) for gpu in running.gpus}
-        free = [gpu for gpu in self.gpus if gpu not in taken]
+        """Those that it can have now; none when it has to wait."""
+        there = {gpu: [running.job for running in self._running.values() if gpu in running.gpus] for gpu in self.gpus}
+        small = {gpu: sum(other.small for other in others) for gpu, others in there.items()}
+        if job.small:
+            free = [gpu for gpu in self.gpus if all(other.small or other.shares for other in there[gpu])]
+            free = sorted((gpu for gpu in free if small[gpu] < SMALL), key=lambda gpu: small[gpu])
+        else:
+            free = [gpu for gpu in self.gpus if not there[gpu]]
         wanted = job.gpus or len(self.gpus)
-        return free[:wanted] if len(free) >= wanted else []
+        return sorted(free[:wanted], key=self.gpus.index) if len(free) >= wanted else []
 
     def _spawn(self, job: Job, gpus: list[str]) -> None:
         # Ray's clusters of jobs that start at once would share a folder; the path of a socket must be short.
@@ -157,6 +156,16 @@ class Suite:
             )
         self._running[job.name] = _Running(job, process, gpus, time.monotonic(), folder)
         self._say(job.name, "running", f" on {','.join(gpus)}")
+
+    def _interrupt(self) -> None:
+        """Let jobs say what they know; `pytest` names failures at its end alone."""
+        for running in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.process.pid, signal.SIGINT)
+        end = time.monotonic() + LAST_WORDS_S
+        for running in self._running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                running.process.wait(max(0.0, end - time.monotonic()))
 
     def _end(self, name: str, state: str) -> None:
         running = self._running.pop(name)

@@ -1,4 +1,4 @@
-"""The jobs of suite.py: first what needs a quiet host, then the long runs, and beside those what only has to work.
+"""The jobs of suite.py: first what needs a quiet host, then the long runs, and with those what only has to work.
 
 Commands are bash, run in the root of the checkout. OUT is the folder of results, WORK that of models and data, SOURCE
 GSM8K, CUDA_VISIBLE_DEVICES the job's GPUs.
@@ -26,7 +26,8 @@ class Job:
         seconds: It is not begun with less time left: what a first result takes.
         gpus: How many it has; 0 is all.
         after: Jobs that must have ended; those that failed end it too.
-        beside: The job whose GPUs it shares while that runs.
+        small: It shares its GPUs with other small jobs, and with one that shares.
+        shares: Small jobs may join it on its GPUs.
     """
 
     name: str
@@ -35,7 +36,8 @@ class Job:
     seconds: int
     gpus: int = 1
     after: tuple[str, ...] = ()
-    beside: str = ""
+    small: bool = False
+    shares: bool = False
 
 
 def _rollout(name: str, model: str, arms: str, batches: str, more: str = "") -> Job:
@@ -46,9 +48,9 @@ def _rollout(name: str, model: str, arms: str, batches: str, more: str = "") -> 
 
 
 def _verl(name: str, what: str, options: str, env: str = "", gpus: int = 1) -> Job:
-    """A run of verl with some options, beside the study, or on a GPU of its own where its engine is to sleep."""
+    """A run of verl with some options; an engine that is to sleep wants a GPU of its own."""
     command = f"{env} bash tests/bench/verl_run.sh {name} {options}".strip()
-    return Job(name, what, command, 350, gpus, ("base",), "" if _SLEEP in options else "study")
+    return Job(name, what, command, 250, gpus, ("base",), small=_SLEEP not in options)
 
 
 def _study(name: str, arms: str, at_once: int) -> Job:
@@ -56,8 +58,8 @@ def _study(name: str, arms: str, at_once: int) -> Job:
     folder = f'mkdir -p "$OUT/{name}"; ln -sfn "$WORK"/{{gsm8k,arithmetic,base}} "$OUT/{name}/"; WORK="$OUT/{name}"'
     sizes = f"AT_ONCE={at_once} STEPS=25 BATCH=32 KV_BYTES=2000000000"
     runs = f'ARMS="{arms}" GPUS="$CUDA_VISIBLE_DEVICES" {sizes} bash recipes/qurl/from_scratch.sh trainer.test_freq=25'
-    command = f"{folder}; export WORK; {runs} || {runs}"  # runs that failed once more, as where two drew the same port
-    return Job(name, f"QuRL, three seeds: {arms}", command, 500, gpus=0, after=("base",))
+    command = f"{folder}; export WORK; {runs}"
+    return Job(name, f"QuRL, three seeds: {arms}", command, 500, gpus=0, after=("base",), shares=True)
 
 
 def _train_step(arm: str) -> Job:
@@ -66,6 +68,12 @@ def _train_step(arm: str) -> Job:
     sizes = f"SHAPE=7b CAP= UTILIZATION=0.4 PROMPTS=16 MICRO=8 ARM={arm}"
     command = f'{sizes} WORK="$WORK/{name}" OUT="$OUT/{name}.json" bash tests/bench/train_step.sh'
     return Job(name, f"two GRPO steps of 7B, {arm}", command, 300)
+
+
+def _tests(name: str, folders: str) -> Job:
+    """Tests that pytest marks with gpu; torch would take all cores for each small tensor."""
+    command = f"OMP_NUM_THREADS=2 python3 -m pytest -q -m gpu -p no:cacheprovider {folders}"
+    return Job(name, f"what pytest marks with gpu: {folders}", command, 60, gpus=0, small=True)
 
 
 _OURS_AND_STOCK = "nvfp4_lora_ours bf16_lora_stock"
@@ -77,6 +85,10 @@ _TP2 = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
 _STOCK = f"{_ROLLOUT}.linear=stock {_ROLLOUT}.lora=stock {_ROLLOUT}.sampler=stock"
 
 JOBS = (
+    _train_step("ours"),
+    _train_step("bf16"),
+    _rollout("rollout_14b", "14B", _OURS_AND_STOCK, "1 32 64 128 256"),
+    _rollout("rollout_32b", "32B", _OURS_AND_STOCK, "1 32 64 128 256"),
     Job(
         "base",
         "the model of recipes/gsm8k, 105 M parameters from scratch, and its data",
@@ -112,11 +124,8 @@ JOBS = (
         f"{_NVFP4} {_NOISE} {_SLEEP} {_PACKED}.share_base=true {_PACKED}.train_norms=true",
     ),
     _study("study_nvfp4", "nvfp4-tis nvfp4-acr", 3),
-    _train_step("ours"),
-    _train_step("bf16"),
-    _rollout("rollout_14b", "14B", _OURS_AND_STOCK, "1 32 64 128 256"),
-    _rollout("rollout_32b", "32B", _OURS_AND_STOCK, "1 32 64 128 256"),
-    Job("tests", "what pytest marks with gpu", "python3 -m pytest -q -m gpu -p no:cacheprovider", 60),
+    _tests("tests_vllm", "tests/vllm_plugin"),
+    _tests("tests", "tests --ignore=tests/vllm_plugin"),
 )
 
 

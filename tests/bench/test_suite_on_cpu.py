@@ -74,28 +74,38 @@ def test_what_needs_a_job_that_failed_is_not_begun(suite, run):
     assert states == {"a": "failed with 3", "b": "not begun: needs a, which is failed with 3", "c": "done"}
 
 
-def test_what_runs_beside_a_job_shares_its_gpus(suite, run, tmp_path):
+def test_small_jobs_share_the_gpus_of_one_that_shares(suite, run, tmp_path):
     stamp = f"sleep 0.4; date +%s%N >> {tmp_path}/$QERL_SUITE_JOB"
-    jobs = [job(suite, "long", "sleep 2", gpus=0), job(suite, "after", stamp)]
-    jobs += [job(suite, "beside", f'{stamp}; echo "$CUDA_VISIBLE_DEVICES"', beside="long")]
-    code, states = run([jobs[0], jobs[2], jobs[1]])
+    jobs = [job(suite, "long", "sleep 2", gpus=0, shares=True)]
+    jobs += [job(suite, name, f'{stamp}; echo "$CUDA_VISIBLE_DEVICES"', small=True) for name in ("one", "two")]
+    code, states = run([*jobs, job(suite, "after", stamp)])
     assert (code, set(states.values())) == (0, {"done"})
-    assert log(tmp_path, "beside") == "1\n"
-    assert int((tmp_path / "beside").read_text()) + 1e9 < int((tmp_path / "after").read_text())
+    assert (log(tmp_path, "one"), log(tmp_path, "two")) == ("0\n", "1\n")
+    assert int((tmp_path / "one").read_text()) + 1e9 < int((tmp_path / "after").read_text())
 
 
-def test_beside_a_job_that_has_ended_it_has_a_gpu_of_its_own(suite, run, tmp_path):
+def test_small_jobs_share_with_none_that_does_not(suite, run, tmp_path):
     stamp = f"sleep 0.4; date +%s%N >> {tmp_path}/$QERL_SUITE_JOB"
-    jobs = [job(suite, "short", "true", gpus=0)]
-    jobs += [job(suite, "one", stamp, beside="short", after=("short",)), job(suite, "two", stamp, after=("short",))]
+    jobs = [job(suite, "quiet", stamp), job(suite, "small", stamp, small=True), job(suite, "last", stamp)]
     assert run(jobs, gpus=("0",))[0] == 0
-    assert int((tmp_path / "one").read_text()) + 0.4e9 < int((tmp_path / "two").read_text())
+    first, second, third = (int((tmp_path / name).read_text()) for name in ("quiet", "small", "last"))
+    assert first + 0.4e9 < second
+    assert second + 0.4e9 < third
 
 
-def test_no_more_than_some_run_beside_a_job(suite, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(suite, "BESIDE", 1)
+def test_small_jobs_of_several_gpus_are_on_all_of_them(suite, run, tmp_path):
+    jobs = [
+        job(suite, f"s{i}", 'sleep 1; echo "$CUDA_VISIBLE_DEVICES"', small=True, gpus=n)
+        for i, n in enumerate((1, 2, 1))
+    ]
+    assert run(jobs)[0] == 0
+    assert [log(tmp_path, f"s{i}") for i in range(3)] == ["0\n", "0,1\n", "1\n"]
+
+
+def test_no_more_than_some_small_jobs_are_on_a_gpu(suite, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(suite, "SMALL", 1)
     stamp = f"sleep 0.5; date +%s%N >> {tmp_path}/$QERL_SUITE_JOB"
-    run([job(suite, "long", "sleep 3", gpus=0), *(job(suite, name, stamp, beside="long") for name in "ab")])
+    run([job(suite, name, stamp, small=True) for name in "ab"], gpus=("0",))
     assert int((tmp_path / "a").read_text()) + 0.5e9 < int((tmp_path / "b").read_text())
 
 
@@ -105,6 +115,16 @@ def test_what_has_no_time_is_not_begun_and_what_runs_is_killed_at_the_end(suite,
     assert states["a"] == "killed at the end"
     assert states["b"].startswith("not begun: ")
     assert states["b"].endswith("s are left of 99 s")
+
+
+def test_what_runs_at_the_end_may_say_what_it_knows(suite, run, tmp_path):
+    (tmp_path / "test_slow.py").write_text(
+        "import time\ndef test_a(): assert 0, 'known'\ndef test_b(): time.sleep(60)\n"
+    )
+    pytest_ = f"{sys.executable} -m pytest -q -p no:cacheprovider {tmp_path}/test_slow.py"
+    _, states = run([job(suite, "tests", pytest_)], seconds=8.0)
+    assert states["tests"] == "killed at the end"
+    assert "AssertionError: known" in log(tmp_path, "tests")
 
 
 def test_a_job_of_more_gpus_than_there_are_is_not_begun(suite, run):
@@ -180,7 +200,7 @@ def test_jobs_name_jobs_that_come_before_them(suite):
     seen = set()
     for one in suite.suite_jobs.JOBS:
         assert one.name not in seen
-        assert {*one.after, *filter(None, [one.beside])} <= seen
+        assert {*one.after} <= seen
         assert subprocess.run(["bash", "-n", "-c", one.command], check=False).returncode == 0
         seen.add(one.name)
 

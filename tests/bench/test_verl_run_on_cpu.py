@@ -40,7 +40,7 @@ def test_a_run_composes_and_is_named_after_its_job(job, tmp_path):
     assert config.trainer.experiment_name == job.name
     assert config.trainer.n_gpus_per_node == job.gpus
     assert actor.fsdp_config.qerl.has_adapter
-    assert config.actor_rollout_ref.rollout.free_cache_engine == (not job.beside)
+    assert config.actor_rollout_ref.rollout.free_cache_engine == (not job.small)
 
 
 def test_the_steps_of_both_arms_are_the_same_but_for_ours(tmp_path):
