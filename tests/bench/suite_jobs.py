@@ -53,12 +53,12 @@ def _verl(name: str, what: str, options: str, env: str = "", gpus: int = 1) -> J
     return Job(name, what, command, 250, gpus, ("base",), small=_SLEEP not in options)
 
 
-def _study(name: str, arms: str, at_once: int) -> Job:
+def _study(name: str, arms: str, at_once: int, env: str = "") -> Job:
     """Arms of recipes/qurl with three seeds, on all GPUs."""
     folder = f'mkdir -p "$OUT/{name}"; ln -sfn "$WORK"/{{gsm8k,arithmetic,base}} "$OUT/{name}/"; WORK="$OUT/{name}"'
     sizes = f"AT_ONCE={at_once} STEPS=25 BATCH=32 KV_BYTES=2000000000"
-    runs = f'ARMS="{arms}" GPUS="$CUDA_VISIBLE_DEVICES" {sizes} bash recipes/qurl/from_scratch.sh trainer.test_freq=25'
-    command = f"{folder}; export WORK; {runs}"
+    where = f'ARMS="{arms}" GPUS="$CUDA_VISIBLE_DEVICES"'
+    command = f"{folder} {where} {env} {sizes} bash recipes/qurl/from_scratch.sh trainer.test_freq=25"
     return Job(name, f"QuRL, three seeds: {arms}", command, 500, gpus=0, after=("base",), shares=True)
 
 
@@ -124,6 +124,7 @@ JOBS = (
         f"{_NVFP4} {_NOISE} {_SLEEP} {_PACKED}.share_base=true {_PACKED}.train_norms=true",
     ),
     _study("study_nvfp4", "nvfp4-tis nvfp4-acr", 3),
+    _study("study_lr", "bf16", 2, "LR=4.5e-6"),  # what UAQ with s = 1.5 should amount to
     _tests("tests_vllm", "tests/vllm_plugin"),
     _tests("tests", "tests --ignore=tests/vllm_plugin"),
 )
