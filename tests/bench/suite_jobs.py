@@ -53,6 +53,24 @@ def _verl(name: str, what: str, options: str, env: str = "", gpus: int = 1) -> J
     return Job(name, what, command, 250, gpus, ("base",), small=_SLEEP not in options)
 
 
+def _moe() -> Job:
+    """As _verl, of a small mixture of experts with random weights and the base's tokenizer."""
+    sizes = "hidden_size=512, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, num_experts=16"
+    words = "vocab_size=config.from_pretrained('$WORK/base').vocab_size, max_position_embeddings=512"
+    imports = "from transformers import AutoConfig as config; from verl_qerl.testing import random_qwen3_moe as make"
+    made = f"{imports}; make({sizes}, moe_intermediate_size=256, {words}).save_pretrained('$WORK/moe')"
+    copied = 'cp "$WORK"/base/{*token*,*.jinja} "$WORK/moe"'
+    path = 'actor_rollout_ref.model.path="$WORK/moe" +qerl.max_initial_kl=0.2'  # routers choose by rounding errors
+    job = _verl("verl_moe", "LoRA on a mixture of experts", f"{_NVFP4} {_NOISE} {path}")
+    return dataclasses.replace(job, command=f'python3 -c "{made}"; {copied}; {job.command}')
+
+
+def _actor() -> Job:
+    arms = "bf16_peft bf16_fused nvfp4_fused nvfp4_fused_dense"
+    command = f'{_BENCH}/bench_actor.py --shapes 7b --arms {arms} --out "$OUT/actor_7b.json"'
+    return Job("actor_7b", f"training passes of 7B: {arms}", command, 100)
+
+
 def _study(name: str, arms: str, at_once: int, env: str = "") -> Job:
     """Arms of recipes/qurl with three seeds, on all GPUs."""
     folder = f'mkdir -p "$OUT/{name}"; ln -sfn "$WORK"/{{gsm8k,arithmetic,base}} "$OUT/{name}/"; WORK="$OUT/{name}"'
@@ -76,6 +94,7 @@ def _tests(name: str, folders: str) -> Job:
     return Job(name, f"what pytest marks with gpu: {folders}", command, 60, gpus=0, small=True)
 
 
+_OTHERS = "bf16_lora_ours nvfp4_lora_stock fp8_lora_stock nvfp4_lora_resident"
 _OURS_AND_STOCK = "nvfp4_lora_ours bf16_lora_stock"
 _NVFP4 = f"+rollout=nvfp4 {_LORA}"
 _SHARDED = f"{_NVFP4} {_NOISE} {_PACKED}.shard_base=true trainer.n_gpus_per_node=2"
@@ -89,6 +108,7 @@ JOBS = (
     _train_step("bf16"),
     _rollout("rollout_14b", "14B", _OURS_AND_STOCK, "1 32 64 128 256"),
     _rollout("rollout_32b", "32B", _OURS_AND_STOCK, "1 32 64 128 256"),
+    _actor(),
     Job(
         "base",
         "the model of recipes/gsm8k, 105 M parameters from scratch, and its data",
@@ -112,6 +132,7 @@ JOBS = (
     _verl("verl_fp8", "LoRA on fp8", f"+rollout=fp8 {_LORA} {_NOISE}"),
     _verl("verl_mxfp4", "LoRA on mxfp4", f"+rollout=mxfp4 {_LORA} {_NOISE}"),
     _verl("verl_int8", "LoRA on int8, mismatch taken apart", f"+rollout=int8 {_LORA} {_NOISE} +qerl.mismatch_sample=8"),
+    _moe(),
     _verl("verl_head", "the head in fp8", f"{_NVFP4} {_NOISE} {_ROLLOUT}.lm_head=fp8 +qerl.max_initial_kl=0.05"),
     _verl(
         "verl_keep",
@@ -125,6 +146,8 @@ JOBS = (
     ),
     _study("study_nvfp4", "nvfp4-tis nvfp4-acr", 3),
     _study("study_lr", "bf16", 2, "LR=4.5e-6"),  # what UAQ with s = 1.5 should amount to
+    _rollout("rollout_7b_others", "7B", _OTHERS, "1 32 256", "--realistic"),
+    _rollout("rollout_32b_realistic", "32B", _OURS_AND_STOCK, "1", "--no-fixed --realistic"),
     _tests("tests_vllm", "tests/vllm_plugin"),
     _tests("tests", "tests --ignore=tests/vllm_plugin"),
 )

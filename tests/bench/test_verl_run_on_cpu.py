@@ -26,6 +26,10 @@ def composed(job, folder):
     stub = folder / "python3"
     stub.write_text(f'#!/bin/sh\ncase " $* " in *" {marker} "*) printf "%s\\n" "$@" >{folder}/arguments;; esac\n')
     stub.chmod(0o755)
+    (folder / "work" / "moe").mkdir(parents=True)
+    (folder / "work" / "base").mkdir()
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        (folder / "work" / "base" / name).touch()
     env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "OUT": str(folder), "WORK": str(folder / "work")}
     subprocess.run(["bash", "-euo", "pipefail", "-c", job.command], cwd=ROOT, env=env, check=True, timeout=60)
     arguments = (folder / "arguments").read_text().splitlines()
