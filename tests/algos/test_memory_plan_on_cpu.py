@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_qerl.algos.memory_plan import BYTES_PER_WEIGHT, GIB, ModelShape, Settings, check, passes, plan, table
+from verl_qerl.algos.memory_plan import BYTES_PER_WEIGHT, GIB, Settings, check, passes, plan, table
+from verl_qerl.algos.model_shape import ModelShape
 from verl_qerl.formats import get_format
 
 QWEN = {"vocab_size": 152_064, "rms_norm_eps": 1e-6}
@@ -14,22 +15,6 @@ CONFIG_7B |= {"num_attention_heads": 28, "num_key_value_heads": 4}
 CONFIG_32B = QWEN | {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64}
 CONFIG_32B |= {"num_attention_heads": 40, "num_key_value_heads": 8}
 RESULTS = Path(__file__).parents[1] / "bench" / "results" / "h200"
-
-
-def test_sizes_of_a_model():
-    shape = ModelShape.from_config(CONFIG_7B)
-    assert shape.linears == ((3584, 3584), (512, 3584), (512, 3584), (3584, 3584), *[(18944, 3584)] * 2, (3584, 18944))
-    # Qwen2.5-7B has 7.6 B parameters, of them 1.09 B in the embedding and in the head each.
-    assert shape.layers * shape.layer_weights == pytest.approx(6.53e9, rel=1e-3)
-    assert shape.head_weights == 2 * 152_064 * 3584
-    assert ModelShape.from_config(CONFIG_7B | {"tie_word_embeddings": True}).head_weights == 152_064 * 3584
-    assert ModelShape.from_config(CONFIG_7B | {"head_dim": 64}).query == 28 * 64
-
-
-@pytest.mark.parametrize("config", [{**CONFIG_7B, "num_experts": 8}, {"hidden_size": 8}], ids=["moe", "missing"])
-def test_a_model_without_a_plan(config):
-    with pytest.raises(ValueError, match=r"^no plan for this model: its config\.json (is a mixture|lacks inter)"):
-        ModelShape.from_config(config)
 
 
 def test_what_is_held_by_hand():
@@ -134,3 +119,21 @@ def test_the_table_names_every_part():
     assert "  vLLM: 40.00" in lines
     assert "  packed base: 3.42" in lines
     assert any(line.startswith("  checkpoints: ") and line.endswith(" (estimate)") for line in lines)
+
+
+def test_a_mixture_of_experts_by_hand():
+    sizes = {"hidden": 32, "intermediate": 64, "layers": 3, "vocabulary": 100, "query": 32, "key_value": 16}
+    experts = {"sparse_layers": 2, "experts": 8, "experts_per_token": 2, "expert_intermediate": 16}
+    shape, attention = ModelShape(**sizes, **experts), 32 * 32 * 2 + 16 * 32 * 2
+    settings = Settings(rank=4, tokens=10)
+    _, update = plan(shape, settings, 1e6)
+    assert update.held["packed base"] == 9 / 16 * (3 * attention + 64 * 32 * 3 + 2 * 8 * 16 * 32 * 3)
+    assert update.held["adapters"] == 4 * 3 * 4 * (64 * 2 + 48 * 2)  # none on gates, ups and downs
+    layer = 10 * (20 * 32 + 2 * (3 * 32 + 4 * 16) + 2 * (8 * 16 + 4 * 32))  # more than the dense one
+    assert update.estimated["one layer"] == layer + 2 * (attention + 8 * 2 * 16 * 32)
+    whole = passes(shape, replace(settings, checkpointing=False))["all layers"]
+    dense = 10 * (20 * 32 + 2 * (3 * 32 + 4 * 16) + 8 * 64)
+    assert whole == 2 * layer + dense + 2 * 8 * 2 * 16 * 32
+    for refused in ({"shard_base": True, "gpus": 2}, {"share_base": True}, {"format": "int8"}):
+        with pytest.raises(ValueError, match="a mixture of experts with format="):
+            plan(shape, replace(settings, **refused), 1e6)

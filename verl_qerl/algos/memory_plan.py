@@ -1,13 +1,12 @@
 """How much GPU memory a run takes, phase by phase, from shapes alone.
 
 Two sums are kept apart. What is held is exact: weights, adapters, optimizer, what vLLM is told to take. What passes
-need besides is an estimate of one layer's tensors, from what transformers' Qwen2 and Llama save for backward. A
-configuration is refused on what is held alone.
+need besides is an estimate of one layer's tensors. A configuration is refused on what is held alone.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from verl_qerl.algos.model_shape import ModelShape
 
 GIB = 2**30
 # CUDA context, libraries and graphs of a process beside its tensors; vLLM's while it sleeps.
@@ -22,65 +21,11 @@ _HEAD_CHUNK = 1024  # tokens, as algos.log_probs
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """Sizes of a dense decoder.
-
-    Attributes:
-        hidden, intermediate, layers, vocabulary: As in config.json.
-        query, key_value: Outputs of q and of k, heads times their size.
-        tied: Whether embedding and head are one tensor.
-    """
-
-    hidden: int
-    intermediate: int
-    layers: int
-    vocabulary: int
-    query: int
-    key_value: int
-    tied: bool = False
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
-        """Read config.json.
-
-        Raises:
-            ValueError: A size is missing, or the model is a mixture of experts.
-        """
-        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
-        missing = [name for name in names if not config.get(name)]
-        if missing or config.get("num_experts") or config.get("num_local_experts"):
-            what = f"lacks {', '.join(missing)}" if missing else "is a mixture of experts"
-            raise ValueError(f"no plan for this model: its config.json {what}. A dense decoder is accepted.")
-        heads = config["num_attention_heads"]
-        size = config.get("head_dim") or config["hidden_size"] // heads
-        key_value = (config.get("num_key_value_heads") or heads) * size
-        tied = bool(config.get("tie_word_embeddings"))
-        hidden, intermediate, layers, vocabulary = (config[name] for name in names[:4])
-        return cls(hidden, intermediate, layers, vocabulary, heads * size, key_value, tied)
-
-    @property
-    def linears(self) -> tuple[tuple[int, int], ...]:
-        """(out_features, in_features) of q, k, v, o, gate, up and down."""
-        h, i, q, kv = self.hidden, self.intermediate, self.query, self.key_value
-        return (q, h), (kv, h), (kv, h), (h, q), (i, h), (i, h), (h, i)
-
-    @property
-    def layer_weights(self) -> int:
-        """Weights of the packed linears of a layer."""
-        return sum(N * K for N, K in self.linears)
-
-    @property
-    def head_weights(self) -> int:
-        """Weights of embedding and head."""
-        return self.vocabulary * self.hidden * (1 if self.tied else 2)
-
-
-@dataclass(frozen=True)
 class Settings:
     """What of a run's configuration decides its memory.
 
     Attributes:
-        rank: Of the adapters on all linears.
+        rank: Of the adapters on all linears (with experts, on those of the attention).
         gpus: Over which FSDP2 shards.
         tokens: Of a micro-batch, padding included.
         checkpointing: Of gradients.
@@ -145,8 +90,13 @@ def plan(shape: ModelShape, settings: Settings, gpu_bytes: float) -> tuple[Phase
         (rollout, update).
 
     Raises:
-        ValueError: The rollout is given less than its weights take.
+        ValueError: The rollout is given less than its weights take, or experts are to be anything but NVFP4 and whole.
     """
+    if shape.experts and (settings.format != "nvfp4" or settings.shard_base or settings.share_base):
+        raise ValueError(
+            f"a mixture of experts with format={settings.format}, shard_base={settings.shard_base}, share_base="
+            f"{settings.share_base}. Accepted is nvfp4, a whole base for each actor and rollout. Leave out the others."
+        )
     s, actor = settings, _actor(shape, settings)
     weights = rollout_weights(shape, s)
     if s.utilization and weights > s.utilization * gpu_bytes:
@@ -179,12 +129,12 @@ def rollout_weights(shape: ModelShape, s: Settings) -> float:
 
 
 def _packed(shape: ModelShape, s: Settings) -> float:
-    return shape.layers * shape.layer_weights * BYTES_PER_WEIGHT[s.format]
+    return shape.packed_weights * BYTES_PER_WEIGHT[s.format]
 
 
 def _actor(shape: ModelShape, s: Settings) -> dict[str, float]:
     packed = _packed(shape, s)
-    adapter = shape.layers * s.rank * sum(N + K for N, K in shape.linears) / s.gpus
+    adapter = s.rank * shape.adapted_features / s.gpus
     return {
         "packed base": packed / (s.gpus if s.shard_base else 1),
         "embedding and head": 2 * shape.head_weights / s.gpus,
@@ -195,17 +145,13 @@ def _actor(shape: ModelShape, s: Settings) -> dict[str, float]:
 
 def passes(shape: ModelShape, s: Settings) -> dict[str, float]:
     """What forward and backward of one micro-batch hold besides weights: an estimate."""
-    h, i, q, kv, t = shape.hidden, shape.intermediate, shape.query, shape.key_value, s.tokens
-    # Bytes a token that a layer saves: two norms (float32 twice, bf16 once), q, k and v before and after the rotation,
-    # what attention gives, gate, its activation, up and their product.
-    layer = t * (2 * 10 * h + 2 * (3 * q + 4 * kv) + 4 * 2 * i)
-    dense = 2 * shape.layer_weights  # a layer's weights, decoded
+    t, saved = s.tokens, [s.tokens * size for size in shape.saved_bytes()]
     found: dict[str, float] = {}
     if s.checkpointing:
-        found["checkpoints"] = 2.0 * t * h * shape.layers
-        found["one layer"] = layer + dense
+        found["checkpoints"] = 2.0 * t * shape.hidden * shape.layers
+        found["one layer"] = max(saved) + 2 * shape.decoded_weights
     else:
-        found["all layers"] = layer * shape.layers + 2 * max(N * K for N, K in shape.linears)
+        found["all layers"] = sum(saved) + 2 * shape.largest_linear
     if s.gpus > 1:
         gathered = 2 * shape.head_weights
         if s.shard_base:

@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from verl_qerl.algos.memory_plan import BYTES_PER_WEIGHT, GIB, ModelShape, Settings, check, plan, rollout_weights, table
+from verl_qerl.algos.memory_plan import BYTES_PER_WEIGHT, GIB, Settings, check, plan, rollout_weights, table
+from verl_qerl.algos.model_shape import ModelShape
 
 
 def add_parser(subparsers: Any) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from verl_qerl.algos.memory_plan import GIB, ModelShape, Settings, check, plan, table
+from verl_qerl.algos.memory_plan import GIB, Settings, check, plan, table
+from verl_qerl.algos.model_shape import ModelShape
 
 logger = logging.getLogger(__name__)
 
