@@ -94,8 +94,8 @@ def plan(shape: ModelShape, settings: Settings, gpu_bytes: float) -> tuple[Phase
     """
     if shape.experts and (settings.format != "nvfp4" or settings.shard_base or settings.share_base):
         raise ValueError(
-            f"a mixture of experts with format={settings.format}, shard_base={settings.shard_base}, share_base="
-            f"{settings.share_base}. Accepted is nvfp4, a whole base for each actor and rollout. Leave out the others."
+            f"no plan for a mixture of experts with format={settings.format}, shard_base={settings.shard_base} and"
+            f" share_base={settings.share_base}: actor and rollout each hold it whole, in nvfp4. Leave these out."
         )
     s, actor = settings, _actor(shape, settings)
     weights = rollout_weights(shape, s)
