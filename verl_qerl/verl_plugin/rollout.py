@@ -26,14 +26,23 @@ def _load_replica() -> type:
     import ray
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
+    from verl_qerl.verl_plugin.adapter_listing import AdapterListing
     from verl_qerl.verl_plugin.run_name import ENV, run_name
 
     class QerlServer(vLLMHttpServer):
-        """vLLMHttpServer; stock behaviour unless `rollout.custom.qerl` is set, but for the names of its sockets."""
+        """vLLMHttpServer; as stock unless `rollout.custom.qerl` is set, but for its sockets and listed adapters."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             os.environ[ENV] = run_name()  # launch_server starts the engine, which inherits it
+
+        async def run_server(self, args: Any) -> None:
+            await super().run_server(args)
+            AdapterListing(self.engine)
+
+        def qerl_ended(self) -> bool:
+            """Whether vLLM's engine has ended, which its server outlives."""
+            return self.engine.errored
 
         async def collective_rpc(
             self,

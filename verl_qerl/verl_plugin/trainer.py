@@ -17,6 +17,7 @@ from verl_qerl import vllm_plugin
 from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
 from verl_qerl.verl_plugin.checkpoints import CheckpointMixin
 from verl_qerl.verl_plugin.config import aqn_options
+from verl_qerl.verl_plugin.engine_health import EngineHealthMixin
 from verl_qerl.verl_plugin.mismatch import MismatchMixin
 from verl_qerl.verl_plugin.mismatch_parts import MismatchPartsMixin
 from verl_qerl.verl_plugin.noise_schedule import NoiseScheduleMixin
@@ -37,9 +38,10 @@ def install(module: ModuleType) -> None:
     registry = module.trainer_base.TRAINER_REGISTRY
     for mode, trainer in list(registry.items()):
         if not issubclass(trainer, NoiseMixin):
-            # The gate tells the parts of a difference, so it comes after them: they are its super().
-            ours = (MismatchMixin, MismatchPartsMixin, NoiseScheduleMixin, NoiseMixin, CheckpointMixin)
-            ours += (PolicyLossMixin, UAQMixin, SyncMetricsMixin, PollingMixin)
+            # Engines are asked first. The gate tells the parts of a difference, so it comes after them: they are its
+            # super().
+            ours = (EngineHealthMixin, MismatchMixin, MismatchPartsMixin, NoiseScheduleMixin, NoiseMixin)
+            ours += (CheckpointMixin, PolicyLossMixin, UAQMixin, SyncMetricsMixin, PollingMixin)
             bases = (*ours, trainer)
             registry[mode] = type(f"Qerl{trainer.__name__}", bases, {"__doc__": trainer.__doc__})
 
