@@ -1,5 +1,7 @@
 """Says that a rollout engine has ended, where verl goes on with what is left of the answers or names an option."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -32,22 +34,22 @@ class EngineHealthMixin(_Trainer):
         super().on_sample_end()
 
     def _step_once(self, *args: Any, **kwargs: Any) -> Any:
-        try:
+        with self._explained():
             return super()._step_once(*args, **kwargs)
-        except Exception as error:
-            self._explain(error)
-            raise
 
     def _validate(self, *args: Any, **kwargs: Any) -> Any:
-        try:
+        with self._explained():
             return super()._validate(*args, **kwargs)
-        except Exception as error:
-            self._explain(error)
-            raise
 
-    def _explain(self, error: Exception) -> None:
-        if not isinstance(error, EngineEndedError):
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineEndedError:
+            raise
+        except Exception as error:
             self._require_engines(error)
+            raise
 
     def _require_engines(self, cause: Exception | None = None) -> None:
         if gate_options(self.config) is None:
