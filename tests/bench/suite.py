@@ -80,6 +80,7 @@ class Suite:
 
     def run(self) -> int:
         """Exit code of the command."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of a suite in the background would ignore it
         try:
             while self._left() > 0:
                 self._take_ended()

@@ -55,8 +55,9 @@ class EngineHealthMixin(_Trainer):
         if gate_options(self.config) is None:
             return
         asks = [getattr(server, "qerl_ended", None) for server in self._servers()]
+        calls = [ask.remote() for ask in asks if ask is not None]  # servers of verl's own have none
         try:
-            answers = ray.get([ask.remote() for ask in asks if ask is not None], timeout=_ANSWER_S)
+            answers = ray.get(calls, timeout=_ANSWER_S) if calls else []
         except RayError as error:
             raise EngineEndedError(
                 f"a rollout server does not answer any more ({type(error).__name__}). Its last words are in the log"

@@ -24,7 +24,20 @@ def install(module: ModuleType) -> None:
 
 def _load_replica() -> type:
     import ray
-    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
+
+    server = _load_server()
+
+    class QerlReplica(vLLMReplica):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.server_class = ray.remote(server)
+
+    return QerlReplica
+
+
+def _load_server() -> type:
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
     from verl_qerl.verl_plugin.adapter_listing import AdapterListing
     from verl_qerl.verl_plugin.run_name import ENV, run_name
@@ -60,12 +73,7 @@ def _load_replica() -> type:
             if form is not None:
                 describe_checkpoint(engine_kwargs, self.model_config.local_path, form)
 
-    class QerlReplica(vLLMReplica):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.server_class = ray.remote(QerlServer)
-
-    return QerlReplica
+    return QerlServer
 
 
 def describe_checkpoint(engine_kwargs: dict, path: str, form: str = "nvfp4") -> None:

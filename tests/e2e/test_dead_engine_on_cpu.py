@@ -1,0 +1,27 @@
+"""What becomes of a run whose rollout engine dies."""
+
+from importlib.util import find_spec
+
+import pytest
+
+missing = [name for name in ("verl", "vllm") if find_spec(name) is None]  # to import them here would take seconds
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(missing), reason=f"needs {missing}")]
+
+
+def test_an_engine_that_dies_ends_the_run(workbench):
+    """The first answer that is scored takes the engine of its run with it."""
+    reward = workbench.folder / "deadly.py"
+    reward.write_text(
+        "import contextlib, os, psutil\n"
+        "def compute_score(*args, **kwargs):\n"
+        "    for process in psutil.process_iter():\n"
+        "        with contextlib.suppress(psutil.Error):\n"
+        "            ours = process.environ().get('VERL_FILE_LOGGER_PATH') == os.environ['VERL_FILE_LOGGER_PATH']\n"
+        "            if ours and 'EngineCore' in process.name() + ' '.join(process.cmdline()):\n"
+        "                process.kill()\n"
+        "    return 0.0\n"
+    )
+    run = workbench.train("dead_engine", "+rollout=nvfp4", f"reward.custom_reward_function.path={reward}")
+    assert run.code != 0
+    assert "vLLM's engine has ended in 1 of 1 rollout replicas; no update is made" in run.log, run.log[-6000:]
+    assert run.steps == []
