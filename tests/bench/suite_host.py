@@ -36,7 +36,7 @@ class Host:
             "seconds": round(time.monotonic() - self._start, 1),
             "load": round(os.getloadavg()[0], 1),
             "used_gib": round((memory.total - memory.available) / 2**30, 1),
-            "total_gib": round(memory.total / 2**30, 1)
+            "total_gib": round(memory.total / 2**30, 1),
             "processes": len(now),
             "threads": threads,
             "busiest": {
