@@ -86,9 +86,20 @@ class ModelShape:
         return sum(N * K for N, K in self.linears)
 
     @property
+    def attention_weights(self) -> int:
+        """Weights of q, k, v and o of a layer."""
+        return sum(N * K for N, K in self.attention)
+
+    @property
+    def gate_up_weights(self) -> int:
+        """Weights of the gates and ups of a layer's experts, which are decoded together; 0 without experts."""
+        return self.experts * 2 * self.expert_intermediate * self.hidden
+
+    @property
     def packed_weights(self) -> int:
         """Weights of all packed linears."""
-        sparse = sum(N * K for N, K in self.attention) + self.experts * 3 * self.expert_intermediate * self.hidden
+        downs = self.gate_up_weights // 2
+        sparse = self.attention_weights + self.gate_up_weights + downs
         return (self.layers - self.sparse_layers) * self.layer_weights + self.sparse_layers * sparse
 
     @property
@@ -108,15 +119,14 @@ class ModelShape:
         if self.sparse_layers < self.layers:
             found.append(self.layer_weights)
         if self.sparse_layers:
-            gates = self.experts * 2 * self.expert_intermediate * self.hidden
-            found.append(sum(N * K for N, K in self.attention) + gates)
+            found.append(self.attention_weights + self.gate_up_weights)
         return max(found)
 
     @property
     def largest_linear(self) -> int:
         """The most weights that are decoded at once where each linear is decoded by itself, gates and ups together."""
         dense = self.linears if self.sparse_layers < self.layers else self.attention
-        return max(*(N * K for N, K in dense), self.experts * 2 * self.expert_intermediate * self.hidden)
+        return max(*(N * K for N, K in dense), self.gate_up_weights)
 
     def saved_bytes(self) -> list[int]:
         """Bytes a token that each layer saves for backward: an estimate, of transformers' Qwen2, Llama and Qwen3-MoE.

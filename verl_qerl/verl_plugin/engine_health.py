@@ -63,10 +63,10 @@ class EngineHealthMixin(_Trainer):
                 f"a rollout server does not answer any more ({type(error).__name__}). Its last words are in the log"
                 " above. Remove their cause and start again; trainer.resume_mode=auto takes the last checkpoint."
             ) from (cause or error)
-        ended = [i for i, answer in enumerate(answers) if answer]
+        ended = sum(answers)
         if ended:
             raise EngineEndedError(
-                f"vLLM's engine has ended in {len(ended)} of {len(answers)} rollout replicas; no update is made from"
+                f"vLLM's engine has ended in {ended} of {len(answers)} rollout replicas; no update is made from"
                 " what is left of this step's answers. Its own error is in the log above (EngineCore, or Worker)."
                 " Remove the cause and start again; trainer.resume_mode=auto takes the last checkpoint."
             ) from cause
