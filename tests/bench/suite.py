@@ -4,11 +4,11 @@
     python tests/bench/suite.py --out DIR --work OTHER_DIR --only base study --minutes 60
     python tests/bench/suite.py --list
 
-Jobs start in their order as GPUs become free; none overtakes one that waits for GPUs. What needs another job starts
-after it, small ones share GPUs with each other and with the study, and what has too little time left is not begun. At
-the limit all are interrupted, and killed when they do not end. DIR has results as they come, logs/, suite.json (what
-became of each job), host.jsonl (what the host was doing) and results.tar.gz, written anew every 20 s and small whatever
-lies in DIR: what to fetch from a machine that goes away. Models and data go to --work.
+Jobs start in their order (that of --only) as GPUs become free; none overtakes one that waits for GPUs. What needs
+another job starts after it, small ones share GPUs with each other and with the study, and what has too little time left
+is not begun. At the limit all are interrupted, and killed when they do not end. DIR has results as they come, logs/,
+suite.json (what became of each job), host.jsonl (what the host was doing) and results.tar.gz, written anew every 20 s
+and small whatever lies in DIR: what to fetch from a machine that goes away. Models and data go to --work.
 Exit code 1 when a job failed or was not begun.
 """
 
@@ -222,7 +222,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "verl_qerl_suite")
     parser.add_argument("--source", default="openai/gsm8k", help="GSM8K: a folder with train.jsonl and test.jsonl")
     parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--only", nargs="+", choices=names, metavar="JOB", help="and not what they need")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="JOB", help="in this order, and not what they need")
     args = parser.parse_args(arguments)
     if not args.list and not args.out:
         parser.error("--out is missing")
@@ -233,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     if args.list:
         for job in suite_jobs.JOBS:
-            print(f"{job.name:14} {job.gpus or 'all'} GPUs, {job.seconds} s: {job.what}")
+            print(f"{job.name:21} {job.gpus or 'all'} GPUs, {job.seconds} s: {job.what}")
         return 0
     gpus = visible_gpus()
     if not gpus:

@@ -94,8 +94,8 @@ def _tests(name: str, folders: str) -> Job:
     return Job(name, f"what pytest marks with gpu: {folders}", command, 60, gpus=0, small=True)
 
 
-_OTHERS = "bf16_lora_ours nvfp4_lora_stock fp8_lora_stock nvfp4_lora_resident"
 _OURS_AND_STOCK = "nvfp4_lora_ours bf16_lora_stock"
+_ARMS = f"{_OURS_AND_STOCK} bf16_lora_ours nvfp4_lora_stock fp8_lora_stock"
 _NVFP4 = f"+rollout=nvfp4 {_LORA}"
 _SHARDED = f"{_NVFP4} {_NOISE} {_PACKED}.shard_base=true trainer.n_gpus_per_node=2"
 _GSM8K = "DATA=gsm8k BATCH=32 STEPS=30 LR=2e-4 KV_BYTES=4000000000"
@@ -146,7 +146,8 @@ JOBS = (
     ),
     _study("study_nvfp4", "nvfp4-tis nvfp4-acr", 3),
     _study("study_lr", "bf16", 2, "LR=4.5e-6"),  # what UAQ with s = 1.5 should amount to
-    _rollout("rollout_7b_others", "7B", _OTHERS, "1 32 256", "--realistic"),
+    _rollout("rollout_7b_arms", "7B", _ARMS, "1 32 64 128 256", "--realistic"),
+    _rollout("rollout_7b_profile", "7B", "nvfp4_lora_ours", "1", "--no-fixed --profile 1 32 64 256"),
     _rollout("rollout_32b_realistic", "32B", _OURS_AND_STOCK, "1", "--no-fixed --realistic"),
     _tests("tests_vllm", "tests/vllm_plugin"),
     _tests("tests", "tests --ignore=tests/vllm_plugin"),
@@ -154,7 +155,8 @@ JOBS = (
 
 
 def selected(names: Iterable[str] | None) -> list[Job]:
-    """The jobs of these names, or all; none waits for one that is left out."""
-    chosen = [job for job in JOBS if names is None or job.name in names]
+    """The jobs of these names in their order, or all; none waits for one that is left out."""
+    known = {job.name: job for job in JOBS}
+    chosen = [known[name] for name in dict.fromkeys(known if names is None else names)]
     there = {job.name for job in chosen}
     return [dataclasses.replace(job, after=tuple(name for name in job.after if name in there)) for job in chosen]

@@ -208,6 +208,7 @@ def test_jobs_name_jobs_that_come_before_them(suite):
 def test_a_selection_waits_for_nothing_that_was_left_out(suite):
     assert [one.after for one in suite.suite_jobs.selected(["base", "verl_fp8"])] == [(), ("base",)]
     assert [one.after for one in suite.suite_jobs.selected(["verl_fp8"])] == [()]
+    assert [one.name for one in suite.suite_jobs.selected(["verl_fp8", "base", "base"])] == ["verl_fp8", "base"]
     assert suite.suite_jobs.selected(None) == list(suite.suite_jobs.JOBS)
 
 
