@@ -73,9 +73,13 @@ def test_passes_grow_with_tokens_and_shrink_with_checkpoints_and_chunks():
     assert sum(passes(shape, replace(settings, gpus=2, shard_base=True)).values()) > size
 
 
-def test_the_7b_step_that_was_measured():
-    rows = json.loads((RESULTS / "train_step_7b.json").read_text())["steps"]
-    settings = Settings(rank=32, tokens=8 * (320 + 512), whole_logits=True, utilization=0.4)
+@pytest.mark.parametrize(
+    ("file", "tokens", "whole_logits"),
+    [("train_step_7b.json", 8 * (320 + 512), True), ("train_step_7b_ours.json", 8 * (256 + 2048), False)],
+)
+def test_the_7b_step_that_was_measured(file, tokens, whole_logits):
+    rows = json.loads((RESULTS / file).read_text())["steps"]
+    settings = Settings(rank=32, tokens=tokens, whole_logits=whole_logits, utilization=0.4)
     rollout, update = plan(ModelShape.from_config(CONFIG_7B), settings, 139.8 * GIB)
     for row in rows[1:]:
         assert rollout.total / GIB == pytest.approx(row["phases"]["gen"]["peak_gib"], rel=0.1)

@@ -106,6 +106,7 @@ _STOCK = f"{_ROLLOUT}.linear=stock {_ROLLOUT}.lora=stock {_ROLLOUT}.sampler=stoc
 JOBS = (
     _train_step("ours"),
     _train_step("bf16"),
+    _train_step("bf16_fused"),
     _rollout("rollout_14b", "14B", _OURS_AND_STOCK, "1 32 64 128 256"),
     _rollout("rollout_32b", "32B", _OURS_AND_STOCK, "1 32 64 128 256"),
     _actor(),

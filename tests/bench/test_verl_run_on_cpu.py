@@ -47,17 +47,19 @@ def test_a_run_composes_and_is_named_after_its_job(job, tmp_path):
     assert config.actor_rollout_ref.rollout.free_cache_engine == (not job.small)
 
 
-def test_the_steps_of_both_arms_are_the_same_but_for_ours(tmp_path):
+def test_the_steps_of_all_arms_are_the_same_but_for_ours(tmp_path):
     found = {}
     for job in JOBS:
         if "train_step" in job.name:
             (tmp_path / job.name).mkdir()
             found[job.name] = composed(job, tmp_path / job.name)
-    ours, stock = found["train_step_ours"], found["train_step_bf16"]
+    ours, stock, fused = (found[f"train_step_{arm}"] for arm in ("ours", "bf16", "bf16_fused"))
     assert omega_conf_to_dataclass(ours.actor_rollout_ref.actor).fsdp_config.qerl.has_adapter
-    assert "qerl" not in stock.actor_rollout_ref.actor.fsdp_config
-    assert {"aqn", "qerl"}.isdisjoint(stock)
-    for config in (ours, stock):
+    for config in (stock, fused):
+        assert "qerl" not in config.actor_rollout_ref.actor.fsdp_config
+        assert {"aqn", "qerl"}.isdisjoint(config)
+    assert [config.actor_rollout_ref.model.use_fused_kernels for config in found.values()] == [True, False, True]
+    for config in found.values():
         assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n == 128
         assert config.actor_rollout_ref.model.lora_rank == 32
 
@@ -67,4 +69,4 @@ def test_an_unknown_arm_is_refused(tmp_path):
     script = ROOT / "tests" / "bench" / "train_step.sh"
     result = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, check=False)
     assert result.returncode == 1
-    assert "unknown arm: ARM=fp8. ours and bf16 are accepted." in result.stderr
+    assert "unknown arm: ARM=fp8. ours, bf16 and bf16_fused are accepted." in result.stderr
