@@ -1,5 +1,7 @@
 """Memory of a CUDA graph: what a tensor leaves goes to the next one, while kernels that use it may still be to come."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,9 +35,20 @@ class Pool:
         self._taken[out.data_ptr()] = (start, room)
         return out
 
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[list[torch.Tensor]]:
+        """Takes back what was handed out inside, but for the tensors that are put into the list."""
+        before, kept = set(self._taken), []
+        yield kept
+        self._give(set(self._taken) - before - {tensor.data_ptr() for tensor in kept})
+
     def give(self, *tensors: torch.Tensor) -> None:
-        """Take blocks back; neighbours become one."""
-        self._free += [self._taken.pop(tensor.data_ptr()) for tensor in tensors]
+        """Take blocks back."""
+        self._give({tensor.data_ptr() for tensor in tensors})
+
+    def _give(self, addresses: set[int]) -> None:
+        """Neighbours become one."""
+        self._free += [self._taken.pop(address) for address in addresses]
         merged: list[tuple[int, int]] = []
         for start, length in sorted(self._free):
             if merged and sum(merged[-1]) == start:

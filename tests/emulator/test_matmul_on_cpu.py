@@ -8,11 +8,12 @@ from verl_qerl.kernels.tiled_launch import STREAM, TOKENS, Launch, padded_rows
 from verl_qerl.kernels.tiled_matmul import can_fuse, tiled_matmul
 
 # Rows, launch, K, columns of the members, rank: a ring that is filled once and several times, parts of unequal length,
-# columns that no block has, streams with fewer steps than blocks, low rank by the kernel itself and given, twins,
-# clusters that take half of the rows at a time.
+# columns that no block has, streams with fewer steps than blocks, low rank added up by each block, by the last task of
+# a tile and by a launch before, twins, clusters that take half of the rows at a time.
 CASES = [
     (1, Launch(2, 1, 6, 2), 768, (768,), 0),
     (50, Launch(2, 1, 3, 2), 320, (256, 128), 32),
+    (33, Launch(2, 1, STREAM, 2), 1024, (128,), 16),
     (64, Launch(2, 2, 1, 1), 1024, (320,), 0),
     (100, Launch(1, 1, 6, 2), 768, (192, 64), 8),
     (90, Launch(1, 2, 4, 1), 576, (128, 64, 64), 128),

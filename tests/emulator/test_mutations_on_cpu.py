@@ -31,6 +31,19 @@ CHANGES = {
         8,
         [('asm volatile("fence.proxy.async.shared::cta;" ::: "memory");', "")],
     ),
+    "low is copied before it is whole": (Launch(2, 1, STREAM, 2), 40, 8, [("    await_count(counter, tiles);\n", "")]),
+    "each task adds up the parts": (
+        Launch(2, 1, STREAM, 2),
+        40,
+        8,
+        [("return before[0] == r.split - 1;", "return true;")],
+    ),
+    "parts are added up before all are there": (
+        Launch(2, 1, STREAM, 2),
+        40,
+        8,
+        [("return before[0] == r.split - 1;", "return before[0] == 0;")],
+    ),
     "a flag stays": (Launch(2, 1, STREAM, 2), 8, 0, [("flags[place] = 0;", "")]),
     "a twin does not wait for the other's ring": (
         Launch(1, 2, STREAM, 1),
@@ -62,29 +75,32 @@ CHANGES = {
 }
 
 
-def is_right(linear, adapter, launch, rows, rank) -> bool:
+def is_right(linear, adapter, on_gpu, launch, rows, rank) -> bool:
     K, slices = 1024, (256, 128)
     tensors, dense = linear(K, slices)
     x = torch.randn(rows, K, generator=torch.Generator().manual_seed(rows)).bfloat16()
     its = adapter(K, slices, rank, rows) if rank else None
+    expected = x.double() @ dense.T
     try:
-        out = tiled_matmul(x, *tensors, None, its, launch)[1::2]
-    except RuntimeError:
+        out = tiled_matmul(x, *tensors, None, its, launch)
+        if its:
+            on_gpu.assert_adapted(out, x, expected, its, slices)
+    except (RuntimeError, AssertionError):
         return False
-    expected = (x.double() @ dense.T)[1::2]
+    of_base = slice(1, None, 2) if its else slice(None)
     close = (out.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-4
-    return bool(close.all()) and not module._exchange(torch.device("cpu"))[1].any()
+    return bool(close[of_base].all()) and not module._exchange(torch.device("cpu"))[-1].any()
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_taken_out_is_missed(gpu, mutate, linear, adapter, change):
+def test_what_is_taken_out_is_missed(gpu, mutate, linear, adapter, on_gpu, change):
     launch, rows, rank, changes = CHANGES[change]
     mutate(*changes)
     gpu.seed = 1
-    assert not all(is_right(linear, adapter, launch, rows, rank) for _ in range(12))
+    assert not all(is_right(linear, adapter, on_gpu, launch, rows, rank) for _ in range(12))
     assert all(mutate.found.values())
 
 
-def test_what_is_whole_is_right(gpu, linear, adapter):
+def test_what_is_whole_is_right(gpu, linear, adapter, on_gpu):
     cases = {(launch, rows, rank) for launch, rows, rank, _ in CHANGES.values()}
-    assert all(is_right(linear, adapter, *case) for case in sorted(cases))
+    assert all(is_right(linear, adapter, on_gpu, *case) for case in sorted(cases))

@@ -50,13 +50,20 @@ def test_the_ring_fits_with_the_widest_adapter(tokens, split):
 
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize(("K", "columns"), [(3584, 96), (18944, 32), (64, 8), (5120, 384)])
-def test_blocks_that_others_wait_for_all_run(tokens, K, columns):
+def test_blocks_that_others_wait_for_all_run(tokens, K, columns, monkeypatch):
+    monkeypatch.setattr(tiled_matmul, "_multiprocessors", lambda device: 132)
+    _, flags, shared, counters = tiled_matmul._exchange.__wrapped__(torch.device("cpu"))
+    of_tiles = counters.numel() - flags.numel() - 2
     for pieces, groups, blocks in SHAPES[tokens]:
         launch = Launch(pieces, groups, STREAM, blocks)
         split, tasks, workers = tiled_matmul.low_rank_tasks(tokens, K, columns, launch, 132 * blocks, 132)
         assert workers <= 132 * blocks
         assert tasks == split * -(-tokens // 16) * -(-columns // (8 if tokens <= 32 else 16))
-        assert split == 1 or split * tokens * columns * 4 <= 96 << 10
+        if tokens > 32:  # the last task of a tile adds up its parts, in the memory that there is for them
+            assert split * tokens * columns <= shared.numel()
+            assert tasks // split <= of_tiles
+        else:
+            assert split == 1 or split * tokens * columns * 4 <= 96 << 10
 
 
 def test_the_memory_that_blocks_share_is_float32_while_vllm_loads_in_bf16(monkeypatch):

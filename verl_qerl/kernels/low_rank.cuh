@@ -1,8 +1,9 @@
 // low = x a^T in bf16, over what the sums are multiplied by at the end (256 times the global scale, a power of two), zero
 // for rows without the adapter. Warps beside those that multiply by w make it meanwhile: it costs no launch.
 //
-// The first blocks of the grid share the work: a task is 16 rows of x, 8 * LOW_TILES rows of a and a part of K. Its sums go
-// through global memory; who adds the adapter waits for all tasks and adds their sums in a fixed order.
+// The first blocks of the grid share the work: a task is 16 rows of x, 8 * LOW_TILES rows of a and a part of K. With few
+// rows its sums go through global memory, and who adds the adapter waits for all tasks and adds their sums in a fixed
+// order. With more (GIVEN) the last task of a tile does that, once for all, and low goes through the ring.
 
 #define LOW_TILE (16 * 8 * LOW_TILES)
 #define LOW_THREADS (LOW_WARPS * 32)
@@ -15,16 +16,54 @@ struct LowRank {
   const uint4 *x, *a;
   const long long* slots;  // negative for rows without the adapter
   float* parts;            // [split][M][columns]
-  int* done;               // tasks, and then blocks that need them no more; zero before and after a launch
+  u16* low;                // [M][columns], where GIVEN
+  int* done;  // tasks (tiles of low where GIVEN), blocks that need them no more, parts of each tile; zero before and after
   int M, K, columns, rank, split, tasks, workers;
 };
 
 __device__ __forceinline__ void join_low() { asm volatile("bar.sync 2, %0;" ::"n"(LOW_THREADS) : "memory"); }
 
-__device__ __forceinline__ void do_task(const LowRank& r, float* partial, int task, int thread) {
+__device__ __forceinline__ void add_to(float4& sum, const float4& next) {
+  sum.x += next.x, sum.y += next.y, sum.z += next.z, sum.w += next.w;
+}
+
+// Four of low, rounded where PEFT rounds; the factor is exact.
+__device__ __forceinline__ uint2 round_low(const float4& sum, float factor) {
+  const float four[4] = {sum.x, sum.y, sum.z, sum.w};
+  u32 bits[4];
+#pragma unroll
+  for (int j = 0; j < 4; j++) bits[j] = to_bf16(from_bf16(to_bf16(four[j])) * factor);
+  return {bits[0] | bits[1] << 16, bits[2] | bits[3] << 16};
+}
+
+// Four columns of a row of low.
+struct Quad {
+  int m, n;
+  __device__ __forceinline__ bool is_in(const LowRank& r) const { return m < r.M && n < r.columns; }
+  __device__ __forceinline__ float4* part(const LowRank& r, int s) const {
+    return reinterpret_cast<float4*>(r.parts + ((size_t)s * r.M + m) * r.columns + n);
+  }
+  __device__ __forceinline__ void put(const LowRank& r, const float4& sum, float factor) const {
+    const bool there = __ldg(r.slots + m) >= 0;
+    *reinterpret_cast<uint2*>(r.low + (size_t)m * r.columns + n) = there ? round_low(sum, factor) : uint2{0, 0};
+  }
+};
+
+// Whether this task of a tile is the last one whose sums are there; all threads get the answer.
+__device__ __forceinline__ bool is_last(const LowRank& r, int tile, int thread) {
+  __shared__ unsigned before[1];
+  __threadfence();
+  join_low();
+  if (thread == 0) before[0] = atomicInc(reinterpret_cast<unsigned*>(r.done) + 2 + tile, r.split - 1);
+  join_low();
+  __threadfence();
+  return before[0] == r.split - 1;
+}
+
+__device__ __forceinline__ void do_task(const LowRank& r, float4* partial, int task, float factor, int thread) {
   const int lane = thread % 32, warp = thread / 32, row = lane / 4;
-  const int column_blocks = (r.columns + 8 * LOW_TILES - 1) / (8 * LOW_TILES), part = task % r.split, block = task / r.split;
-  const int token = block / column_blocks * 16, column = block % column_blocks * (8 * LOW_TILES);
+  const int column_blocks = (r.columns + 8 * LOW_TILES - 1) / (8 * LOW_TILES), part = task % r.split, tile = task / r.split;
+  const int token = tile / column_blocks * 16, column = tile % column_blocks * (8 * LOW_TILES);
   const size_t pitch = r.K / 8;  // of a row, in 16 bytes
   const uint4* x_low = r.x + min(token + row, r.M - 1) * pitch + lane % 4;
   const uint4* x_high = r.x + min(token + row + 8, r.M - 1) * pitch + lane % 4;
@@ -36,19 +75,35 @@ __device__ __forceinline__ void do_task(const LowRank& r, float* partial, int ta
   for (int chunk = part * LOW_WARPS + warp; chunk < r.K / 32; chunk += r.split * LOW_WARPS) {
     multiply_chunk(sum, x_low, x_high, a_row, chunk);
   }
+  float* own = reinterpret_cast<float*>(partial) + warp * LOW_TILE;
 #pragma unroll
   for (int i = 0; i < LOW_TILES * 4; i++) {
     const int t = i / 4, j = i % 4;
-    partial[warp * LOW_TILE + (row + j / 2 * 8) * (8 * LOW_TILES) + t * 8 + lane % 4 * 2 + j % 2] = sum[t][j];
+    own[(row + j / 2 * 8) * (8 * LOW_TILES) + t * 8 + lane % 4 * 2 + j % 2] = sum[t][j];
   }
   join_low();
-  for (int i = thread; i < LOW_TILE; i += LOW_THREADS) {
-    float total = 0;
+  for (int i = thread; i < LOW_TILE / 4; i += LOW_THREADS) {
+    float4 total = {};
 #pragma unroll
-    for (int w = 0; w < LOW_WARPS; w++) total += partial[w * LOW_TILE + i];
-    const int m = token + i / (8 * LOW_TILES), n = column + i % (8 * LOW_TILES);
-    if (m < r.M && n < r.columns) __stcg(r.parts + ((size_t)part * r.M + m) * r.columns + n, total);
+    for (int w = 0; w < LOW_WARPS; w++) add_to(total, partial[w * LOW_TILE / 4 + i]);
+    const Quad quad = {token + i / (2 * LOW_TILES), column + i % (2 * LOW_TILES) * 4};
+    if (!quad.is_in(r)) continue;
+    if (GIVEN && r.split == 1) quad.put(r, total, factor); else __stcg(quad.part(r, part), total);
   }
+#if GIVEN
+  if (r.split > 1) {
+    if (!is_last(r, tile, thread)) return;
+    for (int i = thread; i < LOW_TILE / 4; i += LOW_THREADS) {
+      const Quad quad = {token + i / (2 * LOW_TILES), column + i % (2 * LOW_TILES) * 4};
+      if (!quad.is_in(r)) continue;
+      float4 total = {};
+#pragma unroll PARTS
+      for (int s = 0; s < r.split; s++) add_to(total, __ldcg(quad.part(r, s)));
+      quad.put(r, total, factor);
+    }
+  }
+  asm volatile("fence.proxy.async;" ::: "memory");  // the copy engine reads it
+#endif
   __threadfence();
   join_low();
   if (thread == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(r.done) : "memory");
@@ -66,10 +121,12 @@ __device__ __forceinline__ void prefetch_a(const LowRank& r, int thread) {
   }
 }
 
-__device__ __forceinline__ void do_tasks(const LowRank& r, int thread) {
-  __shared__ float partial[LOW_WARPS * LOW_TILE];
+__device__ __forceinline__ void do_tasks(const LowRank& r, float factor, int thread) {
+  __shared__ float4 partial[LOW_WARPS * LOW_TILE / 4];
   // Workers are so few that all of them run, whatever waits.
-  for (int task = blockIdx.x; task < r.tasks && blockIdx.x < r.workers; task += r.workers) do_task(r, partial, task, thread);
+  for (int task = blockIdx.x; task < r.tasks && blockIdx.x < r.workers; task += r.workers) {
+    do_task(r, partial, task, factor, thread);
+  }
 }
 
 // When a block needs the sums no more; the last one leaves the counters as the next launch wants to find them.
@@ -77,12 +134,7 @@ __device__ __forceinline__ void leave_tasks(const LowRank& r) {
   if (atomicInc(reinterpret_cast<unsigned*>(r.done) + 1, gridDim.x - 1) == gridDim.x - 1) r.done[0] = 0;
 }
 
-__device__ __forceinline__ void await_tasks(const LowRank& r) {
-  int done;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(r.done) : "memory");
-  } while (done < r.tasks);
-}
+#if !GIVEN
 
 __device__ __forceinline__ void join_group(int group) {
   asm volatile("bar.sync %0, 128;" ::"r"(group + 3) : "memory");
@@ -106,27 +158,22 @@ __device__ __forceinline__ void gather_low(u32 to, const LowRank& r, float facto
     for (int s = 0; s < r.split; s++) {
 #pragma unroll
       for (int g = 0; g < LOW_GATHER; g++) {
-        if (!at[g]) continue;
-        const float4 next = __ldcg(at[g] + (size_t)s * r.M * r.columns / 4);
-        sum[g].x += next.x, sum[g].y += next.y, sum[g].z += next.z, sum[g].w += next.w;
+        if (at[g]) add_to(sum[g], __ldcg(at[g] + (size_t)s * r.M * r.columns / 4));
       }
     }
 #pragma unroll
     for (int g = 0; g < LOW_GATHER; g++) {
       const int i = from + g * threads, token = i / chunks, chunk = i % chunks;
       if (i >= count) break;
-      // Rounded where PEFT rounds; the factor is exact.
-      const float four[4] = {sum[g].x, sum[g].y, sum[g].z, sum[g].w};
-      u32 bits[4];
-#pragma unroll
-      for (int j = 0; j < 4; j++) bits[j] = to_bf16(from_bf16(to_bf16(four[j])) * factor);
+      const uint2 four = round_low(sum[g], factor);
       const u32 place = to + chunk / 16 * X_BYTES + token * 128 + ((chunk / 2 % 8 ^ token % 8) << 4) + chunk % 2 * 8;
-      asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(place), "r"(bits[0] | bits[1] << 16), "r"(bits[2] | bits[3] << 16)
-                   : "memory");
+      asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(place), "r"(four.x), "r"(four.y) : "memory");
     }
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads it
 }
+
+#endif
 
 // Rows of b for the steps [from, from + 32) of the rank, as a left operand.
 __device__ __forceinline__ const u32* place_in_b(const u16* b, int rank, int N, int column, int unit, int lane, int i) {

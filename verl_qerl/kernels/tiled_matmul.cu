@@ -3,7 +3,7 @@
 //
 // Compiled for TOKENS (8 to 256, a multiple of 8), PIECES (1, 2 or 4), GROUPS, STREAM, GIVEN and TWINS. A thread block
 // takes COLUMNS columns of y and a part of K at a time. Two lanes fill the ring of ring.cuh; low is made meanwhile
-// (low_rank.cuh), or GIVEN (low_rank.cu), and multiplied like further steps of K. GROUPS warpgroups decode codes into
+// (low_rank.cuh), or by a launch before (low_rank.cu), and multiplied like further steps of K. GROUPS warpgroups decode codes into
 // registers, the left operand of wgmma: the 64 rows of one wgmma are 16 rows of w from each of its warps, PIECES wgmmas for
 // each 16 of K. Decoding overlaps with the wgmmas of the step before.
 //
@@ -103,7 +103,7 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
              const float* __restrict__ global_scale, const __grid_constant__ TensorMap x, u16* __restrict__ y,
              const u16* __restrict__ bias, const uint4* rows_of_x, const uint4* __restrict__ a,
              const u16* __restrict__ b, const int* __restrict__ members, const long long* slots, float4* parts, int* flags,
-             float* low_parts, int* low_done, const __grid_constant__ TensorMap given, int M, int N, int K, int split,
+             float* low_parts, u16* low_out, int* low_done, const __grid_constant__ TensorMap given, int M, int N, int K, int split,
              int stages, int has_bias, int rank, int per_entry, int columns, int low_split, int low_tasks, int low_workers,
              int of4, int of_even, int of_odd, int row_tiles) {
   extern __shared__ u8 dynamic[];
@@ -143,9 +143,12 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
 
   const float factor = 256.0f * __ldg(global_scale);
   const Members of = {members, rank, per_entry, N};
-  const LowRank low = {rows_of_x, a, slots, low_parts, low_done, M, K, columns, rank, low_split, low_tasks, low_workers};
+  const LowRank low = {rows_of_x, a,       slots, low_parts, low_out,   low_done,  M,
+                       K,         columns, rank,  low_split, low_tasks, low_workers};
+#if !GIVEN
   // Who has the first step of some columns adds the adapter; a share comes to it last.
   const bool adds_low = (begin + steps - 1) / steps * steps < end;
+#endif
   if (warp >= GROUPS * 4) {
 #if REGISTERS
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(HELPER_REGISTERS));
@@ -162,17 +165,20 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
       await_inputs();
       for (int at_step = begin; lane == 0 && at_step < end;) {
         const Segment segment = segment_at(at_step, end, steps, row_tiles);
-        fill_x(at, x, given, of, segment, ring, filled);
+        fill_x(at, x, given, low_done, low_tasks / low_split, of, segment, ring, filled);
         at_step += segment.count;
       }
-    } else if (!GIVEN && rank && warp >= GROUPS * 4 + HELPERS - LOW_WARPS) {
+      if (GIVEN && low_tasks && lane == 0) leave_tasks(low);
+    } else if (low_tasks && warp >= GROUPS * 4 + HELPERS - LOW_WARPS) {
       const int thread = threadIdx.x - (GROUPS * 4 + HELPERS - LOW_WARPS) * 32;
       prefetch_a(low, thread);
       await_inputs();
-      do_tasks(low, thread);
-#if STREAM
+      do_tasks(low, 1.0f / factor, thread);
+#if GIVEN
+      // Who fills the ring waits for low.
+#elif STREAM
       if (adds_low) {
-        if (thread == 0) await_tasks(low);
+        if (thread == 0) await_count(low_done, low_tasks);
         join_low();
         for (int i = 0; i < columns / rank; i++) gather_low(at.low + i * low_bytes, low, 1.0f / factor, i, thread, LOW_THREADS);
         arrive(at.low_ready);
@@ -217,7 +223,7 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
         const u32 from = at.low + member * low_bytes;
 #else
         const u32 from = at.low + group * low_bytes;
-        if (threadIdx.x % 128 == 0) await_tasks(low);
+        if (threadIdx.x % 128 == 0) await_count(low_done, low_tasks);
         join_group(group);
         gather_low(from, low, 1.0f / factor, member, threadIdx.x % 128, 128);
         join_group(group);
@@ -255,8 +261,8 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
     }
 #if STREAM
     if (TWINS > 1) cluster_sync();  // no block leaves while its twin still copies to it, or tells it what it has read
-#else
-    if (!GIVEN && rank && adds_low && threadIdx.x == 0) leave_tasks(low);
+#elif !GIVEN
+    if (rank && adds_low && threadIdx.x == 0) leave_tasks(low);
 #endif
   }
 }

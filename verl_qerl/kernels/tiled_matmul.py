@@ -32,7 +32,10 @@ _MEMBERS = 3  # most of a fused linear
 _LOW_SPLIT = 16  # most parts of K
 _LOW_CHUNKS = 7  # of 32 of K for a warp: fewer are not worth another part
 _LOW_BYTES = 96 << 10  # most that a thread block reads of the sums of X A^T
-_LOW_TOKENS = 64  # most for which the kernel makes X A^T itself
+_LOW_TOKENS = 32  # most for which each does
+_SUMS_BYTES = 2 << 20  # of those sums, where the last task of a tile adds them
+_LOW_ROWS = 256  # most for which the kernel makes X A^T itself
+_TILES = _LOW_ROWS * RANKS[-1] * _MEMBERS // 256  # of X A^T, most
 _LOW_WARPS = 2  # that do; with the two that fill the ring, a whole warpgroup
 _HELPERS = 2 + _LOW_WARPS
 _HELPER_REGISTERS = 80
@@ -93,8 +96,10 @@ def tiled_matmul(
         return y
     launch = launch or guess_launch(N, K, M)
     tokens, low = rows_at_a_time(padded_rows(M), launch), x
-    if adapter is not None and _is_given(tokens):
+    if adapter is not None and M > _LOW_ROWS:
         low = low_rank(x, adapter.a, adapter.slots, global_decode_scale)
+    elif adapter is not None and _is_given(tokens):
+        low = torch.empty((M, adapter.a.shape[0]), dtype=torch.bfloat16, device=x.device)
     box = (4, _box(launch.columns))
     weight = [tensor_map(words, 8, box), tensor_map(scale, 1, box), global_decode_scale]
     _launch(tokens, launch, x, weight, y, bias, adapter, low)
@@ -120,23 +125,26 @@ def _launch(
     row_tiles = -(-M // tokens)
     grid = streams if launch.split == STREAM else -(-N // launch.columns) * row_tiles * launch.split
     args = [*weight, tensor_map(x, 2, box, swizzle=True), y, y if bias is None else bias, x]
-    args += [*(adapter or (y, y, y, y)), *_exchange(x.device), tensor_map(low, 2, box, swizzle=True)]
+    sums, flags, parts, done = _exchange(x.device)
+    args += [*(adapter or (y, y, y, y)), sums, flags, parts, low, done, tensor_map(low, 2, box, swizzle=True)]
     args += [M, N, K, launch.split, stages, int(bias is not None)]
     args += [rank, N // len(adapter.members) if adapter else N, columns]
-    args += [*low_rank_tasks(M, K, columns, launch, grid, multiprocessors), *_FACTORS, row_tiles]
+    given = (1, 0, 0)  # by a launch before
+    tasks = given if M > _LOW_ROWS else low_rank_tasks(M, K, columns, launch, grid, multiprocessors)
+    args += [*tasks, *_FACTORS, row_tiles]
     _kernel(tokens, launch)(grid, (launch.groups * 4 + _HELPERS) * 32, args, shared_bytes, max(launch.split, beside))
 
 
 def ring(tokens: int, K: int, rank: int, launch: Launch) -> tuple[int, int]:
     """Stages of the ring in shared memory, as many as fit or are needed, and bytes of shared memory."""
     held, barriers = tokens * 128 + 4 * 9 * launch.columns, 16
-    # A stream keeps X A^T of all members, else each warpgroup that of its own; what is given goes through the ring.
+    # A stream keeps X A^T of all members, else each warpgroup that of its own; with more rows it goes through the ring.
     kept = 0 if _is_given(tokens) else _MEMBERS if launch.split == STREAM else launch.groups
     low = -(-rank // 64) * tokens * 128 * kept
     fixed = 1024 + 16 + low
     if launch.split == STREAM:
         fixed += min(tokens, 32) * (launch.columns + 8) * 2
-    limit = _SHARED_BYTES // launch.blocks - 1024 - _LOW_WARPS * _low_tiles(tokens) * 512
+    limit = _SHARED_BYTES // launch.blocks - 1024 - _LOW_WARPS * _low_tiles(tokens) * 512 - 16
     needed = -(-(K // _STEP) // max(launch.split, 1)) + (launch.groups * -(-rank // 64) if _is_given(tokens) else 0)
     stages = max(_STAGES, min((limit - fixed) // (held + barriers), needed))
     # The sums take the place of the ring and of X A^T, and none of the barriers.
@@ -159,13 +167,14 @@ def low_rank_tasks(
     """
     tokens = padded_rows(M)
     # So few that they all run at the same time, wherever clusters fit: the others wait for them.
-    workers = min(grid, multiprocessors * launch.blocks * 3 // 4)
+    workers = grid if launch.split == STREAM else min(grid, multiprocessors * launch.blocks * 3 // 4)
     tiles = -(-M // 16) * -(-columns // (8 * _low_tiles(tokens)))
+    most = _SUMS_BYTES if _is_given(tokens) else _LOW_BYTES
     split = 1
     while (
         split < _LOW_SPLIT
         and 2 * split * tiles <= workers
-        and 2 * split * M * columns * 4 <= _LOW_BYTES
+        and 2 * split * M * columns * 4 <= most
         and _LOW_CHUNKS * split * _LOW_WARPS < K // 32
     ):
         split *= 2
@@ -183,7 +192,7 @@ def _wants_registers(tokens: int, launch: Launch) -> bool:
 
 
 def _is_given(tokens: int) -> bool:
-    """Whether X A^T is made by `low_rank`: with more rows the warps beside those that multiply are too few."""
+    """Whether X A^T goes through the ring: with few rows each thread block adds up its parts by itself."""
     return tokens > _LOW_TOKENS
 
 
@@ -236,9 +245,9 @@ def _exchange(device: torch.device) -> tuple[torch.Tensor, ...]:
     blocks = _multiprocessors(device) * max(b for _, b in shapes)
     # vLLM changes the default dtype while it loads.
     sums = torch.empty(_multiprocessors(device) * max(size for size, _ in shapes), dtype=torch.float32, device=device)
-    low = torch.empty(max(_LOW_BYTES // 4, _LOW_TOKENS * RANKS[-1] * _MEMBERS), dtype=torch.float32, device=device)
-    flags = torch.zeros(blocks + 2, dtype=torch.int32, device=device)
-    return sums, flags[2:], low, flags
+    low = torch.empty(max(_SUMS_BYTES // 4, _LOW_TOKENS * RANKS[-1] * _MEMBERS), dtype=torch.float32, device=device)
+    counters = torch.zeros(blocks + 2 + _TILES, dtype=torch.int32, device=device)
+    return sums, counters[2 + _TILES :], low, counters
 
 
 def prepare(launches: Iterable[tuple[int, Launch]]) -> None:
