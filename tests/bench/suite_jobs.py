@@ -110,6 +110,7 @@ JOBS = (
     _rollout("rollout_14b", "14B", _OURS_AND_STOCK, "1 32 64 128 256"),
     _rollout("rollout_32b", "32B", _OURS_AND_STOCK, "1 32 64 128 256"),
     _actor(),
+    Job("layer", "what an adapter adds to a decode layer", f'{_BENCH}/bench_layer.py --out "$OUT/layer.json"', 60),
     Job(
         "base",
         "the model of recipes/gsm8k, 105 M parameters from scratch, and its data",

@@ -3,9 +3,9 @@
 //
 // Compiled for TOKENS (8 to 256, a multiple of 8), PIECES (1, 2 or 4), GROUPS, STREAM, GIVEN and TWINS. A thread block
 // takes COLUMNS columns of y and a part of K at a time. Two lanes fill the ring of ring.cuh; low is made meanwhile
-// (low_rank.cuh), or by a launch before (low_rank.cu), and multiplied like further steps of K. GROUPS warpgroups decode codes into
-// registers, the left operand of wgmma: the 64 rows of one wgmma are 16 rows of w from each of its warps, PIECES wgmmas for
-// each 16 of K. Decoding overlaps with the wgmmas of the step before.
+// (low_rank.cuh), or by a launch before (low_rank.cu), and multiplied like further steps of K. GROUPS warpgroups decode
+// codes into registers, the left operand of wgmma: the 64 rows of one wgmma are 16 rows of w from each of its warps, PIECES
+// wgmmas for each 16 of K. Decoding overlaps with the wgmmas of the step before.
 //
 // Who does what: with STREAM, all steps of all columns lie in one line, of which each block takes an equal share, in one
 // launch that fills the GPU once; what a share has of columns that another block finishes goes through global memory.
@@ -103,9 +103,9 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
              const float* __restrict__ global_scale, const __grid_constant__ TensorMap x, u16* __restrict__ y,
              const u16* __restrict__ bias, const uint4* rows_of_x, const uint4* __restrict__ a,
              const u16* __restrict__ b, const int* __restrict__ members, const long long* slots, float4* parts, int* flags,
-             float* low_parts, u16* low_out, int* low_done, const __grid_constant__ TensorMap given, int M, int N, int K, int split,
-             int stages, int has_bias, int rank, int per_entry, int columns, int low_split, int low_tasks, int low_workers,
-             int of4, int of_even, int of_odd, int row_tiles) {
+             float* low_parts, u16* low_out, int* low_done, const __grid_constant__ TensorMap given, int M, int N, int K,
+             int split, int stages, int has_bias, int rank, int per_entry, int columns, int low_split, int low_tasks,
+             int low_workers, int of4, int of_even, int of_odd, int row_tiles) {
   extern __shared__ u8 dynamic[];
   const u32 base = (static_cast<u32>(__cvta_generic_to_shared(dynamic)) + 1023) & ~1023u;
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -143,8 +143,8 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
 
   const float factor = 256.0f * __ldg(global_scale);
   const Members of = {members, rank, per_entry, N};
-  const LowRank low = {rows_of_x, a,       slots, low_parts, low_out,   low_done,  M,
-                       K,         columns, rank,  low_split, low_tasks, low_workers};
+  const LowRank low = {rows_of_x, a,    slots,     low_parts, low_out,    low_done, M, K,
+                       columns,   rank, low_split, low_tasks, low_workers};
 #if !GIVEN
   // Who has the first step of some columns adds the adapter; a share comes to it last.
   const bool adds_low = (begin + steps - 1) / steps * steps < end;

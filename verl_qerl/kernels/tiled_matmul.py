@@ -32,10 +32,12 @@ _MEMBERS = 3  # most of a fused linear
 _LOW_SPLIT = 16  # most parts of K
 _LOW_CHUNKS = 7  # of 32 of K for a warp: fewer are not worth another part
 _LOW_BYTES = 96 << 10  # most that a thread block reads of the sums of X A^T
-_LOW_TOKENS = 32  # most for which each does
-_SUMS_BYTES = 2 << 20  # of those sums, where the last task of a tile adds them
-_LOW_ROWS = 256  # most for which the kernel makes X A^T itself
-_TILES = _LOW_ROWS * RANKS[-1] * _MEMBERS // 256  # of X A^T, most
+_LOW_TOKENS = 64  # most for which each does
+# Most for which the kernel makes X A^T itself. 32 above and 256 here make it so for 33 to 256 rows too, where the last
+# task of a tile adds up its parts: right in the emulator, not measured yet (tests/bench/bench_layer.py).
+_LOW_ROWS = 64
+_SUMS_BYTES = 2 << 20  # of the sums that such a task may read
+_TILES = TOKENS[-1] * RANKS[-1] * _MEMBERS // 256  # of X A^T, most: 16 rows and columns each
 _LOW_WARPS = 2  # that do; with the two that fill the ring, a whole warpgroup
 _HELPERS = 2 + _LOW_WARPS
 _HELPER_REGISTERS = 80
@@ -166,10 +168,11 @@ def low_rank_tasks(
         multiprocessors: Of the GPU.
     """
     tokens = padded_rows(M)
-    # So few that they all run at the same time, wherever clusters fit: the others wait for them.
-    workers = grid if launch.split == STREAM else min(grid, multiprocessors * launch.blocks * 3 // 4)
+    given = _is_given(tokens)
+    # So few that they all run at the same time, wherever clusters fit: the others wait for them. A stream's all do.
+    workers = grid if given and launch.split == STREAM else min(grid, multiprocessors * launch.blocks * 3 // 4)
     tiles = -(-M // 16) * -(-columns // (8 * _low_tiles(tokens)))
-    most = _SUMS_BYTES if _is_given(tokens) else _LOW_BYTES
+    most = _SUMS_BYTES if given else _LOW_BYTES
     split = 1
     while (
         split < _LOW_SPLIT

@@ -1,0 +1,55 @@
+"""The layer that is timed, on a CPU: its parts, its adapter, and that each arm has its kernels."""
+
+import pytest
+import torch
+
+from verl_qerl.kernels import tiled_matmul
+from verl_qerl.testing import load_beside
+
+bench = load_beside(__file__, "bench_layer")
+TINY = bench.rollout_arms.Shape(hidden=128, intermediate=192, layers=1, heads=2, kv_heads=1)
+
+
+@pytest.fixture(autouse=True)
+def plans(monkeypatch):
+    monkeypatch.setattr(bench, "make_plan", lambda N, K, gpu: f"{N}x{K}")
+
+
+def test_linears_are_those_of_the_model():
+    parts = bench.parts(bench.rollout_arms.SHAPES["7B"])
+    assert {name: (K, sum(members)) for name, (K, members) in parts.items()} == {
+        "qkv": (3584, 4608),
+        "o": (3584, 3584),
+        "gate_up": (3584, 37888),
+        "down": (18944, 3584),
+    }
+
+
+def test_a_layer_has_the_adapter_when_it_is_asked_for():
+    layers = [bench.make_layer(TINY, "", "cpu") for _ in range(2)]
+    inputs = bench.make_inputs(TINY, 3, "cpu")
+    plain, adapted = (bench.run_layers(TINY, layers, adapted, inputs) for adapted in (False, True))
+    assert plain.shape == adapted.shape == (3, 128)
+    assert plain.isfinite().all()
+    assert (plain != adapted).any()
+    inputs["slots"][:] = -1  # no token has it
+    assert torch.equal(plain, bench.run_layers(TINY, layers, True, inputs))
+
+
+def test_every_arm_is_timed_with_its_constants(monkeypatch):
+    seen = []
+
+    def timer(calls):
+        calls[0]()
+        seen.append((tiled_matmul._LOW_TOKENS, tiled_matmul._LOW_ROWS))
+        return [8e-6, 16e-6, 80e-6]
+
+    monkeypatch.setattr(bench, "LAYERS", 2)
+    monkeypatch.setitem(bench.rollout_arms.SHAPES, "7B", TINY)
+    before = dict(vars(tiled_matmul))
+    rows = bench.measure(["7B"], [1, 5], timer, "", "cpu")
+    assert [(row["rows"], row["arm"]) for row in rows] == [(batch, arm) for arm in bench.ARMS for batch in (1, 5)]
+    assert {row["us"] for row in rows} == {8.0}
+    wanted = [before | of for of in bench.ARMS.values()]
+    assert seen == [(of["_LOW_TOKENS"], of["_LOW_ROWS"]) for of in wanted for _ in range(2)]
+    assert all(vars(tiled_matmul)[name] is before[name] for name in ("_LOW_TOKENS", "_LOW_ROWS", "_LOW_CHUNKS"))
