@@ -46,6 +46,13 @@ def ours(linear: str = "auto", **choices: Any) -> dict[str, Any]:
     return options | {"worker_extension_cls": EXTENSION}
 
 
+# Ours with other choices of vLLM's for attention; a cap on splits takes the launch away that adds them up.
+ATTENTION = {
+    "nvfp4_lora_ours_one_split": {"flash_attn_max_num_splits_for_cuda_graph": 1},
+    "nvfp4_lora_ours_fa2": {"flash_attn_version": 2},
+    "nvfp4_lora_ours_triton": {"backend": "TRITON_ATTN"},
+    "nvfp4_lora_ours_flashinfer": {"backend": "FLASHINFER"},
+}
 # The one place that maps an arm to engine arguments.
 ARMS = {
     "bf16": Arm({}, lora=False),
@@ -57,6 +64,9 @@ ARMS = {
     "nvfp4_lora_ours": Arm(ours(), packed=True, linear_bytes=0.5625),
     "nvfp4_lora_resident": Arm(ours(resident=True), packed=True, linear_bytes=2.5625),
     "nvfp4_lora_stock_sampler": Arm(ours(sampler="stock"), packed=True, linear_bytes=0.5625),
+} | {
+    name: Arm({**ours(), "attention_config": options}, packed=True, linear_bytes=0.5625)
+    for name, options in ATTENTION.items()
 }
 
 

@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import rollout_arms
+
 from verl_qerl.testing import current_commit
 
 KEY = ("arm", "model", "batch", "rank", "prompt", "context")
@@ -27,6 +29,7 @@ ARMS = (
     "nvfp4_lora_ours",
     "nvfp4_lora_resident",
     "nvfp4_lora_stock_sampler",
+    *rollout_arms.ATTENTION,
     "bf16",
     "nvfp4",
 )

@@ -96,6 +96,7 @@ def _tests(name: str, folders: str) -> Job:
 
 _OURS_AND_STOCK = "nvfp4_lora_ours bf16_lora_stock"
 _ARMS = f"{_OURS_AND_STOCK} bf16_lora_ours nvfp4_lora_stock fp8_lora_stock"
+_ATTENTION = " ".join(f"nvfp4_lora_ours{name}" for name in ("", "_one_split", "_fa2", "_triton", "_flashinfer"))
 _NVFP4 = f"+rollout=nvfp4 {_LORA}"
 _SHARDED = f"{_NVFP4} {_NOISE} {_PACKED}.shard_base=true trainer.n_gpus_per_node=2"
 _GSM8K = "DATA=gsm8k BATCH=32 STEPS=30 LR=2e-4 KV_BYTES=4000000000"
@@ -149,6 +150,7 @@ JOBS = (
     _study("study_nvfp4", "nvfp4-tis nvfp4-acr", 3),
     _study("study_lr", "bf16", 2, "LR=4.5e-6"),  # what UAQ with s = 1.5 should amount to
     _rollout("rollout_7b_arms", "7B", _ARMS, "1 32 64 128 256", "--realistic"),
+    _rollout("rollout_7b_attention", "7B", _ATTENTION, "1 64 256", "--prompts 256 1024"),
     _rollout("rollout_7b_profile", "7B", "nvfp4_lora_ours", "1", "--no-fixed --profile 1 32 64 256"),
     _rollout("rollout_32b_realistic", "32B", _OURS_AND_STOCK, "1", "--no-fixed --realistic"),
     _tests("tests_vllm", "tests/vllm_plugin"),
