@@ -35,6 +35,7 @@ WITHOUT = "without"
 ARMS = {
     WITHOUT: {},
     "a launch before from 65 rows": {"_LOW_TOKENS": 64, "_LOW_ROWS": 64},
+    "a launch before from 33 rows": {"_LOW_TOKENS": 32, "_LOW_ROWS": 32},
     "the ring from 33 rows": {"_LOW_TOKENS": 32, "_LOW_ROWS": 256},
     "the ring from 65 rows": {"_LOW_TOKENS": 64, "_LOW_ROWS": 256},
     "the ring from 1 row": {"_LOW_TOKENS": 0, "_LOW_ROWS": 256},
