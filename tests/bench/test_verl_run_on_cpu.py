@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from verl_qerl.testing import load_beside
+from verl_qerl.testing import load_beside, random_qwen2
 
 pytest.importorskip("verl")
 
 from hydra import compose, initialize_config_module
+from verl.utils import fsdp_utils
 from verl.utils.config import omega_conf_to_dataclass
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +63,16 @@ def test_the_steps_of_all_arms_are_the_same_but_for_ours(tmp_path):
     for config in found.values():
         assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n == 128
         assert config.actor_rollout_ref.model.lora_rank == 32
+
+
+def test_the_fused_baseline_leaves_the_head_to_the_root(monkeypatch):
+    model = random_qwen2()
+    before = fsdp_utils._select_fsdp2_wrap_targets(model, ["Qwen2DecoderLayer"])
+    monkeypatch.setattr(fsdp_utils, "_select_fsdp2_wrap_targets", fsdp_utils._select_fsdp2_wrap_targets)  # put back
+    load_beside(__file__, "fused_head")
+    after = fsdp_utils._select_fsdp2_wrap_targets(model, ["Qwen2DecoderLayer"])
+    assert len(after) == 3  # two layers and the embedding
+    assert [module for module in before if module not in after] == [model.lm_head]
 
 
 def test_an_unknown_arm_is_refused(tmp_path):

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Two GRPO steps of a real shape with random weights on one GPU of which CAP GiB may be used (all of it with CAP=):
 # answers of 2,048 tokens in groups of 8, LoRA of rank 32. ARM=ours has everything on, ARM=bf16 is stock verl, the
-# baseline, ARM=bf16_fused that with verl's fused kernels. Writes OUT; the memory of every process is the driver's own
-# reading.
+# baseline, ARM=bf16_fused that with verl's fused kernels, which take fused_head.py to run. Writes OUT; the memory of every
+# process is the driver's own reading.
 #   SHAPE=32b CAP=80 OUT=tests/bench/results/h200/train_step_32b_80gib.json bash tests/bench/train_step.sh [overrides]
 # UTILIZATION is vLLM's share of the whole GPU, PROMPTS the questions of a step, MICRO the sequences of a micro-batch.
 set -euo pipefail
@@ -28,7 +28,10 @@ case $ARM in
     bf16 | bf16_fused)
         checkpoint=(--bf16)
         options=(actor_rollout_ref.rollout.load_format=safetensors actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16)
-        [[ $ARM == bf16 ]] || options+=(actor_rollout_ref.model.use_fused_kernels=True)
+        if [[ $ARM == bf16_fused ]]; then
+            options+=(actor_rollout_ref.model.use_fused_kernels=True)
+            export VERL_USE_EXTERNAL_MODULES=fused_head PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
+        fi
         ;;
     *)
         echo "unknown arm: ARM=$ARM. ours, bf16 and bf16_fused are accepted. Check the spelling." >&2
