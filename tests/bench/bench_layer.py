@@ -36,10 +36,10 @@ ARMS = {
     WITHOUT: {},
     "a launch before from 65 rows": {"_LOW_TOKENS": 64, "_LOW_ROWS": 64},
     "a launch before from 33 rows": {"_LOW_TOKENS": 32, "_LOW_ROWS": 32},
-    "the ring from 33 rows": {"_LOW_TOKENS": 32, "_LOW_ROWS": 256},
+    "the ring from 33 rows": rollout_arms.RING,
     "the ring from 65 rows": {"_LOW_TOKENS": 64, "_LOW_ROWS": 256},
     "the ring from 1 row": {"_LOW_TOKENS": 0, "_LOW_ROWS": 256},
-    "the ring from 33 rows, more parts": {"_LOW_TOKENS": 32, "_LOW_ROWS": 256, "_LOW_CHUNKS": 3},
+    "the ring from 33 rows, more parts": rollout_arms.RING | {"_LOW_CHUNKS": 3},
 }
 ROWS = (1, 16, 32, 48, 64, 96, 128, 192, 256)
 RANK, LAYERS, POSITIONS = 32, 8, 1024

@@ -62,7 +62,7 @@ def tables(data: dict[str, Any]) -> str:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    measured = [arm for arm in rollout_report.ARMS if "lora" in arm and arm not in rollout_arms.ATTENTION]
+    measured = [arm for arm in rollout_report.ARMS if "lora" in arm and arm not in rollout_arms.VARIANTS]
     shapes = rollout_arms.SHAPES
     parser.add_argument("--out", type=Path, help="result file")
     parser.add_argument("--append", action="store_true", help="keep the other rows of --out")

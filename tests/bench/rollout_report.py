@@ -29,7 +29,7 @@ ARMS = (
     "nvfp4_lora_ours",
     "nvfp4_lora_resident",
     "nvfp4_lora_stock_sampler",
-    *rollout_arms.ATTENTION,
+    *rollout_arms.VARIANTS,
     "bf16",
     "nvfp4",
 )
