@@ -11,7 +11,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,9 +123,8 @@ def use(constants: dict[str, int]) -> Any:
 
 def measure(
     models: Sequence[str], rows: Sequence[int], timer: Callable[..., list[float]], gpu: str, device: str = "cuda"
-) -> list[dict[str, Any]]:
-    """A row of the result file for each model, batch and arm, and its difference to no adapter."""
-    found = []
+) -> Iterator[dict[str, Any]]:
+    """A row of the result file for each model, batch and arm."""
     for model in models:
         shape = rollout_arms.SHAPES[model]
         layers = [make_layer(shape, gpu, device) for _ in range(LAYERS)]
@@ -138,10 +137,9 @@ def measure(
                     inputs = make_inputs(shape, batch, device)
                     call = partial(run_layers, shape, layers, arm != WITHOUT, inputs)
                     us = statistics.median(timer([call])) / LAYERS * 1e6
-                    found.append({"model": model, "rows": batch, "arm": arm, "us": round(us, 2)})
+                    yield {"model": model, "rows": batch, "arm": arm, "us": round(us, 2)}
                     print(f"{model} {batch:4} rows  {us:8.2f} us  {arm}", flush=True)
         del layers
-    return found
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -155,8 +153,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     head = rollout_report.header({"models": args.models, "rows": list(args.rows), "rank": RANK, "layers": LAYERS})
-    rows = measure(args.models, args.rows, bench_dequantize.graph_timer, torch.cuda.get_device_name())
-    args.out.write_text(json.dumps({**head, "arms": ARMS, "rows": rows}, indent=1) + "\n")
+    rows = []
+    for row in measure(args.models, args.rows, bench_dequantize.graph_timer, torch.cuda.get_device_name()):
+        rows.append(row)
+        args.out.write_text(json.dumps({**head, "arms": ARMS, "rows": rows}, indent=1) + "\n")
     return 0
 
 

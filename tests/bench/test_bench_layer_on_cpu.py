@@ -47,7 +47,7 @@ def test_every_arm_is_timed_with_its_constants(monkeypatch):
     monkeypatch.setattr(bench, "LAYERS", 2)
     monkeypatch.setitem(bench.rollout_arms.SHAPES, "7B", TINY)
     before = dict(vars(tiled_matmul))
-    rows = bench.measure(["7B"], [1, 5], timer, "", "cpu")
+    rows = list(bench.measure(["7B"], [1, 5], timer, "", "cpu"))
     assert [(row["rows"], row["arm"]) for row in rows] == [(batch, arm) for arm in bench.ARMS for batch in (1, 5)]
     assert {row["us"] for row in rows} == {8.0}
     wanted = [before | of for of in bench.ARMS.values()]
