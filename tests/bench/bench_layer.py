@@ -8,11 +8,11 @@ constants of kernels/tiled_matmul.py that choose it; "without" has no adapter.
 """
 
 import argparse
+import functools
 import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,6 +43,7 @@ ARMS = {
 }
 ROWS = (1, 16, 32, 48, 64, 96, 128, 192, 256)
 RANK, LAYERS, POSITIONS = 32, 8, 1024
+KERNEL = functools.cache(tiled_matmul.Kernel)  # by its source
 Tensors = dict[str, Any]
 
 
@@ -115,10 +116,9 @@ def run_layers(shape: rollout_arms.Shape, layers: Sequence[Tensors], adapted: bo
 
 
 def use(constants: dict[str, int]) -> Any:
-    """The kernels of an arm, while this context lasts."""
-    for made in ("_compile", "_exchange"):
-        getattr(tiled_matmul, made).cache_clear()
-    return mock.patch.dict(vars(tiled_matmul), constants)
+    """The kernels of an arm, while this context lasts; what another arm has compiled is not compiled again."""
+    tiled_matmul._compile.cache_clear()
+    return mock.patch.dict(vars(tiled_matmul), constants, Kernel=KERNEL)
 
 
 def measure(
@@ -127,7 +127,8 @@ def measure(
     """A row of the result file for each model, batch and arm."""
     for model in models:
         shape = rollout_arms.SHAPES[model]
-        layers = [make_layer(shape, gpu, device) for _ in range(LAYERS)]
+        with use({}):  # plans compile their kernels
+            layers = [make_layer(shape, gpu, device) for _ in range(LAYERS)]
         for arm, constants in ARMS.items():
             with use(constants):
                 if device == "cuda":
@@ -135,7 +136,7 @@ def measure(
                     tiled_matmul.prepare({kernel for plan in plans for kernel in PLANS[plan].kernels()})
                 for batch in rows:
                     inputs = make_inputs(shape, batch, device)
-                    call = partial(run_layers, shape, layers, arm != WITHOUT, inputs)
+                    call = functools.partial(run_layers, shape, layers, arm != WITHOUT, inputs)
                     us = statistics.median(timer([call])) / LAYERS * 1e6
                     yield {"model": model, "rows": batch, "arm": arm, "us": round(us, 2)}
                     print(f"{model} {batch:4} rows  {us:8.2f} us  {arm}", flush=True)

@@ -7,6 +7,8 @@ GSM8K, CUDA_VISIBLE_DEVICES the job's GPUs.
 import dataclasses
 from collections.abc import Iterable
 
+import rollout_arms
+
 _BENCH = "python3 tests/bench"
 _LORA = "actor_rollout_ref.model.lora_rank=32 actor_rollout_ref.model.lora_alpha=64"
 _PACKED = "+actor_rollout_ref.actor.fsdp_config.qerl"
@@ -96,7 +98,7 @@ def _tests(name: str, folders: str) -> Job:
 
 _OURS_AND_STOCK = "nvfp4_lora_ours bf16_lora_stock nvfp4_lora_ours_ring"
 _ARMS = f"{_OURS_AND_STOCK} bf16_lora_ours nvfp4_lora_stock fp8_lora_stock"
-_ATTENTION = " ".join(f"nvfp4_lora_ours{name}" for name in ("", "_one_split", "_fa2", "_triton", "_flashinfer"))
+_ATTENTION = " ".join(("nvfp4_lora_ours", *rollout_arms.ATTENTION))
 _NVFP4 = f"+rollout=nvfp4 {_LORA}"
 _SHARDED = f"{_NVFP4} {_NOISE} {_PACKED}.shard_base=true trainer.n_gpus_per_node=2"
 _GSM8K = "DATA=gsm8k BATCH=32 STEPS=30 LR=2e-4 KV_BYTES=4000000000"

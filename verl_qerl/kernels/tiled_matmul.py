@@ -36,7 +36,7 @@ _LOW_TOKENS = 64  # most for which each does
 # Most for which the kernel makes X A^T itself. 32 above and 256 here make it so for 33 to 256 rows too, where the last
 # task of a tile adds up its parts: right in the emulator, not measured yet (tests/bench/bench_layer.py).
 _LOW_ROWS = 64
-_SUMS_BYTES = 2 << 20  # of the sums that such a task may read
+_SUMS_BYTES = 2 << 20  # of the memory for all parts
 _TILES = TOKENS[-1] * RANKS[-1] * _MEMBERS // 256  # of X A^T, most: 16 rows and columns each
 _LOW_WARPS = 2  # that do; with the two that fill the ring, a whole warpgroup
 _HELPERS = 2 + _LOW_WARPS
@@ -248,7 +248,7 @@ def _exchange(device: torch.device) -> tuple[torch.Tensor, ...]:
     blocks = _multiprocessors(device) * max(b for _, b in shapes)
     # vLLM changes the default dtype while it loads.
     sums = torch.empty(_multiprocessors(device) * max(size for size, _ in shapes), dtype=torch.float32, device=device)
-    low = torch.empty(max(_SUMS_BYTES // 4, _LOW_TOKENS * RANKS[-1] * _MEMBERS), dtype=torch.float32, device=device)
+    low = torch.empty(_SUMS_BYTES // 4, dtype=torch.float32, device=device)
     counters = torch.zeros(blocks + 2 + _TILES, dtype=torch.int32, device=device)
     return sums, counters[2 + _TILES :], low, counters
 
