@@ -3,7 +3,8 @@
     python tests/bench/rollout_engine.py JOB.json
 
 writes one JSON object per line to the job's `events`: `engine`, `row`, `skipped` and `profile`, and `done` at last.
-Every sequence of a measurement has the same length and temperature 1, as in RL. Prefix caching is off.
+Temperature is 1, as in RL. Prefix caching is on, as verl has it (answers of a group share their prompt's cache), and
+emptied before each measurement.
 """
 
 import json
@@ -102,7 +103,7 @@ class Engine:
             "load_format": "dummy",
             "max_model_len": self._longest + 1,
             "max_num_seqs": job["largest"],
-            "enable_prefix_caching": False,
+            "enable_prefix_caching": True,
             "enforce_eager": job["eager"],
             "seed": 0,
         }
@@ -154,6 +155,7 @@ class Engine:
             "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
             "cudagraph_capture_sizes": config.compilation_config.cudagraph_capture_sizes,
             "kv_cache_tokens": self._capacity,
+            "prefix_caching": config.cache_config.enable_prefix_caching,
             "modules": self._llm.collective_rpc(modules_of)[0],
         }
 
@@ -177,12 +179,18 @@ class Engine:
         """Seconds. Every request must get all of its tokens."""
         lengths = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
         params = [self._params(length) for length in lengths]
+        self._forget()
         began = time.perf_counter()
         outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter)
         seconds = time.perf_counter() - began
+        self._cached = sum(output.num_cached_tokens or 0 for output in outputs)
         if (found := [len(output.outputs[0].token_ids) for output in outputs]) != lengths:
             raise RuntimeError(f"{sum(found)} tokens were generated, {sum(lengths)} were asked for.")
         return seconds
+
+    def _forget(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("the prefix cache still belongs to requests of an earlier measurement.")
 
     def _refuses(self, batch: int, prompt: int, context: int | str, tokens: int, seconds: float) -> bool:
         reason, left = None, self._deadline - time.monotonic()
@@ -201,7 +209,7 @@ class Engine:
     def _row(self, batch: int, prompt: int, context: int | str, **measured: float | None) -> None:
         empty = {"decode_ms_per_step": None, "prefill_s": None, "tokens_per_s": None}
         peaks = [peak for peak in self._llm.collective_rpc(peak_gib) if peak is not None]
-        empty["peak_gib"] = max(peaks, default=None)
+        empty |= {"peak_gib": max(peaks, default=None), "cached_prompt_tokens": self._cached}
         rounded = {name: float(f"{value:.5g}") for name, value in measured.items() if value is not None}
         self.report("row", row=self._key(batch, prompt, context) | empty | rounded)
 
@@ -242,6 +250,7 @@ class Engine:
             return
         engine = self._llm.llm_engine
         params = self._params(PROFILE_TOKENS)
+        self._forget()
         for index, inputs in enumerate(self._prompts(batch, prompt)):
             engine.add_request(f"profile-{batch}-{index}", inputs, params, lora_request=self._adapter)
         while len({output.request_id for output in engine.step()}) < batch:

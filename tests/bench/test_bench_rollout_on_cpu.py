@@ -147,7 +147,7 @@ def test_two_arms_of_a_tiny_model_from_the_command_to_the_table(bench, tmp_path,
     arguments = ["--out", str(out), "--work", str(tmp_path / "work"), "--models", "tiny", "--ranks", "8", "--eager"]
     arguments += ["--arms", "bf16_lora_stock", "nvfp4_lora_stock_sampler", "nvfp4_lora_stock", "--batches", "1", "3"]
     arguments += ["--log-probs"]
-    arguments += ["--prompts", "16", "--new-tokens", "6", "--repeats", "1", "--realistic", "1", "2", "--profile", "2"]
+    arguments += ["--prompts", "160", "--new-tokens", "6", "--repeats", "1", "--realistic", "1", "2", "--profile", "2"]
     assert bench.main(arguments) == 1  # Marlin needs a GPU
     found = json.loads(out.read_text())
     assert [(one["arm"], one["rank"]) for one in found["failures"]] == [("nvfp4_lora_stock", 8)]
@@ -155,13 +155,16 @@ def test_two_arms_of_a_tiny_model_from_the_command_to_the_table(bench, tmp_path,
     assert [(entry["arm"], entry["batch"], entry["context"]) for entry in found["rows"]] == [
         (arm, batch, context)
         for arm in ("bf16_lora_stock", "nvfp4_lora_stock_sampler")
-        for batch, context in ((1, 22), (3, 22), (2, "realistic"))
+        for batch, context in ((1, 166), (3, 166), (2, "realistic"))
     ]
     keys = {"arm", "model", "batch", "rank", "prompt", "context"}
-    assert set(found["rows"][0]) == keys | {"decode_ms_per_step", "prefill_s", "tokens_per_s", "peak_gib"}
+    measured = {"decode_ms_per_step", "prefill_s", "tokens_per_s", "peak_gib", "cached_prompt_tokens"}
+    assert set(found["rows"][0]) == keys | measured
     for entry in found["rows"]:
         assert entry["tokens_per_s"] > 0
         assert entry["peak_gib"] is None
+        # The second answer to a prompt finds its one whole block of 128 tokens; nothing is left of another measurement.
+        assert entry["cached_prompt_tokens"] == (128 if entry["context"] == "realistic" else 0)
         assert (entry["decode_ms_per_step"] is None) == (entry["context"] == "realistic")
     assert found["engines"][1]["quantization"] == "verl_qerl_nvfp4"
     assert "ReferenceKernel" in found["engines"][1]["modules"]["model.layers.0.mlp.down_proj"]
@@ -170,5 +173,5 @@ def test_two_arms_of_a_tiny_model_from_the_command_to_the_table(bench, tmp_path,
     assert profile["batch"] == 2
     assert profile["us_per_step"]["_C::cpu_attention_with_kv_cache"] > 0
     assert profile["kernels_us"] <= sum(profile["us_per_step"].values()) * 1.01
-    assert 16 + 16 < profile["context_tokens"] < 16 + 128
+    assert 160 + 16 < profile["context_tokens"] < 160 + 128
     assert "| nvfp4_lora_stock_sampler |" in capsys.readouterr().out
