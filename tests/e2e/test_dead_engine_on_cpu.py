@@ -1,12 +1,5 @@
 """What becomes of a run whose rollout engine dies."""
 
-from importlib.util import find_spec
-
-import pytest
-
-missing = [name for name in ("verl", "vllm") if find_spec(name) is None]  # to import them here would take seconds
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(missing), reason=f"needs {missing}")]
-
 
 def test_an_engine_that_dies_ends_the_run(workbench):
     """The first answer that is scored takes the engine of its run with it."""

@@ -4,13 +4,9 @@ import json
 import random
 import secrets
 import signal
-from importlib.util import find_spec
 
 import pytest
 import torch
-
-missing = [name for name in ("verl", "vllm") if find_spec(name) is None]  # to import them here would take seconds
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(bool(missing), reason=f"needs {missing}")]
 
 NVFP4 = ["+rollout=nvfp4", "+aqn.enabled=true", "+aqn.sigma_start=1e-2", "+aqn.sigma_end=1e-3"]
 SHARE = "actor_rollout_ref.actor.fsdp_config.qerl.share_base"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl_qerl.nvfp4.experts import FAMILIES
+from verl_qerl.nvfp4.experts import FAMILIES, number_of_experts
 
 _OTHERS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
@@ -45,8 +45,8 @@ class ModelShape:
         names = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
         family = config.get("model_type")
         sparse = family in FAMILIES
-        if sparse and config.get("num_local_experts"):  # what transformers 5 calls it
-            config = {**config, "num_experts": config["num_local_experts"]}
+        if sparse:
+            config = {**config, "num_experts": number_of_experts(config)}
         missing = [name for name in (*names, *(_EXPERTS if sparse else ())) if not config.get(name)]
         if missing:
             raise ValueError(

@@ -7,6 +7,7 @@ gate and up of one expert with one global scale, which is what vLLM's kernel exp
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from verl_qerl.errors import CheckpointFormatError
 
@@ -47,7 +48,7 @@ def check_experts(where: str, config: Mapping, names: Iterable[str]) -> None:
     found: dict[str, set[tuple[int, str]]] = defaultdict(set)
     for layer, expert, linear in linears_of_experts(where, names):
         found[layer].add((expert, linear))
-    count = config.get("num_experts", config.get("num_local_experts"))
+    count = number_of_experts(config)
     if not isinstance(count, int):
         raise CheckpointFormatError(
             f"{where} does not say how many experts it has: num_experts={count} in config.json. A number is accepted."
@@ -62,6 +63,11 @@ def check_experts(where: str, config: Mapping, names: Iterable[str]) -> None:
                 f" {where}, first difference 'experts.{e}.{linear}'. All of {count} experts are needed."
                 " Check that config.json belongs to these weights, or download the model again."
             )
+
+
+def number_of_experts(config: Mapping[str, Any]) -> Any:
+    """`num_experts` of config.json, or what transformers 5 calls it; None where neither is."""
+    return config.get("num_experts", config.get("num_local_experts"))
 
 
 def linears_of_experts(where: str, names: Iterable[str]) -> list[tuple[str, int, str]]:
