@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-READMES = [ROOT / "README.md", ROOT / "patches" / "README.md", *sorted((ROOT / "recipes").rglob("README.md"))]
+FOLDERS = ("patches", "recipes", "tests", "verl_qerl")
+READMES = [ROOT / "README.md", *(page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("README.md")))]
 SCRIPT = re.compile(r"\b(?:bash|sh|python3?)[ \t]+(?:-[a-z]+[ \t]+)*([A-Za-z0-9_.][A-Za-z0-9_./-]*\.(?:sh|py))\b")
 MODULE = re.compile(r"\bpython3? -m (verl_qerl(?:\.\w+)*)(?: ([a-z][a-z_]*))?")
 LINK = re.compile(r"(?<!\\)\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", flags=re.M)
 
 each_readme = pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
 
@@ -47,6 +49,35 @@ def test_relative_links_resolve(readme):
     assert not missing, f"{readme.relative_to(ROOT)} links to what is not in the tree: {missing}"
 
 
+@each_readme
+def test_sections_that_are_linked_exist(readme):
+    missing = []
+    for link in LINK.findall(read(readme)):
+        target, _, anchor = link.partition("#")
+        if anchor and not re.match(r"[a-z]+:", link):
+            page = readme.parent / target if target else readme
+            if anchor not in {slug(heading) for heading in HEADING.findall(read(page))}:
+                missing.append(link)
+    assert not missing, f"{readme.relative_to(ROOT)} links to sections that do not exist: {missing}"
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading: links as their text, punctuation gone, spaces as hyphens."""
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+    return re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+
+
+def test_every_readme_is_reached_from_the_first():
+    found, todo = set(), [READMES[0]]
+    while todo:
+        page = todo.pop()
+        if page not in found and page.name == "README.md" and page.is_file():
+            found.add(page)
+            links = [link.partition("#")[0] for link in LINK.findall(read(page)) if not re.match(r"[a-z]+:", link)]
+            todo += [(page.parent / link).resolve() for link in links if link]
+    assert not (lost := set(READMES) - found), f"no page links to {sorted(map(str, lost))}"
+
+
 def test_the_patterns_see_what_they_are_for():
     text = (
         "Run `bash recipes/a/run.sh`, then\n\n    python -u tools/x.py --a 1\n    python -m verl_qerl plot a\n[b](c.md)"
@@ -54,3 +85,4 @@ def test_the_patterns_see_what_they_are_for():
     assert SCRIPT.findall(text) == ["recipes/a/run.sh", "tools/x.py"]
     assert MODULE.findall(text) == [("verl_qerl", "plot")]
     assert LINK.findall(text) == ["c.md"]
+    assert slug("verl's rollout [correction](a.md), `x=1`") == "verls-rollout-correction-x1"

@@ -1,4 +1,4 @@
-"""The README's table of options is that of the code."""
+"""The tables of options in the documentation are those of the code."""
 
 import re
 from dataclasses import fields
@@ -11,11 +11,12 @@ from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.algos.mismatch import MismatchConfig
 from verl_qerl.algos.uaq import UAQConfig
 
-README = Path(__file__).parents[2] / "README.md"
+PACKAGE = Path(__file__).parents[2] / "verl_qerl"
+PAGES = (PACKAGE / "verl_plugin" / "README.md", PACKAGE / "algos" / "README.md")
 
 
 def rows() -> dict[str, str]:
-    text = README.read_text(encoding="utf-8")
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     return dict(re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", text, flags=re.M))
 
 

@@ -1,0 +1,96 @@
+"""Tables of the READMEs that come from result files of bench_rollout.py, written in place.
+
+    python tests/bench/readme_tables.py
+
+fills what stands between `<!-- rollout KIND FILE... -->` and `<!-- end -->` in README.md and
+tests/bench/results/README.md; files are relative to the README. KIND is `speed` (a row for each arm: times as fast as
+stock bf16 + LoRA of the same file) or `all` (rollout_report.tables). tests/sanity holds that nothing is out of date.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from rollout_report import ARMS, BASELINE, tables
+
+ROOT = Path(__file__).parents[2]
+READMES = (ROOT / "README.md", ROOT / "tests" / "bench" / "results" / "README.md")
+LABELS = {
+    "bf16_lora_ours": "bf16, our LoRA path",
+    "nvfp4_lora_stock": "NVFP4, stock (Marlin)",
+    "fp8_lora_stock": "FP8, stock",
+    "nvfp4_lora_ours": "**NVFP4, verl_qerl**",
+}
+_BLOCK = re.compile(r"(<!-- rollout (speed|all) ([^>]+?) -->\n).*?(<!-- end -->)", flags=re.S)
+
+
+def filled(readme: Path, text: str) -> str:
+    """`text` of `readme` with every block made anew from its files."""
+
+    def fill(block: re.Match[str]) -> str:
+        data = [json.loads((readme.parent / name).read_text(encoding="utf-8")) for name in block[3].split()]
+        made = speed(data) if block[2] == "speed" else "\n\n".join(map(tables, data))
+        return f"{block[1]}\n{made}\n\n{block[4]}"
+
+    return _BLOCK.sub(fill, text)
+
+
+def speed(files: list[dict[str, Any]]) -> str:
+    """A row for each model and arm of `files`: decode steps, and the long-tailed rollout's tokens per second.
+
+    Raises:
+        ValueError: A file has several prompts or contexts of a batch.
+    """
+    rows = [row for data in files for row in data["rows"]]
+    batches = sorted({row["batch"] for row in rows if row["context"] != "realistic"})
+    columns = [*batches, "realistic"]
+    lines = [f"| sequences at once | {' | '.join(map(str, batches))} | long-tailed rollout |"]
+    lines.append("|---|" + "---|" * (len(batches) + 1))
+    for data in files:
+        values = measured(data["rows"])
+        for model in sorted({row["model"] for row in data["rows"]}):
+            base = {column: values.get((model, BASELINE, column)) for column in columns}
+            cells = [absolute(base[column], column) for column in columns]
+            lines.append(f"| {model}: bf16, stock | {' | '.join(cells)} |")
+            for arm in (arm for arm in ARMS if arm in LABELS):
+                cells = [times(values.get((model, arm, column)), base[column], column) for column in columns]
+                if any(cell != "-" for cell in cells):
+                    lines.append(f"| {model}: {LABELS[arm]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def measured(rows: list[dict[str, Any]]) -> dict[tuple[str, str, int | str], float]:
+    """ms per decode step by (model, arm, batch), and tokens per second by (model, arm, "realistic")."""
+    found: dict[tuple[str, str, int | str], float] = {}
+    for row in rows:
+        whole = row["context"] == "realistic"
+        key = (row["model"], row["arm"], "realistic" if whole else row["batch"])
+        if key in found:
+            raise ValueError(f"{key} was measured twice, with several prompts or contexts: a row has room for one.")
+        found[key] = row["tokens_per_s"] if whole else row["decode_ms_per_step"]
+    return found
+
+
+def absolute(value: float | None, column: int | str) -> str:
+    """Of the baseline, with its unit; `-` where it was not measured."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f} tokens/s" if column == "realistic" else f"{value:.2f} ms"
+
+
+def times(value: float | None, base: float | None, column: int | str) -> str:
+    """How many times as fast as the baseline; `-` where one of the two was not measured."""
+    if value is None or base is None:
+        return "-"
+    return f"{value / base if column == 'realistic' else base / value:.2f}x"
+
+
+def main() -> None:
+    for readme in READMES:
+        text = readme.read_text(encoding="utf-8")
+        readme.write_text(filled(readme, text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Tables and figures of the READMEs are those of the result files."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+H200 = ROOT / "tests" / "bench" / "results" / "h200"
+PAGES = (ROOT / "README.md", ROOT / "tests" / "bench" / "results" / "README.md")
+
+
+@pytest.fixture(scope="module")
+def made(bench) -> ModuleType:
+    import readme_tables
+
+    return readme_tables
+
+
+def result(name: str) -> Any:
+    return json.loads((H200 / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def row(arm: str, batch: int, value: float, context: int | str = 384) -> dict[str, Any]:
+    whole = context == "realistic"
+    measured = {"decode_ms_per_step": None if whole else value, "tokens_per_s": value}
+    return {"arm": arm, "model": "7B", "batch": batch, "context": context} | measured
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tables_of_rollouts_are_those_of_their_files(made, page):
+    text = page.read_text(encoding="utf-8")
+    assert "<!-- rollout " in text
+    assert made.filled(page, text) == text, "run: python tests/bench/readme_tables.py"
+
+
+def test_an_arm_is_as_many_times_as_fast_as_the_baseline_of_its_file(made):
+    rows = [row("bf16_lora_stock", 1, 6.0), row("nvfp4_lora_ours", 1, 3.0), row("fp8_lora_stock", 32, 5.0)]
+    rows += [row("bf16_lora_stock", 8, 100.0, "realistic"), row("nvfp4_lora_ours", 8, 150.0, "realistic")]
+    assert made.speed([{"rows": rows}]).splitlines()[2:] == [
+        "| 7B: bf16, stock | 6.00 ms | - | 100 tokens/s |",
+        "| 7B: **NVFP4, verl_qerl** | 2.00x | - | 1.50x |",
+    ]
+
+
+def test_a_cell_is_of_one_measurement(made):
+    rows = [row("bf16_lora_stock", 1, 6.0), row("bf16_lora_stock", 1, 7.0, context=1024)]
+    with pytest.raises(ValueError, match="measured twice"):
+        made.speed([{"rows": rows}])
+
+
+@pytest.mark.parametrize("name", ["7b_24gib", "14b_40gib", "32b_80gib"])
+def test_memory_and_time_of_a_capped_step(name):
+    data, size = result(f"train_step_{name}"), name.partition("_")[0].upper()
+    peak, later = f"{data['peak_gib']:.1f} GiB", f"{data['steps'][-1]['step_s']:.0f} s"
+    (line,) = (line for line in PAGES[0].read_text().splitlines() if line.startswith(f"| {size} |"))
+    assert f"**{peak}** | {later}" in line
+    (line,) = (line for line in PAGES[1].read_text().splitlines() if line.startswith(f"| {size} inside "))
+    assert f"{later} (the first {data['steps'][0]['step_s']:.0f} s), {peak}" in line
+    assert data["peak_gib"] < data["cap_gib"]
+
+
+def test_the_step_beside_stock_verl():
+    parts = []
+    for name in ("ours", "bf16"):
+        data = result(f"train_step_7b_{name}")
+        step = data["steps"][-1]
+        times = [step["phases"][phase]["seconds"] for phase in ("gen", "old_log_prob", "update_actor")]
+        parts.append((f"{step['step_s']:.1f}", [f"{seconds:.1f}" for seconds in times], f"{data['peak_gib']:.1f} GiB"))
+    (ours, (gen, log_probs, update), peak), (stock, others, other_peak) = parts
+    text = PAGES[0].read_text()
+    assert f"**{ours} s** (rollout {gen}, log-probs {log_probs}, update {update}; {peak})" in text
+    assert f"against {stock} s ({', '.join(others)}; {other_peak})" in text
+
+
+def test_the_mismatch_of_a_trained_model():
+    arms = {row["arm"]: row["mean_abs_log_prob_difference"] for row in result("mismatch")["arms"]}
+    ours, stock = (f"{arms[arm]:.1e}".replace("e-0", "e-") for arm in ("nvfp4", "bf16"))
+    assert f"{ours}, where bf16 has {stock}" in PAGES[0].read_text()
+    assert f"{ours}, with or without float32 norms | {stock} bf16" in PAGES[1].read_text()
+
+
+def test_an_adapter_on_its_way():
+    ms = result("adapter_sync_7b")["ms"]
+    assert f"| {ms['ours']['total']:.0f} ms | {ms['verl']['total']:.0f} ms verl's way |" in PAGES[1].read_text()
