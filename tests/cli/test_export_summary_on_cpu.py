@@ -15,7 +15,10 @@ def quantized(error: float, update: float, log_probs=None):
 
 def test_an_adapter_is_told_in_a_line():
     text = summary(BASE | {"layers": {"a": {}, "b": {}}})
-    assert text == "adapter: r=8, scaling 2, 2 linears; base 0123, as the checkpoint names it"
+    assert text == (
+        "adapter: r=8, scaling 2, 2 linears; base 0123, as the checkpoint names its packed linears"
+        " (the base's other tensors are not compared)"
+    )
 
 
 def test_what_is_not_known_or_not_usual_is_said():

@@ -88,6 +88,21 @@ def test_a_checkpoint_that_names_no_base_wants_one(trained):
         open_base(None, open_checkpoint(trained("stock-bf16-full").actor))
 
 
+@pytest.mark.parametrize("case", ["stock-bf16-full", "uaq-bf16-all"])
+def test_a_packed_base_is_not_what_a_run_on_dense_weights_saw(trained, models, case):
+    checkpoint = open_checkpoint(trained(case).actor)
+    with pytest.raises(ValueError, match=r"^the checkpoint was not trained on a packed base: .* is in nvfp4, "):
+        open_base(str(models / "nvfp4"), checkpoint)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_diverged_is_not_merged(trained, value):
+    checkpoint = open_checkpoint(trained("uaq-bf16-all").actor)
+    others = dict(checkpoint.others) | {"model.norm.weight": torch.full((128,), value)}
+    with pytest.raises(CheckpointFormatError, match=r"^the checkpoint holds NaN or infinite values: 'model.norm"):
+        merge_of(replace(checkpoint, others=others)).run()
+
+
 def test_what_was_trained_besides_the_adapter_is_taken_and_named(trained):
     checkpoint = open_checkpoint(trained("ours-bf16-full").actor)
     norm = "model.layers.0.input_layernorm.weight"

@@ -189,6 +189,8 @@ def test_groups_are_those_that_vllm_fuses() -> None:
 def test_activation_scales_are_recognized() -> None:
     assert is_activation_scale("a.input_scale")
     assert is_activation_scale("a.input_global_scale")
+    assert is_activation_scale("a.self_attn.k_proj.k_scale")
+    assert not is_activation_scale("a.self_attn.k_scale")  # vLLM's own place for it: what loads it decides
     assert not is_activation_scale("a.weight_scale")
 
 

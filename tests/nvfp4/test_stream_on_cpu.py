@@ -116,14 +116,14 @@ def compressed_tensors_file() -> dict[str, torch.Tensor]:
 
 
 def modelopt_file() -> dict[str, torch.Tensor]:
-    """As ModelOpt writes W4A4: codes named `weight`, the decode scale, and scales of activations."""
+    """As ModelOpt writes W4A4: codes named `weight`, the decode scale, scales of activations and of a KV cache."""
     tensors = {name: bf16_tensors()[name] for name in PLAIN}
     for module, item in packed().items():
         tensors[f"{module}.weight"] = item.codes
         tensors[f"{module}.weight_scale"] = item.block_scale
         tensors[f"{module}.weight_scale_2"] = item.global_decode_scale.clone()
         tensors[f"{module}.input_scale"] = torch.tensor(0.5)
-    return tensors
+    return tensors | {f"{module}.{module[-6]}_scale": torch.tensor(1.0) for module in QKV[1:]}
 
 
 @pytest.mark.parametrize("num_shards", [1, 5])

@@ -129,9 +129,9 @@ def export_checkpoint(
     check_absent(out)
     trained = open_checkpoint(checkpoint)
     found = open_base(base, trained)
-    check_base(form, found, bool(options.prompts))
     adapter = read_adapter(trained, found.shapes)
     check_trained(form, trained, adapter)
+    check_base(form, found, bool(options.prompts))
     started = time.perf_counter()
     with new_directory(out) as folder:
         export = _Export(folder, form, found, adapter, trained, options, pick_device(options.device))
@@ -229,7 +229,8 @@ class _Export:
                 f"an adapter alone cannot hold this checkpoint: {merge.changed[0]!r} was trained too "
                 f"({len(merge.changed)} tensors besides LoRA). Merged models can. Use --to merged-bf16."
             )
-        write_peft(self.folder, self.adapter, self.base.name)
+        name = self.base.name  # a directory is found from everywhere, a hub id is no path
+        write_peft(self.folder, self.adapter, str(Path(name).absolute()) if Path(name).is_dir() else name)
 
     def _write_model(
         self,

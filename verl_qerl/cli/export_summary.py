@@ -10,7 +10,11 @@ def summary(report: Mapping[str, Any]) -> str:
     lines = [
         f"{trained}{len(report['layers'])} linears; base "
         f"{report['base_digest'] or 'not packed'}, "
-        f"{'as the checkpoint names it' if report['base_digest_checked'] else 'which the checkpoint does not name'}"
+        + (
+            "as the checkpoint names its packed linears (the base's other tensors are not compared)"
+            if report["base_digest_checked"]
+            else "which the checkpoint does not name"
+        )
     ]
     if report["changed_besides_the_adapter"]:
         lines.append(

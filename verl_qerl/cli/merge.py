@@ -96,7 +96,7 @@ def open_base(path: str | Path | None, checkpoint: Checkpoint) -> Base:
         checkpoint: From `open_checkpoint`.
 
     Raises:
-        ValueError: No base is named, or it cannot be read.
+        ValueError: No base is named, it cannot be read, or it is packed and that of the run was not.
     """
     record = checkpoint.record
     named = record.base if record else (checkpoint.uaq or {}).get("base")
@@ -112,6 +112,11 @@ def open_base(path: str | Path | None, checkpoint: Checkpoint) -> Base:
     linears = packed_names(source, form, record.ignore if record else None)
     if source.format is None:
         return Base(name, source, record, linears, record is not None, _bf16(source.specs))
+    if record is None:
+        raise ValueError(
+            f"the checkpoint was not trained on a packed base: base={name} is in {source.format}, with"
+            f" {checkpoint.folder}. The bf16 model is accepted. Name the model.path of the run with --base."
+        )
     return Base(name, source, record, linears, True, _dense_specs(source, linears))
 
 
@@ -223,6 +228,11 @@ class Merge:
         if trained is None:
             return tensor
         trained = trained.to(tensor.device)
+        if not bool(trained.isfinite().all()):
+            raise CheckpointFormatError(
+                f"the checkpoint holds NaN or infinite values: {name!r}. Finite ones are accepted. The run diverged:"
+                " export an earlier step."
+            )
         if not torch.equal(trained, tensor.to(trained.dtype)):
             self.changed.append(name)
             module = name.removesuffix(".weight")

@@ -36,7 +36,8 @@ PARTS = {
 }
 # compressed-tensors' name of a neighbour's layout -> name of the weight format; `formats` has what is behind them.
 SIBLINGS = {"int-quantized": "int8", "float-quantized": "fp8", "mxfp4-pack-quantized": "mxfp4"}
-_ACTIVATION_SCALES = ("input_scale", "input_global_scale")  # W4A4 files; our rollouts keep activations in bf16
+# Of W4A4 files, and ModelOpt's of a KV cache in FP8, beside k and v; our rollouts keep activations and cache in bf16.
+_ACTIVATION_SCALES = ("input_scale", "input_global_scale", "k_proj.k_scale", "v_proj.v_scale")
 
 
 def quantization_config(ignore: Sequence[str] = DEFAULT_IGNORE) -> dict:
@@ -223,8 +224,8 @@ def from_tensors(module: str, tensors: dict[str, torch.Tensor], layout: str) -> 
 
 
 def is_activation_scale(name: str) -> bool:
-    """Whether the tensor belongs to W4A4 activation quantization, which weight-only rollouts do not use."""
-    return name.rpartition(".")[2] in _ACTIVATION_SCALES
+    """Whether the tensor scales activations or a KV cache, which weight-only rollouts do not quantize."""
+    return name.endswith(tuple(f".{scale}" for scale in _ACTIVATION_SCALES))
 
 
 def check_fused(weights: dict[str, PackedWeight]) -> None:
