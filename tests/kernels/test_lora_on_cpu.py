@@ -6,7 +6,11 @@ import sys
 
 import pytest
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
+from verl_qerl.kernels import lora
 from verl_qerl.kernels.lora import MAX_SPLITS, lora_expand, lora_shrink, member_of_tile, num_splits
 
 ACTIVE, NONE = torch.tensor([False]), torch.tensor([True])
@@ -15,18 +19,18 @@ CASES = [
     (rows, slices, rank)
     for rows in (1, 16, 17, 65, 1025)
     for slices, rank in (((128, 32, 32), 8), ((64, 64), 16), ((48,), 32))
-]
+] + [(17, (32, 16), 320)]
 # Half, not bf16: the interpreter multiplies bf16 as integers.
 SCRIPT = """
 import sys
 import torch
-from verl_qerl.kernels.lora import MAX_SPLITS, launch_expand, launch_shrink
+from verl_qerl.kernels.lora import launch_expand, launch_shrink
 
 cases, empty = torch.load(sys.argv[1]), torch.empty
 torch.empty = lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan"))
 outputs = []
 for x, a, y, b, members, slots, bias in cases:
-    partial = torch.full((MAX_SPLITS, x.shape[0], a.shape[0]), float("nan"))
+    partial = torch.full((x.shape[0] + 960, a.shape[0]), float("nan"))
     launch_shrink(x, a, partial)
     outputs.append((partial, launch_expand(y, partial, b, members, slots, bias, x.shape[1])))
 torch.save(outputs, sys.argv[2])
@@ -82,13 +86,64 @@ def test_kernels_agree_with_the_reference_and_write_everything(tmp_path):
         CASES, inputs, torch.load(tmp_path / "out.pt"), strict=True
     ):
         splits = num_splits(case[0], x.shape[1])
-        assert partial[splits:].isnan().all(), case
         reference = lora_shrink(x, a, ACTIVE)
-        torch.testing.assert_close(partial[:splits].sum(0), reference.sum(0), rtol=1e-5, atol=1e-4)
-        partial[splits:] = 0
+        assert partial.shape == reference.shape
+        assert partial[splits * len(x) :].isnan().all(), case
+        parts = partial[: splits * len(x)].view(splits, len(x), -1)
+        torch.testing.assert_close(parts.sum(0), reference[: len(x)], rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(
             out, lora_expand(y, partial, b, members, slots, ACTIVE, bias, x.shape[1]), rtol=2e-3, atol=1e-2
         )
+
+
+@pytest.mark.parametrize(("capability", "limit"), [(89, 101376), (90, 232448)])
+def test_kernels_fit_the_shared_memory_of_every_gpu(capability, limit, monkeypatch):
+    """Compiled, not run."""
+    for rows, slices, rank in ((16, (3584, 512, 512), 32), (64, (18944, 18944), 64), (64, (3584,), 512)):
+        with monkeypatch.context() as patched:
+            found = launched(patched, limit, rows, slices, rank)
+        for name, options in found:
+            assert compiled(name, options, capability) <= limit, (name, options)
+
+
+def launched(monkeypatch, limit: int, rows: int, slices: tuple[int, ...], rank: int) -> list[tuple[str, dict]]:
+    """(kernel, constants and options) that the product would be launched with where `limit` bytes are shared."""
+    found = []
+
+    class Recorder:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid):
+            return lambda *args, **options: found.append((self.name, options))
+
+    monkeypatch.setattr(lora, "_shared_bytes", lambda _: limit)
+    for name in ("_shrink_kernel", "_expand_kernel"):
+        monkeypatch.setattr(lora, name, Recorder(name))
+    x, N = torch.empty(rows, 3584, dtype=torch.bfloat16), sum(slices)
+    a, b = x.new_empty(len(slices) * rank, x.shape[1]), x.new_empty(N, rank)
+    partial = lora_shrink(x, a, NONE)
+    lora.launch_shrink(x, a, partial)
+    slots = torch.zeros(rows, dtype=torch.int64)
+    lora.launch_expand(x.new_empty(rows, N), partial, b, member_of_tile(slices, "cpu"), slots, None, x.shape[1])
+    return found
+
+
+def compiled(name: str, options: dict, capability: int) -> int:
+    """Bytes of shared memory of a kernel's thread block."""
+    kernel = getattr(lora, name)
+    settings = {key: options[key] for key in ("num_warps", "num_stages") if key in options}
+    constants = {key: value for key, value in options.items() if key not in settings}
+    types = {"partial_ptr": "*fp32", "members_ptr": "*i32", "slots_ptr": "*i64"}
+    types |= {"out_ptr": "*fp32"} if name == "_shrink_kernel" else {}
+    signature = {
+        key: "constexpr" if key in constants else types.get(key, "*bf16" if key.endswith("_ptr") else "i32")
+        for key in kernel.arg_names
+    }
+    any_number = {*constants, "M", "splits"}
+    whole = {(i,): [["tt.divisibility", 16]] for i, key in enumerate(signature) if key not in any_number}
+    source = ASTSource(kernel, signature, constants, whole)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=settings).metadata.shared
 
 
 def test_without_an_adapter_only_the_bias_is_added():

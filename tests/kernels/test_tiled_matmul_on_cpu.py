@@ -66,6 +66,23 @@ def test_blocks_that_others_wait_for_all_run(tokens, K, columns, monkeypatch):
             assert split == 1 or split * tokens * columns * 4 <= 96 << 10
 
 
+# Groups of multiprocessors of a GPU, which a cluster does not leave: a H200's, and those of parts with fewer.
+GROUPS = ([16] * 6 + [18] * 2, [14] * 7 + [16], [16] * 6 + [18], [10] * 7 + [8], [15] * 8)
+
+
+@pytest.mark.parametrize("groups", GROUPS, ids=str)
+@pytest.mark.parametrize("low_tokens", [64, 32])  # whether X A^T goes through the ring
+def test_blocks_that_others_wait_for_run_where_clusters_fit(groups, low_tokens, monkeypatch):
+    monkeypatch.setattr(tiled_matmul, "_LOW_TOKENS", low_tokens)
+    for tokens, split in product((16, 64, 128), (1, 2, 3, 4, 6, 8)):
+        for pieces, of_block, blocks in SHAPES[tokens]:
+            launch = Launch(pieces, of_block, split, blocks)
+            resident = sum(size * blocks // split for size in groups) * split
+            for columns, grid in product((96, 384), (split, 85, 132, 1000)):
+                _, tasks, workers = tiled_matmul.low_rank_tasks(tokens, 4096, columns, launch, grid, sum(groups))
+                assert min(tasks, workers, grid) <= resident
+
+
 def test_the_memory_that_blocks_share_is_float32_while_vllm_loads_in_bf16(monkeypatch):
     monkeypatch.setattr(tiled_matmul, "_multiprocessors", lambda device: 132)
     torch.set_default_dtype(torch.bfloat16)

@@ -4,20 +4,24 @@ vLLM's own kernels gather tokens by adapter, add with atomics and take twelve la
 the same adapter or none, so A and B of a fused linear (q,k,v or gate,up) are stacked, and a mask per token is enough.
 
 M tokens, K in_features, N out_features, R rank, L members of a fused linear:
-    shrink   partial[s] = x A^T over the s-th part of K             A [L R, K]   partial [S, M, L R] float32
+    shrink   partial[s] = x A^T over the s-th part of K             A [L R, K]   partial [S M, L R] float32
     expand   y + bias + bf16(sum_s partial[s])_member B^T           B [N, R]
 The sum over s runs in a fixed order: the same input gives the same bits. It is rounded to bf16 as PEFT's is under
 autocast.
 """
 
+import functools
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-MAX_SPLITS = 16  # parts of K; the first dimension of `partial`, of which large batches use fewer
+MAX_SPLITS = 16  # parts of K
 _TRITON_TOKENS = 64  # cuBLAS takes more
+# Rows of `partial` beyond M: a size that is M plus a constant is the same expression for every M.
+_MORE_ROWS = (MAX_SPLITS - 1) * _TRITON_TOKENS
+_STAGED_BYTES = 112 * 1024  # of shared memory, that `shrink` wants for 16 tokens, 128 rows of A and four stages
 _TILES = (128, 64, 32, 16)  # columns that a program of `expand` owns; all belong to one member
 
 
@@ -61,17 +65,17 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, none_active: torch.Tensor) -> 
         none_active: One bool on the CPU; true skips the work (read by the host, so constant within a CUDA graph).
 
     Returns:
-        [MAX_SPLITS, M, L R] float32, of which `num_splits(M, K)` parts are written.
+        [>= S M, L R] float32, S = `num_splits(M, K)`: M rows of each part, one part after the other.
     """
-    partial = x.new_zeros((MAX_SPLITS, x.shape[0], a.shape[0]), dtype=torch.float32)
+    partial = x.new_zeros((x.shape[0] + _MORE_ROWS, a.shape[0]), dtype=torch.float32)
     if not none_active.item():
-        partial[0] = x.float() @ a.float().T
+        partial[: x.shape[0]] = x.float() @ a.float().T
     return partial
 
 
 @lora_shrink.register_kernel("cuda")
 def _shrink_cuda(x: torch.Tensor, a: torch.Tensor, none_active: torch.Tensor) -> torch.Tensor:
-    partial = torch.empty((MAX_SPLITS, x.shape[0], a.shape[0]), dtype=torch.float32, device=x.device)
+    partial = torch.empty((x.shape[0] + _MORE_ROWS, a.shape[0]), dtype=torch.float32, device=x.device)
     if not none_active.item():
         launch_shrink(x, a, partial)
     return partial
@@ -79,7 +83,7 @@ def _shrink_cuda(x: torch.Tensor, a: torch.Tensor, none_active: torch.Tensor) ->
 
 @lora_shrink.register_fake
 def _shrink_fake(x: torch.Tensor, a: torch.Tensor, none_active: torch.Tensor) -> torch.Tensor:
-    return x.new_empty((MAX_SPLITS, x.shape[0], a.shape[0]), dtype=torch.float32)
+    return x.new_empty((x.shape[0] + _MORE_ROWS, a.shape[0]), dtype=torch.float32)
 
 
 @torch.library.custom_op("verl_qerl::lora_expand", mutates_args=())
@@ -110,8 +114,10 @@ def lora_expand(
     """
     total = y.float() if bias is None else y.float() + bias.float()
     if not none_active.item():
-        has_adapter = slots[: y.shape[0]] >= 0
-        low = partial.sum(0).to(y.dtype).float() * has_adapter[:, None]
+        M = y.shape[0]
+        splits = num_splits(M, in_features)
+        parts = partial[: splits * M].view(splits, M, partial.shape[1])
+        low = parts.sum(0).to(y.dtype).float() * (slots[:M] >= 0)[:, None]
         rank, tile = b.shape[1], b.shape[0] // len(members)
         per_row = members.long().repeat_interleave(tile)
         for member in range(low.shape[1] // rank):
@@ -154,7 +160,7 @@ def launch_shrink(x: torch.Tensor, a: torch.Tensor, partial: torch.Tensor) -> No
     """Run the Triton kernel, or cuBLAS for large batches; shapes as in `lora_shrink`, `partial` is written."""
     M, K = x.shape
     if M > _TRITON_TOKENS and x.is_cuda:
-        torch.ops.aten.mm.dtype_out(x, a.T, torch.float32, out=partial[0])
+        torch.ops.aten.mm.dtype_out(x, a.T, torch.float32, out=partial[:M])
         return
     columns = a.shape[0]
     splits = num_splits(M, K)
@@ -162,8 +168,17 @@ def launch_shrink(x: torch.Tensor, a: torch.Tensor, partial: torch.Tensor) -> No
     block_r = min(128, max(16, triton.next_power_of_2(columns)))
     grid = (triton.cdiv(M, rows), triton.cdiv(columns, block_r), splits)
     per_split = triton.cdiv(triton.cdiv(K, splits), block_k) * block_k
-    tile: Any = {"ROWS": rows, "BLOCK_R": block_r, "BLOCK_K": block_k, "num_warps": 4, "num_stages": 4}
+    stages = 4 if _shared_bytes(x.device) >= _STAGED_BYTES else 3
+    tile: Any = {"ROWS": rows, "BLOCK_R": block_r, "BLOCK_K": block_k, "num_warps": 4, "num_stages": stages}
     _shrink_kernel[grid](x, a, partial, M, K, columns, x.stride(0), a.stride(0), per_split, **tile)
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    """Of shared memory that a thread block may have: 99 KiB where compute capability is 8.6, 8.9 or 12.0."""
+    if device.type != "cuda":  # Triton's interpreter
+        return _STAGED_BYTES
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 @triton.jit(do_not_specialize=["M"])  # a batch of any size runs what another has compiled
@@ -211,10 +226,12 @@ def launch_expand(
     """Run the Triton kernel; shapes as in `lora_expand`."""
     M, N = y.shape
     out = torch.empty((M, N), dtype=y.dtype, device=y.device)
-    rank, columns, tile = b.shape[1], partial.shape[2], N // len(members)
+    rank, columns, tile = b.shape[1], partial.shape[1], N // len(members)
     rows = 16 if M <= 16 else 32 if M <= 32 else 64
     grid = (N // tile, triton.cdiv(M, rows))
-    shape: Any = {"ROWS": rows, "TILE": tile, "RANK": max(16, triton.next_power_of_2(rank)), "num_warps": 4}
+    # A part of 256 of the rank is what 99 KiB of shared memory hold beside 64 tokens.
+    part = min(256, max(16, triton.next_power_of_2(rank)))
+    shape: Any = {"ROWS": rows, "TILE": tile, "RANK": part, "PARTS": triton.cdiv(rank, part), "num_warps": 4}
     shape["HAS_BIAS"] = bias is not None
     _expand_kernel[grid](
         y,
@@ -254,22 +271,26 @@ def _expand_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     RANK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     tile = tl.program_id(0)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     n = tile * TILE + tl.arange(0, TILE)
-    r = tl.arange(0, RANK)
-    in_rank, in_rows = r < rank, m < M
+    in_rows = m < M
     member = tl.load(members_ptr + tile)
-    b = tl.load(b_ptr + n[None, :] * rank + r[:, None], mask=in_rank[:, None], other=0.0)
     y = tl.load(y_ptr + m[:, None].to(tl.int64) * y_stride + n[None, :], mask=in_rows[:, None], other=0.0)
     active = in_rows & (tl.load(slots_ptr + m, mask=in_rows, other=-1) >= 0)
-    part = partial_ptr + m[:, None].to(tl.int64) * columns + member * rank + r[None, :]
-    low = tl.zeros((ROWS, RANK), dtype=tl.float32)
-    for _ in range(0, splits):
-        low += tl.load(part, mask=active[:, None] & in_rank[None, :], other=0.0)
-        part += M * columns
-    total = tl.dot(low.to(b.dtype), b, y.to(tl.float32))
+    total = y.to(tl.float32)
+    for part in tl.static_range(PARTS):
+        r = part * RANK + tl.arange(0, RANK)
+        in_rank = r < rank
+        b = tl.load(b_ptr + n[None, :] * rank + r[:, None], mask=in_rank[:, None], other=0.0)
+        from_split = partial_ptr + m[:, None].to(tl.int64) * columns + member * rank + r[None, :]
+        low = tl.zeros((ROWS, RANK), dtype=tl.float32)
+        for _ in range(0, splits):
+            low += tl.load(from_split, mask=active[:, None] & in_rank[None, :], other=0.0)
+            from_split += M * columns
+        total = tl.dot(low.to(b.dtype), b, total)
     if HAS_BIAS:
         total += tl.load(bias_ptr + n)[None, :].to(tl.float32)
     tl.store(out_ptr + m[:, None].to(tl.int64) * N + n[None, :], total.to(y.dtype), mask=in_rows[:, None])

@@ -31,6 +31,7 @@ _LEAST_STEP = 0.2
 _EXCHANGE = 1.0  # microseconds
 _ALONE = 1.2  # where a warp waits for products that are short, or has no other warpgroup beside it
 _MULTIPROCESSORS = (16,) * 6 + (18,) * 2  # of an H200, by the groups that a cluster fits into
+H200_MULTIPROCESSORS = sum(_MULTIPROCESSORS)
 _STEP = 64  # of K, what a kernel takes at a time
 STREAM = 0  # `split` of Launch
 _SPLITS = (1, 2, 3, 4, 6, 8)  # clusters of 5 and 7 were always slower
@@ -82,11 +83,11 @@ def launch_candidates(N: int, K: int, tokens: int) -> list[Launch]:
         streams = launch.split == STREAM
         tiles = -(-N // (launch.columns * beside)) * beside * (tokens // rows)
         parts = tiles * (1 if streams else launch.split)
-        together = launch.blocks if streams else min(launch.blocks, -(-parts // sum(_MULTIPROCESSORS)))
+        together = launch.blocks if streams else min(launch.blocks, -(-parts // H200_MULTIPROCESSORS))
         alone = (launch.pieces == 1 and rows <= 64) or launch.groups * together == 1
         each = max(_LEAST_STEP, step * launch.columns * together / 256 * (_ALONE if alone else 1))
         if streams:
-            return fixed + _EXCHANGE + -(-tiles * steps // (sum(_MULTIPROCESSORS) * launch.blocks)) * each
+            return fixed + _EXCHANGE + -(-tiles * steps // (H200_MULTIPROCESSORS * launch.blocks)) * each
         # A cluster stays within one group of multiprocessors.
         at_once = sum(size * launch.blocks // launch.split for size in _MULTIPROCESSORS)
         return -(-tiles // at_once) * (fixed + -(-steps // launch.split) * each)

@@ -14,6 +14,7 @@ import torch
 from verl_qerl.kernels.launch import Kernel, read_source, tensor_map
 from verl_qerl.kernels.low_rank import low_rank, low_rank_kernel
 from verl_qerl.kernels.tiled_launch import (
+    H200_MULTIPROCESSORS,
     SHAPES,
     STREAM,
     TOKENS,
@@ -170,7 +171,9 @@ def low_rank_tasks(
     tokens = padded_rows(M)
     given = _is_given(tokens)
     # So few that they all run at the same time, wherever clusters fit: the others wait for them. A stream's all do.
-    workers = grid if given and launch.split == STREAM else min(grid, multiprocessors * launch.blocks * 3 // 4)
+    # On a H200 clusters fit onto three quarters at least; a group of multiprocessors that holds one, onto half of it.
+    shares = 3 if multiprocessors == H200_MULTIPROCESSORS or launch.split == STREAM else 2
+    workers = grid if given and launch.split == STREAM else min(grid, multiprocessors * launch.blocks * shares // 4)
     tiles = -(-M // 16) * -(-columns // (8 * _low_tiles(tokens)))
     most = _SUMS_BYTES if given else _LOW_BYTES
     split = 1
