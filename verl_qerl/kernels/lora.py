@@ -281,7 +281,7 @@ def _expand_kernel(
     y = tl.load(y_ptr + m[:, None].to(tl.int64) * y_stride + n[None, :], mask=in_rows[:, None], other=0.0)
     active = in_rows & (tl.load(slots_ptr + m, mask=in_rows, other=-1) >= 0)
     total = y.to(tl.float32)
-    for part in tl.static_range(PARTS):
+    for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
         r = part * RANK + tl.arange(0, RANK)
         in_rank = r < rank
         b = tl.load(b_ptr + n[None, :] * rank + r[:, None], mask=in_rank[:, None], other=0.0)
