@@ -142,6 +142,17 @@ def test_packed_checkpoints_pass_as_they_are(
     assert torch.equal(rest[f"{QKV[0]}.bias"], bf16_tensors()[f"{QKV[0]}.bias"])
 
 
+def test_global_scales_that_are_no_powers_of_two_are_said_once(tmp_path: Path, caplog) -> None:
+    tensors = compressed_tensors_file()
+    list(stream(open_source(save(tmp_path / "ours", spread(tensors, 1), COMPRESSED))))
+    assert not caplog.messages
+    for module in OTHERS:
+        tensors[f"{module}.weight_global_scale"] = tensors[f"{module}.weight_global_scale"] * 1.5
+    list(stream(open_source(save(tmp_path / "theirs", spread(tensors, 1), COMPRESSED))))
+    (message,) = caplog.messages
+    assert f"the global scales of {len(OTHERS)} linears are no powers of two" in message
+
+
 def test_a_packed_weight_without_its_global_scale_is_refused(tmp_path: Path) -> None:
     tensors = compressed_tensors_file()
     del tensors[f"{QKV[2]}.weight_global_scale"]

@@ -5,6 +5,8 @@ of a fused group (q, k, v; gate, up) that are still waiting for each other.
 """
 
 import json
+import logging
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
@@ -20,6 +22,8 @@ from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
 from verl_qerl.nvfp4.groups import in_groups, linears_among
 from verl_qerl.nvfp4.reader import DTYPES, TensorSpec, read_shard
 from verl_qerl.nvfp4.reference import quantize_group
+
+logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -186,6 +190,7 @@ def _stream_packed(source: Source, device: str | torch.device) -> Iterator[tuple
             wanted.setdefault(module, set()).add(name.rpartition(".")[2])
     parts: dict[str, dict[str, torch.Tensor]] = {}
     fused: dict[str, dict[str, PackedWeight]] = {}
+    rounded = 0
     for name, tensor in stored_tensors(source, device):
         module, _, kind = name.rpartition(".")
         if checkpoint.is_activation_scale(name):
@@ -202,7 +207,16 @@ def _stream_packed(source: Source, device: str | torch.device) -> Iterator[tuple
         group[module] = checkpoint.from_tensors(module, parts.pop(module), source.layout)
         if set(group) == modules.intersection(members):
             checkpoint.check_fused(group)
+            rounded += sum(math.frexp(float(weight.global_decode_scale))[0] != 0.5 for weight in group.values())
             yield from fused.pop(key).items()
+    if rounded:
+        logger.warning(
+            "%s: the global scales of %d linears are no powers of two, so that their dense weights are rounded to bf16,"
+            " by the actor and not by every kernel of the rollout: they differ by up to 2**-8 of a weight. Quantize the"
+            " bf16 model with `python -m verl_qerl quantize` for the same weights on both sides.",
+            source.path,
+            rounded,
+        )
 
 
 def packed_modules(source: Source) -> set[str]:
