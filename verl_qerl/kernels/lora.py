@@ -283,12 +283,11 @@ def _expand_kernel(
     total = y.to(tl.float32)
     for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
         r = part * RANK + tl.arange(0, RANK)
-        in_rank = r < rank
-        b = tl.load(b_ptr + n[None, :] * rank + r[:, None], mask=in_rank[:, None], other=0.0)
+        b = tl.load(b_ptr + n[None, :] * rank + r[:, None], mask=(r < rank)[:, None], other=0.0)
         from_split = partial_ptr + m[:, None].to(tl.int64) * columns + member * rank + r[None, :]
         low = tl.zeros((ROWS, RANK), dtype=tl.float32)
         for _ in range(0, splits):
-            low += tl.load(from_split, mask=active[:, None] & in_rank[None, :], other=0.0)
+            low += tl.load(from_split, mask=active[:, None] & (r < rank)[None, :], other=0.0)
             from_split += M * columns
         total = tl.dot(low.to(b.dtype), b, total)
     if HAS_BIAS:
