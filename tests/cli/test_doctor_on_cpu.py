@@ -106,6 +106,24 @@ def test_a_gpu_shows_name_memory_and_capability(monkeypatch: pytest.MonkeyPatch)
     assert doctor.gpu_rows() == [Row("GPU 0", "NVIDIA H200, 140 GiB, sm_90", "any", OK)]
 
 
+def test_flash_attn_that_is_missing_or_broken_is_no_failure(
+    installed: Callable[[dict[str, str]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(GPU_MACHINE)
+    assert doctor.attention_rows() == [Row("flash-attn", "not installed, recipes train with sdpa", "any", SKIP)]
+    installed(GPU_MACHINE | {"flash-attn": "2.8.3"})
+
+    def broken(name: str) -> None:
+        raise ImportError(f"{name}: undefined symbol")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    expected = "2.8.3, recipes train with sdpa: flash_attn: undefined symbol"
+    assert doctor.attention_rows() == [Row("flash-attn", expected, "any", SKIP)]
+    monkeypatch.setattr(importlib, "import_module", lambda name: None)
+    assert doctor.attention_rows() == [Row("flash-attn", "2.8.3", "any", OK)]
+    assert doctor.CHECKS["flash-attn"] is doctor.attention_rows
+
+
 def test_hosts_that_are_not_installed_are_skipped(installed: Callable[[dict[str, str]], None]) -> None:
     installed({"verl-qerl": "0.1.0"})
     rows = [*doctor.verl_rows(), *doctor.vllm_rows(), *doctor.hydra_rows(), *doctor.shim_rows()]

@@ -26,6 +26,8 @@ SCRIPTS = sorted(RECIPES.glob("*/run_qwen2_5_*.sh"))
 FOLDERS = sorted({script.parent for script in SCRIPTS})
 TWINS = ("nvfp4", "bf16")
 SCRIPT_IDS = [f"{script.parent.name}/{script.stem}" for script in SCRIPTS]
+# Recipes would look for flash-attn, and name the folder of the metrics after the time.
+FIXED = {"OMP_NUM_THREADS": "1", "VERL_FILE_LOGGER_ROOT": "/metrics", "ATTENTION": "flash_attention_2"}
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=SCRIPT_IDS)
 each_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 each_twin = pytest.mark.parametrize("twin", TWINS)
@@ -57,7 +59,7 @@ def run_script(script: Path, path: Path | None = None, *args: str, **env: str) -
     return subprocess.run(
         ["bash", str(script), *args],
         cwd="/",
-        env={**known, "PATH": f"{first}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", **env},
+        env={**known, "PATH": f"{first}:{os.environ['PATH']}", **FIXED, **env},
         capture_output=True,
         text=True,
         check=False,
@@ -138,10 +140,8 @@ def test_unknown_twin_is_refused(recorder: Path, script: Path) -> None:
 
 
 def test_scripts_share_their_launch_part() -> None:
-    parts = {
-        script: script.read_text().split("# ---- launch: the same in every recipe ----\n")[1] for script in SCRIPTS
-    }
-    assert len(set(parts.values())) == 1
+    (part,) = {script.read_text().split("# ---- launch: the same in every recipe ----\n")[1] for script in SCRIPTS}
+    assert part.splitlines()[-1] == 'source "$RECIPE_DIR/../launch.sh"'
 
 
 @each_twin
@@ -217,6 +217,7 @@ def test_twins_differ_only_in_what_is_declared(recorder: Path, script: Path) -> 
         rollout = "actor_rollout_ref.rollout"
         declared |= {f"{rollout}.gpu_memory_utilization", f"{rollout}.tensor_model_parallel_size"}
         declared |= {"actor_rollout_ref.model.path", "trainer.n_gpus_per_node"}
+        declared |= {"actor_rollout_ref.model.use_fused_kernels"}  # stock verl's fail under FSDP2
     with initialize_config_dir(config_dir=str(script.parent), version_base=None):
         overlay = flat(compose(config_name="rollout/nvfp4"))
     declared |= {key for key, value in overlay.items() if bf16.get(key, key) != value}
@@ -238,24 +239,6 @@ def test_verl_accepts_every_key(recorder: Path, script: Path, twin: str) -> None
     assert actor.checkpoint.save_lora_only
     assert actor.optim.clip_grad == 0.2  # the one the engine reads; actor.grad_clip is dead
     assert omega_conf_to_dataclass(config.actor_rollout_ref.rollout).n == config.actor_rollout_ref.rollout.n
-
-
-@pytest.mark.parametrize(
-    ("twin", "weights_gb", "trainer_gb", "kv_bytes"),
-    [
-        pytest.param("nvfp4", 20.7, 20.7 + 3.2, 262_144, id="nvfp4-1-gpu"),
-        pytest.param("bf16", 65.5 / 4, (131 + 3.2) / 4, 262_144 / 4, id="bf16-4-gpus"),
-    ],
-)
-def test_32b_fits_in_80_gb(recorder: Path, twin: str, weights_gb: float, trainer_gb: float, kv_bytes: float) -> None:
-    """The arithmetic of recipes/qwen32b_80gb/README.md, GB of 1e9 bytes on one GPU."""
-    config = composed(recorder, RECIPES / "qwen32b_80gb" / "run_qwen2_5_32b_fsdp2.sh", twin)
-    rollout = config.actor_rollout_ref.rollout
-    vllm_gb = rollout.gpu_memory_utilization * 80
-    assert vllm_gb + trainer_gb + 1.5 <= 80  # two CUDA contexts
-    kv_tokens = (vllm_gb - weights_gb - 0.5 - 4) * 1e9 / kv_bytes  # adapter slot; graphs and activations
-    assert kv_tokens >= rollout.n * rollout.max_model_len  # one whole group of answers of full length
-    assert config.actor_rollout_ref.model.enable_gradient_checkpointing
 
 
 @each_folder

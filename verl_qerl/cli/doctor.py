@@ -103,6 +103,18 @@ def gpu_rows() -> list[Row]:
     ]
 
 
+def attention_rows() -> list[Row]:
+    """Which attention the recipes train with; none is no failure."""
+    version, otherwise = _version("flash-attn"), "recipes train with sdpa"
+    if version is None:
+        return [Row("flash-attn", f"not installed, {otherwise}", "any", SKIP)]
+    try:
+        importlib.import_module("flash_attn")
+    except (ImportError, OSError) as error:  # built for another torch
+        return [Row("flash-attn", f"{version}, {otherwise}: {error}", "any", SKIP)]
+    return [Row("flash-attn", version, "any", OK)]
+
+
 def verl_rows() -> list[Row]:
     """Whether `import verl` activates our plugin."""
     if not _version("verl"):
@@ -164,6 +176,7 @@ def _shim_row(shim: Any) -> Row:
 
 CHECKS: dict[str, Callable[[], list[Row]]] = {
     "GPU": gpu_rows,
+    "flash-attn": attention_rows,
     "verl plugin": verl_rows,
     "vLLM plugin": vllm_rows,
     "hydra": hydra_rows,
