@@ -95,3 +95,9 @@ def test_a_baseline_that_cannot_be_subtracted_is_refused(baseline, sentence):
     arms = {"bf16": {1: {"r": {1: 1.0}}}, "int8": {2: {"r": {1: 1.0}}}}
     with pytest.raises(ValueError, match=sentence):
         add_differences({name: summarize(arm) for name, arm in arms.items()}, arms, baseline)
+
+
+def test_the_command_subtracts_the_baseline(tmp_path, capsys):
+    files = [write(tmp_path, f"{arm}-seed1", [reward] * 7) for arm, reward in (("bf16", 0.25), ("int8", 0.5))]
+    assert main(["compare", *map(str, files), "--out", str(tmp_path / "a.png"), "--baseline", "bf16"]) == 0
+    assert "0.25 +- 0 minus the baseline" in capsys.readouterr().out

@@ -40,3 +40,13 @@ def test_a_base_with_scales_of_a_kv_cache_is_written_without_them(trained, model
     (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     export_checkpoint(trained(CASE).actor, tmp_path / "out", "merged-bf16", str(base))
     assert not set(names) & set(open_source(tmp_path / "out").files)
+
+
+def test_a_configuration_of_transformers_4_keeps_its_spelling(trained, models, tmp_path):
+    base = shutil.copytree(models / "bf16", tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    config.pop("dtype")
+    (base / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
+    export_checkpoint(trained("ours-bf16-full").actor, tmp_path / "out", "merged-bf16", str(base))
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (found["torch_dtype"], "dtype" in found) == ("bfloat16", False)

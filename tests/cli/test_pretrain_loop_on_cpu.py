@@ -82,3 +82,10 @@ def test_is_right_agrees_with_verls_reward(text, right):
     gsm8k = pytest.importorskip("verl.utils.reward_score.gsm8k")
     assert is_right(text, "2+3=5\n#### 5") is right
     assert bool(gsm8k.compute_score(text, "5")) is right
+
+
+def test_the_loss_is_weighted(tokenizer, batch):
+    ids, weights = batch
+    slight = torch.where(weights > 0, weights, 1e-6)
+    few, none = (learn(tokenizer, (ids, one), 10)[1].loss for one in (slight, weights))
+    assert few == pytest.approx(none, rel=1e-2)

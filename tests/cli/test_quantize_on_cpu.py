@@ -284,3 +284,13 @@ def test_cuda_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="torch finds no GPU"):
         quantize_checkpoint(make_model(tmp_path / "bf16"), tmp_path / "out", device="cuda")
+
+
+def test_a_mixture_says_that_its_routers_are_not_packed(tmp_path):
+    from verl_qerl.nvfp4.checkpoint import ROUTER
+    from verl_qerl.testing import random_qwen3_moe
+
+    random_qwen3_moe().save_pretrained(tmp_path / "moe")
+    quantize_checkpoint(tmp_path / "moe", tmp_path / "out", device="cpu")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == ["lm_head", ROUTER]

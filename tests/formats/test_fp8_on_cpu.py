@@ -40,3 +40,11 @@ def test_the_error_is_at_most_half_a_step_of_its_binade():
     error = (FORMAT.dequantize(found, torch.float32) - weight.float()).abs()
     allowed = torch.maximum(weight.float().abs() / 16, found["weight_scale"] * 2.0**-10)
     assert bool((error <= allowed * 1.0001).all())
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+def test_both_nans_are_refused(byte):
+    tensors = FP8().quantize(torch.ones(2, 64))
+    tensors["weight"].view(torch.uint8)[1, 3] = byte
+    with pytest.raises(ValueError, match="its codes are not all numbers"):
+        FP8().check_values(tensors)

@@ -75,3 +75,11 @@ def test_scales_and_codes_are_those_of_compressed_tensors():
     packed = {"weight_packed": found["weight_packed"], "weight_scale": found["weight_scale"]}
     decoded = MXFP4PackedCompressor.decompress(packed, scheme)["weight"]
     assert torch.equal(decoded.float(), FORMAT.dequantize(found, torch.float32))
+
+
+@pytest.mark.parametrize("byte", [0, 1, 253, 255])
+def test_exponents_at_both_ends_are_refused(byte):
+    tensors = MXFP4().quantize(torch.ones(2, 64))
+    tensors["weight_scale"][1, 1] = byte
+    with pytest.raises(ValueError, match="its exponents are not all within 125 of 0"):
+        MXFP4().check_values(tensors)

@@ -88,3 +88,18 @@ def test_a_cut_file_is_refused(tmp_path):
     os.truncate(files[0], 100)
     with pytest.raises(CheckpointFormatError, match=r"a shard cannot be read: .*0\.pt"):
         join_optimizer(files)
+
+
+def test_replicas_of_shards_are_read_once():
+    from torch.distributed.tensor import Replicate
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2))
+        shape = {"run_check": False, "shape": WHOLE.shape, "stride": WHOLE.stride()}
+        pieces = [DTensor.from_local(one, mesh, [Replicate(), Shard(0)], **shape) for one in WHOLE.chunk(2)]
+        assert torch.equal(join_tensor(Path("run"), "a", pieces * 2), WHOLE)
+        copies = [DTensor.from_local(WHOLE, mesh, [Replicate(), Replicate()], **shape)] * 4
+        assert torch.equal(join_tensor(Path("run"), "a", copies), WHOLE)
+    finally:
+        dist.destroy_process_group()

@@ -100,3 +100,15 @@ def test_a_model_with_other_norms_is_refused_as_it_is(tiny_model, damage):
     with pytest.raises(ValueError, match=rf"^the norms of this model cannot be trained: {reasons[damage]}.* Leave out"):
         train_norms(model)
     assert not any(isinstance(module, TrainedNorm) for module in model.modules())
+
+
+def test_the_norm_of_the_base_rounds_where_the_trained_one_does():
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+    norm = Qwen2RMSNorm(64)
+    norm.weight.data = norm.weight.data.normal_(1, 0.3).bfloat16()
+    trained, x = TrainedNorm(norm), torch.randn(32, 64).bfloat16()
+    before = trained(x)  # the shift is zero
+    assert not torch.equal(before, norm(x)), "transformers' rounds before it multiplies"
+    trained.enable_adapters(False)
+    assert torch.equal(trained(x), before)

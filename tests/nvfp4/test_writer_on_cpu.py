@@ -122,3 +122,17 @@ def test_what_was_not_announced_is_refused(tmp_path: Path, name: str, tensor: to
     with pytest.raises(ValueError, match=told):
         writer.add(name, tensor)
     writer.__exit__(ValueError, ValueError(), None)
+
+
+def test_a_write_that_stops_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Linux writes 2**31 - 4096 bytes at a time; an embedding may have more.
+    import os
+
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, position: write(fd, data[:7], position))
+    tensors = some_tensors()
+    with ShardedWriter(tmp_path, specs_of(tensors), 10**6) as writer:
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+    found = loaded(tmp_path)
+    assert all(torch.equal(found[name].float(), tensor.float()) for name, tensor in tensors.items())

@@ -101,3 +101,11 @@ def test_pieces_that_overlap_are_refused():
         receiver.add(f"verl_qerl_adapter.{start}", torch.ones(count))
     with pytest.raises(ValueError, match="12 of 10 numbers"):
         receiver.whole()
+
+
+def test_a_piece_within_others_is_refused():
+    receiver = FlatReceiver(10, torch.float32, CPU)
+    for start, count in ((0, 6), (6, 4), (8, 2)):
+        receiver.add(f"verl_qerl_adapter.{start}", torch.ones(count))
+    with pytest.raises(ValueError, match="12 of 10 numbers"):
+        receiver.whole()

@@ -148,3 +148,17 @@ def test_a_damaged_file_is_refused(run, saved, text):
 
 def test_what_is_written_is_what_is_read(saved):
     assert asdict(read_schedule(saved)) == asdict(AQN) | {"total_steps": 100}
+
+
+def test_a_named_checkpoint_of_another_run_is_compared_too(run, saved, tmp_path, caplog):
+    named = {"resume_mode": "resume_path", "resume_from_path": str(saved)}
+    with pytest.raises(ValueError, match="sigma would move"):
+        resume(run, caplog, AQN, 200, default_local_dir=str(tmp_path / "new"), **named)
+    assert resume(run, caplog, AQN, 100, default_local_dir=str(tmp_path / "new"), **named) == []
+
+
+def test_the_last_step_counts(run, tmp_path, caplog):
+    noise_schedule.write_schedule(tmp_path / "global_step_25", AQN, 100)
+    named = {"resume_mode": "resume_path", "resume_from_path": str(tmp_path / "global_step_25")}
+    with pytest.raises(ValueError, match=r"at step 26 it is 0\.01 over the 100 steps of the checkpoint, 0\.0005 over"):
+        resume(run, caplog, AQN, 26, **named)

@@ -135,3 +135,15 @@ def test_other_runs_log_nothing(other):
     trainer = Logging(other, [REPORT])
     trainer.on_step_end()
     assert trainer._pending_sync_metrics == {"verl/own": 1}
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_what_the_actor_rounds_to_is_what_a_sync_brings(name):
+    from verl_qerl.verl_plugin.requantize import round_group
+
+    form, tensors = get_format(name), model()
+    parts = dict(sent(tensors, form))
+    found = round_group({module: tensors[f"{module}.weight"] for module in (Q, K, V)}, form)
+    for module in (Q, K, V):
+        there = {part: parts[f"{module}.{part}"] for part in form.parts}
+        assert torch.equal(found[module], form.dequantize(there, torch.float32)), module

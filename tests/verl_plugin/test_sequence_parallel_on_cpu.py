@@ -151,3 +151,9 @@ def test_an_engine_asks_before_it_makes_groups_of_ranks(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     Engine(uaq_scale=None)._init_device_mesh()
     assert len(made) == 2
+
+
+def test_the_head_gives_log_probs_and_entropy_of_the_logits(ranks):
+    head, logits = ranks[0]["head"][1], ranks[0]["logits"][1]
+    for key in ("log_probs", "entropy"):
+        assert_close(head[key].float(), logits[key].float(), 1e-2)

@@ -180,3 +180,12 @@ def test_install_replaces_every_trainer_once():
     assert first["other"].__doc__ == "Says what it does."
     trainer.install(module)
     assert first == module.trainer_base.TRAINER_REGISTRY
+
+
+def test_a_data_parallel_rollout_is_refused():
+    config = configuration({"enabled": True})
+    OmegaConf.update(config, "actor_rollout_ref.rollout.data_parallel_size", 2, force_add=True)
+    with pytest.raises(
+        ValueError, match=r"^actor_rollout_ref\.rollout\.data_parallel_size=2 has no noise\. Accepted is 1\."
+    ):
+        Trainer(config)

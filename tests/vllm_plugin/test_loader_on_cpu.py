@@ -112,3 +112,16 @@ def test_the_directory_says_how_it_is_quantized(packed_dir):
     assert (
         json.loads((packed_dir / "config.json").read_text())["quantization_config"]["format"] == "nvfp4-pack-quantized"
     )
+
+
+def test_a_weight_that_vllm_leaves_out(start, model_dir, monkeypatch):
+    from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+
+    load, lost = Qwen2ForCausalLM.load_weights, "model.layers.1.input_layernorm.weight"
+    monkeypatch.setattr(
+        Qwen2ForCausalLM,
+        "load_weights",
+        lambda self, weights: load(self, ((name, tensor) for name, tensor in weights if name != lost)),
+    )
+    with pytest.raises(ValueError, match=rf"lacks 1 parameters of Qwen2ForCausalLM, first '{lost}'"):
+        start(model_dir("qwen2"))

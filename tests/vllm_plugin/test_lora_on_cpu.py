@@ -120,3 +120,24 @@ def test_layers_of_other_kinds_and_odd_widths_stay_and_are_named(engine, caplog)
 def test_a_model_without_lora_layers_is_an_error():
     with pytest.raises(ValueError, match="Linear has no LoRA layers"):
         use_single_adapter(torch.nn.Linear(2, 2), SimpleNamespace())
+
+
+@pytest.mark.parametrize(("width", "expected"), [(24, "sorted"), (32, "not sorted")])
+def test_tokens_are_sorted_for_a_layer_that_stays(monkeypatch, width, expected):
+    class Wrapper:
+        def update_metadata(self, *args, **kwargs):
+            self.seen = "sorted"
+
+        def _update_base_metadata(self, *args):
+            self.seen = "not sorted"
+
+    monkeypatch.setattr("verl_qerl.vllm_plugin.lora._convert", lambda layer, none_active: None)
+    model, wrapper = torch.nn.Module(), Wrapper()
+    for name, size in (("even", 32), ("other", width)):
+        layer = RowParallelLinearWithLoRA.__new__(RowParallelLinearWithLoRA)
+        torch.nn.Module.__init__(layer)
+        layer.output_slices, layer.punica_wrapper = (size,), wrapper
+        setattr(model, name, layer)
+    use_single_adapter(model, SimpleNamespace(max_loras=1, fully_sharded_loras=False, lora_dtype=torch.bfloat16))
+    wrapper.update_metadata(SimpleNamespace(is_prefill=False, index_mapping=(1, 0)), [7], 1, 8)
+    assert (wrapper.seen, bool(wrapper.qerl_none_active)) == (expected, False)
