@@ -60,6 +60,9 @@ def train(
     """Train until the budget is spent or `is_good_enough`, which is asked CHECKS times per run.
 
     The clock starts after the first step, so that compiling does not count.
+
+    Raises:
+        ValueError: The loss is no longer finite.
     """
     import torch
     from tqdm import tqdm
@@ -79,6 +82,11 @@ def train(
                 group["lr"] = lr * lr_factor(progress)
             ids, weights = (tensor.to(device, non_blocking=True) for tensor in next(batches))
             loss = _step(model, trunk, optimizer, ids, weights)
+            if not math.isfinite(loss):
+                raise ValueError(
+                    f"training has diverged: loss={loss} in step {step + 1} with lr={lr}. A finite loss is accepted. "
+                    "Lower --lr."
+                )
             if step:
                 seconds += time.perf_counter() - start
             step, tokens = step + 1, tokens + ids.numel()
