@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_qerl.cli.chat_tokenizer import END_ID, PAD_ID
-from verl_qerl.cli.data import gsm8k_ground_truth, read_jsonl
+from verl_qerl.cli.data import PROBLEM, gsm8k_ground_truth, read_jsonl
 from verl_qerl.cli.output_dir import check_absent, new_directory
 
 if TYPE_CHECKING:
@@ -182,9 +182,9 @@ def _device(name: str) -> str:
 
 def _read(args: argparse.Namespace) -> tuple[list[list[dict[str, str]]], list[dict[str, str]]]:
     """The problems of each file, and the held-out ones, whose answers have a result to compare with."""
-    sources = [read_jsonl(path, ("question", "answer")) for path in args.data]
+    sources = [read_jsonl(path, PROBLEM) for path in args.data]
     if args.eval_data is not None:
-        held_out = read_jsonl(args.eval_data, ("question", "answer"))[: args.eval_problems]
+        held_out = read_jsonl(args.eval_data, PROBLEM)[: args.eval_problems]
     else:
         held_out, sources[0] = sources[0][: args.eval_problems], sources[0][args.eval_problems :]
     if not sources[0]:
