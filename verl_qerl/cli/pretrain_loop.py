@@ -82,11 +82,6 @@ def train(
                 group["lr"] = lr * lr_factor(progress)
             ids, weights = (tensor.to(device, non_blocking=True) for tensor in next(batches))
             loss = _step(model, trunk, optimizer, ids, weights)
-            if not math.isfinite(loss):
-                raise ValueError(
-                    f"training has diverged: loss={loss} in step {step + 1} with lr={lr}. A finite loss is accepted. "
-                    "Lower --lr."
-                )
             if step:
                 seconds += time.perf_counter() - start
             step, tokens = step + 1, tokens + ids.numel()
@@ -122,7 +117,10 @@ def _step(
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return loss.item()
+    value = loss.item()
+    if not math.isfinite(value):
+        raise ValueError(f"training has diverged: loss={value}. A finite loss is accepted. Lower --lr.")
+    return value
 
 
 def accuracy(
