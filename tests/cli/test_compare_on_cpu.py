@@ -75,6 +75,21 @@ def test_a_metric_that_a_run_lacks_is_named(tmp_path, capsys):
     assert "metrics are missing: keys=['nothing']" in capsys.readouterr().err
 
 
+def test_a_name_of_no_picture_is_refused(tmp_path, capsys):
+    path = write(tmp_path, "bf16-seed1", [0.5])
+    with pytest.raises(SystemExit):
+        main(["compare", str(path), "--out", str(tmp_path / "a")])
+    assert f"no picture: out={tmp_path / 'a'}." in capsys.readouterr().err
+
+
+def test_runs_without_a_common_step_are_named(tmp_path, capsys):
+    files = [write(tmp_path, "bf16-seed1", [0.5]), tmp_path / "bf16-seed2.jsonl"]
+    files[1].write_text(files[0].read_text().replace('"step": 1', '"step": 2'))
+    with pytest.raises(SystemExit):
+        main(["compare", *map(str, files), "--out", str(tmp_path / "a.png")])
+    assert "the runs of an arm have no step in common: arm=bf16, seeds=[1, 2]." in capsys.readouterr().err
+
+
 def test_differences_are_those_of_the_same_seed_over_common_steps():
     base = {1: {"r": {1: 1.0, 2: 2.0, 3: 50.0}}, 2: {"r": {1: 5.0, 2: 6.0}}, 3: {"r": {1: 0.0, 2: 0.0}}}
     arm = {1: {"r": {1: 2.0, 2: 3.0}}, 2: {"r": {1: 7.0, 2: 10.0}}}

@@ -70,6 +70,52 @@ def test_math_keeps_the_levels_asked_for(math, tmp_path):
     assert rows[0]["data_source"] == "DigitalLearningGmbH/MATH-lighteval"
 
 
+@pytest.mark.parametrize("separator", ["\u2028", "\u0085"])
+def test_a_line_ends_where_json_lines_end(gsm8k, tmp_path, separator):
+    row = GSM8K_ROW | {"question": f"What{separator}is 1?"}
+    (gsm8k / "test.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert main(["data", "gsm8k", "--source", str(gsm8k), "--out", str(tmp_path / "out")]) == 0
+    assert read(tmp_path / "out" / "test.parquet")[0]["extra_info"]["question"] == row["question"]
+
+
+def write_math(folder, *rows):
+    for split in ("train", "test"):
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
+
+
+def test_math_without_levels_and_types_is_taken(tmp_path):
+    write_math(tmp_path, MATH_FIELDS)
+    assert main(["data", "math", "--source", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    (row,) = read(tmp_path / "out" / "test.parquet")
+    assert set(row["extra_info"]) == {"split", "index", "question", "answer"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"solution": None}, r"solution=None\. A str is accepted"),
+        ({"question": None}, r"question=None\. A str"),
+        ({"level": None}, r"level=None\. A str"),
+    ],
+    ids=["solution", "question", "level"],
+)
+def test_a_math_row_that_lacks_something_is_named(tmp_path, capsys, change, message):
+    others = {"level": "Level 1", "type": "Algebra"}
+    write_math(tmp_path, MATH_FIELDS | others, MATH_FIELDS | others | {"level": "Level 3"} | change)
+    with pytest.raises(SystemExit) as exit_info:
+        main(["data", "math", "--source", str(tmp_path), "--levels", "3", "--out", str(tmp_path / "out")])
+    assert exit_info.value.code == 1
+    assert re.search(rf"row 2 of train cannot be used: {message}", capsys.readouterr().err)
+
+
+def test_math_without_solutions_is_refused(tmp_path, capsys):
+    write_math(tmp_path, {"problem": "?", "answer": "3"})
+    with pytest.raises(SystemExit) as exit_info:
+        main(["data", "math", "--source", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert exit_info.value.code == 1
+    assert "row 1 of train cannot be used: solution=None." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["gsm8k", "math", "arithmetic"])
 def test_verls_own_reward_gives_one_to_the_reference_answer(name, tmp_path):
     reward_score = pytest.importorskip("verl.utils.reward_score")
@@ -142,7 +188,12 @@ def test_an_answer_without_a_result_is_refused():
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "line 1 is not JSON"), ('{"question": "?"}\n', r"line 1 lacks \['answer'\]"), ("\n", "a file is empty")],
+    [
+        ("{", "line 1 is not JSON"),
+        ('{"question": "?"}\n', r"line 1 lacks \['answer'\]"),
+        ('{"question": "?", "answer": 3}\n', r"line 1 of \S+test\.jsonl cannot be used: answer=3\. A str is accepted"),
+        ("\n", "a file is empty"),
+    ],
 )
 def test_damaged_input_is_refused_and_nothing_is_written(gsm8k, tmp_path, capsys, content, message):
     (gsm8k / "test.jsonl").write_text(content)

@@ -87,10 +87,16 @@ def test_a_half_written_checkpoint_is_refused(copy):
         open_checkpoint(copy)
 
 
-@pytest.mark.parametrize("content", ['{"world_size": 2', '{"FSDP_version": 2}', '{"world_size": 0}'])
+@pytest.mark.parametrize("content", ['{"world_size": 2', "[]", '{"FSDP_version": 2}', '{"world_size": 0}'])
 def test_a_damaged_description_is_refused(copy, content):
     (copy / "fsdp_config.json").write_text(content)
-    with pytest.raises(CheckpointFormatError, match=r"is not JSON|names no number of ranks"):
+    with pytest.raises(CheckpointFormatError, match=r"is not JSON|holds a list|names no number of ranks"):
+        open_checkpoint(copy)
+
+
+def test_a_damaged_description_of_the_adapter_is_refused(copy):
+    (copy / "lora_train_meta.json").write_text("[]")
+    with pytest.raises(CheckpointFormatError, match=r"lora_train_meta\.json holds a list\..* export another step"):
         open_checkpoint(copy)
 
 

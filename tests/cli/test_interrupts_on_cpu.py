@@ -10,18 +10,22 @@ from verl_qerl.cli import main, plan
 from verl_qerl.cli.interrupts import kept_interrupts
 from verl_qerl.cli.output_dir import new_directory
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 @pytest.fixture(autouse=True)
 def _heard() -> Iterator[None]:
-    """A shell starts background jobs, and so what they start, deaf to SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A shell starts background jobs, and so what they start, deaf to SIGINT; the others would end the tests."""
+    before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
-def _interrupted_inside_an_extension() -> None:
+def _interrupted_inside_an_extension(number: int = signal.SIGINT) -> None:
     try:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
     except KeyboardInterrupt:
         raise ValueError("could not determine the shape of object type 'torch.storage.UntypedStorage'") from None
 
@@ -48,26 +52,33 @@ def test_other_errors_stay_what_they_are():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_an_ignored_signal_stays_ignored():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@pytest.mark.parametrize("number", SIGNALS)
+def test_an_ignored_signal_stays_ignored(number):
+    signal.signal(number, signal.SIG_IGN)
     with kept_interrupts():
-        os.kill(os.getpid(), signal.SIGINT)
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        os.kill(os.getpid(), number)
+        assert signal.getsignal(number) is signal.SIG_IGN
 
 
-def test_nothing_is_left_and_it_is_said(tmp_path):
+@pytest.mark.parametrize("number", SIGNALS)
+def test_nothing_is_left_and_it_is_said(tmp_path, number):
     with (
         pytest.raises(KeyboardInterrupt, match=r"^interrupted; .*out was not written$"),
         kept_interrupts(),
         new_directory(tmp_path / "out"),
     ):
-        _interrupted_inside_an_extension()
+        _interrupted_inside_an_extension(number)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_command_ends_by_130(monkeypatch, capsys):
-    monkeypatch.setattr(plan, "run", lambda args: _interrupted_inside_an_extension())
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_command_ends_as_a_shell_reports_its_signal(monkeypatch, tmp_path, capsys, number, code):
+    def run(args):
+        with new_directory(tmp_path / "out"):
+            _interrupted_inside_an_extension(number)
+
+    monkeypatch.setattr(plan, "run", run)
     with pytest.raises(SystemExit) as ended:
         main(["plan", "--model", "m", "--gpu-gib", "1"])
-    assert ended.value.code == 130
-    assert capsys.readouterr().err == "python -m verl_qerl: interrupted\n"
+    assert ended.value.code == code
+    assert capsys.readouterr().err == f"python -m verl_qerl: interrupted; {tmp_path / 'out'} was not written\n"

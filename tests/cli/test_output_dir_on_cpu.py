@@ -1,6 +1,10 @@
+import os
+import re
+from pathlib import Path
+
 import pytest
 
-from verl_qerl.cli import main, plan
+from verl_qerl.cli import main, output_dir, plan
 from verl_qerl.cli.output_dir import new_directory
 
 
@@ -41,10 +45,60 @@ def test_the_directory_appears_only_when_the_block_ends(tmp_path):
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
-def test_an_empty_directory_is_taken(tmp_path):
-    with new_directory(tmp_path) as directory:
+def test_an_empty_directory_is_filled_and_stays(tmp_path, monkeypatch):
+    """A mount point cannot be replaced, and a shell would be left in a directory that is gone."""
+    monkeypatch.chdir(tmp_path)
+    before = os.stat(".").st_ino
+    with new_directory(Path(".")) as directory:
         (directory / "whole").write_text("x")
-    assert (tmp_path / "whole").is_file()
+        assert directory.resolve().parent == tmp_path
+    assert os.listdir(tmp_path) == ["whole"]
+    assert os.stat(tmp_path).st_ino == before
+
+
+@pytest.mark.parametrize("exists", [True, False], ids=["empty", "dangling"])
+def test_a_link_is_followed_and_stays(tmp_path, exists):
+    link, target = tmp_path / "link", tmp_path / "target"
+    link.symlink_to("target")
+    if exists:
+        target.mkdir()
+    with new_directory(link) as directory:
+        (directory / "whole").write_text("x")
+    assert link.is_symlink()
+    assert os.listdir(target) == ["whole"]
+    assert sorted(os.listdir(tmp_path)) == ["link", "target"]
+
+
+def test_an_empty_directory_is_filled_with_all_or_nothing(tmp_path, monkeypatch):
+    real, moved = os.replace, []
+
+    def replace(source, target):
+        moved.append(source.name)
+        if len(moved) == 2:
+            raise KeyboardInterrupt
+        real(source, target)
+
+    monkeypatch.setattr(output_dir.os, "replace", replace)
+    with pytest.raises(KeyboardInterrupt, match="was not written"), new_directory(tmp_path) as directory:  # noqa: PT012
+        for name in "abc":
+            (directory / name).write_text("x")
+    assert moved == ["a", "b", "a"]
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_a_killed_run_left_is_named_and_kept(tmp_path, caplog):
+    stale = tmp_path / ".[out].abcd.partial"
+    stale.mkdir()
+    with new_directory(tmp_path / "[out]"):
+        pass
+    assert caplog.messages == [f"{stale} is of a run that was killed, or still writes. If none does, remove it."]
+    assert sorted(os.listdir(tmp_path)) == [stale.name, "[out]"]
+
+
+def test_what_is_in_the_way_is_named(tmp_path):
+    (tmp_path / ".out.abcd.partial").mkdir()
+    with pytest.raises(FileExistsError, match=r"out=\S+ with \.out\.abcd\.partial\."), new_directory(tmp_path):
+        pass
 
 
 def test_earlier_output_is_refused_and_kept(tmp_path):
@@ -52,3 +106,16 @@ def test_earlier_output_is_refused_and_kept(tmp_path):
     with pytest.raises(FileExistsError, match="the output already exists: out="), new_directory(tmp_path):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+@pytest.mark.parametrize(
+    ("out", "named"),
+    [("file/x", r"file \(File exists\)"), ("n" * 256, r"n{256} \(File name too long\)")],
+    ids=["file", "long"],
+)
+def test_a_path_that_the_system_refuses_is_one_sentence(tmp_path, capsys, out, named):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(SystemExit) as ended:
+        main(["data", "arithmetic", "--num-train", "4", "--num-test", "2", "--out", str(tmp_path / out)])
+    assert ended.value.code == 1
+    assert re.search(rf"a file or directory cannot be used: \S*{named}\. One that", capsys.readouterr().err)

@@ -80,6 +80,34 @@ def test_what_a_run_refuses_beside_a_shared_base(model, capsys, other):
     assert f"--share-base does not go together with {other}: the rollout" in capsys.readouterr().err
 
 
-def test_a_directory_without_a_config(tmp_path):
-    with pytest.raises(SystemExit):
+def test_what_a_run_refuses_with_another_format(model, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "--model", str(model), "--gpu-gib", "141", "--format", "int8", "--shard-base"])
+    assert stopped.value.code == 1
+    assert "--shard-base does not go together with --format int8: it is built" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--gpu-gib nan", "--gpu-gib inf", "--gpus 0", "--gpus -2", "--rank -5", "--tokens -100000000",
+     "--tensor-parallel 0", "--utilization -0.1", "--utilization 1.5"],
+)  # fmt: skip
+def test_numbers_that_no_run_has(model, capsys, option):
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "--model", str(model), "--gpu-gib", "141", *option.split()])
+    assert stopped.value.code == 1
+    assert f"no such run: {option}. " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [(None, "config.json does not exist."), ("{", "config.json is not JSON:"), ("[]", "config.json holds a list.")],
+    ids=["none", "cut", "list"],
+)
+def test_a_config_that_cannot_be_read_is_named(tmp_path, capsys, content, told):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(SystemExit) as stopped:
         main(["plan", "--model", str(tmp_path), "--gpu-gib", "80"])
+    assert stopped.value.code == 1
+    assert f"{tmp_path}/{told}" in capsys.readouterr().err

@@ -54,6 +54,23 @@ def test_means_go_by_step_and_not_by_line():
     assert first_and_last({6: 0.0, 1: 10.0, 2: 10.0, 3: 10.0, 4: 10.0, 5: 10.0}) == (10.0, 8.0)
 
 
+@pytest.mark.parametrize("line", ['{"step": 1, "data": 5}', '{"step": "x", "data": {}}', '{"step": null, "data": {}}'])
+def test_a_line_of_another_kind_is_named(tmp_path, line):
+    (tmp_path / "m").write_text(line)
+    with pytest.raises(ValueError, match=r"line 1 of \S+m cannot be used: (data|step)="):
+        read_series(tmp_path / "m", None)
+
+
+@pytest.mark.parametrize("name", ["x", "x.xyz", "."])
+def test_a_name_of_no_picture_is_refused(metrics, tmp_path, capsys, name):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["plot", str(metrics), "--out", str(tmp_path / name)])
+    assert exit_info.value.code == 1
+    captured = capsys.readouterr()
+    assert f"no picture: out={tmp_path / name}. A name that ends in .png, .pdf, .svg is accepted." in captured.err
+    assert captured.out == ""
+
+
 @pytest.mark.parametrize("keys", [[], ["--keys", "critic/score/mean"]])
 def test_missing_metrics_are_named_with_those_there_are(tmp_path, capsys, keys):
     path = write(tmp_path / "m", [(1, {"perf/mfu": 0.5})])

@@ -29,13 +29,13 @@ def batch(tokenizer):
     return collate(rows, pad_id=tokenizer.pad_token_id, prompt_weight=0.0, row_length=None)
 
 
-def learn(tokenizer, batch, steps, is_good_enough=None):
+def learn(tokenizer, batch, steps, is_good_enough=None, lr=2e-3):
     torch.manual_seed(0)
     model = build_model(SIZES["tiny"], tokenizer, "cpu")
     trained = train(
         model,
         itertools.repeat(batch),
-        lr=2e-3,
+        lr=lr,
         budget=Budget(600, steps),
         compile_model=False,
         is_good_enough=is_good_enough,
@@ -59,6 +59,11 @@ def test_training_stops_when_the_model_is_good_enough(tokenizer, batch):
     _, trained = learn(tokenizer, batch, 40, lambda: next(answers))
     assert trained.steps < 12
     assert list(answers) == []
+
+
+def test_training_that_has_diverged_stops(tokenizer, batch):
+    with pytest.raises(ValueError, match=r"training has diverged: loss=nan\. A finite loss is accepted\. Lower"):
+        learn(tokenizer, batch, 40, lr=1e30)
 
 
 def test_the_budget_ends_with_what_is_spent_first():

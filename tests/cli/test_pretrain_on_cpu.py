@@ -64,7 +64,14 @@ def test_widths_suit_nvfp4_kernels_and_attention(name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--minutes", "0"], "there is nothing to do: minutes=0.0"),
+        (["--minutes", "0"], "no such run: minutes=0.0. A positive finite number is accepted. Change --minutes."),
+        (["--minutes", "nan"], "no such run: minutes=nan"),
+        (["--lr", "0"], "no such run: lr=0.0"),
+        (["--lr", "inf"], "no such run: lr=inf"),
+        (["--batch-size", "0"], "no such run: batch_size=0. A positive finite number is accepted. Change --batch-size"),
+        (["--max-steps", "0"], "no such run: max_steps=0"),
+        (["--eval-problems", "0"], "no such run: eval_problems=0"),
+        (["--vocab-size", "0"], "vocab_size=0"),
         (["--repeats", "1", "2"], "repeats do not fit the files"),
         (["--repeats", "0"], "repeats do not fit the files"),
         (["--target-accuracy", "30"], "target_accuracy=30.0"),

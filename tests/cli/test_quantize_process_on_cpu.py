@@ -45,7 +45,8 @@ def _save_large(path: Path, num_layers: int, N: int, K: int) -> int:
     return num_layers * weight.nbytes
 
 
-def test_sigint_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_nothing(tmp_path: Path, number: int, code: int) -> None:
     _save_large(tmp_path / "bf16", num_layers=40, N=1024, K=1024)
     command = ["quantize", "--model", "bf16", "--out", "out", "--device", "cpu", "--scale", "mse"]
     process = subprocess.Popen(
@@ -62,9 +63,9 @@ def test_sigint_leaves_nothing(tmp_path: Path) -> None:
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, stderr = process.communicate(timeout=600)
-    assert process.returncode == 130, stderr
+    assert process.returncode == code, stderr
     assert "interrupted; out was not written" in stderr
     assert "Traceback" not in stderr
     assert os.listdir(tmp_path) == ["bf16"]

@@ -16,7 +16,16 @@ def test_values_that_are_not_finite_are_refused(name, bad):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("weight", [torch.ones(64), torch.ones(2, 64, dtype=torch.int32)], ids=["vector", "int"])
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.ones(64),
+        torch.ones(2, 64, dtype=torch.int32),
+        torch.ones(2, 64).to(torch.float8_e4m3fn),
+        torch.ones(2, 64).to(torch.float8_e5m2),
+    ],
+    ids=["vector", "int", "e4m3", "e5m2"],
+)
 def test_only_matrices_of_floats_are_held(name, weight):
     with pytest.raises(ValueError, match="holds float matrices"):
         get_format(name).quantize(weight)

@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import tempfile
 import threading
 from pathlib import Path
 
@@ -100,6 +101,17 @@ def test_a_base_of_another_version_or_gpu_is_refused(monkeypatch, name, value, m
     monkeypatch.setattr(lending, name, value)
     with pytest.raises(RuntimeError, match=message):
         borrow(meeting_place("x", 0), CPU)
+
+
+def test_a_name_that_is_too_long_for_a_socket_is_refused():
+    # A socket takes a name of 107 bytes, and no longer one.
+    at, rest = Path(tempfile.gettempdir()), len(str(meeting_place("", 0)))
+    longest = meeting_place("x" * (107 - rest), 0)
+    assert len(str(longest)) == 107
+    lender = Lender(small_base(), longest)
+    assert lender.path.is_socket()
+    with pytest.raises(RuntimeError, match=rf"share_base=True, {at}\S+ has more than the 107 bytes .* Set TMPDIR to a"):
+        meeting_place("x" * (108 - rest), 0)
 
 
 def test_another_user_gets_nothing_and_is_not_believed(monkeypatch):

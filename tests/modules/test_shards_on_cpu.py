@@ -60,6 +60,11 @@ def test_plain_tensors_are_the_first_ranks(tmp_path):
         join_shards(save(tmp_path, [{"b": torch.ones(2)}, {}]))
 
 
+def test_a_file_without_names_is_refused(tmp_path):
+    with pytest.raises(CheckpointFormatError, match=r"0\.pt holds a list in place of names and their tensors in "):
+        join_shards(save(tmp_path, [[1, 2]]))
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_whole_tensor_is_cut_as_its_target_is(mesh, dim):
     target = parts(mesh, dim)[0]

@@ -139,6 +139,11 @@ def test_other_quantizations_are_refused(found: dict) -> None:
         stored_format({"quantization_config": found})
 
 
+def test_a_quantization_config_of_another_kind_is_refused() -> None:
+    with pytest.raises(CheckpointFormatError, match=r"is quantized: quantization_config='nvfp4'\. An object"):
+        stored_format({"quantization_config": "nvfp4"})
+
+
 def test_ignored_modules_come_from_either_layout() -> None:
     assert ignored_modules({}) == ("lm_head",)
     assert ignored_modules({"quantization_config": {"ignore": ["a", "re:b"]}}) == ("a", "re:b")
@@ -158,6 +163,11 @@ def test_ignored_modules_come_from_either_layout() -> None:
 )
 def test_ignore_rules(module: str, rule: str, ignored: bool) -> None:
     assert is_ignored(module, ["another", rule]) is ignored
+
+
+def test_a_rule_that_is_no_regular_expression_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no regular expression: 're:\[' of `ignore` \(unterminated character set"):
+        is_ignored("model.layers.1.mlp.up_proj", ["re:["])
 
 
 @pytest.mark.parametrize(
@@ -194,11 +204,11 @@ def test_activation_scales_are_recognized() -> None:
     assert not is_activation_scale("a.weight_scale")
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [[0.0], [-1.0], [float("nan")], [float("inf")], [1.0, 1.0, 1.0], []], ids=str)
 def test_a_damaged_global_scale_is_refused(value):
     tensors = to_tensors("m", random_packed_weight(2, 16))
     parts = {name.removeprefix("m."): tensor for name, tensor in tensors.items()}
-    parts["weight_global_scale"] = torch.tensor([value])
+    parts["weight_global_scale"] = torch.tensor(value)
     with pytest.raises(CheckpointFormatError, match="global scale of 'm'"):
         from_tensors("m", parts, "compressed-tensors")
 

@@ -20,12 +20,15 @@ def test_a_checkpoint_of_another_engine_has_none(tmp_path):
     assert read_record(tmp_path) is None
 
 
-OTHER_KIND = {"base": "m", "scale": "mse", "ignore": 3, "digests": {}, "adapter": {}}
+OTHER_KINDS = [
+    json.dumps({"base": "m", "scale": "mse", "ignore": [], "digests": {}, "adapter": {}} | other)
+    for other in ({"ignore": 3}, {"adapter": []}, {"digests": "a"}, {"files": None})
+]
 
 
 @pytest.mark.parametrize(
     "content",
-    ["", '{"base": "m"', '{"base": "m", "scale": "mse"}', '{"unknown": 1}', "[]", "3", json.dumps(OTHER_KIND)],
+    ["", '{"base": "m"', '{"base": "m", "scale": "mse"}', '{"unknown": 1}', "[]", "3", *OTHER_KINDS],
 )
 def test_a_damaged_record_is_refused(tmp_path, content):
     (tmp_path / RECORD).write_text(content)

@@ -214,6 +214,14 @@ def test_an_indexed_tensor_that_no_shard_holds_is_named(tmp_path: Path) -> None:
         open_source(path)
 
 
+@pytest.mark.parametrize("index", [{}, {"weight_map": ["a"]}, {"weight_map": {"a": 1}}], ids=str)
+def test_an_index_that_names_no_files_is_refused(tmp_path: Path, index: dict) -> None:
+    path = save(tmp_path / "m", spread(bf16_tensors(), 2))
+    (path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointFormatError, match=r"does not say which shard holds what: weight_map="):
+        open_source(path)
+
+
 def test_an_unknown_quantization_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path / "m", [bf16_tensors()], {"quantization_config": {"quant_method": "awq"}})
     with pytest.raises(CheckpointFormatError, match="is quantized as 'awq'"):

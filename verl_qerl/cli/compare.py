@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_qerl.cli.plot import WINDOW, Series, first_and_last, moving_average, read_series
+from verl_qerl.cli.plot import WINDOW, Series, check_picture, first_and_last, moving_average, read_series
 
 KEYS = ("critic/score/mean", "rollout_corr/k3_kl")  # reward; KL(rollout || actor), which every run has
 LOG_FROM = 30
@@ -30,11 +30,22 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a line for each arm and write the picture."""
+    """Print a line for each arm and write the picture.
+
+    Raises:
+        ValueError: `out` is no picture, or the runs of an arm have no step in common.
+    """
+    check_picture(args.out)
     arms = {
         arm: {seed: read_series(path, args.keys) for seed, path in paths.items()}
         for arm, paths in by_arm(args.metrics).items()
     }
+    for arm, seeds in arms.items():
+        if not _common_steps(list(seeds.values()), args.keys):
+            raise ValueError(
+                f"the runs of an arm have no step in common: arm={arm}, seeds={sorted(seeds)}. Runs over the same steps"
+                " are accepted. Leave one out."
+            )
     summary = {arm: summarize(seeds) for arm, seeds in arms.items()}
     if args.baseline:
         add_differences(summary, arms, args.baseline)

@@ -20,6 +20,7 @@ GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after
 MATH_SOURCE = "DigitalLearningGmbH/MATH-lighteval"
 MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 SPLITS = ("train", "test")
+PROBLEM = {"question": str, "answer": str}  # keys of JSON lines
 _GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 
 Row = dict[str, Any]
@@ -110,8 +111,12 @@ def last_boxed(solution: str) -> str:
     )
 
 
-def read_jsonl(path: Path, required: Sequence[str]) -> list[Row]:
-    """Read one JSON object per line, each with the `required` keys.
+def read_jsonl(path: Path, required: Mapping[str, type]) -> list[Row]:
+    """Read one JSON object per line.
+
+    Args:
+        path: Of the file.
+        required: Keys that each has, and of what kind their values are.
 
     Raises:
         FileNotFoundError: No such file.
@@ -120,7 +125,7 @@ def read_jsonl(path: Path, required: Sequence[str]) -> list[Row]:
     if not path.is_file():
         raise FileNotFoundError(f"a file is missing: path={path}. JSON lines are accepted. Check the path.")
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):  # JSON may hold U+2028
         if not line.strip():
             continue
         try:
@@ -129,11 +134,21 @@ def read_jsonl(path: Path, required: Sequence[str]) -> list[Row]:
             raise ValueError(f"line {number} is not JSON: path={path}. {error.msg}. Mend or drop the line.") from error
         missing = [key for key in required if not isinstance(row, dict) or key not in row]
         if missing:
-            raise ValueError(f"line {number} lacks {missing}: path={path}. Give each line both.")
+            raise ValueError(f"line {number} lacks {missing}: path={path}. Give each line {list(required)}.")
+        _check_kinds(row, required, f"line {number} of {path}")
         rows.append(row)
     if not rows:
         raise ValueError(f"a file is empty: path={path}. At least one line is accepted. Check the path.")
     return rows
+
+
+def _check_kinds(row: Mapping[str, Any], required: Mapping[str, type], where: str) -> None:
+    """Require values of these kinds; `where` names the row in the error."""
+    for key, kind in required.items():
+        if not isinstance(row.get(key), kind):
+            raise ValueError(
+                f"{where} cannot be used: {key}={row.get(key)!r}. A {kind.__name__} is accepted. Mend or drop the row."
+            )
 
 
 def _gsm8k(args: argparse.Namespace) -> dict[str, list[Row]]:
@@ -141,7 +156,7 @@ def _gsm8k(args: argparse.Namespace) -> dict[str, list[Row]]:
     splits = {}
     for split in SPLITS:
         if directory is not None:
-            records: Iterable[Mapping[str, Any]] = read_jsonl(directory / f"{split}.jsonl", ("question", "answer"))
+            records: Iterable[Mapping[str, Any]] = read_jsonl(directory / f"{split}.jsonl", PROBLEM)
         else:
             records = _from_hub(args.source, split, "main")
         splits[split] = [_gsm8k_row(record, split, index) for index, record in enumerate(records)]
@@ -160,10 +175,16 @@ def _math(args: argparse.Namespace) -> dict[str, list[Row]]:
             records = pq.read_table(path).to_pylist()
         else:
             raise FileNotFoundError(f"a file is missing: path={path}. MATH as parquet is accepted. Check --source.")
-        kept = [r for r in records if args.levels is None or r["level"] in args.levels]
-        if not kept:
+        rows = []
+        for number, record in enumerate(records, start=1):
+            where = f"row {number} of {split}"
+            if args.levels is not None:
+                _check_kinds(record, {"level": str}, where)
+            if args.levels is None or record["level"] in args.levels:
+                rows.append(_math_row(record, split, len(rows), where))
+        if not rows:
             raise ValueError(f"no row of {split} is left: levels={args.levels}. 1-5 is accepted. Choose other levels.")
-        splits[split] = [_math_row(record, split, index) for index, record in enumerate(kept)]
+        splits[split] = rows
     return splits
 
 
@@ -188,14 +209,17 @@ def _gsm8k_row(record: Mapping[str, Any], split: str, index: int) -> Row:
     )
 
 
-def _math_row(record: Mapping[str, Any], split: str, index: int) -> Row:
+def _math_row(record: Mapping[str, Any], split: str, index: int, where: str) -> Row:
     """From the hub's flat columns, or from a parquet that nests them in reward_model.ground_truth."""
-    fields = record if "solution" in record else record["reward_model"]["ground_truth"]
-    question, solution = fields.get("problem") or fields["question"], fields["solution"]
+    nested = (record.get("reward_model") or {}).get("ground_truth")
+    fields = record if "solution" in record or not isinstance(nested, dict) else nested
+    problem = "problem" if fields.get("problem") else "question"
+    _check_kinds(fields, {problem: str, "solution": str}, where)
+    question, solution = fields[problem], fields["solution"]
     truth = last_boxed(solution)  # as verl; a column `target`, where there is one, is normalised and fails its reward
     prompt = [{"role": "user", "content": f"{question} {MATH_INSTRUCTION}"}]
     row = _row(MATH_SOURCE, prompt, truth, split, index, question, solution)
-    row["extra_info"] |= {"level": record["level"], "type": record["type"]}
+    row["extra_info"] |= {key: record[key] for key in ("level", "type") if key in record}
     return row
 
 
@@ -229,7 +253,7 @@ def _write_jsonl(path: Path, rows: Sequence[Row]) -> None:
 def _mix_endings(path: Path, hash_share: float, seed: int) -> None:
     """Let only `hash_share` of the answers end as the reward wants; what is pretrained on them has that to learn."""
     rng = random.Random(seed)
-    rows = read_jsonl(path, ("question", "answer"))
+    rows = read_jsonl(path, PROBLEM)
     for row in rows:
         if rng.random() >= hash_share:
             row["answer"] = _GSM8K_ANSWER.sub(r"The answer is \1.", row["answer"])

@@ -5,7 +5,6 @@ Weights that UAQ scaled come out as they are without it: nothing that reads a Ch
 `verl.model_merger` writes a whole model and rounds adapters to bf16; LoRA-only checkpoints have no model to write.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,9 +18,11 @@ from verl_qerl.algos.uaq import read_record as read_uaq_record
 from verl_qerl.algos.uaq import scaled_parameters, unfold_
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.modules.shards import join_shards, unfit
+from verl_qerl.nvfp4.json_object import read_object
 from verl_qerl.nvfp4.record import BaseRecord, read_record
 
 _LATEST = "latest_checkpointed_iteration.txt"
+_OTHER_STEP = "It may be cut short: export another step."
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.lora_([AB])\.default\.weight")
 
@@ -81,7 +82,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"the checkpoint holds no adapter: {folder}. One of a run with model.lora_rank > 0, or with UAQ, is "
             "accepted. For another run of all weights, use `python -m verl.model_merger merge --backend fsdp`."
         )
-    meta = _read_json(folder / "lora_train_meta.json") if (folder / "lora_train_meta.json").is_file() else {}
+    meta_file = folder / "lora_train_meta.json"
+    meta = read_object(meta_file, _OTHER_STEP) if meta_file.is_file() else {}
     record = read_record(folder)
     _check_norms(folder, norms, record)
     return Checkpoint(folder, world_size, factors, others, record, meta, uaq, norms)
@@ -114,7 +116,7 @@ def _world_size(folder: Path) -> int:
             f"the checkpoint is half-written: {folder} lacks fsdp_config.json. verl writes it after the shards. "
             "Export another step."
         )
-    size = _read_json(folder / "fsdp_config.json").get("world_size")
+    size = read_object(folder / "fsdp_config.json", _OTHER_STEP).get("world_size")
     if not isinstance(size, int) or size < 1:
         raise CheckpointFormatError(
             f"fsdp_config.json names no number of ranks: world_size={size!r} in {folder}. A positive integer is "
@@ -142,13 +144,3 @@ def _sort(
         if len(parts) != 2:
             raise unfit(folder, f"{module!r} has lora_{next(iter(parts))} alone")
     return {module: (parts["A"], parts["B"]) for module, parts in sorted(found.items())}, others
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointFormatError(
-            f"a file of the checkpoint is not JSON: {path} ({error}). What verl writes is accepted. "
-            "It may be cut short: export another step."
-        ) from error

@@ -1,40 +1,56 @@
-"""An interrupt ends a command as an interrupt, whatever it was in the middle of."""
+"""A signal that asks for the end ends a command, whatever it was in the middle of, with what it wrote taken away."""
 
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+# Of a key, of a scheduler or `docker stop`, and of a terminal that is closed.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(KeyboardInterrupt):
+    """One of these signals came.
+
+    Attributes:
+        number: Of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
 
 @contextmanager
 def kept_interrupts() -> Iterator[None]:
-    """End the block by KeyboardInterrupt once SIGINT came, also when something inside took the exception away.
+    """End the block by KeyboardInterrupt once a signal came, also when something inside took the exception away.
 
     C++ code that calls Python may take any exception of it for an answer: torch, while it measures a storage for
     `torch.asarray`, makes "could not determine the shape of object type" out of an interrupt. For the main thread.
 
     Raises:
-        KeyboardInterrupt: SIGINT came inside the block.
+        Interrupted: SIGINT, SIGTERM or SIGHUP came inside the block.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if not callable(before):  # ignored, as in the background jobs of a shell, or ending the process by itself
-        yield
-        return
-    came = False
+    found = {number: signal.getsignal(number) for number in _SIGNALS}
+    # Without those that are ignored, as in the background jobs of a shell and under nohup, or that C code handles.
+    before = {number: handler for number, handler in found.items() if handler not in (signal.SIG_IGN, None)}
+    came = None
 
     def note(number: int, frame: FrameType | None) -> None:
         nonlocal came
-        came = True
-        before(number, frame)
+        came = number
+        raise Interrupted(number)
 
-    signal.signal(signal.SIGINT, note)
+    for number in before:
+        signal.signal(number, note)
     try:
         yield
     except Exception as error:
-        if came:
-            raise KeyboardInterrupt from error
+        if came is not None:
+            raise Interrupted(came) from error
         raise
     finally:
-        signal.signal(signal.SIGINT, before)
-    if came:
-        raise KeyboardInterrupt
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came is not None:
+        raise Interrupted(came)

@@ -1,12 +1,12 @@
 """`python -m verl_qerl plan`: how much GPU memory a run takes, before it is started."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from verl_qerl.algos.memory_plan import BYTES_PER_WEIGHT, GIB, Settings, check, plan, rollout_weights, table
 from verl_qerl.algos.model_shape import ModelShape
+from verl_qerl.nvfp4.json_object import read_object
 
 
 def add_parser(subparsers: Any) -> None:
@@ -31,12 +31,13 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan; 1 when the estimate is above what the GPU has.
 
     Raises:
-        ValueError: It certainly does not fit, there is no plan for the model, or a run refuses the options together.
-        FileNotFoundError: There is no config.json.
+        ValueError: It certainly does not fit, there is no plan for the model or no config.json, an option is out of
+            range, or a run refuses the options together.
     """
+    _check_ranges(args)
     _check_shared(args)
     path = args.model / "config.json" if args.model.is_dir() else args.model
-    shape = ModelShape.from_config(json.loads(path.read_text(encoding="utf-8")))
+    shape = ModelShape.from_config(read_object(path))
     switches = ("shard_base", "share_base", "whole_logits", "param_offload", "optimizer_offload")
     values = ("format", "rank", "gpus", "tokens", "utilization", "tensor_parallel")
     settings = Settings(
@@ -56,12 +57,30 @@ def run(args: argparse.Namespace) -> int:
     return 1 if above else 0
 
 
-def _check_shared(args: argparse.Namespace) -> None:
-    """Refuse what a run refuses beside share_base.
+def _check_ranges(args: argparse.Namespace) -> None:
+    """Refuse numbers that no run has.
 
     Raises:
         ValueError: The first such option.
     """
+    for name in ("gpu_gib", "rank", "gpus", "tokens", "tensor_parallel", "utilization"):
+        value, (low, high) = getattr(args, name), (0, 1) if name == "utilization" else (1, 10**9)
+        if not low <= value <= high:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"no such run: {option} {value}. {low} to {high} is accepted. Change {option}.")
+
+
+def _check_shared(args: argparse.Namespace) -> None:
+    """Refuse what a run refuses beside share_base, and shard_base with another base than nvfp4.
+
+    Raises:
+        ValueError: The first such option.
+    """
+    if args.shard_base and args.format != "nvfp4":
+        raise ValueError(
+            f"--shard-base does not go together with --format {args.format}: it is built for NVFP4 alone. --format"
+            " nvfp4 is accepted. Leave one of them out."
+        )
     others = {
         f"--format {args.format}": args.format != "nvfp4",
         f"--tensor-parallel {args.tensor_parallel}": args.tensor_parallel != 1,

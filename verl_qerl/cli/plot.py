@@ -15,6 +15,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     "entropy": ("actor/entropy",),
     "sigma": ("aqn/sigma",),
 }
+PICTURES = (".png", ".pdf", ".svg")
 WINDOW = 5  # steps of the moving average, and of the first and last means
 
 Series = dict[int, float]
@@ -31,6 +32,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table and the first and last means, and write the picture."""
+    check_picture(args.out)
     series = read_series(args.metrics, args.keys)
     for line in table(series):
         print(line)
@@ -42,6 +44,16 @@ def run(args: argparse.Namespace) -> int:
     draw(series, args.out)
     print(f"wrote {args.out}")
     return 0
+
+
+def check_picture(out: Path) -> None:
+    """Require a name that says what kind of picture it is; matplotlib adds an end to one that does not.
+
+    Raises:
+        ValueError: It has another end, or none.
+    """
+    if out.suffix not in PICTURES:
+        raise ValueError(f"no picture: out={out}. A name that ends in {', '.join(PICTURES)} is accepted. Change --out.")
 
 
 def read_series(path: Path, keys: Sequence[str] | None) -> dict[str, Series]:
@@ -56,10 +68,10 @@ def read_series(path: Path, keys: Sequence[str] | None) -> dict[str, Series]:
         ValueError: A line is not such an object, or a metric is missing.
     """
     found: dict[str, Series] = {}
-    for row in read_jsonl(path, ("step", "data")):
+    for row in read_jsonl(path, {"step": int, "data": dict}):
         for key, value in row["data"].items():
             if isinstance(value, int | float):
-                found.setdefault(key, {})[int(row["step"])] = float(value)
+                found.setdefault(key, {})[row["step"]] = float(value)
     if keys is None:
         candidates = (next((key for key in known if key in found), None) for known in PANELS.values())
         keys = [key for key in candidates if key is not None]

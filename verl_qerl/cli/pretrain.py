@@ -6,13 +6,14 @@ and the GSM8K instruction that verl uses at rollout; nothing else is learned.
 
 import argparse
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_qerl.cli.chat_tokenizer import END_ID, PAD_ID
-from verl_qerl.cli.data import gsm8k_ground_truth, read_jsonl
+from verl_qerl.cli.data import PROBLEM, gsm8k_ground_truth, read_jsonl
 from verl_qerl.cli.output_dir import check_absent, new_directory
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def _train(
     trained = train(
         model,
         _batches(documents, size, args),
-        lr=args.lr or size.lr,
+        lr=size.lr if args.lr is None else args.lr,
         budget=Budget(60 * args.minutes, args.max_steps),
         compile_model=args.compile,
         is_good_enough=None if target is None else lambda: measure(100, sample=True) >= target,
@@ -154,11 +155,12 @@ def build_model(size: Size, tokenizer: "PreTrainedTokenizerFast", device: str) -
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.minutes <= 0 or (args.max_steps is not None and args.max_steps < 1) or args.eval_problems < 1:
-        raise ValueError(
-            f"there is nothing to do: minutes={args.minutes}, max_steps={args.max_steps}, "
-            f"eval_problems={args.eval_problems}. Positive values are accepted. Raise them."
-        )
+    for name in ("minutes", "max_steps", "eval_problems", "batch_size", "lr"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(
+                f"no such run: {name}={value}. A positive finite number is accepted. Change --{name.replace('_', '-')}."
+            )
     if args.repeats is not None and (len(args.repeats) != len(args.data) or min(args.repeats) < 1):
         raise ValueError(
             f"repeats do not fit the files: repeats={args.repeats} for {len(args.data)} files. One count from 1 per "
@@ -180,9 +182,9 @@ def _device(name: str) -> str:
 
 def _read(args: argparse.Namespace) -> tuple[list[list[dict[str, str]]], list[dict[str, str]]]:
     """The problems of each file, and the held-out ones, whose answers have a result to compare with."""
-    sources = [read_jsonl(path, ("question", "answer")) for path in args.data]
+    sources = [read_jsonl(path, PROBLEM) for path in args.data]
     if args.eval_data is not None:
-        held_out = read_jsonl(args.eval_data, ("question", "answer"))[: args.eval_problems]
+        held_out = read_jsonl(args.eval_data, PROBLEM)[: args.eval_problems]
     else:
         held_out, sources[0] = sources[0][: args.eval_problems], sources[0][args.eval_problems :]
     if not sources[0]:
@@ -208,7 +210,7 @@ def _tokenize(
         for row in source[:TOKENIZER_TEXTS]
         for text in ("user\n" + gsm8k_prompt(row["question"])[0]["content"], "assistant\n" + row["answer"])
     )
-    tokenizer = train_tokenizer(texts, args.vocab_size or size.vocab)
+    tokenizer = train_tokenizer(texts, size.vocab if args.vocab_size is None else args.vocab_size)
     documents = []
     for path, source in zip(args.data, sources, strict=True):
         prompts = encode_prompts(tokenizer, [row["question"] for row in source])
@@ -231,7 +233,7 @@ def _batches(
     from verl_qerl.cli.packing import collate, document_stream, packed_rows, single_rows
 
     stream = document_stream(documents, args.repeats or [1] * len(documents), args.seed)
-    num_rows = args.batch_size or size.rows
+    num_rows = size.rows if args.batch_size is None else args.batch_size
     rows = single_rows(stream, num_rows) if size.row_length is None else packed_rows(stream, num_rows, size.row_length)
     for batch in rows:
         yield collate(batch, pad_id=PAD_ID, prompt_weight=size.prompt_weight, row_length=size.row_length)

@@ -60,6 +60,9 @@ def train(
     """Train until the budget is spent or `is_good_enough`, which is asked CHECKS times per run.
 
     The clock starts after the first step, so that compiling does not count.
+
+    Raises:
+        ValueError: The loss is no longer finite.
     """
     import torch
     from tqdm import tqdm
@@ -114,7 +117,10 @@ def _step(
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return loss.item()
+    value = loss.item()
+    if not math.isfinite(value):
+        raise ValueError(f"training has diverged: loss={value}. A finite loss is accepted. Lower --lr.")
+    return value
 
 
 def accuracy(

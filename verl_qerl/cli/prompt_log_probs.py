@@ -23,7 +23,7 @@ def read_prompts(path: Path, count: int) -> list[Prompt]:
         ValueError: It is neither parquet nor JSON lines, or has no prompts.
     """
     if path.suffix == ".jsonl":
-        rows = read_jsonl(path, ("prompt",))
+        rows = read_jsonl(path, {"prompt": object})
     elif path.suffix == ".parquet":
         rows = _read_parquet(path)
     else:

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 60.0  # for a few thousand bytes
 _REQUEST = b"?"
+_LONGEST_NAME = 107  # bytes, of sun_path without its end
 _DEVICE = 6  # place of the device's number among the arguments of torch's rebuild_cuda_tensor
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
@@ -40,8 +41,15 @@ def meeting_place(job: str, replica: int) -> Path:
     Args:
         job: Ray's name of the run.
         replica: Number of the rollout replica, which is the actor's rank.
+
+    Raises:
+        RuntimeError: The name is longer than that of a socket may be.
     """
-    return Path(tempfile.gettempdir()) / f"verl_qerl-{os.getuid()}" / f"base-{job}-{replica}.sock"
+    path = Path(tempfile.gettempdir()) / f"verl_qerl-{os.getuid()}" / f"base-{job}-{replica}.sock"
+    if len(os.fsencode(path)) > _LONGEST_NAME:
+        what = f"{path} has more than the {_LONGEST_NAME} bytes of a socket's name"
+        raise _refused(what, "Set TMPDIR to a shorter one")
+    return path
 
 
 class Lender:

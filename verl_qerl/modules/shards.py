@@ -87,13 +87,16 @@ def unfit(folder: Path, what: str) -> CheckpointFormatError:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointFormatError(
             f"a shard cannot be read: {path} ({reason[:120]}). A whole file of torch.save is accepted. "
             "It may be cut short: copy it again or take another step."
         ) from error
+    if not isinstance(found, dict):
+        raise unfit(path.parent, f"{path.name} holds a {type(found).__name__} in place of names and their tensors")
+    return found
 
 
 def _ranks(folder: Path, name: str, tensor: DTensor) -> tuple[list[int], int | None]:

@@ -126,9 +126,14 @@ def stored_format(config: dict) -> str:
         CheckpointFormatError: Quantized in a way that is not read here.
     """
     found = config.get("quantization_config") or {}
-    method = found.get("quant_method")
     if not found:
         return "bf16"
+    if not isinstance(found, dict):
+        raise CheckpointFormatError(
+            f"config.json does not say how the checkpoint is quantized: quantization_config={found!r}. An object is"
+            " accepted. Download the model again."
+        )
+    method = found.get("quant_method")
     if method == "compressed-tensors" and found.get("format") == FORMAT:
         return "compressed-tensors"
     if method == "modelopt" and "NVFP4" in str(found.get("quant_algo", "")):
@@ -149,8 +154,18 @@ def ignored_modules(config: dict) -> tuple[str, ...]:
 
 
 def is_ignored(module: str, ignore: Iterable[str]) -> bool:
-    """Whether `module` is named in `ignore`: exactly, or by a `re:` regular expression matched from its start."""
-    return any(re.match(rule[3:], module) if rule.startswith("re:") else rule == module for rule in ignore)
+    """Whether `module` is named in `ignore`: exactly, or by a `re:` regular expression matched from its start.
+
+    Raises:
+        ValueError: What follows `re:` is none.
+    """
+    try:
+        return any(re.match(rule[3:], module) if rule.startswith("re:") else rule == module for rule in ignore)
+    except re.error as error:
+        raise ValueError(
+            f"no regular expression: 're:{error.pattern}' of `ignore` ({error}). Exact names, or `re:` and a regular"
+            " expression, are accepted. Correct it."
+        ) from error
 
 
 def is_router(module: str) -> bool:
@@ -205,12 +220,13 @@ def from_tensors(module: str, tensors: dict[str, torch.Tensor], layout: str) -> 
     missing = {CODES, BLOCK_SCALE, GLOBAL_SCALE} - set(tensors)
     if missing:
         raise CheckpointFormatError(f"{module!r} lacks {sorted(missing)}. Download or quantize the model again.")
-    scale = tensors[GLOBAL_SCALE].float().reshape(())
-    if not (torch.isfinite(scale) and scale > 0):
+    scale = tensors[GLOBAL_SCALE].float()
+    if scale.numel() != 1 or not (torch.isfinite(scale) and scale > 0):
         raise CheckpointFormatError(
-            f"the global scale of {module!r} is {float(scale)}. A positive number is accepted."
+            f"the global scale of {module!r} is {scale.flatten()[:4].tolist()}. One positive number is accepted."
             " The file is damaged: download or quantize the model again."
         )
+    scale = scale.reshape(())
     try:
         weight = PackedWeight(tensors[CODES], tensors[BLOCK_SCALE], scale if layout == "modelopt" else 1.0 / scale)
     except ValueError as error:

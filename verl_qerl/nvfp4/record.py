@@ -88,6 +88,9 @@ def read_record(folder: Path) -> BaseRecord | None:
 
     def make(found: Any) -> BaseRecord:
         record = BaseRecord(**found)
+        for name in ("digests", "adapter", "files"):
+            if not isinstance(getattr(record, name), dict):
+                raise TypeError(f"{name}={getattr(record, name)!r}")
         return replace(record, ignore=tuple(record.ignore), trained_norms=tuple(record.trained_norms))
 
     remedy = "Export another checkpoint, or one with the verl_qerl that wrote it."

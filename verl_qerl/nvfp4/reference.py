@@ -107,7 +107,7 @@ def check_in_features(name: str, in_features: int, block_size: int = BLOCK_SIZE,
 
 
 def check_weight(name: str, weight: torch.Tensor, kind: str = "NVFP4") -> None:
-    """Require a finite floating point matrix.
+    """Require a finite matrix of floating point numbers that are not codes of a quantized weight: of 16 bits or more.
 
     Args:
         name: For messages.
@@ -117,8 +117,11 @@ def check_weight(name: str, weight: torch.Tensor, kind: str = "NVFP4") -> None:
     Raises:
         ValueError: It is not one.
     """
-    if weight.ndim != 2 or not weight.is_floating_point():
-        raise ValueError(f"{name!r} is {weight.dtype} with shape {tuple(weight.shape)}. {kind} holds float matrices.")
+    if weight.ndim != 2 or not weight.is_floating_point() or weight.element_size() < 2:
+        raise ValueError(
+            f"{name!r} is {weight.dtype} with shape {tuple(weight.shape)}. {kind} holds float matrices, of 16 bits or"
+            " more a number. Name the original bf16 model."
+        )
     bad = weight.numel() - int(torch.isfinite(weight).sum())
     if bad:
         raise ValueError(

@@ -4,7 +4,6 @@ A bf16 checkpoint is quantized on the way, an NVFP4 one passes as it is. Memory:
 of a fused group (q, k, v; gate, up) that are still waiting for each other.
 """
 
-import json
 import logging
 import math
 import re
@@ -20,6 +19,7 @@ from verl_qerl.nvfp4 import checkpoint
 from verl_qerl.nvfp4.experts import check_all_packed, check_experts
 from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
 from verl_qerl.nvfp4.groups import in_groups, linears_among
+from verl_qerl.nvfp4.json_object import read_object
 from verl_qerl.nvfp4.reader import DTYPES, TensorSpec, read_shard
 from verl_qerl.nvfp4.reference import quantize_group
 
@@ -67,9 +67,9 @@ def open_source(path: str | Path) -> Source:
             checkpoint is quantized in another way, or its experts are of another kind or not all there.
     """
     path = _local(path)
-    config = _read_json(path / "config.json")
+    config = read_object(path / "config.json")
     layout = checkpoint.stored_format(config)
-    indexed = _read_json(path / INDEX)["weight_map"] if (path / INDEX).exists() else None
+    indexed = _weight_map(path / INDEX) if (path / INDEX).exists() else None
     names = sorted(set(indexed.values())) if indexed else [SINGLE]
     files: dict[str, str] = {}
     specs: dict[str, TensorSpec] = {}
@@ -85,6 +85,16 @@ def open_source(path: str | Path) -> Source:
         )
     check_experts(str(path), config, files)
     return Source(path, config, layout, files, specs)
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    found = read_object(path).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        raise CheckpointFormatError(
+            f"{path} does not say which shard holds what: weight_map={str(found)[:80]}. An object of tensors and their"
+            " files is accepted. Download the model again."
+        )
+    return found
 
 
 def check_format(source: Source, form: str) -> None:
@@ -269,14 +279,3 @@ def _open(path: Path, device: str) -> safe_open:
             f"a shard cannot be read: {path} ({error}). A whole safetensors file is accepted."
             " It may be cut short: download it again."
         ) from error
-
-
-def _read_json(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointFormatError(
-            f"{path} does not exist. A directory in Hugging Face layout is accepted. Check the path."
-        ) from error
-    except json.JSONDecodeError as error:
-        raise CheckpointFormatError(f"{path} is not JSON: {error}. Download the model again.") from error
