@@ -10,7 +10,7 @@ import ray
 from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
-from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from verl_qerl import verl_plugin
 from verl_qerl.algos.aqn import AQNConfig
@@ -256,6 +256,14 @@ def test_aqn_options_are_read_from_the_top():
         assert aqn_options(composed(*options, rollout=rollout)) == expected
     with pytest.raises(ValueError, match=r"unknown option aqn\.sigmas"):
         aqn_options(OmegaConf.create({"aqn": {"sigmas": 1}}))
+
+
+def test_noise_of_any_yaml_is_refused_where_the_trainer_has_none():
+    old = ("trainer.use_v1=False", "+qerl.mismatch_sample=0")
+    config = composed(*old, "+aqn.enabled=true", rollout=None)
+    with pytest.raises(ValueError, match=r"^trainer\.use_v1=False does not go together with aqn\.enabled=true\. Acc"):
+        validate_config(config=config, use_reference_policy=False, use_critic=False)
+    assert aqn_options(composed(*old, "+aqn.enabled=false", rollout=None)) == AQNConfig()
 
 
 def test_checks_hold_without_the_yaml():

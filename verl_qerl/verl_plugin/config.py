@@ -186,10 +186,15 @@ def aqn_options(config: DictConfig) -> AQNConfig:
     """The top-level `aqn` node of a run; absent means off.
 
     Raises:
-        ValueError: An option is unknown or out of range.
+        ValueError: An option is unknown or out of range, or the trainer has no noise.
     """
-    node = OmegaConf.select(config, "aqn")
-    return AQNConfig.from_mapping(plain(node))
+    found = AQNConfig.from_mapping(plain(OmegaConf.select(config, "aqn")))
+    if found.enabled and not OmegaConf.select(config, "trainer.use_v1", default=True):
+        raise ValueError(
+            "trainer.use_v1=False does not go together with aqn.enabled=true. Accepted is True: verl's first trainer"
+            " knows no AQN. Leave the option out."
+        )
+    return found
 
 
 def _base_options(node: Any) -> BaseOptions:
