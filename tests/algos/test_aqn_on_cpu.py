@@ -159,8 +159,15 @@ def test_no_options_are_the_defaults(options):
     assert AQNConfig.from_mapping(options) == AQNConfig()
 
 
+def test_options_without_a_switch_have_no_effect():
+    message = r"^aqn\.sigma_start=0\.05 has no effect while AQN is off\. .*beside `\+aqn\.enabled=true`\. Add it, or"
+    with pytest.raises(ValueError, match=message):
+        AQNConfig.from_mapping({"sigma_start": 0.05})
+    assert AQNConfig.from_mapping({"enabled": False, "sigma_start": 0.05}).enabled is False
+
+
 def test_a_list_of_targets_becomes_a_tuple():
-    assert AQNConfig.from_mapping({"targets": ["a", "b"]}).targets == ("a", "b")
+    assert AQNConfig.from_mapping({"enabled": True, "targets": ["a", "b"]}).targets == ("a", "b")
 
 
 def test_the_stream_of_numbers_is_fixed():

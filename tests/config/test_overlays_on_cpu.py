@@ -92,6 +92,7 @@ def test_the_base_agrees_with_the_rest_of_the_run():
             "rollout.dtype": "bfloat16",
             "rollout.pipeline_model_parallel_size": 1,
             "actor.strategy": "fsdp2",
+            "actor.checkpoint.save_contents": ["model", "optimizer", "extra"],
             "model.lora_rank": 32,
             "model.lora.rank": 16,
             "model.lora.merge": False,

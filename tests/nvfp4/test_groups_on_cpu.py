@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from verl_qerl.nvfp4.checkpoint import ROUTER
 from verl_qerl.nvfp4.groups import in_groups, linears_among
 
 Q, K, V, OUT = (f"model.layers.0.self_attn.{name}_proj" for name in "qkvo")
@@ -20,6 +21,10 @@ def test_matrices_of_the_layers_are_quantized():
 @pytest.mark.parametrize(
     ("ignore", "block_size", "sentence"),
     [
+        ("re:.*o_proj", 16, r"^no list of modules: ignore='re:\.\*o_proj'\. Accepted are .* in a list"),
+        ([1], 16, r"^no list of modules: ignore=\[1\]"),
+        (["lm_head", "o_proj"], 16, r"^nothing is ignored by 'o_proj': no module of the model matches\. An exact"),
+        (["re:.*o_porj"], 16, r"^nothing is ignored by 're:\.\*o_porj': no module of the model matches"),
         (["re:.*"], 16, r"the model holds no linear to quantize: ignore=\['re:\.\*'\]"),
         ([K], 16, r"ignored in part: ignored=\['model\.layers\.0\.self_attn\.k_proj'\]"),
         (None, 128, r"in_features=64 of '.*' is not a multiple of 128\. MXFP4 cannot hold this weight"),
@@ -28,6 +33,11 @@ def test_matrices_of_the_layers_are_quantized():
 def test_what_cannot_be_quantized_is_refused(ignore, block_size, sentence):
     with pytest.raises(ValueError, match=sentence):
         linears_among(SHAPES, ignore, "the model", block_size, "MXFP4")
+
+
+def test_a_model_without_a_head_takes_the_default():
+    tied = {name: shape for name, shape in SHAPES.items() if name != "lm_head.weight"}
+    assert linears_among(tied, ["lm_head", ROUTER], "the model") == {Q, K, V, OUT}
 
 
 def test_a_group_comes_when_its_last_member_does():

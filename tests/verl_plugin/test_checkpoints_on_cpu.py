@@ -1,6 +1,7 @@
 """verl's own saving and loading of a step with our trainer around it; workers and data loader are stood for."""
 
 import builtins
+import contextlib
 import itertools
 import logging
 import os
@@ -16,6 +17,7 @@ pytest.importorskip("transfer_queue")
 
 import torch
 from omegaconf import OmegaConf
+from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from verl_qerl.errors import CheckpointFormatError
@@ -178,8 +180,6 @@ def test_a_step_that_is_named_must_be_whole(tmp_path):
     step = tmp_path / "global_step_3"
     named = {"resume_mode": "resume_path", "resume_from_path": str(step)}
     assert resume(tmp_path, **named) == expected(3)
-    with pytest.raises(CheckpointFormatError, match="has no whole transfer_queue"):
-        check_step(step, queue=True)
     os.truncate(step / "data.pt", (step / "data.pt").stat().st_size - 10)
     with pytest.raises(CheckpointFormatError, match=r"^the checkpoint is half-written: .* has no whole data\.pt"):
         resume(tmp_path, **named)
@@ -188,15 +188,49 @@ def test_a_step_that_is_named_must_be_whole(tmp_path):
         resume(tmp_path, **named)
 
 
-@pytest.mark.parametrize("option", [{"max_actor_ckpt_to_keep": 1}, {"remove_previous_ckpt_in_save": True}])
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_step_of_an_async_run_is_whole_with_its_queue(tmp_path, monkeypatch, dies):
+    def save_queue(path, metadata):
+        if dies:
+            raise KeyboardInterrupt
+        os.makedirs(path)
+
+    monkeypatch.setattr(trainer_base.tq, "save_checkpoint", save_queue)
+    made = trainer(tmp_path, v1={"trainer_mode": "colocate_async"})
+    made.trainer_mode, made.global_steps = "colocate_async", 3
+    with pytest.raises(KeyboardInterrupt) if dies else contextlib.nullcontext():
+        made._save_checkpoint()
+    step = tmp_path / "global_step_3"
+    if dies:
+        with pytest.raises(CheckpointFormatError, match=r"^the checkpoint is half-written: .* whole transfer_queue"):
+            check_step(step)
+    else:
+        check_step(step)
+        assert sorted(path.name for path in step.iterdir()) == ["actor", "data.pt", "transfer_queue"]
+    save(tmp_path, 3)  # again, in `sync`
+    check_step(step)
+    assert sorted(path.name for path in step.iterdir()) == ["actor", "data.pt"]
+
+
+def test_a_step_of_sync_resumes_in_an_async_run(tmp_path):
+    save(tmp_path, 3)
+    named = {"resume_mode": "resume_path", "resume_from_path": str(tmp_path / "global_step_3")}
+    assert resume(tmp_path, v1={"trainer_mode": "colocate_async"}, **named) == expected(3)
+
+
+KEEP_ONE = [{"max_actor_ckpt_to_keep": 1}, {"remove_previous_ckpt_in_save": True}, {"max_critic_ckpt_to_keep": 1}]
+
+
+@pytest.mark.parametrize("option", KEEP_ONE)
 def test_keeping_one_checkpoint_is_refused(option):
     with pytest.raises(ValueError, match=r"^a crash could leave no checkpoint: trainer\..* Set it to 2\.$"):
-        check_kept(OmegaConf.create(option))
+        check_kept(OmegaConf.create(option), use_critic=True)
 
 
 @pytest.mark.parametrize("option", [{}, {"max_actor_ckpt_to_keep": None}, {"max_actor_ckpt_to_keep": 2}])
 def test_keeping_more_is_fine(option):
-    check_kept(OmegaConf.create(option | {"remove_previous_ckpt_in_save": False}))
+    check_kept(OmegaConf.create(option | {"remove_previous_ckpt_in_save": False}), use_critic=True)
+    check_kept(OmegaConf.create(option | {"max_critic_ckpt_to_keep": 1}), use_critic=False)
 
 
 def test_a_stock_run_is_left_alone(tmp_path):
@@ -207,9 +241,11 @@ def test_a_stock_run_is_left_alone(tmp_path):
     assert resume(tmp_path, guarded=False) == (0, {})
 
 
+@pytest.mark.parametrize("who", ["actor", "critic"])
 @pytest.mark.parametrize(("qerl", "told"), [({}, True), (None, False)])
-def test_options_are_checked_when_the_base_is_packed(qerl, told):
-    config = {"trainer": {"max_actor_ckpt_to_keep": 1}, "actor_rollout_ref": {"actor": {"fsdp_config": {"qerl": qerl}}}}
+def test_options_are_checked_when_the_base_is_packed(qerl, told, who):
+    config = {"trainer": {f"max_{who}_ckpt_to_keep": 1}, "critic": {"enable": who == "critic"}}
+    config |= {"actor_rollout_ref": {"actor": {"fsdp_config": {"qerl": qerl}}}}
 
     class Base:
         def __init__(self, config):

@@ -10,7 +10,7 @@ import ray
 from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
-from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from verl_qerl import verl_plugin
 from verl_qerl.algos.aqn import AQNConfig
@@ -64,8 +64,8 @@ def test_a_good_run_builds():
 @pytest.mark.parametrize(
     "overrides",
     [
-        (f"{MODEL}.lora_rank=0", f"++{MODEL}.lora.rank=8"),
-        (f"{MODEL}.lora_rank=0", f"++{MODEL}.lora_adapter_path=adapter"),
+        (f"{MODEL}.lora_rank=8", f"++{MODEL}.lora_adapter_path=adapter"),
+        (f"{MODEL}.lora_rank=0", f"{ACTOR}.checkpoint.save_contents=[model,hf_model]"),
         (f"{ROLLOUT}.load_format=safetensors",),  # what stock LoRA scripts pass
         (f"{ROLLOUT}.load_format=auto",),
         (
@@ -96,6 +96,7 @@ BAD = {
         f"{MODEL}.lora_rank=0",
         f"+{ACTOR}.fsdp_config.qerl.share_base=True",
     ): r"share_base=True has no effect: without an adapter .*Accepted is False",
+    (f"++{ACTOR}.fsdp_config.qat.enable=true",): r"qat\.enable=True does not go together with \+rollout=nvfp4: ",
     (f"+{ACTOR}.fsdp_config.qerl.share_base=1",): r"no switch: .*share_base=1\. Accepted are true and false",
     (
         f"+{ACTOR}.fsdp_config.qerl.share_base=True",
@@ -137,6 +138,17 @@ BAD = {
         "trainer.n_gpus_per_node=1",
         "trainer.nnodes=3",
     ): r"ulysses_sequence_parallel_size=2 does not divide the 3 GPUs of the actor",
+    (
+        f"{ACTOR}.checkpoint.save_contents=[model,hf_model]",
+    ): r"save_contents=\['model', 'hf_model'\] does not go .* and an adapter\. Accepted .*`python -m verl_qerl export`",
+    (
+        f"{MODEL}.lora_rank=0",
+        f"++{MODEL}.lora.rank=8",
+    ): r"model\.lora\.rank=8 does not go together with .* model\.lora_rank=0\. .* set model\.lora_rank",
+    (
+        f"{MODEL}.lora_rank=0",
+        f"++{MODEL}.lora_adapter_path=adapter",
+    ): r"model\.lora_adapter_path=adapter does not go together with .* model\.lora_rank=0\. Accepted is null",
     (f"{ROLLOUT}.dtype=float16",): r"rollout\.dtype=float16 does not go together .* Accepted is bfloat16",
     (f"{ROLLOUT}.pipeline_model_parallel_size=2",): r"rollout\.pipeline_model_parallel_size=2 does not go together",
     (f"++{MODEL}.lora.merge=True",): r"model\.lora\.merge=True does not go together with \+rollout=nvfp4",
@@ -148,6 +160,9 @@ BAD = {
     ("trainer.use_v1=False",): r"trainer\.use_v1=False does not go together .* Accepted is True",
     ("trainer.v1.trainer_mode=separate_async",): r"trainer\.v1\.trainer_mode=separate_async does not go together",
     (f"+{ACTOR}.fsdp_config.qerl.scales=mse",): r"unknown option actor\.fsdp_config\.qerl\.scales='mse'. Known options",
+    (f"{ACTOR}.fsdp_config.qerl.ignore='re:.*down_proj'",): r"no list of modules: ignore='re:\.\*down_proj'\. Accepted",
+    (f"{ACTOR}.fsdp_config.qerl.ignore=null",): r"no list of modules: ignore=None\. Accepted are exact names",
+    (f"{ACTOR}.fsdp_config.qerl.ignore=[1]",): r"no list of modules: ignore=\[1\]\. Accepted are exact names",
     (f"{ACTOR}.fsdp_config.qerl.scale=absmax",): r"unknown scale choice: .*scale='absmax'. Accepted are minmax, mse",
     ("+aqn.enabled=true", "+aqn.sigma=1"): r"unknown option aqn\.sigma=1\. Known options are enabled, sigma_start",
     ("+aqn.sigma_start=-0.1",): r"aqn\.sigma_start=-0\.1 is out of range",
@@ -241,6 +256,14 @@ def test_aqn_options_are_read_from_the_top():
         assert aqn_options(composed(*options, rollout=rollout)) == expected
     with pytest.raises(ValueError, match=r"unknown option aqn\.sigmas"):
         aqn_options(OmegaConf.create({"aqn": {"sigmas": 1}}))
+
+
+def test_noise_of_any_yaml_is_refused_where_the_trainer_has_none():
+    old = ("trainer.use_v1=False", "+qerl.mismatch_sample=0")
+    config = composed(*old, "+aqn.enabled=true", rollout=None)
+    with pytest.raises(ValueError, match=r"^trainer\.use_v1=False does not go together with aqn\.enabled=true\. Acc"):
+        validate_config(config=config, use_reference_policy=False, use_critic=False)
+    assert aqn_options(composed(*old, "+aqn.enabled=false", rollout=None)) == AQNConfig()
 
 
 def test_checks_hold_without_the_yaml():

@@ -26,6 +26,7 @@ Queue, nested = fakes.Queue, fakes.nested
 NVFP4 = ("+rollout=nvfp4", "actor_rollout_ref.model.lora_rank=8")
 AQN = ("+aqn.enabled=true",)
 GATE = "+qerl.max_initial_kl=0.1"
+ROLLOUT = "actor_rollout_ref.rollout"
 NO_LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs=False"
 BYPASS = "algorithm.rollout_correction.bypass_mode=True"
 RUN = (
@@ -178,6 +179,21 @@ def test_where_it_cannot_look_it_says_so_once(step, caplog, obstacle):
     (message,) = caplog.messages
     assert message.startswith("the gate at the first step cannot look, and qerl/rollout_* are not logged: ")
     assert obstacle in message
+
+
+@pytest.mark.parametrize("cut", [f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=20"])
+def test_of_a_cut_distribution_there_are_metrics_and_no_gate(step, caplog, cut):
+    with caplog.at_level(logging.WARNING, logger=mismatch.__name__):
+        trainer = step.make(*NVFP4, cut)
+        for _ in range(2):
+            assert step.run(trainer, FAR, ACTOR)[KL] > SAME_WEIGHTS_KL
+    (message,) = caplog.messages
+    assert message.startswith("the gate at the first step does not look, and qerl/rollout_* contain the cut of ")
+    assert cut in message
+    with pytest.raises(ValueError, match=rf"^{cut} .* does not go together with qerl\.max_initial_kl=0\.1, which"):
+        step.make(*NVFP4, cut, GATE)
+    with pytest.raises(RuntimeError, match=r"^the rollout is not the actor's model"):
+        step.run(step.make(*NVFP4, f"{ROLLOUT}.top_k=0"), FAR, ACTOR)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ class Server:
         self.weights, self.sigma, self.version, self.calls = weights, None, 4, []
         self.generate = SimpleNamespace(remote=self._generate)
         self.collective_rpc = SimpleNamespace(remote=self._rpc)
-        self.clear_kv_cache = SimpleNamespace(remote=lambda: self.calls.append("clear"))
+        self.qerl_clear_kv_cache = SimpleNamespace(remote=lambda: self.calls.append("clear"))
 
     def score(self, tokens):
         return log_prob(tokens) + self.weights + (self.sigma or 0.0)

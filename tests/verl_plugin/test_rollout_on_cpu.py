@@ -19,6 +19,7 @@ OF_THE_YAML = {
 }
 SERVER = """
 import asyncio, json, sys
+import ray
 from types import SimpleNamespace
 import verl.workers.rollout.replica as replica
 from verl_qerl.verl_plugin import rollout
@@ -30,6 +31,18 @@ remote = found(0, None, None).server_class
 Server = remote.__ray_metadata__.modified_class
 
 class Engine:
+    errored, resets, cleared = False, [], True
+
+    async def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+        self.resets.append(reset_running_requests)
+        return reset_running_requests and self.cleared
+
+    async def reset_mm_cache(self):
+        self.resets.append("mm")
+
+    async def reset_encoder_cache(self):
+        self.resets.append("encoder")
+
     async def collective_rpc(self, **kwargs):
         self.asked = kwargs
         return [7, 7]
@@ -42,9 +55,32 @@ def described(custom):
     server._preprocess_engine_kwargs(kwargs)
     return kwargs["hf_overrides"]
 
+class Busy:
+    qerl_ended = Server.qerl_ended
+
+    def __init__(self):
+        self.engine = Engine()
+
+    async def generate(self):
+        await asyncio.sleep(60)
+
+def ended_beside_requests():
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    options = {name: remote._default_options[name] for name in ("concurrency_groups",)}
+    busy = ray.remote(**options)(Busy).options(max_concurrency=2, num_cpus=0).remote()
+    waiting = [busy.generate.remote() for _ in range(5)]
+    return ray.get(busy.qerl_ended.remote(), timeout=30)
+
 server = Server.__new__(Server)
 server.engine = Engine()
 answer = asyncio.run(server.collective_rpc("qerl_set_noise", kwargs={"sigma": 0.1}))
+server.node_rank = 0
+asyncio.run(server.qerl_clear_kv_cache())
+resets, Engine.cleared = list(Engine.resets), False
+try:
+    asyncio.run(server.qerl_clear_kv_cache())
+except RuntimeError as error:
+    uncleared = str(error)
 module = SimpleNamespace(RolloutReplicaRegistry=replica.RolloutReplicaRegistry)
 rollout.install(module)
 print(json.dumps({
@@ -53,6 +89,9 @@ print(json.dumps({
     "server": [issubclass(Server, vLLMHttpServer), Server.__name__],
     "answer": answer,
     "asked": server.engine.asked,
+    "resets": resets,
+    "uncleared": uncleared,
+    "ended": ended_beside_requests(),
     "ours": described({"qerl": {"base": "nvfp4"}}).get("quantization_config", {}).get("ignore"),
     "stock": [described(None), described({}), described({"qerl": None}), described({"other": 1})],
     "others": sorted(name for name in replica.RolloutReplicaRegistry._registry),
@@ -145,6 +184,19 @@ def test_the_name_vllm_is_our_replica_with_our_server(server):
 def test_the_answers_of_the_workers_come_back(server):
     assert server["answer"] == [7, 7]
     assert server["asked"] == {"method": "qerl_set_noise", "timeout": None, "args": [], "kwargs": {"sigma": 0.1}}
+
+
+@needs_hosts
+def test_an_engine_tells_beside_all_requests_that_wait_whether_it_has_ended(server):
+    assert server["ended"] is False
+
+
+@needs_hosts
+def test_the_cache_is_cleared_of_running_requests_too(server):
+    assert server["resets"] == [False, "mm", "encoder", True]
+    assert server["uncleared"].startswith(
+        "vLLM did not clear its prefix cache: reset_prefix_cache=False. Accepted is T"
+    )
 
 
 @needs_hosts

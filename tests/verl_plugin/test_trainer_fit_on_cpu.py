@@ -29,7 +29,7 @@ class Server:
     def __init__(self, log, norms=5):
         self.norms = norms
         self.collective_rpc = SimpleNamespace(remote=self._rpc)
-        self.clear_kv_cache = SimpleNamespace(remote=lambda: log.append(("clear",)))
+        self.qerl_clear_kv_cache = SimpleNamespace(remote=lambda: log.append(("clear",)))
         self._log = log
 
     def _rpc(self, method, kwargs):

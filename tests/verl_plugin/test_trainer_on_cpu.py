@@ -54,7 +54,7 @@ def with_answers(monkeypatch, *answers):
     servers = [
         SimpleNamespace(
             collective_rpc=SimpleNamespace(remote=lambda method, kwargs, found=found: calls.append(kwargs) or found),
-            clear_kv_cache=SimpleNamespace(remote=lambda: calls.append("clear")),
+            qerl_clear_kv_cache=SimpleNamespace(remote=lambda: calls.append("clear")),
         )
         for found in answers
     ]

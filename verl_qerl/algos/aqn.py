@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_qerl.algos.options import read_options
+from verl_qerl.algos.options import read_switched
 
 # t = (k - 1) / n with n = K - 2 intervals: 0 at stage 1, below 1 up to stage K - 2.
 _SCHEDULES: dict[str, Callable[[float, float, float, int], float]] = {
@@ -89,9 +89,9 @@ class AQNConfig:
         """From the `aqn` node of a configuration; None gives the defaults (off).
 
         Raises:
-            ValueError: An option is unknown or out of range.
+            ValueError: An option is unknown, out of range, or without effect.
         """
-        return read_options(cls, "aqn", options, "+aqn.enabled=true")
+        return read_switched(cls, "aqn", options)
 
 
 def stage_at_step(step: int, total_steps: int, num_stages: int) -> int:

@@ -25,7 +25,9 @@ class Settings:
     """What of a run's configuration decides its memory.
 
     Attributes:
-        rank: Of the adapters on all linears (with experts, on those of the attention).
+        rank: Of the adapters.
+        adapted_features: Inputs and outputs of the linears that carry one; None: of all (with experts, of the
+            attention's).
         gpus: Over which FSDP2 shards.
         tokens: Of a micro-batch, padding included.
         checkpointing: Of gradients.
@@ -39,6 +41,7 @@ class Settings:
     """
 
     rank: int
+    adapted_features: int | None = None
     gpus: int = 1
     tokens: int = 8192
     checkpointing: bool = True
@@ -134,7 +137,8 @@ def _packed(shape: ModelShape, s: Settings) -> float:
 
 def _actor(shape: ModelShape, s: Settings) -> dict[str, float]:
     packed = _packed(shape, s)
-    adapter = s.rank * shape.adapted_features / s.gpus
+    features = shape.adapted_features if s.adapted_features is None else s.adapted_features
+    adapter = s.rank * features / s.gpus
     return {
         "packed base": packed / (s.gpus if s.shard_base else 1),
         "embedding and head": 2 * shape.head_weights / s.gpus,

@@ -30,3 +30,20 @@ def read_options(kind: type[Options], node: str, options: Any, example: str) -> 
                 f"unknown option {node}.{name}={value!r}. Known options are {', '.join(known)}. Check the spelling."
             )
     return kind(**(options or {}))
+
+
+def read_switched(kind: type[Options], node: str, options: Any) -> Options:
+    """As `read_options`, for what `enabled` switches on.
+
+    Raises:
+        ValueError: Also where options are set, and `enabled` is not.
+    """
+    example = f"+{node}.enabled=true"
+    found = read_options(kind, node, options, example)
+    if options and "enabled" not in options:
+        name, value = next(iter(options.items()))
+        raise ValueError(
+            f"{node}.{name}={value} has no effect while {node.upper()} is off. Accepted is the option beside"
+            f" `{example}`. Add it, or leave both out."
+        )
+    return found

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from verl_qerl.algos.options import read_options
+from verl_qerl.algos.options import read_switched
 from verl_qerl.nvfp4.record import read_whole, write_whole
 
 RECORD = "verl_qerl_uaq.json"
@@ -78,13 +78,7 @@ class UAQConfig:
         Raises:
             ValueError: An option is unknown, out of range, or without effect.
         """
-        found = read_options(cls, "uaq", options, "+uaq.enabled=true")
-        if options and "enabled" not in options:
-            raise ValueError(
-                f"uaq.scale={found.scale:g} has no effect while UAQ is off. Accepted is the option beside"
-                " `+uaq.enabled=true`. Add it, or leave both out."
-            )
-        return found
+        return read_switched(cls, "uaq", options)
 
 
 def is_power_of_two(scale: float) -> bool:

@@ -31,7 +31,7 @@ from verl_qerl.formats import FORMATS, WeightFormat, scaled_format
 from verl_qerl.formats.packed import relative_error
 from verl_qerl.formats.packed_stream import check_held, packed_names, packed_stream
 from verl_qerl.nvfp4 import SCALE_CHOICES
-from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, ROUTER, is_ignored, is_router
+from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, ROUTER, is_router
 from verl_qerl.nvfp4.digest import model_digest
 from verl_qerl.nvfp4.format import Packed
 from verl_qerl.nvfp4.reader import TensorSpec
@@ -110,7 +110,7 @@ def quantize_checkpoint(
     chosen = scaled_format(form, scale)
     source = open_source(model)
     rules = tuple(dict.fromkeys((*DEFAULT_IGNORE, *ignore)))
-    _check(source, rules)
+    _check(source)
     check_held(source, chosen)
     if any(is_router(name.rpartition(".")[0]) for name in source.files):
         rules = (*rules, ROUTER)
@@ -185,20 +185,12 @@ def _layer(weight: torch.Tensor, packed: Packed, scale: str) -> dict[str, Any]:
     }
 
 
-def _check(source: Source, rules: Sequence[str]) -> None:
+def _check(source: Source) -> None:
     if source.layout != "bf16":
         raise CheckpointFormatError(
             f"the model is quantized already: {source.path} ({source.layout}). An unquantized checkpoint is accepted. "
             "Use this directory as it is, or name the original model."
         )
-    modules = {name.rpartition(".")[0] for name in source.files}
-    for rule in rules:
-        # A model with tied embeddings has no lm_head.
-        if rule not in DEFAULT_IGNORE and not any(is_ignored(module, (rule,)) for module in modules):
-            raise ValueError(
-                f"nothing is ignored by {rule!r}: no module of {source.path} matches. An exact module name, or "
-                "`re:` and a regular expression from its start, is accepted. Correct or remove it."
-            )
 
 
 def _table(report: dict[str, Any]) -> str:

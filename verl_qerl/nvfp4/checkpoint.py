@@ -7,6 +7,7 @@ ModelOpt             weight          weight_scale   weight_scale_2     [] = glob
 import logging
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -151,6 +152,41 @@ def ignored_modules(config: dict) -> tuple[str, ...]:
     """The modules that config.json says were left unquantized (`re:` marks a regular expression)."""
     found = config.get("quantization_config") or {}
     return tuple(found.get("ignore") or found.get("exclude_modules") or DEFAULT_IGNORE)
+
+
+def ignore_rules(ignore: Any) -> tuple[str, ...]:
+    """`ignore` as a configuration has it.
+
+    Raises:
+        ValueError: It is no list of names.
+    """
+    if not isinstance(ignore, list | tuple) or not all(isinstance(rule, str) for rule in ignore):
+        raise ValueError(
+            f"no list of modules: ignore={ignore!r}. Accepted are exact names, or `re:` and a regular expression, in a"
+            " list. Write it as [lm_head,'re:.*down_proj']."
+        )
+    return tuple(ignore)
+
+
+def check_rules(rules: Iterable[str], modules: Iterable[str], where: str) -> None:
+    """Require that each rule of `ignore` names a module.
+
+    Args:
+        rules: From `ignore_rules`.
+        modules: Names of all modules.
+        where: What has these modules, for messages.
+
+    Raises:
+        ValueError: One names none.
+    """
+    modules = set(modules)
+    for rule in rules:
+        # A model with tied embeddings has no lm_head, one without experts no router.
+        if rule not in (*DEFAULT_IGNORE, ROUTER) and not any(is_ignored(module, (rule,)) for module in modules):
+            raise ValueError(
+                f"nothing is ignored by {rule!r}: no module of {where} matches. An exact module name, or `re:` and a"
+                " regular expression from its start, is accepted. Correct or remove it."
+            )
 
 
 def is_ignored(module: str, ignore: Iterable[str]) -> bool:

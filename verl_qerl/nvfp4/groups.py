@@ -27,10 +27,12 @@ def linears_among(
         kind: Name of the format, for messages.
 
     Raises:
-        ValueError: There is none, one has in_features that the format cannot hold, a fused group is ignored in part, or
-            experts are stacked or ignored.
+        ValueError: There is none, `ignore` names no module, one has in_features that the format cannot hold, a fused
+            group is ignored in part, or experts are stacked or ignored.
     """
-    rules = tuple(ignore if ignore is not None else checkpoint.DEFAULT_IGNORE)
+    rules = checkpoint.ignore_rules(ignore if ignore is not None else checkpoint.DEFAULT_IGNORE)
+    modules = {name.rpartition(".")[0] for name in shapes}
+    checkpoint.check_rules(rules, modules, where)
     found = {
         name.removesuffix(".weight"): shape
         for name, shape in shapes.items()
@@ -42,7 +44,7 @@ def linears_among(
             "`...layers.<i>...weight` are quantized. Check the model family and `ignore`."
         )
     linears_of_experts(where, shapes)  # a full-precision actor stacks them
-    check_all_packed(where, {name.rpartition(".")[0] for name in shapes} - set(found))
+    check_all_packed(where, modules - set(found))
     for module, (_, in_features) in found.items():
         check_in_features(module, in_features, block_size, kind)
         members = [name for name in checkpoint.fused_group(module)[1] if f"{name}.weight" in shapes]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
+from verl.trainer.ppo.utils import need_critic
 
 from verl_qerl.errors import CheckpointFormatError
 
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 TRACKER = "latest_checkpointed_iteration.txt"
 _DATA = "data.pt"
 _QUEUE = "transfer_queue"
+_NO_QUEUE_YET = "verl_qerl_transfer_queue_to_come"  # while a step is saved that will have one
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Trainer
@@ -36,17 +38,24 @@ class CheckpointMixin(_Trainer):
     def __init__(self, config: DictConfig) -> None:
         self._guarded = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.qerl") is not None
         if self._guarded:
-            check_kept(config.trainer)
+            check_kept(config.trainer, use_critic=need_critic(config))
         super().__init__(config)
 
     def _save_checkpoint(self) -> None:
-        if self._guarded:
-            # Of a run that was killed in this step: they would pass for the new ones until those are written.
-            folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
-            (folder / _DATA).unlink(missing_ok=True)
-            if (folder / _QUEUE).exists():
-                shutil.rmtree(folder / _QUEUE)
+        if not self._guarded:
+            super()._save_checkpoint()
+            return
+        # Of a run that was killed in this step: they would pass for the new ones until those are written.
+        folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
+        (folder / _DATA).unlink(missing_ok=True)
+        (folder / _NO_QUEUE_YET).unlink(missing_ok=True)
+        if (folder / _QUEUE).exists():
+            shutil.rmtree(folder / _QUEUE)
+        if self.config.trainer.v1.trainer_mode != "sync":  # which has none
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / _NO_QUEUE_YET).touch()
         super()._save_checkpoint()
+        (folder / _NO_QUEUE_YET).unlink(missing_ok=True)
 
     def _load_checkpoint(self) -> None:
         if self._guarded:
@@ -54,21 +63,22 @@ class CheckpointMixin(_Trainer):
             if trainer.resume_mode == "auto":
                 check_tracker(Path(trainer.default_local_dir))
             elif trainer.resume_mode == "resume_path" and trainer.resume_from_path:
-                check_step(Path(trainer.resume_from_path), queue=trainer.v1.trainer_mode != "sync")
+                check_step(Path(trainer.resume_from_path))
         super()._load_checkpoint()
 
 
-def check_kept(trainer: DictConfig) -> None:
+def check_kept(trainer: DictConfig, use_critic: bool) -> None:
     """Refuse to keep a single checkpoint.
 
     Raises:
         ValueError: The options ask for it.
     """
-    for name, wrong in (("max_actor_ckpt_to_keep", 1), ("remove_previous_ckpt_in_save", True)):
+    kept = ["max_actor_ckpt_to_keep", *(["max_critic_ckpt_to_keep"] if use_critic else [])]
+    for name, wrong in (*((name, 1) for name in kept), ("remove_previous_ckpt_in_save", True)):
         if trainer.get(name) == wrong:
             raise ValueError(
                 f"a crash could leave no checkpoint: trainer.{name}={wrong} deletes the last one before the next is "
-                "whole. Accepted is trainer.max_actor_ckpt_to_keep of null or at least 2, which needs no more room "
+                f"whole. Accepted is trainer.{' and '.join(kept)} of null or at least 2, which needs no more room "
                 "while it saves. Set it to 2."
             )
 
@@ -100,15 +110,16 @@ def check_tracker(run: Path) -> None:
             f"the tracker names no step: {tracker} holds {text[:40]!r}. A number is accepted. Write that of a "
             "global_step_N beside it."
         )
-    check_step(run / f"global_step_{text}", queue=False)
+    check_step(run / f"global_step_{text}")
 
 
-def check_step(folder: Path, queue: bool) -> None:
+def check_step(folder: Path) -> None:
     """Require that the trainer's part of a step is whole; the engine checks its own.
+
+    A step of `sync` has no state of TransferQueue, and any mode can resume it.
 
     Args:
         folder: global_step_N.
-        queue: TransferQueue's state must be there too.
 
     Raises:
         CheckpointFormatError: The step is not there or half-written.
@@ -121,7 +132,7 @@ def check_step(folder: Path, queue: bool) -> None:
     missing = None
     if not zipfile.is_zipfile(folder / _DATA):  # of torch.save; its table of contents is written last
         missing = _DATA
-    elif queue and not (folder / _QUEUE).is_dir():
+    elif (folder / _NO_QUEUE_YET).exists() and not (folder / _QUEUE).is_dir():
         missing = _QUEUE
     if missing:
         raise CheckpointFormatError(

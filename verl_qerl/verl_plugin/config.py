@@ -6,7 +6,7 @@ interpolation, the values of other nodes that it must agree with. verl builds it
 input is refused there.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from verl_qerl import verl_plugin, vllm_plugin
 from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.algos.options import read_options
 from verl_qerl.formats import FORMATS, WeightFormat, scaled_format
-from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE
+from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, ignore_rules
 from verl_qerl.nvfp4.reference import SCALE_CHOICES
 from verl_qerl.verl_plugin.nodes import plain
 from verl_qerl.verl_plugin.sequence_parallel import check_sequence_parallel
@@ -97,8 +97,8 @@ class BaseOptions:
             )
         if self.share_base:
             self._check_shared()
-        object.__setattr__(self, "ignore", tuple(self.ignore))
-        _check_run(self.agrees_with, self.format)
+        object.__setattr__(self, "ignore", ignore_rules(self.ignore))
+        _check_run(self.agrees_with, self.format, self.has_adapter)
 
     def _check_shared(self) -> None:
         tensor_parallel = self.agrees_with.get("rollout.tensor_model_parallel_size", 1)
@@ -113,9 +113,7 @@ class BaseOptions:
     @property
     def has_adapter(self) -> bool:
         """Whether an adapter is trained on a frozen base; else all weights are, and each sync quantizes them."""
-        run = self.agrees_with
-        rank = run.get("model.lora_rank", 1) or run.get("model.lora.rank", 0)
-        return bool(rank) or run.get("model.lora_adapter_path") is not None
+        return bool(self.agrees_with.get("model.lora_rank", 1))
 
     @property
     def weight_format(self) -> WeightFormat:
@@ -164,6 +162,11 @@ class QerlFSDPEngineConfig(ScaledFSDPEngineConfig):
                 f"actor.fsdp_config.qerl.share_base=True does not go together with {moved[0]}=True: the rollout"
                 " computes with the memory that would be given back. Accepted is False. Leave one of them out."
             )
+        if self.qat.enable:
+            raise ValueError(
+                f"actor.fsdp_config.qat.enable=True does not go together with +rollout={self.qerl.format}: both"
+                " quantize the rollout's weights. Accepted is False. Leave one of them out."
+            )
         self._check_sequence_parallel(self.qerl.agrees_with)
         if self.model_dtype is None:
             object.__setattr__(self, "model_dtype", "bf16" if self.qerl.has_adapter else "fp32")
@@ -183,10 +186,15 @@ def aqn_options(config: DictConfig) -> AQNConfig:
     """The top-level `aqn` node of a run; absent means off.
 
     Raises:
-        ValueError: An option is unknown or out of range.
+        ValueError: An option is unknown or out of range, or the trainer has no noise.
     """
-    node = OmegaConf.select(config, "aqn")
-    return AQNConfig.from_mapping(plain(node))
+    found = AQNConfig.from_mapping(plain(OmegaConf.select(config, "aqn")))
+    if found.enabled and not OmegaConf.select(config, "trainer.use_v1", default=True):
+        raise ValueError(
+            "trainer.use_v1=False does not go together with aqn.enabled=true. Accepted is True: verl's first trainer"
+            " knows no AQN. Leave the option out."
+        )
+    return found
 
 
 def _base_options(node: Any) -> BaseOptions:
@@ -194,42 +202,61 @@ def _base_options(node: Any) -> BaseOptions:
     return read_options(BaseOptions, where, plain(node), f"actor_rollout_ref.{where}.scale=mse")
 
 
-def _check_run(run: dict[str, Any], form: str) -> None:
-    """Refuse combinations in which weights would be overwritten, merged, sent as they are or never used."""
-    rules = (
-        ("rollout.name", lambda v: v == "vllm", "vllm", "Set actor_rollout_ref.rollout.name=vllm."),
-        ("actor.strategy", lambda v: v == "fsdp2", "fsdp2", "Set actor_rollout_ref.actor.strategy=fsdp2."),
-        (
-            "model.lora.merge",
-            lambda v: not v,
-            "False",
-            "An adapter cannot be merged into quantized weights: leave the option out.",
-        ),
-        (
-            "rollout.load_format",
-            lambda v: "dummy" not in str(v),
-            "any format but dummy",
-            "verl would send bf16 weights: leave the option out.",
-        ),
-        (
-            "rollout.quantization",
-            lambda v: v is None,
-            "null",
-            f"The rollout is quantized by `+rollout={form}`: leave the option out.",
-        ),
-        ("rollout.dtype", lambda v: v == "bfloat16", "bfloat16", "Leave the option out."),
-        ("rollout.pipeline_model_parallel_size", lambda v: v == 1, "1", "Use tensor_model_parallel_size."),
-        ("trainer.use_v1", bool, "True", "Leave the option out."),
-        (
-            "trainer.v1.trainer_mode",
-            lambda v: v in ("sync", "colocate_async"),
-            "sync or colocate_async",
-            "Other modes send whole models.",
-        ),
-    )
-    for name, accepts, accepted, remedy in rules:
-        if name in run and not accepts(run[name]):
-            raise ValueError(
-                f"{name}={run[name]} does not go together with +rollout={form}. Accepted is {accepted}. {remedy}"
-            )
+# Option, whether its value is accepted, what is, and what to do.
+_Rule = tuple[str, Callable[[Any], bool], str, str]
+_RULES: tuple[_Rule, ...] = (
+    ("rollout.name", lambda v: v == "vllm", "vllm", "Set actor_rollout_ref.rollout.name=vllm."),
+    ("actor.strategy", lambda v: v == "fsdp2", "fsdp2", "Set actor_rollout_ref.actor.strategy=fsdp2."),
+    (
+        "model.lora.merge",
+        lambda v: not v,
+        "False",
+        "An adapter cannot be merged into quantized weights: leave the option out.",
+    ),
+    (
+        "rollout.load_format",
+        lambda v: "dummy" not in str(v),
+        "any format but dummy",
+        "verl would send bf16 weights: leave the option out.",
+    ),
+    (
+        "rollout.quantization",
+        lambda v: v is None,
+        "null",
+        "The rollout is quantized by `+rollout=...`: leave the option out.",
+    ),
+    ("rollout.dtype", lambda v: v == "bfloat16", "bfloat16", "Leave the option out."),
+    ("rollout.pipeline_model_parallel_size", lambda v: v == 1, "1", "Use tensor_model_parallel_size."),
+    ("trainer.use_v1", bool, "True", "Leave the option out."),
+    (
+        "trainer.v1.trainer_mode",
+        lambda v: v in ("sync", "colocate_async"),
+        "sync or colocate_async",
+        "Other modes send whole models.",
+    ),
+)
+_WITH_ADAPTER: tuple[_Rule, ...] = (
+    (
+        "actor.checkpoint.save_contents",
+        lambda v: "hf_model" not in v,
+        "a list without hf_model",
+        "verl would write the model without its packed weights: leave it out and use `python -m verl_qerl export`.",
+    ),
+)
+_NO_ADAPTER = "verl's FSDP engine makes an adapter where model.lora_rank says so: set model.lora_rank."
+_WITHOUT_ADAPTER: tuple[_Rule, ...] = (
+    ("model.lora.rank", lambda v: not v, "0", _NO_ADAPTER),
+    ("model.lora_adapter_path", lambda v: not v, "null", _NO_ADAPTER),
+)
+
+
+def _check_run(run: dict[str, Any], form: str, has_adapter: bool) -> None:
+    """Refuse combinations in which weights would be overwritten, merged, sent as they are, never used or not saved."""
+    more, beside = (_WITH_ADAPTER, "an adapter") if has_adapter else (_WITHOUT_ADAPTER, "model.lora_rank=0")
+    for rules, others in ((_RULES, f"+rollout={form}"), (more, f"+rollout={form} and {beside}")):
+        for name, accepts, accepted, remedy in rules:
+            if name in run and not accepts(run[name]):
+                raise ValueError(
+                    f"{name}={run[name]} does not go together with {others}. Accepted is {accepted}. {remedy}"
+                )
     AQNConfig.from_mapping(run.get("aqn"))

@@ -9,7 +9,7 @@ not finite stops a run at any step: a correction by them (TIS, ACR) would go int
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,12 +38,17 @@ _NEEDS = (
     ("algorithm.rollout_correction.bypass_mode", False, False),  # takes the rollout's log-probs for the actor's
     ("trainer.use_v1", True, True),  # verl's first trainer has no gate
 )
+# With others the rollout's log-probs are of what is left of the distribution, scaled up to 1: sound models differ by
+# 0.03 and more, and the gate would stop them.
+_GATE_NEEDS = (
+    ("actor_rollout_ref.rollout.top_p", 1.0, (1.0,)),
+    ("actor_rollout_ref.rollout.top_k", -1, (-1, 0)),
+)
 # The same for `mismatch_sample`: the rollout engine scores given tokens at temperature 1 and over the whole vocabulary.
 _PARTS_NEED = (
     ("actor_rollout_ref.rollout.name", "vllm", ("vllm",)),
     ("actor_rollout_ref.rollout.temperature", 1.0, (1.0,)),
-    ("actor_rollout_ref.rollout.top_p", 1.0, (1.0,)),
-    ("actor_rollout_ref.rollout.top_k", -1, (-1, 0)),
+    *_GATE_NEEDS,
     ("trainer.v1.trainer_mode", "sync", ("sync", "colocate_async")),
 )
 # What to do about a difference, by the part that most of it is.
@@ -65,15 +70,17 @@ def gate_options(config: DictConfig) -> MismatchConfig | None:
     """
     options = plain(OmegaConf.select(config, NODE))
     gate = MismatchConfig.from_mapping(options)
-    obstacle = obstacle_of(config)
-    if obstacle and (options or {}).get("max_initial_kl") is not None:
-        raise _unfit(obstacle, f"max_initial_kl={gate.max_initial_kl}")
+    obstacle, cut = obstacle_of(config), _first_of(_GATE_NEEDS, config)
+    if (obstacle or cut) and (options or {}).get("max_initial_kl") is not None:
+        raise _unfit(obstacle or cut, f"max_initial_kl={gate.max_initial_kl}")
     if gate.mismatch_sample:
-        obstacle = obstacle or _obstacle_of_parts(config)
+        obstacle = obstacle or _first_of(_PARTS_NEED, config)
         if obstacle:
             raise _unfit(obstacle, f"mismatch_sample={gate.mismatch_sample}")
     base = OmegaConf.select(config, "actor_rollout_ref.rollout.custom.qerl.base")
-    if "max_initial_kl" not in (options or {}) and base in _EXACT and not requantizes(config):
+    if cut:
+        gate = replace(gate, max_initial_kl=None)
+    elif "max_initial_kl" not in (options or {}) and base in _EXACT and not requantizes(config):
         gate = replace(gate, max_initial_kl=SAME_WEIGHTS_KL)
     return gate if options is not None or base is not None or aqn_options(config).enabled else None
 
@@ -87,15 +94,15 @@ def obstacle_of(config: DictConfig) -> str | None:
     return None
 
 
-def _obstacle_of_parts(config: DictConfig) -> str | None:
-    for name, default, accepted in _PARTS_NEED:
+def _first_of(needs: Sequence[tuple[str, Any, tuple]], config: DictConfig) -> str | None:
+    for name, default, accepted in needs:
         found = OmegaConf.select(config, name, default=default)
         if found not in accepted:
             return f"{name}={found} (accepted is {' or '.join(map(str, accepted))})"
     return None
 
 
-def _unfit(obstacle: str, option: str) -> ValueError:
+def _unfit(obstacle: str | None, option: str) -> ValueError:
     return ValueError(
         f"{obstacle} does not go together with qerl.{option}, which compares the log-probs of the rollout with those of"
         " the actor. Leave out one of the two."
@@ -115,6 +122,8 @@ class MismatchMixin(_Trainer):
         gate, obstacle = gate_options(config), obstacle_of(config)
         if gate is not None and obstacle is not None:
             logger.warning("the gate at the first step cannot look, and qerl/rollout_* are not logged: %s.", obstacle)
+        elif gate is not None and (cut := _first_of(_GATE_NEEDS, config)):
+            logger.warning("the gate at the first step does not look, and qerl/rollout_* contain the cut of %s.", cut)
         self._compares = gate is not None and obstacle is None
         self._limit = gate.max_initial_kl if gate is not None else None
         super().__init__(config)

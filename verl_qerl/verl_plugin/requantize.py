@@ -80,9 +80,9 @@ def round_group(weights: Mapping[str, torch.Tensor], form: WeightFormat) -> dict
 
 def requantizes(config: DictConfig) -> bool:
     """Whether a run trains all weights and quantizes the rollout's at every sync."""
-    names = ("rollout.custom.qerl.base", "model.lora_rank", "model.lora.rank", "model.lora_adapter_path")
-    form, *adapter = (OmegaConf.select(config, f"actor_rollout_ref.{name}") for name in names)
-    return form is not None and not any(adapter)
+    names = ("rollout.custom.qerl.base", "model.lora_rank")
+    form, rank = (OmegaConf.select(config, f"actor_rollout_ref.{name}") for name in names)
+    return form is not None and not rank
 
 
 def check_unquantized(path: str, form: str) -> None:

@@ -5,10 +5,15 @@ import os
 from types import ModuleType
 from typing import Any
 
+import ray
+
 from verl_qerl.formats import get_format
 from verl_qerl.formats.packed_stream import check_held
 from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, ignored_modules
 from verl_qerl.nvfp4.stream import open_source
+
+# Ray calls this group beside the requests, however many wait for their turn.
+_HEALTH = "verl_qerl_health"
 
 
 def install(module: ModuleType) -> None:
@@ -23,17 +28,48 @@ def install(module: ModuleType) -> None:
 
 
 def _load_replica() -> type:
-    import ray
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
     server = _load_server()
+    remote: Any = ray.remote  # its overloads for type checkers lack the groups
 
     class QerlReplica(vLLMReplica):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.server_class = ray.remote(server)
+            self.server_class = remote(concurrency_groups={_HEALTH: 1})(server)
 
     return QerlReplica
+
+
+class Asked:
+    """What our trainers ask of a server beside verl's own methods.
+
+    Attributes:
+        engine: vLLM's.
+    """
+
+    engine: Any
+
+    @ray.method(concurrency_group=_HEALTH)
+    def qerl_ended(self) -> bool:
+        """Whether vLLM's engine has ended, which its server outlives."""
+        return self.engine.errored
+
+    async def qerl_clear_kv_cache(self) -> None:
+        """As verl's clear_kv_cache, but also while requests run: vLLM then clears nothing and verl does not look.
+
+        They lose no token: vLLM takes them back into its queue and computes their keys and values again.
+
+        Raises:
+            RuntimeError: Some were kept.
+        """
+        server: Any = self
+        await server.clear_kv_cache()
+        if not await self.engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+            raise RuntimeError(
+                "vLLM did not clear its prefix cache: reset_prefix_cache=False. Accepted is True: what follows would"
+                " read keys and values of other weights. Look for the reason in its log above."
+            )
 
 
 def _load_server() -> type:
@@ -42,7 +78,7 @@ def _load_server() -> type:
     from verl_qerl.verl_plugin.adapter_listing import AdapterListing
     from verl_qerl.verl_plugin.run_name import ENV, run_name
 
-    class QerlServer(vLLMHttpServer):
+    class QerlServer(Asked, vLLMHttpServer):
         """vLLMHttpServer; as stock unless `rollout.custom.qerl` is set, but for its sockets and listed adapters."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -52,10 +88,6 @@ def _load_server() -> type:
         async def run_server(self, args: Any) -> None:
             await super().run_server(args)
             AdapterListing(self.engine)
-
-        def qerl_ended(self) -> bool:
-            """Whether vLLM's engine has ended, which its server outlives."""
-            return self.engine.errored
 
         async def collective_rpc(
             self,

@@ -36,13 +36,14 @@ def _float32_log_probs(original: Callable[..., torch.Tensor]) -> Callable[..., t
 def _policy_loss_checks(original: Callable[..., None]) -> Callable[..., None]:
     """Let a registered policy loss refuse the configuration: verl calls it for the first time in the first update.
 
-    Our gate, UAQ and the CPU platform are asked at the same place. Where the patch is applied and this stands down, the
-    trainer asks.
+    Our gate, AQN, UAQ and the CPU platform are asked at the same place. Where the patch is applied and this stands
+    down, the trainer asks.
     """
 
     def validate_config(config: Any, use_reference_policy: bool, use_critic: bool) -> None:
         from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
+        from verl_qerl.verl_plugin.config import aqn_options
         from verl_qerl.verl_plugin.cpu.whole_model import check_sync
         from verl_qerl.verl_plugin.mismatch import gate_options
         from verl_qerl.verl_plugin.uaq import uaq_options
@@ -52,6 +53,7 @@ def _policy_loss_checks(original: Callable[..., None]) -> Callable[..., None]:
         if check_config is not None:
             check_config(config)
         gate_options(config)
+        aqn_options(config)
         uaq_options(config)
         check_sync(config)
         original(config=config, use_reference_policy=use_reference_policy, use_critic=use_critic)

@@ -111,7 +111,7 @@ class NoiseMixin(_Trainer):
     def _switch_noise(self, sigma: float, step: int) -> None:
         if self._aqn.enabled:
             self._call_workers("qerl_set_noise", sigma=sigma, step=step)
-            ray.get([server.clear_kv_cache.remote() for server in self._servers()])
+            ray.get([server.qerl_clear_kv_cache.remote() for server in self._servers()])
 
     def _call_workers(self, method: str, **kwargs: Any) -> int:
         """The answer of every worker of every replica, which must be the same number."""
