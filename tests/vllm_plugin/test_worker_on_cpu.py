@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import verl_qerl
 from verl_qerl.algos.aqn import AQNConfig, draw_noise
 from verl_qerl.kernels import launch
-from verl_qerl.vllm_plugin.worker import NoiseWorkerExtension, prepare_model
+from verl_qerl.vllm_plugin.options import rollout_options
+from verl_qerl.vllm_plugin.worker import PREPARED, NoiseWorkerExtension, prepare_model
 
 NAMES = [
     f"model.layers.{index}.{kind}" for index in range(2) for kind in ("input_layernorm", "post_attention_layernorm")
@@ -169,6 +171,30 @@ def test_without_options_a_model_stays_as_it_is(config):
     assert worker.calls == [((1,), {})]
     assert worker._qerl_noise is worker._qerl_norms is None
     assert before == (repr(model), [(name, one.dtype, one.data_ptr()) for name, one in model.named_parameters()])
+
+
+def test_what_is_compiled_is_not_taken_for_stock_vllms(vllm, model_dir):
+    """vLLM's key of compiled code knows no worker extension; options stay as they are, and the caller's too."""
+    asked = {"another_plugin": 1}
+    model = torch.nn.ModuleDict({"input_layernorm": torch.nn.LayerNorm(4, bias=False)})
+    made = vllm.EngineArgs(str(model_dir("qwen2")), additional_config=asked)
+    stock, ours = (made.create_engine_config() for _ in range(2))
+    assert stock.compute_hash() == ours.compute_hash()
+    worker = Worker(model)
+    prepare_model(worker, ours)
+    worker.load_model()
+    keys = {stock.compute_hash(), ours.compute_hash()}
+    ours.additional_config[PREPARED]["lora"] = 3
+    assert len(keys | {ours.compute_hash()}) == 3
+    assert ours.additional_config["another_plugin"] == 1
+    assert asked == stock.additional_config == {"another_plugin": 1}
+    assert rollout_options(ours) == rollout_options(stock)
+
+
+def test_the_key_tells_which_layers_are_ours(engine, packed_engine):
+    for one, layers in ((engine, 8), (packed_engine, None)):
+        (found,) = one.collective_rpc(lambda worker: worker.vllm_config.additional_config[PREPARED])
+        assert found == {"version": verl_qerl.__version__, "linear": []} | ({"lora": layers} if layers else {})
 
 
 def test_noise_is_prepared_after_loading():

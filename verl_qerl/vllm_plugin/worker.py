@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+import verl_qerl
 from verl_qerl.kernels import launch
 from verl_qerl.vllm_plugin.borrowed import borrowed_by, is_borrowing
 from verl_qerl.vllm_plugin.elementwise import use_early_starts
@@ -23,6 +24,8 @@ from verl_qerl.vllm_plugin.sampling import use_fused_sampler
 from verl_qerl.vllm_plugin.synced_norms import SyncedNorms
 
 logger = logging.getLogger(__name__)
+
+PREPARED = "verl_qerl_prepared"  # of additional_config, which vLLM's key of compiled code is made of
 
 
 class NoiseWorkerExtension:
@@ -81,6 +84,7 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
         _keep_weights(worker, vllm_config)
     lora_config = getattr(vllm_config, "lora_config", None) if options.lora == "single" else None
     borrows = is_borrowing(vllm_config)
+    prepared = _compile_apart(vllm_config)
     load_model = worker.load_model
 
     def load_then_prepare(*args: Any, **kwargs: Any) -> None:
@@ -89,7 +93,7 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
         # Before anything is compiled, and outside of the sleep-mode pool: what stays readable while the engine sleeps.
         model = worker.model_runner.get_model()
         if lora_config is not None:
-            use_single_adapter(model, lora_config)
+            prepared["lora"] = use_single_adapter(model, lora_config)
         if options.aqn.enabled:
             worker._qerl_noise = NormNoise(model, options.aqn, options.uaq_scale)
         if borrows:
@@ -97,6 +101,7 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
         if options.train_norms:
             worker._qerl_norms = SyncedNorms(model, worker._qerl_noise)
         columns = tiled_columns(model)
+        prepared["linear"] = sorted(columns)
         if columns:
             # vLLM fuses norms with the sums of several GPUs, and looks for its own.
             fused = vllm_config.compilation_config.pass_config.fuse_allreduce_rms
@@ -105,6 +110,17 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
             use_fused_sampler(worker.model_runner, required=options.sampler == "fused")
 
     worker.load_model = load_then_prepare
+
+
+def _compile_apart(vllm_config: Any) -> dict[str, Any]:
+    """Have what is compiled here kept apart from stock vLLM's, by what this returns: vLLM asks when it compiles.
+
+    Without it an engine runs what another has compiled of the same options, in which our layers are missing.
+    """
+    prepared: dict[str, Any] = {"version": verl_qerl.__version__}
+    if vllm_config is not None:
+        vllm_config.additional_config = {**(vllm_config.additional_config or {}), PREPARED: prepared}
+    return prepared
 
 
 def _watch_owner(worker: Any, model: torch.nn.Module) -> None:
