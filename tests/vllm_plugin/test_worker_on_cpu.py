@@ -9,6 +9,7 @@ import torch
 import verl_qerl
 from verl_qerl.algos.aqn import AQNConfig, draw_noise
 from verl_qerl.kernels import launch
+from verl_qerl.vllm_plugin import worker as worker_module
 from verl_qerl.vllm_plugin.options import rollout_options
 from verl_qerl.vllm_plugin.worker import PREPARED, NoiseWorkerExtension, prepare_model
 
@@ -213,6 +214,25 @@ def test_kernels_start_early_unless_told_otherwise(monkeypatch):
     for options in ({"early_starts": False}, {}):
         prepare_model(Worker(None), Config({"verl_qerl": options}))
         assert launch.starts_early is (not options)
+
+
+def test_where_results_must_not_depend_on_the_batch_vllms_own_paths_stay(monkeypatch, caplog):
+    monkeypatch.setitem(vars(pytest.importorskip("vllm.envs")), "VLLM_BATCH_INVARIANT", True)
+    taken = []
+    monkeypatch.setattr(worker_module, "use_single_adapter", lambda *_: taken.append("lora"))
+    monkeypatch.setattr(worker_module, "use_fused_sampler", lambda *_, **__: taken.append("sampler"))
+    config = Config({})
+    config.lora_config = SimpleNamespace()
+    worker = Worker(torch.nn.Linear(1, 1))
+    prepare_model(worker, config)
+    worker.load_model()
+    assert not taken
+    assert "LoRA and the sampler stay vLLM's: VLLM_BATCH_INVARIANT=1" in caplog.text
+    for option in ({"sampler": "fused"}, {"lm_head": "fp8"}):
+        with pytest.raises(
+            ValueError, match=r"^additional_config\.verl_qerl\.\w+='\w+' does not go together with VLLM_B"
+        ):
+            prepare_model(worker, Config({"verl_qerl": option}))
 
 
 def test_options_of_the_noise_are_those_of_aqn():

@@ -7,6 +7,7 @@ after loading is hung on the instance.
 import contextlib
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from verl_qerl.vllm_plugin.head import quantize_head
 from verl_qerl.vllm_plugin.linear import tiled_columns
 from verl_qerl.vllm_plugin.lora import use_single_adapter
 from verl_qerl.vllm_plugin.noise import NormNoise
-from verl_qerl.vllm_plugin.options import rollout_options
+from verl_qerl.vllm_plugin.options import RolloutOptions, asked_of_vllm, rollout_options
 from verl_qerl.vllm_plugin.sampling import use_fused_sampler
 from verl_qerl.vllm_plugin.synced_norms import SyncedNorms
 
@@ -75,10 +76,11 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
     kernels too.
 
     Raises:
-        ValueError: An option is unknown or out of range, or later the head cannot be quantized or the sampler replaced.
+        ValueError: An option is unknown or out of range or does not go together with VLLM_BATCH_INVARIANT, or later
+            the head cannot be quantized or the sampler replaced.
     """
     worker._qerl_noise = worker._qerl_norms = None
-    options = rollout_options(vllm_config)
+    options = _batch_invariant(rollout_options(vllm_config), vllm_config)
     launch.starts_early = options.early_starts
     if options.keep_base_resident:
         _keep_weights(worker, vllm_config)
@@ -110,6 +112,21 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
             use_fused_sampler(worker.model_runner, required=options.sampler == "fused")
 
     worker.load_model = load_then_prepare
+
+
+def _batch_invariant(options: RolloutOptions, vllm_config: Any) -> RolloutOptions:
+    """Leave adapters and sampler with vLLM where results must not depend on the batch: ours do, by a rounding."""
+    asked = asked_of_vllm(vllm_config)
+    if asked != "VLLM_BATCH_INVARIANT=1":
+        return options
+    for name, value in (("sampler", "fused"), ("lm_head", "fp8")):
+        if getattr(options, name) == value:
+            raise ValueError(
+                f"additional_config.verl_qerl.{name}={value!r} does not go together with {asked}: its results depend"
+                " on the batch. Accepted is the default. Leave one of them out."
+            )
+    logger.warning("verl_qerl: LoRA and the sampler stay vLLM's: %s, and ours depend on the batch.", asked)
+    return replace(options, lora="stock", sampler="stock")
 
 
 def _compile_apart(vllm_config: Any) -> dict[str, Any]:
