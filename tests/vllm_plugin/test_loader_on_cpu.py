@@ -1,5 +1,6 @@
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,3 +113,19 @@ def test_the_directory_says_how_it_is_quantized(packed_dir):
     assert (
         json.loads((packed_dir / "config.json").read_text())["quantization_config"]["format"] == "nvfp4-pack-quantized"
     )
+
+
+def test_files_are_those_of_the_revision_in_the_download_folder(monkeypatch):
+    from vllm.config.load import LoadConfig
+
+    from verl_qerl.vllm_plugin import loader, register
+
+    register()
+    asked = []
+    monkeypatch.setattr(loader, "open_source", lambda *source: asked.append(source))
+    made = loader.QuantizingModelLoader(LoadConfig(load_format="verl_qerl_nvfp4", download_dir="/data/hub"))
+    config = SimpleNamespace(model="somebody/model", revision="my-branch")
+    monkeypatch.setattr(loader, "packed_stream", lambda *_: [])
+    made.download_model(config)
+    assert list(made._quantized(config, torch.device("cpu"), {})) == []
+    assert asked == [("somebody/model", "my-branch", "/data/hub")] * 2

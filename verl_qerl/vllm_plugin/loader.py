@@ -18,7 +18,7 @@ from verl_qerl.formats.packed import named_tensors
 from verl_qerl.formats.packed_stream import packed_stream
 from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.format import Packed
-from verl_qerl.nvfp4.stream import open_source, stored_tensors
+from verl_qerl.nvfp4.stream import Source, open_source, stored_tensors
 from verl_qerl.vllm_plugin import NAMES
 from verl_qerl.vllm_plugin.borrowed import OPTION, attach, digests_of
 from verl_qerl.vllm_plugin.experts import expert_members
@@ -54,7 +54,11 @@ class QuantizingModelLoader(BaseModelLoader):
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Fetch the files, if the model is a hub id."""
-        open_source(model_config.model)
+        self._source(model_config)
+
+    def _source(self, model_config: ModelConfig) -> Source:
+        # As vLLM itself finds config.json and tokenizer.
+        return open_source(model_config.model, model_config.revision, self.load_config.download_dir)
 
     def load_weights(self, model: Any, model_config: ModelConfig) -> None:
         """Fill every parameter of `model`.
@@ -96,7 +100,7 @@ class QuantizingModelLoader(BaseModelLoader):
     def _quantized(
         self, model_config: ModelConfig, device: torch.device, digests: dict[str, str]
     ) -> Iterable[tuple[str, torch.Tensor]]:
-        source = open_source(model_config.model)
+        source = self._source(model_config)
         if self._borrows:
             for name, tensor in stored_tensors(source, device):
                 module, _, kind = name.rpartition(".")
