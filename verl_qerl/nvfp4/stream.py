@@ -23,6 +23,7 @@ from verl_qerl.nvfp4.reference import quantize_group
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MODELOPT = "hf_quant_config.json"
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights, configuration, tokenizer
 
 
@@ -69,6 +70,9 @@ def open_source(path: str | Path, revision: str | None = None, cache_dir: str | 
     """
     path = _local(path, revision, cache_dir)
     config = _read_json(path / "config.json")
+    if not config.get("quantization_config") and (path / MODELOPT).exists():  # older ModelOpt; vLLM reads it likewise
+        quantization = _read_json(path / MODELOPT).get("quantization")
+        config = {**config, "quantization_config": {"quant_method": "modelopt", **(quantization or {})}}
     layout = checkpoint.stored_format(config)
     indexed = _read_json(path / INDEX)["weight_map"] if (path / INDEX).exists() else None
     names = sorted(set(indexed.values())) if indexed else [SINGLE]
