@@ -276,3 +276,23 @@ def test_weights_that_cannot_leave_are_said_to(caplog):
     )
     prepare_model(SleepyWorker(), config)
     assert "keep_base_resident changes nothing: sleep mode is off" in caplog.text
+
+
+class Extended(NoiseWorkerExtension, SleepyWorker):
+    def __init__(self, vllm_config):
+        self.slept = []
+
+    def sleep(self, level=1):
+        self.slept.append(level)
+
+
+def test_a_sleep_that_would_lose_our_weights_is_refused():
+    ours, stock = (
+        Extended(vllm_config=SimpleNamespace(load_config=SimpleNamespace(load_format=name), additional_config={}))
+        for name in ("verl_qerl_nvfp4", "auto")
+    )
+    ours.sleep(level=1)
+    with pytest.raises(ValueError, match=r"^weights of load_format=verl_qerl_nvfp4 cannot .* sleep\(level=2\) drops"):
+        ours.sleep(level=2)
+    stock.sleep(2)
+    assert (ours.slept, stock.slept) == ([1], [2])

@@ -14,6 +14,7 @@ import torch
 
 import verl_qerl
 from verl_qerl.kernels import launch
+from verl_qerl.vllm_plugin import NAMES
 from verl_qerl.vllm_plugin.borrowed import borrowed_by, is_borrowing
 from verl_qerl.vllm_plugin.elementwise import use_early_starts
 from verl_qerl.vllm_plugin.head import quantize_head
@@ -39,6 +40,7 @@ class NoiseWorkerExtension:
         """Create the worker; `load_model` will prepare the model."""
         instance = super().__new__(cls)
         prepare_model(instance, kwargs.get("vllm_config"))
+        _refuse_deep_sleep(instance, kwargs.get("vllm_config"))
         return instance
 
     def qerl_set_noise(self, sigma: float, step: int) -> int:
@@ -166,6 +168,24 @@ def _quantizing_head(runner: Any) -> Iterator[None]:
         yield
     finally:
         del runner.load_model
+
+
+def _refuse_deep_sleep(worker: Any, vllm_config: Any) -> None:
+    """Keep weights that nothing brings back: a loader of ours has none for vLLM's reload; verl's workers get theirs."""
+    load_format = getattr(getattr(vllm_config, "load_config", None), "load_format", None)
+    if load_format not in NAMES:
+        return
+    sleep = worker.sleep
+
+    def sleep_lightly(level: int = 1) -> None:
+        if level > 1:
+            raise ValueError(
+                f"weights of load_format={load_format} cannot be loaded again: sleep(level={level}) drops them."
+                " Accepted is level 1, which keeps them on the host. Use it."
+            )
+        sleep(level)
+
+    worker.sleep = sleep_lightly
 
 
 def _keep_weights(worker: Any, vllm_config: Any) -> None:
