@@ -287,7 +287,7 @@ def test_cuda_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_mixture_says_that_its_routers_are_not_packed(tmp_path):
-    from verl_qerl.nvfp4.checkpoint import ROUTER
+    from verl_qerl.nvfp4.ignore import ROUTER
     from verl_qerl.testing import random_qwen3_moe
 
     random_qwen3_moe().save_pretrained(tmp_path / "moe")

@@ -1,7 +1,11 @@
+import argparse
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
-from verl_qerl.cli import main
+from verl_qerl.cli import main, tune
 from verl_qerl.cli.tune import MODELS, _adapter, crossings, describe, fusing, paths
 from verl_qerl.kernels.tiled_launch import TOKENS, guess_launch
 
@@ -84,3 +88,27 @@ def test_without_a_gpu_nothing_is_written(tmp_path, capsys):
 
 def test_shapes_are_what_the_kernel_takes():
     assert all(N % 64 == 0 and K % 64 == 0 for shapes in MODELS.values() for N, K in shapes)
+
+
+def test_a_table_is_whole_or_as_it_was(tmp_path, monkeypatch):
+    pytest.importorskip("vllm")
+    monkeypatch.setattr("verl_qerl.vllm_plugin.plans.why_not", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(tune, "measure", lambda N, K: {"N": N, "K": K})
+    monkeypatch.setattr(tune, "describe", str)
+    asked = argparse.Namespace(models=["qwen2.5-7b"], out=tmp_path / "table.json")
+    asked.out.write_text("as it was")
+    write = Path.write_text
+
+    def cut(path: Path, text: str, **options: str) -> None:
+        write(path, text[:9], **options)
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(Path, "write_text", cut)
+    with pytest.raises(OSError, match="full"):
+        tune.run(asked)
+    monkeypatch.setattr(Path, "write_text", write)
+    assert asked.out.read_text() == "as it was"
+    tune.run(asked)
+    assert len(json.loads(asked.out.read_text())["rows"]) == 4
+    assert list(tmp_path.iterdir()) == [asked.out]

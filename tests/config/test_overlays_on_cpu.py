@@ -11,7 +11,8 @@ pytest.importorskip("verl")
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, quantization_config
+from verl_qerl.nvfp4.checkpoint import quantization_config
+from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE
 from verl_qerl.verl_plugin.rollout import describe_checkpoint
 
 RUN = (

@@ -4,8 +4,10 @@ from functools import partial
 import pytest
 import torch
 
+from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.nvfp4 import checkpoint
 from verl_qerl.nvfp4.digest import weight_digest
+from verl_qerl.nvfp4.ignore import ignored_modules
 from verl_qerl.nvfp4.stream import open_source, stream
 from verl_qerl.nvfp4.writer import ShardedWriter, nvfp4_specs, quantized_specs, write_tensors
 from verl_qerl.testing import random_packed_weight
@@ -50,3 +52,38 @@ def test_vllm_takes_the_configuration_for_4_bit_weights_and_bf16_activations():
         found = modelopt.ModelOptNvFp4Config.from_config(config)
         assert found.LinearMethodCls is modelopt.ModelOptNvFp4W4A16LinearMethod
         assert (found.group_size, found.exclude_modules) == (16, ["lm_head"])
+
+
+@pytest.fixture
+def older(tmp_path):
+    """A directory of ModelOpt before it wrote into config.json, as its quantization has it."""
+
+    def write(quantization: dict):
+        weight = random_packed_weight(32, 64)
+        write_tensors(tmp_path / "model.safetensors", checkpoint.to_tensors(MODULE, weight, "modelopt"))
+        (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+        return tmp_path, weight
+
+    return write
+
+
+def test_an_older_directory_of_modelopt_is_read(older):
+    path, weight = older({"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "a"]})
+    source = open_source(path)
+    assert (source.layout, source.config["model_type"]) == ("modelopt", "qwen2")
+    assert ignored_modules(source.config) == ("lm_head", "a")
+    ((name, found),) = stream(source)
+    assert (name, weight_digest(found)) == (MODULE, weight_digest(weight))
+
+
+def test_an_older_directory_in_another_format_is_refused(older):
+    path, _ = older({"quant_algo": "FP8", "exclude_modules": ["lm_head"]})
+    with pytest.raises(CheckpointFormatError, match=r"^the checkpoint is quantized as 'modelopt' \(FP8\)\."):
+        open_source(path)
+
+
+def test_config_json_goes_before_the_older_file(older):
+    path, _ = older({"quant_algo": "FP8"})
+    (path / "config.json").write_text(json.dumps({"quantization_config": checkpoint.modelopt_config(["lm_head"])}))
+    assert open_source(path).layout == "modelopt"

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from verl_qerl.nvfp4.checkpoint import ROUTER
 from verl_qerl.nvfp4.groups import in_groups, linears_among
+from verl_qerl.nvfp4.ignore import ROUTER
 
 Q, K, V, OUT = (f"model.layers.0.self_attn.{name}_proj" for name in "qkvo")
 SHAPES = {f"{module}.weight": (32, 64) for module in (Q, K, V, OUT)} | {

@@ -283,3 +283,18 @@ def test_a_name_that_is_no_directory_is_looked_up_as_a_hub_id(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(CheckpointFormatError, match="neither a directory nor a model of the hub"):
         open_source("nobody/no-such-model")
+
+
+def test_a_hub_id_is_fetched_at_its_revision_to_its_folder(monkeypatch, tmp_path):
+    path, asked = save(tmp_path / "m", [bf16_tensors()]), []
+
+    def fetched(name: str, **options: object) -> str:
+        asked.append((name, options["revision"], options["cache_dir"]))
+        return str(path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetched)
+    open_source("somebody/model", "my-branch", "/data/hub")
+    open_source("somebody/model")
+    assert asked == [("somebody/model", "my-branch", "/data/hub"), ("somebody/model", None, None)]
+    open_source(path, "my-branch")  # a directory has none
+    assert len(asked) == 2

@@ -19,12 +19,14 @@ MODULE = ModuleType("verl.trainer.main_ppo_v0")
         "+acr.max_ratio=4",
         "+uaq.enabled=true",
         "+qerl.max_initial_kl=0.1",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.lora=stock",
     ],
 )
 def test_stops_a_run_that_asks_for_qerl(monkeypatch, option):
     monkeypatch.setattr(sys, "argv", ["-m", "trainer.use_v1=False", option])
     with pytest.raises(
-        SystemExit, match=r"^trainer.use_v1=False has no AQN, no ACR, no UAQ, no NVFP4 and no gate\. Accepted is True\."
+        SystemExit,
+        match=r"^trainer.use_v1=False has no AQN, no ACR, .*no additional_config\.verl_qerl\. Accepted is True\.",
     ):
         legacy.install(MODULE)
 

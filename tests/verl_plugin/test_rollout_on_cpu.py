@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import get_format
 from verl_qerl.nvfp4.checkpoint import quantization_config
+from verl_qerl.nvfp4.ignore import ignored_modules
 from verl_qerl.verl_plugin.rollout import describe_checkpoint
 
 needs_hosts = pytest.mark.skipif(
@@ -151,6 +152,31 @@ def test_an_nvfp4_directory_brings_its_own_list(tmp_path, stored, ignore):
     expected = {"quantization_config": quantization_config(ignore), "rope_theta": 1}
     assert described(path, dict(OF_THE_YAML["hf_overrides"])) == expected
     assert described(path, json.dumps(OF_THE_YAML["hf_overrides"])) == expected  # as some scripts pass it
+    assert described(path, None) == {"quantization_config": quantization_config(ignore)}
+
+
+@pytest.mark.parametrize(
+    ("stored", "codes"),
+    [
+        (
+            {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ["lm_head", "model.layers.0.*"]},
+            "weight",
+        ),
+        (
+            quantization_config(["lm_head"]) | {"config_groups": {"group_0": {"targets": ["re:.*mlp.*"]}}},
+            "weight_packed",
+        ),
+    ],
+    ids=["wildcard of ModelOpt", "targets of compressed-tensors"],
+)
+def test_linears_that_are_not_packed_are_left_out_by_name(tmp_path, stored, codes):
+    path, bf16 = write(tmp_path, stored), torch.ones(2, 16, dtype=torch.bfloat16)
+    parts = {codes: torch.zeros(2, 8, dtype=torch.uint8), "weight_scale": torch.ones(2, 1).to(torch.float8_e4m3fn)}
+    tensors = {f"model.layers.0.mlp.up_proj.{name}": tensor for name, tensor in parts.items()}
+    unpacked = [f"model.layers.0.self_attn.{member}_proj" for member in "kqv"]
+    tensors |= {f"{module}.weight": bf16.clone() for module in (*unpacked, "lm_head", "model.layers.1.mlp.gate")}
+    save_file(tensors | {"model.layers.0.input_layernorm.weight": torch.ones(16)}, tmp_path / "model.safetensors")
+    ignore = [*ignored_modules(json.loads((tmp_path / "config.json").read_text())), *unpacked]
     assert described(path, None) == {"quantization_config": quantization_config(ignore)}
 
 

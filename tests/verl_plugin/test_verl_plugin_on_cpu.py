@@ -5,6 +5,7 @@ import pytest
 from verl_qerl import verl_plugin
 
 needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
+ADDITIONAL = "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config"
 LORA = (
     "actor_rollout_ref.model.path=model",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
@@ -24,6 +25,9 @@ LORA = (
         (["+acr.max_ratio=4"], True),
         (["+qerl.max_initial_kl=0.1"], True),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=acr"], True),
+        ([f"+{ADDITIONAL}.verl_qerl.lora=stock"], True),
+        ([f"+{ADDITIONAL}={{verl_qerl: {{lora: stock}}}}"], True),
+        ([f"+{ADDITIONAL}.other=1"], False),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=vanilla"], False),
         (["actor_rollout_ref.rollout.name=vllm", "+aqnx=1", "rollout=nvfp4x"], False),
         ([], False),

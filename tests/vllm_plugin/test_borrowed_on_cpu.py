@@ -87,16 +87,19 @@ def test_without_an_owner_the_engine_stops(start, model_dir):
 
 
 @pytest.mark.parametrize(
-    ("parallel", "options", "message"),
+    ("parallel", "options", "backend", "message"),
     [
-        (2, {}, "the rollout has 2 GPUs, each with a part of the base"),
-        (1, {"linear": "stock"}, "linear='stock' has a layout of its own"),
+        (2, {}, "auto", "the rollout has 2 GPUs, each with a part of the base"),
+        (1, {"linear": "stock"}, "auto", "linear='stock' has a layout of its own"),
+        (1, {}, "marlin", "linear_backend='marlin' asks for kernels of vLLM"),
     ],
-    ids=["two GPUs", "Marlin"],
+    ids=["two GPUs", "Marlin", "Marlin by vLLM's option"],
 )
-def test_engines_that_cannot_read_the_layout_are_refused(monkeypatch, parallel, options, message):
+def test_engines_that_cannot_read_the_layout_are_refused(monkeypatch, parallel, options, backend, message):
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(world_size_across_dp=parallel), additional_config={"verl_qerl": options}
+        parallel_config=SimpleNamespace(world_size_across_dp=parallel),
+        additional_config={"verl_qerl": options},
+        kernel_config=SimpleNamespace(linear_backend=backend),
     )
     monkeypatch.setattr("verl_qerl.vllm_plugin.borrowed.get_current_vllm_config_or_none", lambda: config)
     with pytest.raises(ValueError, match=rf"share_base=True, .*{message}.* One Hopper GPU a rollout replica is"):

@@ -1,5 +1,6 @@
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -125,3 +126,53 @@ def test_a_weight_that_vllm_leaves_out(start, model_dir, monkeypatch):
     )
     with pytest.raises(ValueError, match=rf"lacks 1 parameters of Qwen2ForCausalLM, first '{lost}'"):
         start(model_dir("qwen2"))
+
+
+def test_files_are_those_of_the_revision_in_the_download_folder(monkeypatch):
+    from vllm.config.load import LoadConfig
+
+    from verl_qerl.vllm_plugin import loader, register
+
+    register()
+    asked = []
+    monkeypatch.setattr(loader, "open_source", lambda *source: asked.append(source))
+    made = loader.QuantizingModelLoader(LoadConfig(load_format="verl_qerl_nvfp4", download_dir="/data/hub"))
+    config = SimpleNamespace(model="somebody/model", revision="my-branch", runner_type="generate")
+    monkeypatch.setattr(loader, "packed_stream", lambda *_: [])
+    made.download_model(config)
+    assert list(made._quantized(config, torch.device("cpu"), {})) == []
+    assert asked == [("somebody/model", "my-branch", "/data/hub")] * 2
+
+
+def test_a_model_that_speculates_is_loaded_as_vllm_does(vllm, start, packed_dir, model_dir, generate):
+    draft = {"method": "draft_model", "model": str(model_dir("qwen2")), "num_speculative_tokens": 2}
+    engine = start(packed_dir, speculative_config=draft)
+    assert digests_in(engine) == digests_of(packed_dir)
+    steps, _ = generate(engine)
+    assert len(steps) == 4
+
+
+@pytest.mark.parametrize(
+    ("runner", "quantization", "ours"),
+    [
+        ("generate", "verl_qerl_nvfp4", True),
+        ("draft", "verl_qerl_nvfp4", True),
+        ("generate", None, True),
+        ("draft", None, False),
+        ("draft", "fp8", False),
+    ],
+)
+def test_which_models_are_ours_to_load(monkeypatch, runner, quantization, ours):
+    """A model that is sampled from without our quantization is a mistake, which our loader tells."""
+    from vllm.config.load import LoadConfig
+
+    from verl_qerl.vllm_plugin import loader, register
+
+    register()
+    taken = []
+    monkeypatch.setattr(loader, "open_source", lambda *_: taken.append("ours"))
+    monkeypatch.setattr(loader.DefaultModelLoader, "download_model", lambda *_: taken.append("vLLM's"))
+    options = {"load_format": "verl_qerl_nvfp4", "model_loader_extra_config": {"scale": "mse"}}
+    config = SimpleNamespace(model="somebody/model", revision=None, runner_type=runner, quantization=quantization)
+    loader.QuantizingModelLoader(LoadConfig(**options)).download_model(config)
+    assert taken == ["ours" if ours else "vLLM's"]

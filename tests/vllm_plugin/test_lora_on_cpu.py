@@ -117,6 +117,20 @@ def test_layers_of_other_kinds_and_odd_widths_stay_and_are_named(engine, caplog)
     assert not [record for record in caplog.records if "Single" in record.message]
 
 
+def test_a_base_that_computes_in_its_own_way_stays(engine, caplog):
+    """Such as vLLM's GateLinear, whose result may be float32."""
+    model = engine.collective_rpc(lambda worker: worker.model_runner.get_model())[0]
+    stock = model.model.layers[0].mlp.down_proj
+    own = type("Own", (type(stock.base_layer),), {"forward": lambda self, x: x})
+    layer, base = RowParallelLinearWithLoRA.__new__(RowParallelLinearWithLoRA), own.__new__(own)
+    for module in (layer, base):
+        torch.nn.Module.__init__(module)
+    layer.output_slices, layer.base_layer = (64,), base
+    config = SimpleNamespace(max_loras=1, fully_sharded_loras=False, lora_dtype=torch.bfloat16)
+    assert use_single_adapter(torch.nn.ModuleList([layer]), config) == 0
+    assert "RowParallelLinearWithLoRA stay on vLLM's kernels" in caplog.text
+
+
 def test_a_model_without_lora_layers_is_an_error():
     with pytest.raises(ValueError, match="Linear has no LoRA layers"):
         use_single_adapter(torch.nn.Linear(2, 2), SimpleNamespace())

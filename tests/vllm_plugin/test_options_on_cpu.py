@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_qerl.vllm_plugin.options import rollout_options
+from verl_qerl.vllm_plugin.options import asked_of_vllm, rollout_options
 
 
 def config(options):
@@ -47,3 +47,19 @@ def test_options_are_read():
 def test_bad_input_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         rollout_options(config(options))
+
+
+@pytest.mark.parametrize(
+    ("invariant", "backend", "asked"),
+    [
+        (False, "auto", None),
+        (False, "marlin", "linear_backend='marlin'"),
+        (True, "auto", "VLLM_BATCH_INVARIANT=1"),
+        (True, "marlin", "VLLM_BATCH_INVARIANT=1"),
+    ],
+)
+def test_what_the_user_asks_of_vllm(monkeypatch, invariant, backend, asked):
+    envs = pytest.importorskip("vllm.envs")
+    monkeypatch.setitem(vars(envs), "VLLM_BATCH_INVARIANT", invariant)  # the environment is read once a process
+    assert asked_of_vllm(SimpleNamespace(kernel_config=SimpleNamespace(linear_backend=backend))) == asked
+    assert asked_of_vllm(None) == (asked if invariant else None)

@@ -76,13 +76,21 @@ def test_a_table_of_the_user_goes_first(tables):
     assert plans.nearest(128, 64, "NVIDIA H200") == rows[0]
 
 
-def test_a_table_of_another_version_is_left_out_and_it_is_said(tables, caplog):
+OLD = json.dumps({"rows": [{"N": 64, "K": 64, "launches": {}, "tiled_rows": 3, "decode_rows": 7}]})
+
+
+@pytest.mark.parametrize(
+    "content", [OLD, '{"rows": [{"N": 4608, "K"', "[]", '{"rows": 3}', '{"rows": [[]]}'], ids=lambda text: text[:24]
+)
+def test_a_table_that_is_cut_or_of_another_version_is_left_out_and_it_is_said(tables, caplog, content):
     plans.say_once.cache_clear()
     path = plans.table_path("NVIDIA H200")
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"rows": [{"N": 64, "K": 64, "launches": {}, "tiled_rows": 3, "decode_rows": 7}]}))
+    path.write_text(content)
     assert plans.nearest(64, 64, "NVIDIA H200")["dense_rows"] >= 128
-    assert f"{path} is of another version and left out: run `python -m verl_qerl tune` again" in caplog.text
+    assert (
+        f"{path} is cut short or of another version and left out: run `python -m verl_qerl tune` again" in caplog.text
+    )
 
 
 def test_an_unknown_gpu_uses_the_table_of_an_h200_and_says_so(tables, caplog):

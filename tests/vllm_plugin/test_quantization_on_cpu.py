@@ -1,5 +1,7 @@
 """What an engine computes with, against transformers with the dequantized weights."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -124,6 +126,45 @@ def test_a_format_the_gpu_lacks_stops_the_engine(monkeypatch):
     scheme = config.target_scheme_map["Linear"]
     with pytest.raises(ValueError, match=r"rollout=int8, compute capability 10\.0\. It can run fp8, mxfp4, nvfp4\."):
         config._get_scheme_from_parts(scheme["weights"], scheme["input_activations"])
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Schemes as they are made on Hopper, in an engine with a linear_backend; vLLM's own kernel is `stock`."""
+    from verl_qerl.vllm_plugin import linear, plans, quantization
+
+    plans.say_once.cache_clear()
+    monkeypatch.setattr(quantization.current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(
+        quantization.CompressedTensorsW4A4Fp4, "__init__", lambda self, **_: vars(self).update(kernel="stock")
+    )
+    monkeypatch.setattr(plans, "why_not", lambda: None)
+    monkeypatch.setattr(linear, "TiledKernel", lambda config, resident: "tiled")
+
+    def engine(backend: str):
+        config = SimpleNamespace(additional_config={}, kernel_config=SimpleNamespace(linear_backend=backend))
+        monkeypatch.setattr(quantization, "get_current_vllm_config_or_none", lambda: config)
+        return quantization
+
+    return engine
+
+
+def test_linears_stay_on_marlin_where_the_user_names_it(on_a_gpu):
+    assert on_a_gpu("auto").W4A16NVFP4().kernel == "tiled"
+    assert on_a_gpu("marlin").W4A16NVFP4().kernel == "stock"
+
+
+@pytest.mark.parametrize("form", ["NVFP4", "MXFP4"])
+@pytest.mark.parametrize(
+    ("backend", "invariant", "asked"),
+    [("cutlass", False, "linear_backend='cutlass'"), ("auto", True, "VLLM_BATCH_INVARIANT=1")],
+)
+def test_kernels_for_other_activations_are_refused(vllm, on_a_gpu, monkeypatch, form, backend, invariant, asked):
+    monkeypatch.setitem(vars(vllm.envs), "VLLM_BATCH_INVARIANT", invariant)
+    with pytest.raises(
+        ValueError, match=rf"^{form} weights under bf16 activations cannot run as vLLM was told: {asked}\."
+    ):
+        getattr(on_a_gpu(backend), f"W4A16{form}")()
 
 
 def test_takes_a_compressed_tensors_checkpoint_only_when_asked_by_name():

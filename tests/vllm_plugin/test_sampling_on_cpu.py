@@ -1,6 +1,7 @@
 """Which batches the faster sampler takes, that vLLM's has all others, and what an engine draws with it."""
 
 import logging
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -135,22 +136,37 @@ def test_what_is_drawn_has_vllms_shapes_and_numbers(monkeypatch):
     assert without.logprobs_tensors is None
 
 
-def test_another_sampler_is_refused():
-    message = r"sampler='fused', NoneType\. Accepted is the Sampler of vLLM's default model runner"
-    with pytest.raises(ValueError, match=message):
-        use_fused_sampler(SimpleNamespace())
-    with pytest.raises(ValueError, match="the sampler cannot be replaced"):
-        use_fused_sampler(SimpleNamespace(sampler=Sampler(use_fp64_gumbel=True)))
+V2 = type("Sampler", (), {"__module__": "vllm.v1.worker.gpu.sample.sampler", "use_fp64_gumbel": False})()
 
 
-def test_what_nobody_asked_for_is_no_error(caplog):
+@pytest.mark.parametrize(
+    ("sampler", "found", "remedy"),
+    [
+        (None, "NoneType", "Use a model and options that have it"),
+        (Sampler(use_fp64_gumbel=True), "use_fp64_gumbel=True", "Leave it out"),
+        (V2, "the engine is on vLLM's V2 model runner", "Set VLLM_USE_V2_MODEL_RUNNER=0"),
+    ],
+    ids=["none", "float64", "V2"],
+)
+def test_another_sampler_is_refused_or_kept_and_it_is_said(sampler, found, remedy, caplog):
     plans.say_once.cache_clear()
+    why = f"{found}. Accepted is the Sampler of vLLM's V1 model runner without use_fp64_gumbel. {remedy}"
+    runner = SimpleNamespace(sampler=sampler, device=torch.device("cuda"))
+    with pytest.raises(ValueError, match=rf"sampler='fused', {re.escape(why)}, or leave the option out\.$"):
+        use_fused_sampler(runner)
+    use_fused_sampler(runner, required=False)
+    assert caplog.messages == [f"verl_qerl: vLLM's own sampler draws tokens: {why}."]
+    assert type(sampler) is not FusedSampler
+
+
+def test_the_samplers_module_tells_vllms_v2_model_runner():
+    assert pytest.importorskip("vllm.v1.worker.gpu.sample.sampler").Sampler.__module__ == type(V2).__module__
+
+
+def test_what_nobody_asked_for_is_not_done_on_a_cpu():
     runner = SimpleNamespace(sampler=Sampler(), device=torch.device("cpu"))
     use_fused_sampler(runner, required=False)
     assert type(runner.sampler) is Sampler  # on a CPU it is not faster
-    runner = SimpleNamespace(sampler=None, device=torch.device("cuda"))
-    use_fused_sampler(runner, required=False)
-    assert "NoneType draws tokens" in caplog.text
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import verl_qerl
 from verl_qerl.algos.aqn import AQNConfig, draw_noise
 from verl_qerl.kernels import launch
-from verl_qerl.vllm_plugin.worker import NoiseWorkerExtension, prepare_model
+from verl_qerl.vllm_plugin import worker as worker_module
+from verl_qerl.vllm_plugin.options import rollout_options
+from verl_qerl.vllm_plugin.worker import PREPARED, NoiseWorkerExtension, prepare_model
 
 NAMES = [
     f"model.layers.{index}.{kind}" for index in range(2) for kind in ("input_layernorm", "post_attention_layernorm")
@@ -171,6 +174,30 @@ def test_without_options_a_model_stays_as_it_is(config):
     assert before == (repr(model), [(name, one.dtype, one.data_ptr()) for name, one in model.named_parameters()])
 
 
+def test_what_is_compiled_is_not_taken_for_stock_vllms(vllm, model_dir):
+    """vLLM's key of compiled code knows no worker extension; options stay as they are, and the caller's too."""
+    asked = {"another_plugin": 1}
+    model = torch.nn.ModuleDict({"input_layernorm": torch.nn.LayerNorm(4, bias=False)})
+    made = vllm.EngineArgs(str(model_dir("qwen2")), additional_config=asked)
+    stock, ours = (made.create_engine_config() for _ in range(2))
+    assert stock.compute_hash() == ours.compute_hash()
+    worker = Worker(model)
+    prepare_model(worker, ours)
+    worker.load_model()
+    keys = {stock.compute_hash(), ours.compute_hash()}
+    ours.additional_config[PREPARED]["lora"] = 3
+    assert len(keys | {ours.compute_hash()}) == 3
+    assert ours.additional_config["another_plugin"] == 1
+    assert asked == stock.additional_config == {"another_plugin": 1}
+    assert rollout_options(ours) == rollout_options(stock)
+
+
+def test_the_key_tells_which_layers_are_ours(engine, packed_engine):
+    for one, layers in ((engine, 8), (packed_engine, None)):
+        (found,) = one.collective_rpc(lambda worker: worker.vllm_config.additional_config[PREPARED])
+        assert found == {"version": verl_qerl.__version__, "linear": []} | ({"lora": layers} if layers else {})
+
+
 def test_noise_is_prepared_after_loading():
     model = torch.nn.ModuleDict({"input_layernorm": torch.nn.LayerNorm(4, bias=False)})
     worker = Worker(model)
@@ -187,6 +214,25 @@ def test_kernels_start_early_unless_told_otherwise(monkeypatch):
     for options in ({"early_starts": False}, {}):
         prepare_model(Worker(None), Config({"verl_qerl": options}))
         assert launch.starts_early is (not options)
+
+
+def test_where_results_must_not_depend_on_the_batch_vllms_own_paths_stay(monkeypatch, caplog):
+    monkeypatch.setitem(vars(pytest.importorskip("vllm.envs")), "VLLM_BATCH_INVARIANT", True)
+    taken = []
+    monkeypatch.setattr(worker_module, "use_single_adapter", lambda *_: taken.append("lora"))
+    monkeypatch.setattr(worker_module, "use_fused_sampler", lambda *_, **__: taken.append("sampler"))
+    config = Config({})
+    config.lora_config = SimpleNamespace()
+    worker = Worker(torch.nn.Linear(1, 1))
+    prepare_model(worker, config)
+    worker.load_model()
+    assert not taken
+    assert "LoRA and the sampler stay vLLM's: VLLM_BATCH_INVARIANT=1" in caplog.text
+    for option in ({"sampler": "fused"}, {"lm_head": "fp8"}):
+        with pytest.raises(
+            ValueError, match=r"^additional_config\.verl_qerl\.\w+='\w+' does not go together with VLLM_B"
+        ):
+            prepare_model(worker, Config({"verl_qerl": option}))
 
 
 def test_options_of_the_noise_are_those_of_aqn():
@@ -230,3 +276,23 @@ def test_weights_that_cannot_leave_are_said_to(caplog):
     )
     prepare_model(SleepyWorker(), config)
     assert "keep_base_resident changes nothing: sleep mode is off" in caplog.text
+
+
+class Extended(NoiseWorkerExtension, SleepyWorker):
+    def __init__(self, vllm_config):
+        self.slept = []
+
+    def sleep(self, level=1):
+        self.slept.append(level)
+
+
+def test_a_sleep_that_would_lose_our_weights_is_refused():
+    ours, stock = (
+        Extended(vllm_config=SimpleNamespace(load_config=SimpleNamespace(load_format=name), additional_config={}))
+        for name in ("verl_qerl_nvfp4", "auto")
+    )
+    ours.sleep(level=1)
+    with pytest.raises(ValueError, match=r"^weights of load_format=verl_qerl_nvfp4 cannot .* sleep\(level=2\) drops"):
+        ours.sleep(level=2)
+    stock.sleep(2)
+    assert (ours.slept, stock.slept) == ([1], [2])

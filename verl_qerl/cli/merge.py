@@ -14,9 +14,10 @@ from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import scaled_format
 from verl_qerl.formats.packed import dequantize
 from verl_qerl.formats.packed_stream import packed_names, packed_stream
-from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, PART_NAMES, is_activation_scale, is_packed_module, is_router
+from verl_qerl.nvfp4.checkpoint import PART_NAMES, is_activation_scale
 from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.format import Packed
+from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE, is_packed_module, is_router
 from verl_qerl.nvfp4.reader import DTYPES, TensorSpec
 from verl_qerl.nvfp4.record import BaseRecord, read_whole
 from verl_qerl.nvfp4.stream import Source, check_format, open_source, stored_tensors

@@ -31,9 +31,9 @@ from verl_qerl.formats import FORMATS, WeightFormat, scaled_format
 from verl_qerl.formats.packed import relative_error
 from verl_qerl.formats.packed_stream import check_held, packed_names, packed_stream
 from verl_qerl.nvfp4 import SCALE_CHOICES
-from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, ROUTER, is_router
 from verl_qerl.nvfp4.digest import model_digest
 from verl_qerl.nvfp4.format import Packed
+from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE, ROUTER, is_router
 from verl_qerl.nvfp4.reader import TensorSpec
 from verl_qerl.nvfp4.stream import Source, open_source
 from verl_qerl.nvfp4.writer import ShardedWriter, quantized_specs

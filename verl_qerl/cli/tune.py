@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import json
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -58,7 +59,9 @@ def run(args: argparse.Namespace) -> int:
     path = args.out or table_path(gpu)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"gpu": gpu, "torch": torch.__version__, "time": _now(), "rows": rows}
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    partial_table = path.with_name(f"{path.name}.partial")  # a rollout that starts meanwhile reads a whole table
+    partial_table.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial_table, path)
     print(f"written to {path}")
     return 0
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE
+from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE
 from verl_qerl.nvfp4.reader import TensorSpec
 from verl_qerl.nvfp4.reference import check_in_features, check_weight, chunk_rows
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from verl_qerl.formats.base import WeightFormat, channel_scale, channel_specs, check_channel_values, w8a8_args
-from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, compressed_tensors_config
+from verl_qerl.nvfp4.checkpoint import compressed_tensors_config
+from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE
 from verl_qerl.nvfp4.reader import TensorSpec
 
 INT8_MAX = 127.0  # -128 is left out: the grid is symmetric

@@ -8,6 +8,7 @@ import torch
 from verl_qerl.formats.base import WeightFormat
 from verl_qerl.nvfp4 import checkpoint, reference
 from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
+from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE
 from verl_qerl.nvfp4.reader import TensorSpec
 from verl_qerl.nvfp4.writer import nvfp4_specs
 
@@ -52,6 +53,6 @@ class NVFP4(WeightFormat):
         """See `WeightFormat.check_values`."""
         checkpoint.from_tensors("weight", dict(tensors), "compressed-tensors")
 
-    def config(self, ignore: Sequence[str] = checkpoint.DEFAULT_IGNORE) -> dict:
+    def config(self, ignore: Sequence[str] = DEFAULT_IGNORE) -> dict:
         """See `WeightFormat.config`."""
         return checkpoint.quantization_config(ignore)

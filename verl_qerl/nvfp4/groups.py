@@ -7,6 +7,7 @@ import torch
 from verl_qerl.nvfp4 import checkpoint
 from verl_qerl.nvfp4.experts import check_all_packed, linears_of_experts
 from verl_qerl.nvfp4.format import BLOCK_SIZE
+from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE, check_rules, ignore_rules, is_linear_weight
 from verl_qerl.nvfp4.reference import check_in_features
 
 
@@ -30,13 +31,11 @@ def linears_among(
         ValueError: There is none, `ignore` names no module, one has in_features that the format cannot hold, a fused
             group is ignored in part, or experts are stacked or ignored.
     """
-    rules = checkpoint.ignore_rules(ignore if ignore is not None else checkpoint.DEFAULT_IGNORE)
+    rules = ignore_rules(ignore if ignore is not None else DEFAULT_IGNORE)
     modules = {name.rpartition(".")[0] for name in shapes}
-    checkpoint.check_rules(rules, modules, where)
+    check_rules(rules, modules, where)
     found = {
-        name.removesuffix(".weight"): shape
-        for name, shape in shapes.items()
-        if checkpoint.is_linear_weight(name, shape, rules)
+        name.removesuffix(".weight"): shape for name, shape in shapes.items() if is_linear_weight(name, shape, rules)
     }
     if not found:
         raise ValueError(

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MODELOPT = "hf_quant_config.json"
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights, configuration, tokenizer
 
 
@@ -59,15 +60,23 @@ class Source:
         return {"bf16": None, "compressed-tensors": "nvfp4", "modelopt": "nvfp4"}.get(self.layout, self.layout)
 
 
-def open_source(path: str | Path) -> Source:
-    """Read config.json and the headers of every shard; `path` may be a hub id, which is fetched.
+def open_source(path: str | Path, revision: str | None = None, cache_dir: str | None = None) -> Source:
+    """Read config.json and the headers of every shard.
+
+    Args:
+        path: Of the model, or a hub id, which is fetched.
+        revision: Of a hub id: branch, tag or commit (default: main).
+        cache_dir: Where a hub id is fetched to (default: Hugging Face's cache).
 
     Raises:
         CheckpointFormatError: A file is missing or cut short, the index names a tensor that no shard holds, or the
             checkpoint is quantized in another way, or its experts are of another kind or not all there.
     """
-    path = _local(path)
+    path = _local(path, revision, cache_dir)
     config = read_object(path / "config.json")
+    if not config.get("quantization_config") and (path / MODELOPT).exists():  # older ModelOpt; vLLM reads it likewise
+        quantization = read_object(path / MODELOPT).get("quantization")
+        config = {**config, "quantization_config": {"quant_method": "modelopt", **(quantization or {})}}
     layout = checkpoint.stored_format(config)
     indexed = _weight_map(path / INDEX) if (path / INDEX).exists() else None
     names = sorted(set(indexed.values())) if indexed else [SINGLE]
@@ -111,7 +120,7 @@ def check_format(source: Source, form: str) -> None:
         )
 
 
-def _local(path: str | Path) -> Path:
+def _local(path: str | Path, revision: str | None, cache_dir: str | None) -> Path:
     if Path(path).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         return Path(path)
     # A hub id, as verl and vLLM take it; both sides of a run find the files in the same cache.
@@ -119,10 +128,11 @@ def _local(path: str | Path) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(str(path), allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(str(path), revision=revision, cache_dir=cache_dir, allow_patterns=_HUB_FILES))
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        asked = f"{path} at revision {revision}" if revision else path
         raise CheckpointFormatError(
-            f"{path} is neither a directory nor a model of the hub that can be reached ({type(error).__name__})."
+            f"{asked} is neither a directory nor a model of the hub that can be reached ({type(error).__name__})."
             " A directory in Hugging Face layout or a hub id is accepted. Check the name, or download it first."
         ) from error
 

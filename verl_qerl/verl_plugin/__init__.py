@@ -42,11 +42,12 @@ def _register() -> None:
 
 
 def asks_for_qerl(arguments: list[str]) -> bool:
-    """Whether a command line sets one of our nodes, or selects one of our rollouts or our policy loss."""
+    """Whether a command line sets one of our nodes or options, or selects one of our rollouts or our policy loss."""
     plain = [argument.lstrip("+") for argument in arguments]
     nodes = {argument.partition("=")[0].partition(".")[0] for argument in plain}
     acr = "actor_rollout_ref.actor.policy_loss.loss_mode=acr"
-    return bool(nodes & {"aqn", "acr", "uaq", "qerl"}) or acr in plain or bool(_ROLLOUTS & set(arguments))
+    of_workers = any("additional_config" in argument and "verl_qerl" in argument for argument in plain)
+    return bool(nodes & {"aqn", "acr", "uaq", "qerl"}) or acr in plain or of_workers or bool(_ROLLOUTS & set(arguments))
 
 
 try:

@@ -17,7 +17,7 @@ from verl_qerl import verl_plugin, vllm_plugin
 from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.algos.options import read_options
 from verl_qerl.formats import FORMATS, WeightFormat, scaled_format
-from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, ignore_rules
+from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE, ignore_rules
 from verl_qerl.nvfp4.reference import SCALE_CHOICES
 from verl_qerl.verl_plugin.nodes import plain
 from verl_qerl.verl_plugin.sequence_parallel import check_sequence_parallel

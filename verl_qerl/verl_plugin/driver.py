@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def install(module: ModuleType) -> None:
-    """Have verl ask the policy loss, the gate, AQN, UAQ and the CPU platform.
+    """Have verl ask the policy loss, the gate, AQN, UAQ, the options of the rollout and the CPU platform.
 
     Where verl is not as expected, our trainer refuses the same, after Ray started.
     """

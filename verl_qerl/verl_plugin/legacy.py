@@ -14,6 +14,6 @@ def install(module: ModuleType) -> None:
     """
     if verl_plugin.asks_for_qerl(sys.argv):
         raise SystemExit(
-            "trainer.use_v1=False has no AQN, no ACR, no UAQ, no NVFP4 and no gate. Accepted is True."
-            " Leave the option out."
+            "trainer.use_v1=False has no AQN, no ACR, no UAQ, no NVFP4, no gate and no additional_config.verl_qerl."
+            " Accepted is True. Leave the option out."
         )

@@ -14,8 +14,8 @@ from verl_qerl.modules.convert import replace_experts, replace_linears
 from verl_qerl.modules.nvfp4_experts import ExpertLinear
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.modules.packed_linear import PackedLinear
-from verl_qerl.nvfp4.checkpoint import ignored_modules, is_packed_module
 from verl_qerl.nvfp4.format import Packed
+from verl_qerl.nvfp4.ignore import ignored_modules, is_packed_module
 from verl_qerl.nvfp4.stream import open_source
 from verl_qerl.verl_plugin.config import BaseOptions
 

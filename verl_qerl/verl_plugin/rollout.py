@@ -7,10 +7,10 @@ from typing import Any
 
 import ray
 
-from verl_qerl.formats import get_format
-from verl_qerl.formats.packed_stream import check_held
-from verl_qerl.nvfp4.checkpoint import DEFAULT_IGNORE, ignored_modules
-from verl_qerl.nvfp4.stream import open_source
+from verl_qerl.formats import WeightFormat, get_format
+from verl_qerl.formats.packed_stream import check_held, packed_names
+from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE, ignored_modules, is_linear_weight
+from verl_qerl.nvfp4.stream import Source, open_source
 
 # Ray calls this group beside the requests, however many wait for their turn.
 _HEALTH = "verl_qerl_health"
@@ -112,8 +112,8 @@ def describe_checkpoint(engine_kwargs: dict, path: str, form: str = "nvfp4") -> 
     """Tell vLLM how the linears of the rollout are quantized, and which modules are not.
 
     Args:
-        engine_kwargs: Changed in place. A packed directory has its own list of modules left out, a bf16 one that of
-            `model_loader_extra_config`.
+        engine_kwargs: Changed in place. The modules left out are those that a packed directory names or holds
+            unpacked, and for a bf16 one those of `model_loader_extra_config`.
         path: Of the model.
         form: Name of the weight format.
 
@@ -125,9 +125,21 @@ def describe_checkpoint(engine_kwargs: dict, path: str, form: str = "nvfp4") -> 
     if source.format is None:
         ignore = (engine_kwargs.get("model_loader_extra_config") or {}).get("ignore") or DEFAULT_IGNORE
     else:
-        ignore = ignored_modules(source.config)
+        ignore = _left_out(source, get_format(form))
     overrides = engine_kwargs.get("hf_overrides") or {}
     if isinstance(overrides, str):
         overrides = json.loads(overrides)
     described = get_format(form).config(list(ignore))
     engine_kwargs["hf_overrides"] = {**overrides, "quantization_config": described}
+
+
+def _left_out(source: Source, form: WeightFormat) -> list[str]:
+    """The modules that a packed directory names as left out, and by their full names the linears it holds unpacked.
+
+    Others know more ways to leave linears out than names and `re:`: ModelOpt's wildcards, compressed-tensors' targets.
+    """
+    named, packed = ignored_modules(source.config), packed_names(source, form)
+    linears = (
+        name.rpartition(".")[0] for name, spec in source.specs.items() if is_linear_weight(name, spec.shape, named)
+    )
+    return [*named, *sorted(set(linears) - packed)]

@@ -36,8 +36,8 @@ def _float32_log_probs(original: Callable[..., torch.Tensor]) -> Callable[..., t
 def _policy_loss_checks(original: Callable[..., None]) -> Callable[..., None]:
     """Let a registered policy loss refuse the configuration: verl calls it for the first time in the first update.
 
-    Our gate, AQN, UAQ and the CPU platform are asked at the same place. Where the patch is applied and this stands
-    down, the trainer asks.
+    Our gate, AQN, UAQ, the options of the rollout and the CPU platform are asked at the same place. Where the patch
+    is applied and this stands down, the trainer asks.
     """
 
     def validate_config(config: Any, use_reference_policy: bool, use_critic: bool) -> None:
@@ -46,6 +46,7 @@ def _policy_loss_checks(original: Callable[..., None]) -> Callable[..., None]:
         from verl_qerl.verl_plugin.config import aqn_options
         from verl_qerl.verl_plugin.cpu.whole_model import check_sync
         from verl_qerl.verl_plugin.mismatch import gate_options
+        from verl_qerl.verl_plugin.rollout_options import check_rollout
         from verl_qerl.verl_plugin.uaq import uaq_options
 
         policy_loss = POLICY_LOSS_REGISTRY.get(config.actor_rollout_ref.actor.policy_loss.loss_mode)
@@ -56,6 +57,7 @@ def _policy_loss_checks(original: Callable[..., None]) -> Callable[..., None]:
         aqn_options(config)
         uaq_options(config)
         check_sync(config)
+        check_rollout(config)
         original(config=config, use_reference_policy=use_reference_policy, use_critic=use_critic)
 
     return validate_config

@@ -24,11 +24,11 @@ from verl_qerl.verl_plugin.noise_schedule import NoiseScheduleMixin
 from verl_qerl.verl_plugin.policy_loss import PolicyLossMixin
 from verl_qerl.verl_plugin.polling import PollingMixin
 from verl_qerl.verl_plugin.requantize import SyncMetricsMixin
+from verl_qerl.verl_plugin.rollout_options import WORKER_EXTENSION, use_rollout_options
 from verl_qerl.verl_plugin.uaq import UAQMixin
 
 logger = logging.getLogger(__name__)
 
-WORKER_EXTENSION = "verl_qerl.verl_plugin.worker_extension.WorkerExtension"
 # Trainers whose weight sync runs in `on_step_end`.
 _MODES = ("sync", "colocate_async")
 
@@ -69,6 +69,7 @@ class NoiseMixin(_Trainer):
                     " Leave out `+aqn.enabled=true` or change the mode."
                 )
             ask_workers_for_noise(config, self._aqn)
+        use_rollout_options(config)
         super().__init__(config)
 
     def on_init_end(self) -> None:

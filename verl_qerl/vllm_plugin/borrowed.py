@@ -18,7 +18,7 @@ from verl_qerl.kernels.tiled import Tiles, untile
 from verl_qerl.modules.lending import Borrowed, borrow, meeting_place
 from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.vllm_plugin.linear import hold_tiles, multiply, plan_for
-from verl_qerl.vllm_plugin.options import rollout_options
+from verl_qerl.vllm_plugin.options import asked_of_vllm, rollout_options
 from verl_qerl.vllm_plugin.plans import why_not
 
 logger = logging.getLogger(__name__)
@@ -50,12 +50,15 @@ class BorrowedNVFP4(CompressedTensorsW4A4Fp4):
         # vLLM's own __init__ makes a kernel of its choice. The rest of it is these three attributes.
         config = get_current_vllm_config_or_none()
         options = rollout_options(config)
+        asked = asked_of_vllm(config)
         num_ranks = config.parallel_config.world_size_across_dp if config is not None else 1
         problem = None
         if num_ranks != 1:
             problem = f"the rollout has {num_ranks} GPUs, each with a part of the base"
         elif options.linear == "stock":
             problem = "additional_config.verl_qerl.linear='stock' has a layout of its own"
+        elif asked:
+            problem = f"{asked} asks for kernels of vLLM, whose layouts are others"
         elif torch.cuda.is_available():
             problem = why_not()
         if problem:

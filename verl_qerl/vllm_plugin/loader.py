@@ -5,6 +5,7 @@ construction; the digests kept here are what the actor's are compared with.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,13 +13,14 @@ from vllm.config import ModelConfig
 from vllm.config.load import LoadConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from verl_qerl.formats import scaled_format
 from verl_qerl.formats.packed import named_tensors
 from verl_qerl.formats.packed_stream import packed_stream
 from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.format import Packed
-from verl_qerl.nvfp4.stream import open_source, stored_tensors
+from verl_qerl.nvfp4.stream import Source, open_source, stored_tensors
 from verl_qerl.vllm_plugin import NAMES
 from verl_qerl.vllm_plugin.borrowed import OPTION, attach, digests_of
 from verl_qerl.vllm_plugin.experts import expert_members
@@ -32,7 +34,7 @@ class QuantizingModelLoader(BaseModelLoader):
 
     `--model-loader-extra-config '{"scale": "minmax", "ignore": ["lm_head"]}'` are the options of a bf16 source; only
     NVFP4 has a choice of `scale`. `share_base` takes the packed linears from the actor's process, and what is left from
-    the files.
+    the files. A model that speculates is loaded as vLLM does.
     """
 
     def __init__(self, load_config: LoadConfig) -> None:
@@ -54,7 +56,17 @@ class QuantizingModelLoader(BaseModelLoader):
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Fetch the files, if the model is a hub id."""
-        open_source(model_config.model)
+        if _is_draft(model_config):
+            self._stock().download_model(model_config)
+            return
+        self._source(model_config)
+
+    def _stock(self) -> DefaultModelLoader:
+        return DefaultModelLoader(replace(self.load_config, load_format="auto", model_loader_extra_config={}))
+
+    def _source(self, model_config: ModelConfig) -> Source:
+        # As vLLM itself finds config.json and tokenizer.
+        return open_source(model_config.model, model_config.revision, self.load_config.download_dir)
 
     def load_weights(self, model: Any, model_config: ModelConfig) -> None:
         """Fill every parameter of `model`.
@@ -62,6 +74,9 @@ class QuantizingModelLoader(BaseModelLoader):
         Raises:
             ValueError: A parameter is in no file.
         """
+        if _is_draft(model_config):
+            self._stock().load_weights(model, model_config)
+            return
         digests: dict[str, str] = {}
         given: set[str] = set()
         device = next(model.parameters()).device
@@ -96,7 +111,7 @@ class QuantizingModelLoader(BaseModelLoader):
     def _quantized(
         self, model_config: ModelConfig, device: torch.device, digests: dict[str, str]
     ) -> Iterable[tuple[str, torch.Tensor]]:
-        source = open_source(model_config.model)
+        source = self._source(model_config)
         if self._borrows:
             for name, tensor in stored_tensors(source, device):
                 module, _, kind = name.rpartition(".")
@@ -109,6 +124,11 @@ class QuantizingModelLoader(BaseModelLoader):
                 yield from named_tensors(name, item).items()
             else:
                 yield name, item
+
+
+def _is_draft(model_config: ModelConfig) -> bool:
+    """Whether this is the model that speculates, which vLLM loads with our load format and quantizes as it is told."""
+    return model_config.runner_type == "draft" and model_config.quantization not in NAMES
 
 
 def checkpoint_members(model: torch.nn.Module) -> dict[str, set[str]]:

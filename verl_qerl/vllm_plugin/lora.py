@@ -19,6 +19,7 @@ from vllm.lora.layers import (
     RowParallelLinearWithLoRA,
 )
 from vllm.lora.layers.base import BaseLayerWithLoRA
+from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 
 from verl_qerl.kernels.lora import lora_expand, lora_shrink, member_of_tile
 from verl_qerl.vllm_plugin.linear import tiled_tensors
@@ -34,6 +35,9 @@ _CONVERTED = (
     ReplicatedLinearWithLoRA,
     RowParallelLinearWithLoRA,
 )
+
+# Of linears that compute what their quantization method does, and nothing else.
+_FORWARDS = (ColumnParallelLinear.forward, ReplicatedLinear.forward, RowParallelLinear.forward)
 
 
 def use_single_adapter(model: torch.nn.Module, lora_config: Any) -> int:
@@ -84,7 +88,8 @@ def _why_not(lora_config: Any) -> str | None:
 
 
 def _is_odd(layer: Any) -> bool:
-    return any(size % 16 for size in layer.output_slices)
+    """Whether our operators do not take its columns, or its base computes in a way of its own (GateLinear)."""
+    return any(size % 16 for size in layer.output_slices) or type(layer.base_layer).forward not in _FORWARDS
 
 
 def _watch(wrapper: Any, only_ours: bool) -> torch.Tensor:

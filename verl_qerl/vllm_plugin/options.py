@@ -84,3 +84,13 @@ def rollout_options(vllm_config: Any) -> RolloutOptions:
     if isinstance(options, Mapping):
         options = {**options, "aqn": AQNConfig.from_mapping(options.get("aqn"))}
     return read_options(RolloutOptions, f"additional_config.{KEY}", options, f'{{"{KEY}": {{"lora": "stock"}}}}')
+
+
+def asked_of_vllm(vllm_config: Any) -> str | None:
+    """The setting by which the user says which of vLLM's kernels to use, so that ours are not meant; or None."""
+    from vllm import envs  # a driver may have none
+
+    if envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT=1"
+    backend = getattr(getattr(vllm_config, "kernel_config", None), "linear_backend", "auto")
+    return None if backend == "auto" else f"linear_backend={backend!r}"

@@ -107,12 +107,27 @@ def _file_name(gpu: str) -> str:
 @functools.cache
 def _tuned(gpu: str) -> list[dict[str, Any]]:
     for path in (table_path(gpu), Path(__file__).parent / "tuned" / _file_name(gpu)):
-        rows = json.loads(path.read_text())["rows"] if path.exists() else []
-        if rows and all(row.keys() >= _FIELDS for row in rows):
+        rows = _rows(path) if path.exists() else []
+        if rows:
             return rows
         if path.exists():
-            say_once(f"{path} is of another version and left out: run `python -m verl_qerl tune` again, or delete it.")
+            say_once(
+                f"{path} is cut short or of another version and left out: run `python -m verl_qerl tune` again, or"
+                " delete it."
+            )
     return []
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Of a table; none of a file that is not one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # no JSON, or no text
+        return []
+    rows = content.get("rows") if isinstance(content, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and row.keys() >= _FIELDS for row in rows):
+        return []
+    return rows
 
 
 @functools.cache

@@ -20,15 +20,16 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 )
 from vllm.platforms import current_platform
 
-from verl_qerl.nvfp4.checkpoint import is_router
+from verl_qerl.nvfp4.ignore import is_router
 from verl_qerl.vllm_plugin import NAMES, PREFIX
 from verl_qerl.vllm_plugin.borrowed import BorrowedNVFP4, is_borrowing
 from verl_qerl.vllm_plugin.experts import experts_method
-from verl_qerl.vllm_plugin.options import rollout_options
+from verl_qerl.vllm_plugin.options import asked_of_vllm, rollout_options
 from verl_qerl.vllm_plugin.reference_kernels import MXFP4ReferenceKernel, ReferenceKernel, W8A8FP8Reference
 
 logger = init_logger(__name__)
 
+_MARLIN = "linear_backend='marlin'"
 # Compute capabilities of the GPUs that vLLM 0.24.0 has a kernel for: at least the first, below the second.
 _CAPABILITIES = {"fp8": (89, 1000), "int8": (75, 100), "mxfp4": (80, 1000), "nvfp4": (75, 1000)}
 
@@ -119,11 +120,27 @@ CONFIGS: dict[str, type[RolloutConfig]] = {
 }
 
 
+def _check_backend(form: str) -> None:
+    """Refuse kernels that quantize activations, and read scales that a checkpoint of 4-bit weights alone lacks.
+
+    Raises:
+        ValueError: The user asks vLLM for others than Marlin.
+    """
+    asked = asked_of_vllm(get_current_vllm_config_or_none())
+    if asked not in (None, _MARLIN):
+        raise ValueError(
+            f"{form} weights under bf16 activations cannot run as vLLM was told: {asked}. Accepted are linear_backend"
+            " auto and marlin, without VLLM_BATCH_INVARIANT (verl's rollout.full_determinism). Leave it out, or use a"
+            " bf16 rollout."
+        )
+
+
 class W4A16NVFP4(CompressedTensorsW4A4Fp4):
     """Weight-only NVFP4: packed weights, activations in bf16."""
 
     def __init__(self) -> None:
         if not current_platform.is_cpu():
+            _check_backend("NVFP4")
             super().__init__(use_a16=True)
             self._choose_by_rows()
             return
@@ -137,10 +154,11 @@ class W4A16NVFP4(CompressedTensorsW4A4Fp4):
         from verl_qerl.vllm_plugin.linear import TiledKernel
         from verl_qerl.vllm_plugin.plans import why_not
 
-        options = rollout_options(get_current_vllm_config_or_none())
+        config = get_current_vllm_config_or_none()
+        options, asked = rollout_options(config), asked_of_vllm(config)
         if options.linear == "stock":
             return
-        reason = why_not()
+        reason = f"{asked} asks for it" if asked else why_not()
         if reason:
             logger.warning_once("NVFP4 linears run on Marlin, which is slow for large batches: %s.", reason)
             return
@@ -157,6 +175,7 @@ class W4A16MXFP4(CompressedTensorsW4A4Mxfp4):
         if current_platform.is_cpu():
             self.kernel = MXFP4ReferenceKernel(config)
             return
+        _check_backend("MXFP4")
         from vllm.model_executor.kernels.linear.mxfp4.marlin import MarlinMxFp4LinearKernel
 
         self.kernel = MarlinMxFp4LinearKernel(config)

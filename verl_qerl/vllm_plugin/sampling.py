@@ -75,6 +75,16 @@ def why_stock(metadata: Any, mode: str) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def _why_kept(sampler: Any) -> str | None:
+    """Why a sampler is not replaced, and what to do about it; None for one that is."""
+    accepted = "Accepted is the Sampler of vLLM's V1 model runner without use_fp64_gumbel."
+    if type(sampler).__module__.startswith("vllm.v1.worker.gpu."):  # vLLM's choice for Qwen3, Llama and Mistral
+        return f"the engine is on vLLM's V2 model runner. {accepted} Set VLLM_USE_V2_MODEL_RUNNER=0"
+    if type(sampler) is not Sampler:
+        return f"{type(sampler).__name__}. {accepted} Use a model and options that have it"
+    return f"use_fp64_gumbel=True. {accepted} Leave it out" if sampler.use_fp64_gumbel else None
+
+
 def use_fused_sampler(runner: Any, required: bool = True) -> None:
     """Give a model runner of vLLM the faster sampler, and compile what it runs.
 
@@ -87,15 +97,15 @@ def use_fused_sampler(runner: Any, required: bool = True) -> None:
     """
     if not required and runner.device.type != "cuda":
         return
-    sampler = getattr(runner, "sampler", None)
-    if type(sampler) is not Sampler or sampler.use_fp64_gumbel:
+    sampler: Any = getattr(runner, "sampler", None)
+    reason = _why_kept(sampler)
+    if reason:
         if not required:
-            say_once(f"{type(sampler).__name__} draws tokens: only vLLM's own, without use_fp64_gumbel, is replaced.")
+            say_once(f"vLLM's own sampler draws tokens: {reason}.")
             return
         raise ValueError(
-            f"the sampler cannot be replaced: additional_config.verl_qerl.sampler='fused',"
-            f" {type(sampler).__name__}. Accepted is the Sampler of vLLM's default model runner without"
-            " use_fp64_gumbel. Leave the option out."
+            f"the sampler cannot be replaced: additional_config.verl_qerl.sampler='fused', {reason}, or leave the"
+            " option out."
         )
     sampler.__class__ = FusedSampler
     device = runner.device

@@ -7,22 +7,27 @@ after loading is hung on the instance.
 import contextlib
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+import verl_qerl
 from verl_qerl.kernels import launch
+from verl_qerl.vllm_plugin import NAMES
 from verl_qerl.vllm_plugin.borrowed import borrowed_by, is_borrowing
 from verl_qerl.vllm_plugin.elementwise import use_early_starts
 from verl_qerl.vllm_plugin.head import quantize_head
 from verl_qerl.vllm_plugin.linear import tiled_columns
 from verl_qerl.vllm_plugin.lora import use_single_adapter
 from verl_qerl.vllm_plugin.noise import NormNoise
-from verl_qerl.vllm_plugin.options import rollout_options
+from verl_qerl.vllm_plugin.options import RolloutOptions, asked_of_vllm, rollout_options
 from verl_qerl.vllm_plugin.sampling import use_fused_sampler
 from verl_qerl.vllm_plugin.synced_norms import SyncedNorms
 
 logger = logging.getLogger(__name__)
+
+PREPARED = "verl_qerl_prepared"  # of additional_config, which vLLM's key of compiled code is made of
 
 
 class NoiseWorkerExtension:
@@ -35,6 +40,7 @@ class NoiseWorkerExtension:
         """Create the worker; `load_model` will prepare the model."""
         instance = super().__new__(cls)
         prepare_model(instance, kwargs.get("vllm_config"))
+        _refuse_deep_sleep(instance, kwargs.get("vllm_config"))
         return instance
 
     def qerl_set_noise(self, sigma: float, step: int) -> int:
@@ -72,15 +78,17 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
     kernels too.
 
     Raises:
-        ValueError: An option is unknown or out of range, or later the head cannot be quantized or the sampler replaced.
+        ValueError: An option is unknown or out of range or does not go together with VLLM_BATCH_INVARIANT, or later
+            the head cannot be quantized or the sampler replaced.
     """
     worker._qerl_noise = worker._qerl_norms = None
-    options = rollout_options(vllm_config)
+    options = _batch_invariant(rollout_options(vllm_config), vllm_config)
     launch.starts_early = options.early_starts
     if options.keep_base_resident:
         _keep_weights(worker, vllm_config)
     lora_config = getattr(vllm_config, "lora_config", None) if options.lora == "single" else None
     borrows = is_borrowing(vllm_config)
+    prepared = _compile_apart(vllm_config)
     load_model = worker.load_model
 
     def load_then_prepare(*args: Any, **kwargs: Any) -> None:
@@ -89,7 +97,7 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
         # Before anything is compiled, and outside of the sleep-mode pool: what stays readable while the engine sleeps.
         model = worker.model_runner.get_model()
         if lora_config is not None:
-            use_single_adapter(model, lora_config)
+            prepared["lora"] = use_single_adapter(model, lora_config)
         if options.aqn.enabled:
             worker._qerl_noise = NormNoise(model, options.aqn, options.uaq_scale)
         if borrows:
@@ -97,6 +105,7 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
         if options.train_norms:
             worker._qerl_norms = SyncedNorms(model, worker._qerl_noise)
         columns = tiled_columns(model)
+        prepared["linear"] = sorted(columns)
         if columns:
             # vLLM fuses norms with the sums of several GPUs, and looks for its own.
             fused = vllm_config.compilation_config.pass_config.fuse_allreduce_rms
@@ -105,6 +114,32 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
             use_fused_sampler(worker.model_runner, required=options.sampler == "fused")
 
     worker.load_model = load_then_prepare
+
+
+def _batch_invariant(options: RolloutOptions, vllm_config: Any) -> RolloutOptions:
+    """Leave adapters and sampler with vLLM where results must not depend on the batch: ours do, by a rounding."""
+    asked = asked_of_vllm(vllm_config)
+    if asked != "VLLM_BATCH_INVARIANT=1":
+        return options
+    for name, value in (("sampler", "fused"), ("lm_head", "fp8")):
+        if getattr(options, name) == value:
+            raise ValueError(
+                f"additional_config.verl_qerl.{name}={value!r} does not go together with {asked}: its results depend"
+                " on the batch. Accepted is the default. Leave one of them out."
+            )
+    logger.warning("verl_qerl: LoRA and the sampler stay vLLM's: %s, and ours depend on the batch.", asked)
+    return replace(options, lora="stock", sampler="stock")
+
+
+def _compile_apart(vllm_config: Any) -> dict[str, Any]:
+    """Have what is compiled here kept apart from stock vLLM's, by what this returns: vLLM asks when it compiles.
+
+    Without it an engine runs what another has compiled of the same options, in which our layers are missing.
+    """
+    prepared: dict[str, Any] = {"version": verl_qerl.__version__}
+    if vllm_config is not None:
+        vllm_config.additional_config = {**(vllm_config.additional_config or {}), PREPARED: prepared}
+    return prepared
 
 
 def _watch_owner(worker: Any, model: torch.nn.Module) -> None:
@@ -133,6 +168,24 @@ def _quantizing_head(runner: Any) -> Iterator[None]:
         yield
     finally:
         del runner.load_model
+
+
+def _refuse_deep_sleep(worker: Any, vllm_config: Any) -> None:
+    """Keep weights that nothing brings back: a loader of ours has none for vLLM's reload; verl's workers get theirs."""
+    load_format = getattr(getattr(vllm_config, "load_config", None), "load_format", None)
+    if load_format not in NAMES:
+        return
+    sleep = worker.sleep
+
+    def sleep_lightly(level: int = 1) -> None:
+        if level > 1:
+            raise ValueError(
+                f"weights of load_format={load_format} cannot be loaded again: sleep(level={level}) drops them."
+                " Accepted is level 1, which keeps them on the host. Use it."
+            )
+        sleep(level)
+
+    worker.sleep = sleep_lightly
 
 
 def _keep_weights(worker: Any, vllm_config: Any) -> None:
