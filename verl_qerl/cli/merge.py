@@ -231,8 +231,7 @@ class Merge:
         trained = trained.to(tensor.device)
         if not bool(trained.isfinite().all()):
             raise CheckpointFormatError(
-                f"the checkpoint holds NaN or infinite values: {name!r}. Finite ones are accepted. The run diverged:"
-                " export an earlier step."
+                f"the checkpoint holds NaN or infinite values: {name!r}. Numbers are accepted. Export an earlier step."
             )
         if not torch.equal(trained, tensor.to(trained.dtype)):
             self.changed.append(name)
