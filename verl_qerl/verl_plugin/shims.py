@@ -47,12 +47,14 @@ def _policy_loss_checks(original: Callable[..., None]) -> Callable[..., None]:
         from verl_qerl.verl_plugin.cpu.whole_model import check_sync
         from verl_qerl.verl_plugin.mismatch import gate_options
         from verl_qerl.verl_plugin.rollout_options import check_rollout
+        from verl_qerl.verl_plugin.spelling import check_spelling
         from verl_qerl.verl_plugin.uaq import uaq_options
 
         policy_loss = POLICY_LOSS_REGISTRY.get(config.actor_rollout_ref.actor.policy_loss.loss_mode)
         check_config = getattr(policy_loss, "check_config", None)
         if check_config is not None:
             check_config(config)
+        check_spelling(config)
         gate_options(config)
         aqn_options(config)
         uaq_options(config)
