@@ -67,7 +67,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--checkpoint", type=Path, required=True, help="folder of a run, of a step, or of its shards")
     parser.add_argument("--out", type=Path, required=True, help="new directory; appears whole or not at all")
     parser.add_argument("--to", choices=FORMS, required=True, help="what to write")
-    parser.add_argument("--base", default=None, help="base model, in place of the one that the checkpoint names")
+    parser.add_argument(
+        "--base", default=None, help="directory or hub id, in place of the one that the checkpoint names"
+    )
     parser.add_argument(
         "--scale", choices=SCALE_CHOICES, default=None, help="of a block when quantized (default: as the base's)"
     )

@@ -15,15 +15,22 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--model", type=Path, required=True, help="directory with config.json, or that file")
     parser.add_argument("--gpu-gib", type=float, required=True, help="memory of one GPU: 79.6 for an 80 GB H100")
     parser.add_argument("--format", choices=sorted(BYTES_PER_WEIGHT), default="nvfp4", help="(default: %(default)s)")
-    parser.add_argument("--rank", type=int, default=32, help="of the adapters")
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch")
-    parser.add_argument("--utilization", type=float, default=0.5, help="rollout.gpu_memory_utilization")
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="of the rollout")
-    parser.add_argument("--no-checkpointing", action="store_true", help="of gradients")
-    parser.add_argument("--share-base", action="store_true", help="one packed base for actor and rollout")
-    for name in ("shard-base", "whole-logits", "param-offload", "optimizer-offload"):
-        parser.add_argument(f"--{name}", action="store_true")
+    default = "(default: %(default)s)"
+    parser.add_argument("--rank", type=int, default=32, help=f"of the adapters, on all linears {default}")
+    parser.add_argument("--gpus", type=int, default=1, help=f"that FSDP2 shards over {default}")
+    parser.add_argument("--tokens", type=int, default=8192, help=f"of a micro-batch with its padding {default}")
+    parser.add_argument("--utilization", type=float, default=0.5, help=f"rollout.gpu_memory_utilization {default}")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help=f"of the rollout {default}")
+    switches = {
+        "no-checkpointing": "of gradients",
+        "share-base": "one packed base for actor and rollout",
+        "shard-base": "each GPU has a part of the packed base",
+        "whole-logits": "use_fused_kernels=False, verl's default: the logits of a micro-batch at once",
+        "param-offload": "fsdp_config.param_offload",
+        "optimizer-offload": "fsdp_config.optimizer_offload",
+    }
+    for name, what in switches.items():
+        parser.add_argument(f"--{name}", action="store_true", help=what)
     parser.set_defaults(run=run)
 
 

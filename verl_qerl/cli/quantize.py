@@ -42,7 +42,7 @@ from verl_qerl.nvfp4.writer import ShardedWriter, quantized_specs
 def add_parser(subparsers: Any) -> None:
     """Register the command."""
     parser = subparsers.add_parser("quantize", help="write a quantized checkpoint of a bf16 model")
-    parser.add_argument("--model", type=Path, required=True, help="directory in Hugging Face layout")
+    parser.add_argument("--model", type=Path, required=True, help="directory in Hugging Face layout, or a hub id")
     parser.add_argument("--out", type=Path, required=True, help="new directory; appears whole or not at all")
     parser.add_argument("--format", choices=sorted(FORMATS), default="nvfp4", help="(default: %(default)s)")
     parser.add_argument(
