@@ -160,8 +160,9 @@ JOBS = (
     _rollout("rollout_7b_attention", "7B", _ATTENTION, "1 64 256", "--prompts 256 1024"),
     _rollout("rollout_7b_profile", "7B", "nvfp4_lora_ours", "1", "--no-fixed --profile 1 32 64 256"),
     _rollout("rollout_32b_realistic", "32B", _OURS_AND_STOCK, "1", "--no-fixed --realistic"),
+    _tests("tests_kernels", "tests/kernels"),
     _tests("tests_vllm", "tests/vllm_plugin"),
-    _tests("tests", "tests --ignore=tests/vllm_plugin"),
+    _tests("tests", "tests --ignore=tests/kernels --ignore=tests/vllm_plugin"),
 )
 
 
