@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("vllm")
 from vllm.lora.layers import RowParallelLinearWithLoRA
 from vllm.lora.layers.base import BaseLayerWithLoRA
+from vllm.model_executor.layers.linear import RowParallelLinear
 
 from verl_qerl.vllm_plugin.lora import use_single_adapter
 
@@ -151,6 +152,8 @@ def test_tokens_are_sorted_for_a_layer_that_stays(monkeypatch, width, expected):
         layer = RowParallelLinearWithLoRA.__new__(RowParallelLinearWithLoRA)
         torch.nn.Module.__init__(layer)
         layer.output_slices, layer.punica_wrapper = (size,), wrapper
+        layer.base_layer = RowParallelLinear.__new__(RowParallelLinear)
+        torch.nn.Module.__init__(layer.base_layer)
         setattr(model, name, layer)
     use_single_adapter(model, SimpleNamespace(max_loras=1, fully_sharded_loras=False, lora_dtype=torch.bfloat16))
     wrapper.update_metadata(SimpleNamespace(is_prefill=False, index_mapping=(1, 0)), [7], 1, 8)
