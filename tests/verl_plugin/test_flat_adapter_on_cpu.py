@@ -95,17 +95,11 @@ def test_pieces_are_put_together_and_rounded(monkeypatch, dtype):
     assert torch.equal(receiver.whole(), flat.to(dtype))
 
 
-def test_pieces_that_overlap_are_refused():
+# One that begins in the one before, and one that only the sum of all gives away.
+@pytest.mark.parametrize("spans", [((0, 6), (4, 4), (8, 2)), ((0, 6), (6, 4), (8, 2))], ids=["across", "within"])
+def test_pieces_that_overlap_are_refused(spans):
     receiver = FlatReceiver(10, torch.float32, CPU)
-    for start, count in ((0, 6), (4, 4), (8, 2)):
-        receiver.add(f"verl_qerl_adapter.{start}", torch.ones(count))
-    with pytest.raises(ValueError, match="12 of 10 numbers"):
-        receiver.whole()
-
-
-def test_a_piece_within_others_is_refused():
-    receiver = FlatReceiver(10, torch.float32, CPU)
-    for start, count in ((0, 6), (6, 4), (8, 2)):
+    for start, count in spans:
         receiver.add(f"verl_qerl_adapter.{start}", torch.ones(count))
     with pytest.raises(ValueError, match="12 of 10 numbers"):
         receiver.whole()
