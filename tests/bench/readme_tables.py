@@ -4,7 +4,7 @@
 
 fills what stands between `<!-- rollout KIND FILE... -->` and `<!-- end -->` in README.md and
 tests/bench/results/README.md; files are relative to the README. KIND is `speed` (a row for each arm: times as fast as
-stock bf16 + LoRA of the same file) or `all` (rollout_report.tables). tests/sanity holds that nothing is out of date.
+stock bf16 + LoRA of the same file) or `all` (rollout_report.tables). test_readme_tables_on_cpu.py keeps them so.
 """
 
 import json

@@ -108,9 +108,14 @@ class ModelShape:
         return self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
+    def adapted(self) -> tuple[tuple[int, int], ...]:
+        """(out_features, in_features) of the linears of a layer that may carry an adapter, ordered as `linears`."""
+        return self.attention if self.experts else self.linears
+
+    @property
     def adapted_features(self) -> int:
         """Inputs and outputs of all linears that carry an adapter: with experts, those of the attention."""
-        return self.layers * sum(N + K for N, K in (self.attention if self.experts else self.linears))
+        return self.layers * sum(N + K for N, K in self.adapted)
 
     @property
     def decoded_weights(self) -> int:

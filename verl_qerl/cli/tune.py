@@ -2,8 +2,6 @@
 
 import argparse
 import datetime
-import json
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +13,7 @@ from verl_qerl.kernels.lora import member_of_tile
 from verl_qerl.kernels.tiled import dequantize_tiled, tile
 from verl_qerl.kernels.tiled_launch import TOKENS, Launch, launch_candidates
 from verl_qerl.kernels.tiled_matmul import Adapter, can_fuse, prepare, tiled_matmul
+from verl_qerl.nvfp4.record import write_whole
 from verl_qerl.testing import random_packed_weight
 
 ROWS = (1, 8, 16, 24, 32, 48, 64, 96, 128, 176, 256, 512, 1024, 2048, 4096, 8192)
@@ -59,9 +58,7 @@ def run(args: argparse.Namespace) -> int:
     path = args.out or table_path(gpu)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"gpu": gpu, "torch": torch.__version__, "time": _now(), "rows": rows}
-    partial_table = path.with_name(f"{path.name}.partial")  # a rollout that starts meanwhile reads a whole table
-    partial_table.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial_table, path)
+    write_whole(path, content)  # a rollout that starts meanwhile reads a whole table
     print(f"written to {path}")
     return 0
 

@@ -90,7 +90,7 @@ def _adapted_features(adapter: Any, shape: ModelShape) -> int:
     adapter = replace(adapter, target_modules=".*") if every else adapter
     if not adapter.target_modules:
         return 0  # PEFT's choice for the family
-    sizes = dict(zip(_LINEARS, shape.attention if shape.experts else shape.linears, strict=False))
+    sizes = dict(zip(_LINEARS, shape.adapted, strict=False))
     return sum(
         N + K
         for layer in range(shape.layers)

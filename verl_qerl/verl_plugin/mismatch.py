@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 
 NODE = "qerl"
 _EXACT = ("nvfp4", "mxfp4")  # formats whose dense weights are bf16: actor and rollout multiply by the same ones
-# Option, its default, and the only value with which the log-probs of both policies can be compared.
+# Option, its default, and the values with which the log-probs of both policies can be compared.
 _NEEDS = (
-    ("actor_rollout_ref.rollout.calculate_log_probs", True, True),
-    ("algorithm.rollout_correction.bypass_mode", False, False),  # takes the rollout's log-probs for the actor's
-    ("trainer.use_v1", True, True),  # verl's first trainer has no gate
+    ("actor_rollout_ref.rollout.calculate_log_probs", True, (True,)),
+    ("algorithm.rollout_correction.bypass_mode", False, (False,)),  # takes the rollout's log-probs for the actor's
+    ("trainer.use_v1", True, (True,)),  # verl's first trainer has no gate
 )
 # With others the rollout's log-probs are of what is left of the distribution, scaled up to 1: sound models differ by
 # 0.03 and more, and the gate would stop them.
@@ -87,11 +87,7 @@ def gate_options(config: DictConfig) -> MismatchConfig | None:
 
 def obstacle_of(config: DictConfig) -> str | None:
     """The setting that keeps a run from comparing the two, with what is accepted; None where nothing does."""
-    for name, default, accepted in _NEEDS:
-        found = OmegaConf.select(config, name, default=default)
-        if found != accepted:
-            return f"{name}={found} (accepted is {accepted})"
-    return None
+    return _first_of(_NEEDS, config)
 
 
 def _first_of(needs: Sequence[tuple[str, Any, tuple]], config: DictConfig) -> str | None:
