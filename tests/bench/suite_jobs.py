@@ -90,6 +90,14 @@ def _train_step(arm: str) -> Job:
     return Job(name, f"two GRPO steps of 7B, {arm}", command, 300)
 
 
+def _train_step_32b() -> Job:
+    """Two GRPO steps of 32B inside 80 GiB, on a GPU of that size or of a larger one; 44.8 GiB are vLLM's."""
+    share = "import torch; print(round(44.8 * 2**30 / torch.cuda.mem_get_info()[1], 3))"
+    sizes = f'SHAPE=32b CAP=80 UTILIZATION="$(python3 -c "{share}")"'
+    command = f'{sizes} WORK="$WORK/32b" OUT="$OUT/train_step_32b_80gib.json" bash tests/bench/train_step.sh'
+    return Job("train_step_32b", "two GRPO steps of 32B inside 80 GiB", command, 400)
+
+
 def _tests(name: str, folders: str) -> Job:
     """Tests that pytest marks with gpu; torch would take all cores for each small tensor."""
     command = f"OMP_NUM_THREADS=2 python3 -m pytest -q -m gpu -p no:cacheprovider {folders}"
@@ -110,6 +118,7 @@ JOBS = (
     _train_step("ours"),
     _train_step("bf16"),
     _train_step("bf16_fused"),
+    _train_step_32b(),
     _rollout("rollout_14b", "14B", _OURS_AND_STOCK, "1 32 64 128 256"),
     _rollout("rollout_32b", "32B", _OURS_AND_STOCK, "1 32 64 128 256"),
     _actor(),
