@@ -3,8 +3,8 @@
     python tests/bench/bench_layer.py --out tests/bench/results/<gpu>/layer.json [--models 7B 14B] [--rows 1 64 256]
 
 RMSNorm, qkv, rotation, o (of the rotated q, in the place of what attention makes of it), RMSNorm, gate and up, SiLU,
-down: layers of random weights, more than the L2 cache holds, in one CUDA graph. An arm is a way to make X A^T, by the
-constants of kernels/tiled_matmul.py that choose it; "without" has no adapter.
+down: layers of random weights, more than the L2 cache holds, in one CUDA graph. Each is timed with and without an
+adapter. (The arms of results/h100/layer.json are ways to make X A^T, of which one was kept.)
 """
 
 import argparse
@@ -15,14 +15,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
-from verl_qerl.kernels import tiled_matmul
 from verl_qerl.kernels.elementwise import add_rms_norm, rotate, silu_mul
 from verl_qerl.kernels.lora import member_of_tile
-from verl_qerl.vllm_plugin.plans import PLANS, make_plan
+from verl_qerl.vllm_plugin.plans import make_plan
 from verl_qerl.vllm_plugin.tiled_ops import linear_tiled, lora_linear_tiled
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -31,19 +29,9 @@ import bench_dequantize
 import rollout_arms
 import rollout_report
 
-WITHOUT = "without"
-ARMS = {
-    WITHOUT: {},
-    "a launch before from 65 rows": {"_LOW_TOKENS": 64, "_LOW_ROWS": 64},
-    "a launch before from 33 rows": {"_LOW_TOKENS": 32, "_LOW_ROWS": 32},
-    "the ring from 33 rows": rollout_arms.RING,
-    "the ring from 65 rows": {"_LOW_TOKENS": 64, "_LOW_ROWS": 256},
-    "the ring from 1 row": {"_LOW_TOKENS": 0, "_LOW_ROWS": 256},
-    "the ring from 33 rows, more parts": rollout_arms.RING | {"_LOW_CHUNKS": 3},
-}
+ARMS = {"without": False, "with an adapter": True}
 ROWS = (1, 16, 32, 48, 64, 96, 128, 192, 256)
 RANK, LAYERS, POSITIONS = 32, 8, 1024
-KERNEL = functools.cache(tiled_matmul.Kernel)  # by its source
 Tensors = dict[str, Any]
 
 
@@ -115,31 +103,19 @@ def run_layers(shape: rollout_arms.Shape, layers: Sequence[Tensors], adapted: bo
     return x
 
 
-def use(constants: dict[str, int]) -> Any:
-    """The kernels of an arm, while this context lasts; what another arm has compiled is not compiled again."""
-    tiled_matmul._compile.cache_clear()
-    return mock.patch.dict(vars(tiled_matmul), constants, Kernel=KERNEL)
-
-
 def measure(
     models: Sequence[str], rows: Sequence[int], timer: Callable[..., list[float]], gpu: str, device: str = "cuda"
 ) -> Iterator[dict[str, Any]]:
     """A row of the result file for each model, batch and arm."""
     for model in models:
         shape = rollout_arms.SHAPES[model]
-        with use({}):  # plans compile their kernels
-            layers = [make_layer(shape, gpu, device) for _ in range(LAYERS)]
-        for arm, constants in ARMS.items():
-            with use(constants):
-                if device == "cuda":
-                    plans = {of["plan"] for of in layers[0].values() if isinstance(of, dict)}
-                    tiled_matmul.prepare({kernel for plan in plans for kernel in PLANS[plan].kernels()})
-                for batch in rows:
-                    inputs = make_inputs(shape, batch, device)
-                    call = functools.partial(run_layers, shape, layers, arm != WITHOUT, inputs)
-                    us = statistics.median(timer([call])) / LAYERS * 1e6
-                    yield {"model": model, "rows": batch, "arm": arm, "us": round(us, 2)}
-                    print(f"{model} {batch:4} rows  {us:8.2f} us  {arm}", flush=True)
+        layers = [make_layer(shape, gpu, device) for _ in range(LAYERS)]  # plans compile their kernels
+        for arm, adapted in ARMS.items():
+            for batch in rows:
+                inputs = make_inputs(shape, batch, device)
+                us = statistics.median(timer([functools.partial(run_layers, shape, layers, adapted, inputs)]))
+                yield {"model": model, "rows": batch, "arm": arm, "us": round(us / LAYERS * 1e6, 2)}
+                print(f"{model} {batch:4} rows  {us / LAYERS * 1e6:8.2f} us  {arm}", flush=True)
         del layers
 
 
@@ -157,7 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = []
     for row in measure(args.models, args.rows, bench_dequantize.graph_timer, torch.cuda.get_device_name()):
         rows.append(row)
-        args.out.write_text(json.dumps({**head, "arms": ARMS, "rows": rows}, indent=1) + "\n")
+        args.out.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
     return 0
 
 

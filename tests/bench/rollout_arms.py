@@ -26,14 +26,12 @@ class Arm:
         packed: The model directory says that it holds NVFP4.
         lora: An adapter is used by every request.
         linear_bytes: Resident bytes per weight of a linear, to size the KV cache.
-        constants: Of kernels/tiled_matmul.py, in the process of the engine; on one GPU alone.
     """
 
     options: dict[str, Any]
     packed: bool = False
     lora: bool = True
     linear_bytes: float = 2.0
-    constants: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def ours(linear: str = "auto", **choices: Any) -> dict[str, Any]:
@@ -48,8 +46,6 @@ def ours(linear: str = "auto", **choices: Any) -> dict[str, Any]:
     return options | {"worker_extension_cls": EXTENSION}
 
 
-# X A^T of 33 to 256 rows in the launch of its linear.
-RING = {"_LOW_TOKENS": 32, "_LOW_ROWS": 256}
 # Ours with other choices of vLLM's for attention; a cap on splits takes the launch away that adds them up.
 ATTENTION = {
     "nvfp4_lora_ours_one_split": {"flash_attn_max_num_splits_for_cuda_graph": 1},
@@ -70,7 +66,7 @@ ARMS = {
     "nvfp4_lora_stock_sampler": Arm(ours(sampler="stock"), packed=True, linear_bytes=0.5625),
 }
 # Measured when they are named.
-VARIANTS = {"nvfp4_lora_ours_ring": dataclasses.replace(ARMS["nvfp4_lora_ours"], constants=RING)} | {
+VARIANTS = {
     name: dataclasses.replace(ARMS["nvfp4_lora_ours"], options={**ours(), "attention_config": options})
     for name, options in ATTENTION.items()
 }

@@ -84,12 +84,8 @@ class Engine:
     def _start(self) -> Any:
         import vllm
 
-        from verl_qerl.kernels import tiled_matmul
         from verl_qerl.vllm_plugin import register
 
-        if self._arm.constants and self._job["tensor_parallel"] > 1:
-            raise ValueError(f"arm {self._job['arm']} is for one GPU: it changes constants of this process alone.")
-        vars(tiled_matmul).update(self._arm.constants)
         register()  # the entry point does it too, where the package is installed
         rollout_arms.register_dummy_nvfp4()
         return vllm.LLM(**self._options())

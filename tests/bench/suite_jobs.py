@@ -93,7 +93,7 @@ def _train_step(arm: str) -> Job:
 def _train_step_32b() -> Job:
     """Two GRPO steps of 32B inside 80 GiB, on a GPU of that size or of a larger one; 44.8 GiB are vLLM's."""
     share = "import torch; print(round(44.8 * 2**30 / torch.cuda.mem_get_info()[1], 3))"
-    sizes = f'SHAPE=32b CAP=80 UTILIZATION="$(python3 -c "{share}")"'
+    sizes = f'share=$(python3 -c "{share}"); SHAPE=32b CAP=80 UTILIZATION="$share"'
     command = f'{sizes} WORK="$WORK/32b" OUT="$OUT/train_step_32b_80gib.json" bash tests/bench/train_step.sh'
     return Job("train_step_32b", "two GRPO steps of 32B inside 80 GiB", command, 400)
 
@@ -125,8 +125,8 @@ JOBS = (
     Job(
         "layer",
         "what an adapter adds to a decode layer",
-        f'timeout 240 {_BENCH}/bench_layer.py --out "$OUT/layer.json"',  # kernels that wait for each other may not end
-        60,
+        f'{_BENCH}/bench_layer.py --out "$OUT/layer.json"',
+        30,
     ),
     Job(
         "base",
@@ -168,7 +168,7 @@ JOBS = (
     _rollout("rollout_7b_arms", "7B", _ARMS, "1 32 64 128 256", "--realistic"),
     _rollout("rollout_7b_attention", "7B", _ATTENTION, "1 64 256", "--prompts 256 1024"),
     _rollout("rollout_7b_profile", "7B", "nvfp4_lora_ours", "1", "--no-fixed --profile 1 32 64 256"),
-    _rollout("rollout_32b_realistic", "32B", _OURS_AND_STOCK, "1", "--no-fixed --realistic"),
+    _rollout("rollout_32b_realistic", "32B", _OURS_AND_STOCK, "256", "--no-fixed --realistic"),
     _tests("tests_kernels", "tests/kernels"),
     _tests("tests_vllm", "tests/vllm_plugin"),
     _tests("tests", "tests --ignore=tests/kernels --ignore=tests/vllm_plugin"),

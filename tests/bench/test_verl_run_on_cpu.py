@@ -50,11 +50,11 @@ def test_a_run_composes_and_is_named_after_its_job(job, tmp_path):
 
 def test_the_steps_of_all_arms_are_the_same_but_for_ours(tmp_path):
     found = {}
-    for job in JOBS:
-        if "train_step" in job.name:
-            (tmp_path / job.name).mkdir()
-            found[job.name] = composed(job, tmp_path / job.name)
-    ours, stock, fused = (found[f"train_step_{arm}"] for arm in ("ours", "bf16", "bf16_fused"))
+    for arm in ("ours", "bf16", "bf16_fused"):
+        (tmp_path / arm).mkdir()
+        (job,) = (job for job in JOBS if job.name == f"train_step_{arm}")
+        found[arm] = composed(job, tmp_path / arm)
+    ours, stock, fused = found.values()
     assert omega_conf_to_dataclass(ours.actor_rollout_ref.actor).fsdp_config.qerl.has_adapter
     for config in (stock, fused):
         assert "qerl" not in config.actor_rollout_ref.actor.fsdp_config
@@ -63,6 +63,14 @@ def test_the_steps_of_all_arms_are_the_same_but_for_ours(tmp_path):
     for config in found.values():
         assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n == 128
         assert config.actor_rollout_ref.model.lora_rank == 32
+
+
+def test_the_step_of_32b_has_the_answers_that_its_result_says(tmp_path):
+    (job,) = (job for job in JOBS if job.name == "train_step_32b")
+    config = composed(job, tmp_path)
+    assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n == 32
+    assert config.actor_rollout_ref.model.path.endswith("/32b/model")
+    assert omega_conf_to_dataclass(config.actor_rollout_ref.actor).fsdp_config.qerl.has_adapter
 
 
 def test_the_fused_baseline_leaves_the_head_to_the_root(monkeypatch):

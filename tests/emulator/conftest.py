@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from verl_qerl.kernels import launch, tiled_matmul
+from verl_qerl.kernels import launch
 from verl_qerl.kernels.tiled_matmul import Adapter
 from verl_qerl.testing import load_beside
 
@@ -27,9 +27,6 @@ def emulator(tmp_path_factory) -> Any:
 def gpu(emulator, monkeypatch) -> Iterator[Any]:
     """The emulator in the place of the driver; what torch.empty gives is full of NaN."""
     emulator.seed = 1
-    # X A^T in the linear's launch and its ring wherever that can be.
-    monkeypatch.setattr(tiled_matmul, "_LOW_TOKENS", 32)
-    monkeypatch.setattr(tiled_matmul, "_LOW_ROWS", 256)
     emulator.install(monkeypatch)
     with load_beside(__file__, "emulator").uninitialized_is_nan():
         yield emulator

@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from verl_qerl.kernels import tiled_matmul as module
 from verl_qerl.kernels.low_rank import low_rank
 from verl_qerl.kernels.tiled_launch import STREAM, TOKENS, Launch, padded_rows
 from verl_qerl.kernels.tiled_matmul import can_fuse, tiled_matmul
 
 # Rows, launch, K, columns of the members, rank: a ring that is filled once and several times, parts of unequal length,
-# columns that no block has, streams with fewer steps than blocks, low rank added up by each block, by the last task of
-# a tile and by a launch before, twins, clusters that take half of the rows at a time.
+# columns that no block has, streams with fewer steps than blocks, low rank made by tasks of the kernel and by a launch
+# before, twins, clusters that take half of the rows at a time.
 CASES = [
     (1, Launch(2, 1, 6, 2), 768, (768,), 0),
     (50, Launch(2, 1, 3, 2), 320, (256, 128), 32),
@@ -32,17 +31,8 @@ CASES = [
 ]
 
 
-# And most rows for which each block adds up the parts of low, and for which the kernel makes low by itself.
-@pytest.mark.parametrize(
-    ("rows", "launch", "K", "slices", "rank", "low_rows"),
-    [(*case, most) for case in CASES for most in (((32, 256), (64, 64)) if case[-1] else ((32, 256),))],
-    ids=str,
-)
-def test_the_product_and_the_adapter(
-    gpu, linear, adapter, on_gpu, monkeypatch, rows, launch, K, slices, rank, low_rows
-):
-    for name, most in zip(("_LOW_TOKENS", "_LOW_ROWS"), low_rows, strict=True):
-        monkeypatch.setattr(module, name, most)
+@pytest.mark.parametrize(("rows", "launch", "K", "slices", "rank"), CASES, ids=str)
+def test_the_product_and_the_adapter(gpu, linear, adapter, on_gpu, rows, launch, K, slices, rank):
     tensors, dense = linear(K, slices)
     x = torch.randn(rows, K, generator=torch.Generator().manual_seed(rows)).bfloat16()
     bias = torch.linspace(-1, 1, sum(slices)).bfloat16()

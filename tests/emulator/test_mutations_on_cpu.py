@@ -31,18 +31,17 @@ CHANGES = {
         8,
         [('asm volatile("fence.proxy.async.shared::cta;" ::: "memory");', "")],
     ),
-    "low is copied before it is whole": (Launch(2, 1, STREAM, 2), 40, 8, [("    await_count(counter, tiles);\n", "")]),
-    "each task adds up the parts": (
-        Launch(2, 1, STREAM, 2),
-        40,
-        8,
-        [("return before[0] == r.split - 1;", "return true;")],
+    "low is added up before its tasks have ended": (
+        Launch(2, 1, 2, 2),
+        60,
+        64,
+        [("if (threadIdx.x % 128 == 0) await_count(low_done, low_tasks);", "")],
     ),
-    "parts are added up before all are there": (
+    "the same in a stream": (
         Launch(2, 1, STREAM, 2),
         40,
         8,
-        [("return before[0] == r.split - 1;", "return before[0] == 0;")],
+        [("if (thread == 0) await_count(low_done, low_tasks);", "")],
     ),
     "a flag stays": (Launch(2, 1, STREAM, 2), 8, 0, [("flags[place] = 0;", "")]),
     "a twin does not wait for the other's ring": (

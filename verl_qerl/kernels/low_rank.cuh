@@ -1,9 +1,12 @@
 // low = x a^T in bf16, over what the sums are multiplied by at the end (256 times the global scale, a power of two), zero
-// for rows without the adapter. Warps beside those that multiply by w make it meanwhile: it costs no launch.
+// for rows without the adapter.
 //
-// The first blocks of the grid share the work: a task is 16 rows of x, 8 * LOW_TILES rows of a and a part of K. With few
-// rows its sums go through global memory, and who adds the adapter waits for all tasks and adds their sums in a fixed
-// order. With more (GIVEN) the last task of a tile does that, once for all, and low goes through the ring.
+// With few rows warps beside those that multiply by w make it meanwhile: it costs no launch. The first blocks of the grid
+// share the work: a task is 16 rows of x, 8 * LOW_TILES rows of a and a part of K. Its sums go through global memory, and
+// who adds the adapter waits for all tasks and adds their sums in a fixed order. With more rows it is GIVEN by a launch
+// before (low_rank.cu), which takes less time, and goes through the ring.
+
+#if !GIVEN
 
 #define LOW_TILE (16 * 8 * LOW_TILES)
 #define LOW_THREADS (LOW_WARPS * 32)
@@ -16,8 +19,7 @@ struct LowRank {
   const uint4 *x, *a;
   const long long* slots;  // negative for rows without the adapter
   float* parts;            // [split][M][columns]
-  u16* low;                // [M][columns], where GIVEN
-  int* done;  // tasks (tiles of low where GIVEN), blocks that need them no more, parts of each tile; zero before and after
+  int* done;               // tasks, blocks that need them no more; zero before and after
   int M, K, columns, rank, split, tasks, workers;
 };
 
@@ -43,24 +45,9 @@ struct Quad {
   __device__ __forceinline__ float4* part(const LowRank& r, int s) const {
     return reinterpret_cast<float4*>(r.parts + ((size_t)s * r.M + m) * r.columns + n);
   }
-  __device__ __forceinline__ void put(const LowRank& r, const float4& sum, float factor) const {
-    const bool there = __ldg(r.slots + m) >= 0;
-    *reinterpret_cast<uint2*>(r.low + (size_t)m * r.columns + n) = there ? round_low(sum, factor) : uint2{0, 0};
-  }
 };
 
-// Whether this task of a tile is the last one whose sums are there; all threads get the answer.
-__device__ __forceinline__ bool is_last(const LowRank& r, int tile, int thread) {
-  __shared__ unsigned before[1];
-  __threadfence();
-  join_low();
-  if (thread == 0) before[0] = atomicInc(reinterpret_cast<unsigned*>(r.done) + 2 + tile, r.split - 1);
-  join_low();
-  __threadfence();
-  return before[0] == r.split - 1;
-}
-
-__device__ __forceinline__ void do_task(const LowRank& r, float4* partial, int task, float factor, int thread) {
+__device__ __forceinline__ void do_task(const LowRank& r, float4* partial, int task, int thread) {
   const int lane = thread % 32, warp = thread / 32, row = lane / 4;
   const int column_blocks = (r.columns + 8 * LOW_TILES - 1) / (8 * LOW_TILES), part = task % r.split, tile = task / r.split;
   const int token = tile / column_blocks * 16, column = tile % column_blocks * (8 * LOW_TILES);
@@ -87,23 +74,8 @@ __device__ __forceinline__ void do_task(const LowRank& r, float4* partial, int t
 #pragma unroll
     for (int w = 0; w < LOW_WARPS; w++) add_to(total, partial[w * LOW_TILE / 4 + i]);
     const Quad quad = {token + i / (2 * LOW_TILES), column + i % (2 * LOW_TILES) * 4};
-    if (!quad.is_in(r)) continue;
-    if (GIVEN && r.split == 1) quad.put(r, total, factor); else __stcg(quad.part(r, part), total);
+    if (quad.is_in(r)) __stcg(quad.part(r, part), total);
   }
-#if GIVEN
-  if (r.split > 1) {
-    if (!is_last(r, tile, thread)) return;
-    for (int i = thread; i < LOW_TILE / 4; i += LOW_THREADS) {
-      const Quad quad = {token + i / (2 * LOW_TILES), column + i % (2 * LOW_TILES) * 4};
-      if (!quad.is_in(r)) continue;
-      float4 total = {};
-#pragma unroll PARTS
-      for (int s = 0; s < r.split; s++) add_to(total, __ldcg(quad.part(r, s)));
-      quad.put(r, total, factor);
-    }
-  }
-  asm volatile("fence.proxy.async;" ::: "memory");  // the copy engine reads it
-#endif
   __threadfence();
   join_low();
   if (thread == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(r.done) : "memory");
@@ -121,20 +93,26 @@ __device__ __forceinline__ void prefetch_a(const LowRank& r, int thread) {
   }
 }
 
-__device__ __forceinline__ void do_tasks(const LowRank& r, float factor, int thread) {
+__device__ __forceinline__ void do_tasks(const LowRank& r, int thread) {
   __shared__ float4 partial[LOW_WARPS * LOW_TILE / 4];
   // Workers are so few that all of them run, whatever waits.
   for (int task = blockIdx.x; task < r.tasks && blockIdx.x < r.workers; task += r.workers) {
-    do_task(r, partial, task, factor, thread);
+    do_task(r, partial, task, thread);
   }
+}
+
+// Until as many are counted, by blocks that have released them.
+__device__ __forceinline__ void await_count(const int* counter, int count) {
+  int there;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(counter) : "memory");
+  } while (there < count);
 }
 
 // When a block needs the sums no more; the last one leaves the counters as the next launch wants to find them.
 __device__ __forceinline__ void leave_tasks(const LowRank& r) {
   if (atomicInc(reinterpret_cast<unsigned*>(r.done) + 1, gridDim.x - 1) == gridDim.x - 1) r.done[0] = 0;
 }
-
-#if !GIVEN
 
 __device__ __forceinline__ void join_group(int group) {
   asm volatile("bar.sync %0, 128;" ::"r"(group + 3) : "memory");

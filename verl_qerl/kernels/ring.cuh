@@ -76,14 +76,6 @@ __device__ __forceinline__ void copy_to_twins(u32 to, const TensorMap& map, int 
       : "memory");
 }
 
-// Until as many are counted, by blocks that have released them.
-__device__ __forceinline__ void await_count(const int* counter, int count) {
-  int there;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(counter) : "memory");
-  } while (there < count);
-}
-
 // Where things lie in shared memory; the same in every block of a cluster.
 struct Places {
   u32 x, low, words, scales, full, empty, low_ready, out;
@@ -159,10 +151,10 @@ __device__ __forceinline__ void fill_weight(const Places& at, const TensorMap& w
   }
 }
 
-// One lane fills the ring with x, and with low = x a^T of the members when `tiles` of it are counted; the tensor maps
-// swizzle, and rows beyond the last one are zero.
-__device__ __forceinline__ void fill_x(const Places& at, const TensorMap& x, const TensorMap& low, const int* counter,
-                                       int tiles, const Members& members, const Segment& segment, Ring& ring, int& filled) {
+// One lane fills the ring with x, and with low = x a^T of the members where it is given; the tensor maps swizzle, and rows
+// beyond the last one are zero.
+__device__ __forceinline__ void fill_x(const Places& at, const TensorMap& x, const TensorMap& low, const Members& members,
+                                       const Segment& segment, Ring& ring, int& filled) {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
 #pragma unroll 1
@@ -180,10 +172,6 @@ __device__ __forceinline__ void fill_x(const Places& at, const TensorMap& x, con
     ring.advance();
   }
   const int chunks = members.chunks(), count = low_stages(members, segment);
-  if (count && tiles) {
-    await_count(counter, tiles);
-    asm volatile("fence.proxy.async;" ::: "memory");  // others have written what the copy engine reads
-  }
   for (int i = 0; i < count; i++) {
     await_free(at, ring, filled);
     const int first = members.at(segment.column + i / chunks * 64 * PIECES) * members.rank + i % chunks * 64;

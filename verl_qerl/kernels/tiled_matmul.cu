@@ -103,7 +103,7 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
              const float* __restrict__ global_scale, const __grid_constant__ TensorMap x, u16* __restrict__ y,
              const u16* __restrict__ bias, const uint4* rows_of_x, const uint4* __restrict__ a,
              const u16* __restrict__ b, const int* __restrict__ members, const long long* slots, float4* parts, int* flags,
-             float* low_parts, u16* low_out, int* low_done, const __grid_constant__ TensorMap given, int M, int N, int K,
+             float* low_parts, int* low_done, const __grid_constant__ TensorMap given, int M, int N, int K,
              int split, int stages, int has_bias, int rank, int per_entry, int columns, int low_split, int low_tasks,
              int low_workers, int of4, int of_even, int of_odd, int row_tiles) {
   extern __shared__ u8 dynamic[];
@@ -135,7 +135,9 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
       init_barrier(at.full + i * 8, 2);
       init_barrier(at.empty + i * 8, GROUPS * 4 * TWINS);
     }
+#if !GIVEN
     init_barrier(at.low_ready, LOW_THREADS);
+#endif
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
   }
   if (TWINS > 1) cluster_sync(); else __syncthreads();
@@ -143,9 +145,8 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
 
   const float factor = 256.0f * __ldg(global_scale);
   const Members of = {members, rank, per_entry, N};
-  const LowRank low = {rows_of_x, a,    slots,     low_parts, low_out,    low_done, M, K,
-                       columns,   rank, low_split, low_tasks, low_workers};
 #if !GIVEN
+  const LowRank low = {rows_of_x, a, slots, low_parts, low_done, M, K, columns, rank, low_split, low_tasks, low_workers};
   // Who has the first step of some columns adds the adapter; a share comes to it last.
   const bool adds_low = (begin + steps - 1) / steps * steps < end;
 #endif
@@ -165,18 +166,16 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
       await_inputs();
       for (int at_step = begin; lane == 0 && at_step < end;) {
         const Segment segment = segment_at(at_step, end, steps, row_tiles);
-        fill_x(at, x, given, low_done, low_tasks / low_split, of, segment, ring, filled);
+        fill_x(at, x, given, of, segment, ring, filled);
         at_step += segment.count;
       }
-      if (GIVEN && low_tasks && lane == 0) leave_tasks(low);
+#if !GIVEN
     } else if (low_tasks && warp >= GROUPS * 4 + HELPERS - LOW_WARPS) {
       const int thread = threadIdx.x - (GROUPS * 4 + HELPERS - LOW_WARPS) * 32;
       prefetch_a(low, thread);
       await_inputs();
-      do_tasks(low, 1.0f / factor, thread);
-#if GIVEN
-      // Who fills the ring waits for low.
-#elif STREAM
+      do_tasks(low, thread);
+#if STREAM
       if (adds_low) {
         if (thread == 0) await_count(low_done, low_tasks);
         join_low();
@@ -187,6 +186,7 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
       if (thread == 0) leave_tasks(low);
 #else
       if (thread == 0 && !adds_low) leave_tasks(low);
+#endif
 #endif
     }
     __syncwarp();

@@ -33,12 +33,9 @@ _MEMBERS = 3  # most of a fused linear
 _LOW_SPLIT = 16  # most parts of K
 _LOW_CHUNKS = 7  # of 32 of K for a warp: fewer are not worth another part
 _LOW_BYTES = 96 << 10  # most that a thread block reads of the sums of X A^T
-_LOW_TOKENS = 64  # most for which each does
-# Most for which the kernel makes X A^T itself. 32 above and 256 here make it so for 33 to 256 rows too, where the last
-# task of a tile adds up its parts: right in the emulator, not measured yet (tests/bench/bench_layer.py).
+# Most for which the kernel makes X A^T itself. Made there for more rows too, once for all blocks, a layer of 7B to 32B
+# took 3 to 9 us less at 96 rows, and 9 to 88 us more from 128 on (tests/bench/results/h100/layer.json).
 _LOW_ROWS = 64
-_SUMS_BYTES = 2 << 20  # of the memory for all parts
-_TILES = TOKENS[-1] * RANKS[-1] * _MEMBERS // 256  # of X A^T, most: 16 rows and columns each
 _LOW_WARPS = 2  # that do; with the two that fill the ring, a whole warpgroup
 _HELPERS = 2 + _LOW_WARPS
 _HELPER_REGISTERS = 80
@@ -99,10 +96,8 @@ def tiled_matmul(
         return y
     launch = launch or guess_launch(N, K, M)
     tokens, low = rows_at_a_time(padded_rows(M), launch), x
-    if adapter is not None and M > _LOW_ROWS:
+    if adapter is not None and _is_given(tokens):
         low = low_rank(x, adapter.a, adapter.slots, global_decode_scale)
-    elif adapter is not None and _is_given(tokens):
-        low = torch.empty((M, adapter.a.shape[0]), dtype=torch.bfloat16, device=x.device)
     box = (4, _box(launch.columns))
     weight = [tensor_map(words, 8, box), tensor_map(scale, 1, box), global_decode_scale]
     _launch(tokens, launch, x, weight, y, bias, adapter, low)
@@ -129,11 +124,11 @@ def _launch(
     grid = streams if launch.split == STREAM else -(-N // launch.columns) * row_tiles * launch.split
     args = [*weight, tensor_map(x, 2, box, swizzle=True), y, y if bias is None else bias, x]
     sums, flags, parts, done = _exchange(x.device)
-    args += [*(adapter or (y, y, y, y)), sums, flags, parts, low, done, tensor_map(low, 2, box, swizzle=True)]
+    args += [*(adapter or (y, y, y, y)), sums, flags, parts, done, tensor_map(low, 2, box, swizzle=True)]
     args += [M, N, K, launch.split, stages, int(bias is not None)]
     args += [rank, N // len(adapter.members) if adapter else N, columns]
-    given = (1, 0, 0)  # by a launch before
-    tasks = given if M > _LOW_ROWS else low_rank_tasks(M, K, columns, launch, grid, multiprocessors)
+    none = (1, 0, 0)
+    tasks = none if _is_given(tokens) else low_rank_tasks(M, K, columns, launch, grid, multiprocessors)
     args += [*tasks, *_FACTORS, row_tiles]
     _kernel(tokens, launch)(grid, (launch.groups * 4 + _HELPERS) * 32, args, shared_bytes, max(launch.split, beside))
 
@@ -147,12 +142,17 @@ def ring(tokens: int, K: int, rank: int, launch: Launch) -> tuple[int, int]:
     fixed = 1024 + 16 + low
     if launch.split == STREAM:
         fixed += min(tokens, 32) * (launch.columns + 8) * 2
-    limit = _SHARED_BYTES // launch.blocks - 1024 - _LOW_WARPS * _low_tiles(tokens) * 512 - 16
+    limit = _SHARED_BYTES // launch.blocks - 1024 - low_static_bytes(tokens)
     needed = -(-(K // _STEP) // max(launch.split, 1)) + (launch.groups * -(-rank // 64) if _is_given(tokens) else 0)
     stages = max(_STAGES, min((limit - fixed) // (held + barriers), needed))
     # The sums take the place of the ring and of X A^T, and none of the barriers.
     sums = 0 if launch.split == STREAM else tokens * (launch.columns + 4) * 4
     return stages, fixed + stages * barriers + max(stages * held, sums - low)
+
+
+def low_static_bytes(tokens: int) -> int:
+    """Of the shared memory that the kernel declares itself, for sums of X A^T."""
+    return 0 if _is_given(tokens) else _LOW_WARPS * _low_tiles(tokens) * 512
 
 
 def low_rank_tasks(
@@ -161,26 +161,23 @@ def low_rank_tasks(
     """How X A^T is dealt out: parts of K, tasks in all, and thread blocks that take them.
 
     Args:
-        M: Rows of X.
+        M: Rows of X, at most _LOW_ROWS.
         K: Columns of X.
         columns: Rows of A; 0 for none.
         launch: Of the product.
         grid: Its thread blocks.
         multiprocessors: Of the GPU.
     """
-    tokens = padded_rows(M)
-    given = _is_given(tokens)
     # So few that they all run at the same time, wherever clusters fit: the others wait for them. A stream's all do.
     # On a H200 clusters fit onto three quarters at least; a group of multiprocessors that holds one, onto half of it.
     shares = 3 if multiprocessors == H200_MULTIPROCESSORS or launch.split == STREAM else 2
-    workers = grid if given and launch.split == STREAM else min(grid, multiprocessors * launch.blocks * shares // 4)
-    tiles = -(-M // 16) * -(-columns // (8 * _low_tiles(tokens)))
-    most = _SUMS_BYTES if given else _LOW_BYTES
+    workers = min(grid, multiprocessors * launch.blocks * shares // 4)
+    tiles = -(-M // 16) * -(-columns // (8 * _low_tiles(padded_rows(M))))
     split = 1
     while (
         split < _LOW_SPLIT
         and 2 * split * tiles <= workers
-        and 2 * split * M * columns * 4 <= most
+        and 2 * split * M * columns * 4 <= _LOW_BYTES
         and _LOW_CHUNKS * split * _LOW_WARPS < K // 32
     ):
         split *= 2
@@ -198,8 +195,8 @@ def _wants_registers(tokens: int, launch: Launch) -> bool:
 
 
 def _is_given(tokens: int) -> bool:
-    """Whether X A^T goes through the ring: with few rows each thread block adds up its parts by itself."""
-    return tokens > _LOW_TOKENS
+    """Whether a launch before makes X A^T: with few rows the kernel does, and each thread block adds up its parts."""
+    return tokens > _LOW_ROWS
 
 
 def _low_tiles(tokens: int) -> int:
@@ -251,9 +248,9 @@ def _exchange(device: torch.device) -> tuple[torch.Tensor, ...]:
     blocks = _multiprocessors(device) * max(b for _, b in shapes)
     # vLLM changes the default dtype while it loads.
     sums = torch.empty(_multiprocessors(device) * max(size for size, _ in shapes), dtype=torch.float32, device=device)
-    low = torch.empty(_SUMS_BYTES // 4, dtype=torch.float32, device=device)
-    counters = torch.zeros(blocks + 2 + _TILES, dtype=torch.int32, device=device)
-    return sums, counters[2 + _TILES :], low, counters
+    low = torch.empty(_LOW_BYTES // 4, dtype=torch.float32, device=device)
+    counters = torch.zeros(blocks + 2, dtype=torch.int32, device=device)
+    return sums, counters[2:], low, counters
 
 
 def prepare(launches: Iterable[tuple[int, Launch]]) -> None:
