@@ -102,6 +102,10 @@ def test_the_command_takes_a_format(model, tmp_path, capsys):
 
 def test_stock_vllm_computes_int8_as_the_dequantized_model(outputs, model):
     pytest.importorskip("vllm")
+    from verl_qerl.vllm_plugin.reference_kernels import onednn_multiplies_int8
+
+    if not onednn_multiplies_int8():
+        pytest.skip("vLLM's INT8 kernel computes wrong products on this CPU, which has no VNNI")
     folder, _ = outputs["int8"]
     case = {"name": "int8", "model": str(folder), "lora": None, "reference_kernel": False}
     case["options"] = {"kv_cache_memory_bytes": 1 << 26}

@@ -4,6 +4,7 @@ A process of its own, since verl's class patches vLLM when a worker is made.
 """
 
 import json
+import weakref
 from types import SimpleNamespace
 
 import torch
@@ -105,22 +106,31 @@ def update(vllm_config, peft_config, base_sync_done=True, norm=None, sends=None,
     return found | ({"norms": [getattr(model(), kind).weight[3].item() for kind in KINDS]} if "norms" in told else {})
 
 
+class Bucket(str):
+    """As a list of tensors, something that knows whether somebody still holds it."""
+
+
 TWO = [("first", torch.ones(1)), ("second", torch.ones(1))]
 
 
 def broken_bucket(processing_fails):
-    """A whole model that verl loads, and fails to in its second bucket of three; the events and the error."""
-    log, real = [], (Upstream.update_weights_from_ipc, Upstream._update_weights)
+    """A whole model that verl loads, and fails to in its second bucket of three; the events, the error, who is held."""
+    held, log, real = [], [], (Upstream.update_weights_from_ipc, Upstream._update_weights)
 
     def load(self, weights, peft_config, base_sync_done):
-        log.append(["load", weights])
+        log.append(["load", str(weights)])
         if weights == "second":
             raise AssertionError("a weight of another shape")
 
     def transfer(self, peft_config=None, base_sync_done=False, use_shm=False):
-        for bucket in ("first", "second", "third"):
+        views = []
+        for name in ("first", "second", "third"):
+            bucket = Bucket(name)
+            views.append(weakref.ref(bucket))
             self._update_weights(bucket, peft_config=peft_config, base_sync_done=base_sync_done)
-            log.append(["answer", bucket])
+            log.append(["answer", name])
+        del bucket
+        held.append([view() for view in views])
         if processing_fails:
             raise RuntimeError("half of a model")
 
@@ -134,7 +144,7 @@ def broken_bucket(processing_fails):
                 errors.append(f"{type(caught).__name__}: {caught}")
     finally:
         Upstream.update_weights_from_ipc, Upstream._update_weights = real
-    return {"log": log, "errors": errors}
+    return {"log": log, "errors": errors, "held": held}
 
 
 class Reload:

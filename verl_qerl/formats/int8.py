@@ -26,9 +26,8 @@ class INT8(WeightFormat):
     quantizes_activations: bool = True
 
     def _quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        scale = channel_scale(weight, INT8_MAX)
-        codes = (weight.float() / scale).round()  # ties to even; the largest quotient is 127 but for a rounding
-        return {"weight": codes.to(torch.int8), "weight_scale": scale}
+        codes, scale = quantize_rows(weight)
+        return {"weight": codes, "weight_scale": scale}
 
     def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """See `WeightFormat.dequantize`."""
@@ -45,3 +44,10 @@ class INT8(WeightFormat):
     def config(self, ignore: Sequence[str] = DEFAULT_IGNORE) -> dict:
         """See `WeightFormat.config`."""
         return compressed_tensors_config("int-quantized", *w8a8_args("int"), ignore)
+
+
+def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes [M, K] int8, scales [M, 1] float32) of rows [M, K]: channels of a weight, or tokens."""
+    scale = channel_scale(rows, INT8_MAX)
+    codes = (rows.float() / scale).round()  # ties to even; the largest quotient is 127 but for a rounding
+    return codes.to(torch.int8), scale

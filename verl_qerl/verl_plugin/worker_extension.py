@@ -15,7 +15,7 @@ from verl_qerl.verl_plugin.transfer import WatchfulReceiver
 from verl_qerl.vllm_plugin.adapter import Layout, can_place, flatten, num_elements, place_adapter, unflatten
 from verl_qerl.vllm_plugin.loader import base_digests
 from verl_qerl.vllm_plugin.options import rollout_options
-from verl_qerl.vllm_plugin.reload import LOADING_ERRORS, InPlaceReload, SyncReport
+from verl_qerl.vllm_plugin.reload import LOADING_ERRORS, InPlaceReload, SyncReport, without_frames
 from verl_qerl.vllm_plugin.synced_norms import split_shifts
 from verl_qerl.vllm_plugin.worker import NoiseWorkerExtension, prepare_model
 
@@ -98,7 +98,7 @@ class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
             try:
                 super()._update_weights(weights, peft_config=peft_config, base_sync_done=base_sync_done)
             except LOADING_ERRORS as error:
-                self._qerl_error = error
+                self._qerl_error = without_frames(error)
 
     def qerl_last_sync(self) -> dict[str, float]:
         """What the last sync of quantized weights brought.

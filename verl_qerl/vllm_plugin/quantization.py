@@ -1,7 +1,8 @@
 """The quantization methods `verl_qerl_<format>`: compressed-tensors' schemes with our choice of kernel.
 
 NVFP4 on Hopper runs on `linear.TiledKernel`, on other GPUs on vLLM's own kernel (Marlin); MXFP4 on Marlin, always with
-activations in bf16; INT8 and FP8 on vLLM's own kernels. Where the CPU build of vLLM has none, `reference_kernels` has.
+activations in bf16; INT8 and FP8 on vLLM's own kernels. Where the CPU build of vLLM has none, or a wrong one,
+`reference_kernels` has.
 """
 
 from typing import Any
@@ -25,7 +26,13 @@ from verl_qerl.vllm_plugin import NAMES, PREFIX
 from verl_qerl.vllm_plugin.borrowed import BorrowedNVFP4, is_borrowing
 from verl_qerl.vllm_plugin.experts import experts_method
 from verl_qerl.vllm_plugin.options import asked_of_vllm, rollout_options
-from verl_qerl.vllm_plugin.reference_kernels import MXFP4ReferenceKernel, ReferenceKernel, W8A8FP8Reference
+from verl_qerl.vllm_plugin.reference_kernels import (
+    INT8ReferenceKernel,
+    MXFP4ReferenceKernel,
+    ReferenceKernel,
+    W8A8FP8Reference,
+    onednn_multiplies_int8,
+)
 
 logger = init_logger(__name__)
 
@@ -182,12 +189,22 @@ class W4A16MXFP4(CompressedTensorsW4A4Mxfp4):
 
 
 class W8A8INT8(CompressedTensorsW8A8Int8):
-    """vLLM's INT8, on a CPU safe to reload and to adapt.
+    """vLLM's INT8, on a CPU safe to reload and to adapt, and right on one without VNNI.
 
     oneDNN goes on reading the scales where they were when it packed a weight; vLLM's reload copies them into older
     storage and frees that place, so that a product has the scales of other data. And vLLM asks the weight, of which
     oneDNN's copy alone is left, for the device of an adapter.
     """
+
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        """As vLLM's, with our kernel where vLLM's multiplies wrongly."""
+        super().create_weights(layer, *args, **kwargs)
+        if current_platform.is_cpu() and not onednn_multiplies_int8():
+            logger.warning_once(
+                "INT8 linears run on a reference in float32, which is slow: vLLM's kernel computes wrong products on"
+                " this CPU, which has no VNNI."
+            )
+            self.kernel = INT8ReferenceKernel(self.kernel.config, self.kernel.layer_param_names)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """As vLLM's; the scales stay where oneDNN reads them, and an empty tensor stands for the weight."""

@@ -1,19 +1,25 @@
 """Linears for a machine without a GPU, where vLLM has no kernel for a format: exact, dense and slow.
 
-The same loader, reload, LoRA layers and noise run with them on a laptop. INT8 needs none: vLLM has it for CPUs.
+The same loader, reload, LoRA layers and noise run with them on a laptop. INT8 needs one only where vLLM's own kernel
+for CPUs computes something else (`onednn_multiplies_int8`).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm import _custom_ops as ops
 from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearKernel, MxFp4LinearLayerConfig
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+    Int8ScaledMMLinearKernel,
+    Int8ScaledMMLinearLayerConfig,
+)
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 
-from verl_qerl.formats import MXFP4
-from verl_qerl.formats.fp8 import quantize_rows
+from verl_qerl.formats import MXFP4, fp8, int8
 from verl_qerl.nvfp4.format import PackedWeight
 from verl_qerl.nvfp4.reference import dequantize
 from verl_qerl.vllm_plugin.linear import frozen
@@ -103,7 +109,50 @@ class W8A8FP8Reference(CompressedTensorsScheme):
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """X W^T + bias; x [..., K], result [..., N] of x's dtype."""
-        codes, scale = quantize_rows(x.reshape(-1, x.shape[-1]))
-        y = codes.float() @ layer.weight.t() * (scale * layer.weight_scale.t())
-        y = y.to(x.dtype).view(*x.shape[:-1], -1)
-        return y if bias is None else y + bias
+        return _w8a8_product(fp8.quantize_rows, layer, x, bias)
+
+
+class INT8ReferenceKernel(Int8ScaledMMLinearKernel):
+    """INT8 weights per channel and activations per token, with sums in float32."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        """Everywhere."""
+        return True, None
+
+    @classmethod
+    def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
+        """Layers of our INT8."""
+        fits = c.is_channelwise and c.input_symmetric and not c.is_static_input_scheme
+        return fits, None if fits else "symmetric weights per channel and activations per token are needed."
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Keep the codes as float32, exactly."""
+        layer.weight = frozen(layer.weight.data.float())
+        layer.weight_scale = frozen(layer.weight_scale.data)
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """X W^T + bias; x [..., K], result [..., N] of x's dtype."""
+        return _w8a8_product(int8.quantize_rows, layer, x, bias)
+
+
+def _w8a8_product(quantize_rows: Callable, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    codes, scale = quantize_rows(x.reshape(-1, x.shape[-1]))
+    y = codes.float() @ layer.weight.t() * (scale * layer.weight_scale.t())
+    y = y.to(x.dtype).view(*x.shape[:-1], -1)
+    return y if bias is None else y + bias
+
+
+@functools.cache
+def onednn_multiplies_int8() -> bool:
+    """Whether vLLM's INT8 kernel for CPUs gives the sum of the products here.
+
+    Without VNNI oneDNN (of vLLM 0.27) adds pairs of products in 16 bits, which saturate.
+    """
+    K, N = 64, 32
+    largest, scales = torch.full((N, K), 127, dtype=torch.int8), torch.ones(N, 1, dtype=torch.float32)
+    # `scales` has to live as long as the handler, which reads them where they are.
+    handler = ops.create_onednn_scaled_mm(largest.t(), scales, torch.float32, True, False, 1)
+    found = torch.empty(1, N, dtype=torch.float32)
+    ops.onednn_scaled_mm(handler, largest[:1], found, scales[:1], None, None, None)
+    return bool((found == K * 127.0**2).all())

@@ -10,6 +10,7 @@ of them at the first sync, those of one layer at each later one, in turn (`held.
 import contextlib
 import logging
 import re
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +26,24 @@ from verl_qerl.formats.manifest import Manifest, checksum, read_checksums
 from verl_qerl.vllm_plugin.held import Expected, holds, quantized_linears
 from verl_qerl.vllm_plugin.loader import checkpoint_members, fused_members
 
+logger = logging.getLogger(__name__)
+
 # What loading raises; kept until the transfer has ended.
 LOADING_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+def without_frames(error: Exception) -> Exception:
+    """An error to keep until a transfer has ended, without the frames it went through; they go to the log.
+
+    Frames hold views of the bucket, and verl gives shared memory back only when nobody looks into it: it would fail
+    with an error of its own, and this one would be lost.
+    """
+    logger.error("verl_qerl: a bucket of weights cannot be loaded.\n%s", "".join(traceback.format_exception(error)))
+    one: BaseException | None = error
+    while one is not None:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+    return error
 
 
 @dataclass(frozen=True)
@@ -82,7 +99,7 @@ class InPlaceReload:
             try:
                 self._load(tensors)
             except LOADING_ERRORS as error:
-                self._error = error
+                self._error = without_frames(error)
 
     def finish(self) -> SyncReport:
         """Process what is left and check that the model holds what was sent.
