@@ -4,7 +4,7 @@
 
 RMSNorm, qkv, rotation, o (of the rotated q, in the place of what attention makes of it), RMSNorm, gate and up, SiLU,
 down: layers of random weights, more than the L2 cache holds, in one CUDA graph. Each is timed with and without an
-adapter. (The arms of results/h100/layer.json are ways to make X A^T, of which one was kept.)
+adapter.
 """
 
 import argparse

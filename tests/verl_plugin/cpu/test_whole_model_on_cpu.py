@@ -23,8 +23,10 @@ def composed(*overrides):
         ((), "lora_rank=0"),
         (("+aqn.enabled=true",), "lora_rank=0"),
         ((ADAPTER, "actor_rollout_ref.model.lora.merge=True"), "lora.merge=True"),
+        (("actor_rollout_ref.model.lora.rank=8",), "lora_rank=0"),
+        (("actor_rollout_ref.model.lora_adapter_path=adapter",), "lora_rank=0"),
     ],
-    ids=["stock", "noise", "merged"],
+    ids=["stock", "noise", "merged", "rank-of-the-node", "path-alone"],
 )
 def test_whole_models_in_bf16_are_refused_before_ray_starts(overrides, option):
     config = composed("+platform=cpu", *overrides)
@@ -36,13 +38,12 @@ def test_whole_models_in_bf16_are_refused_before_ray_starts(overrides, option):
     "overrides",
     [
         ("+platform=cpu", ADAPTER),
-        ("+platform=cpu", "actor_rollout_ref.model.lora.rank=8"),
         ("+platform=cpu", "+rollout=int8"),
         ("+platform=cpu", "+rollout=nvfp4", ADAPTER),
         ("+platform=cpu", "actor_rollout_ref.rollout.name=sglang"),
         (),
     ],
-    ids=["adapter", "adapter-by-node", "int8", "nvfp4", "other-engine", "gpu"],
+    ids=["adapter", "int8", "nvfp4", "other-engine", "gpu"],
 )
 def test_everything_else_is_left_alone(overrides):
     check_sync(composed(*overrides))

