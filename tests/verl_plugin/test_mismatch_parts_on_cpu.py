@@ -1,7 +1,4 @@
-"""The parts inside verl's own steps from sampling to `old_log_probs`, with servers that score by a table.
-
-tests/e2e has them with vLLM, tests/algos the arithmetic.
-"""
+"""The parts inside verl's own steps, with servers that score by a table (with vLLM: tests/e2e; alone: tests/algos)."""
 
 from types import SimpleNamespace
 
@@ -225,7 +222,8 @@ def test_rounded_weights_show_as_quantization(step, micro_batch):
     assert metrics == parts(quantization=0.1, kernel=0.1, noise=0.1)
 
 
-def test_the_actor_is_asked_for_what_its_ranks_can_share(step, monkeypatch):
+@pytest.mark.parametrize(("micro_batch", "num"), [(1, 4), (3, 6)])
+def test_the_actor_is_asked_for_what_its_ranks_can_share(step, monkeypatch, micro_batch, num):
     seen = []
     original = MismatchPartsMixin._score_rounded
 
@@ -235,9 +233,9 @@ def test_the_actor_is_asked_for_what_its_ranks_can_share(step, monkeypatch):
         return found
 
     monkeypatch.setattr(MismatchPartsMixin, "_score_rounded", score)
-    step(PARTS, *INT8)
+    step(PARTS, *INT8, f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={micro_batch}")
     ((keys, asked, count),) = seen
-    assert (len(keys), asked[:3], len(asked), len(set(asked)), count) == (3, keys, 4, 4, 4)  # two ranks
+    assert (len(keys), asked[:3], len(asked), len(set(asked)), count) == (3, keys, num, num, num)  # two ranks
 
 
 def test_without_noise_each_sequence_is_scored_once(step):

@@ -67,7 +67,7 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, none_active: torch.Tensor) -> 
     Returns:
         [>= S M, L R] float32, S = `num_splits(M, K)`: M rows of each part, one part after the other.
     """
-    partial = x.new_zeros((x.shape[0] + _MORE_ROWS, a.shape[0]), dtype=torch.float32)
+    partial = _empty_parts(x, a).zero_()
     if not none_active.item():
         partial[: x.shape[0]] = x.float() @ a.float().T
     return partial
@@ -75,7 +75,7 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, none_active: torch.Tensor) -> 
 
 @lora_shrink.register_kernel("cuda")
 def _shrink_cuda(x: torch.Tensor, a: torch.Tensor, none_active: torch.Tensor) -> torch.Tensor:
-    partial = torch.empty((x.shape[0] + _MORE_ROWS, a.shape[0]), dtype=torch.float32, device=x.device)
+    partial = _empty_parts(x, a)
     if not none_active.item():
         launch_shrink(x, a, partial)
     return partial
@@ -83,6 +83,10 @@ def _shrink_cuda(x: torch.Tensor, a: torch.Tensor, none_active: torch.Tensor) ->
 
 @lora_shrink.register_fake
 def _shrink_fake(x: torch.Tensor, a: torch.Tensor, none_active: torch.Tensor) -> torch.Tensor:
+    return _empty_parts(x, a)
+
+
+def _empty_parts(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     return x.new_empty((x.shape[0] + _MORE_ROWS, a.shape[0]), dtype=torch.float32)
 
 
