@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 pytest.importorskip("vllm")
 
-from verl_qerl.formats.fp8 import quantize_rows as with_any_scale
+from verl_qerl.formats import fp8
 from verl_qerl.testing import rms_error_ratio
 from verl_qerl.vllm_plugin.head import quantize_head, quantize_rows
 
@@ -24,7 +24,7 @@ def test_the_weight_is_exact_in_bf16_and_as_fine_as_with_any_scale():
     assert (codes.dtype, scale.shape) == (torch.float8_e4m3fn, (300, 1))
     # Half a step of three bits behind the point; smaller numbers than 2**-6 of a scale have fewer.
     assert ((dense - weight.float()).abs() <= weight.float().abs() * 2.0**-4 + scale * 2.0**-10).all()
-    other, factor = with_any_scale(weight)
+    other, factor = fp8.FP8.quantize_rows(weight)
     assert rms_error_ratio(dense, weight) < 1.02 * rms_error_ratio(other.float() * factor, weight)
 
 

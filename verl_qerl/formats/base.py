@@ -92,55 +92,6 @@ class WeightFormat(ABC):
         """
 
 
-def channel_scale(weight: torch.Tensor, largest: float) -> torch.Tensor:
-    """Scale of each output channel that puts its largest magnitude on `largest`.
-
-    Args:
-        weight: [N, K].
-        largest: Of the format's numbers.
-
-    Returns:
-        [N, 1] float32, at least the smallest normal number, so that a channel of zeros has a scale too.
-    """
-    amax = weight.abs().amax(dim=1, keepdim=True).float()
-    # By a tensor on the device: CUDA turns a division by a number into a product with its reciprocal.
-    return (amax / amax.new_tensor(largest)).clamp(min=torch.finfo(torch.float32).tiny)
-
-
 def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     """2 ** exponent in float32, by its bits: torch.ldexp goes through pow, which need not be exact on a GPU."""
     return ((exponent.int() + 127) << 23).view(torch.float32)
-
-
-def channel_specs(codes: str, N: int, K: int) -> dict[str, TensorSpec]:
-    """`weight` and `weight_scale` of a weight [N, K] with a scale a channel.
-
-    Args:
-        codes: dtype of the codes, as safetensors spells it.
-        N: out_features.
-        K: in_features.
-    """
-    return {"weight": TensorSpec(codes, (N, K)), "weight_scale": TensorSpec("F32", (N, 1))}
-
-
-def check_channel_values(tensors: Mapping[str, torch.Tensor]) -> None:
-    """`WeightFormat.check_values` of them."""
-    scale = tensors["weight_scale"]
-    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
-        raise ValueError("its scales are not all positive numbers.")
-    codes = tensors["weight"]
-    if codes.is_floating_point() and bool((codes.view(torch.uint8) & 0x7F == 0x7F).any()):  # E4M3's NaN
-        raise ValueError("its codes are not all numbers.")
-
-
-def w8a8_args(number: str) -> tuple[dict, dict]:
-    """compressed-tensors' arguments of symmetric 8-bit weights per channel and activations per token.
-
-    Args:
-        number: `int` or `float`.
-    """
-    common = {"num_bits": 8, "type": number, "symmetric": True}
-    return (
-        {**common, "strategy": "channel", "dynamic": False, "observer": "minmax"},
-        {**common, "strategy": "token", "dynamic": True, "observer": None},
-    )

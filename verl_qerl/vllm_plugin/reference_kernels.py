@@ -10,33 +10,35 @@ from typing import Any
 
 import torch
 from vllm import _custom_ops as ops
-from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearKernel, MxFp4LinearLayerConfig
-from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
-from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
-    Int8ScaledMMLinearKernel,
-    Int8ScaledMMLinearLayerConfig,
-)
+from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearKernel
+from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import Int8ScaledMMLinearKernel
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 
-from verl_qerl.formats import MXFP4, fp8, int8
+from verl_qerl.formats import FP8, INT8, MXFP4
+from verl_qerl.formats.channel import ChannelFormat
 from verl_qerl.nvfp4.format import PackedWeight
 from verl_qerl.nvfp4.reference import dequantize
 from verl_qerl.vllm_plugin.linear import frozen
 
 
-class ReferenceKernel(NvFp4LinearKernel):
-    """Decodes the whole weight after loading and multiplies densely: exact, and as large as bf16."""
+class _Everywhere:
+    """What vLLM asks a kernel before it takes it; the schemes of `quantization` make ours where they fit."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """Everywhere."""
+        """On every machine."""
         return True, None
 
     @classmethod
-    def can_implement(cls, config: NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
-        """Every NVFP4 layer."""
+    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+        """Every layer."""
         return True, None
+
+
+class ReferenceKernel(_Everywhere, NvFp4LinearKernel):
+    """Decodes the whole weight after loading and multiplies densely: exact, and as large as bf16."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replace the packed weight [N, K / 2] by the dense one [N, K] of the layer's dtype."""
@@ -49,18 +51,8 @@ class ReferenceKernel(NvFp4LinearKernel):
         return torch.nn.functional.linear(x, layer.weight, bias)
 
 
-class MXFP4ReferenceKernel(MxFp4LinearKernel):
+class MXFP4ReferenceKernel(_Everywhere, MxFp4LinearKernel):
     """`ReferenceKernel` for MXFP4."""
-
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """Everywhere."""
-        return True, None
-
-    @classmethod
-    def can_implement(cls, config: MxFp4LinearLayerConfig) -> tuple[bool, str | None]:
-        """Every MXFP4 layer."""
-        return True, None
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replace the packed weight [N, K / 2] by the dense one [N, K] of the layer's dtype."""
@@ -109,22 +101,11 @@ class W8A8FP8Reference(CompressedTensorsScheme):
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """X W^T + bias; x [..., K], result [..., N] of x's dtype."""
-        return _w8a8_product(fp8.quantize_rows, layer, x, bias)
+        return _w8a8_product(FP8(), layer, x, bias)
 
 
-class INT8ReferenceKernel(Int8ScaledMMLinearKernel):
+class INT8ReferenceKernel(_Everywhere, Int8ScaledMMLinearKernel):
     """INT8 weights per channel and activations per token, with sums in float32."""
-
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """Everywhere."""
-        return True, None
-
-    @classmethod
-    def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
-        """Layers of our INT8."""
-        fits = c.is_channelwise and c.input_symmetric and not c.is_static_input_scheme
-        return fits, None if fits else "symmetric weights per channel and activations per token are needed."
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Keep the codes as float32, exactly."""
@@ -133,11 +114,11 @@ class INT8ReferenceKernel(Int8ScaledMMLinearKernel):
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """X W^T + bias; x [..., K], result [..., N] of x's dtype."""
-        return _w8a8_product(int8.quantize_rows, layer, x, bias)
+        return _w8a8_product(INT8(), layer, x, bias)
 
 
-def _w8a8_product(quantize_rows: Callable, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    codes, scale = quantize_rows(x.reshape(-1, x.shape[-1]))
+def _w8a8_product(form: ChannelFormat, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    codes, scale = form.quantize_rows(x.reshape(-1, x.shape[-1]))
     y = codes.float() @ layer.weight.t() * (scale * layer.weight_scale.t())
     y = y.to(x.dtype).view(*x.shape[:-1], -1)
     return y if bias is None else y + bias

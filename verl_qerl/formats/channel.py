@@ -1,0 +1,76 @@
+"""Eight bits a weight with one scale an output channel (QuRL, arXiv 2602.13953); activations quantized per token.
+
+w[n, k] = weight[n, k] * weight_scale[n]        weight_scale[n] = max_k |w[n, k]| / the largest code
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from verl_qerl.formats.base import WeightFormat
+from verl_qerl.nvfp4.checkpoint import compressed_tensors_config
+from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE
+from verl_qerl.nvfp4.reader import TensorSpec
+
+
+@dataclass(frozen=True)
+class ChannelFormat(WeightFormat):
+    """`weight` [N, K] of codes and `weight_scale` [N, 1] float32.
+
+    Attributes:
+        codes: dtype of the codes, as safetensors spells it.
+        number: What a code is, as compressed-tensors spells it: `int` or `float`.
+    """
+
+    parts: tuple[str, ...] = ("weight", "weight_scale")
+    quantizes_activations: bool = True
+    codes: ClassVar[str]
+    number: ClassVar[str]
+
+    @staticmethod
+    @abstractmethod
+    def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(codes [M, K], scales [M, 1] float32) of rows [M, K]: channels of a weight, or tokens."""
+
+    def _quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        codes, scale = self.quantize_rows(weight)
+        return {"weight": codes, "weight_scale": scale}
+
+    def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """See `WeightFormat.dequantize`."""
+        return (tensors["weight"].float() * tensors["weight_scale"]).to(dtype)
+
+    def specs(self, N: int, K: int) -> dict[str, TensorSpec]:
+        """See `WeightFormat.specs`."""
+        return {"weight": TensorSpec(self.codes, (N, K)), "weight_scale": TensorSpec("F32", (N, 1))}
+
+    def check_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """See `WeightFormat.check_values`."""
+        scale = tensors["weight_scale"]
+        if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+            raise ValueError("its scales are not all positive numbers.")
+
+    def config(self, ignore: Sequence[str] = DEFAULT_IGNORE) -> dict:
+        """See `WeightFormat.config`."""
+        common = {"num_bits": 8, "type": self.number, "symmetric": True}
+        weights = {**common, "strategy": "channel", "dynamic": False, "observer": "minmax"}
+        activations = {**common, "strategy": "token", "dynamic": True, "observer": None}
+        return compressed_tensors_config(f"{self.number}-quantized", weights, activations, ignore)
+
+
+def channel_scale(weight: torch.Tensor, largest: float) -> torch.Tensor:
+    """Scale of each output channel that puts its largest magnitude on `largest`.
+
+    Args:
+        weight: [N, K].
+        largest: Of the format's numbers.
+
+    Returns:
+        [N, 1] float32, at least the smallest normal number, so that a channel of zeros has a scale too.
+    """
+    amax = weight.abs().amax(dim=1, keepdim=True).float()
+    # By a tensor on the device: CUDA turns a division by a number into a product with its reciprocal.
+    return (amax / amax.new_tensor(largest)).clamp(min=torch.finfo(torch.float32).tiny)
