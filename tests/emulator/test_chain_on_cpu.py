@@ -5,8 +5,9 @@ import functools
 import pytest
 import torch
 
-from verl_qerl.kernels import elementwise
+from verl_qerl.kernels import elementwise, elementwise_low
 from verl_qerl.kernels import launch as launch_module
+from verl_qerl.kernels import tiled_matmul as tiled_matmul_module
 from verl_qerl.kernels.launch import Kernel, read_source
 from verl_qerl.kernels.tiled_launch import STREAM, Launch
 from verl_qerl.kernels.tiled_matmul import tiled_matmul
@@ -44,13 +45,24 @@ def forward(gpu, linear, adapter, monkeypatch):
         return out
 
     def multiply(pool, launch, adapted, x, name):
+        made = elementwise_low._made
         with pool.scratch() as kept:
             kept.append(tiled_matmul(x, *weights[name], adapter=adapters[name] if adapted else None, launch=launch))
+        if made is not None:
+            pool.give(made.low)
         return kept[0]
 
-    def layer(pool, launch, adapted, x, residual, positions):
+    def feeds(name):  # the adapter of a linear, as who makes its x takes it
+        return adapters[name].a, adapters[name].slots, weights[name][2]
+
+    def normalize(low, x, residual, name):
+        if low:
+            return elementwise_low.add_rms_norm_low(x, residual, norm, 1e-6, *feeds(name))
+        return elementwise._launch_norm(x, residual, norm, 1e-6)
+
+    def layer(pool, launch, adapted, low, x, residual, positions):
         product = functools.partial(multiply, pool, launch, adapted)
-        y, total = elementwise._launch_norm(x, residual, norm, 1e-6)
+        y, total = normalize(low, x, residual, "qkv")
         pool.give(x, residual)
         qkv = product(y, "qkv")
         pool.give(y)
@@ -61,17 +73,17 @@ def forward(gpu, linear, adapter, monkeypatch):
         pool.give(*turned)
         x = product(attended, "o")
         pool.give(attended)
-        y, residual = elementwise._launch_norm(x, total, norm, 1e-6)
+        y, residual = normalize(low, x, total, "up")
         pool.give(x, total)
         wide = product(y, "up")
         pool.give(y)
-        act = elementwise._silu_mul_cuda(wide)
+        act = elementwise_low.silu_mul_low(wide, *feeds("down")) if low else elementwise._silu_mul_cuda(wide)
         pool.give(wide)
         x = product(act, "down")
         pool.give(act)
         return x, residual
 
-    def run(rows, launch, early=True, seed=0, adapted=True):
+    def run(rows, launch, early=True, seed=0, adapted=True, low=False):
         pool = Pool()
         tensors = (
             torch.linspace(-2, 2, rows * HIDDEN).view(rows, HIDDEN).bfloat16(),
@@ -88,7 +100,7 @@ def forward(gpu, linear, adapter, monkeypatch):
             gpu.seed = seed
             with gpu.graph():
                 for _ in range(LAYERS):
-                    tensors = layer(pool, launch, adapted, *tensors, positions)
+                    tensors = layer(pool, launch, adapted, low, *tensors, positions)
         return torch.stack(tensors)
 
     return run
@@ -114,6 +126,20 @@ def test_a_graph_gives_the_bits_of_kernels_one_after_the_other(forward, gpu, mon
         assert torch.equal(expected, forward(rows, launch, seed=seed))
 
 
+@pytest.mark.parametrize(("rows", "launch"), [(70, Launch(1, 1, 2, 2)), (200, Launch(1, 2, STREAM, 1))], ids=str)
+def test_low_made_by_norm_and_activation(forward, gpu, monkeypatch, rows, launch):
+    plain, launches = forward(rows, launch, early=False), []
+    real = tiled_matmul_module.low_rank
+    monkeypatch.setattr(tiled_matmul_module, "low_rank", lambda x, *rest: launches.append(x.shape) or real(x, *rest))
+    expected = forward(rows, launch, early=False, low=True)
+    assert launches == [(rows, HIDDEN)] * LAYERS  # of o, which neither feeds
+    assert (expected.float() - plain.float()).norm() < 5e-3 * plain.float().norm()  # sums in another order
+    for seed, multiprocessors in enumerate([4, 16, 40]):
+        if launch.split != STREAM:
+            monkeypatch.setattr(gpu, "multiprocessors", multiprocessors)
+        assert torch.equal(expected, forward(rows, launch, seed=seed, low=True))
+
+
 AWAIT = "await_inputs();\n"
 EARLY = {
     "x": ("      await_inputs();\n      for (int at_step", "      for (int at_step"),
@@ -130,5 +156,21 @@ def test_an_input_read_too_early_is_seen(forward, mutate, monkeypatch, gpu, chan
     expected = forward(early=False)
     mutate(EARLY[change])
     monkeypatch.setattr(gpu, "multiprocessors", 16)
+    assert any(not torch.equal(expected, forward(seed=seed)) for seed in range(6))
+    assert all(mutate.found.values())
+
+
+EARLY_LOW = {
+    "norm": ("  prefetch_a(a, part, K);\n  await_inputs();\n  uint4 loaded", "  uint4 loaded"),
+    "activation": ("  prefetch_a(a, part, K);\n  await_inputs();\n#pragma", "#pragma"),
+}
+
+
+@pytest.mark.parametrize("change", EARLY_LOW)
+def test_an_input_of_low_read_too_early_is_seen(forward, mutate, monkeypatch, gpu, change):
+    forward = functools.partial(forward, 70, Launch(1, 1, 2, 2), low=True)
+    expected = forward(early=False)
+    mutate(EARLY_LOW[change])
+    monkeypatch.setattr(gpu, "multiprocessors", 40)
     assert any(not torch.equal(expected, forward(seed=seed)) for seed in range(6))
     assert all(mutate.found.values())

@@ -31,7 +31,7 @@ low_rank(const uint4* x, const uint4* __restrict__ a, const float* __restrict__ 
   float sum[TILES][4] = {};
 #pragma unroll 4
   for (int chunk = first; chunk < K / 32; chunk += CLUSTER * WARPS) {
-    multiply_chunk(sum, x_low, x_high, a_row, chunk);
+    multiply_chunk(sum, __ldcg(x_low + chunk * 4), __ldcg(x_high + chunk * 4), a_row, chunk);
   }
 #pragma unroll
   for (int i = 0; i < TILES * 4; i++) {

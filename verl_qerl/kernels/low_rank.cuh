@@ -60,7 +60,7 @@ __device__ __forceinline__ void do_task(const LowRank& r, float4* partial, int t
   float sum[LOW_TILES][4] = {};
 #pragma unroll AHEAD
   for (int chunk = part * LOW_WARPS + warp; chunk < r.K / 32; chunk += r.split * LOW_WARPS) {
-    multiply_chunk(sum, x_low, x_high, a_row, chunk);
+    multiply_chunk(sum, __ldcg(x_low + chunk * 4), __ldcg(x_high + chunk * 4), a_row, chunk);
   }
   float* own = reinterpret_cast<float*>(partial) + warp * LOW_TILE;
 #pragma unroll

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from verl_qerl.kernels.elementwise_low import recall
 from verl_qerl.kernels.launch import Kernel, read_source, tensor_map
 from verl_qerl.kernels.low_rank import low_rank, low_rank_kernel
 from verl_qerl.kernels.tiled_launch import (
@@ -66,6 +67,11 @@ def can_fuse(a: torch.Tensor, b: torch.Tensor, members: torch.Tensor, launch: La
     return fits and b.shape[0] // len(members) % (64 * launch.pieces) == 0
 
 
+def takes_low(rows: int, launch: Launch) -> bool:
+    """Whether X A^T of a batch comes from a launch before, or from who made X (`elementwise_low`)."""
+    return _is_given(rows_at_a_time(padded_rows(rows), launch))
+
+
 def tiled_matmul(
     x: torch.Tensor,
     words: torch.Tensor,
@@ -96,8 +102,10 @@ def tiled_matmul(
         return y
     launch = launch or guess_launch(N, K, M)
     tokens, low = rows_at_a_time(padded_rows(M), launch), x
-    if adapter is not None and _is_given(tokens):
-        low = low_rank(x, adapter.a, adapter.slots, global_decode_scale)
+    if adapter is not None:
+        made = recall(x, adapter.a)
+        if _is_given(tokens):
+            low = low_rank(x, adapter.a, adapter.slots, global_decode_scale) if made is None else made
     box = (4, _box(launch.columns))
     weight = [tensor_map(words, 8, box), tensor_map(scale, 1, box), global_decode_scale]
     _launch(tokens, launch, x, weight, y, bias, adapter, low)

@@ -20,23 +20,47 @@ from verl_qerl.kernels.elementwise import (
     rotate,
     silu_mul,
 )
+from verl_qerl.kernels.elementwise_low import prepare as prepare_low
+from verl_qerl.vllm_plugin.low_ops import (
+    Fed,
+    can_feed_norm,
+    can_feed_silu,
+    fed_linear,
+    norm_for_linear,
+    silu_for_linear,
+)
+
+# Of a decoder layer: what gives X, and the linear that takes it and nothing else.
+_FEEDS = (
+    ("input_layernorm", "self_attn.qkv_proj"),
+    ("post_attention_layernorm", "mlp.gate_up_proj"),
+    ("mlp.act_fn", "mlp.down_proj"),
+)
 
 
 class EarlyRMSNorm(RMSNorm):
     """Of rows of a model's hidden size, with a weight."""
 
+    qerl_fed: Fed | None = None
+
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """As vLLM's `forward_native`: the normalized x, or that of the sum and the sum."""
         if residual is None:
             return rms_norm(x, self.weight.data, self.variance_epsilon)
+        if self.qerl_fed is not None:
+            return norm_for_linear(x, residual, self.weight.data, self.variance_epsilon, *self.qerl_fed)
         return add_rms_norm(x, residual, self.weight.data, self.variance_epsilon)
 
 
 class EarlySiluAndMul(SiluAndMul):
     """SiLU of the left half of a row, times its right half."""
 
+    qerl_fed: Fed | None = None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As vLLM's `forward_native`; x [..., 2 I], result [..., I]."""
+        if self.qerl_fed is not None:
+            return silu_for_linear(x, *self.qerl_fed)
         return silu_mul(x) if can_silu(x) else self.forward_native(x)
 
 
@@ -81,6 +105,42 @@ def use_early_starts(model: torch.nn.Module, columns: set[int], norms: bool = Tr
     if found and next(model.parameters()).is_cuda:
         prepare({(weight.shape[0], weight.dtype) for weight in weights})
     return len(found)
+
+
+def fuse_shrink(model: torch.nn.Module) -> int:
+    """Have norms and activations make X A^T of the adapted linear that they feed, after `use_early_starts`.
+
+    Args:
+        model: vLLM's, its LoRA layers on the path for one adapter.
+
+    Returns:
+        Number of linears fed.
+    """
+    count = 0
+    for layer in model.modules():
+        for giver_name, taker_name in _FEEDS:
+            giver, taker = (_descendant(layer, name) for name in (giver_name, taker_name))
+            fed = fed_linear(taker)
+            if fed is None or not _can_feed(giver, fed):
+                continue
+            giver.qerl_fed = fed
+            if fed.a.is_cuda:
+                of_norm = (fed.a.shape[1], giver.weight.dtype) if isinstance(giver, EarlyRMSNorm) else None
+                prepare_low(fed.a.shape[0], of_norm)
+            count += 1
+    return count
+
+
+def _can_feed(giver: Any, fed: Fed) -> bool:
+    if isinstance(giver, EarlySiluAndMul):
+        return can_feed_silu(fed)
+    return isinstance(giver, EarlyRMSNorm) and giver.weight.shape[0] == fed.a.shape[1] and can_feed_norm(fed)
+
+
+def _descendant(layer: Any, name: str) -> Any:
+    for part in name.split("."):
+        layer = getattr(layer, part, None)
+    return layer
 
 
 def _is_ours(module: Any, columns: set[int], norms: bool) -> bool:

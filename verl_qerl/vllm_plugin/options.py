@@ -31,6 +31,8 @@ class RolloutOptions:
             `fused` on a GPU where vLLM's sampler can be replaced.
         early_starts: In CUDA graphs our kernels bring their weights while the ones before them still run (programmatic
             dependent launch). For the whole process.
+        fuse_shrink: Of batches of 65 to 256 rows, X A^T of an adapter on a packed linear is made by the norm or the
+            activation before it, without a launch of its own.
         resident: Keep a bf16 copy of the packed linears beside them (two bytes a weight) for batches at which a 4-bit
             kernel is slower; without it those are decoded when they are used.
         keep_base_resident: A sleeping engine gives up its KV cache alone. Otherwise vLLM copies its weights to the host
@@ -45,6 +47,7 @@ class RolloutOptions:
     lm_head: str = "bf16"
     sampler: str = "auto"
     early_starts: bool = True
+    fuse_shrink: bool = False
     resident: bool = False
     keep_base_resident: bool = False
     uaq_scale: float = 1.0
@@ -62,7 +65,7 @@ class RolloutOptions:
                     f"unknown choice: additional_config.{KEY}.{name}={getattr(self, name)!r}. Accepted are"
                     f" {', '.join(choices)}. Choose one of them."
                 )
-        for name in ("early_starts", "resident", "keep_base_resident", "train_norms"):
+        for name in ("early_starts", "fuse_shrink", "resident", "keep_base_resident", "train_norms"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(
                     f"not a switch: additional_config.{KEY}.{name}={getattr(self, name)!r}. Accepted are true and"

@@ -1,0 +1,170 @@
+"""Norm and activation before a packed linear with an adapter: opaque operators, which may make X A^T for it.
+
+They do for batches of which `kernels.tiled_matmul` would have a launch of its own make it (65 rows and more), and while
+a token has the adapter; else they are what `kernels.elementwise` has.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from verl_qerl.kernels.elementwise import add_rms_norm, can_silu, silu_mul
+from verl_qerl.kernels.elementwise_low import MAX_COLUMNS, add_rms_norm_low, can_make_low, silu_mul_low
+from verl_qerl.kernels.tiled_matmul import can_fuse, takes_low
+from verl_qerl.vllm_plugin.linear import tiled_tensors
+from verl_qerl.vllm_plugin.plans import PLANS
+
+MAX_ROWS = 256  # of a decode batch; with more a launch is nothing beside the products
+
+
+class Fed(NamedTuple):
+    """The linear that takes what a norm or an activation gives, as the operators here want it.
+
+    Attributes:
+        a: [L R, K] bf16, of its adapter, like all up to `none_active`; as in `kernels.lora`.
+        b: [N, R] bf16.
+        members: Of `kernels.lora.member_of_tile`.
+        slots: [>= M] int64.
+        none_active: One bool on the CPU.
+        global_decode_scale: [1] float32.
+        plan: Key of its Plan.
+        resident: Whether it has a bf16 copy.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    members: torch.Tensor
+    slots: torch.Tensor
+    none_active: torch.Tensor
+    global_decode_scale: torch.Tensor
+    plan: str
+    resident: bool
+
+
+def fed_linear(layer: Any) -> Fed | None:
+    """Of a LoRA layer of vLLM on the path for one adapter, over a packed linear; None for others."""
+    base: Any = getattr(layer, "base_layer", None)
+    if not hasattr(layer, "qerl_a") or not getattr(base, "qerl_plan", ""):
+        return None
+    _, _, scale, dense = tiled_tensors(base)
+    slots = layer.punica_wrapper._token_lora_indices
+    adapter = (layer.qerl_a, layer.qerl_b, layer.qerl_members, slots, layer.qerl_none_active)
+    return Fed(*adapter, scale, base.qerl_plan, dense is not None)
+
+
+def can_feed_norm(fed: Fed) -> bool:
+    """Whether a norm can make X A^T of a linear's adapter."""
+    columns, K = fed.a.shape
+    return K <= MAX_COLUMNS and can_make_low(K, columns)
+
+
+def can_feed_silu(fed: Fed) -> bool:
+    """Whether an activation can."""
+    columns, K = fed.a.shape
+    return can_make_low(K, columns)
+
+
+@torch.library.custom_op("verl_qerl::add_rms_norm_low", mutates_args=())
+def norm_for_linear(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    members: torch.Tensor,
+    slots: torch.Tensor,
+    none_active: torch.Tensor,
+    global_decode_scale: torch.Tensor,
+    plan: str,
+    resident: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`kernels.elementwise.add_rms_norm`, with X A^T for the linear that follows.
+
+    Args:
+        x: As there, like all up to `epsilon`.
+        residual: As there.
+        weight: As there.
+        epsilon: As there.
+        a: As in `Fed`, like all that follow.
+        b: As there.
+        members: As there.
+        slots: As there.
+        none_active: As there.
+        global_decode_scale: As there.
+        plan: As there.
+        resident: As there.
+
+    Returns:
+        As `add_rms_norm`.
+    """
+    return add_rms_norm(x, residual, weight, epsilon)
+
+
+@norm_for_linear.register_kernel("cuda")
+def _norm_cuda(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, *fed: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    linear = Fed(*fed)
+    if not _makes_low(x.shape[0], linear):
+        return add_rms_norm(x, residual, weight, epsilon)
+    made = (linear.a, linear.slots, linear.global_decode_scale)
+    return add_rms_norm_low(x.contiguous(), residual.contiguous(), weight, epsilon, *made)
+
+
+@norm_for_linear.register_fake
+def _norm_fake(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+@torch.library.custom_op("verl_qerl::silu_mul_low", mutates_args=())
+def silu_for_linear(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    members: torch.Tensor,
+    slots: torch.Tensor,
+    none_active: torch.Tensor,
+    global_decode_scale: torch.Tensor,
+    plan: str,
+    resident: bool,
+) -> torch.Tensor:
+    """`kernels.elementwise.silu_mul`, with X A^T for the linear that follows.
+
+    Args:
+        x: As there.
+        a: As in `Fed`, like all that follow.
+        b: As there.
+        members: As there.
+        slots: As there.
+        none_active: As there.
+        global_decode_scale: As there.
+        plan: As there.
+        resident: As there.
+
+    Returns:
+        As `silu_mul`.
+    """
+    return silu_mul(x)
+
+
+@silu_for_linear.register_kernel("cuda")
+def _silu_cuda(x: torch.Tensor, *fed: Any) -> torch.Tensor:
+    linear = Fed(*fed)
+    if not _makes_low(x.shape[0], linear) or not can_silu(x):
+        return silu_mul(x)
+    return silu_mul_low(x.contiguous(), linear.a, linear.slots, linear.global_decode_scale)
+
+
+@silu_for_linear.register_fake
+def _silu_fake(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return x.new_empty((x.shape[0], x.shape[1] // 2))
+
+
+def _makes_low(rows: int, fed: Fed) -> bool:
+    """Whether the linear takes it: as `tiled_ops` and `tiled_matmul` choose."""
+    plan = PLANS[fed.plan]
+    if fed.none_active.item() or rows > MAX_ROWS or not plan.is_tiled(rows, fed.resident):
+        return False
+    launch = plan.launch(rows)
+    return can_fuse(fed.a, fed.b, fed.members, launch) and takes_low(rows, launch)
