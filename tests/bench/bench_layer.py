@@ -4,7 +4,7 @@
 
 RMSNorm, qkv, rotation, o (of the rotated q, in the place of what attention makes of it), RMSNorm, gate and up, SiLU,
 down: layers of random weights, more than the L2 cache holds, in one CUDA graph. Each is timed without an adapter, with
-one, and with one of which norms and activation make X A^T (option fuse_shrink).
+one, and with one of which norms and activation make X A^T (option fuse_shrink, here for every batch).
 """
 
 import argparse
@@ -80,7 +80,7 @@ def run_layer(
 
     def fed(name: str) -> Fed:
         of = layer[name]
-        return Fed(*of["adapter"], inputs["slots"], inputs["none_active"], of["of_all"], of["plan"], False)
+        return Fed(*of["adapter"], inputs["slots"], inputs["none_active"], of["of_all"], of["plan"], False, 1)
 
     def normalize(name: str, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if arm == "fuse_shrink":

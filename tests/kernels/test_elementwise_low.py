@@ -5,6 +5,8 @@ import torch
 
 from verl_qerl.kernels.elementwise import add_rms_norm, silu_mul
 from verl_qerl.kernels.elementwise_low import add_rms_norm_low, recall, silu_mul_low
+from verl_qerl.kernels.tiled_matmul import tiled_matmul
+from verl_qerl.testing import load_beside
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -78,3 +80,24 @@ def test_the_activation(rows, K, columns):
     assert_low(low, y, a, of_linear[1])
     for again in (run(), in_a_graph(run)):
         assert all(torch.equal(*pair) for pair in zip((y, low), again, strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 16, 40, 64, 65, 128, 256])
+@pytest.mark.parametrize(
+    ("K", "slices"), [(3584, (3584, 512, 512)), (3584, (18944, 18944)), (5120, (5120, 1024, 1024))], ids=str
+)
+def test_the_linear_takes_it(rows, K, slices):
+    of_matmul = load_beside(__file__, "test_tiled_matmul")
+    tensors, dense = of_matmul.build(K, slices)
+    its = of_matmul.build_adapter(K, slices, 32, rows)
+    x, residual = (torch.randn(rows, K, device="cuda").bfloat16() for _ in range(2))
+
+    def run():
+        y, _ = add_rms_norm_low(x, residual, torch.ones(K, device="cuda"), 1e-6, its.a, its.slots, tensors[2])
+        of_matmul.poison(rows, dense.shape[0])
+        return y, tiled_matmul(y, *tensors, adapter=its)
+
+    y, out = run()
+    of_matmul.assert_adapted(out, y, y.double() @ dense.T, its, slices)
+    for _ in range(3):
+        assert torch.equal(out, run()[1])

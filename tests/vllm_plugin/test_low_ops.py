@@ -1,4 +1,4 @@
-"""Batches of 65 to 256 sequences with an adapter, X A^T made by norms and activations: log-probs as when read."""
+"""Batches of up to 256 sequences with an adapter, X A^T made by norms and activations: log-probs as when read."""
 
 import json
 
@@ -47,10 +47,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_an_engine(run_script, random_qwen2, random_adapter, fused):
-    found = run_script(SCRIPT, str(random_qwen2), str(random_adapter(3)), json.dumps({"fuse_shrink": fused}))
+@pytest.mark.parametrize("least", [0, 1, 65])
+def test_an_engine(run_script, random_qwen2, random_adapter, least):
+    found = run_script(SCRIPT, str(random_qwen2), str(random_adapter(3)), json.dumps({"fuse_shrink": least}))
     hopper = torch.cuda.get_device_capability() == (9, 0)
-    assert found["made"] == (["add_rms_norm_low", "silu_mul_low"] if fused and hopper else [])
+    assert found["made"] == (["add_rms_norm_low", "silu_mul_low"] if least and hopper else [])
     assert found["mean"] < 0.02
     assert found["largest"] < 1.0

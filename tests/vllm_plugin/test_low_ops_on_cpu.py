@@ -12,7 +12,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 
 from verl_qerl.kernels import elementwise
 from verl_qerl.kernels.lora import member_of_tile
-from verl_qerl.kernels.tiled_launch import TOKENS, guess_launch
+from verl_qerl.kernels.tiled_launch import TOKENS, Launch
 from verl_qerl.vllm_plugin import low_ops
 from verl_qerl.vllm_plugin.elementwise import fuse_shrink, use_early_starts
 from verl_qerl.vllm_plugin.plans import PLANS, Plan
@@ -38,7 +38,7 @@ def lora_layer(K, members, active=True, plan="test"):
 @pytest.fixture
 def layer(monkeypatch):
     """A decoder layer with adapters on all its linears."""
-    launches = tuple(guess_launch(1024, HIDDEN, tokens) for tokens in TOKENS)
+    launches = (Launch(1, 2, 1, 1),) * len(TOKENS)
     monkeypatch.setitem(PLANS, "test", Plan(launches, 1024, 1024))
     monkeypatch.setitem(PLANS, "cuBLAS", Plan(launches, 1, 1))
     found = torch.nn.Module()
@@ -80,15 +80,17 @@ def run(layer, rows):
 ALL = ["add_rms_norm", "add_rms_norm", "silu_mul"]
 
 
-@pytest.mark.parametrize(("rows", "expected"), [(1, []), (64, []), (65, ALL), (256, ALL), (257, [])])
-def test_batches_for_which_the_linear_would_ask(layer, made, rows, expected):
-    assert fuse_shrink(layer) == 3
+@pytest.mark.parametrize("least", [1, 33, 65])
+@pytest.mark.parametrize("rows", [1, 32, 33, 64, 65, 256, 257])
+def test_batches_of_the_size_that_is_asked_for(layer, made, rows, least):
+    assert fuse_shrink(layer, least) == 3
+    expected = ALL if least <= rows <= 256 else []
     run(layer, rows)
     assert made == expected
 
 
 def test_without_a_token_that_has_the_adapter_nothing_is_made(layer, made):
-    fuse_shrink(layer)
+    fuse_shrink(layer, 65)
     layer.mlp.down_proj.qerl_none_active.fill_(True)
     run(layer, 128)
     assert made == ["add_rms_norm"] * 2
@@ -97,13 +99,13 @@ def test_without_a_token_that_has_the_adapter_nothing_is_made(layer, made):
 def test_nor_for_a_linear_on_another_path(layer, made):
     layer.self_attn.qkv_proj.base_layer.qerl_plan = "cuBLAS"
     layer.mlp.gate_up_proj.qerl_b = torch.randn(1024, 24).bfloat16()  # a rank that is not folded in
-    fuse_shrink(layer)
+    fuse_shrink(layer, 65)
     run(layer, 128)
     assert made == ["silu_mul"]
 
 
 def test_each_feeds_its_own_linear(layer):
-    fuse_shrink(layer)
+    fuse_shrink(layer, 65)
     pairs = [
         (layer.input_layernorm, layer.self_attn.qkv_proj),
         (layer.post_attention_layernorm, layer.mlp.gate_up_proj),
@@ -120,7 +122,7 @@ def test_what_feeds_no_adapted_packed_linear_stays_as_it_was(layer):
     layer.mlp.gate_up_proj.base_layer.qerl_plan = ""  # on a CPU
     layer.mlp.down_proj = lora_layer(INNER + 32, (256,))  # of which the kernel takes no half chunk
     layer.mlp.down_proj.qerl_a = torch.randn(RANK, INNER + 32).bfloat16()
-    assert fuse_shrink(layer) == 0
+    assert fuse_shrink(layer, 65) == 0
     for giver in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp.act_fn):
         assert giver.qerl_fed is None
 
@@ -132,7 +134,7 @@ def test_results_are_those_of_the_plain_operators_and_compilers_take_them(layer)
 
     inputs = [torch.randn(70, size).bfloat16() for size in (HIDDEN, HIDDEN, 2 * INNER)]
     expected = forward(*inputs)
-    fuse_shrink(layer)
+    fuse_shrink(layer, 65)
     for found in (forward(*inputs), torch.compile(forward, backend="aot_eager", fullgraph=True)(*inputs)):
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     norm = layer.input_layernorm
@@ -141,5 +143,5 @@ def test_results_are_those_of_the_plain_operators_and_compilers_take_them(layer)
 
 
 def test_an_engine_that_it_changes_nothing_for_says_so(start, model_dir, caplog):
-    start(model_dir("qwen2"), additional={"fuse_shrink": True}, enable_lora=True, max_lora_rank=8)
+    start(model_dir("qwen2"), additional={"fuse_shrink": 65}, enable_lora=True, max_lora_rank=8)
     assert "fuse_shrink changes nothing: no norm or activation feeds an adapted packed linear" in caplog.text

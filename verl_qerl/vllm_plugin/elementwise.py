@@ -21,6 +21,7 @@ from verl_qerl.kernels.elementwise import (
     silu_mul,
 )
 from verl_qerl.kernels.elementwise_low import prepare as prepare_low
+from verl_qerl.kernels.tiled_matmul import prepare as prepare_matmul
 from verl_qerl.vllm_plugin.low_ops import (
     Fed,
     can_feed_norm,
@@ -29,6 +30,7 @@ from verl_qerl.vllm_plugin.low_ops import (
     norm_for_linear,
     silu_for_linear,
 )
+from verl_qerl.vllm_plugin.plans import PLANS
 
 # Of a decoder layer: what gives X, and the linear that takes it and nothing else.
 _FEEDS = (
@@ -107,11 +109,12 @@ def use_early_starts(model: torch.nn.Module, columns: set[int], norms: bool = Tr
     return len(found)
 
 
-def fuse_shrink(model: torch.nn.Module) -> int:
+def fuse_shrink(model: torch.nn.Module, least: int) -> int:
     """Have norms and activations make X A^T of the adapted linear that they feed, after `use_early_starts`.
 
     Args:
         model: vLLM's, its LoRA layers on the path for one adapter.
+        least: Rows from which they do.
 
     Returns:
         Number of linears fed.
@@ -120,13 +123,14 @@ def fuse_shrink(model: torch.nn.Module) -> int:
     for layer in model.modules():
         for giver_name, taker_name in _FEEDS:
             giver, taker = (_descendant(layer, name) for name in (giver_name, taker_name))
-            fed = fed_linear(taker)
+            fed = fed_linear(taker, least)
             if fed is None or not _can_feed(giver, fed):
                 continue
             giver.qerl_fed = fed
             if fed.a.is_cuda:
                 of_norm = (fed.a.shape[1], giver.weight.dtype) if isinstance(giver, EarlyRMSNorm) else None
                 prepare_low(fed.a.shape[0], of_norm)
+                prepare_matmul(PLANS[fed.plan].kernels(), given=True)
             count += 1
     return count
 

@@ -1,7 +1,7 @@
 """Norm and activation before a packed linear with an adapter: opaque operators, which may make X A^T for it.
 
-They do for batches of which `kernels.tiled_matmul` would have a launch of its own make it (65 rows and more), and while
-a token has the adapter; else they are what `kernels.elementwise` has.
+They do for batches of the size that the option `fuse_shrink` names, up to MAX_ROWS, while a token has the adapter; else
+they are what `kernels.elementwise` has.
 """
 
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ import torch
 
 from verl_qerl.kernels.elementwise import add_rms_norm, can_silu, silu_mul
 from verl_qerl.kernels.elementwise_low import MAX_COLUMNS, add_rms_norm_low, can_make_low, silu_mul_low
-from verl_qerl.kernels.tiled_matmul import can_fuse, takes_low
+from verl_qerl.kernels.tiled_matmul import can_fuse
 from verl_qerl.vllm_plugin.linear import tiled_tensors
 from verl_qerl.vllm_plugin.plans import PLANS
 
@@ -29,6 +29,7 @@ class Fed(NamedTuple):
         global_decode_scale: [1] float32.
         plan: Key of its Plan.
         resident: Whether it has a bf16 copy.
+        least: Rows from which X A^T is made for it.
     """
 
     a: torch.Tensor
@@ -39,17 +40,23 @@ class Fed(NamedTuple):
     global_decode_scale: torch.Tensor
     plan: str
     resident: bool
+    least: int
 
 
-def fed_linear(layer: Any) -> Fed | None:
-    """Of a LoRA layer of vLLM on the path for one adapter, over a packed linear; None for others."""
+def fed_linear(layer: Any, least: int) -> Fed | None:
+    """Of a LoRA layer of vLLM on the path for one adapter, over a packed linear; None for others.
+
+    Args:
+        layer: vLLM's.
+        least: As in `Fed`.
+    """
     base: Any = getattr(layer, "base_layer", None)
     if not hasattr(layer, "qerl_a") or not getattr(base, "qerl_plan", ""):
         return None
     _, _, scale, dense = tiled_tensors(base)
     slots = layer.punica_wrapper._token_lora_indices
     adapter = (layer.qerl_a, layer.qerl_b, layer.qerl_members, slots, layer.qerl_none_active)
-    return Fed(*adapter, scale, base.qerl_plan, dense is not None)
+    return Fed(*adapter, scale, base.qerl_plan, dense is not None, least)
 
 
 def can_feed_norm(fed: Fed) -> bool:
@@ -78,6 +85,7 @@ def norm_for_linear(
     global_decode_scale: torch.Tensor,
     plan: str,
     resident: bool,
+    least: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`kernels.elementwise.add_rms_norm`, with X A^T for the linear that follows.
 
@@ -94,6 +102,7 @@ def norm_for_linear(
         global_decode_scale: As there.
         plan: As there.
         resident: As there.
+        least: As there.
 
     Returns:
         As `add_rms_norm`.
@@ -128,6 +137,7 @@ def silu_for_linear(
     global_decode_scale: torch.Tensor,
     plan: str,
     resident: bool,
+    least: int,
 ) -> torch.Tensor:
     """`kernels.elementwise.silu_mul`, with X A^T for the linear that follows.
 
@@ -141,6 +151,7 @@ def silu_for_linear(
         global_decode_scale: As there.
         plan: As there.
         resident: As there.
+        least: As there.
 
     Returns:
         As `silu_mul`.
@@ -162,9 +173,8 @@ def _silu_fake(x: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 def _makes_low(rows: int, fed: Fed) -> bool:
-    """Whether the linear takes it: as `tiled_ops` and `tiled_matmul` choose."""
+    """Whether the linear will ask for it, as `tiled_ops` chooses."""
     plan = PLANS[fed.plan]
-    if fed.none_active.item() or rows > MAX_ROWS or not plan.is_tiled(rows, fed.resident):
+    if fed.none_active.item() or not fed.least <= rows <= MAX_ROWS or not plan.is_tiled(rows, fed.resident):
         return False
-    launch = plan.launch(rows)
-    return can_fuse(fed.a, fed.b, fed.members, launch) and takes_low(rows, launch)
+    return can_fuse(fed.a, fed.b, fed.members, plan.launch(rows))

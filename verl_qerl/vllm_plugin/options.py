@@ -31,8 +31,8 @@ class RolloutOptions:
             `fused` on a GPU where vLLM's sampler can be replaced.
         early_starts: In CUDA graphs our kernels bring their weights while the ones before them still run (programmatic
             dependent launch). For the whole process.
-        fuse_shrink: Of batches of 65 to 256 rows, X A^T of an adapter on a packed linear is made by the norm or the
-            activation before it, without a launch of its own.
+        fuse_shrink: From so many rows on, and up to 256, X A^T of an adapter on a packed linear is made by the norm or
+            the activation before it: below 65 rows not by the linear, above not by a launch of its own. 0: never.
         resident: Keep a bf16 copy of the packed linears beside them (two bytes a weight) for batches at which a 4-bit
             kernel is slower; without it those are decoded when they are used.
         keep_base_resident: A sleeping engine gives up its KV cache alone. Otherwise vLLM copies its weights to the host
@@ -47,7 +47,7 @@ class RolloutOptions:
     lm_head: str = "bf16"
     sampler: str = "auto"
     early_starts: bool = True
-    fuse_shrink: bool = False
+    fuse_shrink: int = 0
     resident: bool = False
     keep_base_resident: bool = False
     uaq_scale: float = 1.0
@@ -65,12 +65,17 @@ class RolloutOptions:
                     f"unknown choice: additional_config.{KEY}.{name}={getattr(self, name)!r}. Accepted are"
                     f" {', '.join(choices)}. Choose one of them."
                 )
-        for name in ("early_starts", "fuse_shrink", "resident", "keep_base_resident", "train_norms"):
+        for name in ("early_starts", "resident", "keep_base_resident", "train_norms"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(
                     f"not a switch: additional_config.{KEY}.{name}={getattr(self, name)!r}. Accepted are true and"
                     " false. Choose one of them."
                 )
+        if type(self.fuse_shrink) is not int or not 0 <= self.fuse_shrink <= 256:
+            raise ValueError(
+                f"out of range: additional_config.{KEY}.fuse_shrink={self.fuse_shrink!r}. Accepted are numbers of rows"
+                " from 1 to 256, and 0 for never. Choose one of them."
+            )
 
 
 def rollout_options(vllm_config: Any) -> RolloutOptions:

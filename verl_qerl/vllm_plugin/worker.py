@@ -111,15 +111,15 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
             fused = vllm_config.compilation_config.pass_config.fuse_allreduce_rms
             use_early_starts(model, columns, norms=not fused)
         if options.fuse_shrink:
-            prepared["fuse_shrink"] = _fuse_shrink(model)
+            prepared["fuse_shrink"] = _fuse_shrink(model, options.fuse_shrink)
         if options.sampler != "stock":
             use_fused_sampler(worker.model_runner, required=options.sampler == "fused")
 
     worker.load_model = load_then_prepare
 
 
-def _fuse_shrink(model: torch.nn.Module) -> int:
-    count = fuse_shrink(model)
+def _fuse_shrink(model: torch.nn.Module, least: int) -> int:
+    count = fuse_shrink(model, least)
     if count == 0:
         logger.warning("verl_qerl: fuse_shrink changes nothing: no norm or activation feeds an adapted packed linear.")
     return count
