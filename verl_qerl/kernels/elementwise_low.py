@@ -1,7 +1,7 @@
-"""RMSNorm and SiLU that make X A^T of what they give, as `kernels.tiled_matmul` wants it for 65 rows and more.
+"""RMSNorm and SiLU that make X A^T of the X that they give, for the packed linear with an adapter that takes it.
 
-In CUDA C++ (elementwise_low.cu): without the launch of `kernels.low_rank`, and without reading X again. `tiled_matmul`
-asks `recall` for it.
+In CUDA C++ (elementwise_low.cu): without the launch of `kernels.low_rank`, and without reading X again.
+`kernels.tiled_matmul` asks `recall` for it; whatever made X, it would make the same by itself.
 """
 
 import ctypes

@@ -3,8 +3,9 @@
 //
 // With few rows warps beside those that multiply by w make it meanwhile: it costs no launch. The first blocks of the grid
 // share the work: a task is 16 rows of x, 8 * LOW_TILES rows of a and a part of K. Its sums go through global memory, and
-// who adds the adapter waits for all tasks and adds their sums in a fixed order. With more rows it is GIVEN by a launch
-// before (low_rank.cu), which takes less time, and goes through the ring.
+// who adds the adapter waits for all tasks and adds their sums in a fixed order. With more rows a launch before
+// (low_rank.cu) takes less time; what it made, or the norm or activation that made x (elementwise_low.cu), is GIVEN and
+// goes through the ring.
 
 #if !GIVEN
 

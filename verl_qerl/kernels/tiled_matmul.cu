@@ -3,9 +3,9 @@
 //
 // Compiled for TOKENS (8 to 256, a multiple of 8), PIECES (1, 2 or 4), GROUPS, STREAM, GIVEN and TWINS. A thread block
 // takes COLUMNS columns of y and a part of K at a time. Two lanes fill the ring of ring.cuh; low is made meanwhile
-// (low_rank.cuh), or by a launch before (low_rank.cu), and multiplied like further steps of K. GROUPS warpgroups decode
-// codes into registers, the left operand of wgmma: the 64 rows of one wgmma are 16 rows of w from each of its warps, PIECES
-// wgmmas for each 16 of K. Decoding overlaps with the wgmmas of the step before.
+// (low_rank.cuh) or GIVEN, and multiplied like further steps of K. GROUPS warpgroups decode codes into registers, the left
+// operand of wgmma: the 64 rows of one wgmma are 16 rows of w from each of its warps, PIECES wgmmas for each 16 of K.
+// Decoding overlaps with the wgmmas of the step before.
 //
 // Who does what: with STREAM, all steps of all columns lie in one line, of which each block takes an equal share, in one
 // launch that fills the GPU once; what a share has of columns that another block finishes goes through global memory.
