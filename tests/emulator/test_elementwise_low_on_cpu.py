@@ -9,7 +9,7 @@ from verl_qerl.kernels.low_rank import low_rank
 
 SCALE = torch.full((1,), 2.0**-11)  # times 256: an eighth
 # Rows, K, columns of A: parts of unequal length, and of none; slices of K from 16 to 2; a tile of columns too many.
-CASES = [(1, 64, 8), (16, 576, 24), (70, 832, 96), (33, 320, 32), (17, 1024, 384), (40, 2304, 56)]
+CASES = [(1, 64, 8), (16, 576, 24), (70, 832, 96), (33, 320, 32), (17, 1024, 384), (40, 2304, 56), (20, 5120, 64)]
 
 
 def assert_low(low, y, a, slots):
@@ -41,7 +41,8 @@ def test_the_norm(gpu, rows, K, columns, dtype):
     expected, expected_total = elementwise._launch_norm(x, residual, weight, 1e-6)
     assert torch.equal(total, expected_total)
     assert (y == expected).float().mean() > 0.99  # float32 sums differ
-    assert ((y.double() - expected.double()).abs() <= 2**-7 * expected.double().abs()).all()
+    # A step of the normalized row, times a weight in bf16, can be two of the result.
+    assert ((y.double() - expected.double()).abs() <= 2**-6 * expected.double().abs()).all()
     assert_low(low, y, a, slots)
     assert all(torch.equal(one, other) for again in made for one, other in zip(made[0], again, strict=True))
 
@@ -71,6 +72,7 @@ CHANGES = {
         "  __syncthreads();\n  const int rank",
     ),
     "a block leaves while others read its sums": ("  cluster_sync();  // no block leaves", "  // no block leaves"),
+    "sums take the place of rows in use": ("  __syncthreads();  // y is read no more\n", ""),
     "rows are multiplied before all are there": ("  __syncthreads();\n  multiply_by_a", "  multiply_by_a"),
 }
 

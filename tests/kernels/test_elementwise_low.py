@@ -11,7 +11,7 @@ from verl_qerl.testing import load_beside
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 ROWS = [1, 65, 128, 200, 256, 1000]
-NORMS = [(64, 8), (896, 24), (3584, 96), (5120, 64), (8192, 384)]
+NORMS = [(64, 8), (896, 24), (3584, 96), (5120, 64), (6144, 384)]
 INNER = [(64, 8), (4864, 16), (18944, 32), (27648, 32), (9472, 128)]
 
 
@@ -59,7 +59,8 @@ def test_the_norm(rows, K, columns, dtype):
     expected, expected_total = add_rms_norm(x, residual, weight, 1e-6)
     assert torch.equal(total, expected_total)
     assert (y == expected).float().mean() > 0.99  # float32 sums differ
-    assert ((y.double() - expected.double()).abs() <= 2**-7 * expected.double().abs()).all()
+    # A step of the normalized row, times a weight in bf16, can be two of the result.
+    assert ((y.double() - expected.double()).abs() <= 2**-6 * expected.double().abs()).all()
     assert_low(low, y, a, of_linear[1])
     for again in (run(), in_a_graph(run)):
         assert all(torch.equal(*pair) for pair in zip((y, total, low), again, strict=True))

@@ -98,7 +98,9 @@ def test_without_a_token_that_has_the_adapter_nothing_is_made(layer, made):
 
 def test_nor_for_a_linear_on_another_path(layer, made):
     layer.self_attn.qkv_proj.base_layer.qerl_plan = "cuBLAS"
-    layer.mlp.gate_up_proj.qerl_b = torch.randn(1024, 24).bfloat16()  # a rank that is not folded in
+    layer.mlp.gate_up_proj.qerl_members = torch.zeros(
+        32, dtype=torch.int32
+    )  # tiles narrower than a warpgroup's columns
     fuse_shrink(layer, 65)
     run(layer, 128)
     assert made == ["silu_mul"]
@@ -119,7 +121,7 @@ def test_each_feeds_its_own_linear(layer):
 
 def test_what_feeds_no_adapted_packed_linear_stays_as_it_was(layer):
     del layer.self_attn.qkv_proj.qerl_a  # on vLLM's path for many adapters
-    layer.mlp.gate_up_proj.base_layer.qerl_plan = ""  # on a CPU
+    layer.mlp.gate_up_proj.qerl_b = torch.randn(1024, 24).bfloat16()  # a rank that the kernel does not take
     layer.mlp.down_proj = lora_layer(INNER + 32, (256,))  # of which the kernel takes no half chunk
     layer.mlp.down_proj.qerl_a = torch.randn(RANK, INNER + 32).bfloat16()
     assert fuse_shrink(layer, 65) == 0
@@ -140,6 +142,9 @@ def test_results_are_those_of_the_plain_operators_and_compilers_take_them(layer)
     norm = layer.input_layernorm
     torch.library.opcheck(low_ops.norm_for_linear, (*inputs[:2], norm.weight.data, 1e-5, *norm.qerl_fed))
     torch.library.opcheck(low_ops.silu_for_linear, (inputs[2], *layer.mlp.act_fn.qerl_fed))
+    rows_of_images = inputs[2][:, None]
+    assert torch.equal(layer.mlp.act_fn(rows_of_images), expected[2][:, None])
+    assert torch.equal(norm(inputs[0][:, None], inputs[1][:, None])[0], expected[0][:, None])
 
 
 def test_an_engine_that_it_changes_nothing_for_says_so(start, model_dir, caplog):

@@ -13,6 +13,8 @@
 #define STRIPES (ROWS / SLICES)                       // warps that have a slice of K, each with other columns of low
 #define TILES ((COLUMNS / 8 + STRIPES - 1) / STRIPES)  // times 8 columns of low that a warp has
 #define WIDTH (STRIPES * TILES * 8)                   // COLUMNS, rounded up
+#define LINE (WIDTH | 8)                              // of a row of sums: eight rows meet no bank more than twice
+#define AHEAD 4                                       // loads of the activation under way at once
 
 // The part of a block: 32 columns of y at a time.
 struct Part {
@@ -26,7 +28,7 @@ struct Part {
 
 // Nobody writes a while a graph runs: its part comes to L2 while the kernels before this one still run.
 __device__ __forceinline__ void prefetch_a(const uint4* a, const Part& part, int K) {
-  for (int i = threadIdx.x; i < COLUMNS * part.count / 2; i += THREADS) {
+  for (int i = threadIdx.x; i < (part.count + 1) / 2 * COLUMNS; i += THREADS) {
     const uint4* row = a + (size_t)(i % COLUMNS) * (K / 8) + part.first * 4;
     asm volatile("prefetch.global.L2 [%0];" ::"l"(row + i / COLUMNS * 8));
   }
@@ -37,9 +39,15 @@ __device__ __forceinline__ void put(float* at, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
 }
 
-// y: 16 rows of this block's part, in shared memory; partial: [SLICES][ROWS][WIDTH] behind them.
-__device__ __forceinline__ void multiply_by_a(const uint4* y, float* partial, const Part& part, const uint4* a,
-                                              const float* global_scale, const long long* slots, u16* low, int M, int K) {
+__device__ __forceinline__ void put(float* at, float first, float second) {
+  const u32 to = static_cast<u32>(__cvta_generic_to_shared(at));
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(__float_as_uint(first)), "r"(__float_as_uint(second))
+               : "memory");
+}
+
+// y: 16 rows of this block's part, in shared memory, where sums [SLICES][ROWS][LINE] take their place.
+__device__ __forceinline__ void multiply_by_a(uint4* y, const Part& part, const uint4* a, const float* global_scale,
+                                              const long long* slots, u16* low, int M, int K) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4;
   const int slice = warp % SLICES, stripe = warp / SLICES;
   const uint4* a_row[TILES];
@@ -54,16 +62,19 @@ __device__ __forceinline__ void multiply_by_a(const uint4* y, float* partial, co
   for (int chunk = slice; chunk < part.count; chunk += SLICES) {
     multiply_chunk(sum, left[chunk * 4], left[8 * part.pitch + chunk * 4], a_row, chunk);
   }
+  __syncthreads();  // y is read no more
+  float* partial = (float*)y;
 #pragma unroll
-  for (int i = 0; i < TILES * 4; i++) {
-    const int t = i / 4, j = i % 4, m = row + j / 2 * 8, n = (stripe * TILES + t) * 8 + lane % 4 * 2 + j % 2;
-    put(partial + (slice * ROWS + m) * WIDTH + n, sum[t][j]);
+  for (int i = 0; i < TILES * 2; i++) {
+    const int t = i / 2, j = i % 2 * 2, m = row + j * 4, n = (stripe * TILES + t) * 8 + lane % 4 * 2;
+    put(partial + (slice * ROWS + m) * LINE + n, sum[t][j], sum[t][j + 1]);
   }
   __syncthreads();
   for (int i = threadIdx.x; i < ROWS * WIDTH; i += THREADS) {
-    float added = partial[i];
-    for (int s = 1; s < SLICES; s++) added += partial[s * ROWS * WIDTH + i];
-    put(partial + i, added);
+    float* at = partial + i / WIDTH * LINE + i % WIDTH;
+    float added = *at;
+    for (int s = 1; s < SLICES; s++) added += at[s * ROWS * LINE];
+    put(at, added);
   }
   cluster_sync();
   const int rank = blockIdx.x % CLUSTER, first_row = blockIdx.x / CLUSTER * ROWS;
@@ -71,7 +82,7 @@ __device__ __forceinline__ void multiply_by_a(const uint4* y, float* partial, co
   for (int i = rank * ROWS * COLUMNS / CLUSTER + threadIdx.x; i < (rank + 1) * ROWS * COLUMNS / CLUSTER; i += THREADS) {
     const int m = i / COLUMNS, n = i % COLUMNS;
     float added = 0;
-    for (int r = 0; r < CLUSTER; r++) added += load_of_rank(partial + m * WIDTH + n, r);
+    for (int r = 0; r < CLUSTER; r++) added += load_of_rank(partial + m * LINE + n, r);
     if (first_row + m >= M) continue;
     // Rounded where PEFT rounds; the factor is exact.
     const u16 value = slots[first_row + m] < 0 ? 0 : to_bf16(from_bf16(to_bf16(added)) * over);
@@ -128,7 +139,7 @@ rms_norm_low(const uint4* x, const uint4* residual, const uint4* weight, uint4* 
     if (token < M) sum[row + at] = total, y[row + at] = normalized;
   }
   __syncthreads();
-  multiply_by_a(dynamic, (float*)(dynamic + ROWS * part.pitch), part, a, global_scale, slots, low, M, K);
+  multiply_by_a(dynamic, part, a, global_scale, slots, low, M, K);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -138,16 +149,28 @@ silu_mul_low(const uint4* x, uint4* y, const uint4* __restrict__ a, const float*
   start_next();
   const Part part(K);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, token = blockIdx.x / CLUSTER * ROWS + warp;
+  const int chunks = part.count * 4;
   const size_t row = (size_t)min(token, M - 1) * (K / 8) + part.first * 4;
   const uint4* left = x + (size_t)min(token, M - 1) * (K / 4) + part.first * 4;
   prefetch_a(a, part, K);
   await_inputs();
-#pragma unroll 4
-  for (int at = lane; at < part.count * 4; at += 32) {
-    const uint4 made = activate(__ldcg(left + at), __ldcg(left + K / 8 + at));
-    dynamic[warp * part.pitch + at] = made;
-    if (token < M) y[row + at] = made;
+#pragma unroll 1
+  for (int from = lane; from < chunks; from += AHEAD * 32) {
+    uint4 loaded[AHEAD][2];
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) {
+      const int at = min(from + i * 32, chunks - 1);
+      loaded[i][0] = __ldcg(left + at), loaded[i][1] = __ldcg(left + K / 8 + at);
+    }
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) {
+      const int at = from + i * 32;
+      if (at >= chunks) break;
+      const uint4 made = activate(loaded[i][0], loaded[i][1]);
+      dynamic[warp * part.pitch + at] = made;
+      if (token < M) y[row + at] = made;
+    }
   }
   __syncthreads();
-  multiply_by_a(dynamic, (float*)(dynamic + ROWS * part.pitch), part, a, global_scale, slots, low, M, K);
+  multiply_by_a(dynamic, part, a, global_scale, slots, low, M, K);
 }

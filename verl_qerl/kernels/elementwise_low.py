@@ -12,7 +12,7 @@ import torch
 
 from verl_qerl.kernels.launch import Kernel, read_source
 
-MAX_COLUMNS = 8192  # of a norm: more do not stay in registers
+MAX_COLUMNS = 6144  # of a norm: more do not stay in registers
 _CLUSTER = 8  # thread blocks that share the columns of 16 rows
 _ROWS = 16  # of a cluster; a warp each
 _TILES = 4  # most of 8 rows of A for a warp
@@ -135,12 +135,12 @@ def _slices(columns: int) -> int:
 
 
 def _shared_bytes(K: int, columns: int) -> int:
-    """The rows of a block, and sums of its warps; as elementwise_low.cu lays them out."""
+    """The rows of a block, and in their place sums of its warps; as elementwise_low.cu lays them out."""
     slices = _slices(columns)
     stripes = _ROWS // slices
     width = -(-(columns // 8) // stripes) * stripes * 8
     pitch = _part(K) * 4 | 4
-    return _ROWS * pitch * 16 + slices * _ROWS * width * 4
+    return max(_ROWS * pitch * 16, slices * _ROWS * (width | 8) * 4)
 
 
 def _chunks(K: int) -> int:

@@ -49,7 +49,7 @@ class EarlyRMSNorm(RMSNorm):
         """As vLLM's `forward_native`: the normalized x, or that of the sum and the sum."""
         if residual is None:
             return rms_norm(x, self.weight.data, self.variance_epsilon)
-        if self.qerl_fed is not None:
+        if self.qerl_fed is not None and x.ndim == 2:
             return norm_for_linear(x, residual, self.weight.data, self.variance_epsilon, *self.qerl_fed)
         return add_rms_norm(x, residual, self.weight.data, self.variance_epsilon)
 
@@ -61,7 +61,7 @@ class EarlySiluAndMul(SiluAndMul):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As vLLM's `forward_native`; x [..., 2 I], result [..., I]."""
-        if self.qerl_fed is not None:
+        if self.qerl_fed is not None and x.ndim == 2:
             return silu_for_linear(x, *self.qerl_fed)
         return silu_mul(x) if can_silu(x) else self.forward_native(x)
 
@@ -130,7 +130,7 @@ def fuse_shrink(model: torch.nn.Module, least: int) -> int:
             if fed.a.is_cuda:
                 of_norm = (fed.a.shape[1], giver.weight.dtype) if isinstance(giver, EarlyRMSNorm) else None
                 prepare_low(fed.a.shape[0], of_norm)
-                prepare_matmul(PLANS[fed.plan].kernels(), given=True)
+                prepare_matmul([each for each in PLANS[fed.plan].kernels() if each[0] >= least], given=True)
             count += 1
     return count
 

@@ -10,7 +10,7 @@ import torch
 
 from verl_qerl.kernels.elementwise import add_rms_norm, can_silu, silu_mul
 from verl_qerl.kernels.elementwise_low import MAX_COLUMNS, add_rms_norm_low, can_make_low, silu_mul_low
-from verl_qerl.kernels.tiled_matmul import can_fuse
+from verl_qerl.kernels.tiled_matmul import RANKS, can_fuse
 from verl_qerl.vllm_plugin.linear import tiled_tensors
 from verl_qerl.vllm_plugin.plans import PLANS
 
@@ -44,14 +44,14 @@ class Fed(NamedTuple):
 
 
 def fed_linear(layer: Any, least: int) -> Fed | None:
-    """Of a LoRA layer of vLLM on the path for one adapter, over a packed linear; None for others.
+    """Of a LoRA layer on the path for one adapter whose packed linear can add it in its launch; None for others.
 
     Args:
         layer: vLLM's.
         least: As in `Fed`.
     """
     base: Any = getattr(layer, "base_layer", None)
-    if not hasattr(layer, "qerl_a") or not getattr(base, "qerl_plan", ""):
+    if not hasattr(layer, "qerl_a") or not getattr(base, "qerl_plan", "") or layer.qerl_b.shape[1] not in RANKS:
         return None
     _, _, scale, dense = tiled_tensors(base)
     slots = layer.punica_wrapper._token_lora_indices
@@ -90,7 +90,7 @@ def norm_for_linear(
     """`kernels.elementwise.add_rms_norm`, with X A^T for the linear that follows.
 
     Args:
-        x: As there, like all up to `epsilon`.
+        x: As there, like all up to `epsilon`; [M, K].
         residual: As there.
         weight: As there.
         epsilon: As there.
@@ -142,7 +142,7 @@ def silu_for_linear(
     """`kernels.elementwise.silu_mul`, with X A^T for the linear that follows.
 
     Args:
-        x: As there.
+        x: [M, 2 K] bf16.
         a: As in `Fed`, like all that follow.
         b: As there.
         members: As there.
@@ -169,7 +169,7 @@ def _silu_cuda(x: torch.Tensor, *fed: Any) -> torch.Tensor:
 
 @silu_for_linear.register_fake
 def _silu_fake(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return x.new_empty((x.shape[0], x.shape[1] // 2))
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
 def _makes_low(rows: int, fed: Fed) -> bool:
