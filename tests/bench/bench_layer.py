@@ -20,7 +20,7 @@ import torch
 
 from verl_qerl.kernels.elementwise import add_rms_norm, rotate, silu_mul
 from verl_qerl.kernels.lora import member_of_tile
-from verl_qerl.vllm_plugin.low_ops import Fed, norm_for_linear, silu_for_linear
+from verl_qerl.vllm_plugin.low_ops import Fed, make_batches, norm_for_linear, silu_for_linear
 from verl_qerl.vllm_plugin.plans import make_plan
 from verl_qerl.vllm_plugin.tiled_ops import linear_tiled, lora_linear_tiled
 
@@ -80,7 +80,8 @@ def run_layer(
 
     def fed(name: str) -> Fed:
         of = layer[name]
-        return Fed(*of["adapter"], inputs["slots"], inputs["none_active"], of["of_all"], of["plan"], False, 1)
+        batches = make_batches(of["plan"], *of["adapter"], resident=False, least=1)
+        return Fed(of["adapter"][0], inputs["slots"], inputs["none_active"], of["of_all"], batches)
 
     def normalize(name: str, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if arm == "fuse_shrink":

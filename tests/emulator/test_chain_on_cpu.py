@@ -145,36 +145,25 @@ def test_low_made_by_norm_and_activation(forward, gpu, monkeypatch, rows, launch
 
 
 AWAIT = "await_inputs();\n"
+# Without an adapter, whose counters two linears at the same time would leave in a state that has no end.
+FEW = {"rows": 3, "launch": Launch(2, 1, 4, 2), "adapted": False}
+LOW = {"rows": 70, "launch": Launch(1, 1, 2, 2), "low": True}
 EARLY = {
-    "x": ("      await_inputs();\n      for (int at_step", "      for (int at_step"),
-    "norm": (f"  {AWAIT}  uint4 loaded", "  uint4 loaded"),
-    "rotation": (f"  {AWAIT}  for (int head", "  for (int head"),
-    "activation": (f"  {AWAIT}  const int at = blockIdx", "  const int at = blockIdx"),
+    "x": (FEW, 16, "      await_inputs();\n      for (int at_step", "      for (int at_step"),
+    "norm": (FEW, 16, f"  {AWAIT}  uint4 loaded", "  uint4 loaded"),
+    "rotation": (FEW, 16, f"  {AWAIT}  for (int head", "  for (int head"),
+    "activation": (FEW, 16, f"  {AWAIT}  const int at = blockIdx", "  const int at = blockIdx"),
+    "norm that makes low": (LOW, 40, f"  prefetch_a(a, part, K);\n  {AWAIT}  uint4 loaded", "  uint4 loaded"),
+    "activation that makes low": (LOW, 40, f"  prefetch_a(a, part, K);\n  {AWAIT}#pragma", "#pragma"),
 }
 
 
 @pytest.mark.parametrize("change", EARLY)
 def test_an_input_read_too_early_is_seen(forward, mutate, monkeypatch, gpu, change):
-    """Without an adapter, whose counters two linears at the same time would leave in a state that has no end."""
-    forward = functools.partial(forward, 3, Launch(2, 1, 4, 2), adapted=False)
+    options, multiprocessors, *change = EARLY[change]
+    forward = functools.partial(forward, **options)
     expected = forward(early=False)
-    mutate(EARLY[change])
-    monkeypatch.setattr(gpu, "multiprocessors", 16)
-    assert any(not torch.equal(expected, forward(seed=seed)) for seed in range(6))
-    assert all(mutate.found.values())
-
-
-EARLY_LOW = {
-    "norm": ("  prefetch_a(a, part, K);\n  await_inputs();\n  uint4 loaded", "  uint4 loaded"),
-    "activation": ("  prefetch_a(a, part, K);\n  await_inputs();\n#pragma", "#pragma"),
-}
-
-
-@pytest.mark.parametrize("change", EARLY_LOW)
-def test_an_input_of_low_read_too_early_is_seen(forward, mutate, monkeypatch, gpu, change):
-    forward = functools.partial(forward, 70, Launch(1, 1, 2, 2), low=True)
-    expected = forward(early=False)
-    mutate(EARLY_LOW[change])
-    monkeypatch.setattr(gpu, "multiprocessors", 40)
+    mutate(tuple(change))
+    monkeypatch.setattr(gpu, "multiprocessors", multiprocessors)
     assert any(not torch.equal(expected, forward(seed=seed)) for seed in range(6))
     assert all(mutate.found.values())

@@ -5,8 +5,7 @@
 
 __device__ __forceinline__ float add_up(float value) {
   __shared__ float partial[THREADS / 32];
-#pragma unroll
-  for (int i = 16; i > 0; i /= 2) value += __shfl_xor_sync(~0u, value, i);
+  value = add_up_warp(value);
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
   __syncthreads();
   float total = 0;

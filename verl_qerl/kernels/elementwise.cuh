@@ -15,6 +15,12 @@ __device__ __forceinline__ uint4 pack(const float (&from)[8]) {
   return {words[0], words[1], words[2], words[3]};
 }
 
+__device__ __forceinline__ float add_up_warp(float value) {
+#pragma unroll
+  for (int i = 16; i > 0; i /= 2) value += __shfl_xor_sync(~0u, value, i);
+  return value;
+}
+
 // values = x + residual, and squares + their squares.
 __device__ __forceinline__ void add_rows(const uint4& x, const uint4& residual, float (&values)[8], float& squares) {
   float other[8];

@@ -84,9 +84,7 @@ __device__ __forceinline__ void multiply_by_a(uint4* y, const Part& part, const 
     float added = 0;
     for (int r = 0; r < CLUSTER; r++) added += load_of_rank(partial + m * LINE + n, r);
     if (first_row + m >= M) continue;
-    // Rounded where PEFT rounds; the factor is exact.
-    const u16 value = slots[first_row + m] < 0 ? 0 : to_bf16(from_bf16(to_bf16(added)) * over);
-    low[(size_t)(first_row + m) * COLUMNS + n] = value;
+    low[(size_t)(first_row + m) * COLUMNS + n] = slots[first_row + m] < 0 ? 0 : round_low(added, over);
   }
   cluster_sync();  // no block leaves while another still reads its memory
 }
@@ -122,8 +120,7 @@ rms_norm_low(const uint4* x, const uint4* residual, const uint4* weight, uint4* 
   float values[CHUNKS][8], squares = 0;
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++) add_rows(loaded[c], added[c], values[c], squares);
-#pragma unroll
-  for (int i = 16; i > 0; i /= 2) squares += __shfl_xor_sync(~0u, squares, i);
+  squares = add_up_warp(squares);
   if (lane == 0) squares_of[warp] = squares;
   cluster_sync();
   squares = 0;

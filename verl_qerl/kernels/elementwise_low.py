@@ -6,6 +6,7 @@ In CUDA C++ (elementwise_low.cu): without the launch of `kernels.low_rank`, and 
 
 import ctypes
 import functools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -100,20 +101,19 @@ def recall(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor | None:
         a: What it was given.
     """
     made = _made
-    forget()
+    _forget()
     if made is None or (made.x, made.a) != ((x.data_ptr(), x.shape), a.data_ptr()):
         return None
     return made.low
 
 
-def forget() -> None:
-    """Let go of what nobody will recall."""
+def _forget() -> None:
     global _made
     _made = None
 
 
 def _room(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    forget()  # its memory first
+    _forget()  # its memory first
     return torch.empty((x.shape[0], a.shape[0]), dtype=torch.bfloat16, device=x.device)
 
 
@@ -153,18 +153,18 @@ def _part(K: int) -> int:
     return -(-(K // 32) // _CLUSTER)
 
 
-def prepare(columns: int, norm: tuple[int, torch.dtype] | None = None) -> None:
-    """Compile now, not on first use.
+def prepare(norms: Iterable[tuple[int, int, torch.dtype]], activations: Iterable[int]) -> None:
+    """Compile what these need now, not on first use.
 
     Args:
-        columns: Of A^T.
-        norm: Columns of the rows and dtype of the weight, or None for the activation.
+        norms: Rows of A, columns of the norm's rows and dtype of its weight, each.
+        activations: Rows of A, each.
     """
     torch.cuda.synchronize()  # the device has a context
-    if norm is None:
+    for columns, K, weight_dtype in norms:
+        _norm_kernel(columns, _chunks(K), weight_dtype == torch.float32)
+    for columns in activations:
         _silu_kernel(columns)
-    else:
-        _norm_kernel(columns, _chunks(norm[0]), norm[1] == torch.float32)
 
 
 def source(columns: int, chunks: int, wide: bool) -> str:

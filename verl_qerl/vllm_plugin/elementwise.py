@@ -20,12 +20,11 @@ from verl_qerl.kernels.elementwise import (
     rotate,
     silu_mul,
 )
+from verl_qerl.kernels.elementwise_low import MAX_COLUMNS, can_make_low
 from verl_qerl.kernels.elementwise_low import prepare as prepare_low
 from verl_qerl.kernels.tiled_matmul import prepare as prepare_matmul
 from verl_qerl.vllm_plugin.low_ops import (
     Fed,
-    can_feed_norm,
-    can_feed_silu,
     fed_linear,
     norm_for_linear,
     silu_for_linear,
@@ -119,26 +118,26 @@ def fuse_shrink(model: torch.nn.Module, least: int) -> int:
     Returns:
         Number of linears fed.
     """
-    count = 0
+    fed: list[tuple[Any, Fed, str]] = []
     for layer in model.modules():
         for giver_name, taker_name in _FEEDS:
             giver, taker = (_descendant(layer, name) for name in (giver_name, taker_name))
-            fed = fed_linear(taker, least)
-            if fed is None or not _can_feed(giver, fed):
-                continue
-            giver.qerl_fed = fed
-            if fed.a.is_cuda:
-                of_norm = (fed.a.shape[1], giver.weight.dtype) if isinstance(giver, EarlyRMSNorm) else None
-                prepare_low(fed.a.shape[0], of_norm)
-                prepare_matmul([each for each in PLANS[fed.plan].kernels() if each[0] >= least], given=True)
-            count += 1
-    return count
+            linear = fed_linear(taker, least)
+            if linear is not None and _can_feed(giver, linear):
+                giver.qerl_fed = linear
+                fed.append((giver, linear, taker.base_layer.qerl_plan))
+    if fed and fed[0][1].a.is_cuda:
+        norms = {(len(of.a), of.a.shape[1], giver.weight.dtype) for giver, of, _ in fed if isinstance(giver, RMSNorm)}
+        prepare_low(norms, {len(of.a) for giver, of, _ in fed if isinstance(giver, SiluAndMul)})
+        launches = {each for plan in {plan for *_, plan in fed} for each in PLANS[plan].kernels()}
+        prepare_matmul([(tokens, launch) for tokens, launch in launches if tokens >= least], given=True)
+    return len(fed)
 
 
 def _can_feed(giver: Any, fed: Fed) -> bool:
-    if isinstance(giver, EarlySiluAndMul):
-        return can_feed_silu(fed)
-    return isinstance(giver, EarlyRMSNorm) and giver.weight.shape[0] == fed.a.shape[1] and can_feed_norm(fed)
+    columns, K = fed.a.shape
+    fits_norm = isinstance(giver, EarlyRMSNorm) and giver.weight.shape[0] == K <= MAX_COLUMNS
+    return can_make_low(K, columns) and (fits_norm or isinstance(giver, EarlySiluAndMul))
 
 
 def _descendant(layer: Any, name: str) -> Any:

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from verl_qerl.kernels.elementwise import add_rms_norm, can_silu, silu_mul
-from verl_qerl.kernels.elementwise_low import MAX_COLUMNS, add_rms_norm_low, can_make_low, silu_mul_low
+from verl_qerl.kernels.elementwise_low import add_rms_norm_low, silu_mul_low
 from verl_qerl.kernels.tiled_matmul import RANKS, can_fuse
 from verl_qerl.vllm_plugin.linear import tiled_tensors
+from verl_qerl.vllm_plugin.options import FUSED_ROWS
 from verl_qerl.vllm_plugin.plans import PLANS
 
-MAX_ROWS = 256  # of a decode batch; with more a launch is nothing beside the products
+BATCHES: dict[str, frozenset[int]] = {}  # sizes of those for which X A^T is made
 
 
 class Fed(NamedTuple):
@@ -22,25 +23,17 @@ class Fed(NamedTuple):
 
     Attributes:
         a: [L R, K] bf16, of its adapter, like all up to `none_active`; as in `kernels.lora`.
-        b: [N, R] bf16.
-        members: Of `kernels.lora.member_of_tile`.
         slots: [>= M] int64.
         none_active: One bool on the CPU.
         global_decode_scale: [1] float32.
-        plan: Key of its Plan.
-        resident: Whether it has a bf16 copy.
-        least: Rows from which X A^T is made for it.
+        batches: Key of BATCHES; constant, so that layers of one shape share their compiled code.
     """
 
     a: torch.Tensor
-    b: torch.Tensor
-    members: torch.Tensor
     slots: torch.Tensor
     none_active: torch.Tensor
     global_decode_scale: torch.Tensor
-    plan: str
-    resident: bool
-    least: int
+    batches: str
 
 
 def fed_linear(layer: Any, least: int) -> Fed | None:
@@ -48,27 +41,33 @@ def fed_linear(layer: Any, least: int) -> Fed | None:
 
     Args:
         layer: vLLM's.
-        least: As in `Fed`.
+        least: Rows from which X A^T is made for it.
     """
     base: Any = getattr(layer, "base_layer", None)
     if not hasattr(layer, "qerl_a") or not getattr(base, "qerl_plan", "") or layer.qerl_b.shape[1] not in RANKS:
         return None
     _, _, scale, dense = tiled_tensors(base)
-    slots = layer.punica_wrapper._token_lora_indices
-    adapter = (layer.qerl_a, layer.qerl_b, layer.qerl_members, slots, layer.qerl_none_active)
-    return Fed(*adapter, scale, base.qerl_plan, dense is not None, least)
+    batches = make_batches(base.qerl_plan, layer.qerl_a, layer.qerl_b, layer.qerl_members, dense is not None, least)
+    return Fed(layer.qerl_a, layer.punica_wrapper._token_lora_indices, layer.qerl_none_active, scale, batches)
 
 
-def can_feed_norm(fed: Fed) -> bool:
-    """Whether a norm can make X A^T of a linear's adapter."""
-    columns, K = fed.a.shape
-    return K <= MAX_COLUMNS and can_make_low(K, columns)
+def make_batches(plan: str, a: torch.Tensor, b: torch.Tensor, members: torch.Tensor, resident: bool, least: int) -> str:
+    """Key of the batches for which a linear takes X A^T, made on first use: as `tiled_ops` chooses its kernel.
 
-
-def can_feed_silu(fed: Fed) -> bool:
-    """Whether an activation can."""
-    columns, K = fed.a.shape
-    return can_make_low(K, columns)
+    Args:
+        plan: Key of its Plan.
+        a: As in `kernels.lora`, like all up to `members`.
+        b: As there.
+        members: As there.
+        resident: Whether it has a bf16 copy.
+        least: Rows of the smallest.
+    """
+    key = f"{plan} rank {b.shape[1]} of {len(a)} tiles {len(members)} resident {resident} from {least}"
+    if key not in BATCHES:
+        of = PLANS[plan]
+        rows = range(least, FUSED_ROWS + 1)
+        BATCHES[key] = frozenset(M for M in rows if of.is_tiled(M, resident) and can_fuse(a, b, members, of.launch(M)))
+    return key
 
 
 @torch.library.custom_op("verl_qerl::add_rms_norm_low", mutates_args=())
@@ -78,14 +77,10 @@ def norm_for_linear(
     weight: torch.Tensor,
     epsilon: float,
     a: torch.Tensor,
-    b: torch.Tensor,
-    members: torch.Tensor,
     slots: torch.Tensor,
     none_active: torch.Tensor,
     global_decode_scale: torch.Tensor,
-    plan: str,
-    resident: bool,
-    least: int,
+    batches: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`kernels.elementwise.add_rms_norm`, with X A^T for the linear that follows.
 
@@ -95,14 +90,10 @@ def norm_for_linear(
         weight: As there.
         epsilon: As there.
         a: As in `Fed`, like all that follow.
-        b: As there.
-        members: As there.
         slots: As there.
         none_active: As there.
         global_decode_scale: As there.
-        plan: As there.
-        resident: As there.
-        least: As there.
+        batches: As there.
 
     Returns:
         As `add_rms_norm`.
@@ -130,28 +121,20 @@ def _norm_fake(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]
 def silu_for_linear(
     x: torch.Tensor,
     a: torch.Tensor,
-    b: torch.Tensor,
-    members: torch.Tensor,
     slots: torch.Tensor,
     none_active: torch.Tensor,
     global_decode_scale: torch.Tensor,
-    plan: str,
-    resident: bool,
-    least: int,
+    batches: str,
 ) -> torch.Tensor:
     """`kernels.elementwise.silu_mul`, with X A^T for the linear that follows.
 
     Args:
         x: [M, 2 K] bf16.
         a: As in `Fed`, like all that follow.
-        b: As there.
-        members: As there.
         slots: As there.
         none_active: As there.
         global_decode_scale: As there.
-        plan: As there.
-        resident: As there.
-        least: As there.
+        batches: As there.
 
     Returns:
         As `silu_mul`.
@@ -173,8 +156,4 @@ def _silu_fake(x: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 def _makes_low(rows: int, fed: Fed) -> bool:
-    """Whether the linear will ask for it, as `tiled_ops` chooses."""
-    plan = PLANS[fed.plan]
-    if fed.none_active.item() or not fed.least <= rows <= MAX_ROWS or not plan.is_tiled(rows, fed.resident):
-        return False
-    return can_fuse(fed.a, fed.b, fed.members, plan.launch(rows))
+    return rows in BATCHES[fed.batches] and not fed.none_active.item()

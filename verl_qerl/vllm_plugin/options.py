@@ -8,6 +8,7 @@ from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.algos.options import read_options
 
 KEY = "verl_qerl"
+FUSED_ROWS = 256  # most of a batch for `fuse_shrink`: with more a launch is nothing beside the products
 _CHOICES = {
     "linear": ("auto", "stock"),
     "lora": ("single", "stock"),
@@ -71,10 +72,10 @@ class RolloutOptions:
                     f"not a switch: additional_config.{KEY}.{name}={getattr(self, name)!r}. Accepted are true and"
                     " false. Choose one of them."
                 )
-        if type(self.fuse_shrink) is not int or not 0 <= self.fuse_shrink <= 256:
+        if type(self.fuse_shrink) is not int or not 0 <= self.fuse_shrink <= FUSED_ROWS:
             raise ValueError(
                 f"out of range: additional_config.{KEY}.fuse_shrink={self.fuse_shrink!r}. Accepted are numbers of rows"
-                " from 1 to 256, and 0 for never. Choose one of them."
+                f" from 1 to {FUSED_ROWS}, and 0 for never. Choose one of them."
             )
 
 

@@ -65,8 +65,28 @@ class MXFP4ReferenceKernel(_Everywhere, MxFp4LinearKernel):
         return torch.nn.functional.linear(x, layer.weight, bias)
 
 
-class W8A8FP8Reference(CompressedTensorsScheme):
+class _W8A8:
+    """Weights per channel and activations per token, with sums in float32."""
+
+    form: ChannelFormat
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Keep the codes as float32, exactly."""
+        layer.weight = frozen(layer.weight.data.float())
+        layer.weight_scale = frozen(layer.weight_scale.data)
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """X W^T + bias; x [..., K], result [..., N] of x's dtype."""
+        codes, scale = self.form.quantize_rows(x.reshape(-1, x.shape[-1]))
+        y = codes.float() @ layer.weight.t() * (scale * layer.weight_scale.t())
+        y = y.to(x.dtype).view(*x.shape[:-1], -1)
+        return y if bias is None else y + bias
+
+
+class W8A8FP8Reference(_W8A8, CompressedTensorsScheme):
     """FP8 weights per channel and activations per token, as vLLM's GPU kernels compute, with sums in float32."""
+
+    form = FP8()
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -94,34 +114,11 @@ class W8A8FP8Reference(CompressedTensorsScheme):
             "weight_scale", ChannelQuantScaleParameter(data=scale, output_dim=0, weight_loader=weight_loader)
         )
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Keep the codes as float32, exactly."""
-        layer.weight = frozen(layer.weight.data.float())
-        layer.weight_scale = frozen(layer.weight_scale.data)
 
-    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """X W^T + bias; x [..., K], result [..., N] of x's dtype."""
-        return _w8a8_product(FP8(), layer, x, bias)
-
-
-class INT8ReferenceKernel(_Everywhere, Int8ScaledMMLinearKernel):
+class INT8ReferenceKernel(_Everywhere, _W8A8, Int8ScaledMMLinearKernel):
     """INT8 weights per channel and activations per token, with sums in float32."""
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Keep the codes as float32, exactly."""
-        layer.weight = frozen(layer.weight.data.float())
-        layer.weight_scale = frozen(layer.weight_scale.data)
-
-    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """X W^T + bias; x [..., K], result [..., N] of x's dtype."""
-        return _w8a8_product(INT8(), layer, x, bias)
-
-
-def _w8a8_product(form: ChannelFormat, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    codes, scale = form.quantize_rows(x.reshape(-1, x.shape[-1]))
-    y = codes.float() @ layer.weight.t() * (scale * layer.weight_scale.t())
-    y = y.to(x.dtype).view(*x.shape[:-1], -1)
-    return y if bias is None else y + bias
+    form = INT8()
 
 
 @functools.cache
