@@ -3,8 +3,8 @@
     python tests/bench/bench_layer.py --out tests/bench/results/<gpu>/layer.json [--models 7B 14B] [--rows 1 64 256]
 
 RMSNorm, qkv, rotation, o (of the rotated q, in the place of what attention makes of it), RMSNorm, gate and up, SiLU,
-down: layers of random weights, more than the L2 cache holds, in one CUDA graph. Each is timed without an adapter, with
-one, and with one of which norms and activation make X A^T (option fuse_shrink, here for every batch).
+down: layers of random weights, more than the L2 cache holds, in one CUDA graph. Each is timed with and without an
+adapter.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import torch
 
 from verl_qerl.kernels.elementwise import add_rms_norm, rotate, silu_mul
 from verl_qerl.kernels.lora import member_of_tile
-from verl_qerl.vllm_plugin.low_ops import Fed, make_batches, norm_for_linear, silu_for_linear
 from verl_qerl.vllm_plugin.plans import make_plan
 from verl_qerl.vllm_plugin.tiled_ops import linear_tiled, lora_linear_tiled
 
@@ -30,7 +29,7 @@ import bench_dequantize
 import rollout_arms
 import rollout_report
 
-ARMS = ("without", "with an adapter", "fuse_shrink")
+ARMS = {"without": False, "with an adapter": True}
 ROWS = (1, 16, 32, 48, 64, 96, 128, 192, 256)
 RANK, LAYERS, POSITIONS = 32, 8, 1024
 Tensors = dict[str, Any]
@@ -67,34 +66,22 @@ def make_layer(shape: rollout_arms.Shape, gpu: str, device: str) -> Tensors:
 
 
 def run_layer(
-    shape: rollout_arms.Shape, layer: Tensors, arm: str, inputs: Tensors, x: torch.Tensor, residual: torch.Tensor
+    shape: rollout_arms.Shape, layer: Tensors, adapted: bool, inputs: Tensors, x: torch.Tensor, residual: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[rows, hidden] bf16, each: what the next layer takes."""
 
     def multiply(name: str, x: torch.Tensor) -> torch.Tensor:
         of = layer[name]
         weight = (x, of["words"], of["scale"], of["of_all"], None, None, of["plan"])
-        if arm == "without":
+        if not adapted:
             return linear_tiled(*weight)
         return lora_linear_tiled(*weight, *of["adapter"], inputs["slots"], inputs["none_active"])
 
-    def fed(name: str) -> Fed:
-        of = layer[name]
-        batches = make_batches(of["plan"], *of["adapter"], resident=False, least=1)
-        return Fed(of["adapter"][0], inputs["slots"], inputs["none_active"], of["of_all"], batches)
-
-    def normalize(name: str, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if arm == "fuse_shrink":
-            return norm_for_linear(x, residual, layer["norm"], 1e-6, *fed(name))
-        return add_rms_norm(x, residual, layer["norm"], 1e-6)
-
-    x, residual = normalize("qkv", x, residual)
+    x, residual = add_rms_norm(x, residual, layer["norm"], 1e-6)
     q, k, _ = multiply("qkv", x).split(parts(shape)["qkv"][1], 1)
     q, _ = rotate(q, k, inputs["positions"], inputs["table"], shape.head_dim)
-    x, residual = normalize("gate_up", multiply("o", q), residual)
-    wide = multiply("gate_up", x)
-    x = silu_for_linear(wide, *fed("down")) if arm == "fuse_shrink" else silu_mul(wide)
-    return multiply("down", x), residual
+    x, residual = add_rms_norm(multiply("o", q), residual, layer["norm"], 1e-6)
+    return multiply("down", silu_mul(multiply("gate_up", x))), residual
 
 
 def make_inputs(shape: rollout_arms.Shape, rows: int, device: str) -> Tensors:
@@ -108,11 +95,11 @@ def make_inputs(shape: rollout_arms.Shape, rows: int, device: str) -> Tensors:
     }
 
 
-def run_layers(shape: rollout_arms.Shape, layers: Sequence[Tensors], arm: str, inputs: Tensors) -> torch.Tensor:
+def run_layers(shape: rollout_arms.Shape, layers: Sequence[Tensors], adapted: bool, inputs: Tensors) -> torch.Tensor:
     """One after the other."""
     x = residual = inputs["x"]
     for layer in layers:
-        x, residual = run_layer(shape, layer, arm, inputs, x, residual)
+        x, residual = run_layer(shape, layer, adapted, inputs, x, residual)
     return x
 
 
@@ -123,10 +110,10 @@ def measure(
     for model in models:
         shape = rollout_arms.SHAPES[model]
         layers = [make_layer(shape, gpu, device) for _ in range(LAYERS)]  # plans compile their kernels
-        for arm in ARMS:
+        for arm, adapted in ARMS.items():
             for batch in rows:
                 inputs = make_inputs(shape, batch, device)
-                us = statistics.median(timer([functools.partial(run_layers, shape, layers, arm, inputs)]))
+                us = statistics.median(timer([functools.partial(run_layers, shape, layers, adapted, inputs)]))
                 yield {"model": model, "rows": batch, "arm": arm, "us": round(us / LAYERS * 1e6, 2)}
                 print(f"{model} {batch:4} rows  {us / LAYERS * 1e6:8.2f} us  {arm}", flush=True)
         del layers

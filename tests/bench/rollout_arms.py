@@ -70,10 +70,6 @@ VARIANTS = {
     name: dataclasses.replace(ARMS["nvfp4_lora_ours"], options={**ours(), "attention_config": options})
     for name, options in ATTENTION.items()
 }
-VARIANTS |= {
-    f"nvfp4_lora_ours_fuse_shrink_{rows}": Arm(ours(fuse_shrink=rows), packed=True, linear_bytes=0.5625)
-    for rows in (33, 65)
-}
 ARMS |= VARIANTS
 
 

@@ -104,7 +104,7 @@ def _tests(name: str, folders: str) -> Job:
     return Job(name, f"what pytest marks with gpu: {folders}", command, 60, gpus=0, small=True)
 
 
-_OURS_AND_STOCK = "nvfp4_lora_ours bf16_lora_stock nvfp4_lora_ours_fuse_shrink_33"
+_OURS_AND_STOCK = "nvfp4_lora_ours bf16_lora_stock"
 _ARMS = f"{_OURS_AND_STOCK} bf16_lora_ours nvfp4_lora_stock fp8_lora_stock"
 _ATTENTION = " ".join(("nvfp4_lora_ours", *rollout_arms.ATTENTION))
 _NVFP4 = f"+rollout=nvfp4 {_LORA}"

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from verl_qerl.kernels import elementwise, elementwise_low, launch, low_rank, tiled_matmul
+from verl_qerl.kernels import elementwise, launch, low_rank, tiled_matmul
 from verl_qerl.testing import load_beside
 
 translate = load_beside(__file__, "cuda_to_cpp").translate
@@ -141,7 +141,7 @@ class Emulator:
         monkeypatch.setattr(launch, "_driver", lambda: self)
         monkeypatch.setattr(tiled_matmul, "_multiprocessors", lambda device: self.multiprocessors)
         launch._encode.cache_clear()
-        for module in (elementwise, elementwise_low, low_rank, tiled_matmul):
+        for module in (elementwise, low_rank, tiled_matmul):
             for made in vars(module).values():
                 if hasattr(made, "cache_clear") and getattr(made, "__module__", "") == module.__name__:
                     made.cache_clear()

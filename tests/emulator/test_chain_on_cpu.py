@@ -5,9 +5,8 @@ import functools
 import pytest
 import torch
 
-from verl_qerl.kernels import elementwise, elementwise_low
+from verl_qerl.kernels import elementwise
 from verl_qerl.kernels import launch as launch_module
-from verl_qerl.kernels import tiled_matmul as tiled_matmul_module
 from verl_qerl.kernels.launch import Kernel, read_source
 from verl_qerl.kernels.tiled_launch import STREAM, Launch
 from verl_qerl.kernels.tiled_matmul import tiled_matmul
@@ -45,24 +44,13 @@ def forward(gpu, linear, adapter, monkeypatch):
         return out
 
     def multiply(pool, launch, adapted, x, name):
-        made = elementwise_low._made
         with pool.scratch() as kept:
             kept.append(tiled_matmul(x, *weights[name], adapter=adapters[name] if adapted else None, launch=launch))
-        if made is not None:
-            pool.give(made.low)
         return kept[0]
 
-    def feeds(name):  # the adapter of a linear, as who makes its x takes it
-        return adapters[name].a, adapters[name].slots, weights[name][2]
-
-    def normalize(low, x, residual, name):
-        if low:
-            return elementwise_low.add_rms_norm_low(x, residual, norm, 1e-6, *feeds(name))
-        return elementwise._launch_norm(x, residual, norm, 1e-6)
-
-    def layer(pool, launch, adapted, low, x, residual, positions):
+    def layer(pool, launch, adapted, x, residual, positions):
         product = functools.partial(multiply, pool, launch, adapted)
-        y, total = normalize(low, x, residual, "qkv")
+        y, total = elementwise._launch_norm(x, residual, norm, 1e-6)
         pool.give(x, residual)
         qkv = product(y, "qkv")
         pool.give(y)
@@ -73,17 +61,17 @@ def forward(gpu, linear, adapter, monkeypatch):
         pool.give(*turned)
         x = product(attended, "o")
         pool.give(attended)
-        y, residual = normalize(low, x, total, "up")
+        y, residual = elementwise._launch_norm(x, total, norm, 1e-6)
         pool.give(x, total)
         wide = product(y, "up")
         pool.give(y)
-        act = elementwise_low.silu_mul_low(wide, *feeds("down")) if low else elementwise._silu_mul_cuda(wide)
+        act = elementwise._silu_mul_cuda(wide)
         pool.give(wide)
         x = product(act, "down")
         pool.give(act)
         return x, residual
 
-    def run(rows, launch, early=True, seed=0, adapted=True, low=False):
+    def run(rows, launch, early=True, seed=0, adapted=True):
         pool = Pool()
         tensors = (
             torch.linspace(-2, 2, rows * HIDDEN).view(rows, HIDDEN).bfloat16(),
@@ -100,7 +88,7 @@ def forward(gpu, linear, adapter, monkeypatch):
             gpu.seed = seed
             with gpu.graph():
                 for _ in range(LAYERS):
-                    tensors = layer(pool, launch, adapted, low, *tensors, positions)
+                    tensors = layer(pool, launch, adapted, *tensors, positions)
         return torch.stack(tensors)
 
     return run
@@ -126,44 +114,21 @@ def test_a_graph_gives_the_bits_of_kernels_one_after_the_other(forward, gpu, mon
         assert torch.equal(expected, forward(rows, launch, seed=seed))
 
 
-@pytest.mark.parametrize(
-    ("rows", "launch"),
-    [(3, Launch(2, 1, 4, 2)), (40, Launch(2, 2, STREAM, 1)), (70, Launch(1, 1, 2, 2)), (200, Launch(1, 2, STREAM, 1))],
-    ids=str,
-)
-def test_low_made_by_norm_and_activation(forward, gpu, monkeypatch, rows, launch):
-    plain, launches = forward(rows, launch, early=False), []
-    real = tiled_matmul_module.low_rank
-    monkeypatch.setattr(tiled_matmul_module, "low_rank", lambda x, *rest: launches.append(x.shape) or real(x, *rest))
-    expected = forward(rows, launch, early=False, low=True)
-    assert launches == [(rows, HIDDEN)] * LAYERS * (rows > 64)  # of o, which neither feeds
-    assert (expected.float() - plain.float()).norm() < 5e-3 * plain.float().norm()  # sums in another order
-    for seed, multiprocessors in enumerate([4, 16, 40]):
-        if launch.split != STREAM:
-            monkeypatch.setattr(gpu, "multiprocessors", multiprocessors)
-        assert torch.equal(expected, forward(rows, launch, seed=seed, low=True))
-
-
 AWAIT = "await_inputs();\n"
-# Without an adapter, whose counters two linears at the same time would leave in a state that has no end.
-FEW = {"rows": 3, "launch": Launch(2, 1, 4, 2), "adapted": False}
-LOW = {"rows": 70, "launch": Launch(1, 1, 2, 2), "low": True}
 EARLY = {
-    "x": (FEW, 16, "      await_inputs();\n      for (int at_step", "      for (int at_step"),
-    "norm": (FEW, 16, f"  {AWAIT}  uint4 loaded", "  uint4 loaded"),
-    "rotation": (FEW, 16, f"  {AWAIT}  for (int head", "  for (int head"),
-    "activation": (FEW, 16, f"  {AWAIT}  const int at = blockIdx", "  const int at = blockIdx"),
-    "norm that makes low": (LOW, 40, f"  prefetch_a(a, part, K);\n  {AWAIT}  uint4 loaded", "  uint4 loaded"),
-    "activation that makes low": (LOW, 40, f"  prefetch_a(a, part, K);\n  {AWAIT}#pragma", "#pragma"),
+    "x": ("      await_inputs();\n      for (int at_step", "      for (int at_step"),
+    "norm": (f"  {AWAIT}  uint4 loaded", "  uint4 loaded"),
+    "rotation": (f"  {AWAIT}  for (int head", "  for (int head"),
+    "activation": (f"  {AWAIT}  const int at = blockIdx", "  const int at = blockIdx"),
 }
 
 
 @pytest.mark.parametrize("change", EARLY)
 def test_an_input_read_too_early_is_seen(forward, mutate, monkeypatch, gpu, change):
-    options, multiprocessors, *change = EARLY[change]
-    forward = functools.partial(forward, **options)
+    """Without an adapter, whose counters two linears at the same time would leave in a state that has no end."""
+    forward = functools.partial(forward, 3, Launch(2, 1, 4, 2), adapted=False)
     expected = forward(early=False)
-    mutate(tuple(change))
-    monkeypatch.setattr(gpu, "multiprocessors", multiprocessors)
+    mutate(EARLY[change])
+    monkeypatch.setattr(gpu, "multiprocessors", 16)
     assert any(not torch.equal(expected, forward(seed=seed)) for seed in range(6))
     assert all(mutate.found.values())

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from verl_qerl.kernels import elementwise_low
 from verl_qerl.kernels.low_rank import low_rank
 from verl_qerl.kernels.tiled_launch import STREAM, TOKENS, Launch, padded_rows
 from verl_qerl.kernels.tiled_matmul import can_fuse, tiled_matmul
@@ -46,22 +45,6 @@ def test_the_product_and_the_adapter(gpu, linear, adapter, on_gpu, rows, launch,
         assert (error <= 2**-8 * expected.abs() + 1e-5 * expected.abs().max()).all()
     else:
         on_gpu.assert_adapted(outs[0], x, expected, its, slices)
-    assert all(torch.equal(outs[0], out) for out in outs)
-    on_gpu.assert_flags_are_left_at_zero(torch.device("cpu"))
-
-
-@pytest.mark.parametrize(("rows", "launch", "K", "slices", "rank"), [case for case in CASES if case[-1]], ids=str)
-def test_an_adapter_whose_low_somebody_else_has_made(gpu, linear, adapter, on_gpu, rows, launch, K, slices, rank):
-    """By a kernel that does not make it itself, for few rows too."""
-    tensors, dense = linear(K, slices)
-    x = torch.randn(rows, K, generator=torch.Generator().manual_seed(rows)).bfloat16()
-    its = adapter(K, slices, rank, rows)
-    outs = []
-    for _ in range(3):
-        elementwise_low._keep(x, its.a, low_rank(x, its.a, its.slots, tensors[2]))
-        outs.append(tiled_matmul(x, *tensors, None, its, launch))
-        assert elementwise_low._made is None
-    on_gpu.assert_adapted(outs[0], x, x.double() @ dense.T, its, slices)
     assert all(torch.equal(outs[0], out) for out in outs)
     on_gpu.assert_flags_are_left_at_zero(torch.device("cpu"))
 

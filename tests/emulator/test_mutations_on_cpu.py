@@ -35,7 +35,7 @@ CHANGES = {
         Launch(2, 1, 2, 2),
         60,
         64,
-        [("if (threadIdx.x % 128 == 0) await_count(low_done, low_tasks);", "")],
+        [("if (thread == 0) await_count(low_done, low_tasks);", "")],
     ),
     "the same in a stream": (
         Launch(2, 1, STREAM, 2),

@@ -1,4 +1,4 @@
-"""The tiled layout on a GPU: decoded bit for bit, and the one that humming itself prepares."""
+"""The tiled layout on a GPU: decoded bit for bit."""
 
 import pytest
 import torch
@@ -29,23 +29,3 @@ def test_decodes_rows_in_place(start, end):
     words, scale, decode_scale = tile(weight)
     out = dequantize_tiled(words[:, 2 * start : 2 * end], scale[:, start:end], decode_scale)
     assert torch.equal(out, reference.dequantize(weight, torch.bfloat16)[start:end])
-
-
-@pytest.mark.parametrize("shape", [(256, 128), (4608, 3584)], ids=str)
-def test_is_the_layout_that_humming_prepares(shape):
-    pytest.importorskip("humming")
-    from humming import dtypes
-    from humming.utils.weight import prepare_humming_weight, prepare_humming_weight_scale
-
-    weight = random_packed_weight(*shape, device="cuda")
-    words, scale, _ = tile(weight)
-    prepared = prepare_humming_weight(
-        weight=weight.codes.view(torch.int32),
-        b_dtype=dtypes.float4e2m1,
-        a_dtype=dtypes.bfloat16,
-        use_wgmma=True,
-        packed=True,
-    )
-    assert torch.equal(words, prepared)
-    prepared_scale = prepare_humming_weight_scale(weight.block_scale.view(torch.uint8))
-    assert torch.equal(scale, prepared_scale)

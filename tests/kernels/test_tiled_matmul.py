@@ -120,7 +120,8 @@ def assert_adapted(out: torch.Tensor, x: torch.Tensor, base: torch.Tensor, adapt
     slack = torch.cat([part.abs() @ rows_of_b.abs().T for part, rows_of_b in pairs], 1)
     expected = base + added
     error = (out.double() - expected).abs()
-    assert (error <= 2**-8 * (expected.abs() + slack) + 1e-5 * expected.abs().max()).all(), error.max()
+    # A neighbour in bf16 is up to 2**-7 away, which counts where one of the rank is nearly all that is added.
+    assert (error <= 2**-8 * expected.abs() + 2**-7 * slack + 1e-5 * expected.abs().max()).all(), error.max()
     assert_rms(out, expected)
     assert added[0].any()
     assert not added[1::2].any()

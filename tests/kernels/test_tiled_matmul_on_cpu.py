@@ -35,15 +35,13 @@ def test_takes_known_ranks_and_members_of_whole_warpgroups(slices, rank, pieces,
     assert tiled_matmul.can_fuse(a, b, member_of_tile(slices, "cpu"), launch) is expected
 
 
-@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize(("tokens", "split"), KERNELS)
-def test_the_ring_fits_with_the_widest_adapter(tokens, split, given):
-    given = given or tokens > 64
+def test_the_ring_fits_with_the_widest_adapter(tokens, split):
     for pieces, groups, blocks in SHAPES[tokens]:
         for rank in (0, *RANKS):
             launch = Launch(pieces, groups, split, blocks)
-            stages, shared_bytes = tiled_matmul.ring(tokens, 18944, rank, launch, given)
-            static = tiled_matmul.low_static_bytes(tokens, given)
+            stages, shared_bytes = tiled_matmul.ring(tokens, 18944, rank, launch)
+            static = tiled_matmul.low_static_bytes(tokens)
             assert stages >= 3  # the one that is read, the one before, whose products run, and one to fill
             assert shared_bytes <= BLOCK_BYTES - static
             if rank == 0:
@@ -99,7 +97,7 @@ def launched(monkeypatch):
     found = []
 
     def record(tokens, launch, x, weight, y, bias, adapter, low):
-        found.append((tokens, len(x), len(y), None if low is None else len(low), adapter and len(adapter.slots)))
+        found.append((tokens, len(x), len(y), len(low), adapter and len(adapter.slots)))
 
     monkeypatch.setattr(tiled_matmul, "_launch", record)
     monkeypatch.setattr(tiled_matmul, "tensor_map", lambda *_: None)
@@ -124,7 +122,7 @@ def test_any_number_of_rows_is_one_launch(rows, tokens, split, adapted, launched
     )
     assert padded_rows(rows) == tokens
     at_a_time = tokens // 2 if split != STREAM and tokens > 128 else tokens
-    assert launched == [(at_a_time, rows, rows, rows if adapted and rows > 64 else None, adapter and rows + 3)]
+    assert launched == [(at_a_time, rows, rows, rows, adapter and rows + 3)]
 
 
 def test_no_rows_are_no_launch(launched):
@@ -134,11 +132,8 @@ def test_no_rows_are_no_launch(launched):
     assert not launched
 
 
-@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize(("tokens", "split"), [each for each in KERNELS if each[0] in (16, 64, 128, 192, 256)])
-def test_the_source_compiles_without_waiting_for_each_product(tokens, split, given, compile_cuda):
-    if not given and tokens > 64:
-        pytest.skip("X A^T has a launch of its own")
+def test_the_source_compiles_without_waiting_for_each_product(tokens, split, compile_cuda):
     pieces, groups, blocks = max(SHAPES[tokens], key=lambda shape: shape[0] * shape[1])
-    said = compile_cuda(tiled_matmul.source(tokens, Launch(pieces, groups, split, blocks), given))
+    said = compile_cuda(tiled_matmul.source(tokens, Launch(pieces, groups, split, blocks)))
     assert "serialized" not in said

@@ -9,6 +9,8 @@ from verl_qerl.nvfp4.format import PackedWeight
 from verl_qerl.testing import random_packed_weight
 
 MODULE = "verl_qerl.kernels.tiled"
+# Of sign, exponent, exponent and mantissa in half a word, for each of its four codes.
+BITS = torch.tensor([(15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (13, 11, 10, 14)], dtype=torch.int32)
 SHAPES = [(64, 16), (64, 128), (128, 144), (192, 272)]  # a program decodes 8 blocks of 16: below, at and above it
 
 
@@ -25,9 +27,10 @@ def test_every_code_and_scale_is_where_the_formula_says():
     words, scale, decode_scale = tile(weight)
     n, k = torch.meshgrid(torch.arange(128), torch.arange(48), indexing="ij")
     word = words[k // 16, n // 64 * 128 + (n % 8 * 4 + k % 8 // 2) * 4 + n % 64 // 16]
-    nibble = k % 2 * 4 + k % 16 // 8 * 2 + n % 16 // 8
+    half, code = word >> (k % 2 * 16), k % 16 // 8 * 2 + n % 16 // 8
     codes = torch.stack((weight.codes & 15, weight.codes >> 4), dim=-1).view(128, 48)
-    assert torch.equal(word >> (4 * nibble) & 15, codes.int())
+    found = sum((half >> BITS[code, bit] & 1) << (3 - bit) for bit in range(4))
+    assert torch.equal(found, codes.int())
     found = scale[k // 16, n // 64 * 64 + n % 8 * 8 + n % 64 // 8]
     assert torch.equal(found, weight.block_scale.view(torch.uint8).repeat_interleave(16, 1))
     assert torch.equal(decode_scale, weight.global_decode_scale.reshape(1))

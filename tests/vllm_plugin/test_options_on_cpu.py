@@ -30,18 +30,13 @@ def test_options_are_read():
     [
         (
             {"linears": "auto"},
-            r"unknown option additional_config\.verl_qerl\.linears='auto'.*sampler, early_starts, fuse_shrink, res",
+            r"unknown option additional_config\.verl_qerl\.linears='auto'.*sampler, early_starts, resident",
         ),
         ({"linear": "fast"}, r"additional_config\.verl_qerl\.linear='fast'.*auto, stock"),
         ({"lora": None}, r"additional_config\.verl_qerl\.lora=None.*single, stock"),
         ({"lm_head": "FP8"}, r"additional_config\.verl_qerl\.lm_head='FP8'.*bf16, fp8"),
         ({"sampler": "fast"}, r"additional_config\.verl_qerl\.sampler='fast'.*auto, fused, stock"),
         ({"early_starts": 0}, r"additional_config\.verl_qerl\.early_starts=0.*true and false"),
-        (
-            {"fuse_shrink": True},
-            r"additional_config\.verl_qerl\.fuse_shrink=True\. Accepted are numbers of rows from 1",
-        ),
-        ({"fuse_shrink": 257}, r"additional_config\.verl_qerl\.fuse_shrink=257\. Accepted are numbers of rows from 1"),
         ({"resident": "yes"}, r"additional_config\.verl_qerl\.resident='yes'.*true and false"),
         ({"keep_base_resident": 1}, r"additional_config\.verl_qerl\.keep_base_resident=1.*true and false"),
         ({"train_norms": 1}, r"additional_config\.verl_qerl\.train_norms=1.*true and false"),

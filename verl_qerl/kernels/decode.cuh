@@ -8,11 +8,13 @@
 typedef unsigned int u32;
 typedef unsigned short u16;
 
-// Factors as arguments of the kernel: a product runs beside the masks, shifts by a constant would compete with them.
+// Factors as arguments of the kernel: a product runs beside the masks, shifts by a constant would compete with them. There
+// are as few masks as the layout of kernels/tiled.py allows: they, not memory, are what few rows wait for.
 struct Factors {
-  u32 scale;  // 2^4
-  u32 even;   // 2^12 + 2^6: sign of a nibble at bits 3..0 to bit 15, its other bits to 8..6
-  u32 odd;    // 2^8 + 2^2: the same from bits 7..4
+  u32 scale;   // 2^4
+  u32 second;  // 2^3: so far right of their place the second codes of a word lie
+  u32 third;   // 2^6
+  u32 fourth;  // 2^10 + 2^5 + 1: bits 6, 5, 3 and 2 to 6, 15, 8 and 7, without a carry
 };
 
 __device__ __forceinline__ u32 multiply(u32 a, u32 b) {
@@ -21,20 +23,19 @@ __device__ __forceinline__ u32 multiply(u32 a, u32 b) {
   return out;
 }
 
-// bf16x2 of the codes that `mask` selects in each half, times 2^-126.
-__device__ __forceinline__ u32 code(u32 word, u32 mask, u32 factor) { return ((word & mask) * factor) & 0x81C081C0u; }
-
-// bytes: block scales in E4M3, of rows r and r + 8 in the low half (which = 0) or the high half (which = 1).
+// The four pairs of a word, times 2^-126, are what `mask` selects: sign in bit 15 of each half, exponent and mantissa in
+// bits 8..6. bytes: block scales in E4M3, of rows r and r + 8 in the low half (which = 0) or the high half (which = 1).
 __device__ __forceinline__ void decode(u32 word, u32 bytes, int which, const Factors& f, u32 (&a)[4]) {
+  const u32 mask = 0x81C081C0u;
   u32 pair = __byte_perm(bytes, 0, which ? 0x4342 : 0x4140) * f.scale + 0x77007700u;
-  u32 scale, scale_8, right = word >> 8;
+  u32 scale, scale_8;
   asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; mov.b32 %0, {low, low}; mov.b32 %1, {high, high};}"
       : "=r"(scale), "=r"(scale_8)
       : "r"(pair));
-  a[0] = multiply(code(word, 0x000F000Fu, f.even), scale);
-  a[1] = multiply(code(word, 0x00F000F0u, f.odd), scale_8);
-  a[2] = multiply(code(right, 0x000F000Fu, f.even), scale);
-  a[3] = multiply(code(right, 0x00F000F0u, f.odd), scale_8);
+  a[0] = multiply(word & mask, scale);
+  a[1] = multiply((word & mask >> 3) * f.second, scale_8);
+  a[2] = multiply((word & mask >> 6) * f.third, scale);
+  a[3] = multiply(((word >> 8 & 0x006C006Cu) * f.fourth) & mask, scale_8);
 }
 
 __device__ __forceinline__ u16 to_bf16(float value) {
@@ -44,9 +45,6 @@ __device__ __forceinline__ u16 to_bf16(float value) {
 }
 
 __device__ __forceinline__ float from_bf16(u32 bits) { return __uint_as_float(bits << 16); }
-
-// Of low = x a^T: rounded where PEFT rounds, and over what the sums are multiplied by at the end; that factor is exact.
-__device__ __forceinline__ u16 round_low(float sum, float over) { return to_bf16(from_bf16(to_bf16(sum)) * over); }
 
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");

@@ -3,9 +3,23 @@
 //
 // Compiled for THREADS, CHUNKS (8 columns each, of a thread's part of a row) and WIDE (a weight in float32).
 
+__device__ __forceinline__ void unpack(const uint4& packed, float (&to)[8]) {
+  const u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+  for (int i = 0; i < 8; i++) to[i] = from_bf16(i % 2 ? words[i / 2] >> 16 : words[i / 2] & 0xFFFF);
+}
+
+__device__ __forceinline__ uint4 pack(const float (&from)[8]) {
+  u32 words[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) words[i] = to_bf16(from[i * 2]) | (u32)to_bf16(from[i * 2 + 1]) << 16;
+  return {words[0], words[1], words[2], words[3]};
+}
+
 __device__ __forceinline__ float add_up(float value) {
   __shared__ float partial[THREADS / 32];
-  value = add_up_warp(value);
+#pragma unroll
+  for (int i = 16; i > 0; i /= 2) value += __shfl_xor_sync(~0u, value, i);
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
   __syncthreads();
   float total = 0;
@@ -39,25 +53,52 @@ rms_norm(const uint4* x, const uint4* residual, const uint4* weight, uint4* y, u
   }
   float values[CHUNKS][8], squares = 0;
 #pragma unroll
-  for (int c = 0; c < CHUNKS; c++) add_rows(loaded[c], added[c], values[c], squares);
+  for (int c = 0; c < CHUNKS; c++) {
+    float other[8];
+    unpack(loaded[c], values[c]);
+    unpack(added[c], other);
+#pragma unroll
+    for (int i = 0; i < 8; i++) values[c][i] += other[i], squares += values[c][i] * values[c][i];
+  }
   const float scale = rsqrtf(add_up(squares) / columns + epsilon);
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++) {
     const int at = threadIdx.x + c * THREADS;
     if (at >= chunks) break;
     if (adds) sum[row + at] = pack(values[c]);
-    y[row + at] = normalize(values[c], factors[c], scale);
+#pragma unroll
+    for (int i = 0; i < 8; i++) values[c][i] *= scale;
+#if WIDE
+    const float* factor = reinterpret_cast<const float*>(factors[c]);
+#else
+    // Rounded before the product, as transformers does: it is what the actor computes.
+    unpack(pack(values[c]), values[c]);
+    float factor[8];
+    unpack(factors[c][0], factor);
+#endif
+#pragma unroll
+    for (int i = 0; i < 8; i++) values[c][i] *= factor[i];
+    y[row + at] = pack(values[c]);
   }
 }
 
-// y = silu(left half of a row of x) times its right half.
+// y = silu(left half of a row of x) times its right half; silu is rounded before the product, as in eager torch.
 extern "C" __global__ void __launch_bounds__(THREADS) silu_mul(const uint4* x, uint4* y, int chunks, int count) {
   start_next();
   await_inputs();
   const int at = blockIdx.x * THREADS + threadIdx.x;
   if (at >= count) return;
   const uint4* left = x + (size_t)at + at / chunks * chunks;
-  y[at] = activate(__ldcg(left), __ldcg(left + chunks));
+  const uint4 packed[2] = {__ldcg(left), __ldcg(left + chunks)};
+  float gate[8], up[8];
+  unpack(packed[0], gate);
+  unpack(packed[1], up);
+#pragma unroll
+  for (int i = 0; i < 8; i++) gate[i] = __fdividef(gate[i], 1.0f + __expf(-gate[i]));
+  unpack(pack(gate), gate);
+#pragma unroll
+  for (int i = 0; i < 8; i++) gate[i] *= up[i];
+  y[at] = pack(gate);
 }
 
 // Both halves of 8 pairs: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), each product and sum rounded, as in eager torch.

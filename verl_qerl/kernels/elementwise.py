@@ -18,7 +18,7 @@ _THREADS, _MANY_THREADS = 256, 512  # most of a block for a row
 _CHUNKS = 4  # most of a thread before a block takes many threads
 _SILU_THREADS = 128
 _ROTARY_THREADS = 256
-_FILES = ("decode.cuh", "grid.cuh", "elementwise.cuh", "elementwise.cu")
+_FILES = ("decode.cuh", "grid.cuh", "elementwise.cu")
 
 
 def can_normalize(weight: torch.Tensor) -> bool:

@@ -31,7 +31,7 @@ low_rank(const uint4* x, const uint4* __restrict__ a, const float* __restrict__ 
   float sum[TILES][4] = {};
 #pragma unroll 4
   for (int chunk = first; chunk < K / 32; chunk += CLUSTER * WARPS) {
-    multiply_chunk(sum, __ldcg(x_low + chunk * 4), __ldcg(x_high + chunk * 4), a_row, chunk);
+    multiply_chunk(sum, x_low, x_high, a_row, chunk);
   }
 #pragma unroll
   for (int i = 0; i < TILES * 4; i++) {
@@ -51,7 +51,8 @@ low_rank(const uint4* x, const uint4* __restrict__ a, const float* __restrict__ 
     const int m = token + i / (8 * TILES), n = column + i % (8 * TILES);
     float added = 0;
     for (int r = 0; r < CLUSTER; r++) added += load_of_rank(total + i, r);
-    if (m < M && n < columns) low[(size_t)m * columns + n] = slots[m] < 0 ? 0 : round_low(added, over);
+    // Rounded where PEFT rounds; the factor is exact.
+    if (m < M && n < columns) low[(size_t)m * columns + n] = slots[m] < 0 ? 0 : to_bf16(from_bf16(to_bf16(added)) * over);
   }
   cluster_sync();  // no block leaves while another still reads its memory
 }

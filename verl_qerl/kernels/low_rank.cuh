@@ -2,19 +2,18 @@
 // for rows without the adapter.
 //
 // With few rows warps beside those that multiply by w make it meanwhile: it costs no launch. The first blocks of the grid
-// share the work: a task is 16 rows of x, 8 * LOW_TILES rows of a and a part of K. Its sums go through global memory, and
-// who adds the adapter waits for all tasks and adds their sums in a fixed order. With more rows a launch before
-// (low_rank.cu) takes less time; what it made, or the norm or activation that made x (elementwise_low.cu), is GIVEN and
-// goes through the ring.
+// share the work: a task is 16 rows of x, 8 * LOW_TILES rows of a and a part of K. Its sums go through global memory; in
+// blocks that add the adapter the same warps wait for all tasks and add their sums in a fixed order. With more rows it is
+// GIVEN by a launch before (low_rank.cu), which takes less time, and goes through the ring.
 
 #if !GIVEN
 
 #define LOW_TILE (16 * 8 * LOW_TILES)
 #define LOW_THREADS (LOW_WARPS * 32)
-#define LOW_GATHER (TOKENS < 32 ? 1 : 2)  // times 4 columns of low that a thread makes at once
+#define LOW_GATHER (TOKENS < 32 ? TOKENS / 8 : 4)  // times 4 columns of low that a thread makes at once
 
 // Macros are not expanded in a pragma. Loads under way: chunks of K in a task, parts of a sum.
-constexpr int AHEAD = LOW_AHEAD, PARTS = 8 / LOW_GATHER;
+constexpr int AHEAD = LOW_AHEAD, PARTS = (TOKENS < 32 ? 8 : 16) / LOW_GATHER;
 
 struct LowRank {
   const uint4 *x, *a;
@@ -30,11 +29,12 @@ __device__ __forceinline__ void add_to(float4& sum, const float4& next) {
   sum.x += next.x, sum.y += next.y, sum.z += next.z, sum.w += next.w;
 }
 
-__device__ __forceinline__ uint2 round_four(const float4& sum, float over) {
+// Four of low, rounded where PEFT rounds; the factor is exact.
+__device__ __forceinline__ uint2 round_low(const float4& sum, float factor) {
   const float four[4] = {sum.x, sum.y, sum.z, sum.w};
   u32 bits[4];
 #pragma unroll
-  for (int j = 0; j < 4; j++) bits[j] = round_low(four[j], over);
+  for (int j = 0; j < 4; j++) bits[j] = to_bf16(from_bf16(to_bf16(four[j])) * factor);
   return {bits[0] | bits[1] << 16, bits[2] | bits[3] << 16};
 }
 
@@ -60,7 +60,7 @@ __device__ __forceinline__ void do_task(const LowRank& r, float4* partial, int t
   float sum[LOW_TILES][4] = {};
 #pragma unroll AHEAD
   for (int chunk = part * LOW_WARPS + warp; chunk < r.K / 32; chunk += r.split * LOW_WARPS) {
-    multiply_chunk(sum, __ldcg(x_low + chunk * 4), __ldcg(x_high + chunk * 4), a_row, chunk);
+    multiply_chunk(sum, x_low, x_high, a_row, chunk);
   }
   float* own = reinterpret_cast<float*>(partial) + warp * LOW_TILE;
 #pragma unroll
@@ -114,20 +114,16 @@ __device__ __forceinline__ void leave_tasks(const LowRank& r) {
   if (atomicInc(reinterpret_cast<unsigned*>(r.done) + 1, gridDim.x - 1) == gridDim.x - 1) r.done[0] = 0;
 }
 
-__device__ __forceinline__ void join_group(int group) {
-  asm volatile("bar.sync %0, 128;" ::"r"(group + 3) : "memory");
-}
-
 // A member of low to shared memory, in the swizzle of x; it is 32 wide at least.
-__device__ __forceinline__ void gather_low(u32 to, const LowRank& r, float factor, int member, int thread, int threads) {
+__device__ __forceinline__ void gather_low(u32 to, const LowRank& r, float factor, int member, int thread) {
   const int chunks = max(r.rank / 4, 8), count = TOKENS * chunks;  // 4 columns each
 #pragma unroll 1
-  for (int from = thread; from < count; from += LOW_GATHER * threads) {
+  for (int from = thread; from < count; from += LOW_GATHER * LOW_THREADS) {
     float4 sum[LOW_GATHER] = {};
     const float4* at[LOW_GATHER];  // null where low is zero
 #pragma unroll
     for (int g = 0; g < LOW_GATHER; g++) {
-      const int i = from + g * threads, token = i / chunks, column = i % chunks * 4;
+      const int i = from + g * LOW_THREADS, token = i / chunks, column = i % chunks * 4;
       const bool there = i < count && token < r.M && column < r.rank && __ldg(r.slots + token) >= 0;
       const float* place = r.parts + (size_t)token * r.columns + member * r.rank + column;
       at[g] = there ? reinterpret_cast<const float4*>(place) : nullptr;
@@ -141,9 +137,9 @@ __device__ __forceinline__ void gather_low(u32 to, const LowRank& r, float facto
     }
 #pragma unroll
     for (int g = 0; g < LOW_GATHER; g++) {
-      const int i = from + g * threads, token = i / chunks, chunk = i % chunks;
+      const int i = from + g * LOW_THREADS, token = i / chunks, chunk = i % chunks;
       if (i >= count) break;
-      const uint2 four = round_four(sum[g], factor);
+      const uint2 four = round_low(sum[g], factor);
       const u32 place = to + chunk / 16 * X_BYTES + token * 128 + ((chunk / 2 % 8 ^ token % 8) << 4) + chunk % 2 * 8;
       asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(place), "r"(four.x), "r"(four.y) : "memory");
     }

@@ -6,11 +6,12 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], u32 a0, u32 a1, u32 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// sum += 16 rows of x, of which a lane has 8 columns of two that lie 8 apart, times 8 rows of each a, 32 of K. Which of 32
-// elements of K is which in a product does not matter while both operands agree: so a lane reads 16 bytes at a time.
+// sum += 16 rows of x times 8 rows of each a, 32 of K. Which of 32 elements of K is which in a product does not matter
+// while both operands agree: so a lane reads 16 bytes at a time. No __ldg for x, which is written while a kernel starts.
 template <int COUNT>
-__device__ __forceinline__ void multiply_chunk(float (&sum)[COUNT][4], const uint4& left, const uint4& right,
+__device__ __forceinline__ void multiply_chunk(float (&sum)[COUNT][4], const uint4* x, const uint4* x_8,
                                                const uint4* const (&a)[COUNT], int chunk) {
+  const uint4 left = __ldcg(x + chunk * 4), right = __ldcg(x_8 + chunk * 4);
 #pragma unroll
   for (int t = 0; t < COUNT; t++) {
     const uint4 other = __ldg(a[t] + chunk * 4);

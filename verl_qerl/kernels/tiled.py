@@ -1,12 +1,17 @@
 """The layout in which `kernels.tiled_matmul` reads an NVFP4 weight, and back to a dense matrix from it.
 
 A rollout holds one packed copy. Tensor cores want each 64 x 16 tile as the fragments of their instruction; large
-batches want a dense matrix for cuBLAS, made from the same bytes. It is the layout of humming (0.1.6: utils/weight.py),
-on which vLLM depends.
+batches want a dense matrix for cuBLAS, made from the same bytes. Words and scales lie as those of humming do (0.1.6:
+utils/weight.py), on which vLLM depends:
 
     tile (k // 16, n // 64), lane (n % 8) * 4 + (k % 8) // 2, word (n % 64) // 16
-    nibble (k % 2) * 4 + (k % 16) // 8 * 2 + (n % 16) // 8 of that 32-bit word
+    half k % 2 of that 32-bit word, code (k % 16) // 8 * 2 + (n % 16) // 8 of that half
     block scale of (n, k // 16) at [k // 16, n // 64 * 64 + n % 8 * 8 + n % 64 // 8]
+
+Bits of a code (sign, two of the exponent, one of the mantissa) lie where a mask and a shift make a bf16 of them, the
+fourth of a half where the others leave room; nibbles would take a mask more each:
+
+    code 0: 15, 8, 7, 6    code 1: 12, 5, 4, 3    code 2: 9, 2, 1, 0    code 3: 13, 11, 10, 14
 """
 
 from typing import Any
@@ -21,6 +26,8 @@ from verl_qerl.nvfp4.format import PackedWeight
 Tiles = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # words, scale and global_decode_scale, as `tile` makes them
 
 ROWS, COLUMNS = 64, 16  # of a tile
+_CODES = 4  # of half a word
+_PLACES = [(half, code) for half in range(2) for code in range(_CODES)]
 _DEPTH, _WARPS = 8, 4  # tiles along K that a program decodes
 
 
@@ -37,9 +44,10 @@ def tile(weight: PackedWeight) -> Tiles:
     codes = torch.stack((weight.codes & 15, weight.codes >> 4), dim=-1)
     # n = (tile, word, half, lane row), k = (tile, half, lane column, parity)
     codes = codes.view(N // ROWS, 4, 2, 8, K // COLUMNS, 2, 4, 2).permute(4, 0, 3, 6, 1, 7, 5, 2)
-    codes = codes.reshape(K // COLUMNS, N * 2, 4, 2)
-    pairs = codes[..., 0] | codes[..., 1] << 4
-    words = pairs.contiguous().view(torch.int32).view(K // COLUMNS, N * 2)
+    codes = codes.reshape(K // COLUMNS, N * 2, 2, _CODES)
+    words = torch.zeros((K // COLUMNS, N * 2), dtype=torch.int32, device=codes.device)
+    for half, code in _PLACES:
+        words |= _spread(codes[:, :, half, code], code) << (16 * half)
     scale = weight.block_scale.view(torch.uint8).T.reshape(K // COLUMNS, N // ROWS, 8, 8).transpose(2, 3)
     return words, scale.reshape(K // COLUMNS, N).contiguous(), weight.global_decode_scale.reshape(1)
 
@@ -47,12 +55,29 @@ def tile(weight: PackedWeight) -> Tiles:
 def untile(words: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor) -> PackedWeight:
     """The inverse of `tile`; shapes as there."""
     num_blocks, N = scale.shape
-    nibbles = words.view(torch.uint8).view(num_blocks, N * 2, 4)
-    codes = torch.stack((nibbles & 15, nibbles >> 4), dim=-1).view(num_blocks, N // ROWS, 8, 4, 4, 2, 2, 2)
+    codes = torch.stack([_gather(words >> (16 * half), code) for half, code in _PLACES], dim=-1)
+    codes = codes.view(num_blocks, N // ROWS, 8, 4, 4, 2, 2, 2)
     codes = codes.permute(1, 4, 7, 2, 0, 6, 3, 5).reshape(N, num_blocks * COLUMNS // 2, 2)
     blocks = scale.view(num_blocks, N // ROWS, 8, 8).transpose(2, 3).reshape(num_blocks, N)
     block_scale = blocks.T.contiguous().view(torch.float8_e4m3fn)
     return PackedWeight(codes[..., 0] | codes[..., 1] << 4, block_scale, global_decode_scale.reshape(()))
+
+
+def _spread(nibble: torch.Tensor, code: int) -> torch.Tensor:
+    """Codes, uint8, as bits of half a word in int32."""
+    bits = nibble.int()
+    if code == _CODES - 1:
+        return ((bits & 8) << 10) | ((bits & 6) << 9) | ((bits & 1) << 14)
+    return (((bits & 8) << 12) | ((bits & 7) << 6)) >> (3 * code)
+
+
+def _gather(half: torch.Tensor, code: int) -> torch.Tensor:
+    """The inverse of `_spread`; what else the half has is left out."""
+    if code == _CODES - 1:
+        bits = ((half >> 10) & 8) | ((half >> 9) & 6) | ((half >> 14) & 1)
+    else:
+        bits = ((half >> (12 - 3 * code)) & 8) | ((half >> (6 - 3 * code)) & 7)
+    return bits.to(torch.uint8)
 
 
 @torch.library.custom_op("verl_qerl::dequantize_tiled", mutates_args=())
@@ -103,12 +128,16 @@ def _dequantize_kernel(
     block = (first + tl.arange(0, DEPTH)).to(tl.int64)
     in_k = (block < num_blocks)[:, None]
 
-    # [DEPTH, 128 words of the tile] -> [DEPTH, 128, 8 nibbles]
+    # [DEPTH, 128 words of the tile] -> [DEPTH, 128, 8 codes]
     place = tl.arange(0, 128)
     words = tl.load(words_ptr + block[:, None] * words_stride + tile_n * 128 + place[None, :], mask=in_k, other=0)
-    code = words[:, :, None] >> (tl.arange(0, 8) * 4)[None, None, :]
+    which = tl.arange(0, 8)[None, None, :]
+    half = words[:, :, None] >> (which // 4 * 16)
     # e2m1 in half: sign to bit 15, exponent and mantissa to bits 9-11.
-    value = (((code & 8) << 12) | ((code & 7) << 9)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    moved = half << (which % 4 * 3)
+    fourth = ((half & 0x2000) << 2) | (half & 0x0C00) | ((half & 0x4000) >> 5)
+    bits = tl.where(which % 4 == 3, fourth, (moved & 0x8000) | ((moved & 0x01C0) << 3))
+    value = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
     entry = tl.arange(0, 64)
     bits = tl.load(scale_ptr + block[:, None] * scale_stride + tile_n * 64 + entry[None, :], mask=in_k, other=0)

@@ -3,9 +3,9 @@
 //
 // Compiled for TOKENS (8 to 256, a multiple of 8), PIECES (1, 2 or 4), GROUPS, STREAM, GIVEN and TWINS. A thread block
 // takes COLUMNS columns of y and a part of K at a time. Two lanes fill the ring of ring.cuh; low is made meanwhile
-// (low_rank.cuh) or GIVEN, and multiplied like further steps of K. GROUPS warpgroups decode codes into registers, the left
-// operand of wgmma: the 64 rows of one wgmma are 16 rows of w from each of its warps, PIECES wgmmas for each 16 of K.
-// Decoding overlaps with the wgmmas of the step before.
+// (low_rank.cuh), or by a launch before (low_rank.cu), and multiplied like further steps of K. GROUPS warpgroups decode
+// codes into registers, the left operand of wgmma: the 64 rows of one wgmma are 16 rows of w from each of its warps, PIECES
+// wgmmas for each 16 of K. Decoding overlaps with the wgmmas of the step before.
 //
 // Who does what: with STREAM, all steps of all columns lie in one line, of which each block takes an equal share, in one
 // launch that fills the GPU once; what a share has of columns that another block finishes goes through global memory.
@@ -105,7 +105,7 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
              const u16* __restrict__ b, const int* __restrict__ members, const long long* slots, float4* parts, int* flags,
              float* low_parts, int* low_done, const __grid_constant__ TensorMap given, int M, int N, int K,
              int split, int stages, int has_bias, int rank, int per_entry, int columns, int low_split, int low_tasks,
-             int low_workers, int of4, int of_even, int of_odd, int row_tiles) {
+             int low_workers, int of_scale, int of_second, int of_third, int of_fourth, int row_tiles) {
   extern __shared__ u8 dynamic[];
   const u32 base = (static_cast<u32>(__cvta_generic_to_shared(dynamic)) + 1023) & ~1023u;
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -149,6 +149,12 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
   const LowRank low = {rows_of_x, a, slots, low_parts, low_done, M, K, columns, rank, low_split, low_tasks, low_workers};
   // Who has the first step of some columns adds the adapter; a share comes to it last.
   const bool adds_low = (begin + steps - 1) / steps * steps < end;
+#if STREAM
+  const int first_member = 0, last_member = columns / max(rank, 1) - 1;
+#else
+  const int tile_column = begin / steps / row_tiles * COLUMNS;
+  const int first_member = rank ? of.at(tile_column) : 0, last_member = rank ? of.at(tile_column + COLUMNS - 1) : 0;
+#endif
 #endif
   if (warp >= GROUPS * 4) {
 #if REGISTERS
@@ -175,18 +181,16 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
       prefetch_a(low, thread);
       await_inputs();
       do_tasks(low, thread);
-#if STREAM
       if (adds_low) {
         if (thread == 0) await_count(low_done, low_tasks);
         join_low();
-        for (int i = 0; i < columns / rank; i++) gather_low(at.low + i * low_bytes, low, 1.0f / factor, i, thread, LOW_THREADS);
+        for (int i = first_member; i <= last_member; i++) {
+          gather_low(at.low + (i - first_member) * low_bytes, low, 1.0f / factor, i, thread);
+        }
         arrive(at.low_ready);
         join_low();
       }
       if (thread == 0) leave_tasks(low);
-#else
-      if (thread == 0 && !adds_low) leave_tasks(low);
-#endif
 #endif
     }
     __syncwarp();
@@ -202,7 +206,7 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
 #if REGISTERS
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 #endif
-    const Factors f = {(u32)of4, (u32)of_even, (u32)of_odd};
+    const Factors f = {(u32)of_scale, (u32)of_second, (u32)of_third, (u32)of_fourth};
     const int unit = warp * PIECES;  // of 16 columns
     Ring ring = {stages, 0, 0};
 #pragma unroll 1
@@ -217,17 +221,9 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
       multiply_low_stages(at, of, b, segment, ring, unit, lane, sum);
 #else
       if (rank && segment.first == 0) {
-        const int group = warp / 4, member = of.at(column + group * 64 * PIECES);
-#if STREAM
+        const int member = of.at(column + warp / 4 * 64 * PIECES);
         wait_for(at.low_ready, 0);
-        const u32 from = at.low + member * low_bytes;
-#else
-        const u32 from = at.low + group * low_bytes;
-        if (threadIdx.x % 128 == 0) await_count(low_done, low_tasks);
-        join_group(group);
-        gather_low(from, low, 1.0f / factor, member, threadIdx.x % 128, 128);
-        join_group(group);
-#endif
+        const u32 from = at.low + (member - first_member) * low_bytes;
         for (int i = 0; i < rank; i += 64) multiply_low(from + i / 64 * X_BYTES, b, rank, i, N, column, unit, lane, sum);
       }
 #endif
@@ -261,8 +257,6 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
     }
 #if STREAM
     if (TWINS > 1) cluster_sync();  // no block leaves while its twin still copies to it, or tells it what it has read
-#elif !GIVEN
-    if (rank && adds_low && threadIdx.x == 0) leave_tasks(low);
 #endif
   }
 }

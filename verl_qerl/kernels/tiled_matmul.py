@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from verl_qerl.kernels.elementwise_low import recall
 from verl_qerl.kernels.launch import Kernel, read_source, tensor_map
 from verl_qerl.kernels.low_rank import low_rank, low_rank_kernel
 from verl_qerl.kernels.tiled_launch import (
@@ -34,13 +33,13 @@ _MEMBERS = 3  # most of a fused linear
 _LOW_SPLIT = 16  # most parts of K
 _LOW_CHUNKS = 7  # of 32 of K for a warp: fewer are not worth another part
 _LOW_BYTES = 96 << 10  # most that a thread block reads of the sums of X A^T
-# Most for which the kernel makes X A^T itself, every block adding up all its parts. For more that is too much to read;
-# to add them up once for all blocks inside the launch was slower than a launch before, from 128 rows on.
+# Most for which the kernel makes X A^T itself, every block that adds it taking the sum of all parts. For more that is too
+# much to read; to add them up once for all blocks inside the launch was slower than a launch before, from 128 rows on.
 _LOW_ROWS = 64
 _LOW_WARPS = 2  # that do; with the two that fill the ring, a whole warpgroup
 _HELPERS = 2 + _LOW_WARPS
 _HELPER_REGISTERS = 80
-_FACTORS = (1 << 4, (1 << 12) + (1 << 6), (1 << 8) + (1 << 2))  # of decode.cuh
+_FACTORS = (1 << 4, 1 << 3, 1 << 6, (1 << 10) + (1 << 5) + 1)  # of decode.cuh
 _SHARED_BYTES = 227 << 10  # of a multiprocessor, for blocks that each take 1 KiB more
 
 
@@ -96,9 +95,8 @@ def tiled_matmul(
     if M == 0:
         return y
     launch = launch or guess_launch(N, K, M)
-    tokens = rows_at_a_time(padded_rows(M), launch)
-    low = None if adapter is None else recall(x, adapter.a)
-    if low is None and adapter is not None and _is_given(tokens):
+    tokens, low = rows_at_a_time(padded_rows(M), launch), x
+    if adapter is not None and _is_given(tokens):
         low = low_rank(x, adapter.a, adapter.slots, global_decode_scale)
     box = (4, _box(launch.columns))
     weight = [tensor_map(words, 8, box), tensor_map(scale, 1, box), global_decode_scale]
@@ -114,12 +112,11 @@ def _launch(
     y: torch.Tensor,
     bias: torch.Tensor | None,
     adapter: Adapter | None,
-    low: torch.Tensor | None,
+    low: torch.Tensor,
 ) -> None:
     (M, K), N = x.shape, y.shape[1]
     rank, columns = (adapter.b.shape[1], adapter.a.shape[0]) if adapter else (0, 0)
-    given = low is not None or _is_given(tokens)
-    stages, shared_bytes = ring(tokens, K, rank, launch, given)
+    stages, shared_bytes = ring(tokens, K, rank, launch)
     multiprocessors = _multiprocessors(x.device)
     beside, box = twins(tokens), (tokens // twins(tokens), _STEP)
     streams = multiprocessors * launch.blocks // beside * beside
@@ -127,38 +124,35 @@ def _launch(
     grid = streams if launch.split == STREAM else -(-N // launch.columns) * row_tiles * launch.split
     args = [*weight, tensor_map(x, 2, box, swizzle=True), y, y if bias is None else bias, x]
     sums, flags, parts, done = _exchange(x.device)
-    low_map = tensor_map(x if low is None else low, 2, box, swizzle=True)
-    args += [*(adapter or (y, y, y, y)), sums, flags, parts, done, low_map]
+    args += [*(adapter or (y, y, y, y)), sums, flags, parts, done, tensor_map(low, 2, box, swizzle=True)]
     args += [M, N, K, launch.split, stages, int(bias is not None)]
     args += [rank, N // len(adapter.members) if adapter else N, columns]
     none = (1, 0, 0)
-    tasks = none if given else low_rank_tasks(M, K, columns, launch, grid, multiprocessors)
+    tasks = none if _is_given(tokens) else low_rank_tasks(M, K, columns, launch, grid, multiprocessors)
     args += [*tasks, *_FACTORS, row_tiles]
-    _kernel(tokens, launch, given)(
-        grid, (launch.groups * 4 + _HELPERS) * 32, args, shared_bytes, max(launch.split, beside)
-    )
+    _kernel(tokens, launch)(grid, (launch.groups * 4 + _HELPERS) * 32, args, shared_bytes, max(launch.split, beside))
 
 
-def ring(tokens: int, K: int, rank: int, launch: Launch, given: bool) -> tuple[int, int]:
+def ring(tokens: int, K: int, rank: int, launch: Launch) -> tuple[int, int]:
     """Stages of the ring in shared memory, as many as fit or are needed, and bytes of shared memory."""
     held, barriers = tokens * 128 + 4 * 9 * launch.columns, 16
-    # A stream keeps X A^T of all members, else each warpgroup that of its own; what is given goes through the ring.
-    kept = 0 if given else _MEMBERS if launch.split == STREAM else launch.groups
+    # A stream keeps X A^T of all members, else each warpgroup that of its own; with more rows it goes through the ring.
+    kept = 0 if _is_given(tokens) else _MEMBERS if launch.split == STREAM else launch.groups
     low = -(-rank // 64) * tokens * 128 * kept
     fixed = 1024 + 16 + low
     if launch.split == STREAM:
         fixed += min(tokens, 32) * (launch.columns + 8) * 2
-    limit = _SHARED_BYTES // launch.blocks - 1024 - low_static_bytes(tokens, given)
-    needed = -(-(K // _STEP) // max(launch.split, 1)) + (launch.groups * -(-rank // 64) if given else 0)
+    limit = _SHARED_BYTES // launch.blocks - 1024 - low_static_bytes(tokens)
+    needed = -(-(K // _STEP) // max(launch.split, 1)) + (launch.groups * -(-rank // 64) if _is_given(tokens) else 0)
     stages = max(_STAGES, min((limit - fixed) // (held + barriers), needed))
     # The sums take the place of the ring and of X A^T, and none of the barriers.
     sums = 0 if launch.split == STREAM else tokens * (launch.columns + 4) * 4
     return stages, fixed + stages * barriers + max(stages * held, sums - low)
 
 
-def low_static_bytes(tokens: int, given: bool) -> int:
+def low_static_bytes(tokens: int) -> int:
     """Of the shared memory that the kernel declares itself, for sums of X A^T."""
-    return 0 if given else _LOW_WARPS * _low_tiles(tokens) * 512
+    return 0 if _is_given(tokens) else _LOW_WARPS * _low_tiles(tokens) * 512
 
 
 def low_rank_tasks(
@@ -201,7 +195,7 @@ def _wants_registers(tokens: int, launch: Launch) -> bool:
 
 
 def _is_given(tokens: int) -> bool:
-    """Whether it takes a launch before to make X A^T: with few rows the kernel can, each block adding up its parts."""
+    """Whether a launch before makes X A^T: with few rows the kernel does, and each thread block adds up its parts."""
     return tokens > _LOW_ROWS
 
 
@@ -217,10 +211,10 @@ def _registers(tokens: int, launch: Launch) -> int:
     return min(240, (at_start * (launch.groups + 1) - _HELPER_REGISTERS) // launch.groups // 8 * 8)
 
 
-def source(tokens: int, launch: Launch, given: bool) -> str:
-    """CUDA C++ of one kernel; `given`: it does not make X A^T itself."""
+def source(tokens: int, launch: Launch) -> str:
+    """CUDA C++ of one kernel."""
     defines = {"TOKENS": tokens, "PIECES": launch.pieces, "GROUPS": launch.groups, "BLOCKS": launch.blocks}
-    defines |= {"STREAM": int(launch.split == STREAM), "GIVEN": int(given), "BOX": _box(launch.columns)}
+    defines |= {"STREAM": int(launch.split == STREAM), "GIVEN": int(_is_given(tokens)), "BOX": _box(launch.columns)}
     defines |= {"TWINS": twins(tokens)}
     defines |= {"LOW_WARPS": _LOW_WARPS, "LOW_TILES": _low_tiles(tokens)}
     defines |= {"LOW_AHEAD": 6 if tokens <= 32 and launch.blocks < 3 else 4, "HELPERS": _HELPERS}
@@ -259,12 +253,11 @@ def _exchange(device: torch.device) -> tuple[torch.Tensor, ...]:
     return sums, counters[2:], low, counters
 
 
-def prepare(launches: Iterable[tuple[int, Launch]], given: bool = False) -> None:
+def prepare(launches: Iterable[tuple[int, Launch]]) -> None:
     """Compile what these launches need beside each other, not each on its first use, and make the memory they share.
 
     Args:
         launches: An entry of TOKENS and a launch for it, each.
-        given: Somebody else makes X A^T for any number of rows (`elementwise_low`).
     """
     device = torch.cuda.current_device()
     torch.cuda.synchronize()  # the device has a context, which each thread makes its own
@@ -273,16 +266,16 @@ def prepare(launches: Iterable[tuple[int, Launch]], given: bool = False) -> None
         shared = threads.submit(_exchange, torch.device("cuda", device))
         adapters = threads.submit(low_rank_kernel)
         kernels = {(rows_at_a_time(tokens, launch), launch) for tokens, launch in launches}
-        list(threads.map(lambda each: _kernel(each[0], each[1], given or _is_given(each[0])), kernels))
+        list(threads.map(lambda each: _kernel(*each), kernels))
         adapters.result()
         shared.result()
     torch.cuda.synchronize()
 
 
-def _kernel(tokens: int, launch: Launch, given: bool) -> Kernel:
-    return _compile(tokens, launch._replace(split=min(launch.split, 1)), given)
+def _kernel(tokens: int, launch: Launch) -> Kernel:
+    return _compile(tokens, launch._replace(split=min(launch.split, 1)))
 
 
 @functools.cache
-def _compile(tokens: int, launch: Launch, given: bool) -> Kernel:
-    return Kernel(source(tokens, launch, given), "tiled_matmul")
+def _compile(tokens: int, launch: Launch) -> Kernel:
+    return Kernel(source(tokens, launch), "tiled_matmul")

@@ -20,48 +20,23 @@ from verl_qerl.kernels.elementwise import (
     rotate,
     silu_mul,
 )
-from verl_qerl.kernels.elementwise_low import MAX_COLUMNS, can_make_low
-from verl_qerl.kernels.elementwise_low import prepare as prepare_low
-from verl_qerl.kernels.tiled_matmul import prepare as prepare_matmul
-from verl_qerl.vllm_plugin.low_ops import (
-    Fed,
-    fed_linear,
-    norm_for_linear,
-    silu_for_linear,
-)
-from verl_qerl.vllm_plugin.plans import PLANS
-
-# Of a decoder layer: what gives X, and the linear that takes it and nothing else.
-_FEEDS = (
-    ("input_layernorm", "self_attn.qkv_proj"),
-    ("post_attention_layernorm", "mlp.gate_up_proj"),
-    ("mlp.act_fn", "mlp.down_proj"),
-)
 
 
 class EarlyRMSNorm(RMSNorm):
     """Of rows of a model's hidden size, with a weight."""
 
-    qerl_fed: Fed | None = None
-
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """As vLLM's `forward_native`: the normalized x, or that of the sum and the sum."""
         if residual is None:
             return rms_norm(x, self.weight.data, self.variance_epsilon)
-        if self.qerl_fed is not None and x.ndim == 2:
-            return norm_for_linear(x, residual, self.weight.data, self.variance_epsilon, *self.qerl_fed)
         return add_rms_norm(x, residual, self.weight.data, self.variance_epsilon)
 
 
 class EarlySiluAndMul(SiluAndMul):
     """SiLU of the left half of a row, times its right half."""
 
-    qerl_fed: Fed | None = None
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As vLLM's `forward_native`; x [..., 2 I], result [..., I]."""
-        if self.qerl_fed is not None and x.ndim == 2:
-            return silu_for_linear(x, *self.qerl_fed)
         return silu_mul(x) if can_silu(x) else self.forward_native(x)
 
 
@@ -106,44 +81,6 @@ def use_early_starts(model: torch.nn.Module, columns: set[int], norms: bool = Tr
     if found and next(model.parameters()).is_cuda:
         prepare({(weight.shape[0], weight.dtype) for weight in weights})
     return len(found)
-
-
-def fuse_shrink(model: torch.nn.Module, least: int) -> int:
-    """Have norms and activations make X A^T of the adapted linear that they feed, after `use_early_starts`.
-
-    Args:
-        model: vLLM's, its LoRA layers on the path for one adapter.
-        least: Rows from which they do.
-
-    Returns:
-        Number of linears fed.
-    """
-    fed: list[tuple[Any, Fed, str]] = []
-    for layer in model.modules():
-        for giver_name, taker_name in _FEEDS:
-            giver, taker = (_descendant(layer, name) for name in (giver_name, taker_name))
-            linear = fed_linear(taker, least)
-            if linear is not None and _can_feed(giver, linear):
-                giver.qerl_fed = linear
-                fed.append((giver, linear, taker.base_layer.qerl_plan))
-    if fed and fed[0][1].a.is_cuda:
-        norms = {(len(of.a), of.a.shape[1], giver.weight.dtype) for giver, of, _ in fed if isinstance(giver, RMSNorm)}
-        prepare_low(norms, {len(of.a) for giver, of, _ in fed if isinstance(giver, SiluAndMul)})
-        launches = {each for plan in {plan for *_, plan in fed} for each in PLANS[plan].kernels()}
-        prepare_matmul([(tokens, launch) for tokens, launch in launches if tokens >= least], given=True)
-    return len(fed)
-
-
-def _can_feed(giver: Any, fed: Fed) -> bool:
-    columns, K = fed.a.shape
-    fits_norm = isinstance(giver, EarlyRMSNorm) and giver.weight.shape[0] == K <= MAX_COLUMNS
-    return can_make_low(K, columns) and (fits_norm or isinstance(giver, EarlySiluAndMul))
-
-
-def _descendant(layer: Any, name: str) -> Any:
-    for part in name.split("."):
-        layer = getattr(layer, part, None)
-    return layer
 
 
 def _is_ours(module: Any, columns: set[int], norms: bool) -> bool:

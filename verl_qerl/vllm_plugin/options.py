@@ -8,7 +8,6 @@ from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.algos.options import read_options
 
 KEY = "verl_qerl"
-FUSED_ROWS = 256  # most of a batch for `fuse_shrink`: with more a launch is nothing beside the products
 _CHOICES = {
     "linear": ("auto", "stock"),
     "lora": ("single", "stock"),
@@ -32,8 +31,6 @@ class RolloutOptions:
             `fused` on a GPU where vLLM's sampler can be replaced.
         early_starts: In CUDA graphs our kernels bring their weights while the ones before them still run (programmatic
             dependent launch). For the whole process.
-        fuse_shrink: From so many rows on, and up to 256, X A^T of an adapter on a packed linear is made by the norm or
-            the activation before it: below 65 rows not by the linear, above not by a launch of its own. 0: never.
         resident: Keep a bf16 copy of the packed linears beside them (two bytes a weight) for batches at which a 4-bit
             kernel is slower; without it those are decoded when they are used.
         keep_base_resident: A sleeping engine gives up its KV cache alone. Otherwise vLLM copies its weights to the host
@@ -48,7 +45,6 @@ class RolloutOptions:
     lm_head: str = "bf16"
     sampler: str = "auto"
     early_starts: bool = True
-    fuse_shrink: int = 0
     resident: bool = False
     keep_base_resident: bool = False
     uaq_scale: float = 1.0
@@ -72,11 +68,6 @@ class RolloutOptions:
                     f"not a switch: additional_config.{KEY}.{name}={getattr(self, name)!r}. Accepted are true and"
                     " false. Choose one of them."
                 )
-        if type(self.fuse_shrink) is not int or not 0 <= self.fuse_shrink <= FUSED_ROWS:
-            raise ValueError(
-                f"out of range: additional_config.{KEY}.fuse_shrink={self.fuse_shrink!r}. Accepted are numbers of rows"
-                f" from 1 to {FUSED_ROWS}, and 0 for never. Choose one of them."
-            )
 
 
 def rollout_options(vllm_config: Any) -> RolloutOptions:

@@ -16,7 +16,7 @@ import verl_qerl
 from verl_qerl.kernels import launch
 from verl_qerl.vllm_plugin import NAMES
 from verl_qerl.vllm_plugin.borrowed import borrowed_by, is_borrowing
-from verl_qerl.vllm_plugin.elementwise import fuse_shrink, use_early_starts
+from verl_qerl.vllm_plugin.elementwise import use_early_starts
 from verl_qerl.vllm_plugin.head import quantize_head
 from verl_qerl.vllm_plugin.linear import tiled_columns
 from verl_qerl.vllm_plugin.lora import use_single_adapter
@@ -110,19 +110,10 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
             # vLLM fuses norms with the sums of several GPUs, and looks for its own.
             fused = vllm_config.compilation_config.pass_config.fuse_allreduce_rms
             use_early_starts(model, columns, norms=not fused)
-        if options.fuse_shrink:
-            prepared["fuse_shrink"] = _fuse_shrink(model, options.fuse_shrink)
         if options.sampler != "stock":
             use_fused_sampler(worker.model_runner, required=options.sampler == "fused")
 
     worker.load_model = load_then_prepare
-
-
-def _fuse_shrink(model: torch.nn.Module, least: int) -> int:
-    count = fuse_shrink(model, least)
-    if count == 0:
-        logger.warning("verl_qerl: fuse_shrink changes nothing: no norm or activation feeds an adapted packed linear.")
-    return count
 
 
 def _batch_invariant(options: RolloutOptions, vllm_config: Any) -> RolloutOptions:

@@ -1,0 +1,67 @@
+"""Launches that are chosen in a layer, on a CPU: the fastest for all models that have a linear, and no other entry."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from verl_qerl.kernels.tiled_launch import TOKENS, Launch
+from verl_qerl.testing import load_beside
+from verl_qerl.vllm_plugin import plans
+
+bench = load_beside(__file__, "tune_layer")
+SLOW, FAST, NOISE = Launch(2, 1, 1, 2), Launch(2, 2, 1, 1), Launch(2, 1, 2, 2)
+AT = TOKENS.index(32)
+
+
+@pytest.fixture
+def layers(monkeypatch):
+    """Two models share the linear "a", of which FAST takes a tenth less; NOISE takes a thousandth less for "b"."""
+    monkeypatch.setattr(plans, "PLANS", {key: plans.Plan((SLOW,) * len(TOKENS), 1, 2) for key in "ab"})
+    monkeypatch.setattr(bench, "fusing", lambda N, K, tokens: [SLOW, FAST, NOISE])
+    prepared = []
+    monkeypatch.setattr(bench.tiled_matmul, "prepare", lambda launches: prepared.extend(launches))
+    times = {("a", FAST): 0.9, ("b", NOISE): 0.999, ("b", FAST): 2.0}
+
+    def microseconds(models, rows):
+        key = "a" if len(models) == 2 else "b"
+        return rows * times.get((key, plans.PLANS[key].launches[AT]), 1.0)
+
+    linears = {"a": ((256, 128), ["7B", "14B"]), "b": ((128, 128), ["7B"])}
+    return SimpleNamespace(linears=lambda: linears, microseconds=microseconds, prepared=prepared)
+
+
+def test_the_fastest_is_kept_and_noise_is_none(layers):
+    assert list(bench.choose(layers, 32)) == [("a", FAST, 32.0, 28.8), ("b", SLOW, 32.0, 32.0)]
+    for key, chosen in (("a", FAST), ("b", SLOW)):
+        expected = [SLOW] * len(TOKENS)
+        expected[AT] = chosen
+        assert list(plans.PLANS[key].launches) == expected
+    assert layers.prepared == [(32, FAST), (32, NOISE)] * 2  # the present one is compiled
+
+
+def test_linears_of_all_models_are_timed(monkeypatch):
+    asked = []
+    monkeypatch.setattr(bench.bench_layer, "make_plan", lambda N, K, gpu: f"{N}x{K}")
+    monkeypatch.setattr(bench.bench_layer, "LAYERS", 2)
+    tiny = {name: bench.rollout_arms.Shape(128, size, 1, 2, 1) for name, size in (("7B", 192), ("14B", 256))}
+    monkeypatch.setattr(bench.rollout_arms, "SHAPES", tiny)
+    timer = lambda calls: (asked.append(calls[0]().shape), [1e-6, 4e-6, 9e-6])[1]  # noqa: E731
+    layers = bench.Layers(["7B", "14B"], "", "cpu", timer)
+    linears = layers.linears()
+    assert linears["384x128"] == ((384, 128), ["7B"])  # gate and up
+    assert linears["256x128"] == ((256, 128), ["7B", "14B"])  # q, k and v
+    assert next(iter(linears)) == "512x128"  # gate and up of the larger one
+    assert layers.microseconds(["7B", "14B"], 5) == pytest.approx(2 * 4.0 / 2)
+    assert asked == [(5, 128)] * 2
+
+
+def test_the_table_keeps_what_was_not_chosen():
+    first = {"N": 2, "K": 4, "dense_rows": 7, "launches": {"8": [1], "16": [2]}}
+    table = {"gpu": "x", "rows": [first, {"N": 3, "K": 4, "launches": {"8": [5]}}]}
+    made = bench.updated(table, {"2x4": {"16": FAST}}, "NVIDIA H200")
+    assert made["rows"] == [
+        {"N": 2, "K": 4, "dense_rows": 7, "launches": {"8": [1], "16": [*FAST]}},
+        {"N": 3, "K": 4, "launches": {"8": [5]}},
+    ]
+    assert made["gpu"] == "NVIDIA H200"
+    assert "tune_layer.py" in made["note"]
