@@ -37,16 +37,16 @@ def filled(readme: Path, text: str) -> str:
 
 
 def speed(files: list[dict[str, Any]]) -> str:
-    """A row for each model and arm of `files`: decode steps, and the long-tailed rollout's tokens per second.
+    """A row for each model and arm of `files`: decode steps, and tokens per second of long-tailed rollouts, if any.
 
     Raises:
         ValueError: A file has several prompts or contexts of a batch.
     """
     rows = [row for data in files for row in data["rows"]]
     batches = sorted({row["batch"] for row in rows if row["context"] != "realistic"})
-    columns = [*batches, "realistic"]
-    lines = [f"| sequences at once | {' | '.join(map(str, batches))} | long-tailed rollout |"]
-    lines.append("|---|" + "---|" * (len(batches) + 1))
+    columns = [*batches, *(["realistic"] if any(row["context"] == "realistic" for row in rows) else [])]
+    names = ["long-tailed rollout" if column == "realistic" else str(column) for column in columns]
+    lines = [f"| sequences at once | {' | '.join(names)} |", "|---|" + "---|" * len(columns)]
     for data in files:
         values = measured(data["rows"])
         for model in sorted({row["model"] for row in data["rows"]}):

@@ -1,7 +1,7 @@
 """What bench_rollout.py makes an engine do, and about how long that takes: lengths, cache, CUDA graphs, seconds.
 
-The seconds are those of stock bf16 with LoRA on one H200, within a third (results/h200/rollout_7b.json), so that a
-measurement which would not end in time is not begun.
+The seconds are those of stock bf16 with LoRA on one H200, within a third (results/h200/rollout_7b_a966dd7.json), so
+that a measurement which would not end in time is not begun.
 """
 
 import math

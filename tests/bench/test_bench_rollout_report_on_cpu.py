@@ -118,7 +118,7 @@ def test_small_models_come_first(bench):
 
 
 def test_the_seconds_of_a_row_are_those_measured_within_a_third(bench, load):
-    found = json.loads((FOLDER / "results" / "h200" / "rollout_7b.json").read_text())["rows"]
+    found = json.loads((FOLDER / "results" / "h200" / "rollout_7b_a966dd7.json").read_text())["rows"]
     shape = bench.rollout_arms.SHAPES["7B"]
     rows = [entry for entry in found if entry["arm"] == "bf16_lora_stock" and entry["context"] != "realistic"]
     assert len(rows) == 5

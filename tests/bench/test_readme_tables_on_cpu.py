@@ -45,6 +45,11 @@ def test_an_arm_is_as_many_times_as_fast_as_the_baseline_of_its_file(made):
     ]
 
 
+def test_no_column_is_empty(made):
+    lines = made.speed([{"rows": [row("bf16_lora_stock", 1, 6.0)]}]).splitlines()
+    assert lines == ["| sequences at once | 1 |", "|---|---|", "| 7B: bf16, stock | 6.00 ms |"]
+
+
 def test_a_cell_is_of_one_measurement(made):
     rows = [row("bf16_lora_stock", 1, 6.0), row("bf16_lora_stock", 1, 7.0, context=1024)]
     with pytest.raises(ValueError, match="measured twice"):

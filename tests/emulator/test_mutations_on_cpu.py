@@ -37,7 +37,13 @@ CHANGES = {
         64,
         [("if (thread == 0) await_count(low_done, low_tasks);", "")],
     ),
-    "the same in a stream": (
+    "low is multiplied before it is there": (
+        Launch(2, 1, 2, 2),
+        60,
+        64,
+        [("wait_for(at.low_ready, 0);", "")],
+    ),
+    "low is added up too early in a stream": (
         Launch(2, 1, STREAM, 2),
         40,
         8,

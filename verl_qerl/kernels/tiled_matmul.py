@@ -33,8 +33,8 @@ _MEMBERS = 3  # most of a fused linear
 _LOW_SPLIT = 16  # most parts of K
 _LOW_CHUNKS = 7  # of 32 of K for a warp: fewer are not worth another part
 _LOW_BYTES = 96 << 10  # most that a thread block reads of the sums of X A^T
-# Most for which the kernel makes X A^T itself, every block that adds it taking the sum of all parts. For more that is too
-# much to read; to add them up once for all blocks inside the launch was slower than a launch before, from 128 rows on.
+# Most for which the kernel makes X A^T itself; blocks that add it take the sum of all parts, of more rows too much to
+# read. To add them up once for all blocks inside the launch was slower than a launch before, from 128 rows on.
 _LOW_ROWS = 64
 _LOW_WARPS = 2  # that do; with the two that fill the ring, a whole warpgroup
 _HELPERS = 2 + _LOW_WARPS
