@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from verl_qerl.kernels import tiled
 from verl_qerl.kernels.tiled import Tiles, dequantize_tiled, launch, tile, untile
 from verl_qerl.nvfp4 import reference
 from verl_qerl.nvfp4.format import PackedWeight
@@ -34,6 +35,17 @@ def test_every_code_and_scale_is_where_the_formula_says():
     found = scale[k // 16, n // 64 * 64 + n % 8 * 8 + n % 64 // 8]
     assert torch.equal(found, weight.block_scale.view(torch.uint8).repeat_interleave(16, 1))
     assert torch.equal(decode_scale, weight.global_decode_scale.reshape(1))
+
+
+@pytest.mark.parametrize("at_once", [1, 5 * 256, 1 << 20])  # words: less than a block of 16, five blocks, all
+def test_parts_are_arranged_as_the_whole_is(at_once, monkeypatch):
+    weight = random_packed_weight(128, 17 * 16)
+    whole = tile(weight)
+    asked, pack = [], tiled._pack
+    monkeypatch.setattr(tiled, "_WORDS_AT_ONCE", at_once)
+    monkeypatch.setattr(tiled, "_pack", lambda codes, words: (asked.append(len(words)), pack(codes, words)))
+    assert all(torch.equal(*pair) for pair in zip(whole, tile(weight), strict=True))
+    assert asked == {1: [1] * 17, 5 * 256: [5, 5, 5, 2], 1 << 20: [17]}[at_once]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

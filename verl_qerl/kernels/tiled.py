@@ -28,6 +28,9 @@ Tiles = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # words, scale and glob
 ROWS, COLUMNS = 64, 16  # of a tile
 _CODES = 4  # of half a word
 _PLACES = [(half, code) for half in range(2) for code in range(_CODES)]
+# That `tile` arranges at a time. It runs in the memory of sleep mode, and what is free of that when loading ends vLLM
+# unmaps while torch still counts it: the KV cache would grow by as much, beyond gpu_memory_utilization.
+_WORDS_AT_ONCE = 1 << 20
 _DEPTH, _WARPS = 8, 4  # tiles along K that a program decodes
 
 
@@ -41,15 +44,24 @@ def tile(weight: PackedWeight) -> Tiles:
         Codes [K / 16, 2 N] int32, the bytes of block scales [K / 16, N] uint8, and the global scale, [1] float32.
     """
     N, K = weight.shape
-    codes = torch.stack((weight.codes & 15, weight.codes >> 4), dim=-1)
-    # n = (tile, word, half, lane row), k = (tile, half, lane column, parity)
-    codes = codes.view(N // ROWS, 4, 2, 8, K // COLUMNS, 2, 4, 2).permute(4, 0, 3, 6, 1, 7, 5, 2)
-    codes = codes.reshape(K // COLUMNS, N * 2, 2, _CODES)
-    words = torch.zeros((K // COLUMNS, N * 2), dtype=torch.int32, device=codes.device)
-    for half, code in _PLACES:
-        words |= _spread(codes[:, :, half, code], code) << (16 * half)
+    words = torch.empty((K // COLUMNS, N * 2), dtype=torch.int32, device=weight.codes.device)
+    at_once = max(1, _WORDS_AT_ONCE // (2 * N))
+    for rows, codes in zip(words.split(at_once), weight.codes.split(at_once * COLUMNS // 2, 1), strict=True):
+        _pack(codes, rows)
     scale = weight.block_scale.view(torch.uint8).T.reshape(K // COLUMNS, N // ROWS, 8, 8).transpose(2, 3)
     return words, scale.reshape(K // COLUMNS, N).contiguous(), weight.global_decode_scale.reshape(1)
+
+
+def _pack(codes: torch.Tensor, words: torch.Tensor) -> None:
+    """Write the words [blocks, 2 N] int32 of codes [N, blocks * 8] uint8, two each."""
+    blocks, N = len(words), len(codes)
+    single = torch.stack((codes & 15, codes >> 4), dim=-1)
+    # n = (tile, word, half, lane row), k = (tile, half, lane column, parity)
+    single = single.view(N // ROWS, 4, 2, 8, blocks, 2, 4, 2).permute(4, 0, 3, 6, 1, 7, 5, 2)
+    single = single.reshape(blocks, N * 2, 2, _CODES)
+    words.zero_()
+    for half, code in _PLACES:
+        words |= _spread(single[:, :, half, code], code) << (16 * half)
 
 
 def untile(words: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor) -> PackedWeight:
