@@ -244,11 +244,10 @@ def test_options_of_the_noise_are_those_of_aqn():
 class SleepyWorker:
     """vLLM's, as far as sleep mode goes: what it allocates under a tag is unmapped while it sleeps."""
 
+    load_model = determine_available_memory = staticmethod(int)
+
     def __init__(self):
         self.pooled = []
-
-    def load_model(self):
-        pass
 
     def _maybe_get_memory_pool_context(self, tag):
         self.pooled.append(tag)
@@ -260,9 +259,11 @@ def test_weights_that_stay_are_not_in_the_memory_of_sleep_mode(keep, pooled):
     worker = SleepyWorker()
     config = SimpleNamespace(
         model_config=SimpleNamespace(enable_sleep_mode=True),
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=None),
         additional_config={"verl_qerl": {"keep_base_resident": keep}},
     )
     prepare_model(worker, config)
+    assert worker.determine_available_memory.__name__ == "determine_what_is_left"
     for tag in ("weights", "kv_cache"):
         with worker._maybe_get_memory_pool_context(tag):
             pass

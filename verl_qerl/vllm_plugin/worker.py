@@ -20,6 +20,7 @@ from verl_qerl.vllm_plugin.elementwise import use_early_starts
 from verl_qerl.vllm_plugin.head import quantize_head
 from verl_qerl.vllm_plugin.linear import tiled_columns
 from verl_qerl.vllm_plugin.lora import use_single_adapter
+from verl_qerl.vllm_plugin.memory_share import stay_within_share
 from verl_qerl.vllm_plugin.noise import NormNoise
 from verl_qerl.vllm_plugin.options import RolloutOptions, asked_of_vllm, rollout_options
 from verl_qerl.vllm_plugin.sampling import use_fused_sampler
@@ -74,8 +75,8 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
     """Do what the options ask for, now or after `worker.load_model`.
 
     LoRA goes on the path for one adapter, norms are prepared for noise and for syncs, weights stay where they are
-    during sleep, the head is quantized, the sampler replaced. What lies between linears on our kernels goes on our
-    kernels too.
+    during sleep and the KV cache within the worker's share, the head is quantized, the sampler replaced. What lies
+    between linears on our kernels goes on our kernels too.
 
     Raises:
         ValueError: An option is unknown or out of range or does not go together with VLLM_BATCH_INVARIANT, or later
@@ -86,6 +87,7 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
     launch.starts_early = options.early_starts
     if options.keep_base_resident:
         _keep_weights(worker, vllm_config)
+    stay_within_share(worker, vllm_config)
     lora_config = getattr(vllm_config, "lora_config", None) if options.lora == "single" else None
     borrows = is_borrowing(vllm_config)
     prepared = _compile_apart(vllm_config)

@@ -1,0 +1,46 @@
+"""What sleep mode makes vLLM 0.24.0 count as room for the KV cache, and is not.
+
+CuMemAllocator.use_memory_pool (vllm/device_allocator/cumem.py) unmaps what is free of its memory when weights are
+loaded. torch counts it as reserved on, so that memory_profiling (vllm/utils/mem_utils.py) finds as much less of what is
+not torch's, and Worker.determine_available_memory gives the KV cache as much more than gpu_memory_utilization allows.
+"""
+
+import logging
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_GIB = 1 << 30
+
+
+def stay_within_share(worker: Any, vllm_config: Any) -> None:
+    """Have a worker that sleeps give the KV cache no more than is left of its share of the GPU.
+
+    Args:
+        worker: Of vLLM; on a GPU it has `requested_memory` and `init_snapshot` when it is asked.
+        vllm_config: Its configuration. A KV cache whose bytes are given keeps them.
+    """
+    sleeps = getattr(getattr(vllm_config, "model_config", None), "enable_sleep_mode", False)
+    if not sleeps or vllm_config.cache_config.kv_cache_memory_bytes:
+        return
+    determine = worker.determine_available_memory
+
+    def determine_what_is_left() -> int:
+        found = determine()
+        if worker.device.type != "cuda":
+            return found
+        free, _ = torch.cuda.mem_get_info(worker.device)
+        left = worker.requested_memory - (worker.init_snapshot.free_memory - free)
+        if found <= left:
+            return found
+        logger.warning(
+            "verl_qerl: vLLM's profile has %.1f GiB for the KV cache, of which %.1f are left of its share of the GPU;"
+            " it gets those.",
+            found / _GIB,
+            left / _GIB,
+        )
+        return left
+
+    worker.determine_available_memory = determine_what_is_left
