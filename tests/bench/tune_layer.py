@@ -114,8 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rows", nargs="+", type=int, default=TOKENS, choices=TOKENS)
     args = parser.parse_args(arguments)
     gpu = torch.cuda.get_device_name()
-    shipped = Path(plans.__file__).parent / "tuned" / f"{gpu.lower().replace(' ', '_')}.json"
-    table = json.loads(shipped.read_text())
+    table = json.loads(plans.shipped_path(gpu).read_text())
     timer = functools.partial(bench_dequantize.graph_timer, repetitions=20)
     layers = Layers(args.models, gpu, "cuda", timer)
     launches: dict[str, dict[str, Launch]] = {}

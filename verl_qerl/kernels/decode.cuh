@@ -46,6 +46,9 @@ __device__ __forceinline__ u16 to_bf16(float value) {
 
 __device__ __forceinline__ float from_bf16(u32 bits) { return __uint_as_float(bits << 16); }
 
+// Of low = x a^T: rounded where PEFT rounds, and over what the sums are multiplied by at the end; that factor is exact.
+__device__ __forceinline__ u16 round_low(float sum, float over) { return to_bf16(from_bf16(to_bf16(sum)) * over); }
+
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }

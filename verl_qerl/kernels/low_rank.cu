@@ -51,8 +51,7 @@ low_rank(const uint4* x, const uint4* __restrict__ a, const float* __restrict__ 
     const int m = token + i / (8 * TILES), n = column + i % (8 * TILES);
     float added = 0;
     for (int r = 0; r < CLUSTER; r++) added += load_of_rank(total + i, r);
-    // Rounded where PEFT rounds; the factor is exact.
-    if (m < M && n < columns) low[(size_t)m * columns + n] = slots[m] < 0 ? 0 : to_bf16(from_bf16(to_bf16(added)) * over);
+    if (m < M && n < columns) low[(size_t)m * columns + n] = slots[m] < 0 ? 0 : round_low(added, over);
   }
   cluster_sync();  // no block leaves while another still reads its memory
 }

@@ -29,12 +29,11 @@ __device__ __forceinline__ void add_to(float4& sum, const float4& next) {
   sum.x += next.x, sum.y += next.y, sum.z += next.z, sum.w += next.w;
 }
 
-// Four of low, rounded where PEFT rounds; the factor is exact.
-__device__ __forceinline__ uint2 round_low(const float4& sum, float factor) {
+__device__ __forceinline__ uint2 round_four(const float4& sum, float over) {
   const float four[4] = {sum.x, sum.y, sum.z, sum.w};
   u32 bits[4];
 #pragma unroll
-  for (int j = 0; j < 4; j++) bits[j] = to_bf16(from_bf16(to_bf16(four[j])) * factor);
+  for (int j = 0; j < 4; j++) bits[j] = round_low(four[j], over);
   return {bits[0] | bits[1] << 16, bits[2] | bits[3] << 16};
 }
 
@@ -139,7 +138,7 @@ __device__ __forceinline__ void gather_low(u32 to, const LowRank& r, float facto
     for (int g = 0; g < LOW_GATHER; g++) {
       const int i = from + g * LOW_THREADS, token = i / chunks, chunk = i % chunks;
       if (i >= count) break;
-      const uint2 four = round_low(sum[g], factor);
+      const uint2 four = round_four(sum[g], factor);
       const u32 place = to + chunk / 16 * X_BYTES + token * 128 + ((chunk / 2 % 8 ^ token % 8) << 4) + chunk % 2 * 8;
       asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(place), "r"(four.x), "r"(four.y) : "memory");
     }

@@ -10,9 +10,14 @@ from typing import Any
 
 import torch
 
+from verl_qerl.algos.memory_plan import GIB
+
 logger = logging.getLogger(__name__)
 
-_GIB = 1 << 30
+
+def can_sleep(vllm_config: Any) -> bool:
+    """Whether an engine of this configuration has sleep mode."""
+    return getattr(getattr(vllm_config, "model_config", None), "enable_sleep_mode", False)
 
 
 def stay_within_share(worker: Any, vllm_config: Any) -> None:
@@ -22,8 +27,7 @@ def stay_within_share(worker: Any, vllm_config: Any) -> None:
         worker: Of vLLM; on a GPU it has `requested_memory` and `init_snapshot` when it is asked.
         vllm_config: Its configuration. A KV cache whose bytes are given keeps them.
     """
-    sleeps = getattr(getattr(vllm_config, "model_config", None), "enable_sleep_mode", False)
-    if not sleeps or vllm_config.cache_config.kv_cache_memory_bytes:
+    if not can_sleep(vllm_config) or vllm_config.cache_config.kv_cache_memory_bytes:
         return
     determine = worker.determine_available_memory
 
@@ -38,8 +42,8 @@ def stay_within_share(worker: Any, vllm_config: Any) -> None:
         logger.warning(
             "verl_qerl: vLLM's profile has %.1f GiB for the KV cache, of which %.1f are left of its share of the GPU;"
             " it gets those.",
-            found / _GIB,
-            left / _GIB,
+            found / GIB,
+            left / GIB,
         )
         return left
 

@@ -100,13 +100,18 @@ def table_path(gpu: str) -> Path:
     return cache / "verl_qerl" / _file_name(gpu)
 
 
+def shipped_path(gpu: str) -> Path:
+    """Where the package has the table of a GPU, if it has one."""
+    return Path(__file__).parent / "tuned" / _file_name(gpu)
+
+
 def _file_name(gpu: str) -> str:
     return f"{gpu.lower().replace(' ', '_')}.json"
 
 
 @functools.cache
 def _tuned(gpu: str) -> list[dict[str, Any]]:
-    for path in (table_path(gpu), Path(__file__).parent / "tuned" / _file_name(gpu)):
+    for path in (table_path(gpu), shipped_path(gpu)):
         rows = _rows(path) if path.exists() else []
         if rows:
             return rows

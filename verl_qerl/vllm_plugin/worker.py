@@ -20,7 +20,7 @@ from verl_qerl.vllm_plugin.elementwise import use_early_starts
 from verl_qerl.vllm_plugin.head import quantize_head
 from verl_qerl.vllm_plugin.linear import tiled_columns
 from verl_qerl.vllm_plugin.lora import use_single_adapter
-from verl_qerl.vllm_plugin.memory_share import stay_within_share
+from verl_qerl.vllm_plugin.memory_share import can_sleep, stay_within_share
 from verl_qerl.vllm_plugin.noise import NormNoise
 from verl_qerl.vllm_plugin.options import RolloutOptions, asked_of_vllm, rollout_options
 from verl_qerl.vllm_plugin.sampling import use_fused_sampler
@@ -192,7 +192,7 @@ def _refuse_deep_sleep(worker: Any, vllm_config: Any) -> None:
 
 def _keep_weights(worker: Any, vllm_config: Any) -> None:
     """Allocate weights, and LoRA's buffers with them, outside of the memory that sleep mode unmaps."""
-    if not getattr(getattr(vllm_config, "model_config", None), "enable_sleep_mode", False):
+    if not can_sleep(vllm_config):
         logger.warning("verl_qerl: keep_base_resident changes nothing: sleep mode is off, so that weights never leave.")
         return
     pool = worker._maybe_get_memory_pool_context
