@@ -45,6 +45,7 @@ void barrier_arrive(uint32_t at, uint32_t bytes);
 void barrier_wait(uint32_t at, uint32_t parity);
 void copy_2d(uint32_t to, const void* map, int column, int row, uint32_t barrier, unsigned mask);
 
+void load_turned(uint32_t* const (&to)[4], uint32_t at);
 void multiply_warp(float* const (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
 void multiply_group(float* d, const uint32_t* a, unsigned long long descriptor, int columns);
 void group_fence();
@@ -94,6 +95,10 @@ inline void ld_shared_u16(uint32_t& a, uint32_t at) {  // a narrow load fills a 
   load(&half, at, 2);
   a = half;
 }
+inline void st_shared_v4(uint32_t at, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  const uint32_t all[4] = {a, b, c, d};
+  store(at, all, 16);
+}
 inline void st_shared_v2(uint32_t at, uint32_t a, uint32_t b) {
   const uint32_t both[2] = {a, b};
   store(at, both, 8);
@@ -122,6 +127,10 @@ inline void create_policy(unsigned long long& policy) { policy = 0; }
 inline void mma_16_8_16(float& c0, float& c1, float& c2, float& c3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                         uint32_t b0, uint32_t b1, float&, float&, float&, float&) {
   multiply_warp({&c0, &c1, &c2, &c3}, {a0, a1, a2, a3}, {b0, b1});
+}
+
+inline void ldmatrix_trans(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t at) {
+  load_turned({&a, &b, &c, &d}, at);
 }
 
 inline void red_release_add(void* at, int by) { may_yield(), *(int*)at += by, may_yield(); }

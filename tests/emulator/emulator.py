@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from verl_qerl.kernels import elementwise, launch, low_rank, tiled_matmul
+from verl_qerl.kernels import attention, elementwise, launch, low_rank, tiled_matmul
 from verl_qerl.testing import load_beside
 
 translate = load_beside(__file__, "cuda_to_cpp").translate
@@ -139,9 +139,10 @@ class Emulator:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         monkeypatch.setattr(launch, "_driver", lambda: self)
-        monkeypatch.setattr(tiled_matmul, "_multiprocessors", lambda device: self.multiprocessors)
+        for module in (attention, tiled_matmul):
+            monkeypatch.setattr(module, "_multiprocessors", lambda device: self.multiprocessors)
         launch._encode.cache_clear()
-        for module in (elementwise, low_rank, tiled_matmul):
+        for module in (attention, elementwise, low_rank, tiled_matmul):
             for made in vars(module).values():
                 if hasattr(made, "cache_clear") and getattr(made, "__module__", "") == module.__name__:
                     made.cache_clear()

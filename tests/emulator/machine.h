@@ -33,6 +33,8 @@ struct Fiber : Thread {
   int from_lane;
   float* c[4];  // of multiply_warp
   u32 a[4], b[2];
+  u32* to[4];  // of load_turned
+  u32 row;
   u32 products, groups;  // issued, committed
   bool fenced;
   u64 cluster_phase;

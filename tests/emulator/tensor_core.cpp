@@ -134,6 +134,26 @@ void group_wait(int left) {
   });
 }
 
+// Matrix j of the four has its row r at the address of lane 8 j + r; a lane gets rows 2t and 2t + 1 of a column.
+void load_turned(u32* const (&to)[4], u32 at) {
+  may_yield();
+  Fiber* fiber = me();
+  std::copy_n(to, 4, fiber->to), fiber->row = at;
+  meet("ldmatrix", [] {
+    Fiber** lanes = me()->warp->lanes;
+    for (int i = 0; i < 32; i++) {
+      const auto [block, place] = find_shared(lanes[i]->row, 16, "ldmatrix");
+      unsigned short row[8];
+      std::memcpy(row, block->shared + place, 16);
+      for (int column = 0; column < 8; column++) {
+        if (!block->state[place / 2 + column]) fail("ldmatrix of shared memory that nobody has written");
+        u32* out = lanes[column * 4 + i % 8 / 2]->to[i / 8];
+        *out = i % 2 ? (*out & 0xFFFF) | (u32)row[column] << 16 : row[column];
+      }
+    }
+  });
+}
+
 void multiply_warp(float* const (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   Fiber* fiber = me();
   std::copy_n(c, 4, fiber->c), std::copy_n(a, 4, fiber->a), std::copy_n(b, 2, fiber->b);

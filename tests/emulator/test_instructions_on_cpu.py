@@ -9,7 +9,14 @@ from verl_qerl.kernels.launch import Kernel, read_source, tensor_map
 from verl_qerl.kernels.tiled_matmul import _wgmma
 
 HEAD = read_source(
-    *("decode.cuh", "grid.cuh", "ring.cuh"), TOKENS=8, PIECES=1, GROUPS=1, BOX=64, STREAM=0, GIVEN=0, TWINS=1
+    *("decode.cuh", "grid.cuh", "copies.cuh", "ring.cuh"),
+    TOKENS=8,
+    PIECES=1,
+    GROUPS=1,
+    BOX=64,
+    STREAM=0,
+    GIVEN=0,
+    TWINS=1,
 )
 KERNEL = """
 __device__ __forceinline__ u32 load(u32 at) {

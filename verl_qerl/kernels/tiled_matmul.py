@@ -28,7 +28,8 @@ from verl_qerl.kernels.tiled_launch import (
 RANKS = (8, 16, 32, 64, 128)
 _STEP = 64  # of K, a stage of the ring
 _STAGES = 4  # fewest of the ring
-_FILES = ("decode.cuh", "grid.cuh", "ring.cuh", "wgmma.cuh", "mma.cuh", "low_rank.cuh", "sums.cuh", "tiled_matmul.cu")
+_FILES = ("decode.cuh", "grid.cuh", "copies.cuh", "ring.cuh", "wgmma.cuh", "mma.cuh", "low_rank.cuh", "sums.cuh")
+_FILES += ("tiled_matmul.cu",)
 _MEMBERS = 3  # most of a fused linear
 _LOW_SPLIT = 16  # most parts of K
 _LOW_CHUNKS = 7  # of 32 of K for a warp: fewer are not worth another part

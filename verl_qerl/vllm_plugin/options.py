@@ -13,6 +13,7 @@ _CHOICES = {
     "lora": ("single", "stock"),
     "lm_head": ("bf16", "fp8"),
     "sampler": ("auto", "fused", "stock"),
+    "attention": ("auto", "stock"),
 }
 
 
@@ -29,6 +30,8 @@ class RolloutOptions:
         sampler: `fused` draws from the whole distribution in one pass over the logits, with other random numbers than
             vLLM's; what it does not take (greedy, top-k, top-p, seeds of requests) stays with vLLM's. `auto` is
             `fused` on a GPU where vLLM's sampler can be replaced.
+        attention: `auto` has a kernel of ours attend where each sequence gets one token, beside linears of ours;
+            `stock` is vLLM's FlashAttention.
         early_starts: In CUDA graphs our kernels bring their weights while the ones before them still run (programmatic
             dependent launch). For the whole process.
         resident: Keep a bf16 copy of the packed linears beside them (two bytes a weight) for batches at which a 4-bit
@@ -44,6 +47,7 @@ class RolloutOptions:
     lora: str = "single"
     lm_head: str = "bf16"
     sampler: str = "auto"
+    attention: str = "auto"
     early_starts: bool = True
     resident: bool = False
     keep_base_resident: bool = False

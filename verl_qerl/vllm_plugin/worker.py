@@ -15,6 +15,7 @@ import torch
 import verl_qerl
 from verl_qerl.kernels import launch
 from verl_qerl.vllm_plugin import NAMES
+from verl_qerl.vllm_plugin.attention import use_decode_attention
 from verl_qerl.vllm_plugin.borrowed import borrowed_by, is_borrowing
 from verl_qerl.vllm_plugin.elementwise import use_early_starts
 from verl_qerl.vllm_plugin.head import quantize_head
@@ -112,6 +113,8 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
             # vLLM fuses norms with the sums of several GPUs, and looks for its own.
             fused = vllm_config.compilation_config.pass_config.fuse_allreduce_rms
             use_early_starts(model, columns, norms=not fused)
+            if options.attention == "auto":
+                use_decode_attention(model)
         if options.sampler != "stock":
             use_fused_sampler(worker.model_runner, required=options.sampler == "fused")
 
@@ -119,7 +122,7 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
 
 
 def _batch_invariant(options: RolloutOptions, vllm_config: Any) -> RolloutOptions:
-    """Leave adapters and sampler with vLLM where results must not depend on the batch: ours do, by a rounding."""
+    """Leave to vLLM what must not depend on the batch: our adapters, sampler and attention do, by a rounding."""
     asked = asked_of_vllm(vllm_config)
     if asked != "VLLM_BATCH_INVARIANT=1":
         return options
@@ -129,8 +132,8 @@ def _batch_invariant(options: RolloutOptions, vllm_config: Any) -> RolloutOption
                 f"additional_config.verl_qerl.{name}={value!r} does not go together with {asked}: its results depend"
                 " on the batch. Accepted is the default. Leave one of them out."
             )
-    logger.warning("verl_qerl: LoRA and the sampler stay vLLM's: %s, and ours depend on the batch.", asked)
-    return replace(options, lora="stock", sampler="stock")
+    logger.warning("verl_qerl: LoRA, the sampler and attention stay vLLM's: %s, and ours depend on the batch.", asked)
+    return replace(options, lora="stock", sampler="stock", attention="stock")
 
 
 def _compile_apart(vllm_config: Any) -> dict[str, Any]:

@@ -1,0 +1,37 @@
+"""The attention kernel on the emulated GPU: sequences of all lengths, heads of both sizes, in any order of threads."""
+
+import pytest
+import torch
+
+from verl_qerl.testing import load_beside
+
+cases = load_beside(str(__file__).replace("emulator/", "kernels/"), "attention_cases")
+
+SHAPES = {"7B": (7, 1, 128), "32B": (10, 2, 128), "0.5B": (14, 2, 64), "8": (16, 2, 128), "1": (3, 3, 64)}
+
+
+@pytest.mark.parametrize("lengths", [[1], [16], [17], [100], [33, 0, 5, 16, 1], [700, 3, 40], [0, 0, 90, 0], [0]])
+def test_tokens_attend_to_what_came_before(gpu, lengths):
+    cases.check(cases.build(lengths, *SHAPES["32B"], 16, "cpu"))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("page", [16, 64])
+def test_heads_of_every_shape(gpu, shape, page):
+    cases.check(cases.build([150, 20, 64], *SHAPES[shape], page, "cpu"))
+
+
+def test_bits_do_not_depend_on_the_order_of_threads(gpu):
+    first = cases.run(cases.build([300, 70, 18], *SHAPES["32B"], 16, "cpu"))
+    for _ in range(3):
+        assert torch.equal(cases.run(cases.build([300, 70, 18], *SHAPES["32B"], 16, "cpu")), first)
+
+
+def test_a_token_without_a_place_is_attended_to_and_not_kept(gpu):
+    case = cases.build([40], *SHAPES["32B"], 16, "cpu")
+    kept = cases.run(case)
+    case["slots"].fill_(-1)
+    case["cache"][:] = cases.build([40], *SHAPES["32B"], 16, "cpu")["cache"]
+    before = case["cache"].clone()
+    assert torch.equal(cases.run(case), kept)
+    assert torch.equal(case["cache"].view(torch.int16), before.view(torch.int16))
