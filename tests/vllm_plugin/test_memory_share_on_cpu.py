@@ -1,12 +1,13 @@
 """The KV cache of an engine that sleeps stays within the engine's share of a GPU."""
 
+import inspect
 import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from verl_qerl.vllm_plugin.memory_share import stay_within_share
+from verl_qerl.vllm_plugin.memory_share import stay_within_share, use_segments_again
 
 GIB = 1 << 30
 
@@ -55,3 +56,25 @@ def test_others_are_as_they_were(config, device):
     worker = make_worker(63, device)
     stay_within_share(worker, config)
     assert worker.determine_available_memory() == 63 * GIB
+
+
+@pytest.mark.parametrize(("sleeps", "asked", "given"), [(True, 20, 21), (True, 64, 64), (False, 20, 20)])
+def test_segments_of_20_mib_are_used_again(sleeps, asked, given):
+    limits = []
+    worker = SimpleNamespace(_scoped_allocator_max_split=lambda max_split_size_mb: limits.append(max_split_size_mb))
+    use_segments_again(worker, make_config(sleeps))
+    worker._scoped_allocator_max_split(max_split_size_mb=asked)
+    assert limits == [given]
+
+
+def test_a_worker_without_the_limit_stays_without():
+    worker = SimpleNamespace()
+    use_segments_again(worker, make_config())
+    assert not vars(worker)
+
+
+def test_vllm_calls_it_that():
+    pytest.importorskip("vllm")
+    from vllm.v1.worker.gpu_worker import Worker
+
+    assert list(inspect.signature(Worker._scoped_allocator_max_split).parameters) == ["self", "max_split_size_mb"]

@@ -221,13 +221,16 @@ def test_where_results_must_not_depend_on_the_batch_vllms_own_paths_stay(monkeyp
     taken = []
     monkeypatch.setattr(worker_module, "use_single_adapter", lambda *_: taken.append("lora"))
     monkeypatch.setattr(worker_module, "use_fused_sampler", lambda *_, **__: taken.append("sampler"))
+    monkeypatch.setattr(worker_module, "tiled_columns", lambda _: {128})
+    monkeypatch.setattr(worker_module, "use_decode_attention", lambda *_: taken.append("attention"))
     config = Config({})
     config.lora_config = SimpleNamespace()
+    config.compilation_config = SimpleNamespace(pass_config=SimpleNamespace(fuse_allreduce_rms=False))
     worker = Worker(torch.nn.Linear(1, 1))
     prepare_model(worker, config)
     worker.load_model()
     assert not taken
-    assert "LoRA and the sampler stay vLLM's: VLLM_BATCH_INVARIANT=1" in caplog.text
+    assert "LoRA, the sampler and attention stay vLLM's: VLLM_BATCH_INVARIANT=1" in caplog.text
     for option in ({"sampler": "fused"}, {"lm_head": "fp8"}):
         with pytest.raises(
             ValueError, match=r"^additional_config\.verl_qerl\.\w+='\w+' does not go together with VLLM_B"

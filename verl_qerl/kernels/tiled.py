@@ -29,7 +29,7 @@ ROWS, COLUMNS = 64, 16  # of a tile
 _CODES = 4  # of half a word
 _PLACES = [(half, code) for half in range(2) for code in range(_CODES)]
 # That `tile` arranges at a time. It runs in the memory of sleep mode, and what is free of that when loading ends vLLM
-# unmaps while torch still counts it: the KV cache would grow by as much, beyond gpu_memory_utilization.
+# unmaps while torch still counts it (vllm_plugin/memory_share.py).
 _WORDS_AT_ONCE = 1 << 20
 _DEPTH, _WARPS = 8, 4  # tiles along K that a program decodes
 

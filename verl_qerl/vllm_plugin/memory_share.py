@@ -3,9 +3,16 @@
 CuMemAllocator.use_memory_pool (vllm/device_allocator/cumem.py) unmaps what is free of its memory when weights are
 loaded. torch counts it as reserved on, so that memory_profiling (vllm/utils/mem_utils.py) finds as much less of what is
 not torch's, and Worker.determine_available_memory gives the KV cache as much more than gpu_memory_utilization allows.
+
+Free it becomes by a limit of vLLM's own (Worker._scoped_allocator_max_split, vllm/v1/worker/gpu_worker.py): torch takes
+tensors of 1 to 10 MiB from segments of 20 MiB, and with max_split_size_mb:20 gives no free block of that size to a
+smaller tensor. A segment that is empty again is lost until loading ends, and what arranges weights for kernels empties
+hundreds.
 """
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,10 +21,29 @@ from verl_qerl.algos.memory_plan import GIB
 
 logger = logging.getLogger(__name__)
 
+_SPLIT_MIB = 21  # above torch's segments of 20 MiB, so that an empty one is used again
+
 
 def can_sleep(vllm_config: Any) -> bool:
     """Whether an engine of this configuration has sleep mode."""
     return getattr(getattr(vllm_config, "model_config", None), "enable_sleep_mode", False)
+
+
+def use_segments_again(worker: Any, vllm_config: Any) -> None:
+    """Have a worker that sleeps load its weights in segments that may be used again once they are empty.
+
+    Args:
+        worker: Of vLLM, before it loads.
+        vllm_config: Its configuration.
+    """
+    limited: Callable[..., AbstractContextManager] | None = getattr(worker, "_scoped_allocator_max_split", None)
+    if not can_sleep(vllm_config) or limited is None:
+        return
+
+    def limited_above_segments(max_split_size_mb: int) -> AbstractContextManager:
+        return limited(max_split_size_mb=max(max_split_size_mb, _SPLIT_MIB))
+
+    worker._scoped_allocator_max_split = limited_above_segments
 
 
 def stay_within_share(worker: Any, vllm_config: Any) -> None:

@@ -21,7 +21,7 @@ from verl_qerl.vllm_plugin.elementwise import use_early_starts
 from verl_qerl.vllm_plugin.head import quantize_head
 from verl_qerl.vllm_plugin.linear import tiled_columns
 from verl_qerl.vllm_plugin.lora import use_single_adapter
-from verl_qerl.vllm_plugin.memory_share import can_sleep, stay_within_share
+from verl_qerl.vllm_plugin.memory_share import can_sleep, stay_within_share, use_segments_again
 from verl_qerl.vllm_plugin.noise import NormNoise
 from verl_qerl.vllm_plugin.options import RolloutOptions, asked_of_vllm, rollout_options
 from verl_qerl.vllm_plugin.sampling import use_fused_sampler
@@ -88,6 +88,7 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
     launch.starts_early = options.early_starts
     if options.keep_base_resident:
         _keep_weights(worker, vllm_config)
+    use_segments_again(worker, vllm_config)
     stay_within_share(worker, vllm_config)
     lora_config = getattr(vllm_config, "lora_config", None) if options.lora == "single" else None
     borrows = is_borrowing(vllm_config)
