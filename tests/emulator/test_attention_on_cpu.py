@@ -35,3 +35,33 @@ def test_a_token_without_a_place_is_attended_to_and_not_kept(gpu):
     before = case["cache"].clone()
     assert torch.equal(cases.run(case), kept)
     assert torch.equal(case["cache"].view(torch.int16), before.view(torch.int16))
+
+
+ATTEND = "      attend(sums, query, held, valid, scale, lane);\n"
+CHANGES = {
+    "a chunk is read before it is there": [("      wait_for(full + stage * 8, parity);\n", "")],
+    "a chunk is filled again while it is read": [(ATTEND, "      if (lane == 0) fill_next(stage);\n" + ATTEND)],
+    "rows after the new token hold anything": [("i = (row + 1) * VECTORS + lane;", "i = CHUNK * VECTORS;")],
+    "sums are laid over others that are still read": [
+        ("    __syncthreads();  // what was laid down before has been read\n", "")
+    ],
+    "sums are read before all are laid down": [("lane);\n    __syncthreads();\n    give", "lane);\n    give")],
+    "the first block adds up": [
+        ("atomicInc(counters + from, to - from) == to - from", "atomicInc(counters + from, to - from) == 0")
+    ],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_taken_out_is_missed(gpu, mutate, change):
+    mutate(*CHANGES[change])
+
+    def is_right() -> bool:
+        try:
+            cases.check(cases.build([300, 70, 18, 40], *SHAPES["32B"], 16, "cpu"))
+        except (RuntimeError, AssertionError):
+            return False
+        return True
+
+    assert not all(is_right() for _ in range(8))
+    assert all(mutate.found.values())

@@ -5,8 +5,9 @@ import functools
 import pytest
 import torch
 
-from verl_qerl.kernels import elementwise
+from verl_qerl.kernels import attention, elementwise
 from verl_qerl.kernels import launch as launch_module
+from verl_qerl.kernels.attention import decode_attention
 from verl_qerl.kernels.launch import Kernel, read_source
 from verl_qerl.kernels.tiled_launch import STREAM, Launch
 from verl_qerl.kernels.tiled_matmul import tiled_matmul
@@ -15,7 +16,7 @@ from verl_qerl.testing import load_beside
 HIDDEN, HEAD, LAYERS = 384, 64, 2
 Pool = load_beside(__file__, "graph_memory").Pool
 
-# In the place of attention: it does not start early, and those after it start when it has ended.
+# In the place of vLLM's attention, which does not start early: those after it start when it has ended.
 ATTENTION = """
 extern "C" __global__ void attention(const u16* q, const u16* k, u16* out, int columns, int k_columns, int count) {
   const int at = blockIdx.x * 128 + threadIdx.x;
@@ -24,9 +25,19 @@ extern "C" __global__ void attention(const u16* q, const u16* k, u16* out, int c
 """
 
 
+def make_cache(rows, length, seed):
+    """Of `length` tokens of each sequence and fewer, with the new one: cache, lengths, table, slots."""
+    lengths = torch.arange(length, length - rows, -1).clamp(min=1).int()
+    columns = -(-length // 16)
+    cache = torch.randn((rows * columns, 2, 16, 1, HEAD), generator=torch.Generator().manual_seed(seed)).bfloat16()
+    table = torch.arange(rows * columns).view(rows, columns).int()
+    slots = torch.arange(rows) * columns * 16 + lengths.long() - 1
+    return cache, lengths, table, slots
+
+
 @pytest.fixture
 def forward(gpu, linear, adapter, monkeypatch):
-    """Calls the kernels of LAYERS layers for [rows, HIDDEN]; returns the last two tensors."""
+    """Calls the kernels of LAYERS layers for [rows, HIDDEN]; returns the last two tensors, and the caches if any."""
     sizes = {"qkv": (HIDDEN + 2 * HEAD, HIDDEN), "o": (HIDDEN, HIDDEN), "up": (512, HIDDEN), "down": (HIDDEN, 256)}
     weights = {name: linear(K, (N,), seed)[0] for seed, (name, (N, K)) in enumerate(sizes.items())}
     adapters = {name: adapter(K, (N,), 16, 256) for name, (N, K) in sizes.items()}
@@ -35,7 +46,7 @@ def forward(gpu, linear, adapter, monkeypatch):
         torch.linspace(-1, 1, 100 * HEAD).bfloat16().view(100, HEAD),
     )
 
-    def attend(pool, q, k):
+    def attend_stock(pool, q, k):
         out = pool.empty(*q.shape)
         early, launch_module.starts_early = launch_module.starts_early, False
         kernel = Kernel(read_source("decode.cuh") + ATTENTION, "attention")
@@ -43,22 +54,27 @@ def forward(gpu, linear, adapter, monkeypatch):
         launch_module.starts_early = early
         return out
 
+    def attend(pool, cache, q, k, v):
+        out = pool.empty(*q.shape)
+        q, k, v, heads = (x.unflatten(1, (-1, HEAD)) for x in (q, k, v, out))
+        decode_attention(q, k, v, *cache, 0.1, heads)
+        return out
+
     def multiply(pool, launch, adapted, x, name):
         with pool.scratch() as kept:
             kept.append(tiled_matmul(x, *weights[name], adapter=adapters[name] if adapted else None, launch=launch))
         return kept[0]
 
-    def layer(pool, launch, adapted, x, residual, positions):
+    def layer(pool, launch, adapted, cache, x, residual, positions):
         product = functools.partial(multiply, pool, launch, adapted)
         y, total = elementwise._launch_norm(x, residual, norm, 1e-6)
         pool.give(x, residual)
         qkv = product(y, "qkv")
         pool.give(y)
-        parts = qkv[:, :HIDDEN], qkv[:, HIDDEN : HIDDEN + HEAD]
-        turned = elementwise._rotate_cuda(*parts, positions, table, HEAD)
-        pool.give(qkv)
-        attended = attend(pool, *turned)
-        pool.give(*turned)
+        q, k, v = qkv.split([HIDDEN, HEAD, HEAD], 1)
+        turned = elementwise._rotate_cuda(q, k, positions, table, HEAD)
+        attended = attend(pool, cache, *turned, v) if cache else attend_stock(pool, *turned)
+        pool.give(qkv, *turned)
         x = product(attended, "o")
         pool.give(attended)
         y, residual = elementwise._launch_norm(x, total, norm, 1e-6)
@@ -71,7 +87,8 @@ def forward(gpu, linear, adapter, monkeypatch):
         pool.give(act)
         return x, residual
 
-    def run(rows, launch, early=True, seed=0, adapted=True):
+    def run(rows, launch, early=True, seed=0, adapted=True, cached=0):
+        caches = [make_cache(rows, cached, seed) if cached else None for seed in range(LAYERS)]
         pool = Pool()
         tensors = (
             torch.linspace(-2, 2, rows * HIDDEN).view(rows, HIDDEN).bfloat16(),
@@ -87,9 +104,10 @@ def forward(gpu, linear, adapter, monkeypatch):
             patch.setattr(elementwise, "_silu_mul_fake", lambda x: pool.empty(len(x), x.shape[1] // 2))
             gpu.seed = seed
             with gpu.graph():
-                for _ in range(LAYERS):
-                    tensors = layer(pool, launch, adapted, *tensors, positions)
-        return torch.stack(tensors)
+                for cache in caches:
+                    tensors = layer(pool, launch, adapted, cache, *tensors, positions)
+        kept = [cache[0].flatten() for cache in caches if cache]
+        return torch.cat([tensor.flatten() for tensor in (*tensors, *kept)])
 
     return run
 
@@ -114,6 +132,17 @@ def test_a_graph_gives_the_bits_of_kernels_one_after_the_other(forward, gpu, mon
         assert torch.equal(expected, forward(rows, launch, seed=seed))
 
 
+@pytest.mark.parametrize(("rows", "cached"), [(3, 70), (12, 40)])
+def test_so_does_attention_of_ours(forward, gpu, monkeypatch, rows, cached):
+    monkeypatch.setattr(attention, "_multiprocessors", lambda device: 3)  # whose number is that of the parts
+    forward = functools.partial(forward, rows, Launch(2, 1, 4, 2), cached=cached)
+    expected = forward(early=False)
+    assert not expected.isnan().any()
+    for seed, multiprocessors in enumerate([4, 16, 40, 16]):
+        monkeypatch.setattr(gpu, "multiprocessors", multiprocessors)
+        assert torch.equal(expected, forward(seed=seed))
+
+
 AWAIT = "await_inputs();\n"
 EARLY = {
     "x": ("      await_inputs();\n      for (int at_step", "      for (int at_step"),
@@ -129,6 +158,17 @@ def test_an_input_read_too_early_is_seen(forward, mutate, monkeypatch, gpu, chan
     forward = functools.partial(forward, 3, Launch(2, 1, 4, 2), adapted=False)
     expected = forward(early=False)
     mutate(EARLY[change])
+    monkeypatch.setattr(gpu, "multiprocessors", 16)
+    assert any(not torch.equal(expected, forward(seed=seed)) for seed in range(6))
+    assert all(mutate.found.values())
+
+
+def test_attention_that_awaits_nothing_is_seen(forward, mutate, monkeypatch, gpu):
+    monkeypatch.setattr(attention, "_multiprocessors", lambda device: 3)
+    forward = functools.partial(forward, 3, Launch(2, 1, 4, 2), adapted=False, cached=70)
+    expected = forward(early=False)
+    mutate(("  await_inputs();\n  for (int s = blockIdx.x", "  for (int s = blockIdx.x"))
+    monkeypatch.setattr(attention, "_multiprocessors", lambda device: 3)
     monkeypatch.setattr(gpu, "multiprocessors", 16)
     assert any(not torch.equal(expected, forward(seed=seed)) for seed in range(6))
     assert all(mutate.found.values())

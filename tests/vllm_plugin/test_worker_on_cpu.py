@@ -219,13 +219,11 @@ def test_kernels_start_early_unless_told_otherwise(monkeypatch):
 def test_where_results_must_not_depend_on_the_batch_vllms_own_paths_stay(monkeypatch, caplog):
     monkeypatch.setitem(vars(pytest.importorskip("vllm.envs")), "VLLM_BATCH_INVARIANT", True)
     taken = []
-    monkeypatch.setattr(worker_module, "use_single_adapter", lambda *_: taken.append("lora"))
-    monkeypatch.setattr(worker_module, "use_fused_sampler", lambda *_, **__: taken.append("sampler"))
+    for name in ("use_single_adapter", "use_fused_sampler", "use_decode_attention"):
+        monkeypatch.setattr(worker_module, name, lambda *_, **__: taken.append("ours"))
     monkeypatch.setattr(worker_module, "tiled_columns", lambda _: {128})
-    monkeypatch.setattr(worker_module, "use_decode_attention", lambda *_: taken.append("attention"))
-    config = Config({})
-    config.lora_config = SimpleNamespace()
-    config.compilation_config = SimpleNamespace(pass_config=SimpleNamespace(fuse_allreduce_rms=False))
+    config, passes = Config({}), SimpleNamespace(fuse_allreduce_rms=False)
+    vars(config).update(lora_config=SimpleNamespace(), compilation_config=SimpleNamespace(pass_config=passes))
     worker = Worker(torch.nn.Linear(1, 1))
     prepare_model(worker, config)
     worker.load_model()
