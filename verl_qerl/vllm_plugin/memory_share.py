@@ -7,7 +7,7 @@ not torch's, and Worker.determine_available_memory gives the KV cache as much mo
 Free it becomes by a limit of vLLM's own (Worker._scoped_allocator_max_split, vllm/v1/worker/gpu_worker.py): torch takes
 tensors of 1 to 10 MiB from segments of 20 MiB, and with max_split_size_mb:20 gives no free block of that size to a
 smaller tensor. A segment that is empty again is lost until loading ends, and what arranges weights for kernels empties
-hundreds.
+hundreds (patches/vllm/0001).
 """
 
 import logging
