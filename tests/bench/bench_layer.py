@@ -1,14 +1,16 @@
-"""What lies around attention in a decode layer, as a rollout launches it: microseconds, and what an adapter adds.
+"""A decode layer as a rollout launches it: microseconds, what an adapter adds, and what attention takes in it.
 
     python tests/bench/bench_layer.py --out tests/bench/results/<gpu>/layer.json [--models 7B 14B] [--rows 1 64 256]
+        [--contexts 0 320]
 
-RMSNorm, qkv, rotation, o (of the rotated q, in the place of what attention makes of it), RMSNorm, gate and up, SiLU,
-down: layers of random weights, more than the L2 cache holds, in one CUDA graph. Each is timed with and without an
-adapter.
+RMSNorm, qkv, rotation, attention over so many tokens (with 0, o takes the rotated q in its place), o, RMSNorm, gate and
+up, SiLU, down: layers of random weights, more than the L2 cache holds, in one CUDA graph. Each is timed with and
+without an adapter.
 """
 
 import argparse
 import functools
+import itertools
 import json
 import statistics
 import sys
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 
+from verl_qerl.kernels.attention import decode_attention
 from verl_qerl.kernels.elementwise import add_rms_norm, rotate, silu_mul
 from verl_qerl.kernels.lora import member_of_tile
 from verl_qerl.vllm_plugin.plans import make_plan
@@ -32,6 +35,7 @@ import rollout_report
 ARMS = {"without": False, "with an adapter": True}
 ROWS = (1, 16, 32, 48, 64, 96, 128, 192, 256)
 RANK, LAYERS, POSITIONS = 32, 8, 1024
+PAGE = 16  # tokens, as vLLM has it on a GPU
 Tensors = dict[str, Any]
 
 
@@ -78,15 +82,39 @@ def run_layer(
         return lora_linear_tiled(*weight, *of["adapter"], inputs["slots"], inputs["none_active"])
 
     x, residual = add_rms_norm(x, residual, layer["norm"], 1e-6)
-    q, k, _ = multiply("qkv", x).split(parts(shape)["qkv"][1], 1)
-    q, _ = rotate(q, k, inputs["positions"], inputs["table"], shape.head_dim)
+    q, k, v = multiply("qkv", x).split(parts(shape)["qkv"][1], 1)
+    q, k = rotate(q, k, inputs["positions"], inputs["table"], shape.head_dim)
+    if "cache" in layer:
+        q = attend(shape, layer["cache"], inputs, q, k, v)
     x, residual = add_rms_norm(multiply("o", q), residual, layer["norm"], 1e-6)
     return multiply("down", silu_mul(multiply("gate_up", x))), residual
 
 
-def make_inputs(shape: rollout_arms.Shape, rows: int, device: str) -> Tensors:
-    """What layers take beside their weights, and the first ones' x."""
+def attend(shape: rollout_arms.Shape, cache: torch.Tensor, inputs: Tensors, *qkv: torch.Tensor) -> torch.Tensor:
+    """[rows, heads * head_dim] bf16: what attention makes of q, k and v."""
+    out = torch.empty_like(qkv[0])
+    q, k, v, heads = (x.unflatten(1, (-1, shape.head_dim)) for x in (*qkv, out))
+    decode_attention(q, k, v, cache, inputs["lengths"], inputs["pages"], inputs["places"], shape.head_dim**-0.5, heads)
+    return out
+
+
+def make_cache(shape: rollout_arms.Shape, rows: int, context: int, device: str) -> Tensors:
+    """A layer's, if there is a context."""
+    if not context:
+        return {}
+    sizes = (rows * -(-context // PAGE), 2, PAGE, shape.kv_heads, shape.head_dim)
+    return {"cache": torch.randn(sizes, dtype=torch.bfloat16, device=device)}
+
+
+def make_inputs(shape: rollout_arms.Shape, rows: int, context: int, device: str) -> Tensors:
+    """What layers take beside their weights and caches, and the first ones' x; pages are in random order."""
+    columns = -(-context // PAGE)
+    pages = torch.randperm(rows * columns, device=device).view(rows, columns).int()
+    last = pages[:, -1].long() if columns else torch.zeros(rows, dtype=torch.int64, device=device)
     return {
+        "lengths": torch.full((rows,), context, dtype=torch.int32, device=device),
+        "pages": pages,
+        "places": last * PAGE + (context - 1) % PAGE,
         "slots": torch.zeros(rows, dtype=torch.int64, device=device),
         "none_active": torch.tensor([False]),
         "positions": torch.arange(rows, device=device) % POSITIONS,
@@ -104,19 +132,26 @@ def run_layers(shape: rollout_arms.Shape, layers: Sequence[Tensors], adapted: bo
 
 
 def measure(
-    models: Sequence[str], rows: Sequence[int], timer: Callable[..., list[float]], gpu: str, device: str = "cuda"
+    models: Sequence[str],
+    rows: Sequence[int],
+    contexts: Sequence[int],
+    timer: Callable[..., list[float]],
+    gpu: str,
+    device: str = "cuda",
 ) -> Iterator[dict[str, Any]]:
-    """A row of the result file for each model, batch and arm."""
+    """A row of the result file for each model, context, batch and arm."""
     for model in models:
         shape = rollout_arms.SHAPES[model]
-        layers = [make_layer(shape, gpu, device) for _ in range(LAYERS)]  # plans compile their kernels
-        for arm, adapted in ARMS.items():
-            for batch in rows:
-                inputs = make_inputs(shape, batch, device)
+        made = [make_layer(shape, gpu, device) for _ in range(LAYERS)]  # plans compile their kernels
+        for context, batch in itertools.product(contexts, rows):
+            layers = [layer | make_cache(shape, batch, context, device) for layer in made]
+            inputs = make_inputs(shape, batch, context, device)
+            for arm, adapted in ARMS.items():
                 us = statistics.median(timer([functools.partial(run_layers, shape, layers, adapted, inputs)]))
-                yield {"model": model, "rows": batch, "arm": arm, "us": round(us / LAYERS * 1e6, 2)}
-                print(f"{model} {batch:4} rows  {us / LAYERS * 1e6:8.2f} us  {arm}", flush=True)
-        del layers
+                us = round(us / LAYERS * 1e6, 2)
+                yield {"model": model, "rows": batch, "context": context, "arm": arm, "us": us}
+                print(f"{model} {batch:4} rows  {context:5} tokens  {us:8.2f} us  {arm}", flush=True)
+        del made, layers
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -124,14 +159,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="result file")
     parser.add_argument("--models", nargs="+", default=["7B", "14B", "32B"], choices=list(rollout_arms.SHAPES))
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
+    parser.add_argument("--contexts", nargs="+", type=int, default=[0], help="tokens of each sequence, the new one too")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
-    head = rollout_report.header({"models": args.models, "rows": list(args.rows), "rank": RANK, "layers": LAYERS})
-    rows = []
-    for row in measure(args.models, args.rows, bench_dequantize.graph_timer, torch.cuda.get_device_name()):
+    options = {"models": args.models, "rows": list(args.rows), "contexts": args.contexts}
+    head = rollout_report.header({**options, "rank": RANK, "layers": LAYERS})
+    rows, gpu = [], torch.cuda.get_device_name()
+    for row in measure(args.models, args.rows, args.contexts, bench_dequantize.graph_timer, gpu):
         rows.append(row)
         args.out.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
     return 0

@@ -124,8 +124,8 @@ JOBS = (
     _actor(),
     Job(
         "layer",
-        "what an adapter adds to a decode layer",
-        f'{_BENCH}/bench_layer.py --out "$OUT/layer.json"',
+        "what an adapter and attention add to a decode layer",
+        f'{_BENCH}/bench_layer.py --contexts 0 320 --out "$OUT/layer.json"',
         30,
     ),
     Job(

@@ -66,7 +66,7 @@ class Layers:
         total = 0.0
         for model in models:
             shape, layers = rollout_arms.SHAPES[model], self._of[model]
-            inputs = bench_layer.make_inputs(shape, rows, self._device)
+            inputs = bench_layer.make_inputs(shape, rows, 0, self._device)
             times = self._timer([functools.partial(bench_layer.run_layers, shape, layers, True, inputs)])
             total += statistics.median(times) / len(layers) * 1e6
         return total

@@ -13,11 +13,12 @@ GIB = 1 << 30
 
 
 def make_worker(found: float, device: str = "cuda") -> SimpleNamespace:
-    """One whose share is 56 of 140 GiB, of which 132 were free when it began."""
+    """One whose share is 56 of 140 GiB, of which 132 were free when it began; a pass takes 2."""
     return SimpleNamespace(
         device=torch.device(device),
         requested_memory=56 * GIB,
         init_snapshot=SimpleNamespace(free_memory=132 * GIB),
+        peak_activation_memory=2 * GIB,
         determine_available_memory=lambda: int(found * GIB),
     )
 
@@ -36,14 +37,14 @@ def test_what_is_beyond_the_share_is_not_given(caplog):
     worker = make_worker(63)
     stay_within_share(worker, make_config())
     with caplog.at_level(logging.WARNING):
-        assert worker.determine_available_memory() == 50 * GIB
-    assert "has 63.0 GiB for the KV cache, of which 50.0 are left" in caplog.text
+        assert worker.determine_available_memory() == 48 * GIB
+    assert "has 63.0 GiB for the KV cache, of which 48.0 are left" in caplog.text
 
 
 def test_what_is_within_the_share_stays(caplog):
-    worker = make_worker(49.5)
+    worker = make_worker(47.5)
     stay_within_share(worker, make_config())
-    assert worker.determine_available_memory() == int(49.5 * GIB)
+    assert worker.determine_available_memory() == int(47.5 * GIB)
     assert not caplog.text
 
 

@@ -5,12 +5,12 @@
 // has an equal share, whatever the lengths; its warps take turns, each with a ring of its own. What belongs to one head of
 // one sequence is added up in shared memory, and where it crosses blocks by the last of them, in a fixed order.
 //
-// Until await_inputs only what the kernels of a graph do not write is read: lengths, tables and the cache, without the row
-// that this kernel writes.
+// Until await_inputs only what the kernels of a graph do not write is read: lengths, tables and the cache. Of the row that
+// this kernel writes anything may come; the new token takes its place.
 
-#define VECTORS (HEAD / 8)  // of 16 bytes, in a row of a head
-#define PITCH (HEAD + 4)    // floats between rows of sums: no two lanes in one bank
-#define PART (8 * (HEAD + 2))  // floats of a part: sums, then largest scores, then totals
+#define VECTORS (HEAD / 8)      // of 16 bytes, in a row of a head
+#define PITCH (HEAD + 4)        // floats between rows of sums: no two lanes in one bank
+#define PART (8 * (HEAD + 2))   // floats of a part: sums, then largest scores, then totals
 #define LAID (8 * (PITCH + 2))  // the same in shared memory
 #define NONE (-1e30f)           // no score, as an exponent: finite, so that it may be subtracted from itself
 

@@ -50,7 +50,8 @@ def stay_within_share(worker: Any, vllm_config: Any) -> None:
     """Have a worker that sleeps give the KV cache no more than is left of its share of the GPU.
 
     Args:
-        worker: Of vLLM; on a GPU it has `requested_memory` and `init_snapshot` when it is asked.
+        worker: Of vLLM; on a GPU it has `requested_memory`, `init_snapshot` and, from its profile,
+            `peak_activation_memory` when it is asked.
         vllm_config: Its configuration. A KV cache whose bytes are given keeps them.
     """
     if not can_sleep(vllm_config) or vllm_config.cache_config.kv_cache_memory_bytes:
@@ -62,7 +63,9 @@ def stay_within_share(worker: Any, vllm_config: Any) -> None:
         if worker.device.type != "cuda":
             return found
         free, _ = torch.cuda.mem_get_info(worker.device)
-        left = worker.requested_memory - (worker.init_snapshot.free_memory - free)
+        taken = worker.init_snapshot.free_memory - free
+        # As the profile does: what a pass takes for a moment is free again when it ends.
+        left = worker.requested_memory - taken - worker.peak_activation_memory
         if found <= left:
             return found
         logger.warning(
