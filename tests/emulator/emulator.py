@@ -140,7 +140,7 @@ class Emulator:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         monkeypatch.setattr(launch, "_driver", lambda: self)
         for module in (attention, tiled_matmul):
-            monkeypatch.setattr(module, "_multiprocessors", lambda device: self.multiprocessors)
+            monkeypatch.setattr(module, "count_multiprocessors", lambda device: self.multiprocessors)
         launch._encode.cache_clear()
         for module in (attention, elementwise, low_rank, tiled_matmul):
             for made in vars(module).values():

@@ -134,7 +134,7 @@ def test_a_graph_gives_the_bits_of_kernels_one_after_the_other(forward, gpu, mon
 
 @pytest.mark.parametrize(("rows", "cached"), [(3, 70), (12, 40)])
 def test_so_does_attention_of_ours(forward, gpu, monkeypatch, rows, cached):
-    monkeypatch.setattr(attention, "_multiprocessors", lambda device: 3)  # whose number is that of the parts
+    monkeypatch.setattr(attention, "count_multiprocessors", lambda device: 3)  # whose number is that of the parts
     forward = functools.partial(forward, rows, Launch(2, 1, 4, 2), cached=cached)
     expected = forward(early=False)
     assert not expected.isnan().any()
@@ -164,11 +164,11 @@ def test_an_input_read_too_early_is_seen(forward, mutate, monkeypatch, gpu, chan
 
 
 def test_attention_that_awaits_nothing_is_seen(forward, mutate, monkeypatch, gpu):
-    monkeypatch.setattr(attention, "_multiprocessors", lambda device: 3)
+    monkeypatch.setattr(attention, "count_multiprocessors", lambda device: 3)
     forward = functools.partial(forward, 3, Launch(2, 1, 4, 2), adapted=False, cached=70)
     expected = forward(early=False)
     mutate(("  await_inputs();\n  for (int s = blockIdx.x", "  for (int s = blockIdx.x"))
-    monkeypatch.setattr(attention, "_multiprocessors", lambda device: 3)
+    monkeypatch.setattr(attention, "count_multiprocessors", lambda device: 3)
     monkeypatch.setattr(gpu, "multiprocessors", 16)
     assert any(not torch.equal(expected, forward(seed=seed)) for seed in range(6))
     assert all(mutate.found.values())

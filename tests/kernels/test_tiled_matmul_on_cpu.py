@@ -51,7 +51,7 @@ def test_the_ring_fits_with_the_widest_adapter(tokens, split):
 @pytest.mark.parametrize("tokens", [8, 16, 32, 64])  # above, X A^T has a launch of its own
 @pytest.mark.parametrize(("K", "columns"), [(3584, 96), (18944, 32), (64, 8), (5120, 384)])
 def test_blocks_that_others_wait_for_all_run(tokens, K, columns, monkeypatch):
-    monkeypatch.setattr(tiled_matmul, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(tiled_matmul, "count_multiprocessors", lambda device: 132)
     *_, shared, _ = tiled_matmul._exchange.__wrapped__(torch.device("cpu"))
     for pieces, groups, blocks in SHAPES[tokens]:
         launch = Launch(pieces, groups, STREAM, blocks)
@@ -78,7 +78,7 @@ def test_blocks_that_others_wait_for_run_where_clusters_fit(groups):
 
 
 def test_the_memory_that_blocks_share_is_float32_while_vllm_loads_in_bf16(monkeypatch):
-    monkeypatch.setattr(tiled_matmul, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(tiled_matmul, "count_multiprocessors", lambda device: 132)
     torch.set_default_dtype(torch.bfloat16)
     try:
         sums, flags, low, done = tiled_matmul._exchange.__wrapped__(torch.device("cpu"))

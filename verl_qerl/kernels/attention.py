@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from verl_qerl.kernels.launch import Kernel, read_source, tensor_map
+from verl_qerl.kernels.launch import Kernel, count_multiprocessors, read_source, tensor_map
 
 HEAD_SIZES = (64, 128)
 MAX_GROUP = 8  # heads of q on one head of k and v
@@ -66,7 +66,7 @@ def decode_attention(
     strides = [x.stride(0) // _VECTOR for x in (q, k, v)]
     args = [rows, q, k, v, cache, lengths, table, slots, out, parts, counters, B, kv_heads, table.stride(0), page]
     args += [*strides, _LEAST, ctypes.c_float(scale * math.log2(math.e))]
-    grid = min(B, 1) * _multiprocessors(q.device) * _BLOCKS
+    grid = min(B, 1) * count_multiprocessors(q.device) * _BLOCKS
     _kernel(head_size, heads // kv_heads)(grid, _WARPS * 32, args, _shared_bytes(head_size, B))
 
 
@@ -98,13 +98,8 @@ def _kernel(head_size: int, group: int) -> Kernel:
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
 def _exchange(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Parts that blocks hand over, and how many of one head are there; a launch leaves the counters at zero."""
-    blocks = _multiprocessors(device) * _BLOCKS
+    blocks = count_multiprocessors(device) * _BLOCKS
     parts = torch.empty(2 * blocks * MAX_GROUP * (max(HEAD_SIZES) + 2), dtype=torch.float32, device=device)
     return parts, torch.zeros(blocks, dtype=torch.int32, device=device)

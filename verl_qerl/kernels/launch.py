@@ -135,6 +135,12 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
+@functools.cache
+def count_multiprocessors(device: torch.device) -> int:
+    """Of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def read_source(*names: str, **defines: int) -> str:
     """The files of this package, one after the other, below macros of these values."""
     here = Path(__file__).parent

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from verl_qerl.kernels.launch import Kernel, read_source, tensor_map
+from verl_qerl.kernels.launch import Kernel, count_multiprocessors, read_source, tensor_map
 from verl_qerl.kernels.low_rank import low_rank, low_rank_kernel
 from verl_qerl.kernels.tiled_launch import (
     H200_MULTIPROCESSORS,
@@ -118,7 +118,7 @@ def _launch(
     (M, K), N = x.shape, y.shape[1]
     rank, columns = (adapter.b.shape[1], adapter.a.shape[0]) if adapter else (0, 0)
     stages, shared_bytes = ring(tokens, K, rank, launch)
-    multiprocessors = _multiprocessors(x.device)
+    multiprocessors = count_multiprocessors(x.device)
     beside, box = twins(tokens), (tokens // twins(tokens), _STEP)
     streams = multiprocessors * launch.blocks // beside * beside
     row_tiles = -(-M // tokens)
@@ -238,19 +238,14 @@ def _wgmma(tokens: int) -> str:
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
 def _exchange(device: torch.device) -> tuple[torch.Tensor, ...]:
     """Sums that blocks hand over, their flags, and the same of X A^T; a launch leaves the flags at zero."""
     shapes = [(tokens * 64 * p * g * b, b) for tokens in TOKENS for p, g, b in SHAPES[tokens]]
-    blocks = _multiprocessors(device) * max(b for _, b in shapes)
+    sizes = [count_multiprocessors(device) * max(of) for of in zip(*shapes, strict=True)]
     # vLLM changes the default dtype while it loads.
-    sums = torch.empty(_multiprocessors(device) * max(size for size, _ in shapes), dtype=torch.float32, device=device)
+    sums = torch.empty(sizes[0], dtype=torch.float32, device=device)
     low = torch.empty(_LOW_BYTES // 4, dtype=torch.float32, device=device)
-    counters = torch.zeros(blocks + 2, dtype=torch.int32, device=device)
+    counters = torch.zeros(sizes[1] + 2, dtype=torch.int32, device=device)
     return sums, counters[2:], low, counters
 
 
