@@ -1,11 +1,13 @@
 """The attention kernel on the emulated GPU: sequences of all lengths, heads of both sizes, in any order of threads."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from verl_qerl.testing import load_beside
 
-cases = load_beside(str(__file__).replace("emulator/", "kernels/"), "attention_cases")
+cases = load_beside(str(Path(__file__).parents[1] / "kernels" / "conftest.py"), "attention_cases")
 
 SHAPES = {"7B": (7, 1, 128), "32B": (10, 2, 128), "0.5B": (14, 2, 64), "8": (16, 2, 128), "1": (3, 3, 64)}
 

@@ -73,8 +73,13 @@ def forward(gpu, linear, adapter, monkeypatch):
         pool.give(y)
         q, k, v = qkv.split([HIDDEN, HEAD, HEAD], 1)
         turned = elementwise._rotate_cuda(q, k, positions, table, HEAD)
-        attended = attend(pool, cache, *turned, v) if cache else attend_stock(pool, *turned)
-        pool.give(qkv, *turned)
+        if cache:
+            attended = attend(pool, cache, *turned, v)
+            pool.give(qkv, *turned)
+        else:
+            pool.give(qkv)
+            attended = attend_stock(pool, *turned)
+            pool.give(*turned)
         x = product(attended, "o")
         pool.give(attended)
         y, residual = elementwise._launch_norm(x, total, norm, 1e-6)

@@ -31,8 +31,6 @@ __device__ __forceinline__ void load_turned(u32 (&to)[4], u32 at) {
                : "memory");
 }
 
-__device__ __forceinline__ u32 pack_two(float low, float high) { return to_bf16(low) | (u32)to_bf16(high) << 16; }
-
 struct New {
   const uint4 *k, *v;
   uint4* cache;
@@ -112,11 +110,11 @@ struct Vector {
     largest = both, total = total * old + its_total * its;
   }
   __device__ __forceinline__ uint4 mean() const {
-    u32 words[4];
+    float scaled[8];
     const float over = 1.0f / total;
 #pragma unroll
-    for (int i = 0; i < 4; i++) words[i] = pack_two(sum[2 * i] * over, sum[2 * i + 1] * over);
-    return {words[0], words[1], words[2], words[3]};
+    for (int i = 0; i < 8; i++) scaled[i] = sum[i] * over;
+    return pack(scaled);
   }
 };
 

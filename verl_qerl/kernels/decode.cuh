@@ -44,6 +44,15 @@ __device__ __forceinline__ u16 to_bf16(float value) {
   return out;
 }
 
+__device__ __forceinline__ u32 pack_two(float low, float high) { return to_bf16(low) | (u32)to_bf16(high) << 16; }
+
+__device__ __forceinline__ uint4 pack(const float (&from)[8]) {
+  u32 words[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) words[i] = pack_two(from[i * 2], from[i * 2 + 1]);
+  return {words[0], words[1], words[2], words[3]};
+}
+
 __device__ __forceinline__ float from_bf16(u32 bits) { return __uint_as_float(bits << 16); }
 
 // Of low = x a^T: rounded where PEFT rounds, and over what the sums are multiplied by at the end; that factor is exact.

@@ -9,13 +9,6 @@ __device__ __forceinline__ void unpack(const uint4& packed, float (&to)[8]) {
   for (int i = 0; i < 8; i++) to[i] = from_bf16(i % 2 ? words[i / 2] >> 16 : words[i / 2] & 0xFFFF);
 }
 
-__device__ __forceinline__ uint4 pack(const float (&from)[8]) {
-  u32 words[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) words[i] = to_bf16(from[i * 2]) | (u32)to_bf16(from[i * 2 + 1]) << 16;
-  return {words[0], words[1], words[2], words[3]};
-}
-
 __device__ __forceinline__ float add_up(float value) {
   __shared__ float partial[THREADS / 32];
 #pragma unroll
