@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl_qerl.kernels.dequantize import dequantize
+from verl_qerl.kernels.dequantize import dequantize, dequantize_siblings
 from verl_qerl.nvfp4 import reference
 from verl_qerl.nvfp4.format import PackedWeight
 from verl_qerl.testing import random_packed_weight
@@ -84,3 +84,20 @@ def test_tensors_that_start_at_an_odd_byte():
 def test_under_torch_compile():
     weight = random_packed_weight(64, 96).to("cuda")
     assert torch.equal(torch.compile(dequantize, fullgraph=True)(weight), dequantize(weight))
+
+
+def parts(weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return weight.codes, weight.block_scale.view(torch.uint8), weight.global_decode_scale
+
+
+# Members of 7B, and rows that no program has whole; the first weight alone, then with others of its K.
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "K"), [((3584, 512, 512), 3584), ((18944, 18944), 3584), ((5, 9, 1), 1040)], ids=str)
+def test_siblings_are_decoded_in_one_launch(rows, K, dtype):
+    weights = [with_global(random_packed_weight(N, K, seed=N + i), 2.0**-i) for i, N in enumerate(rows)]
+    on_gpu = [parts(weight.to("cuda")) for weight in weights]
+    for count in (*range(1, len(rows) + 1), len(rows)):  # the last one launches what was compiled
+        torch.full((sum(rows[:count]), K), float("nan"), dtype=dtype, device="cuda")
+        found = dequantize_siblings(on_gpu[:count], dtype)
+        for out, weight in zip(found, weights, strict=False):
+            assert torch.equal(out.cpu(), reference.dequantize(weight, dtype))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl_qerl.kernels.dequantize import dequantize, dequantize_nvfp4
+from verl_qerl.kernels.dequantize import dequantize, dequantize_nvfp4, dequantize_siblings
 from verl_qerl.nvfp4 import reference
 from verl_qerl.nvfp4.format import PackedWeight
 from verl_qerl.testing import random_packed_weight
@@ -46,12 +46,18 @@ def build_cases(every_byte: PackedWeight) -> dict[str, tuple[PackedWeight, torch
     return cases
 
 
+def siblings() -> list[PackedWeight]:
+    """Rows below, above and at a multiple of a program's, each weight with its own global scale."""
+    return [with_global(random_packed_weight(N, 1040, seed=N), 2.0**-N) for N in (5, 9, 16)]
+
+
 def stacked(dtype: torch.dtype) -> tuple:
     """Three weights of two rows on top of each other, each with a global scale: one program decodes all of them."""
     weight = random_packed_weight(6, 1040)
     return weight.codes, weight.block_scale.view(torch.uint8), torch.tensor([0.5, 3.0, 2.0**-9]), dtype
 
 
+SIBLINGS = [(count, dtype) for count in (2, 3) for dtype in DTYPES]
 NAMES = list(build_cases(random_packed_weight(1, 16)))
 
 
@@ -60,10 +66,12 @@ def decoded(every_byte, interpreted):
     """Case -> (weight, dtype, what the kernel made of it)."""
     cases = build_cases(every_byte)
     stacks = [stacked(dtype) for dtype in DTYPES]
-    launches = [*(arguments(*case) for case in cases.values()), *stacks]
-    *outputs, a, b, c = interpreted("verl_qerl.kernels.dequantize", launches)
-    found = {name: (*case, out) for (name, case), out in zip(cases.items(), outputs, strict=True)}
-    return found | {"stacked": [a, b, c]}
+    alone = [*(arguments(*case) for case in cases.values()), *stacks]
+    launches = [([case[:-1]], case[-1]) for case in alone]
+    launches += [([arguments(one, dtype)[:-1] for one in siblings()[:count]], dtype) for count, dtype in SIBLINGS]
+    outputs = interpreted("verl_qerl.kernels.dequantize", launches)
+    found = {name: (*case, out) for (name, case), out in zip(cases.items(), outputs, strict=False)}
+    return found | {"stacked": outputs[len(cases) : len(alone)], "siblings": outputs[len(alone) :]}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -83,6 +91,16 @@ def test_stacked_weights_have_their_own_global_scales(decoded, i):
     expected = torch.cat([reference.dequantize(weight, dtype) for weight in weights])
     assert torch.equal(decoded["stacked"][i], expected)
     assert torch.equal(dequantize_nvfp4(codes, scale, decode_scales, dtype), expected)
+
+
+@pytest.mark.parametrize("i", range(len(SIBLINGS)), ids=[f"{count}-{dtype}" for count, dtype in SIBLINGS])
+def test_siblings_are_decoded_in_one_launch(decoded, i):
+    count, dtype = SIBLINGS[i]
+    weights = siblings()[:count]
+    expected = [reference.dequantize(weight, dtype) for weight in weights]
+    assert torch.equal(decoded["siblings"][i], torch.cat(expected))
+    found = dequantize_siblings([arguments(weight, dtype)[:-1] for weight in weights], dtype)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_every_byte_is_every_value(every_byte):

@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-ReadWeight = Callable[[torch.dtype], torch.Tensor]
+ReadWeights = Callable[[torch.dtype], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class FrozenWeight:
-    """How one frozen W [N, K] is read; both give a dense tensor of the dtype they are called with.
+class FrozenWeights:
+    """How frozen W_i [N_i, K] are read; both give dense tensors of the dtype they are called with.
 
     Attributes:
-        forward: For the product with x.
+        forward: For the products with x.
         backward: For the gradient of x, once per forward.
     """
 
-    forward: ReadWeight
-    backward: ReadWeight
+    forward: ReadWeights
+    backward: ReadWeights
 
 
 class _AdaptedLinears(torch.autograd.Function):
@@ -35,57 +35,56 @@ class _AdaptedLinears(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        weights: Sequence[FrozenWeight],
+        weights: FrozenWeights,
         scalings: Sequence[float],
         *tensors: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
-        count = len(weights)
+        count = len(scalings)
         As: Any = tensors[:count]
         Bs: Any = tensors[count : 2 * count]
         biases = tensors[2 * count :]
         flat = x.reshape(-1, x.shape[-1])
         ranks = [A.shape[0] for A in As]
-        scaled = [A if scaling == 1 else A * scaling for A, scaling in zip(As, scalings, strict=True)]
-        shrunk = flat @ _stack(scaled).t()
-        results = []
-        for weight, B, bias, part in zip(weights, Bs, biases, shrunk.split(ranks, 1), strict=True):
+        A = As[0] if count == 1 else torch.cat(As)
+        shrunk = flat.new_empty(flat.shape[0], A.shape[0])
+        # Scaled before it is rounded, where one factor is that of all.
+        same = scalings.count(scalings[0]) == count
+        shrunk.addmm_(flat, A.t(), beta=0, alpha=scalings[0] if same else 1)
+        sizes, results = (*x.shape[:-1], -1), []
+        parts = shrunk.split_with_sizes(ranks, 1)
+        if not same:
+            for part, scaling in zip(parts, scalings, strict=True):
+                part.mul_(scaling)
+        for weight, B, bias, part in zip(weights.forward(x.dtype), Bs, biases, parts, strict=True):
             y = part @ B.t() if bias is None else torch.addmm(bias, part, B.t())
-            results.append(y.addmm_(flat, weight.forward(x.dtype).t()).view(*x.shape[:-1], -1))
-        ctx.save_for_backward(flat, shrunk, *As, *Bs)
+            results.append(y.addmm_(flat, weight.t()).view(sizes))
+        ctx.save_for_backward(flat, shrunk, A, *Bs)
         ctx.weights, ctx.scalings, ctx.ranks, ctx.shape = weights, scalings, ranks, x.shape
         return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[Any, ...]:
-        count = len(ctx.weights)
-        flat, shrunk, *adapters = ctx.saved_tensors
-        As, Bs = adapters[:count], adapters[count:]
-        needs = ctx.needs_input_grad
+        flat, shrunk, A, *Bs = ctx.saved_tensors
         grads = [grad.reshape(-1, grad.shape[-1]) for grad in grad_outputs]
         shrunk_grads = torch.empty_like(shrunk)  # of x A^T
-        for grad, B, scaling, part in zip(grads, Bs, ctx.scalings, shrunk_grads.split(ctx.ranks, 1), strict=True):
-            torch.mm(grad, B, out=part)
-            if scaling != 1:
-                part.mul_(scaling)
-        grad_x = shrunk_grads @ _stack(As) if needs[0] else None
-        for grad, weight in zip(grads, ctx.weights, strict=True):
-            dense = weight.backward(grad.dtype)  # also where x needs no gradient: what is kept for it is released
-            if grad_x is not None:
-                grad_x.addmm_(grad, dense)
-        grad_As = (shrunk_grads.t() @ flat).split(ctx.ranks)
-        grad_Bs = [grad.t() @ part for grad, part in zip(grads, shrunk.split(ctx.ranks, 1), strict=True)]
-        grad_x = None if grad_x is None else grad_x.view(ctx.shape)
-        return grad_x, None, None, *grad_As, *grad_Bs, *[None] * count
-
-
-def _stack(As: Sequence[torch.Tensor]) -> torch.Tensor:
-    return As[0] if len(As) == 1 else torch.cat(As)  # type: ignore[arg-type]
+        parts = shrunk_grads.split_with_sizes(ctx.ranks, 1)
+        for grad, B, scaling, part in zip(grads, Bs, ctx.scalings, parts, strict=True):
+            part.addmm_(grad, B, beta=0, alpha=scaling)
+        grad_x = shrunk_grads @ A if ctx.needs_input_grad[0] else None
+        dense = ctx.weights.backward(shrunk.dtype)  # also where x needs no gradient: what is kept for it is released
+        if grad_x is not None:
+            for grad, weight in zip(grads, dense, strict=True):
+                grad_x.addmm_(grad, weight)
+            grad_x = grad_x.view(ctx.shape)
+        grad_As = (shrunk_grads.t() @ flat).split_with_sizes(ctx.ranks)
+        grad_Bs = [grad.t() @ part for grad, part in zip(grads, shrunk.split_with_sizes(ctx.ranks, 1), strict=True)]
+        return grad_x, None, None, *grad_As, *grad_Bs, *[None] * len(Bs)
 
 
 def adapted_linears(
     x: torch.Tensor,
-    weights: Sequence[FrozenWeight],
+    weights: FrozenWeights,
     As: Sequence[torch.Tensor],
     Bs: Sequence[torch.Tensor],
     scalings: Sequence[float],
@@ -95,7 +94,7 @@ def adapted_linears(
 
     Args:
         x: [..., K] floating point.
-        weights: n readers, W_i of [N_i, K].
+        weights: Readers of n W_i, [N_i, K] each.
         As: n of [R_i, K], of x's dtype.
         Bs: n of [N_i, R_i], of x's dtype.
         scalings: n factors s_i.

@@ -1,12 +1,13 @@
 """PEFT's LoRA layer with its forward pass as one function; parameters, names and everything else are PEFT's."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn as nn
 from peft.tuners.lora import Linear as LoraLinear
 
-from verl_qerl.kernels.adapted_linear import FrozenWeight, adapted_linears
+from verl_qerl.kernels.adapted_linear import FrozenWeights, adapted_linears
 from verl_qerl.modules.packed_linear import PackedLinear
 from verl_qerl.nvfp4.checkpoint import FUSED_GROUPS
 
@@ -23,9 +24,10 @@ class AdaptedLinear(LoraLinear):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """[..., K] -> [..., N]; arguments as PEFT's."""
         siblings = self._siblings
-        if siblings is None or args or kwargs or not all(member.is_plain(x) for member in siblings.members):
+        if siblings is None or args or kwargs:
             return super().forward(x, *args, **kwargs)
-        return siblings.output(self, x)
+        output = siblings.output(self, x)
+        return super().forward(x) if output is None else output
 
     def is_plain(self, x: torch.Tensor) -> bool:
         """Whether the fused function computes what PEFT would for this input."""
@@ -42,18 +44,13 @@ class AdaptedLinear(LoraLinear):
         A, B = (part[name].weight for part in (self.lora_A, self.lora_B))
         return dtype is not None or x.dtype == A.dtype == B.dtype
 
-    def parts(self, dtype: torch.dtype) -> tuple[FrozenWeight, torch.Tensor, torch.Tensor, float, torch.Tensor | None]:
-        """(W, A, B, scaling, bias), cast to `dtype`."""
+    def parts(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, float, torch.Tensor | None]:
+        """(A, B, scaling, bias), cast to `dtype`."""
         (name,) = self.active_adapters
-        base: Any = self.base_layer
-        if isinstance(base, PackedLinear):
-            weight = FrozenWeight(base.decode_forward, base.decode_backward)
-        else:
-            weight = FrozenWeight(base.weight.to, base.weight.to)
         adapters: Any = self.lora_A[name].weight, self.lora_B[name].weight
         A, B = (weight.to(dtype) for weight in adapters)
-        bias = None if base.bias is None else base.bias.to(dtype)
-        return weight, A, B, self.scaling[name], bias
+        bias: Any = self.base_layer.bias
+        return A, B, self.scaling[name], None if bias is None else bias.to(dtype)
 
 
 class Siblings:
@@ -66,10 +63,14 @@ class Siblings:
         self.members = members
         self._input: torch.Tensor | None = None
         self._waiting: dict[AdaptedLinear, torch.Tensor] = {}
+        self._recomputed: Sequence[torch.Tensor] = ()  # dense weights
+        self._weights = FrozenWeights(self._read_forward, self._read_backward)
 
-    def output(self, member: AdaptedLinear, x: torch.Tensor) -> torch.Tensor:
-        """What `member` gives for x."""
+    def output(self, member: AdaptedLinear, x: torch.Tensor) -> torch.Tensor | None:
+        """What `member` gives for x; None where PEFT has to compute it."""
         if self._input is not x or member not in self._waiting:
+            if not all(member.is_plain(x) for member in self.members):
+                return None
             self._waiting = dict(zip(self.members, self._outputs(x), strict=True))
             self._input = x
         output = self._waiting.pop(member)
@@ -79,9 +80,27 @@ class Siblings:
 
     def _outputs(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         dtype = _autocast_dtype(x) or x.dtype
-        weights, As, Bs, scalings, biases = zip(*(member.parts(dtype) for member in self.members), strict=True)
-        with torch.autocast(x.device.type, enabled=False):
-            return adapted_linears(x.to(dtype), weights, As, Bs, scalings, biases)
+        As, Bs, scalings, biases = zip(*(member.parts(dtype) for member in self.members), strict=True)
+        return adapted_linears(x.to(dtype), self._weights, As, Bs, scalings, biases)
+
+    def _read_forward(self, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        """The weights; within a checkpoint's recomputation, kept for the backward pass that follows at once."""
+        weights = self._read(dtype)
+        if torch._C._current_graph_task_id() != -1:  # as torch.utils.checkpoint finds out: a backward pass is running
+            self._recomputed = weights
+        return weights
+
+    def _read_backward(self, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        """The weights, or what the recomputation kept, which is then released."""
+        weights, self._recomputed = self._recomputed, ()
+        return weights if weights and weights[0].dtype == dtype else self._read(dtype)
+
+    def _read(self, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        bases: list[Any] = [member.base_layer for member in self.members]
+        kind = type(bases[0])
+        if issubclass(kind, PackedLinear) and all(type(base) is kind for base in bases):
+            return kind.decode_siblings(bases, dtype)
+        return [base.decode(dtype) if isinstance(base, PackedLinear) else base.weight.to(dtype) for base in bases]
 
 
 def fuse_adapters(model: nn.Module) -> int:

@@ -6,9 +6,8 @@ import torch
 
 from verl_qerl.formats import FP8, INT8, MXFP4, WeightFormat
 from verl_qerl.formats.packed import QuantizedWeight
-from verl_qerl.kernels.adapted_linear import FrozenWeight
 from verl_qerl.kernels.dequantize_formats import dequantize_format
-from verl_qerl.kernels.frozen_linear import frozen_linear
+from verl_qerl.kernels.linear import frozen_linear
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.modules.packed_linear import PackedLinear
 from verl_qerl.nvfp4.format import Packed
@@ -59,7 +58,7 @@ class FormatLinear(PackedLinear):
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """X W^T + bias, [..., N] of x's dtype, from the packed tensors."""
-        return frozen_linear(x, FrozenWeight(self.decode, self.decode), bias)
+        return frozen_linear(x, self.decode, bias)
 
     def _parts(self) -> Mapping[str, torch.Tensor]:
         specs = self.form.specs(self.out_features, self.in_features)

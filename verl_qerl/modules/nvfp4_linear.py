@@ -1,8 +1,11 @@
 """A PackedLinear in NVFP4."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
-from verl_qerl.kernels.dequantize import dequantize_nvfp4
+from verl_qerl.kernels.dequantize import dequantize_nvfp4, dequantize_siblings
 from verl_qerl.kernels.linear import nvfp4_linear
 from verl_qerl.modules.packed_linear import PackedLinear
 from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
@@ -51,6 +54,14 @@ class NVFP4Linear(PackedLinear):
         """The weight, [N, K] of `dtype`, from the packed tensors."""
         codes, scale, decode_scale = self.tensors()
         return dequantize_nvfp4(codes, scale, decode_scale.view(torch.float32), dtype)
+
+    @classmethod
+    def decode_siblings(cls, linears: Sequence[Any], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        """See `PackedLinear.decode_siblings`; in one launch."""
+        if any(linear.dense is not None for linear in linears):
+            return super().decode_siblings(linears, dtype)
+        parts = (linear.tensors() for linear in linears)
+        return dequantize_siblings([(codes, scale, last.view(torch.float32)) for codes, scale, last in parts], dtype)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """X W^T + bias, [..., N] of x's dtype, from the packed tensors."""

@@ -4,6 +4,7 @@ The codes are called `weight`, as bitsandbytes does: PEFT then treats the module
 device placement, state-dict keys), and needs no wrapper class of its own.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ class PackedLinear(nn.Linear):
     weight: torch.Tensor  # type: ignore[assignment]
     persistent = False
     dense: torch.Tensor | None = None
-    _recomputed: torch.Tensor | None = None
 
     def __init__(
         self, in_features: int, out_features: int, bias: nn.Parameter | None, device: torch.device | str
@@ -100,17 +100,10 @@ class PackedLinear(nn.Linear):
         """The weight, [N, K] of `dtype`."""
         return self.decode_packed(dtype) if self.dense is None else self.dense.to(dtype)
 
-    def decode_forward(self, dtype: torch.dtype) -> torch.Tensor:
-        """As `decode`; within a checkpoint's recomputation, kept for the backward pass that follows at once."""
-        weight = self.decode(dtype)
-        if torch._C._current_graph_task_id() != -1:  # as torch.utils.checkpoint finds out: a backward pass is running
-            self._recomputed = weight
-        return weight
-
-    def decode_backward(self, dtype: torch.dtype) -> torch.Tensor:
-        """As `decode`, or what the recomputation kept, which is then released."""
-        weight, self._recomputed = self._recomputed, None
-        return weight if weight is not None and weight.dtype == dtype else self.decode(dtype)
+    @classmethod
+    def decode_siblings(cls, linears: Sequence[Any], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        """The weights of linears of this class with one input, up to three, as `decode` gives each."""
+        return [linear.decode(dtype) for linear in linears]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., N], in the dtype of the input or of an active autocast."""

@@ -1,5 +1,8 @@
 """An NVFP4Linear that decodes from the rollout's layout, so that both can read the same bytes."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from verl_qerl.kernels.linear import frozen_linear
@@ -47,6 +50,11 @@ class TiledNVFP4Linear(NVFP4Linear):
     def decode(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight, [N, K] of `dtype`."""
         return (dequantize_tiled(*self.tiles) if self.dense is None else self.dense).to(dtype)
+
+    @classmethod
+    def decode_siblings(cls, linears: Sequence[Any], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        """See `PackedLinear.decode_siblings`."""
+        return [linear.decode(dtype) for linear in linears]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., N], in the dtype of the input or of an active autocast."""

@@ -1,0 +1,46 @@
+"""Triton kernels launched again without Triton's search for what it has compiled.
+
+The search takes the host longer than a small kernel takes the GPU; a training pass of few tokens waits for it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+_ALIGNED = 16  # bytes: Triton compiles a kernel for pointers with and without
+
+
+class TritonLauncher:
+    """A kernel of triton.jit with its parameters in this order: tensors, integers, constants."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._compiled: dict[Any, Any] = {}
+
+    def __call__(
+        self,
+        grid: tuple[int, int],
+        tensors: Sequence[torch.Tensor],
+        integers: tuple[int, ...],
+        constants: tuple[Any, ...],
+        num_warps: int,
+    ) -> None:
+        """Launch on the current stream.
+
+        Args:
+            grid: Programs.
+            tensors: On the current device.
+            integers: Not constexpr.
+            constants: Each tl.constexpr.
+            num_warps: Of a program.
+        """
+        # All that Triton compiles for: values of integers, where it asks for less of them, do no harm.
+        key = (tensors[0].device, tuple([tensor.dtype for tensor in tensors]), integers, constants, num_warps)
+        arguments = (*tensors, *integers, *constants)
+        if any(tensor.data_ptr() % _ALIGNED for tensor in tensors):
+            self._kernel[grid](*arguments, num_warps=num_warps)
+        elif compiled := self._compiled.get(key):
+            compiled[(*grid, 1)](*arguments)
+        else:
+            self._compiled[key] = self._kernel[grid](*arguments, num_warps=num_warps)  # None by Triton's interpreter
