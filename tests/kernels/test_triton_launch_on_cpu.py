@@ -38,7 +38,7 @@ def test_the_same_again_goes_past_triton():
     launcher((2, 3), tensors, *rest)
     launcher((5, 3), tensors, *rest)  # a grid is nothing that is compiled for
     assert len(kernel.asked) == 1
-    assert kernel.launched == [((5, 3, 1), (*tensors, 8, True))]
+    assert kernel.launched == [((5, 3, 1), (tensors[0].data_ptr(), 8, True))]
 
 
 @pytest.mark.parametrize("other", [{"dtype": torch.float32}, {"N": 16}, {"constant": False}, {"num_warps": 8}], ids=str)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 ReadWeights = Callable[[torch.dtype], Sequence[torch.Tensor]]
@@ -30,6 +31,34 @@ class FrozenWeights:
     backward: ReadWeights
 
 
+def _products(
+    x: torch.Tensor, weights: FrozenWeights, scalings: Sequence[float], As: Any, Bs: Any, biases: Any
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(all y_i, x as [M, K], its scaled product with the stacked A, that A).
+
+    In as few calls as it takes: with few tokens they take longer than the products.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    A = As[0] if len(As) == 1 else torch.cat(As)
+    low = flat.new_empty(flat.shape[0], A.shape[0])
+    # Scaled before it is rounded, where one factor is that of all.
+    same = scalings.count(scalings[0]) == len(scalings)
+    low.addmm_(flat, A.t(), beta=0, alpha=scalings[0] if same else 1)
+    parts = _split(low, Bs)
+    if not same:
+        for part, scaling in zip(parts, scalings, strict=True):
+            part.mul_(scaling)
+    sizes, ys = (*x.shape[:-1], -1), []
+    for W, B, bias, part in zip(weights.forward(x.dtype), Bs, biases, parts, strict=True):
+        ys.append(F.linear(part, B, bias).addmm_(flat, W.t()).view(sizes))
+    return tuple(ys), flat, low, A
+
+
+def _split(low: torch.Tensor, Bs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The columns of each adapter."""
+    return low.split_with_sizes([B.shape[1] for B in Bs], 1)
+
+
 class _AdaptedLinears(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -40,45 +69,28 @@ class _AdaptedLinears(torch.autograd.Function):
         *tensors: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         count = len(scalings)
-        As: Any = tensors[:count]
         Bs: Any = tensors[count : 2 * count]
-        biases = tensors[2 * count :]
-        flat = x.reshape(-1, x.shape[-1])
-        ranks = [A.shape[0] for A in As]
-        A = As[0] if count == 1 else torch.cat(As)
-        shrunk = flat.new_empty(flat.shape[0], A.shape[0])
-        # Scaled before it is rounded, where one factor is that of all.
-        same = scalings.count(scalings[0]) == count
-        shrunk.addmm_(flat, A.t(), beta=0, alpha=scalings[0] if same else 1)
-        sizes, results = (*x.shape[:-1], -1), []
-        parts = shrunk.split_with_sizes(ranks, 1)
-        if not same:
-            for part, scaling in zip(parts, scalings, strict=True):
-                part.mul_(scaling)
-        for weight, B, bias, part in zip(weights.forward(x.dtype), Bs, biases, parts, strict=True):
-            y = part @ B.t() if bias is None else torch.addmm(bias, part, B.t())
-            results.append(y.addmm_(flat, weight.t()).view(sizes))
-        ctx.save_for_backward(flat, shrunk, A, *Bs)
-        ctx.weights, ctx.scalings, ctx.ranks, ctx.shape = weights, scalings, ranks, x.shape
-        return tuple(results)
+        ys, flat, low, A = _products(x, weights, scalings, tensors[:count], Bs, tensors[2 * count :])
+        ctx.save_for_backward(flat, low, A, *Bs)
+        ctx.weights, ctx.scalings, ctx.shape = weights, scalings, x.shape
+        return ys
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[Any, ...]:
-        flat, shrunk, A, *Bs = ctx.saved_tensors
+        flat, low, A, *Bs = ctx.saved_tensors
         grads = [grad.reshape(-1, grad.shape[-1]) for grad in grad_outputs]
-        shrunk_grads = torch.empty_like(shrunk)  # of x A^T
-        parts = shrunk_grads.split_with_sizes(ctx.ranks, 1)
-        for grad, B, scaling, part in zip(grads, Bs, ctx.scalings, parts, strict=True):
+        low_grads = torch.empty_like(low)  # of x A^T
+        for grad, B, scaling, part in zip(grads, Bs, ctx.scalings, _split(low_grads, Bs), strict=True):
             part.addmm_(grad, B, beta=0, alpha=scaling)
-        grad_x = shrunk_grads @ A if ctx.needs_input_grad[0] else None
-        dense = ctx.weights.backward(shrunk.dtype)  # also where x needs no gradient: what is kept for it is released
+        grad_x = low_grads @ A if ctx.needs_input_grad[0] else None
+        Ws = ctx.weights.backward(low.dtype)  # also where x needs no gradient: what is kept for it is released
         if grad_x is not None:
-            for grad, weight in zip(grads, dense, strict=True):
-                grad_x.addmm_(grad, weight)
+            for grad, W in zip(grads, Ws, strict=True):
+                grad_x.addmm_(grad, W)
             grad_x = grad_x.view(ctx.shape)
-        grad_As = (shrunk_grads.t() @ flat).split_with_sizes(ctx.ranks)
-        grad_Bs = [grad.t() @ part for grad, part in zip(grads, shrunk.split_with_sizes(ctx.ranks, 1), strict=True)]
+        grad_As = (low_grads.t() @ flat).split_with_sizes([B.shape[1] for B in Bs])
+        grad_Bs = [grad.t() @ part for grad, part in zip(grads, _split(low, Bs), strict=True)]
         return grad_x, None, None, *grad_As, *grad_Bs, *[None] * len(Bs)
 
 
@@ -103,4 +115,6 @@ def adapted_linears(
     Returns:
         n of [..., N_i], of x's dtype.
     """
+    if not torch.is_grad_enabled():
+        return _products(x, weights, scalings, As, Bs, biases)[0]
     return _AdaptedLinears.apply(x, weights, scalings, *As, *Bs, *biases)  # type: ignore[return-value]

@@ -70,7 +70,7 @@ def dequantize_siblings(weights: Sequence[Tensors], dtype: torch.dtype) -> tuple
     """
     if torch.compiler.is_compiling() or not weights[0][0].is_cuda:
         return tuple(dequantize_nvfp4(*weight, dtype) for weight in weights)
-    return launch(weights, dtype).split([len(codes) for codes, *_ in weights])
+    return launch(weights, dtype).split_with_sizes([codes.shape[0] for codes, *_ in weights])
 
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

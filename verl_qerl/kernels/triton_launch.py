@@ -37,10 +37,11 @@ class TritonLauncher:
         """
         # All that Triton compiles for: values of integers, where it asks for less of them, do no harm.
         key = (tensors[0].device, tuple([tensor.dtype for tensor in tensors]), integers, constants, num_warps)
-        arguments = (*tensors, *integers, *constants)
-        if any(tensor.data_ptr() % _ALIGNED for tensor in tensors):
-            self._kernel[grid](*arguments, num_warps=num_warps)
-        elif compiled := self._compiled.get(key):
-            compiled[(*grid, 1)](*arguments)
-        else:
-            self._compiled[key] = self._kernel[grid](*arguments, num_warps=num_warps)  # None by Triton's interpreter
+        places = [tensor.data_ptr() for tensor in tensors]
+        aligned, compiled = not any([place % _ALIGNED for place in places]), self._compiled.get(key)  # noqa: C419
+        if aligned and compiled:
+            compiled[(*grid, 1)](*places, *integers, *constants)  # of tensors the driver would be asked for each place
+            return
+        compiled = self._kernel[grid](*tensors, *integers, *constants, num_warps=num_warps)
+        if aligned:
+            self._compiled[key] = compiled  # None by Triton's interpreter

@@ -29,28 +29,29 @@ class AdaptedLinear(LoraLinear):
         output = siblings.output(self, x)
         return super().forward(x) if output is None else output
 
-    def is_plain(self, x: torch.Tensor) -> bool:
-        """Whether the fused function computes what PEFT would for this input."""
-        active = self.active_adapters
-        if self.disable_adapters or self.merged or len(active) != 1 or active[0] not in self.lora_A:
-            return False
-        (name,) = active
-        base: Any = self.base_layer
-        if name in self.lora_variant or self.lora_bias.get(name) or base.weight.requires_grad:
-            return False
-        if self.training and not isinstance(self.lora_dropout[name], nn.Identity):
-            return False
-        dtype = _autocast_dtype(x)
-        A, B = (part[name].weight for part in (self.lora_A, self.lora_B))
-        return dtype is not None or x.dtype == A.dtype == B.dtype
+    def parts(self, dtype: torch.dtype, cast: bool) -> tuple[Any, ...] | None:
+        """(A, B, scaling, bias) of what the fused function takes, or None where it does not compute what PEFT would.
 
-    def parts(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, float, torch.Tensor | None]:
-        """(A, B, scaling, bias), cast to `dtype`."""
-        (name,) = self.active_adapters
-        adapters: Any = self.lora_A[name].weight, self.lora_B[name].weight
-        A, B = (weight.to(dtype) for weight in adapters)
-        bias: Any = self.base_layer.bias
-        return A, B, self.scaling[name], None if bias is None else bias.to(dtype)
+        Args:
+            dtype: Of the products.
+            cast: Whether A and B are cast to it, as under autocast; else they must have it.
+        """
+        active = self.active_adapters
+        if self.disable_adapters or self.merged or len(active) != 1 or active[0] in self.lora_variant:
+            return None
+        (name,) = active
+        of_module: Any = self.lora_A, self.lora_B, self.base_layer  # asked once: a module's attribute takes its time
+        As, Bs, base = of_module
+        if name not in As or self.lora_bias.get(name):
+            return None
+        if self.training and not isinstance(self.lora_dropout[name], nn.Identity):
+            return None
+        if not isinstance(base, PackedLinear) and base.weight.requires_grad:
+            return None
+        A, B, bias = As[name].weight, Bs[name].weight, base.bias
+        if not (cast or A.dtype == B.dtype == dtype):
+            return None
+        return _cast(A, dtype), _cast(B, dtype), self.scaling[name], None if bias is None else _cast(bias, dtype)
 
 
 class Siblings:
@@ -69,19 +70,24 @@ class Siblings:
     def output(self, member: AdaptedLinear, x: torch.Tensor) -> torch.Tensor | None:
         """What `member` gives for x; None where PEFT has to compute it."""
         if self._input is not x or member not in self._waiting:
-            if not all(member.is_plain(x) for member in self.members):
+            outputs = self._outputs(x)
+            if outputs is None:
                 return None
-            self._waiting = dict(zip(self.members, self._outputs(x), strict=True))
+            self._waiting = dict(zip(self.members, outputs, strict=True))
             self._input = x
         output = self._waiting.pop(member)
         if not self._waiting:
             self._input = None
         return output
 
-    def _outputs(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        dtype = _autocast_dtype(x) or x.dtype
-        As, Bs, scalings, biases = zip(*(member.parts(dtype) for member in self.members), strict=True)
-        return adapted_linears(x.to(dtype), self._weights, As, Bs, scalings, biases)
+    def _outputs(self, x: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+        device, dtype = x.device.type, x.dtype
+        if cast := torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        parts: Any = [member.parts(dtype, cast) for member in self.members]
+        if None in parts:
+            return None
+        return adapted_linears(_cast(x, dtype), self._weights, *zip(*parts, strict=True))
 
     def _read_forward(self, dtype: torch.dtype) -> Sequence[torch.Tensor]:
         """The weights; within a checkpoint's recomputation, kept for the backward pass that follows at once."""
@@ -132,6 +138,5 @@ def _can_be_fused(module: nn.Module) -> bool:
     )
 
 
-def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
