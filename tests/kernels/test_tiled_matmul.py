@@ -61,9 +61,9 @@ def assert_rounded_once(out: torch.Tensor, expected: torch.Tensor) -> None:
     assert_rms(out, expected)
 
 
-def assert_rms(out: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_rms(out: torch.Tensor, expected: torch.Tensor, most: float = 2e-3) -> None:
     """Of many values: of 64, exact ones that are rounded are above this in one draw of thirty."""
-    assert out.numel() < 448 or rms_error_ratio(out, expected) < 2e-3
+    assert out.numel() < 448 or rms_error_ratio(out, expected) < most
 
 
 @pytest.mark.parametrize("linear", LINEARS, ids=str)
@@ -111,10 +111,17 @@ def build_adapter(K: int, slices: tuple[int, ...], rank: int, rows: int, device:
     return Adapter(a, b, member_of_tile(slices, device), slots)
 
 
-def assert_adapted(out: torch.Tensor, x: torch.Tensor, base: torch.Tensor, adapter: Adapter, slices) -> None:
-    """`base` and the adapter's product, whose low rank is rounded to bf16 once and then maybe to its neighbour."""
+def assert_adapted(
+    out: torch.Tensor, x: torch.Tensor, base: torch.Tensor, adapter: Adapter, slices, low_of_parts: bool = False
+) -> None:
+    """`base` and the adapter's product, whose low rank is rounded to bf16 once and then maybe to its neighbour.
+
+    Where every block rounds what its part of K gives, the error of low is as large as that of one rounding, and beside
+    another low: where the adapter is nearly all, a norm of both is 1.66e-3 times the root of 2.
+    """
     rank = adapter.b.shape[1]
-    low = (x.double() @ adapter.a.double().T).bfloat16().double() * (adapter.slots[: len(x), None] >= 0)
+    exact = x.double() @ adapter.a.double().T
+    low = (exact if low_of_parts else exact.bfloat16().double()) * (adapter.slots[: len(x), None] >= 0)
     pairs = list(zip(low.split(rank, 1), adapter.b.double().split(slices), strict=True))
     added = torch.cat([part @ rows_of_b.T for part, rows_of_b in pairs], 1)
     slack = torch.cat([part.abs() @ rows_of_b.abs().T for part, rows_of_b in pairs], 1)
@@ -122,7 +129,7 @@ def assert_adapted(out: torch.Tensor, x: torch.Tensor, base: torch.Tensor, adapt
     error = (out.double() - expected).abs()
     # A neighbour in bf16 is up to 2**-7 away, which counts where one of the rank is nearly all that is added.
     assert (error <= 2**-8 * expected.abs() + 2**-7 * slack + 1e-5 * expected.abs().max()).all(), error.max()
-    assert_rms(out, expected)
+    assert_rms(out, expected, 2.6e-3 if low_of_parts else 2e-3)
     assert added[0].any()
     assert not added[1::2].any()
 
