@@ -49,8 +49,8 @@ def test_the_product_and_the_adapter(gpu, linear, adapter, on_gpu, rows, launch,
     on_gpu.assert_flags_are_left_at_zero(torch.device("cpu"))
 
 
-# The same, with low rank made by every block. Blocks of one member and of several, which are as many rows of A as a wgmma
-# takes or fewer; one token that has no adapter beside others; the last block has columns that no member has.
+# The same, with low rank made by every block: blocks of one member and of several, with as many rows of A as a wgmma
+# takes or fewer; columns that no block has.
 OWN = [
     (1, Launch(2, 1, 4, 2, EACH), 768, (768,), 32),
     (7, Launch(2, 1, 3, 3, EACH), 320, (256, 256), 16),

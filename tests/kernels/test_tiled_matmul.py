@@ -1,6 +1,7 @@
 """The kernel on a GPU, against float64 and the separate low-rank product."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -8,8 +9,8 @@ import torch
 from verl_qerl.kernels import tiled_matmul as module
 from verl_qerl.kernels.lora import member_of_tile
 from verl_qerl.kernels.tiled import tile
-from verl_qerl.kernels.tiled_launch import SHAPES, STREAM, Launch, guess_launch, padded_rows, rows_at_a_time
-from verl_qerl.kernels.tiled_matmul import Adapter, can_fuse, tiled_matmul
+from verl_qerl.kernels.tiled_launch import EACH, SHAPES, STREAM, Launch, guess_launch, padded_rows, rows_at_a_time
+from verl_qerl.kernels.tiled_matmul import Adapter, _own_rows, can_fuse, tiled_matmul
 from verl_qerl.nvfp4 import reference
 from verl_qerl.nvfp4.format import PackedWeight
 from verl_qerl.testing import random_packed_weight, rms_error_ratio
@@ -175,12 +176,31 @@ def test_every_launch_adds_the_adapter(rows, launch):
     assert_flags_are_left_at_zero()
 
 
+@pytest.mark.parametrize("rank", [8, 16, 32, 64])
+@pytest.mark.parametrize("linear", [LINEARS[1], LINEARS[2], LINEARS[3], LINEARS[6]], ids=str)
+def test_every_block_makes_the_low_rank(linear, rank):
+    K, slices = linear
+    tensors, dense = build(K, slices)
+    for rows, shape in itertools.product(
+        (1, 13, 17, 32, 50, 64), ((2, 1, 4, 2), (2, 2, 2, 1), (2, 3, 3, 1), (1, 4, 1, 1))
+    ):
+        x = torch.randn(rows, K, device="cuda").bfloat16()
+        adapter, launch = build_adapter(K, slices, rank, rows), Launch(*shape, EACH)
+        if not can_fuse(*adapter[:3], launch) or not _own_rows(launch, adapter) or launch.split > K // 64:
+            continue  # it has another kernel
+        poison(rows, sum(slices))
+        out = tiled_matmul(x, *tensors, None, adapter, launch)
+        assert_adapted(out, x, x.double() @ dense.T, adapter, slices, True)
+        for _ in range(5):
+            assert torch.equal(out, tiled_matmul(x, *tensors, None, adapter, launch))
+
+
 def test_a_graph_computes_what_its_input_holds():
     K, slices = LINEARS[2]
     tensors, dense = build(K, slices)
     adapter = build_adapter(K, slices, 32, 40)
     x = torch.randn(40, K, device="cuda").bfloat16()
-    launches = [Launch(2, 2, STREAM, 1), Launch(2, 1, 6, 2)]
+    launches = [Launch(2, 2, STREAM, 1), Launch(2, 1, 6, 2), Launch(2, 1, 6, 2, EACH)]
     for launch in launches:
         tiled_matmul(x, *tensors, None, adapter, launch)
     torch.cuda.synchronize()
@@ -190,6 +210,6 @@ def test_a_graph_computes_what_its_input_holds():
         out = [tiled_matmul(x, *tensors, None, adapter, launch) for launch in launches]
     for _ in range(2):
         graph.replay()
-        for each in out:
-            assert_adapted(each, x, x.double() @ dense.T, adapter, slices)
+        for each, launch in zip(out, launches, strict=True):
+            assert_adapted(each, x, x.double() @ dense.T, adapter, slices, launch.low == EACH)
     assert_flags_are_left_at_zero()

@@ -35,6 +35,10 @@ H200_MULTIPROCESSORS = sum(_MULTIPROCESSORS)
 _STEP = 64  # of K, what a kernel takes at a time
 STREAM = 0  # `split` of Launch
 GATHERED, EACH = 0, 1  # `low` of Launch
+# Most for which the kernel makes X A^T itself; where it is gathered, blocks that add it take the sum of all parts, of
+# more rows too much to read. To add them up once for all blocks inside the launch was slower than a launch before, from
+# 128 rows on.
+LOW_ROWS = 64
 _OWN_ROWS = 64  # most rows of A that a thread block makes X A^T of: those of one wgmma
 _SPLITS = (1, 2, 3, 4, 6, 8)  # clusters of 5 and 7 were always slower
 
@@ -72,6 +76,11 @@ def twins(tokens: int) -> int:
 def rows_at_a_time(tokens: int, launch: Launch) -> int:
     """Rows that a thread block takes at a time: an entry of TOKENS, or half of it where twins would share K."""
     return tokens if launch.split == STREAM or twins(tokens) == 1 else tokens // 2
+
+
+def can_make_low(tokens: int, launch: Launch) -> bool:
+    """Whether every thread block may make X A^T, for an entry of TOKENS."""
+    return launch.split != STREAM and tokens <= LOW_ROWS
 
 
 def own_rows(launch: Launch, rank: int, members: int, per_entry: int) -> int:
@@ -150,3 +159,8 @@ def wants_registers(tokens: int, launch: Launch) -> bool:
     """Whether warpgroups that multiply take registers from the one that does not."""
     # The sums of X A^T beside the others, in threads that have few registers because they are many.
     return tokens * launch.pieces >= 192 or (launch.low == EACH and launch.groups > 2)
+
+
+def box_columns(columns: int) -> int:
+    """Columns that the copy engine takes at a time."""
+    return next(box for box in (256, 192, 128, 64) if columns % box == 0)

@@ -17,10 +17,13 @@ from verl_qerl.kernels.tiled_launch import (
     EACH,
     GATHERED,
     H200_MULTIPROCESSORS,
+    LOW_ROWS,
     SHAPES,
     STREAM,
     TOKENS,
     Launch,
+    box_columns,
+    can_make_low,
     guess_launch,
     helper_registers,
     own_rows,
@@ -40,9 +43,6 @@ _MEMBERS = 3  # most of a fused linear
 _LOW_SPLIT = 16  # most parts of K
 _LOW_CHUNKS = 7  # of 32 of K for a warp: fewer are not worth another part
 _LOW_BYTES = 96 << 10  # most that a thread block reads of the sums of X A^T
-# Most for which the kernel makes X A^T itself; blocks that add it take the sum of all parts, of more rows too much to
-# read. To add them up once for all blocks inside the launch was slower than a launch before, from 128 rows on.
-_LOW_ROWS = 64
 _LOW_WARPS = 2  # that do; with the two that fill the ring, a whole warpgroup
 _HELPERS = 2 + _LOW_WARPS
 _FACTORS = (1 << 4, 1 << 3, 1 << 6, (1 << 10) + (1 << 5) + 1)  # of decode.cuh
@@ -106,7 +106,7 @@ def tiled_matmul(
         launch = launch._replace(low=GATHERED)
     if adapter is not None and _is_given(tokens):
         low = low_rank(x, adapter.a, adapter.slots, global_decode_scale)
-    box = (4, _box(launch.columns))
+    box = (4, box_columns(launch.columns))
     weight = [tensor_map(words, 8, box), tensor_map(scale, 1, box), global_decode_scale]
     _launch(tokens, launch, x, weight, y, bias, adapter, low)
     return y
@@ -133,7 +133,9 @@ def _launch(
     grid = streams if launch.split == STREAM else -(-N // launch.columns) * row_tiles * launch.split
     args = [*weight, tensor_map(x, 2, box, swizzle=True), y, y if bias is None else bias, x]
     sums, flags, parts, done = _exchange(x.device)
-    low_or_a = tensor_map(adapter.a, 2, (own, _STEP), swizzle=True) if adapter and own else tensor_map(low, 2, box, True)
+    low_or_a = (
+        tensor_map(adapter.a, 2, (own, _STEP), swizzle=True) if adapter and own else tensor_map(low, 2, box, True)
+    )
     args += [*(adapter or (y, y, y, y)), sums, flags, parts, done, low_or_a]
     args += [M, N, K, launch.split, stages, int(bias is not None)]
     args += [rank, N // len(adapter.members) if adapter else N, own or columns]
@@ -150,7 +152,7 @@ def _own_rows(launch: Launch, adapter: Adapter) -> int:
 
 
 def ring(tokens: int, K: int, rank: int, launch: Launch, own: int = 0) -> tuple[int, int]:
-    """Stages of the ring in shared memory, as many as fit or are needed, and bytes of shared memory; `own` of own_rows."""
+    """Stages of the ring in shared memory, as many as fit or are needed, and its bytes; `own` is of own_rows."""
     held, barriers = (tokens + own) * 128 + 4 * 9 * launch.columns, 16
     # A stream keeps X A^T of all members, else each warpgroup that of its own; with more rows it goes through the ring.
     kept = 0 if _is_given(tokens) else _MEMBERS if launch.split == STREAM else launch.groups
@@ -178,7 +180,7 @@ def low_rank_tasks(
     """How X A^T is dealt out: parts of K, tasks in all, and thread blocks that take them.
 
     Args:
-        M: Rows of X, at most _LOW_ROWS.
+        M: Rows of X, at most LOW_ROWS.
         K: Columns of X.
         columns: Rows of A; 0 for none.
         launch: Of the product.
@@ -201,18 +203,13 @@ def low_rank_tasks(
     return split, tiles * split, workers
 
 
-def _box(columns: int) -> int:
-    """Columns that the copy engine takes at a time."""
-    return next(box for box in (256, 192, 128, 64) if columns % box == 0)
-
-
 def _is_given(tokens: int) -> bool:
     """Whether a launch before makes X A^T: with few rows the kernel does, and each thread block adds up its parts."""
-    return tokens > _LOW_ROWS
+    return tokens > LOW_ROWS
 
 
 def _helpers(tokens: int, launch: Launch) -> int:
-    """Warps that do not multiply: those that fill the ring, and those that gather; a whole warpgroup gives registers."""
+    """Warps that do not multiply: those that fill the ring and that gather; a whole warpgroup gives registers."""
     return _HELPERS - (_LOW_WARPS if launch.low == EACH and not wants_registers(tokens, launch) else 0)
 
 
@@ -226,10 +223,10 @@ def source(tokens: int, launch: Launch) -> str:
     Raises:
         ValueError: A kernel that makes X A^T in each thread block, for a stream or for more rows than one wgmma takes.
     """
-    if launch.low == EACH and (launch.split == STREAM or _is_given(tokens)):
-        raise ValueError(f"{launch} for {tokens} rows: low={EACH} is for split > 0 and up to {_LOW_ROWS} rows. Use 0.")
+    if launch.low == EACH and not can_make_low(tokens, launch):
+        raise ValueError(f"{launch} for {tokens} rows: low={EACH} is for split > 0 and up to {LOW_ROWS} rows. Use 0.")
     defines = {"TOKENS": tokens, "PIECES": launch.pieces, "GROUPS": launch.groups, "BLOCKS": launch.blocks}
-    defines |= {"STREAM": int(launch.split == STREAM), "GIVEN": int(_is_given(tokens)), "BOX": _box(launch.columns)}
+    defines |= {"STREAM": int(launch.split == STREAM), "GIVEN": int(_is_given(tokens)), "BOX": box_columns(launch.columns)}
     defines |= {"TWINS": twins(tokens), "EACH": launch.low}
     defines |= {"LOW_WARPS": _LOW_WARPS, "LOW_TILES": _low_tiles(tokens)}
     defines |= {"LOW_AHEAD": 6 if tokens <= 32 and launch.blocks < 3 else 4, "HELPERS": _helpers(tokens, launch)}
@@ -282,7 +279,9 @@ def prepare(launches: Iterable[tuple[int, Launch]]) -> None:
         shared = threads.submit(_exchange, torch.device("cuda", device))
         adapters = threads.submit(low_rank_kernel)
         kernels = {(rows_at_a_time(tokens, launch), launch) for tokens, launch in launches}
-        kernels |= {(rows, launch._replace(low=GATHERED)) for rows, launch in kernels}  # without an adapter, or its rows
+        kernels |= {
+            (rows, launch._replace(low=GATHERED)) for rows, launch in kernels
+        }  # without an adapter, or its rows
         list(threads.map(lambda each: _kernel(*each), kernels))
         adapters.result()
         shared.result()
