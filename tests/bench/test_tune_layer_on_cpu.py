@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_qerl.kernels.tiled_launch import TOKENS, Launch
+from verl_qerl.kernels.tiled_launch import EACH, STREAM, TOKENS, Launch
 from verl_qerl.testing import load_beside
 from verl_qerl.vllm_plugin import plans
 
@@ -36,7 +36,17 @@ def test_the_fastest_is_kept_and_noise_is_none(layers):
         expected = [SLOW] * len(TOKENS)
         expected[AT] = chosen
         assert list(plans.PLANS[key].launches) == expected
-    assert layers.prepared == [(32, FAST), (32, NOISE)] * 2  # the present one is compiled
+    own = [(32, launch._replace(low=EACH)) for launch in (SLOW, FAST, NOISE)]
+    others = [own[0], (32, FAST), own[1], (32, NOISE), own[2]]  # the present one is compiled
+    assert layers.prepared == others * 2
+
+
+def test_both_ways_are_tried_where_they_can_be(monkeypatch):
+    stream, own = Launch(2, 3, STREAM, 1), FAST._replace(low=EACH)
+    monkeypatch.setattr(bench, "fusing", lambda N, K, tokens: [stream, FAST, NOISE])
+    assert bench.candidates(256, 128, 64, stream, 2) == [FAST, own]
+    assert bench.candidates(256, 128, 64, own, 1) == [FAST, stream]
+    assert bench.candidates(256, 128, 96, stream, 2) == [FAST]
 
 
 def test_linears_of_all_models_are_timed(monkeypatch):
@@ -51,6 +61,7 @@ def test_linears_of_all_models_are_timed(monkeypatch):
     assert linears["384x128"] == ((384, 128), ["7B"])  # gate and up
     assert linears["256x128"] == ((256, 128), ["7B", "14B"])  # q, k and v
     assert next(iter(linears)) == "512x128"  # gate and up of the larger one
+    assert bench.Layers(["7B"], "", "cpu", timer, ["down"]).linears() == {"128x192": ((128, 192), ["7B"])}
     assert layers.microseconds(["7B", "14B"], 5) == pytest.approx(2 * 4.0 / 2)
     assert asked == [(5, 128)] * 2
 

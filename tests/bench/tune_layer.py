@@ -1,10 +1,11 @@
 """Launches of kernels.tiled_matmul, chosen in a decode layer: the fastest ones alone are not so beside others.
 
     python tests/bench/tune_layer.py --out verl_qerl/vllm_plugin/tuned/nvidia_h200.json [--models 7B 14B] [--rows 8 64]
+        [--linears qkv o down] [--tried 4]
 
 Starts from the table that the package has. Each linear of the layers of bench_layer.py, with an adapter, gets the
-launches that `fusing` of verl_qerl.cli.tune names first, and keeps the one with which the layers that have it take the
-least time. What `tune` measures else, where other paths cross, stays.
+launches that `fusing` of verl_qerl.cli.tune names first, with both ways to make X A^T, and keeps the one with which the
+layers that have it take the least time. What `tune` measures else, where other paths cross, stays.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import torch
 
 from verl_qerl.cli.tune import fusing
 from verl_qerl.kernels import tiled_matmul
-from verl_qerl.kernels.tiled_launch import TOKENS, Launch
+from verl_qerl.kernels.tiled_launch import EACH, GATHERED, TOKENS, Launch, can_make_low
 from verl_qerl.testing import current_commit
 from verl_qerl.vllm_plugin import plans
 
@@ -33,6 +34,7 @@ import bench_layer
 import rollout_arms
 
 TRIED = 10
+LINEARS = ("qkv", "o", "gate_up", "down")
 LEAST_GAIN = 0.003  # of a layer's time: a part of it is noise
 
 
@@ -44,10 +46,18 @@ class Layers:
         gpu: As CUDA names it.
         device: Where they lie.
         timer: As bench_dequantize.graph_timer.
+        chosen: Of LINEARS, those that get other launches.
     """
 
-    def __init__(self, models: Sequence[str], gpu: str, device: str, timer: Callable[..., list[float]]) -> None:
-        self._timer, self._device = timer, device
+    def __init__(
+        self,
+        models: Sequence[str],
+        gpu: str,
+        device: str,
+        timer: Callable[..., list[float]],
+        chosen: Sequence[str] = LINEARS,
+    ) -> None:
+        self._timer, self._device, self._chosen = timer, device, chosen
         self._of = {
             model: [bench_layer.make_layer(rollout_arms.SHAPES[model], gpu, device) for _ in range(bench_layer.LAYERS)]
             for model in models
@@ -58,7 +68,8 @@ class Layers:
         found: dict[str, tuple[tuple[int, int], list[str]]] = {}
         for model, layers in self._of.items():
             for name, (K, members) in bench_layer.parts(rollout_arms.SHAPES[model]).items():
-                found.setdefault(layers[0][name]["plan"], ((sum(members), K), []))[1].append(model)
+                if name in self._chosen:
+                    found.setdefault(layers[0][name]["plan"], ((sum(members), K), []))[1].append(model)
         return dict(sorted(found.items(), key=lambda item: -item[1][0][0] * item[1][0][1]))
 
     def microseconds(self, models: Sequence[str], rows: int) -> float:
@@ -79,15 +90,25 @@ def use(key: str, tokens: int, launch: Launch) -> None:
     plans.PLANS[key] = dataclasses.replace(plans.PLANS[key], launches=tuple(launches))
 
 
-def choose(layers: Layers, tokens: int) -> Iterator[tuple[str, Launch, float, float]]:
+def candidates(N: int, K: int, tokens: int, present: Launch, tried: int) -> list[Launch]:
+    """Launches to compare with the present one, which itself has another way to make X A^T."""
+    found = [
+        launch._replace(low=low)
+        for launch in (present, *fusing(N, K, tokens)[:tried])
+        for low in ((GATHERED, EACH) if can_make_low(tokens, launch) else (GATHERED,))
+    ]
+    return [launch for launch in dict.fromkeys(found) if launch != present]
+
+
+def choose(layers: Layers, tokens: int, tried: int = TRIED) -> Iterator[tuple[str, Launch, float, float]]:
     """For each linear: key of its plan, launch, and microseconds of the layers that have it, before and with it."""
     for key, ((N, K), models) in layers.linears().items():
         present = plans.PLANS[key].launches[TOKENS.index(tokens)]
-        candidates = [launch for launch in fusing(N, K, tokens)[:TRIED] if launch != present]
-        tiled_matmul.prepare((tokens, launch) for launch in candidates)
+        others = candidates(N, K, tokens, present, tried)
+        tiled_matmul.prepare((tokens, launch) for launch in others)
         before = least = layers.microseconds(models, tokens if tokens > TOKENS[0] else 1)
         best = present
-        for launch in candidates:
+        for launch in others:
             use(key, tokens, launch)
             time = layers.microseconds(models, tokens if tokens > TOKENS[0] else 1)
             if time < least * (1 - LEAST_GAIN):
@@ -112,14 +133,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="table to write")
     parser.add_argument("--models", nargs="+", default=["14B", "7B", "32B"], choices=list(rollout_arms.SHAPES))
     parser.add_argument("--rows", nargs="+", type=int, default=TOKENS, choices=TOKENS)
+    parser.add_argument("--linears", nargs="+", default=LINEARS, choices=LINEARS, help="that get other launches")
+    parser.add_argument("--tried", type=int, default=TRIED, help="launches tried, the most promising ones")
     args = parser.parse_args(arguments)
     gpu = torch.cuda.get_device_name()
     table = json.loads(plans.shipped_path(gpu).read_text())
     timer = functools.partial(bench_dequantize.graph_timer, repetitions=20)
-    layers = Layers(args.models, gpu, "cuda", timer)
+    layers = Layers(args.models, gpu, "cuda", timer, args.linears)
     launches: dict[str, dict[str, Launch]] = {}
     for tokens in args.rows:
-        for key, launch, before, after in choose(layers, tokens):
+        for key, launch, before, after in choose(layers, tokens, args.tried):
             launches.setdefault(key, {})[str(tokens)] = launch
             print(f"{tokens:4} rows  {key:12} {before:8.2f} -> {after:8.2f} us  {tuple(launch)}", flush=True)
         args.out.write_text(json.dumps(updated(table, launches, gpu), indent=1) + "\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 # instruction with % for each of them and $0, $1 for its own registers and labels in the order of their declaration.
 LINES = Path(__file__).with_name("instructions.txt").read_text(encoding="utf-8").splitlines()
 INSTRUCTIONS = {instruction: call for call, instruction in (re.split(r"\s{2,}", line, maxsplit=1) for line in LINES)}
-_WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16 .*, %, 1, 1, 1, 0$")
+_WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16 .*, %, 1, 1, 1, 0(, 0)?$")
 _ASM = re.compile(r"\basm\s*(?:volatile)?\s*\(")
 _OPERAND = re.compile(r'"[+=]?[rhlfn]"\s*\(')
 _STRING = re.compile(r'"((?:[^"\\]|\\.)*)"\s*')
@@ -80,7 +80,9 @@ def _call(instruction: str, operands: list[str]) -> str:
     key = _normalized(instruction)
     if wgmma := _WGMMA.match(key):
         columns = int(wgmma[1])
-        return f"emu::multiply_group(&{used[0]}, &{used[columns // 2]}, {used[-1]}, {columns});"
+        if wgmma[2]:  # both operands in shared memory
+            return f"emu::multiply_group(&{used[0]}, nullptr, {used[-2]}, {used[-1]}, {columns});"
+        return f"emu::multiply_group(&{used[0]}, &{used[columns // 2]}, 0, {used[-1]}, {columns});"
     if key not in INSTRUCTIONS:
         raise ValueError(f"no emulation of the instruction {key!r}. Add it to instructions.txt.")
     return f"emu::{INSTRUCTIONS[key].replace('*', ', '.join(used))};"

@@ -47,7 +47,7 @@ void copy_2d(uint32_t to, const void* map, int column, int row, uint32_t barrier
 
 void load_turned(uint32_t* const (&to)[4], uint32_t at);
 void multiply_warp(float* const (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
-void multiply_group(float* d, const uint32_t* a, unsigned long long descriptor, int columns);
+void multiply_group(float* d, const uint32_t* a, unsigned long long left, unsigned long long descriptor, int columns);
 void group_fence();
 void group_commit();
 void group_wait(int left);

@@ -50,7 +50,7 @@ struct Sums {
 };
 
 struct Product {
-  u64 descriptor;
+  u64 descriptor, left;  // left: of an operand in shared memory
   int columns, issued;
   u32 group;
   bool done;

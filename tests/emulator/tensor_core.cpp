@@ -15,22 +15,39 @@ float left_element(u32 const* a, int row, int k) {
   return wide(k % 2 ? both >> 16 : both & 0xFFFF);
 }
 
+// Where 8 of 16 columns of a row lie, of an operand in shared memory.
+u32 place_of(u64 descriptor, int row, int half, const Block* block) {
+  const u32 start = (descriptor & 0x3FFF) << 4, pitch = (descriptor >> 32 & 0x3FFF) << 4;
+  u32 at = start + row / 8 * pitch + row % 8 * 128 + half * 16;
+  at ^= (at >> 7 & 7) << 4;
+  const u32 end = block->grid->dynamic_at + block->grid->shared_bytes;
+  if (at < STATIC_END || at + 16 > end) fail("wgmma reads beyond the shared memory of " + name_of(block));
+  return at;
+}
+
+// A left operand in shared memory may have rows that nobody has written, whose sums nobody uses: NaN.
+float left_in_shared(u64 descriptor, int row, int k, const Block* block) {
+  const u32 at = place_of(descriptor, row, k / 8, block) + k % 8 * 2;
+  unsigned short bits;
+  std::memcpy(&bits, block->shared + at, 2);
+  return wide(block->state[at / 2] == 1 ? bits : POISON);
+}
+
 void run_product(Warp* warp, Product& product) {
   if (product.done) return;
   product.done = true;
   Block* block = warp->of;
   float left[16][16];  // [k][row]
   for (int k = 0; k < 16; k++) {
-    for (int row = 0; row < 16; row++) left[k][row] = left_element(product.a[row % 8 * 4 + k % 8 / 2], row, k);
+    for (int row = 0; row < 16; row++) {
+      left[k][row] = product.left ? left_in_shared(product.left, warp->index % 4 * 16 + row, k, block)
+                                  : left_element(product.a[row % 8 * 4 + k % 8 / 2], row, k);
+    }
   }
-  const u32 start = (product.descriptor & 0x3FFF) << 4, pitch = (product.descriptor >> 32 & 0x3FFF) << 4;
   for (int n = 0; n < product.columns; n++) {
     float right[16];
     for (int half = 0; half < 2; half++) {
-      u32 at = start + n / 8 * pitch + n % 8 * 128 + half * 16;
-      at ^= (at >> 7 & 7) << 4;
-      const u32 end = block->grid->dynamic_at + block->grid->shared_bytes;
-      if (at < STATIC_END || at + 16 > end) fail("wgmma reads beyond the shared memory of " + name_of(block));
+      const u32 at = place_of(product.descriptor, n, half, block);
       unsigned short bits[8];
       std::memcpy(bits, block->shared + at, 16);
       for (int i = 0; i < 8; i++) {
@@ -71,15 +88,16 @@ void give_registers(Sums& sums, int columns) {
   }
 }
 
-Product& product_of_lane(u64 descriptor, int columns, float* registers) {
+Product& product_of_lane(u64 left, u64 descriptor, int columns, float* registers) {
   Warp* warp = me()->warp;
   const u32 number = me()->products++, at = number - warp->retired;
   if (at < warp->products.size()) {
     Product& product = warp->products[at];
-    if (product.descriptor != descriptor || product.columns != columns) fail("lanes of a warp disagree on a wgmma");
+    const bool same = product.left == left && product.descriptor == descriptor && product.columns == columns;
+    if (!same) fail("lanes of a warp disagree on a wgmma");
     return product;
   }
-  Product product{descriptor, columns, 0, me()->groups, false, {}, nullptr};
+  Product product{descriptor, left, columns, 0, me()->groups, false, {}, nullptr};
   for (Product& other : warp->products) {
     if (other.sums->registers[me()->lane] == registers) product.sums = other.sums;
   }
@@ -87,20 +105,22 @@ Product& product_of_lane(u64 descriptor, int columns, float* registers) {
   product.sums->under_way++;
   // All four warps of the group issue the same.
   auto& same = warp->of->descriptors[warp->index / 4];
-  if (number == same.size()) same.push_back(descriptor);
-  if (same[number] != descriptor) fail("warps of a warpgroup disagree on a wgmma");
+  const u64 both = left << 32 ^ descriptor;  // addresses are in the low half
+  if (number == same.size()) same.push_back(both);
+  if (same[number] != both) fail("warps of a warpgroup disagree on a wgmma");
   warp->products.push_back(product);
   return warp->products.back();
 }
 
 }  // namespace
 
-void multiply_group(float* d, const u32* a, u64 descriptor, int columns) {
+// a: registers, or null for an operand in shared memory that `left` describes.
+void multiply_group(float* d, const u32* a, u64 left, u64 descriptor, int columns) {
   Fiber* fiber = me();
   Warp* warp = fiber->warp;
   if (!fiber->fenced) fail("wgmma without wgmma.fence after the wait before");
   const u32 number = fiber->products;
-  Product& product = product_of_lane(descriptor, columns, d);
+  Product& product = product_of_lane(left, descriptor, columns, d);
   if (product.group != fiber->groups) fail("lanes of a warp disagree on the group of a wgmma");
   Sums& sums = *product.sums;
   if (!sums.registers[fiber->lane]) take_registers(sums, d, columns);

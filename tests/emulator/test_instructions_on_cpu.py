@@ -16,6 +16,7 @@ HEAD = read_source(
     BOX=64,
     STREAM=0,
     GIVEN=0,
+    EACH=0,
     TWINS=1,
 )
 KERNEL = """

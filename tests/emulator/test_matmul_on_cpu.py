@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from verl_qerl.kernels.low_rank import low_rank
-from verl_qerl.kernels.tiled_launch import STREAM, TOKENS, Launch, padded_rows
-from verl_qerl.kernels.tiled_matmul import can_fuse, tiled_matmul
+from verl_qerl.kernels.tiled_launch import EACH, STREAM, TOKENS, Launch, padded_rows
+from verl_qerl.kernels.tiled_matmul import _own_rows, can_fuse, tiled_matmul
 
 # Rows, launch, K, columns of the members, rank: a ring that is filled once and several times, parts of unequal length,
 # columns that no block has, streams with fewer steps than blocks, low rank made by tasks of the kernel and by a launch
@@ -44,9 +44,48 @@ def test_the_product_and_the_adapter(gpu, linear, adapter, on_gpu, rows, launch,
         error = (outs[0].double() - expected).abs()
         assert (error <= 2**-8 * expected.abs() + 1e-5 * expected.abs().max()).all()
     else:
-        on_gpu.assert_adapted(outs[0], x, expected, its, slices)
+        on_gpu.assert_adapted(outs[0], x, expected, its, slices, launch.low == EACH)
     assert all(torch.equal(outs[0], out) for out in outs)
     on_gpu.assert_flags_are_left_at_zero(torch.device("cpu"))
+
+
+# The same, with low rank made by every block: blocks of one member and of several, with as many rows of A as a wgmma
+# takes or fewer; columns that no block has.
+OWN = [
+    (1, Launch(2, 1, 4, 2, EACH), 768, (768,), 32),
+    (7, Launch(2, 1, 3, 3, EACH), 320, (256, 256), 16),
+    (16, Launch(2, 2, 2, 2, EACH), 448, (384, 128), 8),
+    (31, Launch(2, 1, 3, 2, EACH), 832, (256, 128, 128), 32),
+    (32, Launch(1, 4, 1, 1, EACH), 320, (64, 64, 192), 16),
+    (50, Launch(2, 2, 4, 1, EACH), 1024, (256, 128, 128), 32),
+    (60, Launch(2, 3, 8, 1, EACH), 896, (640,), 64),
+    (64, Launch(2, 1, 1, 2, EACH), 1024, (128, 128), 64),
+    (64, Launch(1, 2, 2, 2, EACH), 640, (192, 64), 8),
+]
+
+
+@pytest.mark.parametrize(("rows", "launch", "K", "slices", "rank"), OWN, ids=str)
+def test_every_block_makes_the_low_rank(gpu, linear, adapter, on_gpu, rows, launch, K, slices, rank):
+    assert _own_rows(launch, adapter(K, slices, rank, rows))
+    test_the_product_and_the_adapter(gpu, linear, adapter, on_gpu, rows, launch, K, slices, rank)
+
+
+def test_no_token_has_the_adapter_where_every_block_makes_the_low_rank(gpu, linear, adapter):
+    K, slices, launch, rows = 320, (256, 128), Launch(2, 1, 3, 2, EACH), 20
+    tensors, _ = linear(K, slices)
+    x, its = torch.randn(rows, K).bfloat16(), adapter(K, slices, 16, rows)
+    its.slots[:] = -1
+    assert torch.equal(tiled_matmul(x, *tensors, None, its, launch), tiled_matmul(x, *tensors, None, None, launch))
+
+
+@pytest.mark.parametrize("rank", [32, 128])
+def test_low_rank_of_too_many_rows_of_a_is_gathered(gpu, linear, adapter, rank):
+    K, slices, launch = 320, (128, 256, 128), Launch(2, 3, 2, 1, EACH)
+    tensors, _ = linear(K, slices)
+    x, its = torch.randn(40, K).bfloat16(), adapter(K, slices, rank, 40)
+    assert not _own_rows(launch, its)
+    gathered = tiled_matmul(x, *tensors, None, its, launch._replace(low=0))
+    assert torch.equal(tiled_matmul(x, *tensors, None, its, launch), gathered)
 
 
 @pytest.mark.parametrize("rows", [1, 70])

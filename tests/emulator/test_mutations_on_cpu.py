@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from verl_qerl.kernels import tiled_matmul as module
-from verl_qerl.kernels.tiled_launch import STREAM, Launch
+from verl_qerl.kernels.tiled_launch import EACH, STREAM, Launch
 from verl_qerl.kernels.tiled_matmul import tiled_matmul
 
 LAST = "if (split > 1) cluster_sync();  // no block leaves while another still reads its memory\n"
@@ -49,6 +49,42 @@ CHANGES = {
         8,
         [("if (thread == 0) await_count(low_done, low_tasks);", "")],
     ),
+    "low of the own part of K is multiplied before it is there": (
+        Launch(2, 2, 2, 1, EACH),
+        40,
+        32,
+        [("      join_workers();  // low is there\n", "")],
+    ),
+    "low of the own part of K is not fenced": (
+        Launch(2, 1, 2, 2, EACH),
+        20,
+        32,
+        [('asm volatile("fence.proxy.async.shared::cta;" ::: "memory");', "")],
+    ),
+    "the bytes of a are not expected": (
+        Launch(2, 1, 2, 2, EACH),
+        8,
+        32,
+        [(" + (EACH ? rows * 128 : 0)", "")],
+    ),
+    "products with a are awaited a step late": (
+        Launch(2, 1, 1, 2, EACH),
+        64,
+        64,
+        [(COMMITTED + EMPTY, EMPTY + COMMITTED)],
+    ),
+    "tokens without the adapter get it": (
+        Launch(2, 1, 2, 2, EACH),
+        20,
+        32,
+        [("own.has_adapter >> i & 1", "true")],
+    ),
+    "the second member gets what belongs to the first": (
+        Launch(2, 3, 2, 1, EACH),
+        20,
+        16,
+        [("at.low + (member - first_member) * low_bytes", "at.low")],
+    ),
     "a flag stays": (Launch(2, 1, STREAM, 2), 8, 0, [("flags[place] = 0;", "")]),
     "a twin does not wait for the other's ring": (
         Launch(1, 2, STREAM, 1),
@@ -89,7 +125,7 @@ def is_right(linear, adapter, on_gpu, launch, rows, rank) -> bool:
     try:
         out = tiled_matmul(x, *tensors, None, its, launch)
         if its:
-            on_gpu.assert_adapted(out, x, expected, its, slices)
+            on_gpu.assert_adapted(out, x, expected, its, slices, launch.low == EACH)
     except (RuntimeError, AssertionError):
         return False
     of_base = slice(1, None, 2) if its else slice(None)

@@ -10,7 +10,7 @@ from verl_qerl.kernels import launch
 from verl_qerl.kernels.elementwise import add_rms_norm, rotate, silu_mul
 from verl_qerl.kernels.lora import member_of_tile
 from verl_qerl.kernels.tiled import tile
-from verl_qerl.kernels.tiled_launch import SHAPES, STREAM, Launch, padded_rows, twins
+from verl_qerl.kernels.tiled_launch import EACH, SHAPES, STREAM, Launch, padded_rows, twins
 from verl_qerl.kernels.tiled_matmul import Adapter, _exchange, can_fuse, tiled_matmul
 from verl_qerl.testing import random_packed_weight
 
@@ -27,7 +27,7 @@ def launches() -> list[tuple[int, Launch]]:
         clusters = SHAPES[padded_rows(rows) // twins(padded_rows(rows))]
         found += [(rows, Launch(p, g, STREAM, b)) for p, g, b in streams]
         found += [(rows, Launch(p, g, split, b)) for p, g, b in clusters for split in (1, 4)]
-    return found
+    return [*found, (16, Launch(2, 1, 4, 2, EACH)), (64, Launch(2, 1, 4, 2, EACH)), (64, Launch(2, 2, 4, 1, EACH))]
 
 
 def tiles(N: int, columns: int, seed: int) -> tuple[torch.Tensor, ...]:

@@ -8,7 +8,7 @@ import pytest
 import verl_qerl
 from verl_qerl.cli.tune import MODELS, TRIED, fusing
 from verl_qerl.kernels import tiled_launch
-from verl_qerl.kernels.tiled_launch import SHAPES, STREAM, TOKENS, Launch
+from verl_qerl.kernels.tiled_launch import EACH, GATHERED, SHAPES, STREAM, TOKENS, Launch, own_rows
 
 TUNED = Path(verl_qerl.__file__).parent / "vllm_plugin" / "tuned"
 WEIGHTS = sorted({shape for shapes in MODELS.values() for shape in shapes})
@@ -47,5 +47,22 @@ def test_a_guess_for_many_rows_shares_no_k():
 def test_the_model_of_the_time_tries_what_was_measured_to_be_fastest(weight, tokens):
     table = json.loads((TUNED / "nvidia_h200.json").read_text())
     row = next(row for row in table["rows"] if (row["N"], row["K"]) == weight)
-    fastest = Launch(*row["launches"][str(tokens)])
+    fastest = Launch(*row["launches"][str(tokens)])._replace(low=GATHERED)
     assert fastest in fusing(*weight, tokens)[:TRIED]
+
+
+@pytest.mark.parametrize(
+    ("groups", "low", "rank", "members", "per_entry", "expected"),
+    [
+        (1, EACH, 32, 3, 128, 32),  # a block of one member
+        (2, EACH, 32, 3, 128, 64),  # of two at most
+        (3, EACH, 32, 3, 128, 0),  # of three
+        (3, EACH, 64, 1, 128, 64),  # of the only one
+        (1, EACH, 128, 1, 128, 0),
+        (1, GATHERED, 32, 1, 128, 0),
+    ],
+)
+def test_a_block_makes_low_rank_of_the_members_that_its_columns_may_belong_to(
+    groups, low, rank, members, per_entry, expected
+):
+    assert own_rows(Launch(2, groups, 4, 1, low), rank, members, per_entry) == expected

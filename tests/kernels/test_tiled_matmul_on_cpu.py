@@ -7,7 +7,7 @@ import torch
 
 from verl_qerl.kernels import tiled_matmul
 from verl_qerl.kernels.lora import member_of_tile
-from verl_qerl.kernels.tiled_launch import SHAPES, STREAM, TOKENS, Launch, padded_rows, twins
+from verl_qerl.kernels.tiled_launch import EACH, SHAPES, STREAM, TOKENS, Launch, own_rows, padded_rows, twins
 from verl_qerl.kernels.tiled_matmul import RANKS, Adapter
 
 BLOCK_BYTES = (227 << 10) - 1024  # of shared memory that a thread block of Hopper can have, less its own 1 KiB
@@ -46,6 +46,21 @@ def test_the_ring_fits_with_the_widest_adapter(tokens, split):
             assert shared_bytes <= BLOCK_BYTES - static
             if rank == 0:
                 assert shared_bytes <= (BLOCK_BYTES + 1024) // blocks - 1024
+
+
+@pytest.mark.parametrize("tokens", [8, 16, 32, 64])
+def test_the_ring_fits_where_every_block_makes_the_low_rank(tokens):
+    for (pieces, groups, blocks), rank, members in product(SHAPES[tokens], RANKS, (1, 2, 3)):
+        launch = Launch(pieces, groups, 1, blocks, EACH)
+        own = own_rows(launch, rank, members, 128)
+        stages, shared_bytes = tiled_matmul.ring(tokens, 18944, rank, launch, own)
+        assert not own or (stages >= 4 and shared_bytes <= (BLOCK_BYTES + 1024) // blocks - 1024)
+
+
+@pytest.mark.parametrize(("tokens", "split"), [(64, STREAM), (96, 1)])
+def test_no_stream_and_no_many_rows_have_blocks_that_make_the_low_rank(tokens, split):
+    with pytest.raises(ValueError, match="low=1"):
+        tiled_matmul.source(tokens, Launch(2, 2, split, 1, EACH))
 
 
 @pytest.mark.parametrize("tokens", [8, 16, 32, 64])  # above, X A^T has a launch of its own
@@ -137,3 +152,11 @@ def test_the_source_compiles_without_waiting_for_each_product(tokens, split, com
     pieces, groups, blocks = max(SHAPES[tokens], key=lambda shape: shape[0] * shape[1])
     said = compile_cuda(tiled_matmul.source(tokens, Launch(pieces, groups, split, blocks)))
     assert "serialized" not in said
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 2), (2, 2, 1), (2, 3, 1)], ids=str)
+def test_the_source_with_low_rank_in_every_block_compiles_so_too(shape, compile_cuda):
+    pieces, groups, blocks = shape
+    said = compile_cuda(tiled_matmul.source(64, Launch(pieces, groups, 1, blocks, EACH)))
+    assert "serialized" not in said
+    assert " 0 bytes spill stores" in said

@@ -7,7 +7,17 @@ import pytest
 
 pytest.importorskip("vllm")
 from verl_qerl.cli.tune import MODELS
-from verl_qerl.kernels.tiled_launch import SHAPES, STREAM, TOKENS, Launch, guess_launch, rows_at_a_time
+from verl_qerl.kernels.tiled_launch import (
+    EACH,
+    GATHERED,
+    SHAPES,
+    STREAM,
+    TOKENS,
+    Launch,
+    can_make_low,
+    guess_launch,
+    rows_at_a_time,
+)
 from verl_qerl.vllm_plugin import plans
 
 
@@ -29,10 +39,11 @@ def test_the_table_that_ships_has_the_shapes_that_tune_measures(shape, tables):
     assert plans.nearest(*shape, "NVIDIA H200") == rows[shape]
     assert 32 < rows[shape]["dense_rows"] <= rows[shape]["decode_rows"]
     assert list(rows[shape]["launches"]) == [str(tokens) for tokens in TOKENS]
-    for tokens, (pieces, groups, split, blocks) in rows[shape]["launches"].items():
-        launch = Launch(pieces, groups, split, blocks)
-        assert (pieces, groups, blocks) in SHAPES[rows_at_a_time(int(tokens), launch)]
-        assert split == STREAM or 1 <= split <= 8
+    for tokens, values in rows[shape]["launches"].items():
+        launch = Launch(*values)
+        assert (launch.pieces, launch.groups, launch.blocks) in SHAPES[rows_at_a_time(int(tokens), launch)]
+        assert launch.split == STREAM or 1 <= launch.split <= 8
+        assert launch.low == GATHERED or can_make_low(int(tokens), launch)
 
 
 @pytest.fixture
@@ -47,7 +58,7 @@ def compiled(monkeypatch):
 def test_a_plan_takes_measured_launches_and_guesses_the_others(tables, compiled):
     row = plans.nearest(4608, 3584, "NVIDIA H200")
     plan = plans.PLANS[plans.make_plan(4608, 3584, "NVIDIA H200")]
-    assert plan.launch(33) == plan.launch(64) == tuple(row["launches"]["64"])
+    assert plan.launch(33) == plan.launch(64) == Launch(*row["launches"]["64"])
     assert (plan.dense_rows, plan.decode_rows) == (row["dense_rows"], row["decode_rows"])
     assert compiled == list(plan.kernels())
     other = plans.PLANS[plans.make_plan(7168, 4096, "NVIDIA H200")]
@@ -61,6 +72,17 @@ def test_a_launch_that_shares_k_is_for_no_more_rows_than_it_was_measured_with():
     assert plan.launch(180) == plan.launch(300) == stream
     assert plan.launch(512) == Launch(1, 2, STREAM, 1)
     assert set(plan.kernels()) == {*zip(TOKENS, plan.launches, strict=True), (256, Launch(1, 2, STREAM, 1))}
+
+
+def test_a_table_says_how_low_rank_is_made_or_it_is_gathered(tables, compiled):
+    path = plans.table_path("NVIDIA H200")
+    path.parent.mkdir(parents=True)
+    launches = {"32": [2, 1, 4, 2], "64": [2, 1, 4, 2, EACH]}
+    row = {"N": 64, "K": 64, "launches": launches, "dense_rows": 3, "decode_rows": 7}
+    path.write_text(json.dumps({"rows": [row]}))
+    plan = plans.PLANS[plans.make_plan(64, 64, "NVIDIA H200")]
+    assert plan.launch(32) == Launch(2, 1, 4, 2, GATHERED)
+    assert plan.launch(64) == Launch(2, 1, 4, 2, EACH)
 
 
 def test_a_table_of_the_user_goes_first(tables):

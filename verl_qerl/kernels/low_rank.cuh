@@ -3,10 +3,11 @@
 //
 // With few rows warps beside those that multiply by w make it meanwhile: it costs no launch. The first blocks of the grid
 // share the work: a task is 16 rows of x, 8 * LOW_TILES rows of a and a part of K. Its sums go through global memory; in
-// blocks that add the adapter the same warps wait for all tasks and add their sums in a fixed order. With more rows it is
-// GIVEN by a launch before (low_rank.cu), which takes less time, and goes through the ring.
+// blocks that add the adapter the same warps wait for all tasks and add their sums in a fixed order. Or EACH block makes
+// what it needs (own_low.cuh). With more rows low is GIVEN by a launch before (low_rank.cu), which takes less time, and
+// goes through the ring.
 
-#if !GIVEN
+#if !GIVEN && !EACH
 
 #define LOW_TILE (16 * 8 * LOW_TILES)
 #define LOW_THREADS (LOW_WARPS * 32)

@@ -31,7 +31,7 @@ __device__ __forceinline__ void copy_to_twins(u32 to, const TensorMap& map, int 
 
 // Where things lie in shared memory; the same in every block of a cluster.
 struct Places {
-  u32 x, low, words, scales, full, empty, low_ready, out;
+  u32 x, low, a, words, scales, full, empty, low_ready, out;
 };
 
 // Where a ring stands, the same for those who fill it and those who read it.
@@ -79,16 +79,25 @@ __device__ __forceinline__ int low_stages(const Members& of, const Segment& segm
   return GIVEN && of.rank && segment.first == 0 ? of.stages(segment.column) * of.chunks() : 0;
 }
 
-// One lane fills the ring with codes and scales.
+// One lane fills the ring with codes and scales, and with `rows` rows of a where EACH block makes low.
 __device__ __forceinline__ void fill_weight(const Places& at, const TensorMap& words, const TensorMap& scales,
-                                            const Members& members, const Segment& segment, Ring& ring, int& filled) {
+                                            const TensorMap& a, int rows, const Members& members, const Segment& segment,
+                                            Ring& ring, int& filled) {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#if EACH
+  u64 keep;  // all blocks read the same
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(keep));
+  const int first_row = members.at(segment.column) * members.rank;
+#endif
 #pragma unroll 1
   for (int step = segment.first; step < segment.first + segment.count; step++) {
     await_free(at, ring, filled);
     const u32 full = at.full + ring.slot * 8;
-    expect(full, WORD_BYTES + SCALE_BYTES);
+    expect(full, WORD_BYTES + SCALE_BYTES + (EACH ? rows * 128 : 0));
+#if EACH
+    copy_block(at.a + ring.slot * rows * 128, a, step * 64, first_row, full, keep);
+#endif
 #pragma unroll
     for (int part = 0; part < COLUMNS / BOX; part++) {
       const int n = segment.column + part * BOX;

@@ -34,6 +34,12 @@ _MULTIPROCESSORS = (16,) * 6 + (18,) * 2  # of an H200, by the groups that a clu
 H200_MULTIPROCESSORS = sum(_MULTIPROCESSORS)
 _STEP = 64  # of K, what a kernel takes at a time
 STREAM = 0  # `split` of Launch
+GATHERED, EACH = 0, 1  # `low` of Launch
+# Most for which the kernel makes X A^T itself; where it is gathered, blocks that add it take the sum of all parts, of
+# more rows too much to read. To add them up once for all blocks inside the launch was slower than a launch before, from
+# 128 rows on.
+LOW_ROWS = 64
+_OWN_ROWS = 64  # most rows of A that a thread block makes X A^T of: those of one wgmma
 _SPLITS = (1, 2, 3, 4, 6, 8)  # clusters of 5 and 7 were always slower
 
 
@@ -46,12 +52,15 @@ class Launch(NamedTuple):
         split: Thread blocks that share K, a cluster of up to 8. STREAM: every block gets the same number of steps of
             all columns, whatever their sum.
         blocks: Thread blocks of a multiprocessor.
+        low: How X A^T is made of up to 64 rows. GATHERED: the first blocks share the work, the others wait for it.
+            EACH: every block makes it of its own part of K, if `own_rows` gives it rows of A; no stream does.
     """
 
     pieces: int
     groups: int
     split: int
     blocks: int
+    low: int = GATHERED
 
     @property
     def columns(self) -> int:
@@ -67,6 +76,25 @@ def twins(tokens: int) -> int:
 def rows_at_a_time(tokens: int, launch: Launch) -> int:
     """Rows that a thread block takes at a time: an entry of TOKENS, or half of it where twins would share K."""
     return tokens if launch.split == STREAM or twins(tokens) == 1 else tokens // 2
+
+
+def can_make_low(tokens: int, launch: Launch) -> bool:
+    """Whether every thread block may make X A^T, for an entry of TOKENS."""
+    return launch.split != STREAM and tokens <= LOW_ROWS
+
+
+def own_rows(launch: Launch, rank: int, members: int, per_entry: int) -> int:
+    """Rows of A of which a thread block makes X A^T itself; 0 where it is gathered.
+
+    Args:
+        launch: Of the product.
+        rank: Rows of A of a member.
+        members: Of the linear.
+        per_entry: Columns that surely belong to one member.
+    """
+    # A warpgroup has columns of one member. Where members begin is known to the GPU alone.
+    of_block = 1 if per_entry % launch.columns == 0 else min(members, launch.groups)
+    return of_block * rank if launch.low == EACH and of_block * rank <= _OWN_ROWS else 0
 
 
 def launch_candidates(N: int, K: int, tokens: int) -> list[Launch]:
@@ -112,3 +140,27 @@ def padded_rows(rows: int) -> int:
     """The entry of TOKENS that as many rows run as; those of the last two take any number, as many at a time."""
     at_once = -(-rows // max(1, -(-rows // TOKENS[-1])))
     return next(tokens for tokens in TOKENS if at_once <= tokens)
+
+
+def registers(tokens: int, launch: Launch) -> int:
+    """What a multiplying thread gets when the helpers keep `helper_registers` each; 0 leaves all as they start."""
+    if not wants_registers(tokens, launch):
+        return 0
+    at_start = 512 // (launch.blocks * (launch.groups + 1)) // 8 * 8
+    return min(240, (at_start * (launch.groups + 1) - helper_registers(launch)) // launch.groups // 8 * 8)
+
+
+def helper_registers(launch: Launch) -> int:
+    """What a helper keeps: where each block makes X A^T with its multiplying warps, helpers only fill the ring."""
+    return 40 if launch.low == EACH else 80
+
+
+def wants_registers(tokens: int, launch: Launch) -> bool:
+    """Whether warpgroups that multiply take registers from the one that does not."""
+    # The sums of X A^T beside the others, in threads that have few registers because they are many.
+    return tokens * launch.pieces >= 192 or (launch.low == EACH and launch.groups > 2)
+
+
+def box_columns(columns: int) -> int:
+    """Columns that the copy engine takes at a time."""
+    return next(box for box in (256, 192, 128, 64) if columns % box == 0)

@@ -1,11 +1,11 @@
 // y[m, n] = sum_k x[m, k] w[n, k] + bias[n] + sum_r low[m, r] b[n, r] for TOKENS rows m at a time; w as 4-bit codes in the
 // layout of kernels/tiled.py, low = x a^T in bf16.
 //
-// Compiled for TOKENS (8 to 256, a multiple of 8), PIECES (1, 2 or 4), GROUPS, STREAM, GIVEN and TWINS. A thread block
-// takes COLUMNS columns of y and a part of K at a time. Two lanes fill the ring of ring.cuh; low is made meanwhile
-// (low_rank.cuh), or by a launch before (low_rank.cu), and multiplied like further steps of K. GROUPS warpgroups decode
-// codes into registers, the left operand of wgmma: the 64 rows of one wgmma are 16 rows of w from each of its warps, PIECES
-// wgmmas for each 16 of K. Decoding overlaps with the wgmmas of the step before.
+// Compiled for TOKENS (8 to 256, a multiple of 8), PIECES (1, 2 or 4), GROUPS, STREAM, GIVEN, EACH and TWINS. A thread
+// block takes COLUMNS columns of y and a part of K at a time. Two lanes fill the ring of ring.cuh; low is made meanwhile
+// (low_rank.cuh, own_low.cuh), or by a launch before (low_rank.cu), and multiplied like further steps of K. GROUPS
+// warpgroups decode codes into registers, the left operand of wgmma: the 64 rows of one wgmma are 16 rows of w from each
+// of its warps, PIECES wgmmas for each 16 of K. Decoding overlaps with the wgmmas of the step before.
 //
 // Who does what: with STREAM, all steps of all columns lie in one line, of which each block takes an equal share, in one
 // launch that fills the GPU once; what a share has of columns that another block finishes goes through global memory.
@@ -21,6 +21,9 @@
 
 #if TWINS > 1 && !STREAM
 #error "twins walk one line of steps"
+#endif
+#if EACH && (STREAM || GIVEN)
+#error "a block that makes low has one part of K and of the rows"
 #endif
 
 // PIECES words and their scales, of one lane for one step of K.
@@ -46,8 +49,9 @@ __device__ __forceinline__ Codes load_codes(u32 words, u32 scales) {
   return codes;
 }
 
+template <class Low>
 __device__ __forceinline__ void multiply_stages(const Places& at, const Factors& f, int count, Ring& ring, int unit,
-                                                int lane, float (&sum)[PIECES][TOKENS / 2]) {
+                                                int lane, float (&sum)[PIECES][TOKENS / 2], Low& low) {
   const int tile = unit / 4;
   const u32 words = at.words + tile * 64 / BOX * (BOX * 32) + tile * 64 % BOX * 8 + lane * 16 + unit % 4 * 4;
   const u32 scales = at.scales + tile * 64 / BOX * (BOX * 4) + tile * 64 % BOX + lane / 4 * 8 + unit % 4 * 2;
@@ -65,6 +69,7 @@ __device__ __forceinline__ void multiply_stages(const Places& at, const Factors&
     u32 a[2][PIECES][4];
 #pragma unroll
     for (int step = 0; step < 4; step++) {
+      low.multiply(ring.slot, step, x + step * 2);
 #pragma unroll
       for (int p = 0; p < PIECES; p++) decode(codes[step].word[p], codes[step].scales[p / 2], p % 2, f, a[step % 2][p]);
       order_registers();
@@ -103,7 +108,7 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
              const float* __restrict__ global_scale, const __grid_constant__ TensorMap x, u16* __restrict__ y,
              const u16* __restrict__ bias, const uint4* rows_of_x, const uint4* __restrict__ a,
              const u16* __restrict__ b, const int* __restrict__ members, const long long* slots, float4* parts, int* flags,
-             float* low_parts, int* low_done, const __grid_constant__ TensorMap given, int M, int N, int K,
+             float* low_parts, int* low_done, const __grid_constant__ TensorMap low_or_a, int M, int N, int K,
              int split, int stages, int has_bias, int rank, int per_entry, int columns, int low_split, int low_tasks,
              int low_workers, int of_scale, int of_second, int of_third, int of_fourth, int row_tiles) {
   extern __shared__ u8 dynamic[];
@@ -123,7 +128,12 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
   at.x = base;
   at.low = at.x + stages * X_BYTES;
   const int low_bytes = GIVEN ? 0 : (rank + 63) / 64 * X_BYTES;  // of a member; what is given goes through the ring
+#if EACH
+  at.a = at.low + columns / rank * low_bytes;  // columns: of low that a block makes
+  at.words = at.a + stages * columns * 128;
+#else
   at.words = at.low + (STREAM ? columns / max(rank, 1) : GROUPS) * low_bytes;
+#endif
   at.scales = at.words + stages * WORD_BYTES;
   // Beyond the sums too: an arrival may take effect after another thread's store to the same place.
   at.full = max(at.scales + stages * SCALE_BYTES, base + SUM_BYTES);
@@ -135,7 +145,7 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
       init_barrier(at.full + i * 8, 2);
       init_barrier(at.empty + i * 8, GROUPS * 4 * TWINS);
     }
-#if !GIVEN
+#if !GIVEN && !EACH
     init_barrier(at.low_ready, LOW_THREADS);
 #endif
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
@@ -145,7 +155,9 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
 
   const float factor = 256.0f * __ldg(global_scale);
   const Members of = {members, rank, per_entry, N};
-#if !GIVEN
+#if EACH
+  const int first_member = of.at(begin / steps * COLUMNS);
+#elif !GIVEN
   const LowRank low = {rows_of_x, a, slots, low_parts, low_done, M, K, columns, rank, low_split, low_tasks, low_workers};
   // Who has the first step of some columns adds the adapter; a share comes to it last.
   const bool adds_low = (begin + steps - 1) / steps * steps < end;
@@ -165,17 +177,17 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
     if (warp == GROUPS * 4) {
       for (int at_step = begin; lane == 0 && at_step < end;) {
         const Segment segment = segment_at(at_step, end, steps, row_tiles);
-        fill_weight(at, words, scales, of, segment, ring, filled);
+        fill_weight(at, words, scales, low_or_a, columns, of, segment, ring, filled);
         at_step += segment.count;
       }
     } else if (warp == GROUPS * 4 + 1) {
       await_inputs();
       for (int at_step = begin; lane == 0 && at_step < end;) {
         const Segment segment = segment_at(at_step, end, steps, row_tiles);
-        fill_x(at, x, given, of, segment, ring, filled);
+        fill_x(at, x, low_or_a, of, segment, ring, filled);
         at_step += segment.count;
       }
-#if !GIVEN
+#if !GIVEN && !EACH
     } else if (low_tasks && warp >= GROUPS * 4 + HELPERS - LOW_WARPS) {
       const int thread = threadIdx.x - (GROUPS * 4 + HELPERS - LOW_WARPS) * 32;
       prefetch_a(low, thread);
@@ -214,15 +226,29 @@ tiled_matmul(const __grid_constant__ TensorMap words, const __grid_constant__ Te
       const Segment segment = segment_at(at_step, end, steps, row_tiles);
       const int column = segment.column;
       float sum[PIECES][TOKENS / 2] = {};
-      if (rank && segment.first == 0) prefetch_b(b, rank, N, column);
+      if (EACH || (rank && segment.first == 0)) prefetch_b(b, rank, N, column);
       await_inputs();
-      multiply_stages(at, f, segment.count, ring, unit, lane, sum);
+      NoLow none;
+#if EACH
+      if (GROUPS == 1 || warp < 4) {
+        OwnLow own = {at.a, columns, tokens_with_adapter(slots, M, lane), {}};
+        multiply_stages(at, f, segment.count, ring, unit, lane, sum, own);
+        store_low(at.low, own, rank, 1.0f / factor, warp, lane);
+      } else {
+        multiply_stages(at, f, segment.count, ring, unit, lane, sum, none);
+      }
+      join_workers();  // low is there
+#else
+      multiply_stages(at, f, segment.count, ring, unit, lane, sum, none);
+#endif
 #if GIVEN
       multiply_low_stages(at, of, b, segment, ring, unit, lane, sum);
 #else
-      if (rank && segment.first == 0) {
+      if (EACH || (rank && segment.first == 0)) {
         const int member = of.at(column + warp / 4 * 64 * PIECES);
+#if !EACH
         wait_for(at.low_ready, 0);
+#endif
         const u32 from = at.low + (member - first_member) * low_bytes;
         for (int i = 0; i < rank; i += 64) multiply_low(from + i / 64 * X_BYTES, b, rank, i, N, column, unit, lane, sum);
       }

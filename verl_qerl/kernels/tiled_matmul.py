@@ -14,32 +14,37 @@ import torch
 from verl_qerl.kernels.launch import Kernel, count_multiprocessors, read_source, tensor_map
 from verl_qerl.kernels.low_rank import low_rank, low_rank_kernel
 from verl_qerl.kernels.tiled_launch import (
+    EACH,
+    GATHERED,
     H200_MULTIPROCESSORS,
+    LOW_ROWS,
     SHAPES,
     STREAM,
     TOKENS,
     Launch,
+    box_columns,
+    can_make_low,
     guess_launch,
+    helper_registers,
+    own_rows,
     padded_rows,
+    registers,
     rows_at_a_time,
     twins,
+    wants_registers,
 )
 
 RANKS = (8, 16, 32, 64, 128)
 _STEP = 64  # of K, a stage of the ring
 _STAGES = 4  # fewest of the ring
 _FILES = ("decode.cuh", "grid.cuh", "copies.cuh", "ring.cuh", "wgmma.cuh", "mma.cuh", "low_rank.cuh", "sums.cuh")
-_FILES += ("tiled_matmul.cu",)
+_FILES += ("own_low.cuh", "tiled_matmul.cu")
 _MEMBERS = 3  # most of a fused linear
 _LOW_SPLIT = 16  # most parts of K
 _LOW_CHUNKS = 7  # of 32 of K for a warp: fewer are not worth another part
 _LOW_BYTES = 96 << 10  # most that a thread block reads of the sums of X A^T
-# Most for which the kernel makes X A^T itself; blocks that add it take the sum of all parts, of more rows too much to
-# read. To add them up once for all blocks inside the launch was slower than a launch before, from 128 rows on.
-_LOW_ROWS = 64
 _LOW_WARPS = 2  # that do; with the two that fill the ring, a whole warpgroup
 _HELPERS = 2 + _LOW_WARPS
-_HELPER_REGISTERS = 80
 _FACTORS = (1 << 4, 1 << 3, 1 << 6, (1 << 10) + (1 << 5) + 1)  # of decode.cuh
 _SHARED_BYTES = 227 << 10  # of a multiprocessor, for blocks that each take 1 KiB more
 
@@ -97,9 +102,11 @@ def tiled_matmul(
         return y
     launch = launch or guess_launch(N, K, M)
     tokens, low = rows_at_a_time(padded_rows(M), launch), x
+    if adapter is None or not _own_rows(launch, adapter):
+        launch = launch._replace(low=GATHERED)
     if adapter is not None and _is_given(tokens):
         low = low_rank(x, adapter.a, adapter.slots, global_decode_scale)
-    box = (4, _box(launch.columns))
+    box = (4, box_columns(launch.columns))
     weight = [tensor_map(words, 8, box), tensor_map(scale, 1, box), global_decode_scale]
     _launch(tokens, launch, x, weight, y, bias, adapter, low)
     return y
@@ -117,7 +124,8 @@ def _launch(
 ) -> None:
     (M, K), N = x.shape, y.shape[1]
     rank, columns = (adapter.b.shape[1], adapter.a.shape[0]) if adapter else (0, 0)
-    stages, shared_bytes = ring(tokens, K, rank, launch)
+    own = _own_rows(launch, adapter) if adapter else 0
+    stages, shared_bytes = ring(tokens, K, rank, launch, own)
     multiprocessors = count_multiprocessors(x.device)
     beside, box = twins(tokens), (tokens // twins(tokens), _STEP)
     streams = multiprocessors * launch.blocks // beside * beside
@@ -125,25 +133,35 @@ def _launch(
     grid = streams if launch.split == STREAM else -(-N // launch.columns) * row_tiles * launch.split
     args = [*weight, tensor_map(x, 2, box, swizzle=True), y, y if bias is None else bias, x]
     sums, flags, parts, done = _exchange(x.device)
-    args += [*(adapter or (y, y, y, y)), sums, flags, parts, done, tensor_map(low, 2, box, swizzle=True)]
+    low_or_a = (
+        tensor_map(adapter.a, 2, (own, _STEP), swizzle=True) if adapter and own else tensor_map(low, 2, box, True)
+    )
+    args += [*(adapter or (y, y, y, y)), sums, flags, parts, done, low_or_a]
     args += [M, N, K, launch.split, stages, int(bias is not None)]
-    args += [rank, N // len(adapter.members) if adapter else N, columns]
+    args += [rank, N // len(adapter.members) if adapter else N, own or columns]
     none = (1, 0, 0)
-    tasks = none if _is_given(tokens) else low_rank_tasks(M, K, columns, launch, grid, multiprocessors)
+    tasks = none if own or _is_given(tokens) else low_rank_tasks(M, K, columns, launch, grid, multiprocessors)
     args += [*tasks, *_FACTORS, row_tiles]
-    _kernel(tokens, launch)(grid, (launch.groups * 4 + _HELPERS) * 32, args, shared_bytes, max(launch.split, beside))
+    threads = (launch.groups * 4 + _helpers(tokens, launch)) * 32
+    _kernel(tokens, launch)(grid, threads, args, shared_bytes, max(launch.split, beside))
 
 
-def ring(tokens: int, K: int, rank: int, launch: Launch) -> tuple[int, int]:
-    """Stages of the ring in shared memory, as many as fit or are needed, and bytes of shared memory."""
-    held, barriers = tokens * 128 + 4 * 9 * launch.columns, 16
+def _own_rows(launch: Launch, adapter: Adapter) -> int:
+    (N, rank), members = adapter.b.shape, len(adapter.members)
+    return own_rows(launch, rank, adapter.a.shape[0] // rank, N // members)
+
+
+def ring(tokens: int, K: int, rank: int, launch: Launch, own: int = 0) -> tuple[int, int]:
+    """Stages of the ring in shared memory, as many as fit or are needed, and its bytes; `own` is of own_rows."""
+    held, barriers = (tokens + own) * 128 + 4 * 9 * launch.columns, 16
     # A stream keeps X A^T of all members, else each warpgroup that of its own; with more rows it goes through the ring.
     kept = 0 if _is_given(tokens) else _MEMBERS if launch.split == STREAM else launch.groups
+    kept = own // rank if own else kept
     low = -(-rank // 64) * tokens * 128 * kept
     fixed = 1024 + 16 + low
     if launch.split == STREAM:
         fixed += min(tokens, 32) * (launch.columns + 8) * 2
-    limit = _SHARED_BYTES // launch.blocks - 1024 - low_static_bytes(tokens)
+    limit = _SHARED_BYTES // launch.blocks - 1024 - (0 if own else low_static_bytes(tokens))
     needed = -(-(K // _STEP) // max(launch.split, 1)) + (launch.groups * -(-rank // 64) if _is_given(tokens) else 0)
     stages = max(_STAGES, min((limit - fixed) // (held + barriers), needed))
     # The sums take the place of the ring and of X A^T, and none of the barriers.
@@ -162,7 +180,7 @@ def low_rank_tasks(
     """How X A^T is dealt out: parts of K, tasks in all, and thread blocks that take them.
 
     Args:
-        M: Rows of X, at most _LOW_ROWS.
+        M: Rows of X, at most LOW_ROWS.
         K: Columns of X.
         columns: Rows of A; 0 for none.
         launch: Of the product.
@@ -185,56 +203,55 @@ def low_rank_tasks(
     return split, tiles * split, workers
 
 
-def _box(columns: int) -> int:
-    """Columns that the copy engine takes at a time."""
-    return next(box for box in (256, 192, 128, 64) if columns % box == 0)
-
-
-def _wants_registers(tokens: int, launch: Launch) -> bool:
-    """Whether a warpgroup that multiplies takes registers from the one that does not."""
-    return tokens * launch.pieces >= 192
-
-
 def _is_given(tokens: int) -> bool:
     """Whether a launch before makes X A^T: with few rows the kernel does, and each thread block adds up its parts."""
-    return tokens > _LOW_ROWS
+    return tokens > LOW_ROWS
+
+
+def _helpers(tokens: int, launch: Launch) -> int:
+    """Warps that do not multiply: those that fill the ring and that gather; a whole warpgroup gives registers."""
+    return _HELPERS - (_LOW_WARPS if launch.low == EACH and not wants_registers(tokens, launch) else 0)
 
 
 def _low_tiles(tokens: int) -> int:
     return 1 if tokens <= 32 else 2
 
 
-def _registers(tokens: int, launch: Launch) -> int:
-    """What a multiplying thread gets when the helpers keep `_HELPER_REGISTERS` each; 0 leaves all as they start."""
-    if not _wants_registers(tokens, launch):
-        return 0
-    at_start = 512 // (launch.blocks * (launch.groups + 1)) // 8 * 8
-    return min(240, (at_start * (launch.groups + 1) - _HELPER_REGISTERS) // launch.groups // 8 * 8)
-
-
 def source(tokens: int, launch: Launch) -> str:
-    """CUDA C++ of one kernel."""
+    """CUDA C++ of one kernel.
+
+    Raises:
+        ValueError: A kernel that makes X A^T in each thread block, for a stream or for more rows than one wgmma takes.
+    """
+    if launch.low == EACH and not can_make_low(tokens, launch):
+        raise ValueError(f"{launch} for {tokens} rows: low={EACH} is for split > 0 and up to {LOW_ROWS} rows. Use 0.")
     defines = {"TOKENS": tokens, "PIECES": launch.pieces, "GROUPS": launch.groups, "BLOCKS": launch.blocks}
-    defines |= {"STREAM": int(launch.split == STREAM), "GIVEN": int(_is_given(tokens)), "BOX": _box(launch.columns)}
-    defines |= {"TWINS": twins(tokens)}
+    defines |= {"STREAM": int(launch.split == STREAM), "GIVEN": int(_is_given(tokens)), "BOX": box_columns(launch.columns)}
+    defines |= {"TWINS": twins(tokens), "EACH": launch.low}
     defines |= {"LOW_WARPS": _LOW_WARPS, "LOW_TILES": _low_tiles(tokens)}
-    defines |= {"LOW_AHEAD": 6 if tokens <= 32 and launch.blocks < 3 else 4, "HELPERS": _HELPERS}
-    defines |= {"HELPER_REGISTERS": _HELPER_REGISTERS, "REGISTERS": _registers(tokens, launch)}
-    return read_source(*_FILES, **defines).replace("@WGMMA@", _wgmma(tokens))
+    defines |= {"LOW_AHEAD": 6 if tokens <= 32 and launch.blocks < 3 else 4, "HELPERS": _helpers(tokens, launch)}
+    defines |= {"HELPER_REGISTERS": helper_registers(launch), "REGISTERS": registers(tokens, launch)}
+    return read_source(*_FILES, **defines).replace("@WGMMA@", _wgmma(tokens, launch.low == EACH))
 
 
-def _wgmma(tokens: int) -> str:
+def _wgmma(tokens: int, with_shared: bool = False) -> str:
     half = tokens // 2
-    names = [f"%{i}" for i in range(half + 5)]
-    sums, a = ", ".join(names[:half]), ", ".join(names[half:-1])
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(half))
-    inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
+    sums = ", ".join(f"%{i}" for i in range(half))
     instruction = f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16"
-    return f"""__device__ __forceinline__ void wgmma(float (&d)[{half}], const u32 (&a)[4], u64 x) {{
-  asm volatile("{instruction} {{{sums}}}, {{{a}}}, {names[-1]}, 1, 1, 1, 0;"
+
+    def product(name: str, kind: str, left: str, inputs: str, x: int, flags: str) -> str:
+        return f"""__device__ __forceinline__ void {name}(float (&d)[{half}], {kind}, u64 x) {{
+  asm volatile("{instruction} {{{sums}}}, {left}, %{x}, {flags};"
                : {outputs}
                : {inputs}, "l"(x));
 }}"""
+
+    names, values = (", ".join(form.format(i, half + i) for i in range(4)) for form in ("%{1}", '"r"(a[{0}])'))
+    made = product("wgmma", "const u32 (&a)[4]", f"{{{names}}}", values, half + 4, "1, 1, 1, 0")
+    if with_shared:
+        made += "\n\n" + product("wgmma_shared", "u64 a", f"%{half}", '"l"(a)', half + 1, "1, 1, 1, 0, 0")
+    return made
 
 
 @functools.cache
@@ -262,6 +279,9 @@ def prepare(launches: Iterable[tuple[int, Launch]]) -> None:
         shared = threads.submit(_exchange, torch.device("cuda", device))
         adapters = threads.submit(low_rank_kernel)
         kernels = {(rows_at_a_time(tokens, launch), launch) for tokens, launch in launches}
+        kernels |= {
+            (rows, launch._replace(low=GATHERED)) for rows, launch in kernels
+        }  # without an adapter, or its rows
         list(threads.map(lambda each: _kernel(*each), kernels))
         adapters.result()
         shared.result()

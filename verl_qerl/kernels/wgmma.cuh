@@ -12,5 +12,6 @@ __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-// d += a x; written by kernels/tiled_matmul.py, since the number of operands depends on TOKENS.
+// d += a x, and for EACH the same with a in shared memory; written by kernels/tiled_matmul.py, since the number of operands
+// depends on TOKENS.
 @WGMMA@
