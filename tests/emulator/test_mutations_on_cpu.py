@@ -125,7 +125,7 @@ def is_right(linear, adapter, on_gpu, launch, rows, rank) -> bool:
     try:
         out = tiled_matmul(x, *tensors, None, its, launch)
         if its:
-            on_gpu.assert_adapted(out, x, expected, its, slices, launch.low == EACH)
+            on_gpu.assert_adapted(out, x, expected, its, slices, on_gpu.own_parts(launch))
     except (RuntimeError, AssertionError):
         return False
     of_base = slice(1, None, 2) if its else slice(None)

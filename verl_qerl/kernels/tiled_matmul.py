@@ -226,8 +226,8 @@ def source(tokens: int, launch: Launch) -> str:
     if launch.low == EACH and not can_make_low(tokens, launch):
         raise ValueError(f"{launch} for {tokens} rows: low={EACH} is for split > 0 and up to {LOW_ROWS} rows. Use 0.")
     defines = {"TOKENS": tokens, "PIECES": launch.pieces, "GROUPS": launch.groups, "BLOCKS": launch.blocks}
-    defines |= {"STREAM": int(launch.split == STREAM), "GIVEN": int(_is_given(tokens)), "BOX": box_columns(launch.columns)}
-    defines |= {"TWINS": twins(tokens), "EACH": launch.low}
+    defines |= {"STREAM": int(launch.split == STREAM), "GIVEN": int(_is_given(tokens)), "EACH": launch.low}
+    defines |= {"TWINS": twins(tokens), "BOX": box_columns(launch.columns)}
     defines |= {"LOW_WARPS": _LOW_WARPS, "LOW_TILES": _low_tiles(tokens)}
     defines |= {"LOW_AHEAD": 6 if tokens <= 32 and launch.blocks < 3 else 4, "HELPERS": _helpers(tokens, launch)}
     defines |= {"HELPER_REGISTERS": helper_registers(launch), "REGISTERS": registers(tokens, launch)}
