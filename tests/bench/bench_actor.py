@@ -15,7 +15,6 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from verl_qerl.algos.log_probs import log_probs_of_labels
 from verl_qerl.testing import load_beside, rms_error_ratio
 
 models = load_beside(__file__, "actor_models")
+table = load_beside(__file__, "actor_table").table
 describe_machine = load_beside(__file__, "bench_dequantize").describe_machine
 
 SEQUENCE = 1024
@@ -105,38 +105,59 @@ def gate(base: Any, arms: dict[str, Any], device: str) -> dict[str, dict[str, fl
     return errors
 
 
-def measure(model: nn.Module, x: torch.Tensor, layers: int, repetitions: int) -> dict[str, float]:
-    """Milliseconds of one layer's passes, medians, and the peak of memory in a training pass.
+def measure(
+    arms: dict[str, nn.Module], x: torch.Tensor, layers: int, repetitions: int
+) -> dict[str, dict[str, float | None]]:
+    """Milliseconds of one layer's passes, medians, and the peak of memory in a training pass with one arm alone.
 
-    `host_ms` is what the host takes to launch forward and backward: about as long as both, and they waited for it.
+    Arms take turns, so that they see the same host. `host_ms` is what it takes to launch forward and backward: about as
+    long as both, and they waited for it.
     """
     clock = Clock(x.device.type)
     grad = torch.randn_like(x)
-    times: dict[str, list[float]] = {phase: [] for phase in (*PHASES, "host_ms")}
+    times: dict[str, dict[str, list[float]]] = {arm: {phase: [] for phase in (*PHASES, "host_ms")} for arm in arms}
+    peaks: dict[str, float] = {}
     x.requires_grad_()
-    if clock.on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    for _ in range(repetitions + 2):
-        began = time.perf_counter()
-        start = clock.mark()
-        out = forward(model, x)
-        middle = clock.mark()
-        out.backward(grad)
-        end = clock.mark()
-        times["host_ms"].append((time.perf_counter() - began) * 1e3)
-        del out
-        times["forward_ms"].append(clock.milliseconds(start, middle))
-        times["backward_ms"].append(clock.milliseconds(middle, end))
-        model.zero_grad(set_to_none=False)  # their memory is taken once
-        x.grad = None
-    peak = torch.cuda.max_memory_allocated() / 2**30 if clock.on_gpu else None
+    for turn in range(repetitions + 2):
+        for arm, model in arms.items():
+            before = start_of_peak(clock)
+            training_pass(model, x, grad, clock, times[arm])
+            if turn == 1 and clock.on_gpu:  # the first one takes memory for gradients
+                peaks[arm] = round(torch.cuda.max_memory_allocated() / 2**30 - before + weight_gib(model), 2)
     with torch.no_grad():
-        for _ in range(repetitions + 2):
+        for model, found in [(arms[arm], times[arm]) for arm in arms] * (repetitions + 2):
             start = clock.mark()
             forward(model, x)
-            times["log_prob_ms"].append(clock.milliseconds(start, clock.mark()))
-    row = {phase: float(f"{statistics.median(found[2:]) / layers:.4g}") for phase, found in times.items()}
-    return row | {"peak_gib": peak and round(peak, 2)}
+            found["log_prob_ms"].append(clock.milliseconds(start, clock.mark()))
+    return {
+        arm: {phase: float(f"{statistics.median(every[2:]) / layers:.4g}") for phase, every in found.items()}
+        | {"peak_gib": peaks.get(arm)}
+        for arm, found in times.items()
+    }
+
+
+def training_pass(
+    model: nn.Module, x: torch.Tensor, grad: torch.Tensor, clock: Clock, times: dict[str, list[float]]
+) -> None:
+    began = time.perf_counter()
+    start = clock.mark()
+    out = forward(model, x)
+    middle = clock.mark()
+    out.backward(grad)
+    end = clock.mark()
+    times["host_ms"].append((time.perf_counter() - began) * 1e3)
+    times["forward_ms"].append(clock.milliseconds(start, middle))
+    times["backward_ms"].append(clock.milliseconds(middle, end))
+    model.zero_grad(set_to_none=False)  # their memory is taken once
+    x.grad = None
+
+
+def start_of_peak(clock: Clock) -> float:
+    """GiB that are in use now."""
+    if not clock.on_gpu:
+        return 0.0
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated() / 2**30
 
 
 def measure_head(shape: str, tokens: int, device: str, repetitions: int, vocabulary: int) -> dict[str, Any]:
@@ -146,8 +167,7 @@ def measure_head(shape: str, tokens: int, device: str, repetitions: int, vocabul
     x = embeddings(shape, tokens, device).view(tokens, hidden).requires_grad_()
     labels = torch.randint(vocabulary, (tokens,), device=device)
     forwards, backwards = [], []
-    if clock.on_gpu:
-        torch.cuda.reset_peak_memory_stats()
+    start_of_peak(clock)
     for _ in range(repetitions + 2):
         start = clock.mark()
         found = log_probs_of_labels(nn.functional.linear(x, weight), labels)
@@ -177,19 +197,20 @@ def run_shape(shape: str, args: argparse.Namespace, device: str, arms: dict[str,
     layers = min(args.layers, models.SHAPES[shape]["layers"])
     base = models.draw_base(shape, layers, device)
     report["gate"][shape] = gate(base, arms, device)
-    for name, arm in arms.items():
-        free()
-        model = models.build(base, arm, device)
-        for checkpointing in (False, True):
-            if checkpointing:
-                model.base_model.model.gradient_checkpointing_enable({"use_reentrant": False})
-            for tokens in args.tokens:
-                row = measure(model, embeddings(shape, tokens, device), layers, args.repetitions)
+    built = {name: models.build(base, arm, device) for name, arm in arms.items()}
+    for checkpointing in (False, True):
+        for model in built.values() if checkpointing else ():
+            model.base_model.model.gradient_checkpointing_enable({"use_reentrant": False})
+        for tokens in args.tokens:
+            free()
+            found = measure(built, embeddings(shape, tokens, device), layers, args.repetitions)
+            for name, row in found.items():
                 key = {"arm": name, "model": shape, "tokens": tokens, "checkpointing": checkpointing, "layers": layers}
-                report["rows"].append(key | row | {"layer_gib": round(weight_gib(model) / layers, 3)})
+                report["rows"].append(key | row | {"layer_gib": round(weight_gib(built[name]) / layers, 3)})
                 if args.profile and shape == args.shapes[0] and not checkpointing:
-                    profile(model, embeddings(shape, tokens, device), args.profile / f"{shape}_{name}_{tokens}.txt")
-        del model
+                    path = args.profile / f"{shape}_{name}_{tokens}.txt"
+                    profile(built[name], embeddings(shape, tokens, device), path)
+    del built
     free()
     for tokens in args.tokens:
         report["heads"].append(measure_head(shape, tokens, device, args.repetitions, args.vocabulary))
@@ -205,45 +226,6 @@ def profile(model: nn.Module, x: torch.Tensor, path: Path) -> None:
     sort = "self_cuda_time_total" if x.is_cuda else "self_cpu_time_total"
     path.write_text(found.key_averages().table(sort_by=sort, row_limit=40, max_name_column_width=90))
     model.zero_grad()
-
-
-def table(report: dict[str, Any]) -> str:
-    """Markdown: one layer's step (forward and backward) of each arm, and as a multiple of the bf16 base with PEFT."""
-    arms = list(dict.fromkeys(row["arm"] for row in report["rows"]))
-    lines = [
-        f"{report['gpu']}, torch {report['torch']}, {report['commit']}; ms a layer; in brackets, times {arms[0]};"
-        " * the host could not launch faster",
-        "",
-        "| model | tokens | checkpoints | pass | " + " | ".join(arms) + " |",
-        "|" + "---|" * (4 + len(arms)),
-    ]
-    cases = list(dict.fromkeys((row["model"], row["tokens"], row["checkpointing"]) for row in report["rows"]))
-    for model, tokens, checkpointing in cases:
-        rows = {
-            row["arm"]: row
-            for row in report["rows"]
-            if (row["model"], row["tokens"], row["checkpointing"]) == (model, tokens, checkpointing)
-        }
-        passes: dict[str, Callable[[dict[str, float]], float]] = {
-            "step": lambda row: row["forward_ms"] + row["backward_ms"]
-        }
-        if not checkpointing:
-            passes["log-prob"] = lambda row: row["log_prob_ms"]
-        for what, value in passes.items():
-            first = value(rows[arms[0]])
-            cells = [
-                f"{value(rows[arm]):.2f}{waits(rows[arm])} ({value(rows[arm]) / first:.2f})" if arm in rows else "-"
-                for arm in arms
-            ]
-            lines.append(
-                f"| {model} | {tokens} | {'yes' if checkpointing else 'no'} | {what} | " + " | ".join(cells) + " |"
-            )
-    return "\n".join([*lines, "", *(f"{arm}: not run, {why}" for arm, why in report["skipped"].items())])
-
-
-def waits(row: dict[str, float]) -> str:
-    """A mark where the GPU waited for the host in a training pass; files from before `host_ms` have none."""
-    return "*" if row.get("host_ms", 0.0) > 0.9 * (row["forward_ms"] + row["backward_ms"]) else ""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -48,6 +48,9 @@ SHAPES = {
 }
 TUNE = [
     (1, 64, 4),
+    (1, 128, 4),
+    (1, 256, 4),
+    (2, 64, 2),
     (2, 64, 4),
     (4, 16, 4),
     (4, 32, 4),
@@ -151,11 +154,11 @@ def measure_all(timer: Timer, device: str, copy_gb_s: float) -> list[dict]:
 
 def tune(timer: Timer, device: str, copy_gb_s: float) -> list[dict]:
     """Fraction of the copy of every candidate on TUNE_SHAPES, best worst case first; the kernel's own is put back."""
-    chosen = kernel._ROWS, kernel._BLOCKS, kernel._WARPS
+    chosen = kernel._TILES
     rows = []
     try:
         for candidate in TUNE:
-            kernel._ROWS, kernel._BLOCKS, kernel._WARPS = candidate
+            kernel._TILES = (candidate,)
             fractions = {
                 f"{model} {linear}": measure_shape(*SHAPES[model][linear], timer, device, copy_gb_s)["fraction_of_copy"]
                 for model, linear in TUNE_SHAPES
@@ -163,7 +166,7 @@ def tune(timer: Timer, device: str, copy_gb_s: float) -> list[dict]:
             parts = dict(zip(("rows", "blocks", "warps"), candidate, strict=True))
             rows.append({**parts, "worst": min(fractions.values()), **fractions})
     finally:
-        kernel._ROWS, kernel._BLOCKS, kernel._WARPS = chosen
+        kernel._TILES = chosen
     return sorted(rows, key=lambda row: -row["worst"])
 
 
@@ -224,7 +227,7 @@ def main(argv: list[str] | None = None, timer: Timer = graph_timer, device: str 
         print(f"{GATE.relative_to(ROOT)} did not pass on this machine: nothing is timed.")
         return 1
     report: dict = {**describe_machine(args.commit), "op": "dequantize_nvfp4", "copy": measure_copy(timer, device)}
-    report["tile"] = {"rows": kernel._ROWS, "blocks": kernel._BLOCKS, "warps": kernel._WARPS}
+    report["tiles"] = [dict(zip(("rows", "blocks", "warps"), tile, strict=True)) for tile in kernel._TILES]
     report["shapes"] = measure_all(timer, device, report["copy"]["gb_s"])
     if args.tune:
         report["tune"] = tune(timer, device, report["copy"]["gb_s"])

@@ -1,5 +1,7 @@
 """The Triton kernel in Triton's interpreter, in a process of its own: the variable that starts it acts on import."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -8,8 +10,10 @@ from verl_qerl.nvfp4 import reference
 from verl_qerl.nvfp4.format import PackedWeight
 from verl_qerl.testing import random_packed_weight
 
-# A program decodes 4 rows of 1024: below, at, just above and between multiples, one row, one block, odd numbers.
-SHAPES = [(1, 16), (1, 1024), (3, 48), (4, 1024), (5, 1040), (7, 16), (9, 3072), (64, 176), (2, 4112)]
+kernel = importlib.import_module("verl_qerl.kernels.dequantize")  # its namesake, the function, hides it in the package
+
+# Below, at, just above and between multiples of what a program decodes, one row, one block, odd numbers.
+SHAPES = [(1, 16), (1, 1024), (3, 48), (4, 1024), (5, 1040), (7, 16), (9, 3072), (64, 176), (3, 3584), (2, 4112)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -101,6 +105,10 @@ def test_siblings_are_decoded_in_one_launch(decoded, i):
     assert torch.equal(decoded["siblings"][i], torch.cat(expected))
     found = dequantize_siblings([arguments(weight, dtype)[:-1] for weight in weights], dtype)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_every_tile_has_a_shape():
+    assert {kernel._tile(K // 16) for _, K in SHAPES} == set(kernel._TILES)
 
 
 def test_every_byte_is_every_value(every_byte):

@@ -14,9 +14,10 @@ from verl_qerl.kernels.triton_launch import TritonLauncher
 from verl_qerl.nvfp4 import reference
 from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
 
-# Rows and blocks of 16 a program decodes: of eleven tried on an H200, the best balance of small and large linears
-# (tests/bench/results).
-_ROWS, _BLOCKS, _WARPS = 8, 32, 4
+# Rows and blocks of 16 that a program decodes, and its warps: the first that wastes little at the end of a row, else
+# the last. Of those that were tried on an H200 (tests/bench/results) the fastest.
+_TILES = ((1, 256, 4), (2, 64, 2), (8, 32, 4))
+_WASTE = 1.2
 _MOST = 3  # weights of a launch: q, k and v
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # codes, block_scale and global_decode_scale
@@ -102,10 +103,17 @@ def launch(weights: Sequence[Tensors], dtype: torch.dtype) -> torch.Tensor:
     tensors = [part for codes, scale, of_all in weights for part in (codes.contiguous(), scale.contiguous(), of_all)]
     missing, num_scales = _MOST - len(weights), weights[0][2].numel()
     tensors += [*tensors[:3] * missing, out]
-    grid = (sum(-(-N // _ROWS) for N in rows), -(-num_blocks // _BLOCKS))
-    constants = (len(weights) > 1, rows[0] // num_scales if num_scales > 1 else 0, _ROWS, _BLOCKS)
-    _dequantize(grid, tensors, (*rows, *[0] * missing, num_blocks), constants, _WARPS)
+    height, width, num_warps = _tile(num_blocks)
+    grid = (sum(-(-N // height) for N in rows), -(-num_blocks // width))
+    constants = (len(weights) > 1, rows[0] // num_scales if num_scales > 1 else 0, height, width)
+    _dequantize(grid, tensors, (*rows, *[0] * missing, num_blocks), constants, num_warps)
     return out
+
+
+def _tile(num_blocks: int) -> tuple[int, int, int]:
+    """Of _TILES, for rows of so many blocks."""
+    fitting = (tile for tile in _TILES if -(-num_blocks // tile[1]) * tile[1] <= _WASTE * num_blocks)
+    return next(fitting, _TILES[-1])
 
 
 @triton.jit
@@ -170,7 +178,8 @@ def _dequantize_kernel(
     per_byte = tl.reshape(tl.broadcast_to(scale[:, :, None], (ROWS, BLOCKS, 8)), (ROWS, BLOCKS * 8))
     value = tl.interleave(low * per_byte, high * per_byte).to(out_ptr.dtype.element_ty)
     at = out_ptr + (start + row).to(tl.int64)[:, None] * (num_blocks * 16) + column[None, :]
-    tl.store(at, value, mask=(row < N)[:, None] & (column < num_blocks * 16)[None, :])
+    # .cs: what is read once, and is larger than the L2 cache but for small weights.
+    tl.store(at, value, mask=(row < N)[:, None] & (column < num_blocks * 16)[None, :], cache_modifier=".cs")
 
 
 _dequantize = TritonLauncher(_dequantize_kernel)
