@@ -68,9 +68,8 @@ def _moe() -> Job:
 
 
 def _actor() -> Job:
-    arms = "bf16_peft bf16_fused nvfp4_fused nvfp4_fused_dense"
-    command = f'{_BENCH}/bench_actor.py --shapes 7b --arms {arms} --out "$OUT/actor_7b.json"'
-    return Job("actor_7b", f"training passes of 7B: {arms}", command, 100)
+    command = f'{_BENCH}/bench_actor.py --out "$OUT/actor.json"'
+    return Job("actor", "training passes of 7B, 14B and 32B: every arm", command, 150)
 
 
 def _study(name: str, arms: str, at_once: int, env: str = "") -> Job:
@@ -90,12 +89,13 @@ def _train_step(arm: str) -> Job:
     return Job(name, f"two GRPO steps of 7B, {arm}", command, 300)
 
 
-def _train_step_32b() -> Job:
-    """Two GRPO steps of 32B inside 80 GiB, on a GPU of that size or of a larger one; 44.8 GiB are vLLM's."""
-    share = "import torch; print(round(44.8 * 2**30 / torch.cuda.mem_get_info()[1], 3))"
-    sizes = f'share=$(python3 -c "{share}"); SHAPE=32b CAP=80 UTILIZATION="$share"'
-    command = f'{sizes} WORK="$WORK/32b" OUT="$OUT/train_step_32b_80gib.json" bash tests/bench/train_step.sh'
-    return Job("train_step_32b", "two GRPO steps of 32B inside 80 GiB", command, 400)
+def _train_step_inside(shape: str, cap: int, share: float, sizes: str = "") -> Job:
+    """Two GRPO steps inside so many GiB, on a GPU of that size or of a larger one; `share` GiB are vLLM's."""
+    of_gpu = f"import torch; print(round({share} * 2**30 / torch.cuda.mem_get_info()[1], 3))"
+    call = f'SHAPE={shape} CAP={cap} {sizes} UTILIZATION="$share" WORK="$WORK/{shape}_{cap}gib"'
+    command = f'share=$(python3 -c "{of_gpu}"); {call} OUT="$OUT/train_step_{shape}_{cap}gib.json"'
+    command += " bash tests/bench/train_step.sh"
+    return Job(f"train_step_{shape}", f"two GRPO steps of {shape.upper()} inside {cap} GiB", command, 300)
 
 
 def _tests(name: str, folders: str) -> Job:
@@ -118,10 +118,13 @@ JOBS = (
     _train_step("ours"),
     _train_step("bf16"),
     _train_step("bf16_fused"),
-    _train_step_32b(),
+    _train_step_inside("32b", 80, 44.8),
+    _train_step_inside("14b", 40, 22.4, "MICRO=2"),
+    _train_step_inside("7b", 24, 12.6, "PROMPTS=8 MICRO=2"),
     _rollout("rollout_14b", "14B", _OURS_AND_STOCK, "1 32 64 128 256"),
     _rollout("rollout_32b", "32B", _OURS_AND_STOCK, "1 32 64 128 256"),
     _actor(),
+    Job("dequantize", "bandwidth of decoding", f'{_BENCH}/bench_dequantize.py --out "$OUT/dequantize.json"', 60),
     Job(
         "layer",
         "what an adapter and attention add to a decode layer",
