@@ -65,11 +65,12 @@ def test_the_steps_of_all_arms_are_the_same_but_for_ours(tmp_path):
         assert config.actor_rollout_ref.model.lora_rank == 32
 
 
-def test_the_step_of_32b_has_the_answers_that_its_result_says(tmp_path):
-    (job,) = (job for job in JOBS if job.name == "train_step_32b")
+@pytest.mark.parametrize(("shape", "cap", "answers"), [("32b", 80, 32), ("14b", 40, 32), ("7b", 24, 64)])
+def test_a_step_inside_less_memory_has_the_answers_that_its_result_says(shape, cap, answers, tmp_path):
+    (job,) = (job for job in JOBS if job.name == f"train_step_{shape}")
     config = composed(job, tmp_path)
-    assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n == 32
-    assert config.actor_rollout_ref.model.path.endswith("/32b/model")
+    assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n == answers
+    assert config.actor_rollout_ref.model.path.endswith(f"/{shape}_{cap}gib/model")
     assert omega_conf_to_dataclass(config.actor_rollout_ref.actor).fsdp_config.qerl.has_adapter
 
 
