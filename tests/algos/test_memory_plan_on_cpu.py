@@ -84,13 +84,15 @@ def test_the_7b_step_that_was_measured(file, tokens, whole_logits):
     for row in rows[1:]:
         assert rollout.total / GIB == pytest.approx(row["phases"]["gen"]["peak_gib"], rel=0.1)
         assert update.total / GIB == pytest.approx(row["phases"]["update_actor"]["peak_gib"], rel=0.1)
+    if file == "train_step_7b_ours.json":  # whose KV cache keeps to its share, as that of the other does not
+        assert all(1 <= rollout.total / GIB / row["phases"]["gen"]["peak_gib"] < 1.05 for row in rows)
 
 
 def test_the_32b_step_that_was_measured():
     (_, row) = json.loads((RESULTS / "train_step_32b_80gib.json").read_text())["steps"]
     settings = Settings(rank=32, tokens=4 * (256 + 2048), utilization=0.32)
     rollout, update = plan(ModelShape.from_config(CONFIG_32B), settings, 139.8 * GIB)
-    assert 1 <= rollout.total / GIB / row["phases"]["gen"]["peak_gib"] < 1.05
+    assert 1 <= rollout.total / GIB / row["phases"]["gen"]["peak_gib"] < 1.02
     assert update.total / GIB == pytest.approx(row["phases"]["update_actor"]["peak_gib"], rel=0.03)
 
 

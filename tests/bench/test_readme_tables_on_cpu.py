@@ -69,7 +69,7 @@ def test_memory_and_time_of_a_capped_step(name):
 
 def test_the_step_beside_stock_verl():
     parts = []
-    for name in ("ours", "bf16"):
+    for name in ("ours", "bf16_fused"):
         data = result(f"train_step_7b_{name}")
         step = data["steps"][-1]
         times = [step["phases"][phase]["seconds"] for phase in ("gen", "old_log_prob", "update_actor")]
