@@ -119,6 +119,18 @@ def test_no_gradient_for_x_where_it_needs_none():
     assert B.grad is not None
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_without_gradients_it_is_the_same(count):
+    case = Case(torch.float32, count)
+    arguments = case.x.requires_grad_(), case.weights(), case.As, case.Bs, case.scalings, case.biases
+    expected = adapted_linears(*arguments)
+    with torch.no_grad():
+        found = adapted_linears(*arguments)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(y.requires_grad for y in expected)
+    assert not any(y.requires_grad for y in found)
+
+
 def test_no_dense_weight_is_saved():
     case, saved = Case(torch.float32, 2), []
 

@@ -133,10 +133,8 @@ def _launch(
     grid = streams if launch.split == STREAM else -(-N // launch.columns) * row_tiles * launch.split
     args = [*weight, tensor_map(x, 2, box, swizzle=True), y, y if bias is None else bias, x]
     sums, flags, parts, done = _exchange(x.device)
-    low_or_a = (
-        tensor_map(adapter.a, 2, (own, _STEP), swizzle=True) if adapter and own else tensor_map(low, 2, box, True)
-    )
-    args += [*(adapter or (y, y, y, y)), sums, flags, parts, done, low_or_a]
+    low_or_a, its_box = (adapter.a, (own, _STEP)) if adapter and own else (low, box)
+    args += [*(adapter or (y, y, y, y)), sums, flags, parts, done, tensor_map(low_or_a, 2, its_box, swizzle=True)]
     args += [M, N, K, launch.split, stages, int(bias is not None)]
     args += [rank, N // len(adapter.members) if adapter else N, own or columns]
     none = (1, 0, 0)
@@ -279,9 +277,8 @@ def prepare(launches: Iterable[tuple[int, Launch]]) -> None:
         shared = threads.submit(_exchange, torch.device("cuda", device))
         adapters = threads.submit(low_rank_kernel)
         kernels = {(rows_at_a_time(tokens, launch), launch) for tokens, launch in launches}
-        kernels |= {
-            (rows, launch._replace(low=GATHERED)) for rows, launch in kernels
-        }  # without an adapter, or its rows
+        # Without an adapter, or with more rows of A than a block takes, X A^T is gathered.
+        kernels |= {(rows, launch._replace(low=GATHERED)) for rows, launch in kernels}
         list(threads.map(lambda each: _kernel(*each), kernels))
         adapters.result()
         shared.result()
