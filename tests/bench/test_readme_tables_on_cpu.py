@@ -67,6 +67,17 @@ def test_memory_and_time_of_a_capped_step(name):
     assert data["peak_gib"] < data["cap_gib"]
 
 
+@pytest.mark.parametrize("name", ["32b_80gib", "14b_40gib", "7b_24gib", "7b_ours", "7b_bf16_fused"])
+def test_memory_by_phase(name):
+    data = result(f"train_step_{name}")
+    phases = data["steps"][-1]["phases"]
+    peaks = [phases[phase]["peak_gib"] for phase in ("gen", "old_log_prob", "update_actor", "update_weights")]
+    cells = " | ".join(f"{peak:.1f}" for peak in (*peaks, data["peak_gib"]))
+    lines = PAGES[1].read_text().splitlines()
+    (line,) = (line for line in lines if line.endswith(f"| [file](h200/train_step_{name}.json) |"))
+    assert f"({data['commit']}) | {cells} |" in line
+
+
 def test_the_step_beside_stock_verl():
     parts = []
     for name in ("ours", "bf16_fused"):
