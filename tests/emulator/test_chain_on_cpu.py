@@ -9,7 +9,7 @@ from verl_qerl.kernels import attention, elementwise
 from verl_qerl.kernels import launch as launch_module
 from verl_qerl.kernels.attention import decode_attention
 from verl_qerl.kernels.launch import Kernel, read_source
-from verl_qerl.kernels.tiled_launch import STREAM, Launch
+from verl_qerl.kernels.tiled_launch import EACH, STREAM, Launch
 from verl_qerl.kernels.tiled_matmul import tiled_matmul
 from verl_qerl.testing import load_beside
 
@@ -123,6 +123,8 @@ def forward(gpu, linear, adapter, monkeypatch):
     [
         (3, Launch(2, 1, 4, 2)),
         (40, Launch(2, 1, 3, 2)),
+        (3, Launch(2, 1, 4, 2, EACH)),
+        (40, Launch(2, 1, 3, 2, EACH)),
         (70, Launch(1, 1, 2, 2)),
         (140, Launch(1, 3, STREAM, 1)),
         (200, Launch(1, 2, STREAM, 1)),
