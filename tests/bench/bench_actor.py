@@ -153,7 +153,7 @@ def training_pass(
 
 
 def start_of_peak(clock: Clock) -> float:
-    """GiB that are in use now."""
+    """Forget the peak of GPU memory so far; GiB that are in use now."""
     if not clock.on_gpu:
         return 0.0
     torch.cuda.reset_peak_memory_stats()

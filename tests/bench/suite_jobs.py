@@ -89,13 +89,13 @@ def _train_step(arm: str) -> Job:
     return Job(name, f"two GRPO steps of 7B, {arm}", command, 300)
 
 
-def _train_step_inside(shape: str, cap: int, share: float, sizes: str = "") -> Job:
+def _train_step_inside(shape: str, cap: int, share: float, seconds: int, sizes: str = "") -> Job:
     """Two GRPO steps inside so many GiB, on a GPU of that size or of a larger one; `share` GiB are vLLM's."""
     of_gpu = f"import torch; print(round({share} * 2**30 / torch.cuda.mem_get_info()[1], 3))"
     call = f'SHAPE={shape} CAP={cap} {sizes} UTILIZATION="$share" WORK="$WORK/{shape}_{cap}gib"'
     command = f'share=$(python3 -c "{of_gpu}"); {call} OUT="$OUT/train_step_{shape}_{cap}gib.json"'
     command += " bash tests/bench/train_step.sh"
-    return Job(f"train_step_{shape}", f"two GRPO steps of {shape.upper()} inside {cap} GiB", command, 300)
+    return Job(f"train_step_{shape}", f"two GRPO steps of {shape.upper()} inside {cap} GiB", command, seconds)
 
 
 def _tests(name: str, folders: str) -> Job:
@@ -118,9 +118,9 @@ JOBS = (
     _train_step("ours"),
     _train_step("bf16"),
     _train_step("bf16_fused"),
-    _train_step_inside("32b", 80, 44.8),
-    _train_step_inside("14b", 40, 22.4, "MICRO=2"),
-    _train_step_inside("7b", 24, 12.6, "PROMPTS=8 MICRO=2"),
+    _train_step_inside("32b", 80, 44.8, 400),
+    _train_step_inside("14b", 40, 22.4, 300, "MICRO=2"),
+    _train_step_inside("7b", 24, 12.6, 250, "PROMPTS=8 MICRO=2"),
     _rollout("rollout_14b", "14B", _OURS_AND_STOCK, "1 32 64 128 256"),
     _rollout("rollout_32b", "32B", _OURS_AND_STOCK, "1 32 64 128 256"),
     _actor(),

@@ -34,7 +34,7 @@ import bench_layer
 import rollout_arms
 
 TRIED = 10
-LINEARS = ("qkv", "o", "gate_up", "down")
+LINEARS = tuple(bench_layer.parts(rollout_arms.SHAPES["7B"]))
 LEAST_GAIN = 0.003  # of a layer's time: a part of it is noise
 
 

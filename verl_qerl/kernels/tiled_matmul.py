@@ -102,8 +102,6 @@ def tiled_matmul(
         return y
     launch = launch or guess_launch(N, K, M)
     tokens, low = rows_at_a_time(padded_rows(M), launch), x
-    if adapter is None or not _own_rows(launch, adapter):
-        launch = launch._replace(low=GATHERED)
     if adapter is not None and _is_given(tokens):
         low = low_rank(x, adapter.a, adapter.slots, global_decode_scale)
     box = (4, box_columns(launch.columns))
@@ -125,6 +123,8 @@ def _launch(
     (M, K), N = x.shape, y.shape[1]
     rank, columns = (adapter.b.shape[1], adapter.a.shape[0]) if adapter else (0, 0)
     own = _own_rows(launch, adapter) if adapter else 0
+    if not own:
+        launch = launch._replace(low=GATHERED)
     stages, shared_bytes = ring(tokens, K, rank, launch, own)
     multiprocessors = count_multiprocessors(x.device)
     beside, box = twins(tokens), (tokens // twins(tokens), _STEP)
@@ -245,7 +245,8 @@ def _wgmma(tokens: int, with_shared: bool = False) -> str:
                : {inputs}, "l"(x));
 }}"""
 
-    names, values = (", ".join(form.format(i, half + i) for i in range(4)) for form in ("%{1}", '"r"(a[{0}])'))
+    names = ", ".join(f"%{half + i}" for i in range(4))
+    values = ", ".join(f'"r"(a[{i}])' for i in range(4))
     made = product("wgmma", "const u32 (&a)[4]", f"{{{names}}}", values, half + 4, "1, 1, 1, 0")
     if with_shared:
         made += "\n\n" + product("wgmma_shared", "u64 a", f"%{half}", '"l"(a)', half + 1, "1, 1, 1, 0, 0")

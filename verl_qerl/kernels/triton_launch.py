@@ -38,7 +38,7 @@ class TritonLauncher:
         # All that Triton compiles for: values of integers, where it asks for less of them, do no harm.
         key = (tensors[0].device, tuple([tensor.dtype for tensor in tensors]), integers, constants, num_warps)
         places = [tensor.data_ptr() for tensor in tensors]
-        aligned, compiled = not any([place % _ALIGNED for place in places]), self._compiled.get(key)  # noqa: C419
+        aligned, compiled = not any(place % _ALIGNED for place in places), self._compiled.get(key)
         if aligned and compiled:
             compiled[(*grid, 1)](*places, *integers, *constants)  # of tensors the driver would be asked for each place
             return

@@ -40,8 +40,10 @@ class AdaptedLinear(LoraLinear):
         if self.disable_adapters or self.merged or len(active) != 1 or active[0] in self.lora_variant:
             return None
         (name,) = active
-        of_module: Any = self.lora_A, self.lora_B, self.base_layer  # asked once: a module's attribute takes its time
-        As, Bs, base = of_module
+        # Each is asked for once: a module's attribute takes its time.
+        As: Any = self.lora_A
+        Bs: Any = self.lora_B
+        base: Any = self.base_layer
         if name not in As or self.lora_bias.get(name):
             return None
         if self.training and not isinstance(self.lora_dropout[name], nn.Identity):

@@ -53,8 +53,8 @@ class TiledNVFP4Linear(NVFP4Linear):
 
     @classmethod
     def decode_siblings(cls, linears: Sequence[Any], dtype: torch.dtype) -> Sequence[torch.Tensor]:
-        """See `PackedLinear.decode_siblings`."""
-        return [linear.decode(dtype) for linear in linears]
+        """See `PackedLinear.decode_siblings`; from tiles, which NVFP4Linear's launch does not read."""
+        return super(NVFP4Linear, cls).decode_siblings(linears, dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., N], in the dtype of the input or of an active autocast."""
