@@ -172,13 +172,13 @@ class Engine:
         return SamplingParams(temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=asked)
 
     def _generate(self, prompts: list[dict[str, list[int]]], new_tokens: int | list[int]) -> float:
-        """Seconds. Every request must get all of its tokens."""
+        """Seconds; those that the host's thread computed are `_host_s`. Every request must get all of its tokens."""
         lengths = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
         params = [self._params(length) for length in lengths]
         self._forget()
-        began = time.perf_counter()
+        began, host_began = time.perf_counter(), time.thread_time()
         outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter)
-        seconds = time.perf_counter() - began
+        seconds, self._host_s = time.perf_counter() - began, time.thread_time() - host_began
         self._cached = sum(output.num_cached_tokens or 0 for output in outputs)
         if (found := [len(output.outputs[0].token_ids) for output in outputs]) != lengths:
             raise RuntimeError(f"{sum(found)} tokens were generated, {sum(lengths)} were asked for.")
@@ -210,21 +210,26 @@ class Engine:
         self.report("row", row=self._key(batch, prompt, context) | empty | rounded)
 
     def fixed(self, batch: int, prompt: int) -> None:
-        """Prefill and decode of `batch` sequences; `context` of the row is their length at the last step."""
+        """Prefill and decode of `batch` sequences; `context` of the row is their length at the last step.
+
+        `host_share` is the part of decoding in which the host computed: near 1 the GPU waits for it.
+        """
         new = self._job["new_tokens"]
-        expected = fixed_seconds(self._shape, batch, prompt, new, self._job["repeats"])
-        if self._refuses(batch, prompt, prompt + new, kv_tokens(batch, prompt + new, self._block), expected):
+        expected, room = fixed_seconds(self._shape, batch, prompt, new, self._job["repeats"]), prompt + new
+        if self._refuses(batch, prompt, room, kv_tokens(batch, room, self._block), expected):
             return
         prompts = self._prompts(batch, prompt)
         # Beyond two full steps of prefill nothing is new but the number of sequences.
         small = batch * prompt <= 32768
         self._generate(prompts if small else self._prompts(batch, 16), 4)
-        one = min(self._generate(prompts, 1) for _ in range(self._job["repeats"]))
-        many = min(self._generate(prompts, new) for _ in range(self._job["repeats"]))
-        rate = batch * new / many
-        self._row(
-            batch, prompt, prompt + new, decode_ms_per_step=decode_ms(one, many, new), prefill_s=one, tokens_per_s=rate
-        )
+        (one, host_one), (many, host_many) = (self._best(prompts, tokens) for tokens in (1, new))
+        step, share = decode_ms(one, many, new), (host_many - host_one) / (many - one)
+        rates = {"prefill_s": one, "tokens_per_s": batch * new / many, "host_share": share}
+        self._row(batch, prompt, room, decode_ms_per_step=step, **rates)
+
+    def _best(self, prompts: list[dict[str, list[int]]], new_tokens: int) -> tuple[float, float]:
+        """Of the fastest round: its seconds, and those that the host's thread computed."""
+        return min((self._generate(prompts, new_tokens), self._host_s) for _ in range(self._job["repeats"]))
 
     def realistic(self, prompts: int, samples: int, prompt: int) -> None:
         """`samples` answers to each prompt, their lengths from `draw_lengths`; new tokens per second of the whole."""
@@ -235,7 +240,7 @@ class Engine:
         inputs = [one for one in self._prompts(prompts, prompt) for _ in range(samples)]
         lengths = draw_lengths(batch)
         seconds = self._generate(inputs, lengths)
-        self._row(batch, prompt, "realistic", tokens_per_s=sum(lengths) / seconds)
+        self._row(batch, prompt, "realistic", tokens_per_s=sum(lengths) / seconds, host_share=self._host_s / seconds)
 
     def profile(self, batch: int, prompt: int) -> None:
         """Microseconds per decode step of every kernel; `wall_us` is the step without the profiler."""

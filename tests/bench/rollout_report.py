@@ -136,7 +136,8 @@ def one_line(row: dict[str, Any]) -> str:
     """A row to print while it comes."""
     place = f"{row['arm']:17} {row['model']:4} rank {row['rank']:<2} batch {row['batch']:<4} prompt {row['prompt']:<5}"
     fields = {"decode_ms_per_step": "ms/step", "prefill_s": "s prefill", "tokens_per_s": "tokens/s", "peak_gib": "GiB"}
-    values = [f"{row[name]:>9.5g} {unit}" for name, unit in fields.items() if row[name] is not None]
+    fields["host_share"] = "of it the host"
+    values = [f"{row[name]:>9.5g} {unit}" for name, unit in fields.items() if row.get(name) is not None]
     return f"{place} context {row['context']!s:10} {'  '.join(values)}"
 
 

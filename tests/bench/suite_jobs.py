@@ -137,6 +137,12 @@ JOBS = (
         'cd "$WORK"; BATCH=1 LR=1 STEPS=1 MINUTES=1.6 source "$ROOT/recipes/gsm8k/base.sh"',
         200,
     ),
+    Job(
+        "answers",
+        "what verl's server takes of a rollout, asked its way and ours",
+        f'{_BENCH}/bench_answers.py --realistic 128 8 --out "$OUT/answers_7b.json"',
+        120,
+    ),
     _rollout("rollout_7b", "7B", _OURS_AND_STOCK, "1 8 32 64 128 256", "--realistic"),
     Job(
         "actor_ranks",

@@ -76,6 +76,7 @@ def _load_server() -> type:
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
     from verl_qerl.verl_plugin.adapter_listing import AdapterListing
+    from verl_qerl.verl_plugin.final_outputs import FinalOutputs
     from verl_qerl.verl_plugin.run_name import ENV, run_name
 
     class QerlServer(Asked, vLLMHttpServer):
@@ -88,6 +89,20 @@ def _load_server() -> type:
         async def run_server(self, args: Any) -> None:
             await super().run_server(args)
             AdapterListing(self.engine)
+            self._final_outputs = FinalOutputs(self.engine) if self._base else None
+
+        async def generate(
+            self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **more: Any
+        ) -> Any:
+            """As verl's."""
+            if self._final_outputs is None:
+                return await super().generate(prompt_ids, sampling_params, request_id, **more)
+            with self._final_outputs.asking(request_id, sampling_params) as params:
+                return await super().generate(prompt_ids, params, request_id, **more)
+
+        @property
+        def _base(self) -> str | None:
+            return ((self.config.custom or {}).get("qerl") or {}).get("base")
 
         async def collective_rpc(
             self,
@@ -101,9 +116,8 @@ def _load_server() -> type:
 
         def _preprocess_engine_kwargs(self, engine_kwargs: dict) -> None:
             super()._preprocess_engine_kwargs(engine_kwargs)
-            form = ((self.config.custom or {}).get("qerl") or {}).get("base")
-            if form is not None:
-                describe_checkpoint(engine_kwargs, self.model_config.local_path, form)
+            if self._base is not None:
+                describe_checkpoint(engine_kwargs, self.model_config.local_path, self._base)
 
     return QerlServer
 
