@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import host_time
 import rollout_arms
 from rollout_load import (
     LENGTHS,
@@ -41,17 +42,15 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     engine = Engine(job, started + job["seconds"])
     engine.report("engine", **engine.describe(time.monotonic() - started))
-    prompts = [prompt for prompt, _ in job["fixed"]]
-    for prompt, batch in job["fixed"]:
-        if prompt == prompts[0]:
-            engine.fixed(batch, prompt)
+    first = [pair for pair in job["fixed"] if pair[0] == job["fixed"][0][0]]
+    for prompt, batch in first:
+        engine.fixed(batch, prompt)
     if job["realistic"]:
         engine.realistic(**job["realistic"])
     for batch in job["profile"]:
         engine.profile(batch, job["profile_prompt"])
-    for prompt, batch in job["fixed"]:
-        if prompt != prompts[0]:
-            engine.fixed(batch, prompt)
+    for prompt, batch in job["fixed"][len(first) :]:
+        engine.fixed(batch, prompt)
     engine.report("done")
     os._exit(0)  # tearing an engine down takes seconds of the GPU and tells nothing
 
@@ -73,6 +72,7 @@ class Engine:
         if job["profile"]:
             lengths.append(job["profile_prompt"] + PROFILE_TOKENS)
         self._longest = max(lengths)
+        self._waiting = host_time.Waiting()
         self._llm: Any = self._start()
         self._adapter = self._request() if self._arm.lora else None
         cache = self._llm.llm_engine.vllm_config.cache_config
@@ -151,6 +151,7 @@ class Engine:
             "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
             "cudagraph_capture_sizes": config.compilation_config.cudagraph_capture_sizes,
             "kv_cache_tokens": self._capacity,
+            "scheduler": type(self._llm.llm_engine.engine_core.engine_core.scheduler).__name__,
             "prefix_caching": config.cache_config.enable_prefix_caching,
             "modules": self._llm.collective_rpc(modules_of)[0],
         }
@@ -172,13 +173,14 @@ class Engine:
         return SamplingParams(temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=asked)
 
     def _generate(self, prompts: list[dict[str, list[int]]], new_tokens: int | list[int]) -> float:
-        """Seconds; those that the host's thread computed are `_host_s`. Every request must get all of its tokens."""
+        """Seconds; those in which the host did not wait are `_host_s`. Every request must get all of its tokens."""
         lengths = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
         params = [self._params(length) for length in lengths]
         self._forget()
-        began, host_began = time.perf_counter(), time.thread_time()
+        began, waited = time.perf_counter(), self._waiting.seconds or 0.0
         outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter)
-        seconds, self._host_s = time.perf_counter() - began, time.thread_time() - host_began
+        seconds = time.perf_counter() - began
+        self._host_s = seconds - (self._waiting.seconds or 0.0) + waited
         self._cached = sum(output.num_cached_tokens or 0 for output in outputs)
         if (found := [len(output.outputs[0].token_ids) for output in outputs]) != lengths:
             raise RuntimeError(f"{sum(found)} tokens were generated, {sum(lengths)} were asked for.")
@@ -202,17 +204,19 @@ class Engine:
         keys = {"arm": self._job["arm"], "model": self._job["model"], "batch": batch, "rank": self._job["rank"]}
         return keys | {"prompt": prompt, "context": context}
 
-    def _row(self, batch: int, prompt: int, context: int | str, **measured: float | None) -> None:
+    def _row(self, batch: int, prompt: int, context: int | str, **measured: float) -> None:
         empty = {"decode_ms_per_step": None, "prefill_s": None, "tokens_per_s": None}
         peaks = [peak for peak in self._llm.collective_rpc(peak_gib) if peak is not None]
         empty |= {"peak_gib": max(peaks, default=None), "cached_prompt_tokens": self._cached}
-        rounded = {name: float(f"{value:.5g}") for name, value in measured.items() if value is not None}
+        if self._waiting.seconds is None:
+            measured.pop("host_share")
+        rounded = {name: float(f"{value:.5g}") for name, value in measured.items()}
         self.report("row", row=self._key(batch, prompt, context) | empty | rounded)
 
     def fixed(self, batch: int, prompt: int) -> None:
         """Prefill and decode of `batch` sequences; `context` of the row is their length at the last step.
 
-        `host_share` is the part of decoding in which the host computed: near 1 the GPU waits for it.
+        `host_share` is the part of decoding in which the host did not wait for tokens: near 1 the GPU waits for it.
         """
         new = self._job["new_tokens"]
         expected, room = fixed_seconds(self._shape, batch, prompt, new, self._job["repeats"]), prompt + new
@@ -224,8 +228,8 @@ class Engine:
         self._generate(prompts if small else self._prompts(batch, 16), 4)
         (one, host_one), (many, host_many) = (self._best(prompts, tokens) for tokens in (1, new))
         step, share = decode_ms(one, many, new), (host_many - host_one) / (many - one)
-        rates = {"prefill_s": one, "tokens_per_s": batch * new / many, "host_share": share}
-        self._row(batch, prompt, room, decode_ms_per_step=step, **rates)
+        rates = {"prefill_s": one, "tokens_per_s": batch * new / many}
+        self._row(batch, prompt, room, decode_ms_per_step=step, host_share=share, **rates)
 
     def _best(self, prompts: list[dict[str, list[int]]], new_tokens: int) -> tuple[float, float]:
         """Of the fastest round: its seconds, and those that the host's thread computed."""
@@ -285,15 +289,8 @@ class Engine:
         began = time.perf_counter()
         for _ in range(count):
             self._llm.llm_engine.step()
-        synchronize()
+        host_time.synchronize()
         return time.perf_counter() - began
-
-
-def synchronize() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":
