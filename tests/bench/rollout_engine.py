@@ -151,7 +151,6 @@ class Engine:
             "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
             "cudagraph_capture_sizes": config.compilation_config.cudagraph_capture_sizes,
             "kv_cache_tokens": self._capacity,
-            "scheduler": type(self._llm.llm_engine.engine_core.engine_core.scheduler).__name__,
             "prefix_caching": config.cache_config.enable_prefix_caching,
             "modules": self._llm.collective_rpc(modules_of)[0],
         }
