@@ -4,9 +4,11 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from host_time import Waiting
+
+from verl_qerl.testing import load_beside
 
 pytest.importorskip("vllm")
+Waiting = load_beside(__file__, "host_time").Waiting
 
 
 class Event:

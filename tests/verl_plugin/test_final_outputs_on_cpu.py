@@ -69,13 +69,14 @@ def test_log_probs_of_prompts_keep_their_form():
     assert "flat_logprobs" not in asked({"prompt_logprobs": 0})
 
 
-def test_an_answer_that_is_there_at_once_is_not_hidden():
+@pytest.mark.parametrize(("request_id", "there"), [("1", "whole"), ("2", None)])
+def test_no_empty_output_hides_an_answer_or_goes_to_others(request_id, there):
     async def add_request(request_id):
-        return SimpleNamespace(output="whole", put=None)
+        return SimpleNamespace(output=there, put=None)
 
     async def scenario():
         engine = SimpleNamespace(add_request=add_request)
         with FinalOutputs(engine).asking("1", {}):
-            return await engine.add_request("1")
+            return await engine.add_request(request_id)
 
-    assert asyncio.run(scenario()).output == "whole"
+    assert asyncio.run(scenario()).output == there
