@@ -101,3 +101,30 @@ def test_the_mismatch_of_a_trained_model():
 def test_an_adapter_on_its_way():
     ms = result("adapter_sync_7b")["ms"]
     assert f"| {ms['ours']['total']:.0f} ms | {ms['verl']['total']:.0f} ms verl's way |" in PAGES[1].read_text()
+
+
+def test_answers_through_verls_server():
+    rows = result("answers_7b")["rows"]
+    front, page = (path.read_text() for path in PAGES)
+    for verl, ours in zip(rows[::2], rows[1::2], strict=True):
+        assert (verl["arm"], ours["arm"], verl["answers"]) == ("verl", "ours", ours["answers"])
+        slow, fast, times = verl["tokens_per_s"], ours["tokens_per_s"], ours["tokens_per_s"] / verl["tokens_per_s"]
+        assert f"{verl['answers']} at once {slow:,.0f} and **{fast:,.0f}**" in front
+        shares = f"{verl['server_share']:.2f}; {ours['server_share']:.2f}"
+        assert f"| {verl['answers']} | {slow:,.0f} | {fast:,.0f} ({times:.2f}) | {shares} |" in page
+    assert f"nothing to do for {1 - rows[4]['engine_share']:.0%}".replace("%", " %") in page
+
+
+def test_a_step_whose_answers_are_asked_for_once():
+    step = result("train_step_7b_ours_a5dc027")["steps"][-1]
+    assert (
+        f"{step['step_s']:.1f} s (rollout {step['phases']['gen']['seconds']:.1f}) in another call"
+        in PAGES[0].read_text()
+    )
+
+
+def test_room_on_a_gpu_of_80_gb():
+    engines = json.loads((H200.parent / "h100" / "rollout_32b_realistic.json").read_text())["engines"]
+    room = {engine["arm"]: f"{engine['kv_cache_tokens']:,}" for engine in engines}
+    ours, stock = room["nvfp4_lora_ours"], room["bf16_lora_stock"]
+    assert f"{ours} tokens of KV cache beside 32B of ours, and for {stock} beside bf16" in PAGES[0].read_text()

@@ -76,3 +76,11 @@ def test_the_table_keeps_what_was_not_chosen():
     ]
     assert made["gpu"] == "NVIDIA H200"
     assert "tune_layer.py" in made["note"]
+    assert "are those of x." in made["note"]
+    assert "those of" not in bench.updated(table, {}, "x")["note"]
+
+
+def test_a_gpu_without_a_table_starts_from_that_of_an_h200():
+    shipped = plans.shipped_path("NVIDIA H200")
+    assert bench.first_table("NVIDIA H200") == bench.first_table("NVIDIA of 2030") == shipped
+    assert shipped.exists()

@@ -3,9 +3,9 @@
     python tests/bench/tune_layer.py --out verl_qerl/vllm_plugin/tuned/nvidia_h200.json [--models 7B 14B] [--rows 8 64]
         [--linears qkv o down] [--tried 4]
 
-Starts from the table that the package has. Each linear of the layers of bench_layer.py, with an adapter, gets the
-launches that `fusing` of verl_qerl.cli.tune names first, with both ways to make X A^T, and keeps the one with which the
-layers that have it take the least time. What `tune` measures else, where other paths cross, stays.
+Starts from the table that the package has, of this GPU or an H200. Each linear of the layers of bench_layer.py, with an
+adapter, gets the launches that `fusing` of verl_qerl.cli.tune names first, with both ways to make X A^T, and keeps the
+one with which the layers that have it take the least time. What `tune` measures else stays: where other paths cross.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import torch
 
 from verl_qerl.cli.tune import fusing
 from verl_qerl.kernels import tiled_matmul
-from verl_qerl.kernels.tiled_launch import EACH, GATHERED, TOKENS, Launch, can_make_low
+from verl_qerl.kernels.tiled_launch import TOKENS, Launch, both_ways
 from verl_qerl.testing import current_commit
 from verl_qerl.vllm_plugin import plans
 
@@ -92,11 +92,7 @@ def use(key: str, tokens: int, launch: Launch) -> None:
 
 def candidates(N: int, K: int, tokens: int, present: Launch, tried: int) -> list[Launch]:
     """Launches to compare with the present one, which itself has another way to make X A^T."""
-    found = [
-        launch._replace(low=low)
-        for launch in (present, *fusing(N, K, tokens)[:tried])
-        for low in ((GATHERED, EACH) if can_make_low(tokens, launch) else (GATHERED,))
-    ]
+    found = [way for launch in (present, *fusing(N, K, tokens)[:tried]) for way in both_ways(tokens, launch)]
     return [launch for launch in dict.fromkeys(found) if launch != present]
 
 
@@ -117,6 +113,12 @@ def choose(layers: Layers, tokens: int, tried: int = TRIED) -> Iterator[tuple[st
         yield key, best, before, least
 
 
+def first_table(gpu: str) -> Path:
+    """The table to start from: the shipped one of this GPU, else that of an H200, whose other fields then stay."""
+    own = plans.shipped_path(gpu)
+    return own if own.exists() else plans.shipped_path("NVIDIA H200")
+
+
 def updated(table: dict[str, Any], launches: dict[str, dict[str, Launch]], gpu: str) -> dict[str, Any]:
     """The table with other launches, by key of a plan and entry of TOKENS."""
     rows = [
@@ -125,6 +127,8 @@ def updated(table: dict[str, Any], launches: dict[str, dict[str, Launch]], gpu: 
     ]
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     note = f"Launches chosen in decode layers with an adapter (tests/bench/tune_layer.py) at {current_commit()}."
+    if gpu != table["gpu"]:
+        note += f" dense_rows, decode_rows and times are those of {table['gpu']}."
     return {**table, "gpu": gpu, "torch": torch.__version__, "time": when, "note": note, "rows": rows}
 
 
@@ -137,7 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tried", type=int, default=TRIED, help="launches tried, the most promising ones")
     args = parser.parse_args(arguments)
     gpu = torch.cuda.get_device_name()
-    table = json.loads(plans.shipped_path(gpu).read_text())
+    table = json.loads(first_table(gpu).read_text())
     timer = functools.partial(bench_dequantize.graph_timer, repetitions=20)
     layers = Layers(args.models, gpu, "cuda", timer, args.linears)
     launches: dict[str, dict[str, Launch]] = {}

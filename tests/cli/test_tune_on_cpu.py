@@ -7,7 +7,7 @@ import torch
 
 from verl_qerl.cli import main, tune
 from verl_qerl.cli.tune import MODELS, _adapter, crossings, describe, fusing, paths
-from verl_qerl.kernels.tiled_launch import TOKENS, guess_launch
+from verl_qerl.kernels.tiled_launch import EACH, GATHERED, LOW_ROWS, TOKENS, guess_launch
 
 
 def times(*rows):
@@ -112,3 +112,20 @@ def test_a_table_is_whole_or_as_it_was(tmp_path, monkeypatch):
     tune.run(asked)
     assert len(json.loads(asked.out.read_text())["rows"]) == 4
     assert list(tmp_path.iterdir()) == [asked.out]
+
+
+def test_both_ways_to_make_the_adapter_s_part_are_timed(monkeypatch):
+    prepared, nothing = [], torch.zeros(1)
+    monkeypatch.setattr(tune, "random_packed_weight", lambda N, K, device: None)
+    monkeypatch.setattr(tune, "tile", lambda weight: (nothing, nothing, nothing))
+    monkeypatch.setattr(tune, "dequantize_tiled", lambda *tensors: nothing)
+    monkeypatch.setattr(tune, "prepare", prepared.extend)
+    monkeypatch.setattr(tune, "ROWS", ())
+    for fastest in (EACH, GATHERED):
+        prepared.clear()
+        monkeypatch.setattr(tune, "_time_with_adapter", lambda tokens, packed, launch, low=fastest: launch.low != low)
+        launches = tune.measure(4608, 3584)["launches"]
+        wanted = {tokens: fastest if tokens <= LOW_ROWS else GATHERED for tokens in TOKENS}
+        assert {int(tokens): launch.low for tokens, launch in launches.items()} == wanted
+        assert {low for tokens, (*_, low) in prepared if tokens > LOW_ROWS} == {GATHERED}
+        assert set(prepared) >= {(int(tokens), launch) for tokens, launch in launches.items()}

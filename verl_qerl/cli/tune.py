@@ -11,7 +11,7 @@ import torch
 
 from verl_qerl.kernels.lora import member_of_tile
 from verl_qerl.kernels.tiled import dequantize_tiled, tile
-from verl_qerl.kernels.tiled_launch import TOKENS, Launch, launch_candidates
+from verl_qerl.kernels.tiled_launch import TOKENS, Launch, both_ways, launch_candidates
 from verl_qerl.kernels.tiled_matmul import Adapter, can_fuse, prepare, tiled_matmul
 from verl_qerl.nvfp4.record import write_whole
 from verl_qerl.testing import random_packed_weight
@@ -23,7 +23,7 @@ MODELS = {
     "qwen2.5-14b": ((7168, 5120), (5120, 5120), (27648, 5120), (5120, 13824)),
     "qwen2.5-32b": ((7168, 5120), (5120, 5120), (55296, 5120), (5120, 27648)),
 }
-TRIED = 12  # launches of tiled_matmul, the most promising ones
+TRIED = 12  # launches of tiled_matmul, the most promising ones, each with both ways to make X A^T
 _RANK = 32  # of the adapter with which they are compared
 _CACHE_BYTES = 400 << 20  # read between two uses of a weight, several times the L2 cache of an H200
 
@@ -74,7 +74,10 @@ def measure(N: int, K: int) -> dict[str, Any]:
     packed += [(words.clone(), scale.clone(), scale_of_all) for _ in range(_CACHE_BYTES // (N * K * 9 // 16))]
     weight = dequantize_tiled(*packed[0])
     dense = [weight] + [weight.clone() for _ in range(_CACHE_BYTES // (N * K * 2))]
-    tried = {tokens: fusing(N, K, tokens)[:TRIED] for tokens in TOKENS}
+    tried = {
+        tokens: [way for launch in fusing(N, K, tokens)[:TRIED] for way in both_ways(tokens, launch)]
+        for tokens in TOKENS
+    }
     prepare((tokens, launch) for tokens, found in tried.items() for launch in found)
     launches = {
         str(tokens): min(found, key=partial(_time_with_adapter, tokens, packed)) for tokens, found in tried.items()

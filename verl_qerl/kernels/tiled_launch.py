@@ -83,6 +83,12 @@ def can_make_low(tokens: int, launch: Launch) -> bool:
     return launch.split != STREAM and tokens <= LOW_ROWS
 
 
+def both_ways(tokens: int, launch: Launch) -> tuple[Launch, ...]:
+    """A launch with each way to make X A^T that it may have, for an entry of TOKENS."""
+    ways = (GATHERED, EACH) if can_make_low(tokens, launch) else (GATHERED,)
+    return tuple(launch._replace(low=low) for low in ways)
+
+
 def own_rows(launch: Launch, rank: int, members: int, per_entry: int) -> int:
     """Rows of A of which a thread block makes X A^T itself; 0 where it is gathered.
 
