@@ -63,7 +63,9 @@ async def count_outputs(server, number):
 async def abort(server, number):
     """Three requests that are aborted while they run: seconds until that is done, and what became of them."""
     tasks = [asyncio.ensure_future(server.generate([8, 9], dict(LONG), f"long {number} {i}")) for i in range(3)]
-    await asyncio.sleep(1.0)
+    states = server.engine.output_processor.request_states
+    while len(states) < 3 or not all(state.detokenizer.num_output_tokens() for state in states.values()):
+        await asyncio.sleep(0.01)
     began = asyncio.get_running_loop().time()
     admitting = server._admitting
     said = await server.abort_all_requests()

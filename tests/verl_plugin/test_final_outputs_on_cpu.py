@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_qerl.verl_plugin.final_outputs import FinalOutputs
+from verl_qerl.vllm_plugin.final_outputs import FinalOutputs
 
 pytest.importorskip("verl")
 if importlib.util.find_spec("vllm") is None:

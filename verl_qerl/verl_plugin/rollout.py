@@ -3,7 +3,7 @@
 import json
 import os
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -11,6 +11,12 @@ from verl_qerl.formats import WeightFormat, get_format
 from verl_qerl.formats.packed_stream import check_held, packed_names
 from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE, ignored_modules, is_linear_weight
 from verl_qerl.nvfp4.stream import Source, open_source
+from verl_qerl.vllm_plugin.final_outputs import FinalOutputs
+
+if TYPE_CHECKING:
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer as _Server
+else:
+    _Server = object  # mixed into verl's, whose import brings vLLM
 
 # Ray calls this group beside the requests, however many wait for their turn.
 _HEALTH = "verl_qerl_health"
@@ -72,14 +78,37 @@ class Asked:
             )
 
 
+class AskingOnce(_Server):
+    """Asks the engine for an answer once, when it is whole, in runs with a format of ours."""
+
+    _final_outputs: FinalOutputs | None = None
+
+    @property
+    def qerl_base(self) -> str | None:
+        """Name of the rollout's weight format, if it is ours."""
+        return ((self.config.custom or {}).get("qerl") or {}).get("base")
+
+    def qerl_ask_once(self) -> None:
+        """From now on, if the format is ours."""
+        self._final_outputs = FinalOutputs(self.engine) if self.qerl_base else None
+
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **more: Any
+    ) -> Any:
+        """As verl's."""
+        if self._final_outputs is None:
+            return await super().generate(prompt_ids, sampling_params, request_id, **more)
+        with self._final_outputs.asking(request_id, sampling_params) as params:
+            return await super().generate(prompt_ids, params, request_id, **more)
+
+
 def _load_server() -> type:
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
     from verl_qerl.verl_plugin.adapter_listing import AdapterListing
-    from verl_qerl.verl_plugin.final_outputs import FinalOutputs
     from verl_qerl.verl_plugin.run_name import ENV, run_name
 
-    class QerlServer(Asked, vLLMHttpServer):
+    class QerlServer(Asked, AskingOnce, vLLMHttpServer):
         """vLLMHttpServer; as stock unless `rollout.custom.qerl` is set, but for its sockets and listed adapters."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -89,20 +118,7 @@ def _load_server() -> type:
         async def run_server(self, args: Any) -> None:
             await super().run_server(args)
             AdapterListing(self.engine)
-            self._final_outputs = FinalOutputs(self.engine) if self._base else None
-
-        async def generate(
-            self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **more: Any
-        ) -> Any:
-            """As verl's."""
-            if self._final_outputs is None:
-                return await super().generate(prompt_ids, sampling_params, request_id, **more)
-            with self._final_outputs.asking(request_id, sampling_params) as params:
-                return await super().generate(prompt_ids, params, request_id, **more)
-
-        @property
-        def _base(self) -> str | None:
-            return ((self.config.custom or {}).get("qerl") or {}).get("base")
+            self.qerl_ask_once()
 
         async def collective_rpc(
             self,
@@ -116,8 +132,8 @@ def _load_server() -> type:
 
         def _preprocess_engine_kwargs(self, engine_kwargs: dict) -> None:
             super()._preprocess_engine_kwargs(engine_kwargs)
-            if self._base is not None:
-                describe_checkpoint(engine_kwargs, self.model_config.local_path, self._base)
+            if self.qerl_base is not None:
+                describe_checkpoint(engine_kwargs, self.model_config.local_path, self.qerl_base)
 
     return QerlServer
 
