@@ -5,13 +5,15 @@ def test_an_engine_that_dies_ends_the_run(workbench):
     """The first answer that is scored takes the engine of its run with it."""
     reward = workbench.folder / "deadly.py"
     reward.write_text(
-        "import contextlib, os, psutil\n"
+        "import contextlib, os, time, psutil\n"
         "def compute_score(*args, **kwargs):\n"
         "    for process in psutil.process_iter():\n"
         "        with contextlib.suppress(psutil.Error):\n"
         "            ours = process.environ().get('VERL_FILE_LOGGER_PATH') == os.environ['VERL_FILE_LOGGER_PATH']\n"
         "            if ours and 'EngineCore' in process.name() + ' '.join(process.cmdline()):\n"
         "                process.kill()\n"
+        "                process.wait(60)\n"
+        "                time.sleep(3)\n"  # its server has seen it before the answers are counted
         "    return 0.0\n"
     )
     run = workbench.train("dead_engine", "+rollout=nvfp4", f"reward.custom_reward_function.path={reward}")

@@ -3,6 +3,7 @@
 Prints what both ends of a sync say in two Ray clusters, of which only the names are there, as JSON.
 """
 
+import asyncio
 import json
 import os
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ register()  # also where verl is started without plugins
 import verl.workers.rollout.replica as replica  # noqa: E402
 from verl.workers.config import RolloutConfig  # noqa: E402
 from verl.workers.rollout.base import get_rollout_class  # noqa: E402
-from verl.workers.rollout.vllm_rollout import vllm_async_server  # noqa: E402
+from verl.workers.rollout.vllm_rollout import ServerAdapter, vllm_async_server  # noqa: E402
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension  # noqa: E402
 
 from verl_qerl.modules.lending import meeting_place  # noqa: E402
@@ -64,6 +65,34 @@ def sender(**disaggregation):
     return get_rollout_class("vllm")(config, SimpleNamespace(), None).zmq_handle
 
 
+def sync(**answers):
+    """What becomes of a weight sync whose server says whether its engine has ended, or has no such method."""
+
+    def asked(answer):
+        async def remote():
+            return answer
+
+        return SimpleNamespace(remote=remote)
+
+    async def verls(self, weights, global_steps=None):
+        sent.append((weights, global_steps))
+
+    sent, before = [], ServerAdapter.update_weights
+    ServerAdapter.update_weights = verls
+    try:
+        config = RolloutConfig(name="vllm", tensor_model_parallel_size=2)
+        adapter = get_rollout_class("vllm")(config, SimpleNamespace(), None)
+        there = {name: asked(answer) for name, answer in answers.items()}
+        adapter.server_handle = SimpleNamespace(**there)
+        adapter._ensure_server_handle = lambda: True
+        asyncio.run(adapter.update_weights("weights", global_steps=3))
+    except RuntimeError as error:
+        return [str(error), sent]
+    finally:
+        ServerAdapter.update_weights = before
+    return [None, sent]
+
+
 def found(session):
     node = SimpleNamespace(session_name=session)
     context = SimpleNamespace(worker=SimpleNamespace(node=node), get_session_name=lambda: session)
@@ -76,6 +105,7 @@ def found(session):
             str(lend_base.lend_base(None, 3).path),
             str(meeting_place(os.environ["VERL_RAY_JOB_ID"], 3)),  # as borrowed.py asks
         ],
+        "syncs": [sync(qerl_ended=True), sync(qerl_ended=False), sync()],
         "split": [sender(**split), receiver(vllm_async_server.vLLMHttpServer)],
     }
 

@@ -36,3 +36,10 @@ def test_the_rest_of_the_address_is_verls(found):
     first = found[0]["ends"][0]
     assert first.startswith("ipc:///tmp/rl-colocate-zmq-01000000-")
     assert first.endswith("-replica-0-rank-1.sock")
+
+
+def test_weights_are_not_sent_to_an_engine_that_has_ended(found):
+    (refused, sent), *others = found[0]["syncs"]
+    assert refused.startswith("no weights are sent: vLLM's engine has ended.")
+    assert sent == []
+    assert others == [[None, [["weights", 3]]]] * 2
