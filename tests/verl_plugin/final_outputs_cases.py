@@ -1,4 +1,4 @@
-"""Started by test_final_outputs_on_cpu.py: verl's server over a real engine, asked its way and ours. Prints JSON.
+"""Started by test_rollout_final_outputs_on_cpu.py: verl's server over a real engine, asked both ways. Prints JSON.
 
 python final_outputs_cases.py MODEL
 """

@@ -1,12 +1,8 @@
-import asyncio
 import importlib.util
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-
-from verl_qerl.vllm_plugin.final_outputs import FinalOutputs
 
 pytest.importorskip("verl")
 if importlib.util.find_spec("vllm") is None:
@@ -48,35 +44,3 @@ def test_a_caller_that_goes_away_leaves_nothing_behind(found):
     gone = {"cancelled": "CancelledError", "left": 0, "admitting": 0, "asked": 0}
     assert {name: found["gone"][name] for name in gone} == gone
     assert found["gone"]["refused"] not in ("CancelledError", "TokenOutput")
-
-
-def asked(params):
-    with FinalOutputs(SimpleNamespace(add_request=None)).asking("1", params) as found:
-        return found
-
-
-def test_stop_strings_are_looked_for_in_the_text():
-    assert "detokenize" not in asked({"stop": ["\n\n"]})
-    assert asked({"stop": []})["detokenize"] is False
-
-
-def test_what_a_request_sets_itself_stays():
-    given = {"output_kind": 0, "detokenize": True, "flat_logprobs": False}
-    assert asked(given) == given
-
-
-def test_log_probs_of_prompts_keep_their_form():
-    assert "flat_logprobs" not in asked({"prompt_logprobs": 0})
-
-
-@pytest.mark.parametrize(("request_id", "there"), [("1", "whole"), ("2", None)])
-def test_no_empty_output_hides_an_answer_or_goes_to_others(request_id, there):
-    async def add_request(request_id):
-        return SimpleNamespace(output=there, put=None)
-
-    async def scenario():
-        engine = SimpleNamespace(add_request=add_request)
-        with FinalOutputs(engine).asking("1", {}):
-            return await engine.add_request(request_id)
-
-    assert asyncio.run(scenario()).output == there
