@@ -50,23 +50,23 @@ async def measure(args: argparse.Namespace, folder: Path, report: dict[str, Any]
     engine = await start(args, folder)
     servers = {arm: await server_over(engine, arm) for arm in ARMS}
     core = engine_process()
-    batches = [(batch, [args.new_tokens] * batch) for batch in sorted(args.batches)]
+    # What their length is called, the lengths, answers to a prompt, and rounds.
+    batches = [(args.new_tokens, [args.new_tokens] * batch, 1, args.repeats) for batch in sorted(args.batches)]
     if args.realistic:
-        lengths = rollout_load.draw_lengths(args.realistic[0] * args.realistic[1])
-        batches.append((len(lengths), lengths))
+        prompts, samples = args.realistic
+        batches.append(("realistic", rollout_load.draw_lengths(prompts * samples), samples, 1))
     await answers(servers["ours"], args, [8] * 8, "first", 8)
-    for batch, lengths in batches:
-        whole = bool(args.realistic) and lengths is batches[-1][1]
+    for length, lengths, samples, rounds in batches:
         found: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
-        for turn in range(1 if whole else args.repeats):
+        for turn in range(rounds):
             for arm, server in servers.items():
                 await engine.reset_prefix_cache()
-                found[arm].append(await timed(server, args, lengths, f"{arm} {batch} {turn}", whole, core))
+                name = f"{arm} {length} {len(lengths)} {turn}"
+                found[arm].append(await timed(server, args, lengths, name, samples, core))
         for arm, measured in found.items():
             best = min(measured, key=lambda one: one["seconds"])
             rounded = {name: float(f"{value:.5g}") for name, value in best.items()}
-            length = "realistic" if whole else args.new_tokens
-            report["rows"].append({"arm": arm, "answers": batch, "new_tokens": length, **rounded})
+            report["rows"].append({"arm": arm, "answers": len(lengths), "new_tokens": length, **rounded})
             print(json.dumps(report["rows"][-1]), flush=True)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(report, indent=1) + "\n")
@@ -74,11 +74,11 @@ async def measure(args: argparse.Namespace, folder: Path, report: dict[str, Any]
 
 
 async def timed(
-    server: Any, args: argparse.Namespace, lengths: list[int], name: str, whole: bool, core: Any
+    server: Any, args: argparse.Namespace, lengths: list[int], name: str, samples: int, core: Any
 ) -> dict[str, float]:
     """Seconds, tokens per second, and what two processes computed of the time, as shares of it."""
     began, front_began, core_began = time.perf_counter(), time.process_time(), sum(core.cpu_times()[:2])
-    await answers(server, args, lengths, name, args.realistic[1] if whole else 1)
+    await answers(server, args, lengths, name, samples)
     seconds = time.perf_counter() - began
     front, behind = time.process_time() - front_began, sum(core.cpu_times()[:2]) - core_began
     rates = {"tokens_per_s": sum(lengths) / seconds, "server_share": front / seconds, "engine_share": behind / seconds}

@@ -3,8 +3,8 @@
 import asyncio
 from types import SimpleNamespace
 
-import named_vllm  # noqa: F401  # before verl
-from verl.workers.rollout.vllm_rollout import vllm_async_server as module
+from bare_server import bare_server
+from verl.workers.rollout.vllm_rollout.vllm_async_server import VLLM_LORA_INT_ID
 
 OUTPUT = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5], logprobs=None, finish_reason="stop")])
 
@@ -20,7 +20,7 @@ class Engine:
         return set(self.adapters)
 
     async def collective_rpc(self, method, timeout, args, kwargs):
-        self.adapters.add(module.VLLM_LORA_INT_ID)
+        self.adapters.add(VLLM_LORA_INT_ID)
 
     async def generate(self, lora_request, **_):
         self.served.append(lora_request is not None)
@@ -28,14 +28,7 @@ class Engine:
 
 
 async def main():
-    server = object.__new__(module.vLLMHttpServer)  # without __init__, which starts an engine
-    server.config = SimpleNamespace(
-        max_model_len=64, response_length=8, prompt_length=8, full_determinism=False, custom=None, mtp=None,
-        enable_rollout_routing_replay=False, get=lambda name, default: default,
-    )  # fmt: skip
-    server.model_config = SimpleNamespace(lora_rank=8, lora={}, processor=None)
-    server.engine, server._submission_paused, server._admitting, server.global_steps = Engine(), False, 0, 0
-    server._disaggregation_role, server._pd_decode_peers, server.replica_rank = None, (), 0
+    server = bare_server(Engine(), lora_rank=8)
     for number in range(2):
         await server.generate([1, 2], {}, f"before {number}")
     await server.collective_rpc("load")

@@ -3,8 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 
-import named_vllm  # noqa: F401  # before verl
-from verl.workers.rollout.vllm_rollout import vllm_async_server as module
+from bare_server import bare_server
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
@@ -32,14 +31,7 @@ class Engine:
 
 
 async def main():
-    server = object.__new__(module.vLLMHttpServer)  # without __init__, which starts an engine
-    server.config = SimpleNamespace(
-        max_model_len=64, response_length=8, prompt_length=8, full_determinism=False, custom=None, mtp=None,
-        enable_rollout_routing_replay=False, get=lambda name, default: default,
-    )  # fmt: skip
-    server.model_config = SimpleNamespace(lora_rank=0, lora={}, processor=None)
-    server.engine, server._submission_paused, server._admitting, server.global_steps = Engine(), False, 0, 0
-    server._disaggregation_role, server._pd_decode_peers, server.replica_rank = None, (), 0
+    server = bare_server(Engine(), lora_rank=0)
     found = []
     for params in ({}, {"stop": ["."]}):
         server.engine.taken.clear()
