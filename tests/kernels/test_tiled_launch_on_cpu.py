@@ -14,10 +14,11 @@ TUNED = Path(verl_qerl.__file__).parent / "vllm_plugin" / "tuned"
 WEIGHTS = sorted({shape for shapes in MODELS.values() for shape in shapes})
 
 
-@pytest.mark.parametrize(
-    ("rows", "expected"),
-    [(1, 8), (8, 8), (9, 16), (17, 32), (65, 96), (128, 128), (129, 192), (256, 256), (300, 192), (512, 256)],
-)
+PADDED = {1: 8, 8: 8, 9: 16, 17: 32, 65: 96, 128: 128, 129: 144, 145: 192, 256: 256}
+PADDED |= {257: 144, 288: 144, 289: 192, 384: 192, 512: 256}  # twice as many rows at a time
+
+
+@pytest.mark.parametrize(("rows", "expected"), PADDED.items())
 def test_rows_are_padded_to_what_is_compiled(rows, expected):
     assert tiled_launch.padded_rows(rows) == expected
 

@@ -17,7 +17,7 @@ from verl_qerl.testing import random_packed_weight, rms_error_ratio
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
-ROWS = [1, 7, 8, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 191, 193, 256, 257, 400, 1000]
+ROWS = [1, 7, 8, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 144, 191, 193, 256, 257, 288, 400, 1000]
 # (K, columns of the members): one step of K and one tile; odd counts of both; linears of a 7B, a 14B and a 32B.
 LINEARS = [
     (64, (64,)),
@@ -82,7 +82,7 @@ def test_is_the_product_rounded_once(linear):
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
-@pytest.mark.parametrize("rows", [5, 40, 128, 180, 250])
+@pytest.mark.parametrize("rows", [5, 40, 128, 140, 180, 250, 272])
 def test_every_launch_gives_the_product(rows, launch):
     if not exists(launch, rows):
         pytest.skip(ASIDE)
@@ -160,7 +160,7 @@ def assert_flags_are_left_at_zero(device: torch.device | None = None) -> None:
 def test_the_adapter_is_added(linear, rank):
     K, slices = linear
     tensors, dense = build(K, slices)
-    for rows in (1, 13, 17, 32, 50, 64, 101, 128, 200, 256, 700):
+    for rows in (1, 13, 17, 32, 50, 64, 101, 128, 144, 200, 256, 272, 700):
         x = torch.randn(rows, K, device="cuda").bfloat16()
         bias = torch.randn(sum(slices), device="cuda").bfloat16()
         adapter = build_adapter(K, slices, rank, rows)
@@ -177,7 +177,7 @@ def test_the_adapter_is_added(linear, rank):
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
-@pytest.mark.parametrize("rows", [5, 40, 128, 180, 250])
+@pytest.mark.parametrize("rows", [5, 40, 128, 140, 180, 250, 272])
 def test_every_launch_adds_the_adapter(rows, launch):
     K, slices = LINEARS[2]
     if not exists(launch, rows):

@@ -120,7 +120,9 @@ def launched(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(1, 8), (128, 128), (129, 192), (256, 256), (257, 192), (600, 256)])
+@pytest.mark.parametrize(
+    ("rows", "tokens"), [(1, 8), (128, 128), (144, 144), (145, 192), (256, 256), (257, 144), (600, 256)]
+)
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("split", [STREAM, 2])
 def test_any_number_of_rows_is_one_launch(rows, tokens, split, adapted, launched):

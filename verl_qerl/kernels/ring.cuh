@@ -9,8 +9,7 @@
 #define SCALE_BYTES (4 * COLUMNS)
 #define PITCH (COLUMNS + 4)  // floats between rows of the sums in shared memory: no two lanes in one bank
 #define SUM_BYTES (STREAM ? 0 : TOKENS * PITCH * 4)  // of the sums, which take the place of what the ring held
-#define OUT_PITCH (COLUMNS + 8)  // the same for y in bf16, OUT_TOKENS rows at a time
-#define OUT_TOKENS (TOKENS < 32 ? TOKENS : 32)
+#define OUT_PITCH (COLUMNS + 8)  // the same for y in bf16, OUT_TOKENS rows at a time, a part of TOKENS
 
 __device__ __forceinline__ void join_workers() { asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory"); }
 

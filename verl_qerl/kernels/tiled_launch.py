@@ -2,28 +2,35 @@
 
 from typing import NamedTuple
 
-TOKENS = (8, 16, 32, 64, 96, 128, 192, 256)  # rows that kernels are compiled for
+# Rows that kernels are compiled for. 144 is half of 288: 256 sequences of a rollout, one of which has just begun and
+# brings the last tokens of its prompt.
+TOKENS = (8, 16, 32, 64, 96, 128, 144, 192, 256)
 _FEW = ((2, 1, 2), (2, 1, 3), (2, 2, 1), (2, 2, 2), (2, 3, 1), (2, 4, 1), (1, 5, 1), (4, 1, 2))
-# `pieces`, `groups` and `blocks` of Launch for which the sums stay in registers.
+_MANY = ((2, 2, 1), (1, 3, 1), (1, 2, 1), (1, 1, 2))
+# `pieces`, `groups` and `blocks` of Launch for which the sums stay in registers, by the rows of a thread block.
 SHAPES = {
     8: _FEW,
     16: _FEW,
     32: ((2, 1, 2), (2, 2, 1), (2, 3, 1), (2, 4, 1), (1, 5, 1)),
     64: ((2, 1, 2), (2, 2, 1), (2, 3, 1), (1, 5, 1), (1, 2, 2), (1, 4, 1)),
-    96: ((2, 2, 1), (1, 3, 1), (1, 2, 1), (1, 1, 2)),
-    128: ((2, 2, 1), (1, 3, 1), (1, 2, 1), (1, 1, 2)),
+    72: _MANY,
+    96: _MANY,
+    128: _MANY,
+    144: ((2, 2, 1), (1, 3, 1), (1, 2, 1)),
     192: ((1, 3, 1), (1, 2, 1)),
     256: ((1, 2, 1),),
 }
 _TWINS = 129  # rows from which two thread blocks share X, in a stream
-# `fixed` and `step` of `launch_candidates`; 8, 96, 192 and 256 are extrapolated.
+# `fixed` and `step` of `launch_candidates`; 8, 72, 96, 144, 192 and 256 are extrapolated.
 _MICROSECONDS = {
     8: (4.5, 0.33),
     16: (4.5, 0.34),
     32: (5.0, 0.38),
     64: (6.0, 0.48),
+    72: (6.3, 0.5),
     96: (7.3, 0.56),
     128: (8.7, 0.65),
+    144: (8.9, 0.73),
     192: (9.5, 0.97),
     256: (10.0, 1.28),
 }
@@ -164,7 +171,7 @@ def helper_registers(launch: Launch) -> int:
 def wants_registers(tokens: int, launch: Launch) -> bool:
     """Whether warpgroups that multiply take registers from the one that does not."""
     # The sums of X A^T beside the others, in threads that have few registers because they are many.
-    return tokens * launch.pieces >= 192 or (launch.low == EACH and launch.groups > 2)
+    return tokens * launch.pieces > 128 or (launch.low == EACH and launch.groups > 2)
 
 
 def box_columns(columns: int) -> int:

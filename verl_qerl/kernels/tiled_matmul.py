@@ -158,7 +158,7 @@ def ring(tokens: int, K: int, rank: int, launch: Launch, own: int = 0) -> tuple[
     low = -(-rank // 64) * tokens * 128 * kept
     fixed = 1024 + 16 + low
     if launch.split == STREAM:
-        fixed += min(tokens, 32) * (launch.columns + 8) * 2
+        fixed += _out_rows(tokens) * (launch.columns + 8) * 2
     limit = _SHARED_BYTES // launch.blocks - 1024 - (0 if own else low_static_bytes(tokens))
     needed = -(-(K // _STEP) // max(launch.split, 1)) + (launch.groups * -(-rank // 64) if _is_given(tokens) else 0)
     stages = max(_STAGES, min((limit - fixed) // (held + barriers), needed))
@@ -211,6 +211,11 @@ def _helpers(tokens: int, launch: Launch) -> int:
     return _HELPERS - (_LOW_WARPS if launch.low == EACH and not wants_registers(tokens, launch) else 0)
 
 
+def _out_rows(tokens: int) -> int:
+    """Rows of y that a stream writes at a time."""
+    return next(rows for rows in (32, 24, 16, 8) if tokens % rows == 0)
+
+
 def _low_tiles(tokens: int) -> int:
     return 1 if tokens <= 32 else 2
 
@@ -225,7 +230,7 @@ def source(tokens: int, launch: Launch) -> str:
         raise ValueError(f"{launch} for {tokens} rows: low={EACH} is for split > 0 and up to {LOW_ROWS} rows. Use 0.")
     defines = {"TOKENS": tokens, "PIECES": launch.pieces, "GROUPS": launch.groups, "BLOCKS": launch.blocks}
     defines |= {"STREAM": int(launch.split == STREAM), "GIVEN": int(_is_given(tokens)), "EACH": launch.low}
-    defines |= {"TWINS": twins(tokens), "BOX": box_columns(launch.columns)}
+    defines |= {"TWINS": twins(tokens), "BOX": box_columns(launch.columns), "OUT_TOKENS": _out_rows(tokens)}
     defines |= {"LOW_WARPS": _LOW_WARPS, "LOW_TILES": _low_tiles(tokens)}
     defines |= {"LOW_AHEAD": 6 if tokens <= 32 and launch.blocks < 3 else 4, "HELPERS": _helpers(tokens, launch)}
     defines |= {"HELPER_REGISTERS": helper_registers(launch), "REGISTERS": registers(tokens, launch)}
