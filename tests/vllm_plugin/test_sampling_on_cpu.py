@@ -1,5 +1,6 @@
 """Which batches the faster sampler takes, that vLLM's has all others, and what an engine draws with it."""
 
+import dataclasses
 import logging
 import re
 from types import SimpleNamespace
@@ -94,6 +95,15 @@ def test_other_batches_are_vllms(reason, monkeypatch, caplog):
         for _ in range(2):
             assert sampler(logits, OTHERS[reason]) == ((logits, OTHERS[reason], False), {})
     assert sum(reason in record.message for record in caplog.records) == 1
+
+
+def test_nothing_is_said_of_the_batch_that_vllm_starts_with(monkeypatch, caplog):
+    """As _dummy_sampler_run of its model runner makes it: neither greedy nor random, without processors."""
+    monkeypatch.setattr(Sampler, "forward", lambda self, *args, **kwargs: "vLLM's")
+    plans.say_once.cache_clear()
+    made_up = dataclasses.replace(metadata(all_random=False), logitsprocs=LogitsProcessors())
+    assert FusedSampler("processed_logprobs")(torch.zeros(ROWS, VOCABULARY), made_up) == "vLLM's"
+    assert not caplog.records
 
 
 def test_greedy_batches_and_speculation(monkeypatch, caplog):

@@ -36,7 +36,7 @@ class FusedSampler(Sampler):
         mode = options.get("logprobs_mode_override") or self.logprobs_mode
         reason = "tokens are speculated" if predict_bonus_token else why_stock(sampling_metadata, mode)
         if reason:
-            if not sampling_metadata.all_greedy:
+            if not (sampling_metadata.all_greedy or _is_of_no_request(sampling_metadata)):
                 say_once(f"vLLM's sampler draws these tokens: {reason}, and the faster one takes no such batch.")
             return super().forward(logits, sampling_metadata, predict_bonus_token, **options)
         asked = sampling_metadata.max_num_logprobs is not None
@@ -73,6 +73,12 @@ def why_stock(metadata: Any, mode: str) -> str | None:
         f"log-probs are {mode}": metadata.max_num_logprobs is not None and mode != "processed_logprobs",
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _is_of_no_request(metadata: Any) -> bool:
+    """Whether vLLM made a batch up, as it does when it starts: batches of requests come with its own processors."""
+    processors = metadata.logitsprocs
+    return not (processors.argmax_invariant or processors.non_argmax_invariant)
 
 
 def _why_kept(sampler: Any) -> str | None:
