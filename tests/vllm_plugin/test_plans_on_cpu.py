@@ -33,10 +33,12 @@ def tables(tmp_path, monkeypatch):
     plans._tuned.cache_clear()
 
 
+@pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA H100 80GB HBM3"])
 @pytest.mark.parametrize("shape", sorted({shape for shapes in MODELS.values() for shape in shapes}), ids=str)
-def test_the_table_that_ships_has_the_shapes_that_tune_measures(shape, tables):
-    rows = {(row["N"], row["K"]): row for row in plans._tuned("NVIDIA H200")}
-    assert plans.nearest(*shape, "NVIDIA H200") == rows[shape]
+def test_a_table_that_ships_has_the_shapes_that_tune_measures(shape, gpu, tables):
+    assert json.loads(plans.shipped_path(gpu).read_text())["gpu"] == gpu
+    rows = {(row["N"], row["K"]): row for row in plans._tuned(gpu)}
+    assert plans.nearest(*shape, gpu) == rows[shape]
     assert 32 < rows[shape]["dense_rows"] <= rows[shape]["decode_rows"]
     assert list(rows[shape]["launches"]) == [str(tokens) for tokens in TOKENS]
     for tokens, values in rows[shape]["launches"].items():
@@ -67,7 +69,7 @@ def test_a_plan_takes_measured_launches_and_guesses_the_others(tables, compiled)
 
 def test_a_launch_that_shares_k_is_for_no_more_rows_than_it_was_measured_with():
     stream, shared = Launch(1, 3, STREAM, 1), Launch(2, 2, 4, 1)
-    plan = plans.Plan((*[Launch(2, 1, 1, 2)] * 6, stream, shared), 1 << 30, 1 << 30)
+    plan = plans.Plan((*[Launch(2, 1, 1, 2)] * 6, stream, stream, shared), 1 << 30, 1 << 30)
     assert plan.launch(256) == shared
     assert plan.launch(180) == plan.launch(300) == stream
     assert plan.launch(512) == Launch(1, 2, STREAM, 1)
@@ -117,10 +119,10 @@ def test_a_table_that_is_cut_or_of_another_version_is_left_out_and_it_is_said(ta
 
 def test_an_unknown_gpu_uses_the_table_of_an_h200_and_says_so(tables, caplog):
     plans.say_once.cache_clear()
-    assert plans.nearest(3584, 3584, "NVIDIA H100") == plans.nearest(3584, 3584, "NVIDIA H200")
-    plans.nearest(3584, 3584, "NVIDIA H100")
+    assert plans.nearest(3584, 3584, "NVIDIA GH200") == plans.nearest(3584, 3584, "NVIDIA H200")
+    plans.nearest(3584, 3584, "NVIDIA GH200")
     assert [record.message for record in caplog.records].count(
-        "verl_qerl: there is no table of kernels for 'NVIDIA H100'; the one of an H200 is used."
+        "verl_qerl: there is no table of kernels for 'NVIDIA GH200'; the one of an H200 is used."
     ) == 1
 
 
