@@ -40,6 +40,7 @@ DIFFERENCE = {
     f"{OURS}.quantization": "verl_qerl_nvfp4",
     f"{OURS}.additional_config": {"verl_qerl": {"train_norms": False}},
     f"{OURS}.worker_extension_cls": "verl_qerl.verl_plugin.worker_extension.WorkerExtension",
+    f"{OURS}.scheduler_cls": "verl_qerl.vllm_plugin.scheduler.scheduler",
     f"{OURS}.model_loader_extra_config": {"scale": "minmax", "share_base": False, "ignore": ["lm_head"]},
 }
 

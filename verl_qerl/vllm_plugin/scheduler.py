@@ -1,0 +1,60 @@
+"""vLLM's scheduler, doing less where a request decodes.
+
+schedule() asks KVCacheManager.allocate_slots about each running request in each step. That a block has room for the
+next token takes vLLM some 5 us to find out, and with blocks of 16 tokens it is so fifteen times of sixteen: at 256
+sequences more than a millisecond of a step (tests/bench/results/cpu/schedule.json), in which a small model's GPU waits.
+"""
+
+from typing import Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+# What schedule() says of a running request: no tokens of a draft. Of one that begins it says more.
+_OF_RUNNING = {"num_lookahead_tokens": 0}
+
+
+class RoomyKVCacheManager(KVCacheManager):
+    """Of one kind of full attention; `use_roomy_blocks` makes it of vLLM's."""
+
+    def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **options: Any) -> Any:
+        """As vLLM's: the new blocks of a request, of which one that has room for its token needs none."""
+        if num_new_tokens == 1 and options == _OF_RUNNING and not args and self._has_room(request):
+            return self.empty_kv_cache_blocks
+        return super().allocate_slots(request, num_new_tokens, *args, **options)
+
+    def _has_room(self, request: Any) -> bool:
+        """Whether the next token fits, and no block is full that vLLM has not cached for others."""
+        (manager,) = self.coordinator.single_type_managers
+        size, tokens = manager.block_size, request.num_computed_tokens + 1
+        if tokens > len(manager.req_to_blocks[request.request_id]) * size:
+            return False
+        return not self.enable_caching or tokens // size <= manager.num_cached_block.get(request.request_id, 0)
+
+
+def use_roomy_blocks(manager: Any) -> bool:
+    """Make vLLM's KVCacheManager a RoomyKVCacheManager, if its cache is one that full attention alone has.
+
+    Returns:
+        Whether it is one now; any other stays as it is.
+    """
+    kinds = [type(one) for one in manager.coordinator.single_type_managers]
+    if type(manager) is not KVCacheManager or kinds != [FullAttentionManager]:
+        return False
+    manager.__class__ = RoomyKVCacheManager
+    return True
+
+
+def scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
+    """For vLLM's `scheduler_cls`: the scheduler that it would have by itself, over a RoomyKVCacheManager.
+
+    Args:
+        vllm_config: Of the engine; whether it schedules ahead decides which of vLLM's schedulers this is.
+        kwargs: As vLLM's schedulers.
+    """
+    ahead = vllm_config.scheduler_config.async_scheduling
+    made = (AsyncScheduler if ahead else Scheduler)(vllm_config=vllm_config, **kwargs)
+    use_roomy_blocks(made.kv_cache_manager)
+    return made
