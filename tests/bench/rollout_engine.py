@@ -246,7 +246,7 @@ class Engine:
         self._row(batch, prompt, "realistic", tokens_per_s=sum(lengths) / seconds, host_share=self._host_s / seconds)
 
     def profile(self, batch: int, prompt: int) -> None:
-        """Microseconds per decode step of every kernel; `wall_us` is the step without the profiler."""
+        """us per decode step of every kernel, and of the host's functions; `wall_us` is the step without a profiler."""
         import torch
 
         expected = profile_seconds(self._shape, batch, prompt, PROFILE_TOKENS)
@@ -268,6 +268,7 @@ class Engine:
         activity = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
         with torch.profiler.profile(activities=[activity]) as profiler:
             self._steps(PROFILED_STEPS)
+        host = {"host_us_per_step": host_time.functions(self._steps, PROFILED_STEPS)}
         outputs: list[Any] = []
         while not outputs and engine.has_unfinished_requests():  # scheduling ahead, a step may give none
             outputs = engine.step()
@@ -280,8 +281,8 @@ class Engine:
         times = {entry.key: getattr(entry, field) / PROFILED_STEPS for entry in entries}
         kernels = {name: round(us, 2) for name, us in sorted(times.items(), key=lambda item: -item[1]) if us > 0}
         total = {"steps": PROFILED_STEPS, "wall_us": round(wall * 1e6, 1), "kernels_us": round(sum(times.values()), 1)}
-        total["context_tokens"] = round(sum(lengths) / len(lengths)) - PROFILED_STEPS // 2  # in the middle of it
-        self.report("profile", profile=self._key(batch, prompt, "profile") | total | {"us_per_step": kernels})
+        total["context_tokens"] = round(sum(lengths) / len(lengths)) - PROFILED_STEPS * 3 // 2  # in the middle of it
+        self.report("profile", profile=self._key(batch, prompt, "profile") | total | {"us_per_step": kernels} | host)
 
     def _steps(self, count: int) -> float:
         """Seconds of `count` steps; the device is idle before and after, so that exactly their kernels are seen."""

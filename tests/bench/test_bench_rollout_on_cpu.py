@@ -159,4 +159,6 @@ def test_two_arms_of_a_tiny_model_from_the_command_to_the_table(bench, tmp_path,
     assert profile["us_per_step"]["_C::cpu_attention_with_kv_cache"] > 0
     assert profile["kernels_us"] <= sum(profile["us_per_step"].values()) * 1.01
     assert 160 + 16 < profile["context_tokens"] < 160 + 128
+    own, whole = next(value for name, value in profile["host_us_per_step"].items() if name.endswith(":schedule"))
+    assert 0 < own < whole < profile["host_us_per_step"][next(iter(profile["host_us_per_step"]))][1]
     assert "| nvfp4_lora_stock_sampler |" in capsys.readouterr().out

@@ -8,7 +8,8 @@ import pytest
 from verl_qerl.testing import load_beside
 
 pytest.importorskip("vllm")
-Waiting = load_beside(__file__, "host_time").Waiting
+host_time = load_beside(__file__, "host_time")
+Waiting, functions = host_time.Waiting, host_time.functions
 
 
 class Event:
@@ -55,3 +56,18 @@ def test_a_runner_that_does_not_schedule_ahead_waits_for_nothing(runner):
     with runner.GPUModelRunner.synchronize_input_prep(SimpleNamespace(prepare_inputs_event=None)):
         pass
     assert waiting.seconds is None
+
+
+def test_functions_have_the_time_of_a_step():
+    def callee():
+        time.sleep(0.002)
+
+    def step(count):
+        for _ in range(count):
+            callee()
+
+    found = functions(step, 5)
+    (inner,) = (times for name, times in found.items() if name.endswith(":callee"))
+    assert 2000 <= inner[1] < 4000
+    assert inner[0] < 500  # the rest is sleep's
+    assert next(iter(found)).endswith(":step")  # the one with the most
