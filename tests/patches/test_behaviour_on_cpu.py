@@ -29,6 +29,7 @@ except AssertionError as error:
     sys.exit({FAILED} if raised_in == sys.argv[1] else 1)
 """
 INSTALL = """
+import named_vllm  # a shim of verl's rollout imports it
 from verl_qerl.upstream import install
 from verl_qerl.{plugin}.shims import SHIMS
 for shim in [shim for shim in SHIMS if shim.patch == "{patch}"] or exit("no shim for {patch}"):

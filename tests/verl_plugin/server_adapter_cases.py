@@ -6,6 +6,7 @@ Prints what both ends of a sync say in two Ray clusters, of which only the names
 import asyncio
 import json
 import os
+import threading
 from types import SimpleNamespace
 
 import ray
@@ -22,7 +23,7 @@ from verl.workers.rollout.vllm_rollout import ServerAdapter, vllm_async_server  
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension  # noqa: E402
 
 from verl_qerl.modules.lending import meeting_place  # noqa: E402
-from verl_qerl.verl_plugin import lend_base, rollout  # noqa: E402
+from verl_qerl.verl_plugin import lend_base, rollout, transfer  # noqa: E402
 
 
 class NamedError(Exception):
@@ -93,6 +94,46 @@ def sync(**answers):
     return [None, sent]
 
 
+def looked_after(ended, worker):
+    """What a sender that waits is told: of an engine, and of a worker that receives, has failed or has received all."""
+
+    def asked(answers):
+        async def remote():
+            return answers.pop(0)
+
+        return remote
+
+    async def verls(self, weights):
+        await self._execute_method("update_weights_from_ipc", non_block=True)
+        transfer._require_receiver.get()()
+
+    async def call(self, method, **options):
+        return worker
+
+    def get(reference, timeout=None):
+        if isinstance(reference, Exception):
+            raise reference
+        return asyncio.run_coroutine_threadsafe(reference, loop).result() if asyncio.iscoroutine(reference) else None
+
+    before = ServerAdapter.update_weights, ServerAdapter._execute_method, ray.get, ray.wait
+    ServerAdapter.update_weights, ServerAdapter._execute_method = verls, call
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    ray.get, ray.wait = get, lambda references, timeout: ([one for one in references if one != "waits"], [])
+    try:
+        adapter = get_rollout_class("vllm")(RolloutConfig(name="vllm"), SimpleNamespace(), None)
+        adapter.server_handle = SimpleNamespace(qerl_ended=SimpleNamespace(remote=asked([False, ended])))
+        adapter._ensure_server_handle = lambda: True
+        asyncio.run(adapter.update_weights("weights"))
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        ServerAdapter.update_weights, ServerAdapter._execute_method, ray.get, ray.wait = before
+        loop.call_soon_threadsafe(loop.stop)
+    return transfer._require_receiver.get()
+
+
 def found(session):
     node = SimpleNamespace(session_name=session)
     context = SimpleNamespace(worker=SimpleNamespace(node=node), get_session_name=lambda: session)
@@ -106,6 +147,13 @@ def found(session):
             str(meeting_place(os.environ["VERL_RAY_JOB_ID"], 3)),  # as borrowed.py asks
         ],
         "syncs": [sync(qerl_ended=True), sync(qerl_ended=False), sync()],
+        "waiting": [
+            looked_after(False, "waits"),
+            looked_after(True, "waits"),
+            looked_after(False, ValueError("no memory")),
+            looked_after(False, "all received"),
+            looked_after(False, None),  # a rank that asks no server
+        ],
         "split": [sender(**split), receiver(vllm_async_server.vLLMHttpServer)],
     }
 

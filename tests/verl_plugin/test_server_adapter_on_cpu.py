@@ -43,3 +43,10 @@ def test_weights_are_not_sent_to_an_engine_that_has_ended(found):
     assert refused.startswith("no weights are sent: vLLM's engine has ended.")
     assert sent == []
     assert others == [[None, [["weights", 3]]]] * 2
+
+
+def test_a_sender_that_waits_asks_for_its_engine_and_for_what_the_workers_raise(found):
+    healthy, ended, failed, whole, alone = found[0]["waiting"]
+    assert healthy is whole is alone is None
+    assert ended.startswith("RuntimeError: a weight sync breaks off: vLLM's engine has ended.")
+    assert failed == "ValueError: no memory"

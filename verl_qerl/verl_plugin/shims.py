@@ -65,6 +65,18 @@ def _policy_loss_checks(original: Callable[..., None]) -> Callable[..., None]:
     return validate_config
 
 
+def _watched_sending(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Have a sender of weights see that its receiver has gone: verl's waits for an answer without a limit."""
+
+    def _init_socket(self: Any) -> None:
+        from verl_qerl.verl_plugin.transfer import WatchedSending
+
+        original(self)
+        self.socket = WatchedSending(self.socket)
+
+    return _init_socket
+
+
 # Needed by the CPU platform.
 PROCESS_GROUP = Shim(
     target="verl.utils.distributed:initialize_global_process_group_ray",
@@ -93,4 +105,13 @@ CONFIG_CHECK = Shim(
     wrap=_policy_loss_checks,
     bindings=("verl.utils",),
 )
-SHIMS: tuple[Shim, ...] = (PROCESS_GROUP, LOG_PROBS, CONFIG_CHECK)
+# In force where an actor has a rollout to send to.
+SENDING = Shim(
+    target="verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightSender._init_socket",
+    versions="==0.9.1",
+    fingerprint="23603b065142",
+    patched="3cee14a9074f",
+    patch="verl/0017",
+    wrap=_watched_sending,
+)
+SHIMS: tuple[Shim, ...] = (PROCESS_GROUP, LOG_PROBS, CONFIG_CHECK, SENDING)

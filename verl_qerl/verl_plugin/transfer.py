@@ -1,10 +1,14 @@
-"""verl's weight transfer, whose receiver does not wait for a sender that has gone.
+"""verl's weight transfer, neither end of which waits for one that has gone.
 
 verl's two ends wait for each other's messages without a limit. A sender that fails in the middle of a stream (a weight
 with NaN, no memory for a gathered tensor) closes its socket and ends the run with its error, and the receiver would
-stay in its worker until that is killed. A closed socket, of a killed process too, is an event that zmq tells at once.
+stay in its worker until that is killed. A worker that dies, or fails, would leave the actor waiting, and the run. A
+closed socket, of a killed process too, is an event that zmq tells at once.
 """
 
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import zmq
@@ -38,6 +42,68 @@ class _Watched:
     def close(self) -> None:
         self._socket.disable_monitor()
         self._socket.close()
+
+
+_LOOK_MS = 1000  # between two looks at a receiver that says nothing
+_require_receiver: ContextVar[Callable[[], None] | None] = ContextVar("require_receiver", default=None)
+
+
+@contextlib.contextmanager
+def requiring(receiver: Callable[[], None]) -> Iterator[None]:
+    """Have senders that are made inside call this each second in which they wait; what it raises ends the transfer."""
+    token = _require_receiver.set(receiver)
+    try:
+        yield
+    finally:
+        _require_receiver.reset(token)
+
+
+class WatchedSending:
+    """A socket of verl's sender that raises in the place of waiting for a receiver that has gone.
+
+    Args:
+        socket: zmq's, bound, of kind REQ.
+    """
+
+    def __init__(self, socket: Any) -> None:
+        self._socket = socket
+        self._events = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._require = _require_receiver.get()
+        self._num_answers = 0
+
+    def send_pyobj(self, message: Any) -> None:
+        """As zmq's.
+
+        Raises:
+            RuntimeError: The receiver has closed its socket; and whatever `requiring` was given raises.
+        """
+        self._wait(zmq.POLLOUT)  # not before a receiver is there
+        self._socket.send_pyobj(message)
+
+    def recv(self) -> bytes:
+        """As zmq's; raises as `send_pyobj`."""
+        self._wait(zmq.POLLIN)
+        self._num_answers += 1
+        return self._socket.recv()
+
+    def close(self) -> None:
+        """As zmq's."""
+        self._socket.disable_monitor()
+        self._socket.close()
+
+    def _wait(self, what: int) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, what)
+        poller.register(self._events, zmq.POLLIN)
+        while not dict(poller.poll(_LOOK_MS)).get(self._socket):
+            if self._events.poll(0) and not self._socket.poll(0, what):  # an answer that came before the end counts
+                raise RuntimeError(
+                    f"the rollout's worker has ended in the middle of a weight sync, after {self._num_answers} answers."
+                    " One that takes all weights is needed. Look for its own error in the log above (Worker,"
+                    " EngineCore): remove the cause and start again."
+                )
+            if self._require is not None:
+                self._require()
 
 
 class WatchfulReceiver(BucketedWeightReceiver):
