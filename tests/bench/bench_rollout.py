@@ -83,6 +83,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--arm-seconds", type=int, default=600, help="no measurement of an engine begins after that")
     parser.add_argument("--plan", type=int, metavar="SECONDS", help="rollout_plan.py's order, for so long; 0 lists it")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="GPUS")
+    parser.add_argument("--own-process", action="store_true", help="of the engine beside its caller's, as verl has it")
     parser.add_argument("--log-probs", action="store_true", help="of the drawn tokens, as verl asks for them")
     parser.add_argument("--eager", action="store_true", help="neither CUDA graphs nor torch.compile")
     work = Path(tempfile.gettempdir()) / "verl_qerl_bench"
@@ -96,8 +97,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     args.realistic = None if args.realistic is None else args.realistic or [128, 8]
     if args.realistic and len(args.realistic) != 2:
         parser.error("--realistic takes no number or two")
-    if args.tensor_parallel > 1 and args.profile:
-        parser.error("--profile sees the kernels of one process; leave out --tensor-parallel")
+    if (args.tensor_parallel > 1 or args.own_process) and args.profile:
+        parser.error("--profile sees the kernels of this process; leave out --tensor-parallel and --own-process")
     return args
 
 
@@ -130,7 +131,7 @@ def jobs(args: argparse.Namespace) -> list[dict[str, Any]]:
 def common(args: argparse.Namespace) -> dict[str, Any]:
     """What all engines share."""
     parallel = {"tensor_parallel": args.tensor_parallel}
-    kind = {"eager": args.eager, "log_probs": args.log_probs}
+    kind = {"eager": args.eager, "log_probs": args.log_probs, "own_process": args.own_process}
     return {"repeats": args.repeats, "seconds": args.arm_seconds, **kind, **parallel}
 
 

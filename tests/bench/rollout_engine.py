@@ -26,10 +26,11 @@ from rollout_load import (
     draw_lengths,
     fixed_seconds,
     kv_tokens,
+    memory_options,
     profile_seconds,
     realistic_seconds,
 )
-from rollout_worker import GIB, modules_of, peak_gib
+from rollout_worker import modules_of, peak_gib
 
 
 def main() -> None:
@@ -40,6 +41,8 @@ def main() -> None:
     sys.stdin.readline()
     started = time.monotonic()
     job = json.loads(Path(sys.argv[1]).read_text())
+    if job["own_process"]:  # asked for functions, which vLLM sends as they are if it is allowed to
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     engine = Engine(job, started + job["seconds"])
     engine.report("engine", **engine.describe(time.monotonic() - started))
     first = [pair for pair in job["fixed"] if pair[0] == job["fixed"][0][0]]
@@ -110,29 +113,16 @@ class Engine:
                 [batch for _, batch in job["fixed"]] + job["profile"], job["largest"], bool(job["realistic"])
             )
             options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
-        if job["tensor_parallel"] > 1:
-            options["tensor_parallel_size"] = job["tensor_parallel"]
+        options["tensor_parallel_size"] = job["tensor_parallel"]
+        if job["tensor_parallel"] > 1 or job["own_process"]:
             arm["worker_extension_cls"] = "rollout_extension.Extension"  # spawned workers have nothing registered
             arm.setdefault("additional_config", {"verl_qerl": {"linear": "stock", "lora": "stock"}})
         if self._arm.lora:
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": max(8, job["rank"])}
-        return options | self._memory() | arm
-
-    def _memory(self) -> dict[str, Any]:
-        # A cache of just the size needed makes the peak say something; where it does not fit, vLLM takes what there is.
-        # The platform is asked, not torch: workers of a parallel engine are forked, which CUDA does not survive.
-        from vllm.platforms import current_platform
-
-        ranks = self._job["tensor_parallel"]
-        block = 16 if current_platform.is_cuda() else 128  # vLLM's defaults
-        tokens = kv_tokens(self._job["largest"], self._longest, block) + 64 * block
-        need = tokens * self._shape.kv_bytes // ranks
-        if not current_platform.is_cuda():
-            return {"kv_cache_memory_bytes": need}
-        total = current_platform.get_device_total_memory()
-        if need + self._shape.weight_bytes(self._arm.linear_bytes) / ranks + 16 * GIB < 0.92 * total:
-            return {"kv_cache_memory_bytes": need}
-        return {"gpu_memory_utilization": 0.92}
+        memory = memory_options(
+            self._shape, self._arm.linear_bytes, job["tensor_parallel"], job["largest"], self._longest
+        )
+        return options | memory | arm
 
     def _request(self) -> Any:
         from vllm.lora.request import LoRARequest

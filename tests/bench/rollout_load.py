@@ -8,6 +8,8 @@ import math
 import random
 from typing import Any
 
+from rollout_worker import GIB
+
 # Answer lengths of the realistic rollout: lognormal with this median and sigma, at least MIN, cut at MAX.
 LENGTHS = {"median": 400, "sigma": 0.8, "min": 16, "max": 2048, "seed": 0}
 PROFILED_STEPS = 16
@@ -36,6 +38,29 @@ def capture_sizes(batches: list[int], largest: int, realistic: bool) -> list[int
 def kv_tokens(sequences: int, length: int, block: int) -> int:
     """Tokens of cache that `sequences` of `length` occupy; one block each for the step that is scheduled ahead."""
     return sequences * (math.ceil(length / block) + 1) * block
+
+
+def memory_options(shape: Any, linear_bytes: float, ranks: int, sequences: int, length: int) -> dict[str, Any]:
+    """Of vllm.LLM: a KV cache of just the size needed, so that the peak says something; else what there is.
+
+    Args:
+        shape: Of rollout_arms.SHAPES.
+        linear_bytes: Resident bytes per weight of a linear.
+        ranks: GPUs that share the model.
+        sequences: At once.
+        length: Of the longest one.
+    """
+    # The platform is asked, not torch: workers of a parallel engine are forked, which CUDA does not survive.
+    from vllm.platforms import current_platform
+
+    block = 16 if current_platform.is_cuda() else 128  # vLLM's defaults
+    need = (kv_tokens(sequences, length, block) + 64 * block) * shape.kv_bytes // ranks
+    if not current_platform.is_cuda():
+        return {"kv_cache_memory_bytes": need}
+    total = current_platform.get_device_total_memory()
+    if need + shape.weight_bytes(linear_bytes) / ranks + 16 * GIB < 0.92 * total:
+        return {"kv_cache_memory_bytes": need}
+    return {"gpu_memory_utilization": 0.92}
 
 
 def step_seconds(shape: Any, batch: int) -> float:
