@@ -45,11 +45,16 @@ def start(scheduler: str | None, folder: Path, largest: int, new_tokens: int) ->
     )
 
 
+def scheduler_of(engine: Any) -> Any:
+    """vLLM's, of this process."""
+    return engine.llm_engine.engine_core.engine_core.scheduler
+
+
 def schedule_ms(engine: Any, batch: int, new_tokens: int) -> list[float]:
     """Of each step that decodes the whole batch."""
     from vllm import SamplingParams
 
-    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    scheduler = scheduler_of(engine)
     schedule, found = scheduler.schedule, []
 
     def timed(*args: Any) -> Any:
@@ -77,11 +82,13 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    rows = []
+    rows, managers = [], {}
     with tempfile.TemporaryDirectory() as work:
         folder = rollout_arms.write_model(Path(work), rollout_arms.SHAPES["tiny"], packed=False)
         sizes = max(args.batches), args.new_tokens
         engines = {arm: start(scheduler, folder, *sizes) for arm, scheduler in ARMS.items()}
+        for arm, engine in engines.items():
+            managers[arm] = type(scheduler_of(engine).kv_cache_manager).__name__
         for batch in args.batches:
             times: dict[str, list[float]] = {arm: [] for arm in ARMS}
             for _ in range(args.rounds):
@@ -92,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(rows[-1], flush=True)
     head = rollout_report.header({"batches": args.batches, "new_tokens": args.new_tokens, "rounds": args.rounds})
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+    args.out.write_text(json.dumps({**head, "kv_cache_managers": managers, "rows": rows}, indent=1) + "\n")
     return 0
 
 
