@@ -1,8 +1,8 @@
 """vLLM's scheduler, doing less where a request decodes.
 
 schedule() asks KVCacheManager.allocate_slots about each running request in each step. With blocks of 16 tokens nothing
-changes there fourteen times of sixteen, which takes vLLM some 5 us to find out: at 256 sequences 1.72 ms of a step were
-schedule()'s on one core, and are 1.05 (tests/bench/results/cpu/schedule.json; patches/vllm/0002). A small model's GPU
+changes there fourteen times of sixteen, which takes vLLM some 5 us to find out: at 256 sequences 1.77 ms of a step were
+schedule()'s on one core, and are 1.09 (tests/bench/results/cpu/schedule.json; patches/vllm/0002). A small model's GPU
 waits meanwhile.
 """
 
