@@ -124,7 +124,7 @@ async def start(args: argparse.Namespace, folder: Path) -> Any:
     graphs = {"compilation_config": {"cudagraph_capture_sizes": sizes}} if cuda else {"enforce_eager": True}
     common = {"dtype": "bfloat16", "load_format": "dummy", "seed": 0, "logprobs_mode": "processed_logprobs"}
     lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 32}
-    options = common | lora | graphs | arm.options | {"worker_extension_cls": "rollout_extension.Extension"}
+    options = common | lora | graphs | rollout_arms.in_processes(arm.options)
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=str(folder / "model"),

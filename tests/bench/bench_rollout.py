@@ -203,6 +203,8 @@ def take(event: dict[str, Any], job: dict[str, Any], report: rollout_report.Repo
     elif kind == "row":
         report.measured("rows", event["row"])
         print(rollout_report.one_line(event["row"]), flush=True)
+    elif kind == "steps":
+        report.measured("steps", event["steps"])
     elif kind == "profile":
         profile = event["profile"]
         report.measured("profiles", profile)

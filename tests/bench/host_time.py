@@ -1,13 +1,19 @@
 """How long an engine waits for its GPU: in a step that has nothing of it, the GPU waits for the host."""
 
+import collections
 import contextlib
 import cProfile
+import itertools
+import math
 import pstats
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+SIZES = (8, 32, 64, 128, 192, 256, 512)  # tokens of a step that `by_kind` tells apart
+# Requests, tokens, when its own tokens had come, and for how long the host had waited by then.
+Step = tuple[int, int, float, float]
 FUNCTIONS = 40  # that `functions` tells of, by each of its two times
 
 
@@ -16,17 +22,29 @@ class Waiting:
 
     Attributes:
         seconds: So far; None where none schedules ahead on a GPU of this process.
+        steps: Those since `taken` was called.
     """
 
     def __init__(self) -> None:
         from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput, GPUModelRunner
 
         self.seconds: float | None = None
+        self.steps: list[Step] = []
+        self.taken()
+        self._launched: collections.deque[tuple[int, int]] = collections.deque()
         get_output, prepare = AsyncGPUModelRunnerOutput.get_output, GPUModelRunner.synchronize_input_prep
+        execute = GPUModelRunner.execute_model
 
         def watched_output(output: Any) -> Any:
             self._wait(output.async_copy_ready_event)
+            if self._launched:
+                self.steps.append((*self._launched.popleft(), time.perf_counter(), self.seconds or 0.0))
             return get_output(output)
+
+        def watched_execute(runner: Any, scheduled: Any, *args: Any, **options: Any) -> Any:
+            if scheduled.total_num_scheduled_tokens:
+                self._launched.append((len(scheduled.num_scheduled_tokens), scheduled.total_num_scheduled_tokens))
+            return execute(runner, scheduled, *args, **options)
 
         @contextlib.contextmanager
         def watched_inputs(runner: Any) -> Iterator[None]:
@@ -36,11 +54,40 @@ class Waiting:
                 yield
 
         AsyncGPUModelRunnerOutput.get_output, GPUModelRunner.synchronize_input_prep = watched_output, watched_inputs
+        GPUModelRunner.execute_model = watched_execute
+
+    def taken(self) -> list[Step]:
+        """Since the last call, after one of no requests that is the time of that call."""
+        found, self.steps = self.steps, [(0, 0, time.perf_counter(), self.seconds or 0.0)]
+        return found
 
     def _wait(self, event: Any) -> None:
         began = time.perf_counter()
         event.synchronize()
         self.seconds = (self.seconds or 0.0) + time.perf_counter() - began
+
+
+def by_kind(steps: list[Step]) -> list[dict[str, Any]]:
+    """Steps, seconds, and those of them in which the host did not wait, of each kind of step.
+
+    Kinds are steps of one token of each request, and those in which requests begin; by the least of SIZES that takes
+    their tokens, None for more. A step takes the time from the tokens of the step before to its own.
+
+    Args:
+        steps: In their order; the first one only tells when the second one began.
+    """
+    kinds: dict[tuple[bool, int | None], list[float]] = {}
+    for before, (requests, tokens, came, waited) in itertools.pairwise(steps):
+        size = next((size for size in SIZES if tokens <= size), None)
+        kind = kinds.setdefault((tokens > requests, size), [0, 0.0, 0.0])
+        seconds = came - before[2]
+        for index, value in enumerate((1, seconds, seconds - (waited - before[3]))):
+            kind[index] += value
+    order = sorted(kinds.items(), key=lambda item: (item[0][0], item[0][1] or math.inf))
+    return [
+        {"begins": begins, "tokens": size, "steps": count, "seconds": round(seconds, 3), "host_s": round(host, 3)}
+        for (begins, size), (count, seconds, host) in order
+    ]
 
 
 def synchronize() -> None:

@@ -47,6 +47,12 @@ def ours(linear: str = "auto", **choices: Any) -> dict[str, Any]:
     return options | {"worker_extension_cls": EXTENSION, "scheduler_cls": SCHEDULER}
 
 
+def in_processes(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of an arm whose workers are processes of their own, which have nothing registered."""
+    ours = options.get("worker_extension_cls") == EXTENSION
+    return options | {"worker_extension_cls": f"rollout_extension.{'Ours' if ours else 'Stock'}"}
+
+
 # Ours with other choices of vLLM's for attention; a cap on splits takes the launch away that adds them up.
 ATTENTION = {
     "nvfp4_lora_ours_one_split": {"flash_attn_max_num_splits_for_cuda_graph": 1},
@@ -66,6 +72,7 @@ ARMS = {
     "nvfp4_lora_resident": Arm(ours(resident=True), packed=True, linear_bytes=2.5625),
     "nvfp4_lora_stock_sampler": Arm(ours(sampler="stock"), packed=True, linear_bytes=0.5625),
     "nvfp4_lora_stock_scheduler": Arm(ours() | {"scheduler_cls": None}, packed=True, linear_bytes=0.5625),
+    "nvfp4_lora_stock_graphs": Arm(ours(graphs="stock"), packed=True, linear_bytes=0.5625),
     "nvfp4_lora_stock_attention": Arm(ours(attention="stock"), packed=True, linear_bytes=0.5625),
 }
 # Measured when they are named.
@@ -73,6 +80,9 @@ VARIANTS = {
     name: dataclasses.replace(ARMS["nvfp4_lora_ours"], options={**ours(), "attention_config": options})
     for name, options in ATTENTION.items()
 }
+for interval in (4, 8, 16):
+    options = ours() | {"prefill_schedule_interval": interval}
+    VARIANTS[f"nvfp4_lora_gathering_{interval}"] = dataclasses.replace(ARMS["nvfp4_lora_ours"], options=options)
 ARMS |= VARIANTS
 
 

@@ -30,7 +30,7 @@ from rollout_load import (
     profile_seconds,
     realistic_seconds,
 )
-from rollout_worker import modules_of, peak_gib
+from rollout_worker import modules_of, peak_gib, waited, watch
 
 
 def main() -> None:
@@ -75,14 +75,14 @@ class Engine:
         if job["profile"]:
             lengths.append(job["profile_prompt"] + PROFILE_TOKENS)
         self._longest = max(lengths)
-        self._waiting = host_time.Waiting()
         self._llm: Any = self._start()
+        self._llm.collective_rpc(watch)
         self._adapter = self._request() if self._arm.lora else None
         cache = self._llm.llm_engine.vllm_config.cache_config
         self._block, self._capacity = cache.block_size, cache.num_gpu_blocks * cache.block_size
         # Loads the adapter, and compiles what a full prefill needs.
-        prompt = max((prompt for prompt, _ in job["fixed"]), default=256 if self._longest > 256 else 1)
-        self._generate(self._prompts(min(16, job["largest"]), prompt), 2)
+        longest = max((prompt for prompt, _ in job["fixed"]), default=256 if self._longest > 256 else 1)
+        self._generate(self._prompts(min(16, job["largest"]), longest), 2)
 
     def _start(self) -> Any:
         import vllm
@@ -112,11 +112,11 @@ class Engine:
             sizes = capture_sizes(
                 [batch for _, batch in job["fixed"]] + job["profile"], job["largest"], bool(job["realistic"])
             )
-            options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+            # Every request has an adapter: graphs without one would double the time that capturing takes.
+            options["compilation_config"] = {"cudagraph_capture_sizes": sizes, "cudagraph_specialize_lora": False}
         options["tensor_parallel_size"] = job["tensor_parallel"]
         if job["tensor_parallel"] > 1 or job["own_process"]:
-            arm["worker_extension_cls"] = "rollout_extension.Extension"  # spawned workers have nothing registered
-            arm.setdefault("additional_config", {"verl_qerl": {"linear": "stock", "lora": "stock"}})
+            arm = rollout_arms.in_processes(arm)
         if self._arm.lora:
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": max(8, job["rank"])}
         memory = memory_options(
@@ -166,10 +166,12 @@ class Engine:
         lengths = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
         params = [self._params(length) for length in lengths]
         self._forget()
-        began, waited = time.perf_counter(), self._waiting.seconds or 0.0
+        before, _ = self._llm.collective_rpc(waited)[0]
+        began = time.perf_counter()
         outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter)
         seconds = time.perf_counter() - began
-        self._host_s = seconds - (self._waiting.seconds or 0.0) + waited
+        after, self._kinds = self._llm.collective_rpc(waited)[0]
+        self._host_s = None if after is None else seconds - after + (before or 0.0)
         self._cached = sum(output.num_cached_tokens or 0 for output in outputs)
         if (found := [len(output.outputs[0].token_ids) for output in outputs]) != lengths:
             raise RuntimeError(f"{sum(found)} tokens were generated, {sum(lengths)} were asked for.")
@@ -190,16 +192,14 @@ class Engine:
         return reason is not None
 
     def _key(self, batch: int, prompt: int, context: int | str) -> dict[str, Any]:
-        keys = {"arm": self._job["arm"], "model": self._job["model"], "batch": batch, "rank": self._job["rank"]}
-        return keys | {"prompt": prompt, "context": context}
+        keys = {name: self._job[name] for name in ("arm", "model", "rank")}
+        return keys | {"batch": batch, "prompt": prompt, "context": context}
 
-    def _row(self, batch: int, prompt: int, context: int | str, **measured: float) -> None:
+    def _row(self, batch: int, prompt: int, context: int | str, **measured: float | None) -> None:
         empty = {"decode_ms_per_step": None, "prefill_s": None, "tokens_per_s": None}
         peaks = [peak for peak in self._llm.collective_rpc(peak_gib) if peak is not None]
         empty |= {"peak_gib": max(peaks, default=None), "cached_prompt_tokens": self._cached}
-        if self._waiting.seconds is None:
-            measured.pop("host_share")
-        rounded = {name: float(f"{value:.5g}") for name, value in measured.items()}
+        rounded = {name: float(f"{value:.5g}") for name, value in measured.items() if value is not None}
         self.report("row", row=self._key(batch, prompt, context) | empty | rounded)
 
     def fixed(self, batch: int, prompt: int) -> None:
@@ -216,24 +216,36 @@ class Engine:
         small = batch * prompt <= 32768
         self._generate(prompts if small else self._prompts(batch, 16), 4)
         (one, host_one), (many, host_many) = (self._best(prompts, tokens) for tokens in (1, new))
-        step, share = decode_ms(one, many, new), (host_many - host_one) / (many - one)
+        step = decode_ms(one, many, new)
+        share = None if host_one is None else (host_many - host_one) / (many - one)
         rates = {"prefill_s": one, "tokens_per_s": batch * new / many}
         self._row(batch, prompt, room, decode_ms_per_step=step, host_share=share, **rates)
 
-    def _best(self, prompts: list[dict[str, list[int]]], new_tokens: int) -> tuple[float, float]:
-        """Of the fastest round: its seconds, and those that the host's thread computed."""
-        return min((self._generate(prompts, new_tokens), self._host_s) for _ in range(self._job["repeats"]))
+    def _best(self, prompts: list[dict[str, list[int]]], new_tokens: int) -> tuple[float, Any]:
+        """Of the fastest round: its seconds, and those that the host's thread computed, None if that is not known."""
+        rounds = ((self._generate(prompts, new_tokens), self._host_s) for _ in range(self._job["repeats"]))
+        return min(rounds, key=lambda round: round[0])
 
     def realistic(self, prompts: int, samples: int, prompt: int) -> None:
-        """`samples` answers to each prompt, their lengths from `draw_lengths`; new tokens per second of the whole."""
+        """`samples` answers to each prompt, their lengths from `draw_lengths`; new tokens per second of the whole.
+
+        As many rounds as there is time for, up to the job's `repeats`; the fastest counts.
+        """
         batch = prompts * samples
         expected = realistic_seconds(self._shape, batch, prompt, self._job["largest"])
         if self._refuses(batch, prompt, "realistic", 0, expected):
             return
         inputs = [one for one in self._prompts(prompts, prompt) for _ in range(samples)]
-        lengths = draw_lengths(batch)
-        seconds = self._generate(inputs, lengths)
-        self._row(batch, prompt, "realistic", tokens_per_s=sum(lengths) / seconds, host_share=self._host_s / seconds)
+        lengths, rounds = draw_lengths(batch), []
+        while len(rounds) < self._job["repeats"]:
+            if rounds and time.monotonic() + rounds[-1][0] > self._deadline:
+                break
+            rounds.append((self._generate(inputs, lengths), self._host_s, self._kinds))
+            seconds, host, kinds = min(rounds, key=lambda round: round[0])
+            share = None if host is None else host / seconds
+            self._row(batch, prompt, "realistic", tokens_per_s=sum(lengths) / seconds, host_share=share)
+            taken = {"rounds_s": [round(one, 2) for one, _, _ in rounds], "kinds": kinds}
+            self.report("steps", steps=self._key(batch, prompt, "realistic") | taken)
 
     def profile(self, batch: int, prompt: int) -> None:
         """us per decode step of every kernel, and of the host's functions; `wall_us` is the step without a profiler."""
@@ -259,8 +271,8 @@ class Engine:
         with torch.profiler.profile(activities=[activity]) as profiler:
             self._steps(PROFILED_STEPS)
         host = {"host_us_per_step": host_time.functions(self._steps, PROFILED_STEPS)}
-        outputs: list[Any] = []
-        while not outputs and engine.has_unfinished_requests():  # scheduling ahead, a step may give none
+        outputs: list[Any] = []  # scheduling ahead, a step may give none
+        while not outputs and engine.has_unfinished_requests():
             outputs = engine.step()
         lengths = [prompt + len(output.outputs[0].token_ids) for output in outputs] or [prompt]
         while engine.has_unfinished_requests():

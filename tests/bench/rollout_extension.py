@@ -1,4 +1,4 @@
-"""Worker extension of bench_rollout.py on several GPUs: their workers know our load formats by importing it."""
+"""Worker extensions of bench_rollout.py where workers are processes: they know our load formats by importing this."""
 
 import rollout_arms
 
@@ -9,5 +9,9 @@ register()
 rollout_arms.register_dummy_nvfp4()
 
 
-class Extension(NoiseWorkerExtension):
-    """Does what the options of an arm ask for; nothing in stock arms."""
+class Stock:
+    """Leaves vLLM's worker as it is."""
+
+
+class Ours(NoiseWorkerExtension):
+    """Does what the options of an arm ask for."""

@@ -60,8 +60,28 @@ def least(profile: dict[str, Any]) -> dict[str, float]:
 
 
 def tables(data: dict[str, Any]) -> str:
-    """Markdown: one table per model, rank and batch, one column per arm."""
-    profiles = data["profiles"]
+    """Markdown: one table per model, rank and batch, one column per arm; and one of the steps of each rollout."""
+    return "\n\n".join(filter(None, [profile_tables(data["profiles"]), *map(steps_table, data.get("steps", []))]))
+
+
+def steps_table(entry: dict[str, Any]) -> str:
+    """Of one arm: how many steps of a kind there were, ms of one, and those in which the host did not wait."""
+    kinds = [one for one in entry["kinds"] if one["steps"]]
+    if not kinds:
+        return ""
+    rounds = " and ".join(f"{seconds:.2f}" for seconds in entry["rounds_s"])
+    lines = [f"{entry['arm']}, {entry['model']}, steps of a long-tailed rollout of {rounds} s", ""]
+    lines += ["| tokens | | steps | ms | of it the host |", "|---|---|---|---|---|"]
+    for one in kinds:
+        ms, host = (one[name] / one["steps"] * 1e3 for name in ("seconds", "host_s"))
+        size = f"up to {one['tokens']}" if one["tokens"] else "more"
+        does = "requests begin" if one["begins"] else "all decode"
+        lines.append(f"| {size} | {does} | {one['steps']} | {ms:.2f} | {host:.2f} |")
+    return "\n".join(lines)
+
+
+def profile_tables(profiles: list[dict[str, Any]]) -> str:
+    """One for each model, rank and batch."""
     keys = sorted({(profile["model"], profile["rank"], profile["batch"]) for profile in profiles})
     return "\n\n".join(
         table(key, [one for one in profiles if (one["model"], one["rank"], one["batch"]) == key]) for key in keys

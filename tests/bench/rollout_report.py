@@ -19,7 +19,15 @@ from verl_qerl.testing import current_commit
 
 KEY = ("arm", "model", "batch", "rank", "prompt", "context")
 ENGINE = ("arm", "model", "rank")
-LISTS = {"rows": KEY, "profiles": KEY, "skipped": KEY, "measured": KEY, "engines": ENGINE, "failures": ENGINE}
+LISTS = {
+    "rows": KEY,
+    "steps": KEY,
+    "profiles": KEY,
+    "skipped": KEY,
+    "measured": KEY,
+    "engines": ENGINE,
+    "failures": ENGINE,
+}
 BASELINE = "bf16_lora_stock"
 ARMS = (
     "bf16_lora_stock",

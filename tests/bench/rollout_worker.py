@@ -2,13 +2,17 @@
 
 from typing import Any
 
+import host_time
+
 GIB = 1 << 30
 
 
 def modules_of(worker: Any) -> dict[str, str]:
     """Two linears of a layer and the sampler -> the classes that compute them: what the arm really ran."""
-    found = {"sampler": type(worker.model_runner.sampler).__name__}
-    for name, module in worker.model_runner.get_model().named_modules():
+    found = {"worker": "ours" if hasattr(worker, "qerl_set_noise") else "stock"}
+    runner = worker.model_runner
+    found |= {name: type(getattr(runner, name)).__name__ for name in ("sampler", "cudagraph_dispatcher")}
+    for name, module in runner.get_model().named_modules():
         if name.endswith(("layers.0.self_attn.qkv_proj", "layers.0.mlp.down_proj")):
             base = getattr(module, "base_layer", module)
             scheme = getattr(base, "scheme", None)
@@ -26,3 +30,14 @@ def peak_gib(worker: Any) -> float | None:
         return None
     free, total = torch.cuda.mem_get_info()
     return round(max(total - free, torch.cuda.max_memory_reserved()) / GIB, 2)
+
+
+def watch(worker: Any) -> None:
+    """Count from now on what this worker waits for."""
+    worker.bench_waiting = host_time.Waiting()
+
+
+def waited(worker: Any) -> tuple[float | None, list[dict[str, Any]]]:
+    """Seconds that this worker has waited for its GPU so far, and the kinds of its steps since this was called last."""
+    waiting = worker.bench_waiting
+    return waiting.seconds, host_time.by_kind(waiting.taken())

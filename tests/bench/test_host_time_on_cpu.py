@@ -9,7 +9,7 @@ from verl_qerl.testing import load_beside
 
 pytest.importorskip("vllm")
 host_time = load_beside(__file__, "host_time")
-Waiting, functions = host_time.Waiting, host_time.functions
+Waiting, by_kind, functions = host_time.Waiting, host_time.by_kind, host_time.functions
 
 
 class Event:
@@ -30,7 +30,11 @@ class Event:
 def runner(monkeypatch):
     from vllm.v1.worker import gpu_model_runner
 
-    for name, method in (("AsyncGPUModelRunnerOutput", "get_output"), ("GPUModelRunner", "synchronize_input_prep")):
+    for name, method in (
+        ("AsyncGPUModelRunnerOutput", "get_output"),
+        ("GPUModelRunner", "synchronize_input_prep"),
+        ("GPUModelRunner", "execute_model"),
+    ):
         cls = getattr(gpu_model_runner, name)
         monkeypatch.setattr(cls, method, getattr(cls, method))  # put back afterwards
     return gpu_model_runner
@@ -56,6 +60,46 @@ def test_a_runner_that_does_not_schedule_ahead_waits_for_nothing(runner):
     with runner.GPUModelRunner.synchronize_input_prep(SimpleNamespace(prepare_inputs_event=None)):
         pass
     assert waiting.seconds is None
+
+
+def test_a_step_ends_when_its_own_tokens_come(runner, monkeypatch):
+    cls = runner.AsyncGPUModelRunnerOutput
+    monkeypatch.setattr(cls, "get_output", lambda output: output.name)
+    monkeypatch.setattr(runner.GPUModelRunner, "execute_model", lambda *_: "launched")
+    waiting = Waiting()
+
+    def launch(requests, tokens):
+        scheduled = SimpleNamespace(
+            num_scheduled_tokens=dict.fromkeys(range(requests), 1), total_num_scheduled_tokens=tokens
+        )
+        assert runner.GPUModelRunner.execute_model(None, scheduled) == "launched"
+
+    def come(name, seconds):
+        output = cls.__new__(cls)
+        output.name, output.async_copy_ready_event = name, Event(seconds)
+        assert output.get_output() == name
+
+    launch(3, 40)
+    launch(0, 0)  # nothing to compute: no tokens come
+    launch(3, 3)  # ahead
+    come("first", 0.05)
+    come("second", 0.03)
+    begins, decodes = by_kind(waiting.taken())[::-1]
+    assert (begins["begins"], begins["tokens"], begins["steps"]) == (True, 64, 1)
+    assert (decodes["begins"], decodes["tokens"], decodes["steps"]) == (False, 8, 1)
+    assert 0.05 <= begins["seconds"] < 0.08
+    assert 0.03 <= decodes["seconds"] < 0.05
+    assert begins["host_s"] < 0.02
+    assert by_kind(waiting.taken()) == []  # they are taken
+
+
+def test_steps_are_added_up_by_their_kind():
+    steps = [(0, 0, 10.0, 1.0), (256, 256, 11.0, 1.5), (255, 255, 13.0, 2.0), (2, 700, 16.0, 2.0), (9, 9, 20.0, 6.0)]
+    assert by_kind(steps) == [
+        {"begins": False, "tokens": 32, "steps": 1, "seconds": 4.0, "host_s": 0.0},
+        {"begins": False, "tokens": 256, "steps": 2, "seconds": 3.0, "host_s": 2.0},
+        {"begins": True, "tokens": None, "steps": 1, "seconds": 3.0, "host_s": 3.0},
+    ]
 
 
 def test_functions_have_the_time_of_a_step():

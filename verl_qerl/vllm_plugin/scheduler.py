@@ -14,6 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 # What schedule() says of a running request: no tokens of a draft. Of one that begins it says more.
+_LEAST_RUNNING = 32  # of fewer, one that waits is missed more than its step costs
 _OF_RUNNING = {"num_lookahead_tokens": 0}
 
 
@@ -48,6 +49,36 @@ def use_roomy_blocks(manager: Any) -> bool:
     return True
 
 
+class _Gathering(Scheduler):
+    """Lets requests that wait begin together, every `prefill_schedule_interval` steps.
+
+    vLLM holds requests back so for the ranks of a data-parallel engine; here that is done for one engine, and also
+    where more wait than there is room for, which is when it pays: whenever an answer ends another request begins.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._to_hold = 0
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        """As vLLM's."""
+        held = self._to_hold > 0 and len(self.running) >= _LEAST_RUNNING
+        if held:
+            self.prefill_capacity_bound = False  # else vLLM holds nothing back while the engine is full
+        found = super().schedule(throttle_prefills or held)
+        began = found.scheduled_new_reqs or found.scheduled_cached_reqs.resumed_req_ids
+        # A step that is as large as may be leaves prompts behind, which the next one takes in the same way.
+        if began and found.total_num_scheduled_tokens < self.max_num_scheduled_tokens:
+            self._to_hold = self.scheduler_config.prefill_schedule_interval - 1
+        else:
+            self._to_hold = max(0, self._to_hold - 1)
+        return found
+
+
+class _AsyncGathering(_Gathering, AsyncScheduler):
+    pass
+
+
 def scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
     """For vLLM's `scheduler_cls`: the scheduler that it would have by itself, over a RoomyKVCacheManager.
 
@@ -55,7 +86,8 @@ def scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
         vllm_config: Of the engine; whether it schedules ahead decides which of vLLM's schedulers this is.
         kwargs: As vLLM's schedulers.
     """
-    ahead = vllm_config.scheduler_config.async_scheduling
-    made = (AsyncScheduler if ahead else Scheduler)(vllm_config=vllm_config, **kwargs)
+    config = vllm_config.scheduler_config
+    kinds = (_Gathering, _AsyncGathering) if config.prefill_schedule_interval > 1 else (Scheduler, AsyncScheduler)
+    made = kinds[config.async_scheduling](vllm_config=vllm_config, **kwargs)
     use_roomy_blocks(made.kv_cache_manager)
     return made

@@ -18,6 +18,7 @@ from verl_qerl.vllm_plugin import NAMES
 from verl_qerl.vllm_plugin.attention import use_decode_attention
 from verl_qerl.vllm_plugin.borrowed import borrowed_by, is_borrowing
 from verl_qerl.vllm_plugin.elementwise import use_early_starts
+from verl_qerl.vllm_plugin.graphs import use_whole_graphs
 from verl_qerl.vllm_plugin.head import quantize_head
 from verl_qerl.vllm_plugin.linear import tiled_columns
 from verl_qerl.vllm_plugin.lora import use_single_adapter
@@ -116,6 +117,8 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
             use_early_starts(model, columns, norms=not fused)
             if options.attention == "auto":
                 use_decode_attention(model)
+        if options.graphs == "auto":
+            use_whole_graphs(worker.model_runner)
         if options.sampler != "stock":
             use_fused_sampler(worker.model_runner, required=options.sampler == "fused")
 

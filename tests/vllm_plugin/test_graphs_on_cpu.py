@@ -1,0 +1,136 @@
+"""Which graphs a step is dispatched to, in vLLM's own dispatcher; what they compute is test_graphs.py's."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+from verl_qerl.vllm_plugin import graphs
+from verl_qerl.vllm_plugin.graphs import WholeStepDispatcher, use_whole_graphs
+
+BOTH, FULL, PIECEWISE, NONE = (CUDAGraphMode[name] for name in ("FULL_AND_PIECEWISE", "FULL", "PIECEWISE", "NONE"))
+AT_ONCE, SIZES = 16, [1, 8, 16, 24, 32]
+
+
+def layer_of(support):
+    builder = type("Builder", (), {"get_cudagraph_support": staticmethod(lambda config, spec: support)})
+    backend = SimpleNamespace(get_builder_cls=lambda: builder)
+    return SimpleNamespace(get_attn_backend=lambda: backend, get_kv_cache_spec=lambda config: None)
+
+
+def runner_of(mode=BOTH, support=AttentionCGSupport.ALWAYS, adapters=0, **changed):
+    compilation = SimpleNamespace(
+        cudagraph_mode=mode, is_attention_compiled_piecewise=lambda: True, mode=3, splitting_ops=["attention"],
+        max_cudagraph_capture_size=SIZES[-1], cudagraph_capture_sizes=SIZES, compile_sizes=[],
+        cudagraph_specialize_lora=True,
+        static_forward_context={"layers.0.experts": object(), "layers.0.attn": layer_of(support)},
+    )  # fmt: skip
+    config = SimpleNamespace(
+        compilation_config=compilation,
+        num_speculative_tokens=changed.get("speculated", 0),
+        lora_config=SimpleNamespace(max_loras=adapters, specialize_active_lora=False) if adapters else None,
+        scheduler_config=SimpleNamespace(max_num_seqs=AT_ONCE),
+        parallel_config=SimpleNamespace(data_parallel_size=changed.get("ranks", 1)),
+        model_config=SimpleNamespace(
+            disable_cascade_attn=not changed.get("cascade", False), is_encoder_decoder=changed.get("encoder", False)
+        ),
+    )
+    return SimpleNamespace(vllm_config=config, cudagraph_dispatcher=CudagraphDispatcher(config))
+
+
+def dispatcher_of(runner, mode=BOTH):
+    dispatcher = runner.cudagraph_dispatcher
+    dispatcher.initialize_cudagraph_keys(mode, 1)
+    return dispatcher
+
+
+def test_steps_in_which_requests_begin_have_graphs_of_their_own():
+    runner = runner_of()
+    assert use_whole_graphs(runner)
+    ours, stock = dispatcher_of(runner), dispatcher_of(runner_of())
+    for tokens in range(1, SIZES[-1] + 1):
+        mode, key = ours.dispatch(tokens)
+        assert (mode, key.uniform) == (FULL, False)
+        stocks_mode, stocks_key = stock.dispatch(tokens)
+        assert (stocks_mode, stocks_key.num_tokens) == (PIECEWISE, key.num_tokens)
+        # Whoever fills in what attention reads of each request needs to know of how many.
+        assert key.num_reqs == min(key.num_tokens, AT_ONCE)
+    assert ours.dispatch(SIZES[-1] + 1)[0] == NONE
+
+
+def test_steps_that_decode_keep_theirs():
+    runner = runner_of()
+    assert use_whole_graphs(runner)
+    ours, stock = dispatcher_of(runner), dispatcher_of(runner_of())
+    for tokens in range(1, AT_ONCE + 1):
+        assert ours.dispatch(tokens, uniform_decode=True) == stock.dispatch(tokens, uniform_decode=True)
+        assert ours.dispatch(tokens, uniform_decode=True)[1].uniform
+
+
+@pytest.mark.parametrize("adapters", [0, 1])
+def test_all_that_is_dispatched_to_is_captured_by_its_kind(adapters):
+    runner = runner_of(adapters=adapters)
+    assert use_whole_graphs(runner)
+    ours = dispatcher_of(runner)
+    captured = ours.get_capture_descs()
+    assert [mode for mode, _ in captured] == [FULL, FULL]
+    assert [{key.uniform for key in keys} for _, keys in captured] == [{False}, {True}]
+    begins, decodes = (keys for _, keys in captured)
+    # The largest first, whose memory the others then use.
+    assert [key.num_tokens for key in begins] == sorted((key.num_tokens for key in begins), reverse=True)
+    assert len(begins) == len(SIZES) * (1 + adapters)
+    for uniform, keys in ((False, begins), (True, decodes)):
+        for has_lora in {False, bool(adapters)}:
+            found = {
+                ours.dispatch(tokens, uniform, has_lora, int(has_lora))[1]
+                for tokens in range(1, (AT_ONCE if uniform else SIZES[-1]) + 1)
+            }
+            assert found == {key for key in keys if key.has_lora == has_lora}
+
+
+@pytest.mark.parametrize("mode", [FULL, PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY, NONE])
+def test_another_mode_that_was_asked_for_stays(mode):
+    runner = runner_of(mode)
+    assert not use_whole_graphs(runner)
+    assert type(runner.cudagraph_dispatcher) is CudagraphDispatcher
+
+
+@pytest.mark.parametrize("mode", [PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY, NONE])
+def test_a_mode_that_vllm_falls_back_to_later_stays(mode):
+    runner = runner_of()
+    assert use_whole_graphs(runner)
+    assert dispatcher_of(runner, mode).cudagraph_keys == dispatcher_of(runner_of(mode), mode).cudagraph_keys
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"support": AttentionCGSupport.UNIFORM_BATCH}, "Builder of layers.0.attn takes whole graphs of UNIFORM_BATCH"),
+        ({"cascade": True}, "taken apart"),
+        ({"speculated": 2}, "speculated"),
+        ({"ranks": 2}, "ranks"),
+        ({"encoder": True}, "encoder"),
+    ],
+)
+def test_what_cannot_have_them_says_why(monkeypatch, changed, reason):
+    said = []
+    monkeypatch.setattr(graphs, "say_once", said.append)
+    runner = runner_of(**changed)
+    assert not use_whole_graphs(runner)
+    assert type(runner.cudagraph_dispatcher) is CudagraphDispatcher
+    (sentence,) = said
+    assert sentence.startswith("steps in which requests begin are launched in pieces: ")
+    assert reason in sentence
+
+
+def test_a_runner_of_another_kind_is_left_alone():
+    assert not use_whole_graphs(SimpleNamespace())
+    runner = runner_of()
+    assert use_whole_graphs(runner)
+    assert not use_whole_graphs(runner)  # once is enough
+    assert type(runner.cudagraph_dispatcher) is WholeStepDispatcher

@@ -1,0 +1,90 @@
+"""CUDA graphs of whole steps in which requests begin beside others that decode.
+
+vLLM has such a step run piece by piece: a graph between any two attentions, and each attention called by Python, which
+takes the host some milliseconds more than the step takes the GPU (7B). FlashAttention 3 can be captured with any
+lengths of queries, and `cudagraph_mode=FULL` would do it, but then steps that only decode have no graphs of their own,
+in which attention knows that each sequence brings one token.
+"""
+
+from typing import Any
+
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+from verl_qerl.vllm_plugin.plans import say_once
+
+FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+
+
+class WholeStepDispatcher(CudagraphDispatcher):
+    """Knows whole graphs in the place of vLLM's pieces; `use_whole_graphs` makes it of vLLM's."""
+
+    def initialize_cudagraph_keys(self, cudagraph_mode: Any, *args: Any, **options: Any) -> None:
+        """As vLLM's; pieces are only left where there are no whole graphs."""
+        super().initialize_cudagraph_keys(cudagraph_mode, *args, **options)
+        if cudagraph_mode != CUDAGraphMode.FULL_AND_PIECEWISE:
+            return
+        pieces, self.cudagraph_keys[PIECEWISE] = self.cudagraph_keys[PIECEWISE], set()
+        for key in pieces:
+            # With the number of requests, which FlashAttention's schedule of a step is made for.
+            whole = self._create_padded_batch_descriptor(key.num_tokens, False, key.has_lora, key.num_active_loras)
+            self.add_cudagraph_key(FULL, whole)
+
+    def get_capture_descs(self) -> list[tuple[Any, list[Any]]]:
+        """As vLLM's, which takes a list to be of one kind: steps that only decode apart from the others."""
+        found = super().get_capture_descs()
+        kinds = [
+            (mode, [one for one in keys if one.uniform == uniform]) for uniform in (False, True) for mode, keys in found
+        ]
+        return [(mode, keys) for mode, keys in kinds if keys]
+
+
+def why_pieces(vllm_config: Any) -> str | None:
+    """Why steps in which requests begin stay in pieces, or None.
+
+    Args:
+        vllm_config: Of an engine whose model is loaded.
+    """
+    reasons = {
+        "prefixes that sequences share are taken apart": not vllm_config.model_config.disable_cascade_attn,
+        "tokens are speculated": vllm_config.num_speculative_tokens > 0,
+        "ranks of a data-parallel engine agree on their graphs": vllm_config.parallel_config.data_parallel_size > 1,
+        "it has an encoder": vllm_config.model_config.is_encoder_decoder,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if reason is not None:
+        return reason
+    for name, layer in vllm_config.compilation_config.static_forward_context.items():
+        if not hasattr(layer, "get_attn_backend"):  # experts
+            continue
+        builder = layer.get_attn_backend().get_builder_cls()
+        support = builder.get_cudagraph_support(vllm_config, layer.get_kv_cache_spec(vllm_config))
+        if support != AttentionCGSupport.ALWAYS:
+            return f"{builder.__name__} of {name} takes whole graphs of {support.name} only"
+    return None
+
+
+def use_whole_graphs(runner: Any) -> bool:
+    """Have a model runner capture whole steps, if every attention of its model can be.
+
+    Call it after loading and before graphs are captured.
+
+    Args:
+        runner: vLLM's GPUModelRunner.
+
+    Returns:
+        Whether it will; if not, and it has graphs at all, why not is said once.
+    """
+    dispatcher = getattr(runner, "cudagraph_dispatcher", None)
+    if type(dispatcher) is not CudagraphDispatcher:
+        return False
+    config = runner.vllm_config
+    if config.compilation_config.cudagraph_mode != CUDAGraphMode.FULL_AND_PIECEWISE:
+        return False
+    reason = why_pieces(config)
+    if reason is not None:
+        say_once(f"steps in which requests begin are launched in pieces: {reason}.")
+        return False
+    dispatcher.__class__ = WholeStepDispatcher
+    return True
