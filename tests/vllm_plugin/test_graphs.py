@@ -54,7 +54,7 @@ if __name__ == "__main__":
 
 
 def test_steps_in_which_requests_begin_are_whole_graphs(random_qwen2, run_script):
-    ours, stock = (run_script(SCRIPT, str(random_qwen2), json.dumps(options)) for options in ({}, {"graphs": "stock"}))
+    ours, stock = (run_script(SCRIPT, str(random_qwen2), json.dumps(options)) for options in ({"graphs": "whole"}, {}))
     assert set(stock["modes"]) == {"FULL decodes", "PIECEWISE begins", "NONE begins"}
     assert set(ours["modes"]) == {"FULL decodes", "FULL begins", "NONE begins"}
     assert ours["modes"]["FULL begins"] == stock["modes"]["PIECEWISE begins"] > 10

@@ -10,7 +10,6 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
-from verl_qerl.vllm_plugin import graphs
 from verl_qerl.vllm_plugin.graphs import WholeStepDispatcher, use_whole_graphs
 
 BOTH, FULL, PIECEWISE, NONE = (CUDAGraphMode[name] for name in ("FULL_AND_PIECEWISE", "FULL", "PIECEWISE", "NONE"))
@@ -51,7 +50,7 @@ def dispatcher_of(runner, mode=BOTH):
 
 def test_steps_in_which_requests_begin_have_graphs_of_their_own():
     runner = runner_of()
-    assert use_whole_graphs(runner)
+    use_whole_graphs(runner)
     ours, stock = dispatcher_of(runner), dispatcher_of(runner_of())
     for tokens in range(1, SIZES[-1] + 1):
         mode, key = ours.dispatch(tokens)
@@ -65,7 +64,7 @@ def test_steps_in_which_requests_begin_have_graphs_of_their_own():
 
 def test_steps_that_decode_keep_theirs():
     runner = runner_of()
-    assert use_whole_graphs(runner)
+    use_whole_graphs(runner)
     ours, stock = dispatcher_of(runner), dispatcher_of(runner_of())
     for tokens in range(1, AT_ONCE + 1):
         assert ours.dispatch(tokens, uniform_decode=True) == stock.dispatch(tokens, uniform_decode=True)
@@ -75,7 +74,7 @@ def test_steps_that_decode_keep_theirs():
 @pytest.mark.parametrize("adapters", [0, 1])
 def test_all_that_is_dispatched_to_is_captured_by_its_kind(adapters):
     runner = runner_of(adapters=adapters)
-    assert use_whole_graphs(runner)
+    use_whole_graphs(runner)
     ours = dispatcher_of(runner)
     captured = ours.get_capture_descs()
     assert [mode for mode, _ in captured] == [FULL, FULL]
@@ -93,44 +92,40 @@ def test_all_that_is_dispatched_to_is_captured_by_its_kind(adapters):
             assert found == {key for key in keys if key.has_lora == has_lora}
 
 
-@pytest.mark.parametrize("mode", [FULL, PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY, NONE])
-def test_another_mode_that_was_asked_for_stays(mode):
-    runner = runner_of(mode)
-    assert not use_whole_graphs(runner)
-    assert type(runner.cudagraph_dispatcher) is CudagraphDispatcher
-
-
 @pytest.mark.parametrize("mode", [PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY, NONE])
 def test_a_mode_that_vllm_falls_back_to_later_stays(mode):
     runner = runner_of()
-    assert use_whole_graphs(runner)
+    use_whole_graphs(runner)
     assert dispatcher_of(runner, mode).cudagraph_keys == dispatcher_of(runner_of(mode), mode).cudagraph_keys
 
 
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"support": AttentionCGSupport.UNIFORM_BATCH}, "Builder of layers.0.attn takes whole graphs of UNIFORM_BATCH"),
+        ({"support": AttentionCGSupport.UNIFORM_BATCH}, "Builder of layers.0.attn can be captured for UNIFORM_BATCH"),
+        ({"mode": FULL}, "cudagraph_mode is FULL, not FULL_AND_PIECEWISE"),
+        ({"mode": PIECEWISE}, "cudagraph_mode is PIECEWISE"),
+        ({"mode": NONE}, "cudagraph_mode is NONE"),
         ({"cascade": True}, "taken apart"),
         ({"speculated": 2}, "speculated"),
         ({"ranks": 2}, "ranks"),
         ({"encoder": True}, "encoder"),
     ],
 )
-def test_what_cannot_have_them_says_why(monkeypatch, changed, reason):
-    said = []
-    monkeypatch.setattr(graphs, "say_once", said.append)
+def test_what_cannot_have_them_says_why(changed, reason):
     runner = runner_of(**changed)
-    assert not use_whole_graphs(runner)
+    with pytest.raises(
+        ValueError, match=r"^additional_config\.verl_qerl\.graphs='whole' cannot be had: .*stock"
+    ) as error:
+        use_whole_graphs(runner)
+    assert reason in str(error.value)
     assert type(runner.cudagraph_dispatcher) is CudagraphDispatcher
-    (sentence,) = said
-    assert sentence.startswith("steps in which requests begin are launched in pieces: ")
-    assert reason in sentence
 
 
-def test_a_runner_of_another_kind_is_left_alone():
-    assert not use_whole_graphs(SimpleNamespace())
+def test_a_runner_of_another_kind_is_refused():
     runner = runner_of()
-    assert use_whole_graphs(runner)
-    assert not use_whole_graphs(runner)  # once is enough
+    other = SimpleNamespace(vllm_config=runner.vllm_config)
+    with pytest.raises(ValueError, match=r"types\.SimpleNamespace has another dispatcher"):
+        use_whole_graphs(other)
+    use_whole_graphs(runner)
     assert type(runner.cudagraph_dispatcher) is WholeStepDispatcher

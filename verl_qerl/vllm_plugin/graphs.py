@@ -12,8 +12,6 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
-from verl_qerl.vllm_plugin.plans import say_once
-
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 
 
@@ -40,51 +38,49 @@ class WholeStepDispatcher(CudagraphDispatcher):
         return [(mode, keys) for mode, keys in kinds if keys]
 
 
-def why_pieces(vllm_config: Any) -> str | None:
+def why_pieces(runner: Any) -> str | None:
     """Why steps in which requests begin stay in pieces, or None.
 
     Args:
-        vllm_config: Of an engine whose model is loaded.
+        runner: vLLM's GPUModelRunner, with its model loaded.
     """
+    if type(getattr(runner, "cudagraph_dispatcher", None)) is not CudagraphDispatcher:
+        return f"{type(runner).__module__}.{type(runner).__name__} has another dispatcher"
+    config: Any = runner.vllm_config
+    mode = config.compilation_config.cudagraph_mode
     reasons = {
-        "prefixes that sequences share are taken apart": not vllm_config.model_config.disable_cascade_attn,
-        "tokens are speculated": vllm_config.num_speculative_tokens > 0,
-        "ranks of a data-parallel engine agree on their graphs": vllm_config.parallel_config.data_parallel_size > 1,
-        "it has an encoder": vllm_config.model_config.is_encoder_decoder,
+        f"cudagraph_mode is {mode}, not FULL_AND_PIECEWISE": mode != CUDAGraphMode.FULL_AND_PIECEWISE,
+        "prefixes that sequences share are taken apart": not config.model_config.disable_cascade_attn,
+        "tokens are speculated": config.num_speculative_tokens > 0,
+        "ranks of a data-parallel engine agree on their graphs": config.parallel_config.data_parallel_size > 1,
+        "the model has an encoder": config.model_config.is_encoder_decoder,
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
     if reason is not None:
         return reason
-    for name, layer in vllm_config.compilation_config.static_forward_context.items():
+    for name, layer in config.compilation_config.static_forward_context.items():
         if not hasattr(layer, "get_attn_backend"):  # experts
             continue
         builder = layer.get_attn_backend().get_builder_cls()
-        support = builder.get_cudagraph_support(vllm_config, layer.get_kv_cache_spec(vllm_config))
+        support = builder.get_cudagraph_support(config, layer.get_kv_cache_spec(config))
         if support != AttentionCGSupport.ALWAYS:
-            return f"{builder.__name__} of {name} takes whole graphs of {support.name} only"
+            return f"{builder.__name__} of {name} can be captured for {support.name} only"
     return None
 
 
-def use_whole_graphs(runner: Any) -> bool:
-    """Have a model runner capture whole steps, if every attention of its model can be.
-
-    Call it after loading and before graphs are captured.
+def use_whole_graphs(runner: Any) -> None:
+    """Have a model runner capture whole steps. Call it after loading and before graphs are captured.
 
     Args:
         runner: vLLM's GPUModelRunner.
 
-    Returns:
-        Whether it will; if not, and it has graphs at all, why not is said once.
+    Raises:
+        ValueError: It cannot; with the reason.
     """
-    dispatcher = getattr(runner, "cudagraph_dispatcher", None)
-    if type(dispatcher) is not CudagraphDispatcher:
-        return False
-    config = runner.vllm_config
-    if config.compilation_config.cudagraph_mode != CUDAGraphMode.FULL_AND_PIECEWISE:
-        return False
-    reason = why_pieces(config)
+    reason = why_pieces(runner)
     if reason is not None:
-        say_once(f"steps in which requests begin are launched in pieces: {reason}.")
-        return False
-    dispatcher.__class__ = WholeStepDispatcher
-    return True
+        raise ValueError(
+            f"additional_config.verl_qerl.graphs='whole' cannot be had: {reason}. Accepted here is 'stock', the"
+            " default. Leave it out."
+        )
+    runner.cudagraph_dispatcher.__class__ = WholeStepDispatcher

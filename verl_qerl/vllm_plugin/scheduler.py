@@ -52,8 +52,8 @@ def use_roomy_blocks(manager: Any) -> bool:
 class _Gathering(Scheduler):
     """Lets requests that wait begin together, every `prefill_schedule_interval` steps.
 
-    vLLM holds requests back so for the ranks of a data-parallel engine; here that is done for one engine, and also
-    where more wait than there is room for, which is when it pays: whenever an answer ends another request begins.
+    vLLM holds requests back so for the ranks of a data-parallel engine, and for no other. This does it also where more
+    wait than there is room for, which is when it pays: whenever an answer ends another request begins.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -82,12 +82,15 @@ class _AsyncGathering(_Gathering, AsyncScheduler):
 def scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
     """For vLLM's `scheduler_cls`: the scheduler that it would have by itself, over a RoomyKVCacheManager.
 
+    With a `prefill_schedule_interval` above 1 requests begin together, in engines that are not data-parallel too.
+
     Args:
         vllm_config: Of the engine; whether it schedules ahead decides which of vLLM's schedulers this is.
         kwargs: As vLLM's schedulers.
     """
     config = vllm_config.scheduler_config
-    kinds = (_Gathering, _AsyncGathering) if config.prefill_schedule_interval > 1 else (Scheduler, AsyncScheduler)
+    gathers = config.prefill_schedule_interval > 1 and vllm_config.parallel_config.data_parallel_size == 1
+    kinds = (_Gathering, _AsyncGathering) if gathers else (Scheduler, AsyncScheduler)
     made = kinds[config.async_scheduling](vllm_config=vllm_config, **kwargs)
     use_roomy_blocks(made.kv_cache_manager)
     return made

@@ -117,7 +117,7 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
             use_early_starts(model, columns, norms=not fused)
             if options.attention == "auto":
                 use_decode_attention(model)
-        if options.graphs == "auto":
+        if options.graphs == "whole":
             use_whole_graphs(worker.model_runner)
         if options.sampler != "stock":
             use_fused_sampler(worker.model_runner, required=options.sampler == "fused")
