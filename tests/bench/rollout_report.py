@@ -29,18 +29,17 @@ LISTS = {
     "failures": ENGINE,
 }
 BASELINE = "bf16_lora_stock"
-ARMS = (
+_FIRST = (
     "bf16_lora_stock",
     "bf16_lora_ours",
     "nvfp4_lora_stock",
     "fp8_lora_stock",
     "nvfp4_lora_ours",
     "nvfp4_lora_resident",
-    "nvfp4_lora_stock_sampler",
-    *rollout_arms.VARIANTS,
-    "bf16",
-    "nvfp4",
 )
+_WITHOUT = ("bf16", "nvfp4")
+# In the order of the tables: the named ones, others of ours, and at last those without an adapter.
+ARMS = (*_FIRST, *(arm for arm in rollout_arms.ARMS if arm not in _FIRST + _WITHOUT), *_WITHOUT)
 
 
 def header(options: dict[str, Any]) -> dict[str, Any]:
