@@ -33,7 +33,7 @@ def runner_of(mode=BOTH, support=AttentionCGSupport.ALWAYS, adapters=0, **change
         compilation_config=compilation,
         num_speculative_tokens=changed.get("speculated", 0),
         lora_config=SimpleNamespace(max_loras=adapters, specialize_active_lora=False) if adapters else None,
-        scheduler_config=SimpleNamespace(max_num_seqs=AT_ONCE),
+        scheduler_config=SimpleNamespace(max_num_seqs=changed.get("at_once", AT_ONCE)),
         parallel_config=SimpleNamespace(data_parallel_size=changed.get("ranks", 1)),
         model_config=SimpleNamespace(
             disable_cascade_attn=not changed.get("cascade", False), is_encoder_decoder=changed.get("encoder", False)
@@ -71,6 +71,27 @@ def test_steps_that_decode_keep_theirs():
         assert ours.dispatch(tokens, uniform_decode=True)[1].uniform
 
 
+@pytest.mark.parametrize("at_once", [1, 7, 8, 20, 24, 31, 32, 33, 100])
+def test_steps_that_decode_have_graphs_for_any_number_of_sequences(at_once):
+    runner = runner_of(at_once=at_once)
+    use_whole_graphs(runner)
+    ours, stock = dispatcher_of(runner), dispatcher_of(runner_of(at_once=at_once))
+    captured = {(mode, key) for mode, keys in ours.get_capture_descs() for key in keys}
+    shared = 0
+    for tokens in range(1, at_once + 1):
+        found, stocks = (one.dispatch(tokens, uniform_decode=True) for one in (ours, stock))
+        if stocks[0] != PIECEWISE:
+            assert found == stocks
+            continue
+        shared += 1  # with a step in which requests begin
+        assert found in captured
+        assert (found[0], found[1].num_tokens, found[1].uniform) == (FULL, stocks[1].num_tokens, False)
+        assert found[1].num_reqs >= tokens
+    assert shared == {7: 6, 20: 4, 31: 7}.get(at_once, 0)
+    eager = {"valid_modes": {NONE}}
+    assert ours.dispatch(1, uniform_decode=True, **eager) == stock.dispatch(1, uniform_decode=True, **eager)
+
+
 @pytest.mark.parametrize("adapters", [0, 1])
 def test_all_that_is_dispatched_to_is_captured_by_its_kind(adapters):
     runner = runner_of(adapters=adapters)
@@ -86,7 +107,7 @@ def test_all_that_is_dispatched_to_is_captured_by_its_kind(adapters):
     for uniform, keys in ((False, begins), (True, decodes)):
         for has_lora in {False, bool(adapters)}:
             found = {
-                ours.dispatch(tokens, uniform, has_lora, int(has_lora))[1]
+                ours.dispatch(tokens, uniform, has_lora=has_lora, num_active_loras=int(has_lora))[1]
                 for tokens in range(1, (AT_ONCE if uniform else SIZES[-1]) + 1)
             }
             assert found == {key for key in keys if key.has_lora == has_lora}

@@ -19,7 +19,7 @@ class WholeStepDispatcher(CudagraphDispatcher):
     """Knows whole graphs in the place of vLLM's pieces; `use_whole_graphs` makes it of vLLM's."""
 
     def initialize_cudagraph_keys(self, cudagraph_mode: Any, *args: Any, **options: Any) -> None:
-        """As vLLM's; pieces are only left where there are no whole graphs."""
+        """As vLLM's, with whole graphs in the place of pieces."""
         super().initialize_cudagraph_keys(cudagraph_mode, *args, **options)
         if cudagraph_mode != CUDAGraphMode.FULL_AND_PIECEWISE:
             return
@@ -28,6 +28,16 @@ class WholeStepDispatcher(CudagraphDispatcher):
             # With the number of requests, which FlashAttention's schedule of a step is made for.
             whole = self._create_padded_batch_descriptor(key.num_tokens, False, key.has_lora, key.num_active_loras)
             self.add_cudagraph_key(FULL, whole)
+
+    def dispatch(self, num_tokens: int, uniform_decode: bool = False, **options: Any) -> tuple[Any, Any]:
+        """As vLLM's; a step that decodes and has no graph of its own takes the one of any step of its size.
+
+        vLLM has none for more sequences than may run: with 20 at most, 20 would decode in pieces of 24.
+        """
+        found = super().dispatch(num_tokens, uniform_decode, **options)
+        if uniform_decode and found[0] == CUDAGraphMode.NONE:
+            return super().dispatch(num_tokens, False, **options)
+        return found
 
     def get_capture_descs(self) -> list[tuple[Any, list[Any]]]:
         """As vLLM's, which takes a list to be of one kind: steps that only decode apart from the others."""
