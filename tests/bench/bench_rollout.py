@@ -77,6 +77,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=2, help="the best counts")
     parser.add_argument("--realistic", nargs="*", type=int, metavar="N", help="prompts and answers of each; 128 8")
+    parser.add_argument(
+        "--functions", action="store_true", help="a round of --realistic more, to see those of the host"
+    )
     parser.add_argument("--profile", nargs="*", type=int, metavar="BATCH", help="kernels of a decode step; 1 32 256")
     parser.add_argument("--no-fixed", action="store_true", help="leave out what --batches and --new-tokens select")
     parser.add_argument("--max-num-seqs", type=int, default=0, help="of the engine; the largest batch")
@@ -131,7 +134,7 @@ def jobs(args: argparse.Namespace) -> list[dict[str, Any]]:
 def common(args: argparse.Namespace) -> dict[str, Any]:
     """What all engines share."""
     parallel = {"tensor_parallel": args.tensor_parallel}
-    kind = {"eager": args.eager, "log_probs": args.log_probs, "own_process": args.own_process}
+    kind = {name: getattr(args, name) for name in ("eager", "log_probs", "own_process", "functions")}
     return {"repeats": args.repeats, "seconds": args.arm_seconds, **kind, **parallel}
 
 

@@ -29,8 +29,9 @@ from rollout_load import (
     memory_options,
     profile_seconds,
     realistic_seconds,
+    settings,
 )
-from rollout_worker import modules_of, peak_gib, waited, watch
+from rollout_worker import modules_of, peak_gib, sample, sampled, waited, watch
 
 
 def main() -> None:
@@ -131,19 +132,8 @@ class Engine:
 
     def describe(self, seconds: float) -> dict[str, Any]:
         """How the engine runs, for the result file."""
-        config = self._llm.llm_engine.vllm_config
-        return {
-            "startup_s": round(seconds, 1),
-            "quantization": config.model_config.quantization,
-            "async_scheduling": config.scheduler_config.async_scheduling,
-            "max_num_seqs": config.scheduler_config.max_num_seqs,
-            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
-            "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
-            "cudagraph_capture_sizes": config.compilation_config.cudagraph_capture_sizes,
-            "kv_cache_tokens": self._capacity,
-            "prefix_caching": config.cache_config.enable_prefix_caching,
-            "modules": self._llm.collective_rpc(modules_of)[0],
-        }
+        found = {"startup_s": round(seconds, 1), **settings(self._llm.llm_engine.vllm_config)}
+        return found | {"kv_cache_tokens": self._capacity, "modules": self._llm.collective_rpc(modules_of)[0]}
 
     def report(self, event: str, **data: Any) -> None:
         """Append an event; flushed, since this process may be killed."""
@@ -245,6 +235,11 @@ class Engine:
             share = None if host is None else host / seconds
             self._row(batch, prompt, "realistic", tokens_per_s=sum(lengths) / seconds, host_share=share)
             taken = {"rounds_s": [round(one, 2) for one, _, _ in rounds], "kinds": kinds}
+            self.report("steps", steps=self._key(batch, prompt, "realistic") | taken)
+        if self._job["functions"]:
+            self._llm.collective_rpc(sample)
+            self._generate(inputs, lengths)
+            taken["functions"] = self._llm.collective_rpc(sampled)[0]
             self.report("steps", steps=self._key(batch, prompt, "realistic") | taken)
 
     def profile(self, batch: int, prompt: int) -> None:

@@ -63,6 +63,19 @@ def memory_options(shape: Any, linear_bytes: float, ranks: int, sequences: int, 
     return {"gpu_memory_utilization": 0.92}
 
 
+def settings(config: Any) -> dict[str, Any]:
+    """Of vLLM's configuration: how an engine runs, for the result file."""
+    return {
+        "quantization": config.model_config.quantization,
+        "async_scheduling": config.scheduler_config.async_scheduling,
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+        "cudagraph_capture_sizes": config.compilation_config.cudagraph_capture_sizes,
+        "prefix_caching": config.cache_config.enable_prefix_caching,
+    }
+
+
 def step_seconds(shape: Any, batch: int) -> float:
     """Of one decode step."""
     return (1.2e-3 + 0.35e-12 * shape.weight_bytes(2.0)) * (1 + max(0, batch - 32) / 160)

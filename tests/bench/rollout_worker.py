@@ -41,3 +41,13 @@ def waited(worker: Any) -> tuple[float | None, list[dict[str, Any]]]:
     """Seconds that this worker has waited for its GPU so far, and the kinds of its steps since this was called last."""
     waiting = worker.bench_waiting
     return waiting.seconds, host_time.by_kind(waiting.taken())
+
+
+def sample(worker: Any) -> None:
+    """Look from now on at what the thread of this worker does, which may be the engine's."""
+    worker.bench_sampler = host_time.Sampler()
+
+
+def sampled(worker: Any) -> dict[str, list[float]]:
+    """What was seen since `sample`."""
+    return worker.bench_sampler.stop()

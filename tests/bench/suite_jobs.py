@@ -107,6 +107,7 @@ def _tests(name: str, folders: str) -> Job:
 _OURS_AND_STOCK = "nvfp4_lora_ours bf16_lora_stock"
 _ARMS = f"{_OURS_AND_STOCK} bf16_lora_ours nvfp4_lora_stock fp8_lora_stock"
 _ATTENTION = " ".join(("nvfp4_lora_ours", *rollout_arms.ATTENTION))
+_GRAPHS = "nvfp4_lora_whole_graphs nvfp4_lora_gathering_8"
 _NVFP4 = f"+rollout=nvfp4 {_LORA}"
 _SHARDED = f"{_NVFP4} {_NOISE} {_PACKED}.shard_base=true trainer.n_gpus_per_node=2"
 _GSM8K = "DATA=gsm8k BATCH=32 STEPS=30 LR=2e-4 KV_BYTES=4000000000"
@@ -144,6 +145,13 @@ JOBS = (
         120,
     ),
     _rollout("rollout_7b", "7B", _OURS_AND_STOCK, "1 8 32 64 128 256", "--realistic"),
+    _rollout(
+        "rollout_7b_graphs",
+        "7B",
+        f"{_GRAPHS} {_OURS_AND_STOCK}",
+        "256",
+        "--no-fixed --realistic --own-process --functions",
+    ),
     Job(
         "actor_ranks",
         "training passes of 7B on all GPUs",
@@ -177,7 +185,7 @@ JOBS = (
     _rollout("rollout_7b_arms", "7B", _ARMS, "1 32 64 128 256", "--realistic"),
     _rollout("rollout_7b_attention", "7B", _ATTENTION, "1 64 256", "--prompts 256 1024"),
     _rollout("rollout_7b_profile", "7B", "nvfp4_lora_ours", "1", "--no-fixed --profile 1 32 64 256"),
-    _rollout("rollout_32b_realistic", "32B", _OURS_AND_STOCK, "256", "--no-fixed --realistic"),
+    _rollout("rollout_32b_realistic", "32B", _OURS_AND_STOCK, "256", "--no-fixed --realistic 32 8"),
     _tests("tests_kernels", "tests/kernels"),
     _tests("tests_vllm", "tests/vllm_plugin"),
     _tests("tests", "tests --ignore=tests/kernels --ignore=tests/vllm_plugin"),

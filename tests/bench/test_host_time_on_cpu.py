@@ -1,5 +1,6 @@
 """What an engine waits for is seen in vLLM's own classes, over events that take their time."""
 
+import sys
 import time
 from types import SimpleNamespace
 
@@ -100,6 +101,28 @@ def test_steps_are_added_up_by_their_kind():
         {"begins": False, "tokens": 256, "steps": 2, "seconds": 3.0, "host_s": 2.0},
         {"begins": True, "tokens": None, "steps": 1, "seconds": 3.0, "host_s": 3.0},
     ]
+
+
+def test_what_a_thread_does_is_seen_without_it():
+    def spin(seconds):
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            pass
+
+    def outer():
+        spin(0.3)
+        time.sleep(0.1)
+
+    switches = sys.getswitchinterval()
+    sampler = host_time.Sampler()
+    outer()
+    found = sampler.stop()
+    assert sys.getswitchinterval() == switches
+    spun, whole = (next(found[name] for name in found if name.endswith(end)) for end in (":spin", ":outer"))
+    assert 0.6 < spun[0] < 0.85
+    assert whole[1] > 0.95
+    assert 0.15 < whole[0] < 0.4  # that it slept
+    assert list(found) == sorted(found, key=lambda name: -found[name][1])
 
 
 def test_functions_have_the_time_of_a_step():
