@@ -113,8 +113,9 @@ def test_few_that_run_are_joined_at_once(vllm, engines):
 def test_an_engine_that_schedules_ahead_keeps_doing_so(monkeypatch):
     from verl_qerl.vllm_plugin import scheduler
 
-    made = []
-    for kind in ("Scheduler", "AsyncScheduler", "_Gathering", "_AsyncGathering"):
+    made, stocks = [], ["Scheduler", "AsyncScheduler"]
+    gathering = ["GatheringScheduler", "AsyncGatheringScheduler"]
+    for kind in (*stocks, *gathering):
         monkeypatch.setattr(
             scheduler, kind, lambda kind=kind, **_: made.append(kind) or SimpleNamespace(kv_cache_manager=None)
         )
@@ -123,7 +124,6 @@ def test_an_engine_that_schedules_ahead_keeps_doing_so(monkeypatch):
         config = SimpleNamespace(async_scheduling=ahead, prefill_schedule_interval=interval)
         parallel = SimpleNamespace(data_parallel_size=ranks)
         scheduler.scheduler(SimpleNamespace(scheduler_config=config, parallel_config=parallel))
-    stocks = ["Scheduler", "AsyncScheduler"]
-    assert made == [*stocks, "_Gathering", "_AsyncGathering", *stocks * 2]
+    assert made == [*stocks, *gathering, *stocks * 2]
     monkeypatch.undo()
-    assert issubclass(scheduler._AsyncGathering, scheduler.AsyncScheduler)
+    assert issubclass(scheduler.AsyncGatheringScheduler, scheduler.AsyncScheduler)

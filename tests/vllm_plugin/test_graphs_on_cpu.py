@@ -1,8 +1,10 @@
 """Which graphs a step is dispatched to, in vLLM's own dispatcher; what they compute is test_graphs.py's."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
@@ -11,6 +13,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from verl_qerl.vllm_plugin.graphs import WholeStepDispatcher, use_whole_graphs
+from verl_qerl.vllm_plugin.worker import prepare_model
 
 BOTH, FULL, PIECEWISE, NONE = (CUDAGraphMode[name] for name in ("FULL_AND_PIECEWISE", "FULL", "PIECEWISE", "NONE"))
 AT_ONCE, SIZES = 16, [1, 8, 16, 24, 32]
@@ -150,3 +153,14 @@ def test_a_runner_of_another_kind_is_refused():
         use_whole_graphs(other)
     use_whole_graphs(runner)
     assert type(runner.cudagraph_dispatcher) is WholeStepDispatcher
+
+
+@pytest.mark.parametrize("graphs", [None, "stock", "whole"])
+def test_they_are_for_those_who_ask(graphs):
+    runner = SimpleNamespace(get_model=lambda: torch.nn.Linear(1, 1))
+    worker = SimpleNamespace(load_model=lambda: None, model_runner=runner)
+    options = {"sampler": "stock"} | ({"graphs": graphs} if graphs else {})
+    prepare_model(worker, SimpleNamespace(additional_config={"verl_qerl": options}))
+    refused = pytest.raises(ValueError, match=r"graphs='whole' cannot be had: .* has another dispatcher")
+    with refused if graphs == "whole" else contextlib.nullcontext():
+        worker.load_model()

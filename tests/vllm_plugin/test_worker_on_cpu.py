@@ -236,15 +236,6 @@ def test_where_results_must_not_depend_on_the_batch_vllms_own_paths_stay(monkeyp
             prepare_model(worker, Config({"verl_qerl": option}))
 
 
-def test_whole_graphs_are_for_those_who_ask():
-    for options in ({}, {"graphs": "stock"}, {"graphs": "whole"}):
-        worker = Worker(torch.nn.Linear(1, 1))
-        prepare_model(worker, Config({"verl_qerl": options}))
-        refused = pytest.raises(ValueError, match=r"graphs='whole' cannot be had: .* has another dispatcher")
-        with refused if options.get("graphs") == "whole" else contextlib.nullcontext():
-            worker.load_model()
-
-
 def test_options_of_the_noise_are_those_of_aqn():
     with pytest.raises(ValueError, match=r"unknown option aqn\.sigma"):
         prepare_model(Worker(None), Config({"verl_qerl": {"aqn": {"sigma": 1}}}))

@@ -5,7 +5,7 @@ changes there fourteen times of sixteen, which takes vLLM some 5 us to find out:
 schedule()'s on one core, and are 1.09 (tests/bench/results/cpu/schedule.json; patches/vllm/0002). A small model's GPU
 waits meanwhile.
 
-Where vLLM's `prefill_schedule_interval` is set, requests begin together, once in so many steps.
+Where vLLM's `prefill_schedule_interval` is set, it is one of gathering.py.
 """
 
 from typing import Any
@@ -15,9 +15,10 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
+from verl_qerl.vllm_plugin.gathering import AsyncGatheringScheduler, GatheringScheduler
+
 # What schedule() says of a running request: no tokens of a draft. Of one that begins it says more.
 _OF_RUNNING = {"num_lookahead_tokens": 0}
-_LEAST_RUNNING = 32  # of fewer, one that waits is missed more than its step costs
 
 
 class RoomyKVCacheManager(KVCacheManager):
@@ -51,36 +52,6 @@ def use_roomy_blocks(manager: Any) -> bool:
     return True
 
 
-class _Gathering(Scheduler):
-    """Lets requests that wait begin together, every `prefill_schedule_interval` steps.
-
-    vLLM holds requests back so for the ranks of a data-parallel engine, and for no other. This does it also where more
-    wait than there is room for, which is when it pays: whenever an answer ends another request begins.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._to_hold = 0
-
-    def schedule(self, throttle_prefills: bool = False) -> Any:
-        """As vLLM's."""
-        held = self._to_hold > 0 and len(self.running) >= _LEAST_RUNNING
-        if held:
-            self.prefill_capacity_bound = False  # else vLLM holds nothing back while the engine is full
-        found = super().schedule(throttle_prefills or held)
-        began = found.scheduled_new_reqs or found.scheduled_cached_reqs.resumed_req_ids
-        # A step that is as large as may be leaves prompts behind, which the next one takes in the same way.
-        if began and found.total_num_scheduled_tokens < self.max_num_scheduled_tokens:
-            self._to_hold = self.scheduler_config.prefill_schedule_interval - 1
-        else:
-            self._to_hold = max(0, self._to_hold - 1)
-        return found
-
-
-class _AsyncGathering(_Gathering, AsyncScheduler):
-    pass
-
-
 def scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
     """For vLLM's `scheduler_cls`: the scheduler that it would have by itself, over a RoomyKVCacheManager.
 
@@ -92,7 +63,7 @@ def scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
     """
     config = vllm_config.scheduler_config
     gathers = config.prefill_schedule_interval > 1 and vllm_config.parallel_config.data_parallel_size == 1
-    kinds = (_Gathering, _AsyncGathering) if gathers else (Scheduler, AsyncScheduler)
+    kinds = (GatheringScheduler, AsyncGatheringScheduler) if gathers else (Scheduler, AsyncScheduler)
     made = kinds[config.async_scheduling](vllm_config=vllm_config, **kwargs)
     use_roomy_blocks(made.kv_cache_manager)
     return made
