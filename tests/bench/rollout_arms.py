@@ -80,9 +80,12 @@ VARIANTS = {
     name: dataclasses.replace(ARMS["nvfp4_lora_ours"], options={**ours(), "attention_config": options})
     for name, options in ATTENTION.items()
 }
-for interval in (4, 8, 16):
-    options = ours() | {"prefill_schedule_interval": interval}
-    VARIANTS[f"nvfp4_lora_gathering_{interval}"] = dataclasses.replace(ARMS["nvfp4_lora_ours"], options=options)
+VARIANTS |= {
+    f"nvfp4_lora_gathering_{steps}": dataclasses.replace(
+        ARMS["nvfp4_lora_ours"], options=ours() | {"prefill_schedule_interval": steps}
+    )
+    for steps in (4, 8, 16)
+}
 ARMS |= VARIANTS
 
 

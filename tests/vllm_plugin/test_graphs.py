@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 
+from verl_qerl import testing
+
 pytest.importorskip("vllm")
 pytestmark = [
     pytest.mark.gpu,
@@ -54,8 +56,16 @@ if __name__ == "__main__":
 """
 
 
-def test_steps_in_which_requests_begin_are_whole_graphs(random_qwen2, run_script):
-    ours, stock = (run_script(SCRIPT, str(random_qwen2), json.dumps(options)) for options in ({"graphs": "whole"}, {}))
+@pytest.fixture
+def model(tmp_path):
+    """With random weights, and heads of 128 columns as those of 7B and more: FlashAttention's tiles depend on them."""
+    sizes = {"vocab_size": 1024, "hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 4}
+    testing.random_qwen2(num_attention_heads=8, num_key_value_heads=2, **sizes).save_pretrained(tmp_path / "bf16")
+    return tmp_path / "bf16"
+
+
+def test_steps_in_which_requests_begin_are_whole_graphs(model, run_script):
+    ours, stock = (run_script(SCRIPT, str(model), json.dumps(options)) for options in ({"graphs": "whole"}, {}))
     assert set(stock["modes"]) == {"FULL decodes", "PIECEWISE decodes", "PIECEWISE begins", "NONE begins"}
     assert set(ours["modes"]) == {"FULL decodes", "FULL begins", "NONE begins"}
     assert ours["modes"]["FULL begins"] == stock["modes"]["PIECEWISE begins"] > 20
@@ -66,7 +76,7 @@ def test_steps_in_which_requests_begin_are_whole_graphs(random_qwen2, run_script
         for (token, log_prob), (its_token, its_log_prob) in zip(one, other, strict=True):
             total += 1
             # Both round weights and results to bf16; FlashAttention may split sequences in other places.
-            assert abs(log_prob - its_log_prob) < 0.02
+            assert abs(log_prob - its_log_prob) < 0.03  # keys of a neighbour would make it 0.2 on average
             if token != its_token:
                 break  # two of random weights nearly as probable: what follows is another text
             agreed += 1
