@@ -55,7 +55,10 @@ def why_pieces(runner: Any) -> str | None:
         runner: vLLM's GPUModelRunner, with its model loaded.
     """
     if type(getattr(runner, "cudagraph_dispatcher", None)) is not CudagraphDispatcher:
-        return f"{type(runner).__module__}.{type(runner).__name__} has another dispatcher"
+        name = f"{type(runner).__module__}.{type(runner).__name__}"
+        return (
+            f"{name} has another dispatcher (with VLLM_USE_V2_MODEL_RUNNER=0 vLLM runs the model runner that is known)"
+        )
     config: Any = runner.vllm_config
     mode = config.compilation_config.cudagraph_mode
     reasons = {
