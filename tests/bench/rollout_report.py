@@ -182,7 +182,8 @@ def table(title: str, rows: list[dict], field: str, ratio: Callable[[float, floa
     if not values:
         return ""
     batches = sorted({batch for _, batch in values})
-    arms = [arm for arm in ARMS if any((arm, batch) in values for batch in batches)]
+    found = dict.fromkeys(arm for arm, _ in values)
+    arms = [*(arm for arm in ARMS if arm in found), *(arm for arm in found if arm not in ARMS)]  # some had other names
     lines = [f"| arm, batch | {' | '.join(map(str, batches))} |", "|---|" + "---|" * len(batches)]
     for arm in arms:
         cells = [cell(values.get((arm, batch)), values.get((BASELINE, batch)), ratio) for batch in batches]

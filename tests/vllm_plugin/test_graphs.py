@@ -65,19 +65,21 @@ def model(tmp_path):
 
 
 def test_steps_in_which_requests_begin_are_whole_graphs(model, run_script):
-    ours, stock = (run_script(SCRIPT, str(model), json.dumps(options)) for options in ({"graphs": "whole"}, {}))
+    ours, stock = (run_script(SCRIPT, str(model), json.dumps(options)) for options in ({}, {"graphs": "stock"}))
+    differences, total = [], 0
+    for one, other in zip(ours["decoded"], stock["decoded"], strict=True):
+        total += len(one)
+        for (token, log_prob), (its_token, its_log_prob) in zip(one, other, strict=True):
+            differences.append(abs(log_prob - its_log_prob))
+            if token != its_token:
+                break  # two of random weights nearly as probable: what follows is another text
+    print(ours["modes"], stock["modes"], f"{len(differences)} of {total} tokens, {max(differences)} at most")
     assert set(stock["modes"]) == {"FULL decodes", "PIECEWISE decodes", "PIECEWISE begins", "NONE begins"}
     assert set(ours["modes"]) == {"FULL decodes", "FULL begins", "NONE begins"}
     assert ours["modes"]["FULL begins"] == stock["modes"]["PIECEWISE begins"] > 20
     assert ours["modes"]["FULL decodes"] == stock["modes"]["FULL decodes"] + stock["modes"]["PIECEWISE decodes"]
     assert ours["repeats"]
-    agreed = total = 0
-    for one, other in zip(ours["decoded"], stock["decoded"], strict=True):
-        for (token, log_prob), (its_token, its_log_prob) in zip(one, other, strict=True):
-            total += 1
-            # Both round weights and results to bf16; FlashAttention may split sequences in other places.
-            assert abs(log_prob - its_log_prob) < 0.03  # keys of a neighbour would make it 0.2 on average
-            if token != its_token:
-                break  # two of random weights nearly as probable: what follows is another text
-            agreed += 1
-    assert agreed > 0.97 * total
+    # Both round weights and results to bf16; FlashAttention may split sequences in other places. Keys of a neighbour
+    # would make it 0.2 on average.
+    assert max(differences) < 0.03
+    assert len(differences) > 0.97 * total

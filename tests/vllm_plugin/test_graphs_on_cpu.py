@@ -1,6 +1,5 @@
 """Which graphs a step is dispatched to, in vLLM's own dispatcher; what they compute is test_graphs.py's."""
 
-import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -42,7 +41,8 @@ def runner_of(mode=BOTH, support=AttentionCGSupport.ALWAYS, adapters=0, **change
             disable_cascade_attn=not changed.get("cascade", False), is_encoder_decoder=changed.get("encoder", False)
         ),
     )
-    return SimpleNamespace(vllm_config=config, cudagraph_dispatcher=CudagraphDispatcher(config))
+    cuda = torch.device("cuda")
+    return SimpleNamespace(vllm_config=config, cudagraph_dispatcher=CudagraphDispatcher(config), device=cuda)
 
 
 def dispatcher_of(runner, mode=BOTH):
@@ -155,12 +155,37 @@ def test_a_runner_of_another_kind_is_refused():
     assert type(runner.cudagraph_dispatcher) is WholeStepDispatcher
 
 
-@pytest.mark.parametrize("graphs", [None, "stock", "whole"])
-def test_they_are_for_those_who_ask(graphs):
-    runner = SimpleNamespace(get_model=lambda: torch.nn.Linear(1, 1))
+def test_where_they_are_not_asked_for_vllms_stay_and_the_log_has_the_reason(caplog):
+    said = "begin have no CUDA graphs of their own: tokens are speculated"
+    runner = runner_of(speculated=3)
+    use_whole_graphs(runner, required=False)
+    assert caplog.text.count(said) == 1
+    chosen = runner_of(mode=PIECEWISE)  # by the user
+    host = runner_of()
+    host.device = torch.device("cpu")
+    for other in (chosen, host):
+        use_whole_graphs(other, required=False)
+    assert caplog.text.count("CUDA graphs") == 1
+    assert {type(one.cudagraph_dispatcher) for one in (runner, chosen, host)} == {CudagraphDispatcher}
+    use_whole_graphs(runner_of(), required=False)
+    assert caplog.text.count("CUDA graphs") == 1
+
+
+@pytest.mark.parametrize("graphs", [None, "auto", "stock", "whole"])
+def test_an_engine_has_them_unless_it_is_told_not_to(graphs):
+    runner = runner_of()
+    runner.get_model = lambda: torch.nn.Linear(1, 1)
     worker = SimpleNamespace(load_model=lambda: None, model_runner=runner)
     options = {"sampler": "stock"} | ({"graphs": graphs} if graphs else {})
     prepare_model(worker, SimpleNamespace(additional_config={"verl_qerl": options}))
-    refused = pytest.raises(ValueError, match=r"graphs='whole' cannot be had: .* has another dispatcher")
-    with refused if graphs == "whole" else contextlib.nullcontext():
+    worker.load_model()
+    kind = CudagraphDispatcher if graphs == "stock" else WholeStepDispatcher
+    assert type(runner.cudagraph_dispatcher) is kind
+
+
+def test_an_engine_that_must_have_them_and_cannot_does_not_start():
+    runner = SimpleNamespace(get_model=lambda: torch.nn.Linear(1, 1))
+    worker = SimpleNamespace(load_model=lambda: None, model_runner=runner)
+    prepare_model(worker, SimpleNamespace(additional_config={"verl_qerl": {"sampler": "stock", "graphs": "whole"}}))
+    with pytest.raises(ValueError, match=r"graphs='whole' cannot be had: .* has another dispatcher"):
         worker.load_model()

@@ -37,7 +37,7 @@ def test_options_are_read():
         ({"lm_head": "FP8"}, r"additional_config\.verl_qerl\.lm_head='FP8'.*bf16, fp8"),
         ({"sampler": "fast"}, r"additional_config\.verl_qerl\.sampler='fast'.*auto, fused, stock"),
         ({"attention": "fast"}, r"additional_config\.verl_qerl\.attention='fast'.*auto, stock"),
-        ({"graphs": "auto"}, r"additional_config\.verl_qerl\.graphs='auto'.*stock, whole"),
+        ({"graphs": "full"}, r"additional_config\.verl_qerl\.graphs='full'.*auto, whole, stock"),
         ({"early_starts": 0}, r"additional_config\.verl_qerl\.early_starts=0.*true and false"),
         ({"resident": "yes"}, r"additional_config\.verl_qerl\.resident='yes'.*true and false"),
         ({"keep_base_resident": 1}, r"additional_config\.verl_qerl\.keep_base_resident=1.*true and false"),

@@ -12,6 +12,8 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
+from verl_qerl.vllm_plugin.plans import say_once
+
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 
 
@@ -81,19 +83,26 @@ def why_pieces(runner: Any) -> str | None:
     return None
 
 
-def use_whole_graphs(runner: Any) -> None:
+def use_whole_graphs(runner: Any, required: bool = True) -> None:
     """Have a model runner capture whole steps. Call it after loading and before graphs are captured.
 
     Args:
         runner: vLLM's GPUModelRunner.
+        required: Else on a GPU only, and vLLM's graphs stay where whole ones cannot be had: the log has the reason,
+            unless it is the `cudagraph_mode` that was asked for.
 
     Raises:
-        ValueError: It cannot; with the reason.
+        ValueError: They are required and cannot be had; with the reason.
     """
+    if not required and runner.device.type != "cuda":
+        return
     reason = why_pieces(runner)
-    if reason is not None:
+    if reason is None:
+        runner.cudagraph_dispatcher.__class__ = WholeStepDispatcher
+    elif required:
         raise ValueError(
-            f"additional_config.verl_qerl.graphs='whole' cannot be had: {reason}. Accepted here is 'stock', the"
-            " default. Leave it out."
+            f"additional_config.verl_qerl.graphs='whole' cannot be had: {reason}. Accepted here are 'auto', the"
+            " default, and 'stock'. Leave it out."
         )
-    runner.cudagraph_dispatcher.__class__ = WholeStepDispatcher
+    elif runner.vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE:
+        say_once(f"steps in which requests begin have no CUDA graphs of their own: {reason}.")

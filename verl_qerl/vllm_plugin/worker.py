@@ -117,8 +117,8 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
             use_early_starts(model, columns, norms=not fused)
             if options.attention == "auto":
                 use_decode_attention(model)
-        if options.graphs == "whole":
-            use_whole_graphs(worker.model_runner)
+        if options.graphs != "stock":
+            use_whole_graphs(worker.model_runner, required=options.graphs == "whole")
         if options.sampler != "stock":
             use_fused_sampler(worker.model_runner, required=options.sampler == "fused")
 
@@ -130,14 +130,16 @@ def _batch_invariant(options: RolloutOptions, vllm_config: Any) -> RolloutOption
     asked = asked_of_vllm(vllm_config)
     if asked != "VLLM_BATCH_INVARIANT=1":
         return options
-    for name, value in (("sampler", "fused"), ("lm_head", "fp8")):
+    for name, value in (("sampler", "fused"), ("lm_head", "fp8"), ("graphs", "whole")):
         if getattr(options, name) == value:
             raise ValueError(
                 f"additional_config.verl_qerl.{name}={value!r} does not go together with {asked}: its results depend"
                 " on the batch. Accepted is the default. Leave one of them out."
             )
-    logger.warning("verl_qerl: LoRA, the sampler and attention stay vLLM's: %s, and ours depend on the batch.", asked)
-    return replace(options, lora="stock", sampler="stock", attention="stock")
+    logger.warning(
+        "verl_qerl: LoRA, the sampler, attention and CUDA graphs stay vLLM's: %s, and ours depend on the batch.", asked
+    )
+    return replace(options, lora="stock", sampler="stock", attention="stock", graphs="stock")
 
 
 def _compile_apart(vllm_config: Any) -> dict[str, Any]:
