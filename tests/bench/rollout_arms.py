@@ -80,12 +80,6 @@ VARIANTS = {
     name: dataclasses.replace(ARMS["nvfp4_lora_ours"], options={**ours(), "attention_config": options})
     for name, options in ATTENTION.items()
 }
-VARIANTS |= {
-    f"nvfp4_lora_gathering_{steps}": dataclasses.replace(
-        ARMS["nvfp4_lora_ours"], options=ours() | {"prefill_schedule_interval": steps}
-    )
-    for steps in (4, 8, 16)
-}
 ARMS |= VARIANTS
 
 

@@ -107,7 +107,6 @@ def _tests(name: str, folders: str) -> Job:
 _OURS_AND_STOCK = "nvfp4_lora_ours bf16_lora_stock"
 _ARMS = f"{_OURS_AND_STOCK} bf16_lora_ours nvfp4_lora_stock fp8_lora_stock"
 _ATTENTION = " ".join(("nvfp4_lora_ours", *rollout_arms.ATTENTION))
-_GRAPHS = "nvfp4_lora_stock_graphs nvfp4_lora_gathering_8"
 _NVFP4 = f"+rollout=nvfp4 {_LORA}"
 _SHARDED = f"{_NVFP4} {_NOISE} {_PACKED}.shard_base=true trainer.n_gpus_per_node=2"
 _GSM8K = "DATA=gsm8k BATCH=32 STEPS=30 LR=2e-4 KV_BYTES=4000000000"
@@ -148,7 +147,7 @@ JOBS = (
     _rollout(
         "rollout_7b_graphs",
         "7B",
-        f"{_GRAPHS} {_OURS_AND_STOCK}",
+        f"{_OURS_AND_STOCK} nvfp4_lora_stock_graphs",
         "256",
         "--no-fixed --realistic --own-process --functions",
     ),

@@ -4,8 +4,6 @@ schedule() asks KVCacheManager.allocate_slots about each running request in each
 changes there fourteen times of sixteen, which takes vLLM some 5 us to find out: at 256 sequences 1.77 ms of a step were
 schedule()'s on one core, and are 1.09 (tests/bench/results/cpu/schedule.json; patches/vllm/0002). A small model's GPU
 waits meanwhile.
-
-Where vLLM's `prefill_schedule_interval` is set, it is one of gathering.py.
 """
 
 from typing import Any
@@ -14,8 +12,6 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-
-from verl_qerl.vllm_plugin.gathering import AsyncGatheringScheduler, GatheringScheduler
 
 # What schedule() says of a running request: no tokens of a draft. Of one that begins it says more.
 _OF_RUNNING = {"num_lookahead_tokens": 0}
@@ -55,15 +51,11 @@ def use_roomy_blocks(manager: Any) -> bool:
 def scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
     """For vLLM's `scheduler_cls`: the scheduler that it would have by itself, over a RoomyKVCacheManager.
 
-    With a `prefill_schedule_interval` above 1 requests begin together, in engines that are not data-parallel too.
-
     Args:
         vllm_config: Of the engine; whether it schedules ahead decides which of vLLM's schedulers this is.
         kwargs: As vLLM's schedulers.
     """
-    config = vllm_config.scheduler_config
-    gathers = config.prefill_schedule_interval > 1 and vllm_config.parallel_config.data_parallel_size == 1
-    kinds = (GatheringScheduler, AsyncGatheringScheduler) if gathers else (Scheduler, AsyncScheduler)
-    made = kinds[config.async_scheduling](vllm_config=vllm_config, **kwargs)
+    kind = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    made = kind(vllm_config=vllm_config, **kwargs)
     use_roomy_blocks(made.kv_cache_manager)
     return made
