@@ -36,7 +36,11 @@ def runner_of(mode=BOTH, support=AttentionCGSupport.ALWAYS, adapters=0, **change
         num_speculative_tokens=changed.get("speculated", 0),
         lora_config=SimpleNamespace(max_loras=adapters, specialize_active_lora=False) if adapters else None,
         scheduler_config=SimpleNamespace(max_num_seqs=changed.get("at_once", AT_ONCE)),
-        parallel_config=SimpleNamespace(data_parallel_size=changed.get("ranks", 1)),
+        parallel_config=SimpleNamespace(
+            data_parallel_size=changed.get("ranks", 1),
+            decode_context_parallel_size=changed.get("sharing", 1),
+            prefill_context_parallel_size=1,
+        ),
         model_config=SimpleNamespace(
             disable_cascade_attn=not changed.get("cascade", False), is_encoder_decoder=changed.get("encoder", False)
         ),
@@ -132,7 +136,8 @@ def test_a_mode_that_vllm_falls_back_to_later_stays(mode):
         ({"mode": NONE}, "cudagraph_mode is NONE"),
         ({"cascade": True}, "taken apart"),
         ({"speculated": 2}, "speculated"),
-        ({"ranks": 2}, "ranks"),
+        ({"ranks": 2}, "ranks of a data-parallel engine"),
+        ({"sharing": 2}, "ranks share the keys"),
         ({"encoder": True}, "encoder"),
     ],
 )

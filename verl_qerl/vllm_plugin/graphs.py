@@ -62,12 +62,16 @@ def why_pieces(runner: Any) -> str | None:
             f"{name} has another dispatcher (with VLLM_USE_V2_MODEL_RUNNER=0 vLLM runs the model runner that is known)"
         )
     config: Any = runner.vllm_config
+    parallel = config.parallel_config
     mode = config.compilation_config.cudagraph_mode
     reasons = {
         f"cudagraph_mode is {mode}, not FULL_AND_PIECEWISE": mode != CUDAGraphMode.FULL_AND_PIECEWISE,
         "prefixes that sequences share are taken apart": not config.model_config.disable_cascade_attn,
         "tokens are speculated": config.num_speculative_tokens > 0,
-        "ranks of a data-parallel engine agree on their graphs": config.parallel_config.data_parallel_size > 1,
+        "ranks of a data-parallel engine agree on their graphs": parallel.data_parallel_size > 1,
+        "ranks share the keys of a sequence": (
+            max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1
+        ),
         "the model has an encoder": config.model_config.is_encoder_decoder,
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
