@@ -19,12 +19,14 @@ OF_THE_YAML = {
     "seed": 2,
 }
 SERVER = """
-import asyncio, json, sys
+import asyncio, json, os, sys
 import ray
 from types import SimpleNamespace
 import verl.workers.rollout.replica as replica
 from verl_qerl.verl_plugin import rollout
 light = "vllm" not in sys.modules
+from vllm import envs
+from verl_qerl.verl_plugin.rollout_options import WORKER_EXTENSION
 found = replica.get_rollout_replica_class("vllm")
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 vLLMReplica.__init__ = lambda self, *args: None
@@ -55,6 +57,15 @@ def described(custom):
     kwargs = {"hf_overrides": {"a": 1}}
     server._preprocess_engine_kwargs(kwargs)
     return kwargs["hf_overrides"]
+
+def runner_of(extension, named=None):
+    os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+    if named:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = named
+    server = Server.__new__(Server)
+    server.config = SimpleNamespace(custom=None, checkpoint_engine=None)
+    server._preprocess_engine_kwargs({"worker_extension_cls": extension} if extension else {})
+    return envs.VLLM_USE_V2_MODEL_RUNNER
 
 class Busy:
     qerl_ended = Server.qerl_ended
@@ -96,6 +107,7 @@ print(json.dumps({
     "ours": described({"qerl": {"base": "nvfp4"}}).get("quantization_config", {}).get("ignore"),
     "stock": [described(None), described({}), described({"qerl": None}), described({"other": 1})],
     "others": sorted(name for name in replica.RolloutReplicaRegistry._registry),
+    "runners": [runner_of(WORKER_EXTENSION), runner_of(WORKER_EXTENSION, "1"), runner_of(None), runner_of("other.Own")],
     "again": issubclass(replica.get_rollout_replica_class("vllm"), vLLMReplica),
 }))
 """
@@ -204,6 +216,8 @@ def test_the_name_vllm_is_our_replica_with_our_server(server):
     assert "QerlServer" in server["server"][1]
     assert {"vllm", "sglang", "trtllm"} <= set(server["others"])
     assert server["again"]
+    # vLLM's V1 model runner for a worker of ours, unless the environment names one.
+    assert server["runners"] == [False, True, None, None]
 
 
 @needs_hosts

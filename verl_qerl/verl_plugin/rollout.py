@@ -1,6 +1,7 @@
 """verl's vLLM replica with a server that adapts to our checkpoints and returns what its workers answer."""
 
 import json
+import logging
 import os
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from verl_qerl.formats import WeightFormat, get_format
 from verl_qerl.formats.packed_stream import check_held, packed_names
 from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE, ignored_modules, is_linear_weight
 from verl_qerl.nvfp4.stream import Source, open_source
+from verl_qerl.verl_plugin.rollout_options import WORKER_EXTENSION
 from verl_qerl.vllm_plugin.final_outputs import FinalOutputs
 
 if TYPE_CHECKING:
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 else:
     _Server = object  # mixed into verl's, whose import brings vLLM
 
+logger = logging.getLogger(__name__)
+
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # of the environment
 # Ray calls this group beside the requests, however many wait for their turn.
 _HEALTH = "verl_qerl_health"
 
@@ -132,10 +137,23 @@ def _load_server() -> type:
 
         def _preprocess_engine_kwargs(self, engine_kwargs: dict) -> None:
             super()._preprocess_engine_kwargs(engine_kwargs)
+            if engine_kwargs.get("worker_extension_cls") == WORKER_EXTENSION:
+                choose_runner()
             if self.qerl_base is not None:
                 describe_checkpoint(engine_kwargs, self.model_config.local_path, self.qerl_base)
 
     return QerlServer
+
+
+def choose_runner() -> None:
+    """Have the engines of this process run vLLM's V1 model runner, unless the environment names one.
+
+    vLLM 0.24.0 would run Qwen3, Llama and Mistral on the other one, which takes neither our sampler nor CUDA graphs of
+    whole steps, and on which nothing of ours has been measured.
+    """
+    if RUNNER not in os.environ:
+        os.environ[RUNNER] = "0"
+        logger.info("verl_qerl: %s=0, for the sampler and the CUDA graphs of ours; 1 is vLLM's other runner.", RUNNER)
 
 
 def describe_checkpoint(engine_kwargs: dict, path: str, form: str = "nvfp4") -> None:
