@@ -86,7 +86,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--arm-seconds", type=int, default=600, help="no measurement of an engine begins after that")
     parser.add_argument("--plan", type=int, metavar="SECONDS", help="rollout_plan.py's order, for so long; 0 lists it")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="GPUS")
-    parser.add_argument("--own-process", action="store_true", help="of the engine beside its caller's, as verl has it")
+    parser.add_argument("--own-process", action="store_true", help="of the engine, and of its worker, as in verl")
     parser.add_argument("--log-probs", action="store_true", help="of the drawn tokens, as verl asks for them")
     parser.add_argument("--eager", action="store_true", help="neither CUDA graphs nor torch.compile")
     work = Path(tempfile.gettempdir()) / "verl_qerl_bench"

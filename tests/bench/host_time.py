@@ -22,6 +22,8 @@ FUNCTIONS = 40  # that `functions` tells of, by each of its two times
 class Waiting:
     """Of the worker of this process, from now on: vLLM waits for tokens, and for the inputs of the step before.
 
+    A worker in a process of its own waits for tokens in another thread: the time in which any thread waits counts.
+
     Attributes:
         seconds: So far; None where none schedules ahead on a GPU of this process.
         steps: Those since `taken` was called.
@@ -31,6 +33,7 @@ class Waiting:
         from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput, GPUModelRunner
 
         self.seconds: float | None = None
+        self._lock, self._threads, self._until = threading.Lock(), 0, 0.0
         self.steps: list[Step] = []
         self.taken()
         self._launched: collections.deque[tuple[int, int]] = collections.deque()
@@ -64,9 +67,16 @@ class Waiting:
         return found
 
     def _wait(self, event: Any) -> None:
-        began = time.perf_counter()
+        self._count(1)
         event.synchronize()
-        self.seconds = (self.seconds or 0.0) + time.perf_counter() - began
+        self._count(-1)
+
+    def _count(self, threads: int) -> None:
+        with self._lock:
+            now, self.seconds = time.perf_counter(), self.seconds or 0.0
+            if self._threads:
+                self.seconds += now - self._until
+            self._threads, self._until = self._threads + threads, now
 
 
 def by_kind(steps: list[Step]) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """What an engine waits for is seen in vLLM's own classes, over events that take their time."""
 
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -54,6 +55,23 @@ def test_both_waits_are_added_up(runner):
     with pytest.raises(AttributeError):  # vLLM's goes on with tensors that are not there
         output.get_output()
     assert 0.12 <= waiting.seconds < 0.2
+
+
+def test_threads_that_wait_at_once_wait_once(runner):
+    waiting = Waiting()
+
+    def wait(seconds):
+        with runner.GPUModelRunner.synchronize_input_prep(SimpleNamespace(prepare_inputs_event=Event(seconds))):
+            pass
+
+    threads = [threading.Thread(target=wait, args=(seconds,)) for seconds in (0.1, 0.15)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 0.15 <= waiting.seconds < 0.22
+    wait(0.05)
+    assert 0.2 <= waiting.seconds < 0.29
 
 
 def test_a_runner_that_does_not_schedule_ahead_waits_for_nothing(runner):
