@@ -15,6 +15,7 @@ LR=${LR:-1e-3}
 LORA_RANK=${LORA_RANK:-16}
 MAX_ANSWER=${MAX_ANSWER:-32}              # tokens; right answers take up to 20
 SEED=${SEED:-0}
+OPTIONS=${OPTIONS-+rollout=nvfp4 +aqn.enabled=true}  # empty: stock verl on the bf16 model
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -49,9 +50,14 @@ if [[ ! -d base-nvfp4 ]]; then
     "$PYTHON" -m verl_qerl quantize --model base --out base-nvfp4
 fi
 
+read -ra options <<<"$OPTIONS"
+model=base-nvfp4
+if [[ -z $OPTIONS ]]; then
+    model=base
+    options=(actor_rollout_ref.rollout.load_format=safetensors)  # of a LoRA run, which syncs the adapter alone
+fi
 arguments=(
-    +rollout=nvfp4
-    +aqn.enabled=true
+    "${options[@]}"
     algorithm.adv_estimator=grpo
     algorithm.use_kl_in_reward=False
     data.train_files="$work/data/train.parquet"
@@ -61,7 +67,7 @@ arguments=(
     data.max_response_length="$MAX_ANSWER"
     data.dataloader_num_workers=0
     data.seed="$SEED"
-    actor_rollout_ref.model.path="$work/base-nvfp4"
+    actor_rollout_ref.model.path="$work/$model"
     actor_rollout_ref.model.lora_rank="$LORA_RANK"
     actor_rollout_ref.model.lora_alpha="$((2 * LORA_RANK))"
     actor_rollout_ref.model.use_remove_padding=False
