@@ -131,8 +131,7 @@ async def start(args: argparse.Namespace, folder: Path) -> Any:
             max_model_len=longest + 1,
             max_num_seqs=largest,
             kv_cache_memory_bytes=room * shape.kv_bytes,
-            disable_log_stats=True,  # as verl has it, and the next one
-            distributed_executor_backend="mp",
+            disable_log_stats=True,  # as verl has it
             **options,
         )
     )

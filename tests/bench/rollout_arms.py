@@ -50,7 +50,8 @@ def ours(linear: str = "auto", **choices: Any) -> dict[str, Any]:
 def in_processes(options: dict[str, Any]) -> dict[str, Any]:
     """Options of an arm whose workers are processes of their own, which have nothing registered."""
     ours = options.get("worker_extension_cls") == EXTENSION
-    return options | {"worker_extension_cls": f"rollout_extension.{'Ours' if ours else 'Stock'}"}
+    extension = f"rollout_extension.{'Ours' if ours else 'Stock'}"
+    return options | {"worker_extension_cls": extension, "distributed_executor_backend": "mp"}
 
 
 # Ours with other choices of vLLM's for attention; a cap on splits takes the launch away that adds them up.

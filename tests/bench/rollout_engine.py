@@ -118,7 +118,6 @@ class Engine:
         options["tensor_parallel_size"] = job["tensor_parallel"]
         if job["tensor_parallel"] > 1 or job["own_process"]:
             arm = rollout_arms.in_processes(arm)
-            options["distributed_executor_backend"] = "mp"
         if self._arm.lora:
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": max(8, job["rank"])}
         memory = memory_options(

@@ -111,6 +111,12 @@ def test_a_table_has_batches_as_columns_and_ratios_to_stock_bf16(bench):
     assert "| nvfp4_lora_ours | 30000 (2.00) |" in whole
 
 
+def test_arms_that_are_measured_no_more_come_last(bench):
+    rows = [row(arm, 8, decode_ms_per_step=2.0) for arm in ("an_old_name", "nvfp4", "bf16_lora_stock")]
+    lines = bench.rollout_report.tables({"rows": rows}).splitlines()[4:]
+    assert [line.split()[1] for line in lines] == ["bf16_lora_stock", "nvfp4", "an_old_name"]
+
+
 def test_small_models_come_first(bench):
     rows = [row(decode_ms_per_step=1.0) | {"model": model} for model in ("32B", "7B", "14B")]
     text = bench.rollout_report.tables({"rows": rows})

@@ -137,3 +137,17 @@ def test_caches_of_other_kinds_are_left_alone(start):
     assert use_roomy_blocks(manager)
     assert type(manager) is RoomyKVCacheManager
     assert not use_roomy_blocks(manager)  # it is one
+
+
+def test_an_engine_that_schedules_ahead_keeps_doing_so(monkeypatch):
+    from verl_qerl.vllm_plugin import scheduler
+
+    made, kinds = [], ["Scheduler", "AsyncScheduler"]
+    for kind in kinds:
+        monkeypatch.setattr(
+            scheduler, kind, lambda kind=kind, **_: made.append(kind) or SimpleNamespace(kv_cache_manager=None)
+        )
+    monkeypatch.setattr(scheduler, "use_roomy_blocks", lambda _: True)
+    for ahead in (False, True):  # on a CPU vLLM itself never does
+        scheduler.scheduler(SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=ahead)))
+    assert made == kinds
