@@ -27,12 +27,14 @@ class Arm:
         packed: The model directory says that it holds NVFP4.
         lora: An adapter is used by every request.
         linear_bytes: Resident bytes per weight of a linear, to size the KV cache.
+        runner: VLLM_USE_V2_MODEL_RUNNER; None leaves the model runner to vLLM, which has the other one for some models.
     """
 
     options: dict[str, Any]
     packed: bool = False
     lora: bool = True
     linear_bytes: float = 2.0
+    runner: str | None = None
 
 
 def ours(linear: str = "auto", **choices: Any) -> dict[str, Any]:
@@ -76,17 +78,30 @@ ARMS = {
     "nvfp4_lora_stock_graphs": Arm(ours(graphs="stock"), packed=True, linear_bytes=0.5625),
     "nvfp4_lora_stock_attention": Arm(ours(attention="stock"), packed=True, linear_bytes=0.5625),
 }
-# Measured when they are named.
+# As in verl (verl_plugin.rollout.choose_runner).
+ARMS |= {
+    name: dataclasses.replace(arm, runner="0") for name, arm in ARMS.items() if "worker_extension_cls" in arm.options
+}
+# Measured when they are named; for Qwen2.5 vLLM's choice is the runner of verl's runs.
 VARIANTS = {
     name: dataclasses.replace(ARMS["nvfp4_lora_ours"], options={**ours(), "attention_config": options})
     for name, options in ATTENTION.items()
 }
+VARIANTS |= {
+    f"{name}_v1": dataclasses.replace(ARMS[name], runner="0") for name in ("bf16_lora_stock", "nvfp4_lora_stock")
+}
+VARIANTS |= {f"{name}_v2": dataclasses.replace(ARMS[name], runner="1") for name in ("nvfp4_lora_ours",)}
 ARMS |= VARIANTS
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Of a Qwen2.5 model."""
+    """Of a decoder.
+
+    Args:
+        hidden, intermediate, layers, heads, kv_heads, vocabulary: As in config.json.
+        family: Of FAMILIES.
+    """
 
     hidden: int
     intermediate: int
@@ -94,6 +109,7 @@ class Shape:
     heads: int
     kv_heads: int
     vocabulary: int = 152064
+    family: str = "qwen2"
 
     @property
     def head_dim(self) -> int:
@@ -124,11 +140,17 @@ class Shape:
         return self.layers * linears * linear_bytes + 2 * 2 * self.vocabulary * self.hidden
 
 
+FAMILIES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+# Those without a family in their name are Qwen2.5's.
 SHAPES = {
     "7B": Shape(3584, 18944, 28, 28, 4),
     "14B": Shape(5120, 13824, 48, 40, 8),
     "32B": Shape(5120, 27648, 64, 40, 8),
+    "Qwen3-8B": Shape(4096, 12288, 36, 32, 8, vocabulary=151936, family="qwen3"),
+    "Llama-3.1-8B": Shape(4096, 14336, 32, 32, 8, vocabulary=128256, family="llama"),
     "tiny": Shape(128, 256, 2, 2, 1, vocabulary=512),
+    "tiny-qwen3": Shape(128, 256, 2, 2, 1, vocabulary=512, family="qwen3"),
+    "tiny-llama": Shape(128, 256, 2, 2, 1, vocabulary=512, family="llama"),
 }
 
 
@@ -137,8 +159,8 @@ def write_model(folder: Path, shape: Shape, packed: bool) -> Path:
     from verl_qerl.nvfp4.checkpoint import quantization_config
 
     config = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
+        "architectures": [FAMILIES[shape.family]],
+        "model_type": shape.family,
         "dtype": "bfloat16",
         "vocab_size": shape.vocabulary,
         "hidden_size": shape.hidden,
@@ -146,6 +168,7 @@ def write_model(folder: Path, shape: Shape, packed: bool) -> Path:
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,

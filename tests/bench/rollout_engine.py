@@ -42,6 +42,8 @@ def main() -> None:
     sys.stdin.readline()
     started = time.monotonic()
     job = json.loads(Path(sys.argv[1]).read_text())
+    if (runner := rollout_arms.ARMS[job["arm"]].runner) is not None:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = runner
     if job["own_process"]:  # asked for functions, which vLLM sends as they are if it is allowed to
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     engine = Engine(job, started + job["seconds"])

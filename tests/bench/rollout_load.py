@@ -67,6 +67,7 @@ def settings(config: Any) -> dict[str, Any]:
     """Of vLLM's configuration: how an engine runs, for the result file."""
     return {
         "quantization": config.model_config.quantization,
+        "model_runner": "V2" if config.use_v2_model_runner else "V1",
         "async_scheduling": config.scheduler_config.async_scheduling,
         "max_num_seqs": config.scheduler_config.max_num_seqs,
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,

@@ -170,9 +170,9 @@ def tables(data: dict[str, Any]) -> str:
 
 
 def by_size(entry: tuple[str, int]) -> tuple[int, str, int]:
-    """Sort key of (model, rank): 7B before 14B."""
+    """Sort key of (model, rank): 7B before 14B, Qwen3-8B between them."""
     model, rank = entry
-    digits = model.removesuffix("B")
+    digits = model.removesuffix("B").rpartition("-")[2]
     return (int(digits) if digits.isdigit() else 0, model, rank)
 
 

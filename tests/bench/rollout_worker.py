@@ -11,7 +11,8 @@ def modules_of(worker: Any) -> dict[str, str]:
     """Two linears of a layer and the sampler -> the classes that compute them: what the arm really ran."""
     found = {"worker": "ours" if hasattr(worker, "qerl_set_noise") else "stock"}
     runner = worker.model_runner
-    found |= {name: type(getattr(runner, name)).__name__ for name in ("sampler", "cudagraph_dispatcher")}
+    parts = ("sampler", "cudagraph_dispatcher", "cudagraph_manager")  # the last one in vLLM's V2 runner only
+    found |= {name: type(getattr(runner, name)).__name__ for name in parts if hasattr(runner, name)}
     for name, module in runner.get_model().named_modules():
         if name.endswith(("layers.0.self_attn.qkv_proj", "layers.0.mlp.down_proj")):
             base = getattr(module, "base_layer", module)

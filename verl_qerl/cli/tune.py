@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from verl_qerl.cli.tune_shapes import MODELS, Shape, shapes_of
 from verl_qerl.kernels.lora import member_of_tile
 from verl_qerl.kernels.tiled import dequantize_tiled, tile
 from verl_qerl.kernels.tiled_launch import TOKENS, Launch, both_ways, launch_candidates
@@ -17,12 +18,6 @@ from verl_qerl.nvfp4.record import write_whole
 from verl_qerl.testing import random_packed_weight
 
 ROWS = (1, 8, 16, 24, 32, 48, 64, 96, 128, 176, 256, 512, 1024, 2048, 4096, 8192)
-# (out_features, in_features) of the fused linears as vLLM holds them.
-MODELS = {
-    "qwen2.5-7b": ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944)),
-    "qwen2.5-14b": ((7168, 5120), (5120, 5120), (27648, 5120), (5120, 13824)),
-    "qwen2.5-32b": ((7168, 5120), (5120, 5120), (55296, 5120), (5120, 27648)),
-}
 TRIED = 12  # launches of tiled_matmul, the most promising ones, each with both ways to make X A^T
 _RANK = 32  # of the adapter with which they are compared
 _CACHE_BYTES = 400 << 20  # read between two uses of a weight, several times the L2 cache of an H200
@@ -33,34 +28,62 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "tune", help="measure which kernel a rollout should use for which batch on this GPU", description=__doc__
     )
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="shapes to measure")
-    parser.add_argument("--out", type=Path, help="default: where the rollout looks for it")
+    names = ", ".join(MODELS)
+    parser.add_argument(
+        "--models", nargs="+", default=list(MODELS), metavar="MODEL", help=f"directory of a model, or one of {names}"
+    )
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="GPUS", help="that share the rollout")
+    parser.add_argument(
+        "--out", type=Path, help="default: where the rollout looks for it; what it has of other linears stays"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, write the table and print it.
 
+    The table is written after every linear, so that nothing measured is lost, and keeps those of other models.
+
     Raises:
-        ValueError: The machine has no GPU on which there is a choice.
+        ValueError: The machine has no GPU on which there is a choice, the table is one of another GPU, or a model is
+            not known.
     """
     from verl_qerl.vllm_plugin.plans import table_path, why_not
 
     reason = why_not()
     if reason:
         raise ValueError(f"nothing to measure: {reason}. A Hopper GPU with vLLM is accepted. Run it there.")
-    shapes = sorted({shape for model in args.models for shape in MODELS[model]})
+    shapes = shapes_of(args.models, args.tensor_parallel)
     gpu = torch.cuda.get_device_name()
-    rows = []
+    path = args.out or table_path(gpu)
+    rows = _kept(path, gpu, shapes)
+    path.parent.mkdir(parents=True, exist_ok=True)
     for N, K in shapes:
         rows.append(measure(N, K))
         print(describe(rows[-1]), flush=True)
-    path = args.out or table_path(gpu)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"gpu": gpu, "torch": torch.__version__, "time": _now(), "rows": rows}
-    write_whole(path, content)  # a rollout that starts meanwhile reads a whole table
+        content = {"gpu": gpu, "torch": torch.__version__, "time": _now(), "rows": rows}
+        write_whole(path, content)  # a rollout that starts meanwhile reads a whole table
     print(f"written to {path}")
     return 0
+
+
+def _kept(path: Path, gpu: str, shapes: Sequence[Shape]) -> list[dict[str, Any]]:
+    """What a table has of other linears; nothing of one that a rollout would leave out.
+
+    Raises:
+        ValueError: It is another GPU's.
+    """
+    from verl_qerl.vllm_plugin.plans import read_table
+
+    table = read_table(path) if path.exists() else None
+    if table is None:
+        return []
+    if table.get("gpu", gpu) != gpu:
+        raise ValueError(
+            f"{path} has what was measured on {table['gpu']}, this GPU is {gpu}. A table is of one GPU. Give another"
+            " --out."
+        )
+    return [row for row in table["rows"] if (row["N"], row["K"]) not in shapes]
 
 
 def measure(N: int, K: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ SHAPES = {
     192: ((1, 3, 1), (1, 2, 1)),
     256: ((1, 2, 1),),
 }
+MULTIPLE = 64  # of N and K: of the layout of a weight, and what a kernel takes of K at a time
 _TWINS = 129  # rows from which two thread blocks share X, in a stream
 # `fixed` and `step` of `launch_candidates`; 8, 72, 96, 144, 192 and 256 are extrapolated.
 _MICROSECONDS = {
@@ -39,7 +40,6 @@ _EXCHANGE = 1.0  # microseconds
 _ALONE = 1.2  # where a warp waits for products that are short, or has no other warpgroup beside it
 _MULTIPROCESSORS = (16,) * 6 + (18,) * 2  # of an H200, by the groups that a cluster fits into
 H200_MULTIPROCESSORS = sum(_MULTIPROCESSORS)
-_STEP = 64  # of K, what a kernel takes at a time
 STREAM = 0  # `split` of Launch
 GATHERED, EACH = 0, 1  # `low` of Launch
 # Most for which the kernel makes X A^T itself; where it is gathered, blocks that add it take the sum of all parts, of
@@ -116,7 +116,7 @@ def launch_candidates(N: int, K: int, tokens: int) -> list[Launch]:
     By a model of the time, fitted to what was measured on an H200: each wave of thread blocks begins and ends in
     `fixed` microseconds and takes `step` for each 64 of K and 256 columns of a multiprocessor.
     """
-    steps = K // _STEP
+    steps = K // MULTIPLE
 
     def cost(launch: Launch) -> float:
         rows = rows_at_a_time(tokens, launch)

@@ -11,11 +11,11 @@ from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvF
 from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKernel
 
 from verl_qerl.kernels.tiled import Tiles, dequantize_tiled, tile
+from verl_qerl.kernels.tiled_launch import MULTIPLE
 from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
 from verl_qerl.vllm_plugin.plans import make_plan, say_once, why_not
 from verl_qerl.vllm_plugin.tiled_ops import linear_tiled
 
-_MULTIPLE = 64  # of N and K, as the layout and the kernel want
 _LEAST_NORMAL = 8  # bits of 2**-6 in E4M3
 
 
@@ -68,8 +68,8 @@ def plan_for(N: int, K: int, dtype: torch.dtype, block_scale: torch.Tensor) -> s
     Raises:
         ValueError: Our kernels do not take it.
     """
-    if N % _MULTIPLE or K % _MULTIPLE or dtype != torch.bfloat16:
-        raise ValueError(f"{N} x {K} in {dtype}: the faster kernel takes bf16 and multiples of {_MULTIPLE}.")
+    if N % MULTIPLE or K % MULTIPLE or dtype != torch.bfloat16:
+        raise ValueError(f"{N} x {K} in {dtype}: the faster kernel takes bf16 and multiples of {MULTIPLE}.")
     if not bool((block_scale.view(torch.uint8) >= _LEAST_NORMAL).all()):
         raise ValueError(f"{N} x {K} with block scales below 2**-6: the faster kernel takes none.")
     return make_plan(N, K, torch.cuda.get_device_name(block_scale.device))

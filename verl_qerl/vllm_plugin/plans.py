@@ -50,6 +50,7 @@ class Plan:
 
 
 PLANS: dict[str, Plan] = {}
+_OTHERWISE = "NVIDIA H200"  # whose table is used where there is none
 _FIELDS = {"N", "K", "launches", "dense_rows", "decode_rows"}  # of a row of a table
 
 
@@ -86,12 +87,24 @@ def why_not() -> str | None:
 
 
 def nearest(N: int, K: int, gpu: str) -> dict[str, Any]:
-    """What was measured for a weight [N, K] or the nearest shape: N, K and the fields of Plan."""
-    table = _tuned(gpu)
-    if not table:
+    """What was measured for a weight [N, K] or the nearest shape: N, K and the fields of Plan.
+
+    An H200's table has what that of the GPU lacks.
+    """
+    own = _tuned(gpu)
+    found = _tuned(_OTHERWISE) | own
+    shape = min(found, key=lambda shape: abs(math.log2(shape[0] / N)) + abs(math.log2(shape[1] / K)))
+    if not own:
         say_once(f"there is no table of kernels for {gpu!r}; the one of an H200 is used.")
-        table = _tuned("NVIDIA H200")
-    return min(table, key=lambda row: abs(math.log2(row["N"] / N)) + abs(math.log2(row["K"] / K)))
+    if shape != (N, K):
+        say_once(
+            f"no table of kernels has linears of {N} x {K}: how their work is dealt out is guessed, the rest is that of"
+            f" {shape[0]} x {shape[1]}. `python -m verl_qerl tune --models DIR_OF_THE_MODEL` measures it (with"
+            " --tensor-parallel, if GPUs share the rollout)."
+        )
+    elif own and shape not in own:
+        say_once(f"the table of kernels for {gpu!r} lacks linears of {N} x {K}; the one of an H200 is used.")
+    return found[shape]
 
 
 def table_path(gpu: str) -> Path:
@@ -110,29 +123,31 @@ def _file_name(gpu: str) -> str:
 
 
 @functools.cache
-def _tuned(gpu: str) -> list[dict[str, Any]]:
+def _tuned(gpu: str) -> dict[tuple[int, int], dict[str, Any]]:
+    """N and K -> row of a GPU: what the user measured, and what ships of other shapes."""
+    found: dict[tuple[int, int], dict[str, Any]] = {}
     for path in (table_path(gpu), shipped_path(gpu)):
-        rows = _rows(path) if path.exists() else []
-        if rows:
-            return rows
-        if path.exists():
+        table = read_table(path) if path.exists() else {"rows": []}
+        if table is None:
             say_once(
                 f"{path} is cut short or of another version and left out: run `python -m verl_qerl tune` again, or"
                 " delete it."
             )
-    return []
+            continue
+        found = {(row["N"], row["K"]): row for row in table["rows"]} | found
+    return found
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Of a table; none of a file that is not one."""
+def read_table(path: Path) -> dict[str, Any] | None:
+    """What `tune` wrote, or None for a file that is no such table: cut short, or of another version."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:  # no JSON, or no text
-        return []
+        return None
     rows = content.get("rows") if isinstance(content, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) and row.keys() >= _FIELDS for row in rows):
-        return []
-    return rows
+        return None
+    return content
 
 
 @functools.cache
