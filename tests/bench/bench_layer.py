@@ -3,9 +3,9 @@
     python tests/bench/bench_layer.py --out tests/bench/results/<gpu>/layer.json [--models 7B 14B] [--rows 1 64 256]
         [--contexts 0 320]
 
-RMSNorm, qkv, rotation, attention over so many tokens (with 0, o takes the rotated q in its place), o, RMSNorm, gate and
-up, SiLU, down: layers of random weights, more than the L2 cache holds, in one CUDA graph. Each is timed with and
-without an adapter.
+RMSNorm, qkv, rotation (Qwen3: norms of heads too), attention over so many tokens (with 0, o takes the rotated q in its
+place), o, RMSNorm, gate and up, SiLU, down: layers of random weights, more than the L2 cache holds, in one CUDA graph.
+Each is timed with and without an adapter.
 """
 
 import argparse
@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from verl_qerl.kernels.attention import decode_attention
-from verl_qerl.kernels.elementwise import add_rms_norm, rotate, silu_mul
+from verl_qerl.kernels.elementwise import add_rms_norm, silu_mul
 from verl_qerl.kernels.lora import member_of_tile
+from verl_qerl.kernels.rotation import norm_rotate, rotate
 from verl_qerl.vllm_plugin.plans import make_plan
 from verl_qerl.vllm_plugin.tiled_ops import linear_tiled, lora_linear_tiled
 
@@ -64,9 +65,12 @@ def make_linear(K: int, members: tuple[int, ...], gpu: str, device: str) -> Tens
 
 
 def make_layer(shape: rollout_arms.Shape, gpu: str, device: str) -> Tensors:
-    """Linears, and the weight of both norms."""
+    """Linears, and weights of norms: of rows and of heads."""
     linears = {name: make_linear(*sizes, gpu, device) for name, sizes in parts(shape).items()}
-    return linears | {"norm": torch.ones(shape.hidden, device=device)}
+    return linears | {
+        "norm": torch.ones(shape.hidden, device=device),
+        "heads": torch.ones(shape.head_dim, device=device),
+    }
 
 
 def run_layer(
@@ -83,7 +87,11 @@ def run_layer(
 
     x, residual = add_rms_norm(x, residual, layer["norm"], 1e-6)
     q, k, v = multiply("qkv", x).split(parts(shape)["qkv"][1], 1)
-    q, k = rotate(q, k, inputs["positions"], inputs["table"], shape.head_dim)
+    places = (inputs["positions"], inputs["table"], shape.head_dim)
+    if shape.family == "qwen3":
+        q, k = norm_rotate(q, k, layer["heads"], layer["heads"], 1e-6, *places)
+    else:
+        q, k = rotate(q, k, *places)
     if "cache" in layer:
         q = attend(shape, layer["cache"], inputs, q, k, v)
     x, residual = add_rms_norm(multiply("o", q), residual, layer["norm"], 1e-6)

@@ -141,8 +141,11 @@ class Shape:
 
 
 FAMILIES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+LLAMA_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_ROPE |= {"original_max_position_embeddings": 8192}
 # Those without a family in their name are Qwen2.5's.
 SHAPES = {
+    "1.5B": Shape(1536, 8960, 28, 12, 2, vocabulary=151936),
     "7B": Shape(3584, 18944, 28, 28, 4),
     "14B": Shape(5120, 13824, 48, 40, 8),
     "32B": Shape(5120, 27648, 64, 40, 8),
@@ -175,6 +178,8 @@ def write_model(folder: Path, shape: Shape, packed: bool) -> Path:
         "tie_word_embeddings": False,
         "eos_token_id": shape.vocabulary - 1,
     }
+    if shape.family == "llama":  # as of 3.1
+        config |= {"rope_theta": 5e5, "rope_scaling": LLAMA_ROPE}
     if packed:
         config["quantization_config"] = quantization_config()
     folder.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ python tests/bench/rollout_report.py tests/bench/results/h200/rollout.json
 
 import json
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -169,11 +170,11 @@ def tables(data: dict[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def by_size(entry: tuple[str, int]) -> tuple[int, str, int]:
+def by_size(entry: tuple[str, int]) -> tuple[float, str, int]:
     """Sort key of (model, rank): 7B before 14B, Qwen3-8B between them."""
     model, rank = entry
-    digits = model.removesuffix("B").rpartition("-")[2]
-    return (int(digits) if digits.isdigit() else 0, model, rank)
+    size = re.fullmatch(r"(?:.*-)?([\d.]+)B", model)
+    return (float(size[1]) if size else 0, model, rank)
 
 
 def table(title: str, rows: list[dict], field: str, ratio: Callable[[float, float], float]) -> str:

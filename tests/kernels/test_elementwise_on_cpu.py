@@ -2,17 +2,15 @@
 
 import pytest
 import torch
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_pos_emb
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from verl_qerl.kernels import elementwise
 from verl_qerl.kernels.elementwise import (
     MAX_COLUMNS,
     add_rms_norm,
     can_normalize,
-    can_rotate,
     can_silu,
     rms_norm,
-    rotate,
     silu_mul,
 )
 
@@ -137,34 +135,3 @@ def test_compilers_see_one_operator_each():
     torch.library.opcheck(add_rms_norm, (x, residual, weight, 1e-5))
     torch.library.opcheck(rms_norm, (x[:, ::2], weight[:32], 1e-5), test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(silu_mul, (x,))
-
-
-def heads(tokens: int, size: int, q_heads: int = 3, k_heads: int = 2) -> tuple[torch.Tensor, ...]:
-    """q and k as slices of a fused linear's output, positions, table."""
-    whole = torch.randn(tokens, (q_heads + 2 * k_heads) * size).bfloat16()
-    q, k, _ = whole.split([q_heads * size, k_heads * size, k_heads * size], 1)
-    return q, k, torch.randint(0, 40, (tokens,)), torch.randn(40, size).bfloat16()
-
-
-@pytest.mark.parametrize("size", [16, 64, 128])
-def test_the_rotation_is_that_of_transformers(size):
-    q, k, positions, table = heads(5, size)
-    cosine, sine = (torch.cat((part, part), -1)[positions][None] for part in table.chunk(2, 1))
-    turned = apply_rotary_pos_emb(*(x.view(1, 5, -1, size).transpose(1, 2) for x in (q, k)), cosine, sine)
-    for found, expected in zip(rotate(q, k, positions, table, size), turned, strict=True):
-        assert torch.equal(found, expected.transpose(1, 2).reshape(5, -1))
-
-
-def test_what_can_be_rotated():
-    q, k, positions, table = heads(5, 64)
-    assert can_rotate(q, k, positions, table, 64)
-    assert not can_rotate(q, k, positions, table, 128)  # a part of each head
-    assert not can_rotate(q, k, positions.int(), table, 64)
-    assert not can_rotate(q, k, positions.expand(3, -1), table, 64)  # those of images and text
-    assert not can_rotate(q.half(), k.half(), positions, table.half(), 64)
-    assert not can_rotate(q, k, positions, table[:, :40], 40)
-    assert not can_rotate(q, k, positions, torch.randn(40, 96).bfloat16(), 96)
-
-
-def test_compilers_know_the_shapes_of_the_rotation():
-    torch.library.opcheck(rotate, (*heads(4, 32), 32))

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from verl_qerl.kernels import launch
-from verl_qerl.kernels.elementwise import add_rms_norm, rotate, silu_mul
+from verl_qerl.kernels.elementwise import add_rms_norm, silu_mul
 from verl_qerl.kernels.lora import member_of_tile
+from verl_qerl.kernels.rotation import rotate
 from verl_qerl.kernels.tiled import tile
 from verl_qerl.kernels.tiled_launch import EACH, SHAPES, STREAM, Launch, padded_rows, twins
 from verl_qerl.kernels.tiled_matmul import Adapter, _exchange, can_fuse, tiled_matmul

@@ -1,6 +1,7 @@
 """Which of vLLM's modules are replaced, and that those in their place compute the same bits."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +10,18 @@ pytest.importorskip("vllm")
 from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
-from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT, RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT, MRotaryEmbedding, RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+from vllm.model_executor.models.qwen3 import Qwen3Attention
 
 from verl_qerl.vllm_plugin import worker as worker_module
-from verl_qerl.vllm_plugin.elementwise import EarlyRMSNorm, EarlyRotaryEmbedding, EarlySiluAndMul, use_early_starts
+from verl_qerl.vllm_plugin.elementwise import (
+    EarlyQwen3Attention,
+    EarlyRMSNorm,
+    EarlyRotaryEmbedding,
+    EarlySiluAndMul,
+    use_early_starts,
+)
 from verl_qerl.vllm_plugin.linear import tiled_columns
 
 K = 128
@@ -83,6 +92,56 @@ def test_what_computes_something_else_stays():
     assert [type(module) for module in modules] == kinds
 
 
+def test_rotations_of_other_frequencies_are_replaced():
+    sizes = (64, 64, 512, 1e4)
+    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(mode=0))):
+        scaled = Llama3RotaryEmbedding(*sizes, True, torch.bfloat16, 8.0, 1.0, 4.0, 256)
+        of_images = MRotaryEmbedding(*sizes, True, torch.bfloat16, mrope_section=[8, 12, 12])
+        rotations, usual = [scaled, of_images], RotaryEmbedding(*sizes, True, torch.bfloat16)
+    given = torch.arange(7), torch.randn(7, 192).bfloat16(), torch.randn(7, 64).bfloat16()
+    expected = scaled.forward_native(*given)
+    assert not torch.equal(expected[0], usual.forward_native(*given)[0])
+    assert use_early_starts(torch.nn.Sequential(torch.nn.Linear(1, 1), *rotations), {K}) == 1
+    assert [type(one) for one in rotations] == [EarlyRotaryEmbedding, MRotaryEmbedding]
+    assert all(torch.equal(*pair) for pair in zip(scaled(*given), expected, strict=True))
+
+
+def attention(**options: Any) -> Qwen3Attention:
+    """What its forward reads; a real one needs an engine."""
+    found: Any = object.__new__(Qwen3Attention)
+    torch.nn.Module.__init__(found)
+    found.head_dim, found.q_size, found.kv_size = 64, 128, 64
+    found.q_norm, found.k_norm = (RMSNorm(64, options.get(name, 1e-6)) for name in ("q", "k"))
+    rotary_dim = options.get("rotary_dim", 64)
+    found.rotary_emb = RotaryEmbedding(64, rotary_dim, 512, 1e4, True, options.get("dtype", torch.bfloat16))
+    found.qkv_proj = found.o_proj = lambda x: (x, None)
+    found.attn = lambda *qkv: torch.cat(qkv, -1)
+    return found
+
+
+def test_heads_are_normalized_as_vllm_does():
+    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(mode=0))):
+        one = attention()
+    for norm in (one.q_norm, one.k_norm):
+        norm.weight.data = (1 + 0.1 * torch.randn(64)).bfloat16()
+    positions, x = torch.arange(7), torch.randn(7, 256).bfloat16()
+    one.rotary_emb._forward_method = one.rotary_emb.forward_native  # vLLM's for a CPU rounds otherwise
+    expected = one(positions, x)
+    assert use_early_starts(one, {K}) == 2
+    assert type(one) is EarlyQwen3Attention
+    assert torch.equal(one(positions, x), expected)
+    # Positions of images and text go to the modules themselves.
+    assert torch.equal(one(positions.int(), x), expected)
+
+
+@pytest.mark.parametrize("options", [{"q": 1e-5}, {"rotary_dim": 32}], ids=str)
+def test_heads_that_the_kernel_does_not_take_stay(options):
+    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(mode=0))):
+        one = attention(**options)
+    use_early_starts(one, {K})
+    assert type(one) is Qwen3Attention
+
+
 def test_columns_are_those_of_linears_with_a_plan():
     model = torch.nn.ModuleList([torch.nn.Linear(1, 1) for _ in range(3)])
     for plan, layer in zip(("4x128", "", "4x256"), model, strict=True):
@@ -111,7 +170,8 @@ def test_an_engine_computes_the_same(start, model_dir, prompt_log_probs, hopper,
     engine = start(model_dir("qwen3"), **options)
     kinds = engine.collective_rpc(kinds_of)[0]
     assert kinds.count("EarlyRMSNorm") == 5
-    assert kinds.count("RMSNorm") == 4  # of heads
+    assert kinds.count("EarlyQwen3Attention") == 2
+    assert kinds.count("RMSNorm") == 4  # of heads: their attention reads the weights
     assert kinds.count("EarlySiluAndMul") == 2
     assert kinds.count("EarlyRotaryEmbedding") == 1  # all layers have one
     found = prompt_log_probs(engine)

@@ -1,7 +1,9 @@
-// RMSNorm after the residual's addition, SiLU times its neighbour, and the rotation of q and k: what lies between linears.
+// RMSNorm after the residual's addition, SiLU times its neighbour, and the rotation of q and k, with a norm of each head
+// before it if the model has one: what lies between linears.
 // At few rows all of it is latency: a row a block, every load under way at once, and started early (grid.cuh).
 //
-// Compiled for THREADS, CHUNKS (8 columns each, of a thread's part of a row) and WIDE (a weight in float32).
+// Compiled for THREADS, CHUNKS (8 columns each, of a thread's part of a row), WIDE (a norm's weight in float32) and NORMS
+// (heads are normalized before they are rotated).
 
 __device__ __forceinline__ void unpack(const uint4& packed, float (&to)[8]) {
   const u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
@@ -19,6 +21,22 @@ __device__ __forceinline__ float add_up(float value) {
 #pragma unroll
   for (int i = 0; i < THREADS / 32; i++) total += partial[i];
   return total;
+}
+
+// values times scale and 8 entries of a norm's weight.
+__device__ __forceinline__ void normalize(float (&values)[8], float scale, const uint4 (&weight)[1 + WIDE]) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) values[i] *= scale;
+#if WIDE
+  const float* factor = reinterpret_cast<const float*>(weight);
+#else
+  // Rounded before the product, as transformers does: it is what the actor computes.
+  unpack(pack(values), values);
+  float factor[8];
+  unpack(weight[0], factor);
+#endif
+#pragma unroll
+  for (int i = 0; i < 8; i++) values[i] *= factor[i];
 }
 
 // x and residual are written by kernels that may still run when this one starts: no __restrict__, which would let the
@@ -59,18 +77,7 @@ rms_norm(const uint4* x, const uint4* residual, const uint4* weight, uint4* y, u
     const int at = threadIdx.x + c * THREADS;
     if (at >= chunks) break;
     if (adds) sum[row + at] = pack(values[c]);
-#pragma unroll
-    for (int i = 0; i < 8; i++) values[c][i] *= scale;
-#if WIDE
-    const float* factor = reinterpret_cast<const float*>(factors[c]);
-#else
-    // Rounded before the product, as transformers does: it is what the actor computes.
-    unpack(pack(values[c]), values[c]);
-    float factor[8];
-    unpack(factors[c][0], factor);
-#endif
-#pragma unroll
-    for (int i = 0; i < 8; i++) values[c][i] *= factor[i];
+    normalize(values[c], scale, factors[c]);
     y[row + at] = pack(values[c]);
   }
 }
@@ -115,18 +122,46 @@ __device__ __forceinline__ void rotate_pairs(uint4& first, uint4& second, const 
   second = pack(a);
 }
 
+// RMSNorm of a head, 16 columns of which are this thread's; the other threads are `half` beside it, a power of two.
+__device__ __forceinline__ void normalize_head(uint4& first, uint4& second, const uint4 (&weight)[2][1 + WIDE], int half,
+                                               float epsilon) {
+  float x1[8], x2[8], squares = 0;
+  unpack(first, x1);
+  unpack(second, x2);
+#pragma unroll
+  for (int i = 0; i < 8; i++) squares += x1[i] * x1[i] + x2[i] * x2[i];
+  // Threads of other heads may have left the loop.
+  const u32 mask = half == 32 ? ~0u : ((1u << half) - 1) << (threadIdx.x % 32 / half * half);
+  for (int i = half / 2; i > 0; i /= 2) squares += __shfl_xor_sync(mask, squares, i);
+  const float scale = rsqrtf(squares / (16 * half) + epsilon);
+  normalize(x1, scale, weight[0]);
+  normalize(x2, scale, weight[1]);
+  first = pack(x1), second = pack(x2);
+}
+
 // A token a block. Sizes and strides count 8 columns; table: cosines, then sines, of each position. No kernel of a graph
-// writes positions and table, so they are read before the inputs are there; positions, which are others in each run of
-// the graph, from L2.
+// writes weights, positions and table, so they are read before the inputs are there; positions, which are others in each
+// run of the graph, from L2.
 extern "C" __global__ void __launch_bounds__(THREADS)
 rotate(const uint4* q, const uint4* k, const uint4* table, const long long* positions, uint4* q_out, uint4* k_out,
-       int half, int q_heads, int k_heads, int q_stride, int k_stride) {
+       int half, int q_heads, int k_heads, int q_stride, int k_stride, const uint4* q_weight, const uint4* k_weight,
+       float epsilon) {
   start_next();
   const int column = threadIdx.x % half, token = blockIdx.x;
   const uint4* of_position = table + __ldcg(positions + token) * 2 * half + column;
   float cosine[8], sine[8];
   unpack(of_position[0], cosine);
   unpack(of_position[half], sine);
+#if NORMS
+  uint4 of_q[2][1 + WIDE], of_k[2][1 + WIDE];
+#pragma unroll
+  for (int part = 0; part < 2; part++)
+#pragma unroll
+    for (int i = 0; i <= WIDE; i++) {
+      const int place = (part * half + column) * (1 + WIDE) + i;
+      of_q[part][i] = q_weight[place], of_k[part][i] = k_weight[place];
+    }
+#endif
   await_inputs();
   for (int head = threadIdx.x / half; head < q_heads + k_heads; head += THREADS / half) {
     const bool is_q = head < q_heads;
@@ -134,6 +169,14 @@ rotate(const uint4* q, const uint4* k, const uint4* table, const long long* posi
     const uint4* from = is_q ? q + (size_t)token * q_stride + at : k + (size_t)token * k_stride + at;
     uint4* to = is_q ? q_out + (size_t)token * q_heads * 2 * half + at : k_out + (size_t)token * k_heads * 2 * half + at;
     uint4 first = __ldcg(from), second = __ldcg(from + half);
+#if NORMS
+    uint4 weight[2][1 + WIDE];
+#pragma unroll
+    for (int part = 0; part < 2; part++)
+#pragma unroll
+      for (int i = 0; i <= WIDE; i++) weight[part][i] = is_q ? of_q[part][i] : of_k[part][i];
+    normalize_head(first, second, weight, half, epsilon);
+#endif
     rotate_pairs(first, second, cosine, sine);
     to[0] = first, to[half] = second;
   }

@@ -1,4 +1,4 @@
-"""What lies between the linears of a layer: residual addition with RMSNorm, SiLU times its neighbour, rotary positions.
+"""What lies between the linears of a layer: residual addition with RMSNorm, and SiLU times its neighbour.
 
 In vLLM's arithmetic (its modules' forward_native), which is transformers': float32 inside, the normalized row and the
 activation rounded to bf16 before they are multiplied. On a GPU in CUDA C++ (elementwise.cu) for compute capability 9.0.
@@ -13,31 +13,22 @@ import torch
 from verl_qerl.kernels.launch import Kernel, read_source
 
 MAX_COLUMNS = 16384  # of a norm: more do not stay in registers
-_CHUNK = 8  # columns that a thread loads at a time
+CHUNK = 8  # columns that a thread loads at a time
 _THREADS, _MANY_THREADS = 256, 512  # most of a block for a row
 _CHUNKS = 4  # most of a thread before a block takes many threads
 _SILU_THREADS = 128
-_ROTARY_THREADS = 256
 _FILES = ("decode.cuh", "grid.cuh", "elementwise.cu")
 
 
 def can_normalize(weight: torch.Tensor) -> bool:
     """Whether `rms_norm` and `add_rms_norm` take rows of bf16 with this weight on a GPU."""
     K = weight.shape[0]
-    return weight.dtype in (torch.bfloat16, torch.float32) and K % _CHUNK == 0 and K <= MAX_COLUMNS
+    return weight.dtype in (torch.bfloat16, torch.float32) and K % CHUNK == 0 and K <= MAX_COLUMNS
 
 
 def can_silu(x: torch.Tensor) -> bool:
     """Whether `silu_mul` takes rows like these on a GPU."""
-    return x.dtype == torch.bfloat16 and x.shape[-1] % (2 * _CHUNK) == 0
-
-
-def can_rotate(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, head_size: int) -> bool:
-    """Whether `rotate` takes heads like these on a GPU."""
-    of_tokens = q.ndim == k.ndim == 2 and positions.ndim == 1 and positions.dtype == torch.int64
-    whole = table.shape[1] == head_size and head_size % (2 * _CHUNK) == 0
-    dealt_out = whole and _ROTARY_THREADS % (head_size // (2 * _CHUNK)) == 0  # threads of a head, in whole heads
-    return of_tokens and dealt_out and {q.dtype, k.dtype, table.dtype} == {torch.bfloat16}
+    return x.dtype == torch.bfloat16 and x.shape[-1] % (2 * CHUNK) == 0
 
 
 @torch.library.custom_op("verl_qerl::rms_norm", mutates_args=())
@@ -52,7 +43,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     Returns:
         As x.
     """
-    return _normalized(x.float(), weight, epsilon).to(x.dtype)
+    return normalized(x.float(), weight, epsilon).to(x.dtype)
 
 
 @torch.library.custom_op("verl_qerl::add_rms_norm", mutates_args=())
@@ -71,7 +62,7 @@ def add_rms_norm(
         The normalized sum, and the sum; both as x.
     """
     total = x.float() + residual.float()
-    return _normalized(total, weight, epsilon).to(x.dtype), total.to(x.dtype)
+    return normalized(total, weight, epsilon).to(x.dtype), total.to(x.dtype)
 
 
 @torch.library.custom_op("verl_qerl::silu_mul", mutates_args=())
@@ -88,48 +79,22 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-@torch.library.custom_op("verl_qerl::rotate", mutates_args=())
-def rotate(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, head_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotary positions: (x1, x2) of each head, its halves, become (x1 cos - x2 sin, x2 cos + x1 sin).
-
-    Args:
-        q: [T, heads * head_size] bf16.
-        k: [T, heads * head_size] bf16; its number of heads may be another.
-        positions: [T] int64.
-        table: [positions, head_size] bf16, cosines and then sines.
-        head_size: One that `can_rotate` accepts.
-
-    Returns:
-        As q and as k, contiguous.
-    """
-    cosine, sine = table.index_select(0, positions)[:, None].chunk(2, dim=-1)
-    return _rotated(q, cosine, sine, head_size), _rotated(k, cosine, sine, head_size)
-
-
 def prepare(norms: Iterable[tuple[int, torch.dtype]]) -> None:
-    """Compile the activation, the rotation and what norms need now, not on first use.
+    """Compile the activation and what norms need now, not on first use.
 
     Args:
         norms: Columns of the rows and dtype of the weight, each.
     """
     torch.cuda.synchronize()  # the device has a context
     _silu_kernel()
-    _rotary_kernel()
     for K, weight_dtype in norms:
         _norm_kernel(*_block(K), weight_dtype == torch.float32)
 
 
-def _normalized(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+def normalized(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """RMSNorm of float32 rows, rounded to the weight's dtype before the product with it."""
     scale = torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + epsilon)
     return (x * scale).to(weight.dtype) * weight
-
-
-def _rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, head_size: int) -> torch.Tensor:
-    first, second = x.unflatten(-1, (-1, head_size)).chunk(2, dim=-1)
-    turned = (first * cosine - second * sine, second * cosine + first * sine)
-    return torch.cat(turned, dim=-1).flatten(-2)
 
 
 @rms_norm.register_kernel("cuda")
@@ -147,29 +112,10 @@ def _add_rms_norm_cuda(
 @silu_mul.register_kernel("cuda")
 def _silu_mul_cuda(x: torch.Tensor) -> torch.Tensor:
     y = _silu_mul_fake(x)
-    count = y.numel() // _CHUNK
-    args = [x.contiguous(), y, y.shape[-1] // _CHUNK, count]
+    count = y.numel() // CHUNK
+    args = [x.contiguous(), y, y.shape[-1] // CHUNK, count]
     _silu_kernel()(-(-count // _SILU_THREADS), _SILU_THREADS, args)
     return y
-
-
-@rotate.register_kernel("cuda")
-def _rotate_cuda(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, head_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k = _in_chunks(q), _in_chunks(k)
-    turned = _rotate_fake(q, k, positions, table, head_size)
-    heads = [x.shape[1] // head_size for x in (q, k)]
-    strides = [x.stride(0) // _CHUNK for x in (q, k)]
-    args = [q, k, table.contiguous(), positions.contiguous(), *turned, head_size // 2 // _CHUNK, *heads, *strides]
-    _rotary_kernel()(q.shape[0], _ROTARY_THREADS, args)
-    return turned
-
-
-def _in_chunks(x: torch.Tensor) -> torch.Tensor:
-    """X itself when its rows can be loaded 8 columns at a time, as those of a slice of q, k and v."""
-    can = x.stride(1) == 1 and x.stride(0) % _CHUNK == 0 and x.data_ptr() % (2 * _CHUNK) == 0
-    return x if can else x.contiguous()
 
 
 @rms_norm.register_fake
@@ -189,13 +135,6 @@ def _silu_mul_fake(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
-@rotate.register_fake
-def _rotate_fake(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, head_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape)
-
-
 def _launch_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,14 +150,14 @@ def _launch_norm(
 
 def _block(K: int) -> tuple[int, int]:
     """Threads for a row of K columns, and chunks of 8 of them for each."""
-    most = _THREADS if K <= _THREADS * _CHUNKS * _CHUNK else _MANY_THREADS
-    chunks = -(-K // (_CHUNK * most))
-    return -(-K // (_CHUNK * chunks * 32)) * 32, chunks
+    most = _THREADS if K <= _THREADS * _CHUNKS * CHUNK else _MANY_THREADS
+    chunks = -(-K // (CHUNK * most))
+    return -(-K // (CHUNK * chunks * 32)) * 32, chunks
 
 
-def source(threads: int, chunks: int, wide: bool) -> str:
+def source(threads: int, chunks: int, wide: bool, head_norms: bool = False) -> str:
     """CUDA C++ of the kernels, the norm for rows of up to 8 * threads * chunks columns."""
-    return read_source(*_FILES, THREADS=threads, CHUNKS=chunks, WIDE=int(wide))
+    return read_source(*_FILES, THREADS=threads, CHUNKS=chunks, WIDE=int(wide), NORMS=int(head_norms))
 
 
 @functools.cache
@@ -229,8 +168,3 @@ def _norm_kernel(threads: int, chunks: int, wide: bool) -> Kernel:
 @functools.cache
 def _silu_kernel() -> Kernel:
     return Kernel(source(_SILU_THREADS, 1, False), "silu_mul")
-
-
-@functools.cache
-def _rotary_kernel() -> Kernel:
-    return Kernel(source(_ROTARY_THREADS, 1, False), "rotate")

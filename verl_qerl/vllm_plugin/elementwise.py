@@ -9,17 +9,12 @@ import torch
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.model_executor.models.qwen3 import Qwen3Attention
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeAttention
 
-from verl_qerl.kernels.elementwise import (
-    add_rms_norm,
-    can_normalize,
-    can_rotate,
-    can_silu,
-    prepare,
-    rms_norm,
-    rotate,
-    silu_mul,
-)
+from verl_qerl.kernels import elementwise, rotation
+from verl_qerl.kernels.elementwise import add_rms_norm, can_normalize, can_silu, rms_norm, silu_mul
+from verl_qerl.kernels.rotation import can_normalize_heads, can_rotate, norm_rotate, rotate
 
 
 class EarlyRMSNorm(RMSNorm):
@@ -53,41 +48,90 @@ class EarlyRotaryEmbedding(RotaryEmbedding):
         return rotate(query, key, positions, table, self.head_size)
 
 
+class _EarlyHeads:
+    """Attention of Qwen3, with the norms of heads and their rotation as one launch."""
+
+    def forward(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """As vLLM's (model_executor/models/qwen3.py, qwen3_moe.py)."""
+        qkv, _ = self.qkv_proj(hidden_states)
+        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        table, epsilon = self.rotary_emb._match_cos_sin_cache_dtype(q), self.q_norm.variance_epsilon
+        if can_rotate(q, k, positions, table, self.head_dim):
+            weights = (self.q_norm.weight.data, self.k_norm.weight.data)
+            q, k = norm_rotate(q, k, *weights, epsilon, positions, table, self.head_dim)
+        else:
+            q = self.q_norm(q.unflatten(-1, (-1, self.head_dim))).flatten(-2)
+            k = self.k_norm(k.unflatten(-1, (-1, self.head_dim))).flatten(-2)
+            q, k = self.rotary_emb(positions, q, k)
+        output, _ = self.o_proj(self.attn(q, k, v))
+        return output
+
+
+class EarlyQwen3Attention(_EarlyHeads, Qwen3Attention):
+    """Of a dense model."""
+
+
+class EarlyQwen3MoeAttention(_EarlyHeads, Qwen3MoeAttention):
+    """Of a mixture of experts."""
+
+
 _EARLY: dict[type, type] = {
     RMSNorm: EarlyRMSNorm,
     SiluAndMul: EarlySiluAndMul,
     RotaryEmbedding: EarlyRotaryEmbedding,
+    Qwen3Attention: EarlyQwen3Attention,
+    Qwen3MoeAttention: EarlyQwen3MoeAttention,
 }
 
 
 def use_early_starts(model: torch.nn.Module, columns: set[int], norms: bool = True) -> int:
     """Replace norms, activations and rotary positions by those that let the next kernel start early.
 
-    Call it after loading and before anything is compiled. Subclasses of vLLM's modules, and norms of other rows (those
-    of a head), stay as they are.
+    Call it after loading and before anything is compiled. Modules that compute something else than vLLM's own stay as
+    they are, and so do norms of other rows; those of heads are part of their attention.
 
     Args:
         model: vLLM's.
         columns: Of `linear.tiled_columns`; where there are none, nothing is replaced.
-        norms: Norms too.
+        norms: Norms of rows too.
 
     Returns:
         Number of modules replaced.
     """
-    found: list[Any] = [module for module in model.modules() if columns and _is_ours(module, columns, norms)]
-    for module in found:
-        module.__class__ = _EARLY[type(module)]
-    weights = [module.weight for module in found if isinstance(module, RMSNorm)]
+    found = [(module, kind) for module in model.modules() if columns and (kind := _kind(module, columns, norms))]
+    for module, kind in found:
+        module.__class__ = _EARLY[kind]
     if found and next(model.parameters()).is_cuda:
-        prepare({(weight.shape[0], weight.dtype) for weight in weights})
+        weights = [module.weight for module, kind in found if kind is RMSNorm]
+        elementwise.prepare({(weight.shape[0], weight.dtype) for weight in weights})
+        rotation.prepare({module.q_norm.weight.dtype for module, _ in found if isinstance(module, _EarlyHeads)})
     return len(found)
 
 
-def _is_ours(module: Any, columns: set[int], norms: bool) -> bool:
-    if type(module) is SiluAndMul:
-        return True
-    if type(module) is RotaryEmbedding:
-        return module.is_neox_style and module.rotary_dim == module.head_size
-    if not norms or type(module) is not RMSNorm or not module.has_weight or module.variance_size_override is not None:
-        return False
-    return module.weight.shape[0] in columns and can_normalize(module.weight)
+def _kind(module: Any, columns: set[int], norms: bool) -> type | None:
+    """Key of _EARLY of a module that is replaced."""
+    kind = type(module)
+    if kind is SiluAndMul:
+        return kind
+    if isinstance(module, RotaryEmbedding):
+        # Of other frequencies alone, as Llama 3 and YaRN have them.
+        computes = ("forward", "forward_native", "forward_cuda")
+        same = all(getattr(kind, name) is getattr(RotaryEmbedding, name) for name in computes)
+        whole = module.is_neox_style and module.rotary_dim == module.head_size
+        return RotaryEmbedding if same and whole else None
+    if kind in (Qwen3Attention, Qwen3MoeAttention):
+        return kind if _normalizes_heads(module) else None
+    if norms and kind is RMSNorm and _is_plain(module) and module.weight.shape[0] in columns:
+        return kind if can_normalize(module.weight) else None
+    return None
+
+
+def _is_plain(norm: Any) -> bool:
+    return type(norm) is RMSNorm and norm.has_weight and norm.variance_size_override is None
+
+
+def _normalizes_heads(attention: Any) -> bool:
+    q, k = attention.q_norm, attention.k_norm
+    plain = _is_plain(q) and _is_plain(k) and q.variance_epsilon == k.variance_epsilon
+    rotated = _kind(attention.rotary_emb, set(), False) or type(attention.rotary_emb) is EarlyRotaryEmbedding
+    return bool(plain and rotated and can_normalize_heads(q.weight, k.weight))
