@@ -101,6 +101,7 @@ class Shape:
     Args:
         hidden, intermediate, layers, heads, kv_heads, vocabulary: As in config.json.
         family: Of FAMILIES.
+        head_size: 0 is hidden / heads.
     """
 
     hidden: int
@@ -110,10 +111,11 @@ class Shape:
     kv_heads: int
     vocabulary: int = 152064
     family: str = "qwen2"
+    head_size: int = 0
 
     @property
     def head_dim(self) -> int:
-        return self.hidden // self.heads
+        return self.head_size or self.hidden // self.heads
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
@@ -150,6 +152,7 @@ SHAPES = {
     "14B": Shape(5120, 13824, 48, 40, 8),
     "32B": Shape(5120, 27648, 64, 40, 8),
     "Qwen3-8B": Shape(4096, 12288, 36, 32, 8, vocabulary=151936, family="qwen3"),
+    "Qwen3-32B": Shape(5120, 25600, 64, 64, 8, vocabulary=151936, family="qwen3", head_size=128),
     "Llama-3.1-8B": Shape(4096, 14336, 32, 32, 8, vocabulary=128256, family="llama"),
     "tiny": Shape(128, 256, 2, 2, 1, vocabulary=512),
     "tiny-qwen3": Shape(128, 256, 2, 2, 1, vocabulary=512, family="qwen3"),
