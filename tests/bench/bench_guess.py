@@ -18,7 +18,7 @@ from typing import Any
 from verl_qerl.cli.tune import _CACHE_BYTES, _time_with_adapter
 from verl_qerl.kernels import tiled_matmul
 from verl_qerl.kernels.tiled import tile
-from verl_qerl.kernels.tiled_launch import EACH, GATHERED, LOW_ROWS, TOKENS, Launch, guess_launch, launch_candidates
+from verl_qerl.kernels.tiled_launch import EACH, GATHERED, TOKENS, Launch, both_ways, guess_launch, launch_candidates
 from verl_qerl.testing import random_packed_weight
 from verl_qerl.vllm_plugin import plans
 
@@ -33,8 +33,9 @@ def choices(row: dict[str, Any], others: list[dict[str, Any]], tokens: int) -> d
     near = min(others, key=lambda other: abs(math.log2(other["N"] / N)) + abs(math.log2(other["K"] / K)))
     guess = guess_launch(N, K, tokens)
     found = {"measured": Launch(*row["launches"][str(tokens)]), "guess": guess}
-    if tokens <= LOW_ROWS:
-        found["guess_each"] = guess._replace(low=EACH)
+    each = guess._replace(low=EACH)
+    if each in both_ways(tokens, guess):
+        found["guess_each"] = each
     nearest = Launch(*near["launches"][str(tokens)])
     can = nearest._replace(low=GATHERED) in launch_candidates(N, K, tokens)
     return found | ({"nearest": nearest} if can else {})

@@ -75,7 +75,6 @@ ARMS = {
     "nvfp4_lora_resident": Arm(ours(resident=True), packed=True, linear_bytes=2.5625),
     "nvfp4_lora_stock_sampler": Arm(ours(sampler="stock"), packed=True, linear_bytes=0.5625),
     "nvfp4_lora_stock_scheduler": Arm(ours() | {"scheduler_cls": None}, packed=True, linear_bytes=0.5625),
-    "nvfp4_lora_stock_graphs": Arm(ours(graphs="stock"), packed=True, linear_bytes=0.5625),
     "nvfp4_lora_stock_attention": Arm(ours(attention="stock"), packed=True, linear_bytes=0.5625),
 }
 # As in verl (verl_plugin.rollout.choose_runner).

@@ -145,9 +145,9 @@ JOBS = (
     ),
     _rollout("rollout_7b", "7B", _OURS_AND_STOCK, "1 8 32 64 128 256", "--realistic"),
     _rollout(
-        "rollout_7b_graphs",
+        "rollout_7b_own_process",
         "7B",
-        f"{_OURS_AND_STOCK} nvfp4_lora_stock_graphs",
+        _OURS_AND_STOCK,
         "256",
         "--no-fixed --realistic --own-process --functions",
     ),

@@ -90,13 +90,57 @@ def test_shapes_are_what_the_kernel_takes():
     assert all(N % 64 == 0 and K % 64 == 0 for shapes in MODELS.values() for N, K in shapes)
 
 
-def test_a_table_is_whole_or_as_it_was(tmp_path, monkeypatch):
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    """What `run` takes, on a GPU that measures at once."""
     pytest.importorskip("vllm")
     monkeypatch.setattr("verl_qerl.vllm_plugin.plans.why_not", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(tune, "measure", lambda N, K: {"N": N, "K": K})
+    fields = {"launches": {}, "dense_rows": 1, "decode_rows": 2}
+    monkeypatch.setattr(tune, "measure", lambda N, K: {"N": N, "K": K, **fields})
     monkeypatch.setattr(tune, "describe", str)
-    asked = argparse.Namespace(models=["qwen2.5-7b"], out=tmp_path / "table.json")
+    return argparse.Namespace(models=["qwen2.5-7b"], tensor_parallel=1, out=tmp_path / "table.json")
+
+
+def shapes_in(path: Path) -> set[tuple[int, int]]:
+    rows = [(row["N"], row["K"]) for row in json.loads(path.read_text())["rows"]]
+    assert len(set(rows)) == len(rows)
+    return set(rows)
+
+
+def test_a_table_keeps_what_it_has_of_other_linears(asked):
+    tune.run(asked)
+    assert shapes_in(asked.out) == set(MODELS["qwen2.5-7b"])
+    asked.models = ["qwen2.5-14b"]
+    tune.run(asked)
+    tune.run(asked)
+    assert shapes_in(asked.out) == {*MODELS["qwen2.5-7b"], *MODELS["qwen2.5-14b"]}
+
+
+def test_what_was_measured_before_an_interruption_stays(asked, monkeypatch):
+    measure, first = tune.measure, sorted(MODELS["qwen2.5-7b"])[0]
+
+    def once(N: int, K: int) -> dict:
+        if first != (N, K):
+            raise KeyboardInterrupt
+        return measure(N, K)
+
+    monkeypatch.setattr(tune, "measure", once)
+    with pytest.raises(KeyboardInterrupt):
+        tune.run(asked)
+    assert shapes_in(asked.out) == {first}
+
+
+def test_a_table_of_another_gpu_is_not_overwritten(asked, monkeypatch):
+    tune.run(asked)
+    before = asked.out.read_bytes()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another GPU")
+    with pytest.raises(ValueError, match=r"has what was measured on a GPU, this GPU is another GPU\. .* another --out"):
+        tune.run(asked)
+    assert asked.out.read_bytes() == before
+
+
+def test_a_table_is_whole_or_as_it_was(asked, monkeypatch):
     asked.out.write_text("as it was")
     write = Path.write_text
 
@@ -111,7 +155,7 @@ def test_a_table_is_whole_or_as_it_was(tmp_path, monkeypatch):
     assert asked.out.read_text() == "as it was"
     tune.run(asked)
     assert len(json.loads(asked.out.read_text())["rows"]) == 4
-    assert list(tmp_path.iterdir()) == [asked.out]
+    assert list(asked.out.parent.iterdir()) == [asked.out]
 
 
 def test_both_ways_to_make_the_adapter_s_part_are_timed(monkeypatch):

@@ -210,11 +210,11 @@ def test_verls_rejection_acts_on_a_quantized_noisy_rollout(int8_run):
 
 @pytest.fixture(scope="module")
 def int8_base_run(workbench):
-    """An adapter, and verl's weights for what is sampled; the second of three steps has noise that shows."""
+    """An adapter on a Qwen3, and verl's weights for what is sampled; the second of three steps has noise that shows."""
     options = ["+rollout=int8", "+aqn.enabled=true", "+aqn.num_stages=3", "trainer.total_training_steps=3"]
     options += ["+aqn.sigma_start=0.1", "+aqn.sigma_end=1e-6", "+qerl.max_initial_kl=1e-3", "trainer.save_freq=3"]
     options += [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=2.0"]
-    return workbench.train("int8_base", *options).check()
+    return workbench.train("int8_base", *options, model=workbench.qwen3()).check()
 
 
 def test_an_adapter_on_an_int8_base(workbench, int8_base_run):

@@ -30,14 +30,13 @@ def test_options_are_read():
     [
         (
             {"linears": "auto"},
-            r"unknown option additional_config\.verl_qerl\.linears='auto'.*attention, graphs, early_starts, resident",
+            r"unknown option additional_config\.verl_qerl\.linears='auto'.*attention, early_starts, resident",
         ),
         ({"linear": "fast"}, r"additional_config\.verl_qerl\.linear='fast'.*auto, stock"),
         ({"lora": None}, r"additional_config\.verl_qerl\.lora=None.*single, stock"),
         ({"lm_head": "FP8"}, r"additional_config\.verl_qerl\.lm_head='FP8'.*bf16, fp8"),
         ({"sampler": "fast"}, r"additional_config\.verl_qerl\.sampler='fast'.*auto, fused, stock"),
         ({"attention": "fast"}, r"additional_config\.verl_qerl\.attention='fast'.*auto, stock"),
-        ({"graphs": "full"}, r"additional_config\.verl_qerl\.graphs='full'.*auto, whole, stock"),
         ({"early_starts": 0}, r"additional_config\.verl_qerl\.early_starts=0.*true and false"),
         ({"resident": "yes"}, r"additional_config\.verl_qerl\.resident='yes'.*true and false"),
         ({"keep_base_resident": 1}, r"additional_config\.verl_qerl\.keep_base_resident=1.*true and false"),

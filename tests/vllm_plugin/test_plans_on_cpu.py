@@ -87,6 +87,44 @@ def test_a_table_says_how_low_rank_is_made_or_it_is_gathered(tables, compiled):
     assert plan.launch(64) == Launch(2, 1, 4, 2, EACH)
 
 
+def write_table(gpu: str, *shapes: tuple[int, int]) -> None:
+    path = plans.table_path(gpu)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{"N": N, "K": K, "launches": {}, "dense_rows": 3, "decode_rows": 7} for N, K in shapes]
+    path.write_text(json.dumps({"rows": rows}))
+
+
+def test_a_table_of_the_user_hides_no_linear_that_it_lacks(tables):
+    shipped = plans.nearest(4608, 3584, "NVIDIA H200")
+    plans._tuned.cache_clear()
+    write_table("NVIDIA H200", (64, 64), (3584, 3584))
+    assert plans.nearest(3584, 3584, "NVIDIA H200")["decode_rows"] == 7
+    assert plans.nearest(4608, 3584, "NVIDIA H200") == shipped
+
+
+def test_a_linear_that_no_table_has_is_said(tables, caplog):
+    plans.say_once.cache_clear()
+    for _ in range(2):
+        plans.nearest(7168, 4096, "NVIDIA H200")
+    plans.nearest(7168, 5120, "NVIDIA H200")
+    (record,) = caplog.records
+    assert "no table of kernels has linears of 7168 x 4096: " in record.message
+    assert "`python -m verl_qerl tune --models DIR_OF_THE_MODEL` measures it" in record.message
+
+
+def test_an_h200_stands_in_for_what_a_table_lacks(tables, caplog):
+    plans.say_once.cache_clear()
+    write_table("NVIDIA GH200", (64, 64))
+    assert plans.nearest(64, 64, "NVIDIA GH200")["decode_rows"] == 7
+    assert not caplog.records
+    assert plans.nearest(4608, 3584, "NVIDIA GH200") == plans.nearest(4608, 3584, "NVIDIA H200")
+    (record,) = caplog.records
+    assert (
+        "the table of kernels for 'NVIDIA GH200' lacks linears of 4608 x 3584; the one of an H200 is u"
+        in record.message
+    )
+
+
 def test_a_table_of_the_user_goes_first(tables):
     path = plans.table_path("NVIDIA H200")
     path.parent.mkdir(parents=True)

@@ -219,7 +219,7 @@ def test_kernels_start_early_unless_told_otherwise(monkeypatch):
 def test_where_results_must_not_depend_on_the_batch_vllms_own_paths_stay(monkeypatch, caplog):
     monkeypatch.setitem(vars(pytest.importorskip("vllm.envs")), "VLLM_BATCH_INVARIANT", True)
     taken = []
-    for name in ("use_single_adapter", "use_fused_sampler", "use_decode_attention", "use_whole_graphs"):
+    for name in ("use_single_adapter", "use_fused_sampler", "use_decode_attention"):
         monkeypatch.setattr(worker_module, name, lambda *_, **__: taken.append("ours"))
     monkeypatch.setattr(worker_module, "tiled_columns", lambda _: {128})
     config, passes = Config({}), SimpleNamespace(fuse_allreduce_rms=False)
@@ -228,8 +228,8 @@ def test_where_results_must_not_depend_on_the_batch_vllms_own_paths_stay(monkeyp
     prepare_model(worker, config)
     worker.load_model()
     assert not taken
-    assert "LoRA, the sampler, attention and CUDA graphs stay vLLM's: VLLM_BATCH_INVARIANT=1" in caplog.text
-    for option in ({"sampler": "fused"}, {"lm_head": "fp8"}, {"graphs": "whole"}):
+    assert "LoRA, the sampler and attention stay vLLM's: VLLM_BATCH_INVARIANT=1" in caplog.text
+    for option in ({"sampler": "fused"}, {"lm_head": "fp8"}):
         with pytest.raises(
             ValueError, match=r"^additional_config\.verl_qerl\.\w+='\w+' does not go together with VLLM_B"
         ):

@@ -148,12 +148,11 @@ def _load_server() -> type:
 def choose_runner() -> None:
     """Have the engines of this process run vLLM's V1 model runner, unless the environment names one.
 
-    vLLM 0.24.0 would run Qwen3, Llama and Mistral on the other one, which takes neither our sampler nor CUDA graphs of
-    whole steps, and on which nothing of ours has been measured.
+    vLLM 0.24.0 would run Qwen3, Llama and Mistral on the other one, which does not take our sampler.
     """
     if RUNNER not in os.environ:
         os.environ[RUNNER] = "0"
-        logger.info("verl_qerl: %s=0, for the sampler and the CUDA graphs of ours; 1 is vLLM's other runner.", RUNNER)
+        logger.info("verl_qerl: %s=0, for the sampler of ours; 1 is vLLM's other runner.", RUNNER)
 
 
 def describe_checkpoint(engine_kwargs: dict, path: str, form: str = "nvfp4") -> None:

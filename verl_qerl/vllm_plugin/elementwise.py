@@ -98,13 +98,16 @@ def use_early_starts(model: torch.nn.Module, columns: set[int], norms: bool = Tr
     Returns:
         Number of modules replaced.
     """
-    found = [(module, kind) for module in model.modules() if columns and (kind := _kind(module, columns, norms))]
-    for module, kind in found:
-        module.__class__ = _EARLY[kind]
+    kinds = [(module, _kind(module, columns, norms)) for module in model.modules() if columns]
+    found: list[Any] = [module for module, kind in kinds if kind is not None]
+    for module, kind in kinds:
+        if kind is not None:
+            module.__class__ = _EARLY[kind]
     if found and next(model.parameters()).is_cuda:
-        weights = [module.weight for module, kind in found if kind is RMSNorm]
+        weights = [module.weight for module in found if isinstance(module, RMSNorm)]
         elementwise.prepare({(weight.shape[0], weight.dtype) for weight in weights})
-        rotation.prepare({module.q_norm.weight.dtype for module, _ in found if isinstance(module, _EarlyHeads)})
+        of_heads = (module for module in found if isinstance(module, EarlyQwen3Attention | EarlyQwen3MoeAttention))
+        rotation.prepare({module.q_norm.weight.dtype for module in of_heads})
     return len(found)
 
 

@@ -14,7 +14,6 @@ _CHOICES = {
     "lm_head": ("bf16", "fp8"),
     "sampler": ("auto", "fused", "stock"),
     "attention": ("auto", "stock"),
-    "graphs": ("auto", "whole", "stock"),
 }
 
 
@@ -33,9 +32,6 @@ class RolloutOptions:
             `fused` on a GPU where vLLM's sampler can be replaced.
         attention: `auto` has a kernel of ours attend where each sequence gets one token, beside linears of ours;
             `stock` is vLLM's FlashAttention.
-        graphs: `whole` has one CUDA graph of a step in which requests begin beside others, where FlashAttention 3
-            attends; `stock` is vLLM's cudagraph_mode, by default a graph of each piece between two attentions. `auto`
-            is `whole` on a GPU where it can be had.
         early_starts: In CUDA graphs our kernels bring their weights while the ones before them still run (programmatic
             dependent launch). For the whole process.
         resident: Keep a bf16 copy of the packed linears beside them (two bytes a weight) for batches at which a 4-bit
@@ -52,7 +48,6 @@ class RolloutOptions:
     lm_head: str = "bf16"
     sampler: str = "auto"
     attention: str = "auto"
-    graphs: str = "auto"
     early_starts: bool = True
     resident: bool = False
     keep_base_resident: bool = False

@@ -18,7 +18,6 @@ from verl_qerl.vllm_plugin import NAMES
 from verl_qerl.vllm_plugin.attention import use_decode_attention
 from verl_qerl.vllm_plugin.borrowed import borrowed_by, is_borrowing
 from verl_qerl.vllm_plugin.elementwise import use_early_starts
-from verl_qerl.vllm_plugin.graphs import use_whole_graphs
 from verl_qerl.vllm_plugin.head import quantize_head
 from verl_qerl.vllm_plugin.linear import tiled_columns
 from verl_qerl.vllm_plugin.lora import use_single_adapter
@@ -117,8 +116,6 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
             use_early_starts(model, columns, norms=not fused)
             if options.attention == "auto":
                 use_decode_attention(model)
-        if options.graphs != "stock":
-            use_whole_graphs(worker.model_runner, required=options.graphs == "whole")
         if options.sampler != "stock":
             use_fused_sampler(worker.model_runner, required=options.sampler == "fused")
 
@@ -130,16 +127,14 @@ def _batch_invariant(options: RolloutOptions, vllm_config: Any) -> RolloutOption
     asked = asked_of_vllm(vllm_config)
     if asked != "VLLM_BATCH_INVARIANT=1":
         return options
-    for name, value in (("sampler", "fused"), ("lm_head", "fp8"), ("graphs", "whole")):
+    for name, value in (("sampler", "fused"), ("lm_head", "fp8")):
         if getattr(options, name) == value:
             raise ValueError(
                 f"additional_config.verl_qerl.{name}={value!r} does not go together with {asked}: its results depend"
                 " on the batch. Accepted is the default. Leave one of them out."
             )
-    logger.warning(
-        "verl_qerl: LoRA, the sampler, attention and CUDA graphs stay vLLM's: %s, and ours depend on the batch.", asked
-    )
-    return replace(options, lora="stock", sampler="stock", attention="stock", graphs="stock")
+    logger.warning("verl_qerl: LoRA, the sampler and attention stay vLLM's: %s, and ours depend on the batch.", asked)
+    return replace(options, lora="stock", sampler="stock", attention="stock")
 
 
 def _compile_apart(vllm_config: Any) -> dict[str, Any]:
