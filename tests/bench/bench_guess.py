@@ -9,7 +9,6 @@ nearest other linear of the table (`nearest`), if it is one for this linear too.
 
 import argparse
 import json
-import math
 import statistics
 import sys
 from pathlib import Path
@@ -30,7 +29,7 @@ import rollout_report
 def choices(row: dict[str, Any], others: list[dict[str, Any]], tokens: int) -> dict[str, Launch]:
     """Name -> launch for so many rows of the linear of `row`."""
     N, K = row["N"], row["K"]
-    near = min(others, key=lambda other: abs(math.log2(other["N"] / N)) + abs(math.log2(other["K"] / K)))
+    near = min(others, key=lambda other: plans.distance((other["N"], other["K"]), (N, K)))
     guess = guess_launch(N, K, tokens)
     found = {"measured": Launch(*row["launches"][str(tokens)]), "guess": guess}
     each = guess._replace(low=EACH)

@@ -1,6 +1,7 @@
 """Tables of measured crossings, and the reasons against a choice by rows."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,33 @@ def test_a_plan_takes_measured_launches_and_guesses_the_others(tables, compiled)
     assert plan.launch(33) == plan.launch(64) == Launch(*row["launches"]["64"])
     assert (plan.dense_rows, plan.decode_rows) == (row["dense_rows"], row["decode_rows"])
     assert compiled == list(plan.kernels())
-    other = plans.PLANS[plans.make_plan(7168, 4096, "NVIDIA H200")]
-    assert other.launch(64) == guess_launch(7168, 4096, 64)
+    small = plans.PLANS[plans.make_plan(768, 2304, "NVIDIA H200")]
+    assert small.launches == tuple(guess_launch(768, 2304, tokens) for tokens in TOKENS)
+
+
+def test_a_linear_of_about_the_size_of_another_is_dealt_out_like_it(tables, compiled):
+    row = plans.nearest(7168, 4096, "NVIDIA H200")
+    assert (row["N"], row["K"]) == (6144, 4096)
+    plan = plans.PLANS[plans.make_plan(7168, 4096, "NVIDIA H200")]
+    assert plan.launches == tuple(Launch(*row["launches"][str(tokens)]) for tokens in TOKENS)
+    # Shared by eight, 256 columns of K leave four blocks of a cluster nothing to do.
+    eight = {"N": 256, "K": 512, "launches": {"8": [2, 1, 8, 2]}}
+    assert plans.choose_launch(eight, 256, 512, 8) == Launch(2, 1, 8, 2)
+    assert plans.choose_launch(eight, 256, 320, 8) == guess_launch(256, 320, 8)
+
+
+def test_one_alike_is_right_more_often_than_the_guess(tables):
+    table, found = plans._tuned("NVIDIA H200"), Counter()
+    for (N, K), row in table.items():
+        near = min((other for other in table if other != (N, K)), key=lambda other: plans.distance(other, (N, K)))
+        if plans.distance(near, (N, K)) >= plans._ALIKE:
+            continue
+        for tokens in TOKENS:
+            fastest = Launch(*row["launches"][str(tokens)])._replace(low=GATHERED)
+            alike = plans.choose_launch(table[near], N, K, tokens)._replace(low=GATHERED)
+            found.update(alike=alike == fastest, guess=guess_launch(N, K, tokens) == fastest, all=1)
+    assert found["all"] > 300
+    assert found["alike"] > 2 * found["guess"]
 
 
 def test_a_launch_that_shares_k_is_for_no_more_rows_than_it_was_measured_with():
@@ -108,8 +134,8 @@ def test_a_linear_that_no_table_has_is_said(tables, caplog):
         plans.nearest(7168, 4096, "NVIDIA H200")
     plans.nearest(7168, 5120, "NVIDIA H200")
     (record,) = caplog.records
-    assert "no table of kernels has linears of 7168 x 4096: " in record.message
-    assert "`python -m verl_qerl tune --models DIR_OF_THE_MODEL` measures it" in record.message
+    assert "no table of kernels has linears of 7168 x 4096: what is known of 6144 x 4096, and" in record.message
+    assert "`python -m verl_qerl tune --models DIR_OF_THE_MODEL` measures them" in record.message
 
 
 def test_an_h200_stands_in_for_what_a_table_lacks(tables, caplog):

@@ -15,7 +15,16 @@ from typing import Any
 import torch
 
 from verl_qerl.kernels import tiled_matmul
-from verl_qerl.kernels.tiled_launch import TOKENS, Launch, for_rows, guess_launch, padded_rows, twins
+from verl_qerl.kernels.tiled_launch import (
+    GATHERED,
+    TOKENS,
+    Launch,
+    for_rows,
+    guess_launch,
+    launch_candidates,
+    padded_rows,
+    twins,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +60,9 @@ class Plan:
 
 PLANS: dict[str, Plan] = {}
 _OTHERWISE = "NVIDIA H200"  # whose table is used where there is none
+# Weights closer than that have the same fastest launch more often than a guess is right, others less often: one of
+# another size may not fill the GPU.
+_ALIKE = 1.0
 _FIELDS = {"N", "K", "launches", "dense_rows", "decode_rows"}  # of a row of a table
 
 
@@ -65,15 +77,27 @@ def make_plan(N: int, K: int, gpu: str) -> str:
     key = f"{N}x{K}"
     if key not in PLANS:
         row = nearest(N, K, gpu)
-        # The launch of another shape may not fill the GPU with this one.
-        measured = row["launches"] if (row["N"], row["K"]) == (N, K) else {}
-        launches = tuple(
-            Launch(*measured[str(tokens)]) if str(tokens) in measured else guess_launch(N, K, tokens)
-            for tokens in TOKENS
-        )
+        launches = tuple(choose_launch(row, N, K, tokens) for tokens in TOKENS)
         PLANS[key] = Plan(launches, row["dense_rows"], row["decode_rows"])
         tiled_matmul.prepare(PLANS[key].kernels())
     return key
+
+
+def choose_launch(row: dict[str, Any], N: int, K: int, tokens: int) -> Launch:
+    """For a weight [N, K] and an entry of TOKENS: what was measured, for it or one alike, or a guess.
+
+    Args:
+        row: Of `nearest`.
+        N: out_features.
+        K: in_features.
+        tokens: Entry of TOKENS.
+    """
+    apart = distance((row["N"], row["K"]), (N, K))
+    if apart < _ALIKE and str(tokens) in row["launches"]:
+        launch = Launch(*row["launches"][str(tokens)])
+        if not apart or launch._replace(low=GATHERED) in launch_candidates(N, K, tokens):
+            return launch
+    return guess_launch(N, K, tokens)
 
 
 def why_not() -> str | None:
@@ -93,18 +117,23 @@ def nearest(N: int, K: int, gpu: str) -> dict[str, Any]:
     """
     own = _tuned(gpu)
     found = _tuned(_OTHERWISE) | own
-    shape = min(found, key=lambda shape: abs(math.log2(shape[0] / N)) + abs(math.log2(shape[1] / K)))
+    shape = min(found, key=lambda shape: distance(shape, (N, K)))
     if not own:
         say_once(f"there is no table of kernels for {gpu!r}; the one of an H200 is used.")
     if shape != (N, K):
         say_once(
-            f"no table of kernels has linears of {N} x {K}: how their work is dealt out is guessed, the rest is that of"
-            f" {shape[0]} x {shape[1]}. `python -m verl_qerl tune --models DIR_OF_THE_MODEL` measures it (with"
-            " --tensor-parallel, if GPUs share the rollout)."
+            f"no table of kernels has linears of {N} x {K}: what is known of {shape[0]} x {shape[1]}, and guesses,"
+            " stand in. `python -m verl_qerl tune --models DIR_OF_THE_MODEL` measures them (with --tensor-parallel, if"
+            " GPUs share the rollout)."
         )
     elif own and shape not in own:
         say_once(f"the table of kernels for {gpu!r} lacks linears of {N} x {K}; the one of an H200 is used.")
     return found[shape]
+
+
+def distance(one: tuple[int, int], other: tuple[int, int]) -> float:
+    """Between two weights [N, K]: factors of two in N and in K, added."""
+    return sum(abs(math.log2(size / its)) for size, its in zip(one, other, strict=True))
 
 
 def table_path(gpu: str) -> Path:
