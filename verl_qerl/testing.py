@@ -67,17 +67,26 @@ def random_packed_weight(N: int, K: int, seed: int = 0, device: str | torch.devi
 
 
 def random_qwen2(seed: int = 0, gain: float = 1.0, **sizes: Any) -> Any:
-    """A bf16 Qwen2 of transformers: two layers of two heads, embeddings that are not tied.
+    """`random_decoder` of Qwen2."""
+    return random_decoder("qwen2", seed, gain, **sizes)
+
+
+def random_decoder(family: str, seed: int = 0, gain: float = 1.0, **sizes: Any) -> Any:
+    """A bf16 model of transformers without experts: two layers of two heads, embeddings that are not tied.
 
     Args:
+        family: As `model_type` of a config.json.
         seed: Of the weights.
         gain: Matrices are multiplied by it: with 3, log-probs are far from uniform.
         sizes: What is otherwise in its configuration.
     """
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(Qwen2Config(**_TINY | sizes)).bfloat16().eval()
+    sizes = _TINY | sizes
+    if family == "qwen3":  # whose heads have 128 columns otherwise
+        sizes = {"head_dim": sizes["hidden_size"] // sizes["num_attention_heads"]} | sizes
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).bfloat16().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:

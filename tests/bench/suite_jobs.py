@@ -55,15 +55,23 @@ def _verl(name: str, what: str, options: str, env: str = "", gpus: int = 1) -> J
     return Job(name, what, command, 250, gpus, ("base",), small=_SLEEP not in options)
 
 
-def _moe() -> Job:
-    """As _verl, of a small mixture of experts with random weights and the base's tokenizer."""
-    sizes = "hidden_size=512, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, num_experts=16"
+def _random(name: str, what: str, make: str, options: str = "", beside: bool = True) -> Job:
+    """As _verl, of a small model with random weights and the base's tokenizer.
+
+    Args:
+        name: verl_NAME.
+        what: For --list.
+        make: A call of verl_qerl.testing without its end, which the size of the vocabulary is.
+        options: More overrides.
+        beside: It shares its GPU with others; else it has CUDA graphs and sleeps.
+    """
     words = "vocab_size=config.from_pretrained('$WORK/base').vocab_size, max_position_embeddings=512"
-    imports = "from transformers import AutoConfig as config; from verl_qerl.testing import random_qwen3_moe as make"
-    made = f"{imports}; make({sizes}, moe_intermediate_size=256, {words}).save_pretrained('$WORK/moe')"
-    copied = 'cp "$WORK"/base/{*token*,*.jinja} "$WORK/moe"'
-    path = 'actor_rollout_ref.model.path="$WORK/moe" +qerl.max_initial_kl=0.2'  # routers choose by rounding errors
-    job = _verl("verl_moe", "LoRA on a mixture of experts", f"{_NVFP4} {_NOISE} {path}")
+    imports = "from transformers import AutoConfig as config; from verl_qerl import testing"
+    made = f"{imports}; testing.{make}, {words}).save_pretrained('$WORK/{name}')"
+    copied = f'cp "$WORK"/base/{{*token*,*.jinja}} "$WORK/{name}"'
+    alone = "" if beside else f"{_SLEEP} actor_rollout_ref.rollout.enforce_eager=False"
+    path = f'actor_rollout_ref.model.path="$WORK/{name}"'
+    job = _verl(f"verl_{name}", what, " ".join(filter(None, (_NVFP4, _NOISE, path, options, alone))))
     return dataclasses.replace(job, command=f'python3 -c "{made}"; {copied}; {job.command}')
 
 
@@ -108,6 +116,8 @@ _OURS_AND_STOCK = "nvfp4_lora_ours bf16_lora_stock"
 _ARMS = f"{_OURS_AND_STOCK} bf16_lora_ours nvfp4_lora_stock fp8_lora_stock"
 _ATTENTION = " ".join(("nvfp4_lora_ours", *rollout_arms.ATTENTION))
 _NVFP4 = f"+rollout=nvfp4 {_LORA}"
+# Heads of 128 columns, and a context shorter than the largest CUDA graph.
+_DENSE = "hidden_size=1024, intermediate_size=3072, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2"
 _SHARDED = f"{_NVFP4} {_NOISE} {_PACKED}.shard_base=true trainer.n_gpus_per_node=2"
 _GSM8K = "DATA=gsm8k BATCH=32 STEPS=30 LR=2e-4 KV_BYTES=4000000000"
 _SHORTER = "data.max_prompt_length=160 data.max_response_length=192 actor_rollout_ref.rollout.max_model_len=352"
@@ -167,7 +177,15 @@ JOBS = (
     _verl("verl_fp8", "LoRA on fp8", f"+rollout=fp8 {_LORA} {_NOISE}"),
     _verl("verl_mxfp4", "LoRA on mxfp4", f"+rollout=mxfp4 {_LORA} {_NOISE}"),
     _verl("verl_int8", "LoRA on int8, mismatch taken apart", f"+rollout=int8 {_LORA} {_NOISE} +qerl.mismatch_sample=8"),
-    _moe(),
+    _random(
+        "moe",
+        "LoRA on a mixture of experts",
+        "random_qwen3_moe(hidden_size=512, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,"
+        " num_experts=16, moe_intermediate_size=256",
+        "+qerl.max_initial_kl=0.2",  # routers choose by rounding errors
+    ),
+    _random("qwen3", "Qwen3, CUDA graphs, sleep", f"random_decoder('qwen3', gain=2, {_DENSE}", beside=False),
+    _random("llama", "Llama, CUDA graphs, sleep", f"random_decoder('llama', gain=2, {_DENSE}", beside=False),
     _verl("verl_head", "the head in fp8", f"{_NVFP4} {_NOISE} {_ROLLOUT}.lm_head=fp8 +qerl.max_initial_kl=0.05"),
     _verl(
         "verl_keep",

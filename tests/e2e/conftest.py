@@ -48,17 +48,16 @@ class Workbench:
 
     def qwen3(self) -> Path:
         """Another model with the same tokenizer, which normalizes the heads of q and k."""
-        import torch
-        from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
+        from transformers import AutoConfig
+
+        from verl_qerl.testing import random_decoder
 
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         sizes += ("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings")
         base = AutoConfig.from_pretrained(self.model)
         copied = {name: getattr(base, name) for name in (*sizes, "bos_token_id", "eos_token_id", "pad_token_id")}
-        torch.manual_seed(0)
-        model = Qwen3ForCausalLM(Qwen3Config(**copied, head_dim=64)).bfloat16()
         folder = self.folder / "qwen3"
-        model.save_pretrained(folder)
+        random_decoder("qwen3", **copied).save_pretrained(folder)
         for file in (*self.model.glob("*token*"), *self.model.glob("*.jinja")):
             shutil.copy(file, folder)
         return folder
