@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from verl_qerl.kernels import attention, elementwise, launch, low_rank, tiled_matmul
+from verl_qerl.kernels import attention, elementwise, launch, low_rank, rotation, tiled_matmul
 from verl_qerl.testing import load_beside
 
 translate = load_beside(__file__, "cuda_to_cpp").translate
@@ -142,7 +142,7 @@ class Emulator:
         for module in (attention, tiled_matmul):
             monkeypatch.setattr(module, "count_multiprocessors", lambda device: self.multiprocessors)
         launch._encode.cache_clear()
-        for module in (attention, elementwise, low_rank, tiled_matmul):
+        for module in (attention, elementwise, low_rank, rotation, tiled_matmul):
             for made in vars(module).values():
                 if hasattr(made, "cache_clear") and getattr(made, "__module__", "") == module.__name__:
                     made.cache_clear()

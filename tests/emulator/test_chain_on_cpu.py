@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from verl_qerl.kernels import attention, elementwise
+from verl_qerl.kernels import attention, elementwise, rotation
 from verl_qerl.kernels import launch as launch_module
 from verl_qerl.kernels.attention import decode_attention
 from verl_qerl.kernels.launch import Kernel, read_source
@@ -72,7 +72,7 @@ def forward(gpu, linear, adapter, monkeypatch):
         qkv = product(y, "qkv")
         pool.give(y)
         q, k, v = qkv.split([HIDDEN, HEAD, HEAD], 1)
-        turned = elementwise._rotate_cuda(q, k, positions, table, HEAD)
+        turned = rotation._rotate_cuda(q, k, positions, table, HEAD)
         if cache:
             attended = attend(pool, cache, *turned, v)
             pool.give(qkv, *turned)
@@ -105,7 +105,7 @@ def forward(gpu, linear, adapter, monkeypatch):
             patch.setattr(launch_module, "starts_early", early)
             patch.setattr(torch, "empty", pool.empty)
             patch.setattr(torch, "empty_like", lambda like: pool.empty(like.shape))
-            patch.setattr(elementwise, "_rotate_fake", lambda q, k, *_: (pool.empty(q.shape), pool.empty(k.shape)))
+            patch.setattr(rotation, "_rotate_fake", lambda q, k, *_: (pool.empty(q.shape), pool.empty(k.shape)))
             patch.setattr(elementwise, "_silu_mul_fake", lambda x: pool.empty(len(x), x.shape[1] // 2))
             gpu.seed = seed
             with gpu.graph():
