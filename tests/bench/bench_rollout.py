@@ -30,7 +30,7 @@ import rollout_report
 
 GRACE_S = 240  # beyond --arm-seconds, for the measurement that is under way
 PLAN_GRACE_S = 30  # beyond --plan, where only what should end in time is begun
-ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)", re.MULTILINE)
+ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)(?::.*)?)$", re.MULTILINE)
 
 # What our side of vLLM says when it does not do what was asked for.
 SAID = re.compile(r"verl_qerl: |NVFP4 linears|WARNING.*verl_qerl")

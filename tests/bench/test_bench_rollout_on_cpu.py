@@ -49,6 +49,9 @@ def test_a_realistic_rollout_alone_runs_as_many_sequences_as_the_batches(bench):
 def test_the_error_is_the_last_exception_of_the_log(bench):
     log = "KeyError: 'a'\n\nDuring handling\n[rank0]: torch.OutOfMemoryError: CUDA out of memory.\nfurther noise\n"
     assert bench.error_sentence(log, 1) == "torch.OutOfMemoryError: CUDA out of memory."
+    of_cpp = "Exception raised from currentStreamCaptureStatusMayInitCtx at CUDAGraphsC10Utils.h:71:\n"
+    assert bench.error_sentence(log + of_cpp, 1) == "torch.OutOfMemoryError: CUDA out of memory."
+    assert bench.error_sentence("  waits()\nKeyboardInterrupt\n", 1) == "KeyboardInterrupt"
     assert (
         bench.error_sentence("loading\nSegmentation fault\n\n", -11) == "exit code -11, last line 'Segmentation fault'"
     )
