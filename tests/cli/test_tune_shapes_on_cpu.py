@@ -40,6 +40,9 @@ def test_any_model_by_its_directory_or_file(model):
     folder = model()
     assert shapes_of([folder]) == shapes_of([f"{folder}/config.json"]) == expected
     assert set(shapes_of([folder, "qwen3-8b"])) == {*expected, *MODELS["qwen3-8b"]}
+    # Heads of 64 columns, as in Qwen2.5-0.5B.
+    sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
+    assert shapes_of([model(**sizes, head_dim=None)]) == [(896, 896), (896, 4864), (1152, 896), (9728, 896)]
 
 
 def test_gpus_share_outputs_of_some_linears_and_inputs_of_the_others(model):
