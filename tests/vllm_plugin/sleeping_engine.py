@@ -15,7 +15,7 @@ def start(model, additional, **options):
     return LLM(
         model,
         dtype="bfloat16",
-        max_model_len=512,
+        max_model_len=options.pop("max_model_len", 512),
         gpu_memory_utilization=0.02,
         kv_cache_memory_bytes=1 << 30,
         skip_tokenizer_init=True,
