@@ -27,8 +27,8 @@ def composed(job, folder):
     stub = folder / "python3"
     stub.write_text(f'#!/bin/sh\ncase " $* " in *" {marker} "*) printf "%s\\n" "$@" >{folder}/arguments;; esac\n')
     stub.chmod(0o755)
-    (folder / "work" / "moe").mkdir(parents=True)
-    (folder / "work" / "base").mkdir()
+    for name in ("base", "moe", "qwen3", "llama"):
+        (folder / "work" / name).mkdir(parents=True)
     for name in ("tokenizer.json", "chat_template.jinja"):
         (folder / "work" / "base" / name).touch()
     env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "OUT": str(folder), "WORK": str(folder / "work")}

@@ -71,11 +71,18 @@ class Workbench:
         which nothing is ours. A run can be made `as_users_do`.
         """
         out, env, command = self._command(name, options, model, num_ranks, as_users_do)
-        if as_users_do:
-            done = subprocess.run(command, env=env, cwd=out, capture_output=True, text=True, timeout=900, check=False)
-        else:
-            done = self.warm_python(*command[1:], env=env, cwd=out, timeout_s=900)
-        return Run(done.returncode, done.stdout + done.stderr, self._steps(out))
+        for _ in range(2):
+            if as_users_do:
+                done = subprocess.run(
+                    command, env=env, cwd=out, capture_output=True, text=True, timeout=900, check=False
+                )
+            else:
+                done = self.warm_python(*command[1:], env=env, cwd=out, timeout_s=900)
+            log = done.stdout + done.stderr
+            # verl looks for a free port and listens later: the tests beside these may have taken it by then.
+            if "EADDRINUSE" not in log:
+                break
+        return Run(done.returncode, log, self._steps(out))
 
     def train_until_killed(self, name: str, delay_s: float, last_step: int, *options: str) -> Run:
         """Start a run as `train` does; `delay_s` after its first checkpoint everything it started gets SIGKILL.
