@@ -14,8 +14,8 @@ from verl_qerl.vllm_plugin import plans
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
-# Each entry of TOKENS, full and not, and as many rows as take one several times.
 SHIPPED = sorted((row["N"], row["K"]) for row in (plans.read_table(plans.shipped_path("NVIDIA H200")) or {})["rows"])
+# Each entry of TOKENS, full and not, and as many rows as take one several times.
 ROWS = (1, *TOKENS, 70, 140, 272, 288, 380, 600)
 
 
