@@ -17,6 +17,14 @@ import pytest
 WARM = Path(__file__).with_name("warm_python.py")
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("hopper"):
+        import torch
+
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("needs a Hopper GPU")
+
+
 class Owner:
     """A process that owns the packed base of a model and lends it (modules/lender.py)."""
 

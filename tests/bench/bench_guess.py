@@ -14,11 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from verl_qerl.cli.tune import _CACHE_BYTES, _time_with_adapter
+from verl_qerl.cli.tune import tiled_copies, time_with_adapter
 from verl_qerl.kernels import tiled_matmul
-from verl_qerl.kernels.tiled import tile
 from verl_qerl.kernels.tiled_launch import EACH, GATHERED, TOKENS, Launch, both_ways, guess_launch, launch_candidates
-from verl_qerl.testing import random_packed_weight
 from verl_qerl.vllm_plugin import plans
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -28,14 +26,15 @@ import rollout_report
 
 def choices(row: dict[str, Any], others: list[dict[str, Any]], tokens: int) -> dict[str, Launch]:
     """Name -> launch for so many rows of the linear of `row`."""
+    launches = {(other["N"], other["K"]): other["launches"] for other in others}
     N, K = row["N"], row["K"]
-    near = min(others, key=lambda other: plans.distance((other["N"], other["K"]), (N, K)))
+    near = launches[plans.closest(launches, (N, K))]
     guess = guess_launch(N, K, tokens)
     found = {"measured": Launch(*row["launches"][str(tokens)]), "guess": guess}
     each = guess._replace(low=EACH)
     if each in both_ways(tokens, guess):
         found["guess_each"] = each
-    nearest = Launch(*near["launches"][str(tokens)])
+    nearest = Launch(*near[str(tokens)])
     can = nearest._replace(low=GATHERED) in launch_candidates(N, K, tokens)
     return found | ({"nearest": nearest} if can else {})
 
@@ -54,11 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
     tiled_matmul.prepare((tokens, launch) for (_, _, tokens), found in of_all.items() for launch in found.values())
     result: dict[str, Any] = {**rollout_report.header({}), "rows": []}
     for N, K in sorted({(N, K) for N, K, _ in of_all}):
-        packed = [tile(random_packed_weight(N, K, device="cuda"))]
-        words, scale, scale_of_all = packed[0]
-        packed += [(words.clone(), scale.clone(), scale_of_all) for _ in range(_CACHE_BYTES // (N * K * 9 // 16))]
+        packed = tiled_copies(N, K)
         for tokens in TOKENS:
-            us = {name: _time_with_adapter(tokens, packed, launch) for name, launch in of_all[N, K, tokens].items()}
+            us = {name: time_with_adapter(tokens, packed, launch) for name, launch in of_all[N, K, tokens].items()}
             result["rows"].append({"N": N, "K": K, "tokens": tokens, "us": us})
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(summary(result["rows"]))

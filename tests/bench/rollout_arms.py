@@ -89,7 +89,7 @@ VARIANTS = {
 VARIANTS |= {
     f"{name}_v1": dataclasses.replace(ARMS[name], runner="0") for name in ("bf16_lora_stock", "nvfp4_lora_stock")
 }
-VARIANTS |= {f"{name}_v2": dataclasses.replace(ARMS[name], runner="1") for name in ("nvfp4_lora_ours",)}
+VARIANTS["nvfp4_lora_ours_v2"] = dataclasses.replace(ARMS["nvfp4_lora_ours"], runner="1")
 ARMS |= VARIANTS
 
 

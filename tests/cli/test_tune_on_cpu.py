@@ -167,7 +167,7 @@ def test_both_ways_to_make_the_adapter_s_part_are_timed(monkeypatch):
     monkeypatch.setattr(tune, "ROWS", ())
     for fastest in (EACH, GATHERED):
         prepared.clear()
-        monkeypatch.setattr(tune, "_time_with_adapter", lambda tokens, packed, launch, low=fastest: launch.low != low)
+        monkeypatch.setattr(tune, "time_with_adapter", lambda tokens, packed, launch, low=fastest: launch.low != low)
         launches = tune.measure(4608, 3584)["launches"]
         wanted = {tokens: fastest if tokens <= LOW_ROWS else GATHERED for tokens in TOKENS}
         assert {int(tokens): launch.low for tokens, launch in launches.items()} == wanted

@@ -9,8 +9,14 @@ from verl_qerl.testing import load_beside
 
 cases = load_beside(str(Path(__file__).parents[1] / "kernels" / "conftest.py"), "attention_cases")
 
-SHAPES = {"7B": (7, 1, 128), "32B": (10, 2, 128), "0.5B": (14, 2, 64), "Qwen3-8B": (8, 2, 128), "1": (3, 3, 64)}
-SHAPES["Qwen3-32B"] = (16, 2, 128)
+SHAPES = {
+    "7B": (7, 1, 128),
+    "32B": (10, 2, 128),
+    "0.5B": (14, 2, 64),
+    "Qwen3-8B": (8, 2, 128),
+    "Qwen3-32B": (16, 2, 128),
+    "1": (3, 3, 64),
+}
 
 
 @pytest.mark.parametrize("lengths", [[1], [16], [17], [100], [33, 0, 5, 16, 1], [700, 3, 40], [0, 0, 90, 0], [0]])

@@ -1,32 +1,30 @@
 """The kernel of rotation and norms of heads on the emulated GPU, against the operators of a CPU."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from verl_qerl.kernels.rotation import _norm_rotate_cuda, _rotate_cuda, norm_rotate, rotate
+from verl_qerl.testing import load_beside
+
+cases = load_beside(str(Path(__file__).parents[1] / "kernels" / "conftest.py"), "rotation_cases")
 
 # Heads' columns, heads of q and of k: with norms whole warps, since here all lanes of one add up together.
 SHAPES = [(128, 3, 1), (128, 6, 2), (64, 6, 2), (64, 12, 4), (16, 30, 2), (512, 2, 1)]
 
 
-def build(size, q_heads, k_heads, tokens=3):
-    torch.manual_seed(size)
-    whole = torch.randn(tokens, (q_heads + 2 * k_heads) * size).bfloat16()
-    q, k, _ = whole.split([q_heads * size, k_heads * size, k_heads * size], 1)
-    return q, k, torch.randint(0, 40, (tokens,)), torch.randn(40, size).bfloat16()
-
-
 @pytest.mark.parametrize("shape", [*SHAPES, (128, 7, 1), (64, 5, 1)], ids=str)
 def test_the_rotation(gpu, shape):
-    given = (*build(*shape), shape[0])
+    given = (*cases.heads(3, *shape), shape[0])
     assert all(torch.equal(*pair) for pair in zip(_rotate_cuda(*given), rotate(*given), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_norms_of_heads(gpu, shape, dtype):
-    q, k, positions, table = build(*shape)
-    weights = [(1 + 0.1 * torch.randn(shape[0])).to(dtype) for _ in range(2)]
+    q, k, positions, table = cases.heads(3, *shape)
+    weights = cases.head_norms(shape[0], dtype)
     given = (q, k, *weights, 1e-5, positions, table, shape[0])
     for found, expected in zip(_norm_rotate_cuda(*given), norm_rotate(*given), strict=True):
         assert torch.allclose(found.float(), expected.float(), rtol=2**-6, atol=2**-6)
@@ -45,8 +43,8 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_is_missed(gpu, mutate, change):
     mutate(CHANGES[change])
-    q, k, positions, table = build(128, 3, 1)
-    weights = [1 + 0.1 * torch.randn(128) for _ in range(2)]
+    q, k, positions, table = cases.heads(3, 128, 3, 1)
+    weights = cases.head_norms(128, torch.float32)
     given = (q, k, *weights, 1e-5, positions, table, 128)
     pairs = zip(_norm_rotate_cuda(*given), norm_rotate(*given), strict=True)
     assert any((found == expected).float().mean() < 0.9 for found, expected in pairs)

@@ -5,12 +5,7 @@ import torch
 
 from verl_qerl.testing import load_beside
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-    ),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 cases = load_beside(__file__, "attention_cases")
 
 SHAPES = [(28, 4, 128), (40, 8, 128), (14, 2, 64), (7, 1, 128), (32, 32, 64)]

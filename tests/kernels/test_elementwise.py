@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from verl_qerl.kernels.elementwise import MAX_COLUMNS, add_rms_norm, rms_norm, silu_mul
+from verl_qerl.testing import load_beside
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+poison = load_beside(__file__, "unwritten").poison
 
 ROWS = [1, 7, 32, 128, 300, 4096]
 SIZES = [8, 264, 1536, 3584, 5120, 8192, MAX_COLUMNS]
@@ -18,11 +20,6 @@ def normalized(total: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor,
     product = row.to(weight.dtype).double() * weight.double()
     steps = 2**-8 if weight.dtype == torch.float32 else 2**-8 + 2**-7
     return product, (steps + 1e-5) * product.abs() + 1e-30
-
-
-def poison(*shape: int) -> None:
-    """The next output of this size comes from memory full of NaN."""
-    torch.full(shape, float("nan"), dtype=torch.bfloat16, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -7,18 +7,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from verl_qerl.kernels import rotation
 from verl_qerl.kernels.rotation import can_normalize_heads, can_rotate, norm_rotate, rotate
+from verl_qerl.testing import load_beside
 
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
-def heads(tokens: int, size: int, q_heads: int = 3, k_heads: int = 2) -> tuple[torch.Tensor, ...]:
-    """q and k as slices of a fused linear's output, positions, table."""
-    whole = torch.randn(tokens, (q_heads + 2 * k_heads) * size).bfloat16()
-    q, k, _ = whole.split([q_heads * size, k_heads * size, k_heads * size], 1)
-    return q, k, torch.randint(0, 40, (tokens,)), torch.randn(40, size).bfloat16()
+cases = load_beside(__file__, "rotation_cases")
+heads, head_norms = cases.heads, cases.head_norms
 
 
 @pytest.mark.parametrize("size", [16, 64, 128])
@@ -43,10 +35,6 @@ def test_what_can_be_rotated():
 
 def test_compilers_know_the_shapes_of_the_rotation():
     torch.library.opcheck(rotate, (*heads(4, 32), 32))
-
-
-def head_norms(size: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
-    return [(1 + 0.1 * torch.randn(size)).to(dtype) for _ in range(2)]
 
 
 @torch.no_grad()

@@ -13,9 +13,10 @@ from verl_qerl.kernels.tiled_launch import EACH, SHAPES, STREAM, Launch, guess_l
 from verl_qerl.kernels.tiled_matmul import Adapter, _own_rows, can_fuse, tiled_matmul
 from verl_qerl.nvfp4 import reference
 from verl_qerl.nvfp4.format import PackedWeight
-from verl_qerl.testing import random_packed_weight, rms_error_ratio
+from verl_qerl.testing import load_beside, random_packed_weight, rms_error_ratio
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+poison = load_beside(__file__, "unwritten").poison
 
 ROWS = [1, 7, 8, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 144, 191, 193, 256, 257, 288, 400, 1000]
 # (K, columns of the members): one step of K and one tile; odd counts of both; linears of a 7B, a 14B and a 32B.
@@ -45,11 +46,6 @@ def build(
     """Tensors of `tiled_matmul`, and the weight in float64."""
     weight = random_packed_weight(sum(slices), K, seed, device)
     return tile(weight), reference.dequantize(weight).double()
-
-
-def poison(rows: int, columns: int) -> None:
-    """The next output of this size comes from memory full of NaN."""
-    torch.full((rows, columns), float("nan"), dtype=torch.bfloat16, device="cuda")
 
 
 def assert_rounded_once(out: torch.Tensor, expected: torch.Tensor) -> None:

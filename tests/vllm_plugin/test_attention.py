@@ -3,15 +3,9 @@
 import json
 
 import pytest
-import torch
 
 pytest.importorskip("vllm")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-    ),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
 # Prompts of 1 to 380 tokens, of which 24 at most decode at a time: the others are prefilled among them.
 SCRIPT = """

@@ -9,12 +9,7 @@ import torch
 from verl_qerl import testing
 
 pytest.importorskip("vllm")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-    ),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
 # The context is shorter than the largest CUDA graph, of 96 tokens; twice as many requests as decode at a time.
 SCRIPT = """

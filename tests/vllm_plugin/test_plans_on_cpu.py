@@ -82,7 +82,7 @@ def test_a_linear_of_about_the_size_of_another_is_dealt_out_like_it(tables, comp
 def test_one_alike_is_right_more_often_than_the_guess(tables):
     table, found = plans._tuned("NVIDIA H200"), Counter()
     for (N, K), row in table.items():
-        near = min((other for other in table if other != (N, K)), key=lambda other: plans.distance(other, (N, K)))
+        near = plans.closest(table.keys() - {(N, K)}, (N, K))
         if plans.distance(near, (N, K)) >= plans._ALIKE:
             continue
         for tokens in TOKENS:

@@ -11,7 +11,7 @@ import torch
 
 from verl_qerl.cli.tune_shapes import MODELS, Shape, shapes_of
 from verl_qerl.kernels.lora import member_of_tile
-from verl_qerl.kernels.tiled import dequantize_tiled, tile
+from verl_qerl.kernels.tiled import Tiles, dequantize_tiled, tile
 from verl_qerl.kernels.tiled_launch import TOKENS, Launch, both_ways, launch_candidates
 from verl_qerl.kernels.tiled_matmul import Adapter, can_fuse, prepare, tiled_matmul
 from verl_qerl.nvfp4.record import write_whole
@@ -92,9 +92,7 @@ def measure(N: int, K: int) -> dict[str, Any]:
     Returns:
         The fields of vllm_plugin.plans.Plan, and `times`, microseconds by rows.
     """
-    packed = [tile(random_packed_weight(N, K, device="cuda"))]
-    words, scale, scale_of_all = packed[0]
-    packed += [(words.clone(), scale.clone(), scale_of_all) for _ in range(_CACHE_BYTES // (N * K * 9 // 16))]
+    packed = tiled_copies(N, K)
     weight = dequantize_tiled(*packed[0])
     dense = [weight] + [weight.clone() for _ in range(_CACHE_BYTES // (N * K * 2))]
     tried = {
@@ -103,7 +101,7 @@ def measure(N: int, K: int) -> dict[str, Any]:
     }
     prepare((tokens, launch) for tokens, found in tried.items() for launch in found)
     launches = {
-        str(tokens): min(found, key=partial(_time_with_adapter, tokens, packed)) for tokens, found in tried.items()
+        str(tokens): min(found, key=partial(time_with_adapter, tokens, packed)) for tokens, found in tried.items()
     }
     times = []
     for rows in ROWS:
@@ -117,6 +115,14 @@ def measure(N: int, K: int) -> dict[str, Any]:
         "launches": launches,
         "times": times,
     }
+
+
+def tiled_copies(N: int, K: int) -> list[Tiles]:
+    """A random weight [N, K] on the GPU as often as the L2 cache cannot hold it."""
+    packed = [tile(random_packed_weight(N, K, device="cuda"))]
+    words, scale, scale_of_all = packed[0]
+    clones = range(_CACHE_BYTES // (N * K * 9 // 16))
+    return packed + [(words.clone(), scale.clone(), scale_of_all) for _ in clones]
 
 
 def paths(
@@ -159,7 +165,8 @@ def _adapter(x: torch.Tensor, N: int) -> Adapter:
     return Adapter(a, b, member_of_tile((N,), x.device), slots)
 
 
-def _time_with_adapter(tokens: int, packed: Sequence[tuple[torch.Tensor, ...]], launch: Launch) -> float:
+def time_with_adapter(tokens: int, packed: Sequence[tuple[torch.Tensor, ...]], launch: Launch) -> float:
+    """Microseconds of `tiled_matmul` of so many rows with an adapter, over the copies of a weight."""
     scale = packed[0][1]
     x = torch.randn(tokens, scale.shape[0] * 16, device="cuda").bfloat16()
     adapter = _adapter(x, scale.shape[1])

@@ -28,8 +28,12 @@ class Sizes(NamedTuple):
         Raises:
             ValueError: So many ranks cannot share these.
         """
-        whole = self.heads % ranks == 0 and self.intermediate % ranks == 0 if ranks > 0 else False
-        if not whole or (self.kv_heads % ranks and ranks % self.kv_heads):
+        if (
+            ranks < 1
+            or self.heads % ranks
+            or self.intermediate % ranks
+            or (self.kv_heads % ranks and ranks % self.kv_heads)
+        ):
             raise ValueError(
                 f"no such rollout: --tensor-parallel {ranks}. A number that divides {self.heads} heads, {self.kv_heads}"
                 f" of keys and {self.intermediate} columns is accepted. Change --tensor-parallel."

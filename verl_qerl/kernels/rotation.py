@@ -6,6 +6,7 @@ In the arithmetic of vLLM's and transformers' modules (as `kernels.elementwise`,
 import ctypes
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -101,24 +102,15 @@ def _rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, head_siz
 
 
 @rotate.register_kernel("cuda")
-def _rotate_cuda(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, head_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _launch_rotation(q, k, None, 0.0, positions, table, head_size)
+def _rotate_cuda(q: torch.Tensor, k: torch.Tensor, *places: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _launch(q, k, None, 0.0, *places)
 
 
 @norm_rotate.register_kernel("cuda")
 def _norm_rotate_cuda(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    epsilon: float,
-    positions: torch.Tensor,
-    table: torch.Tensor,
-    head_size: int,
+    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, epsilon: float, *places: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _launch_rotation(q, k, (q_weight, k_weight), epsilon, positions, table, head_size)
+    return _launch(q, k, (q_weight, k_weight), epsilon, *places)
 
 
 def _in_chunks(x: torch.Tensor) -> torch.Tensor:
@@ -128,18 +120,12 @@ def _in_chunks(x: torch.Tensor) -> torch.Tensor:
 
 
 @rotate.register_fake
-def _rotate_fake(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, head_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape)
-
-
 @norm_rotate.register_fake
-def _norm_rotate_fake(q: torch.Tensor, k: torch.Tensor, *_: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotate_fake(q: torch.Tensor, k: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-def _launch_rotation(
+def _launch(
     q: torch.Tensor,
     k: torch.Tensor,
     weights: tuple[torch.Tensor, torch.Tensor] | None,
@@ -149,7 +135,7 @@ def _launch_rotation(
     head_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q, k = _in_chunks(q), _in_chunks(k)
-    turned = _rotate_fake(q, k, positions, table, head_size)
+    turned = _rotate_fake(q, k)
     heads = [x.shape[1] // head_size for x in (q, k)]
     strides = [x.stride(0) // CHUNK for x in (q, k)]
     norms = [*(weights or (table, table)), ctypes.c_float(epsilon)]  # without norms any address will do

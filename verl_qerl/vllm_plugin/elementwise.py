@@ -98,11 +98,11 @@ def use_early_starts(model: torch.nn.Module, columns: set[int], norms: bool = Tr
     Returns:
         Number of modules replaced.
     """
-    kinds = [(module, _kind(module, columns, norms)) for module in model.modules() if columns]
-    found: list[Any] = [module for module, kind in kinds if kind is not None]
-    for module, kind in kinds:
-        if kind is not None:
-            module.__class__ = _EARLY[kind]
+    found: dict[Any, type] = {
+        module: kind for module in model.modules() if columns and (kind := _kind(module, columns, norms))
+    }
+    for module, kind in found.items():
+        module.__class__ = _EARLY[kind]
     if found and next(model.parameters()).is_cuda:
         weights = [module.weight for module in found if isinstance(module, RMSNorm)]
         elementwise.prepare({(weight.shape[0], weight.dtype) for weight in weights})
@@ -124,7 +124,7 @@ def _kind(module: Any, columns: set[int], norms: bool) -> type | None:
         return RotaryEmbedding if same and whole else None
     if kind in (Qwen3Attention, Qwen3MoeAttention):
         return kind if _normalizes_heads(module) else None
-    if norms and kind is RMSNorm and _is_plain(module) and module.weight.shape[0] in columns:
+    if norms and _is_plain(module) and module.weight.shape[0] in columns:
         return kind if can_normalize(module.weight) else None
     return None
 
