@@ -1,8 +1,9 @@
 # Sourced: makes gsm8k/, arithmetic/ and base/ in the current folder, a Qwen2 of 105 M parameters trained from scratch for
-# MINUTES on GSM8K train (SOURCE) and generated problems. What is there already is kept. Every GRPO run on it has the
+# PRETRAIN_STEPS on GSM8K train (SOURCE) and generated problems. What is there already is kept. Every GRPO run on it has the
 # options `common` (WORK, BATCH, LR and STEPS), one that shares its GPU those in `beside` too. DATA=arithmetic asks the
 # generated problems instead of GSM8K's: the base knows how to solve those, where of GSM8K's it has learned answers by heart.
 DATA=${DATA:-gsm8k}
+PRETRAIN_STEPS=${PRETRAIN_STEPS:-1100}  # 155 to 180 s; by the clock, hosts gave bases of very different strength
 case $DATA in
     gsm8k) longest=(320 256) ;;  # tokens of a question and of an answer
     arithmetic) longest=(64 64) ;;
@@ -17,7 +18,7 @@ esac
 [[ -d arithmetic ]] || python3 -m verl_qerl data arithmetic --num-train 30000 --max-number 60 --max-steps 3 \
     --hash-share 0.5 --out arithmetic
 [[ -d base ]] || python3 -m verl_qerl pretrain --data gsm8k/train.jsonl arithmetic/train.jsonl --repeats 8 1 \
-    --eval-data gsm8k/test.jsonl --size 100m --lr 1e-3 --minutes "$MINUTES" --compile --out base
+    --eval-data gsm8k/test.jsonl --size 100m --lr 1e-3 --max-steps "$PRETRAIN_STEPS" --minutes 30 --compile --out base
 
 common=(
     algorithm.adv_estimator=grpo

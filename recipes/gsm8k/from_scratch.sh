@@ -7,7 +7,6 @@ set -euo pipefail
 STEPS=${STEPS:-45}
 BATCH=${BATCH:-96}            # questions per step, 8 answers each
 LR=${LR:-4e-4}                # 1e-3 with four updates per step collapsed (results/)
-MINUTES=${MINUTES:-1.6}       # of pretraining
 SOURCE=${SOURCE:-openai/gsm8k}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 WORK=${WORK:-$here/work}

@@ -12,7 +12,6 @@ DATA=${DATA:-arithmetic}      # generated problems
 STEPS=${STEPS:-45}
 BATCH=${BATCH:-96}            # questions per step, 8 answers each
 LR=${LR:-3e-6}                # at 3e-5 reward fell again (results/)
-MINUTES=${MINUTES:-1.6}       # of pretraining
 SOURCE=${SOURCE:-openai/gsm8k}
 GPUS=${GPUS:-${CUDA_VISIBLE_DEVICES:-0}}
 AT_ONCE=${AT_ONCE:-1}         # runs on a GPU

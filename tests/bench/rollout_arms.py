@@ -49,10 +49,14 @@ def ours(linear: str = "auto", **choices: Any) -> dict[str, Any]:
     return options | {"worker_extension_cls": EXTENSION, "scheduler_cls": SCHEDULER}
 
 
+def is_ours(options: dict[str, Any]) -> bool:
+    """Whether an engine with these options runs something of ours."""
+    return options.get("worker_extension_cls") == EXTENSION
+
+
 def in_processes(options: dict[str, Any]) -> dict[str, Any]:
     """Options of an arm whose workers are processes of their own, which have nothing registered."""
-    ours = options.get("worker_extension_cls") == EXTENSION
-    extension = f"rollout_extension.{'Ours' if ours else 'Stock'}"
+    extension = f"rollout_extension.{'Ours' if is_ours(options) else 'Stock'}"
     return options | {"worker_extension_cls": extension, "distributed_executor_backend": "mp"}
 
 
@@ -78,9 +82,7 @@ ARMS = {
     "nvfp4_lora_stock_attention": Arm(ours(attention="stock"), packed=True, linear_bytes=0.5625),
 }
 # As in verl (verl_plugin.rollout.choose_runner).
-ARMS |= {
-    name: dataclasses.replace(arm, runner="0") for name, arm in ARMS.items() if "worker_extension_cls" in arm.options
-}
+ARMS |= {name: dataclasses.replace(arm, runner="0") for name, arm in ARMS.items() if is_ours(arm.options)}
 # Measured when they are named; for Qwen2.5 vLLM's choice is the runner of verl's runs.
 VARIANTS = {
     name: dataclasses.replace(ARMS["nvfp4_lora_ours"], options={**ours(), "attention_config": options})

@@ -10,6 +10,8 @@ from typing import Any
 
 from rollout_worker import GIB
 
+from verl_qerl.vllm_plugin.graph_sizes import VLLMS, graph_sizes
+
 # Answer lengths of the realistic rollout: lognormal with this median and sigma, at least MIN, cut at MAX.
 LENGTHS = {"median": 400, "sigma": 0.8, "min": 16, "max": 2048, "seed": 0}
 PROFILED_STEPS = 16
@@ -28,10 +30,21 @@ def draw_lengths(count: int) -> list[int]:
     return [min(max(round(length), LENGTHS["min"]), LENGTHS["max"]) for length in drawn]
 
 
-def capture_sizes(batches: list[int], largest: int, realistic: bool) -> list[int]:
-    """Sizes of CUDA graphs: every batch exactly, and up to where vLLM's own list ends; all of its steps if needed."""
-    end = min(2 * largest, 512)
-    sizes = {1, 2, 4, *batches, end} | (set(range(8, end + 1, 8)) if realistic else set())
+def capture_sizes(batches: list[int], largest: int, realistic: bool, ours: bool) -> list[int]:
+    """Sizes of CUDA graphs: every batch exactly up to where vLLM's own list ends; all of its steps if needed.
+
+    Args:
+        batches: Of the rows.
+        largest: Sequences at once.
+        realistic: Batches of any size come.
+        ours: Beyond vLLM's own list too, as in runs of ours.
+    """
+    end = min(2 * largest, VLLMS[-1])
+    sizes = {1, 2, 4, end, *(batch for batch in batches if batch <= end)}
+    if realistic:
+        sizes |= set(range(8, end + 1, 8))
+    if ours:
+        sizes |= {size for size in graph_sizes(largest) or () if size > end}
     return sorted(size for size in sizes if size <= max(end, largest))
 
 

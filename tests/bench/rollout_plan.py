@@ -95,7 +95,7 @@ def remaining(job: dict[str, Any], data: dict[str, Any]) -> dict[str, Any] | Non
 
     An arm of ours is measured again after a change of the code; the others are vLLM alone.
     """
-    ours = "worker_extension_cls" in rollout_arms.ARMS[job["arm"]].options
+    ours = rollout_arms.is_ours(rollout_arms.ARMS[job["arm"]].options)
     source = {"commit": data["commit"]} if ours else {}
 
     def is_done(batch: int, prompt: int, context: int | str) -> bool:

@@ -10,7 +10,6 @@ DATA=${DATA:-arithmetic}
 BATCH=${BATCH:-16}
 STEPS=${STEPS:-3}
 LR=${LR:-1e-4}
-MINUTES=${MINUTES:-1.6}
 SOURCE=${SOURCE:-openai/gsm8k}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 mkdir -p "${OUT:?a folder for results}/verl" "${WORK:?the folder of model and data}"

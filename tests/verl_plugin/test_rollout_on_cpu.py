@@ -1,5 +1,6 @@
 import importlib.util
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import get_format
 from verl_qerl.nvfp4.checkpoint import quantization_config
 from verl_qerl.nvfp4.ignore import ignored_modules
-from verl_qerl.verl_plugin.rollout import describe_checkpoint
+from verl_qerl.verl_plugin.rollout import cover_batches, describe_checkpoint
+from verl_qerl.vllm_plugin.graph_sizes import graph_sizes
 
 needs_hosts = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ("verl", "vllm")), reason="verl or vLLM is not installed"
@@ -28,6 +30,7 @@ light = "vllm" not in sys.modules
 from vllm import envs
 from verl_qerl.verl_plugin.rollout_options import WORKER_EXTENSION
 found = replica.get_rollout_replica_class("vllm")
+from verl.workers.config import RolloutConfig
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 vLLMReplica.__init__ = lambda self, *args: None
 remote = found(0, None, None).server_class
@@ -52,11 +55,11 @@ class Engine:
 
 def described(custom):
     server = Server.__new__(Server)
-    server.config = SimpleNamespace(custom=custom, checkpoint_engine=None)
+    server.config = RolloutConfig(name="vllm", custom=custom)
     server.model_config = SimpleNamespace(local_path=sys.argv[1])
     kwargs = {"hf_overrides": {"a": 1}}
     server._preprocess_engine_kwargs(kwargs)
-    return kwargs["hf_overrides"]
+    return kwargs
 
 def runner_of(extension, named=None):
     os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
@@ -104,7 +107,7 @@ print(json.dumps({
     "resets": resets,
     "uncleared": uncleared,
     "ended": ended_beside_requests(),
-    "ours": described({"qerl": {"base": "nvfp4"}}).get("quantization_config", {}).get("ignore"),
+    "ours": described({"qerl": {"base": "nvfp4"}}),
     "stock": [described(None), described({}), described({"qerl": None}), described({"other": 1})],
     "others": sorted(name for name in replica.RolloutReplicaRegistry._registry),
     "runners": [runner_of(WORKER_EXTENSION), runner_of(WORKER_EXTENSION, "1"), runner_of(None), runner_of("other.Own")],
@@ -125,6 +128,49 @@ def described(path, overrides):
     describe_checkpoint(kwargs, path)
     assert kwargs["seed"] == 2
     return kwargs["hf_overrides"]
+
+
+def rollout(**options):
+    sizes = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192}
+    return SimpleNamespace(**{"enforce_eager": False, "cudagraph_capture_sizes": None, **sizes, **options})
+
+
+@pytest.mark.parametrize(
+    ("given", "config", "largest"),
+    [
+        ({}, rollout(), 1024),
+        ({}, rollout(max_num_seqs=768), 768),
+        ({"max_num_seqs": 600}, rollout(), 600),
+        ({}, rollout(max_num_batched_tokens=1000), 1000),  # vLLM leaves out larger ones, and warns
+        ({"max_num_batched_tokens": 700}, rollout(), 700),
+    ],
+)
+def test_every_batch_that_decodes_has_a_graph(given, config, largest):
+    own = {"mode": 3, "cudagraph_mode": "PIECEWISE"}
+    for compilation in (own, json.dumps(own)):
+        kwargs = {"compilation_config": compilation, **given}
+        cover_batches(kwargs, config)
+        assert kwargs == {"compilation_config": {**own, "cudagraph_capture_sizes": graph_sizes(largest)}, **given}
+    cover_batches(given, config)
+    assert given["compilation_config"]["cudagraph_capture_sizes"][-1] == largest
+
+
+@pytest.mark.parametrize(
+    ("given", "config"),
+    [
+        ({}, rollout(max_num_seqs=512)),
+        ({}, rollout(enforce_eager=True)),
+        ({}, rollout(cudagraph_capture_sizes=[8])),
+        ({"cudagraph_capture_sizes": [8]}, rollout()),
+        ({"max_cudagraph_capture_size": 8}, rollout()),
+        ({"compilation_config": {"cudagraph_capture_sizes": [8]}}, rollout()),
+        ({"compilation_config": '{"max_cudagraph_capture_size": 8}'}, rollout()),
+    ],
+)
+def test_sizes_of_graphs_that_somebody_chose_stay(given, config):
+    kwargs = dict(given)
+    cover_batches(kwargs, config)
+    assert kwargs == given
 
 
 @pytest.mark.parametrize("form", ["fp8", "int8", "mxfp4", "nvfp4"])
@@ -241,5 +287,7 @@ def test_the_cache_is_cleared_of_running_requests_too(server):
 
 @needs_hosts
 def test_only_our_runs_describe_their_checkpoint(server):
-    assert server["ours"] == ["lm_head", "re:.*o_proj"]
-    assert server["stock"] == [{"a": 1}] * 4
+    ours = server["ours"]
+    assert ours["hf_overrides"]["quantization_config"]["ignore"] == ["lm_head", "re:.*o_proj"]
+    assert ours["compilation_config"]["cudagraph_capture_sizes"][-1] == 1024  # of verl's own default
+    assert server["stock"] == [{"hf_overrides": {"a": 1}}] * 4

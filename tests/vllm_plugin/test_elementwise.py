@@ -66,6 +66,7 @@ def test_log_probs_are_those_of_vllms_kernels(family, run_script, tmp_path):
                 break  # two of random weights nearly as probable: what follows is another text
     print(f"{family}: {len(differences)} log-probs, {statistics.mean(differences):.5f}, {max(differences):.4f} at most")
     assert len(differences) > 2800  # 2,512 of prompts
-    # Rounding to bf16 in other places. The weight of the other norm, or a head that is not normalized, is far more.
-    assert statistics.mean(differences) < 0.01
+    # Rounding to bf16 in other places: 0.010 and 0.009 on an H100, as much as between float32 and bf16 in transformers.
+    # One norm of eight without its weight makes 0.05 to 0.06, frequencies that are 1 % off 0.03.
+    assert statistics.mean(differences) < 0.015
     assert max(differences) < 0.1

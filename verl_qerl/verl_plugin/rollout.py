@@ -14,6 +14,7 @@ from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE, ignored_modules, is_linear_we
 from verl_qerl.nvfp4.stream import Source, open_source
 from verl_qerl.verl_plugin.rollout_options import WORKER_EXTENSION
 from verl_qerl.vllm_plugin.final_outputs import FinalOutputs
+from verl_qerl.vllm_plugin.graph_sizes import graph_sizes
 
 if TYPE_CHECKING:
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer as _Server
@@ -141,6 +142,7 @@ def _load_server() -> type:
                 choose_runner()
             if self.qerl_base is not None:
                 describe_checkpoint(engine_kwargs, self.model_config.local_path, self.qerl_base)
+                cover_batches(engine_kwargs, self.config)
 
     return QerlServer
 
@@ -153,6 +155,25 @@ def choose_runner() -> None:
     if RUNNER not in os.environ:
         os.environ[RUNNER] = "0"
         logger.info("verl_qerl: %s=0, for the sampler of ours; 1 is vLLM's other runner.", RUNNER)
+
+
+def cover_batches(engine_kwargs: dict, config: Any) -> None:
+    """Have CUDA graphs of every batch that decodes; verl lets 1,024 sequences run at once, vLLM's list ends at 512.
+
+    Args:
+        engine_kwargs: Changed in place, unless they or the rollout name sizes of graphs.
+        config: verl's, of the rollout.
+    """
+    compilation = engine_kwargs.get("compilation_config") or {}
+    if isinstance(compilation, str):
+        compilation = json.loads(compilation)
+    named = {*compilation, *engine_kwargs} & {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
+    if config.enforce_eager or config.cudagraph_capture_sizes or named:
+        return
+    at_once = (engine_kwargs.get(name) or getattr(config, name) for name in ("max_num_seqs", "max_num_batched_tokens"))
+    sizes = graph_sizes(min(at_once))
+    if sizes:
+        engine_kwargs["compilation_config"] = {**compilation, "cudagraph_capture_sizes": sizes}
 
 
 def describe_checkpoint(engine_kwargs: dict, path: str, form: str = "nvfp4") -> None:
