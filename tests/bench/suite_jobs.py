@@ -123,7 +123,7 @@ _GSM8K = "DATA=gsm8k BATCH=96 STEPS=20 LR=4e-4"
 _PAIR = (  # two on one GPU of 80 GB
     "+aqn.enabled=true actor_rollout_ref.rollout.enforce_eager=False actor_rollout_ref.rollout.agent.num_workers=3"
     " actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64"
-    " actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=128"
+    " actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=128 ray_kwargs.ray_init.num_cpus=20"
 )
 _TP2 = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
 _STOCK = f"{_ROLLOUT}.linear=stock {_ROLLOUT}.lora=stock {_ROLLOUT}.sampler=stock {_ROLLOUT}.attention=stock"
@@ -146,6 +146,7 @@ JOBS = (
         f'{_BENCH}/bench_layer.py --contexts 0 320 --out "$OUT/layer.json"',
         30,
     ),
+    Job("guess", "launches of linears that no table has", f'{_BENCH}/bench_guess.py --out "$OUT/guess.json"', 60),
     Job(
         "base",
         "the model of recipes/gsm8k, 105 M parameters from scratch, and its data",
@@ -165,6 +166,13 @@ JOBS = (
         _OURS_AND_STOCK,
         "256",
         "--no-fixed --realistic --own-process --functions",
+    ),
+    _rollout(
+        "rollout_1.5b_scheduler",
+        "1.5B",
+        "nvfp4_lora_ours nvfp4_lora_stock_scheduler",
+        "256",
+        "--no-fixed --realistic --own-process",
     ),
     # As many at once as verl lets run by itself.
     _rollout("rollout_7b_1024", "7B", _OURS_AND_STOCK, "1024", "--no-fixed --realistic --own-process"),

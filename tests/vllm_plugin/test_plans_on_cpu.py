@@ -132,10 +132,12 @@ def test_a_linear_that_no_table_has_is_said(tables, caplog):
     plans.say_once.cache_clear()
     for _ in range(2):
         plans.nearest(7168, 4096, "NVIDIA H200")
+        plans.nearest(768, 768, "NVIDIA H200")
     plans.nearest(7168, 5120, "NVIDIA H200")
-    (record,) = caplog.records
-    assert "no table of kernels has linears of 7168 x 4096: what is known of 6144 x 4096, and" in record.message
-    assert "`python -m verl_qerl tune --models DIR_OF_THE_MODEL` measures them" in record.message
+    first, remedy, second = (record.message for record in caplog.records)
+    assert "no table of kernels has linears of 7168 x 4096: what is known of 6144 x 4096, and" in first
+    assert "`python -m verl_qerl tune --models DIR_OF_THE_MODEL` measures what" in remedy
+    assert "linears of 768 x 768" in second
 
 
 def test_an_h200_stands_in_for_what_a_table_lacks(tables, caplog):

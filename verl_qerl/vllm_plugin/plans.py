@@ -124,8 +124,11 @@ def nearest(N: int, K: int, gpu: str) -> dict[str, Any]:
     if shape != (N, K):
         say_once(
             f"no table of kernels has linears of {N} x {K}: what is known of {shape[0]} x {shape[1]}, and guesses,"
-            " stand in. `python -m verl_qerl tune --models DIR_OF_THE_MODEL` measures them (with --tensor-parallel, if"
-            " GPUs share the rollout)."
+            " stand in."
+        )
+        say_once(
+            "`python -m verl_qerl tune --models DIR_OF_THE_MODEL` measures what the tables lack (with"
+            " --tensor-parallel, if GPUs share the rollout)."
         )
     elif own and shape not in own:
         say_once(f"the table of kernels for {gpu!r} lacks linears of {N} x {K}; the one of an H200 is used.")
