@@ -78,6 +78,14 @@ def test_every_readme_is_reached_from_the_first():
     assert not (lost := set(READMES) - found), f"no page links to {sorted(map(str, lost))}"
 
 
+def test_every_result_is_explained_somewhere():
+    pages = "".join(map(read, READMES))
+    results = [path for folder in FOLDERS for path in ROOT.joinpath(folder).glob("**/results/**/*") if path.is_file()]
+    lost = [path for path in results if path.suffix != ".md" and path.name not in pages]
+    assert results
+    assert not lost, f"no README names {sorted(map(str, lost))}"
+
+
 def test_the_patterns_see_what_they_are_for():
     text = (
         "Run `bash recipes/a/run.sh`, then\n\n    python -u tools/x.py --a 1\n    python -m verl_qerl plot a\n[b](c.md)"
