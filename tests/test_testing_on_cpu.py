@@ -8,6 +8,7 @@ import torch
 from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.testing import (
     assert_close,
+    compare_greedy,
     current_commit,
     load_beside,
     random_packed_weight,
@@ -62,6 +63,19 @@ def test_a_result_file_names_the_commit(monkeypatch):
     assert current_commit() == "abc1234"
     monkeypatch.delenv("QERL_COMMIT")
     assert re.fullmatch(r"[0-9a-f]{7,}|unknown", current_commit())
+
+
+def test_greedy_answers_are_compared_up_to_the_first_token_that_differs():
+    one = [[(1, -1.0), (2, -1.0), (3, -1.0)], [(4, -2.0), (5, -2.0), (6, -2.0)]]
+    other = [[(1, -1.5), (2, -1.0), (3, -1.25)], [(4, -2.0), (7, -2.5), (8, -9.0)]]
+    differences, agreed = compare_greedy(one, other)
+    assert differences == [0.5, 0.0, 0.25, 0.0, 0.5]
+    assert agreed == pytest.approx(4 / 5)
+
+
+def test_greedy_answers_of_other_lengths_are_no_pair():
+    with pytest.raises(ValueError, match="longer"):
+        compare_greedy([[(1, -1.0)]], [[(1, -1.0)], [(2, -1.0)]])
 
 
 def test_a_module_beside_a_file(tmp_path, monkeypatch):

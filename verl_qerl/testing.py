@@ -5,8 +5,9 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -140,6 +141,38 @@ def current_commit() -> str:
         return named
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"
+
+
+class Compared(NamedTuple):
+    """Greedy answers of two engines beside each other.
+
+    Attributes:
+        differences: Of log-probs, up to the first token of an answer that differs: two of random weights nearly as
+            probable, and what follows is another text.
+        agreed: Share of these tokens that are the same.
+    """
+
+    differences: list[float]
+    agreed: float
+
+
+def compare_greedy(
+    answers: Iterable[Sequence[tuple[int, float]]], others: Iterable[Sequence[tuple[int, float]]]
+) -> Compared:
+    """What two engines answered to the same prompts.
+
+    Args:
+        answers: Tokens of each, with their log-probs.
+        others: The other engine's, as many and of the same lengths.
+    """
+    differences, agreed = [], 0
+    for one, other in zip(answers, others, strict=True):
+        for (token, log_prob), (its_token, its_log_prob) in zip(one, other, strict=True):
+            differences.append(abs(log_prob - its_log_prob))
+            if token != its_token:
+                break
+            agreed += 1
+    return Compared(differences, agreed / len(differences))
 
 
 def load_beside(file: str, name: str) -> Any:

@@ -8,7 +8,6 @@ import torch
 
 from verl_qerl import testing
 
-greedy = testing.load_beside(__file__, "greedy_cases")
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
@@ -59,7 +58,7 @@ def test_log_probs_are_those_of_vllms_kernels(family, run_script, tmp_path):
     assert ours["kinds"].items() >= {"EarlyRMSNorm": 9, "EarlySiluAndMul": 4, **REPLACED[family]}.items()
     assert not any(kind.startswith("Early") for kind in stock["kinds"])
     (scored, answers), (its_scored, its_answers) = (zip(*engine["texts"], strict=True) for engine in (ours, stock))
-    differences = greedy.compare(answers, its_answers).differences
+    differences = testing.compare_greedy(answers, its_answers).differences
     for one, other in zip(scored, its_scored, strict=True):
         differences += [abs(log_prob - its) for log_prob, its in zip(one, other, strict=True)]
     print(f"{family}: {len(differences)} log-probs, {statistics.mean(differences):.5f}, {max(differences):.4f} at most")

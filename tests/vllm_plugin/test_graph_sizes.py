@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from verl_qerl.testing import load_beside
+from verl_qerl.testing import compare_greedy
 from verl_qerl.vllm_plugin.graph_sizes import VLLMS, graph_sizes
 
-greedy = load_beside(__file__, "greedy_cases")
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
@@ -52,6 +51,6 @@ def test_they_decode_in_graphs_what_they_decode_without(random_qwen2, run_script
     )
     assert [SEQUENCES, "FULL", SEQUENCES] in found["seen"]
     assert {mode for _, mode, _ in without["seen"]} <= {"NONE"}
-    compared = greedy.compare(found["decoded"], without["decoded"])
+    compared = compare_greedy(found["decoded"], without["decoded"])
     assert max(compared.differences) < 0.02
     assert compared.agreed > 0.97
