@@ -89,14 +89,14 @@ def test_the_7b_step_that_was_measured(file, tokens, whole_logits):
 
 
 @pytest.mark.parametrize(
-    ("file", "gib", "utilization"),
-    [("train_step_32b_80gib.json", 139.8, 0.32), ("../h100/train_step_32b.json", 79.2, 0.566)],
+    ("file", "gib", "utilization", "above"),
+    [("train_step_32b_80gib.json", 139.8, 0.32, 1.02), ("../h100/train_step_32b.json", 79.2, 0.566, 1.03)],
 )
-def test_the_32b_steps_that_were_measured(file, gib, utilization):
+def test_the_32b_steps_that_were_measured(file, gib, utilization, above):
     (_, row) = json.loads((RESULTS / file).read_text())["steps"]
     settings = Settings(rank=32, tokens=4 * (256 + 2048), utilization=utilization)
     rollout, update = plan(ModelShape.from_config(CONFIG_32B), settings, gib * GIB)
-    assert 1 <= rollout.total / GIB / row["phases"]["gen"]["peak_gib"] < 1.03
+    assert 1 <= rollout.total / GIB / row["phases"]["gen"]["peak_gib"] < above
     assert update.total / GIB == pytest.approx(row["phases"]["update_actor"]["peak_gib"], rel=0.03)
 
 

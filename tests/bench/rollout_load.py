@@ -10,7 +10,7 @@ from typing import Any
 
 from rollout_worker import GIB
 
-from verl_qerl.vllm_plugin.graph_sizes import VLLMS, graph_sizes
+from verl_qerl.vllm_plugin.graph_sizes import VLLMS, larger_sizes
 
 # Answer lengths of the realistic rollout: lognormal with this median and sigma, at least MIN, cut at MAX.
 LENGTHS = {"median": 400, "sigma": 0.8, "min": 16, "max": 2048, "seed": 0}
@@ -40,12 +40,8 @@ def capture_sizes(batches: list[int], largest: int, realistic: bool, ours: bool)
         ours: Beyond vLLM's own list too, as in runs of ours.
     """
     end = min(2 * largest, VLLMS[-1])
-    sizes = {1, 2, 4, end, *(batch for batch in batches if batch <= end)}
-    if realistic:
-        sizes |= set(range(8, end + 1, 8))
-    if ours:
-        sizes |= {size for size in graph_sizes(largest) or () if size > end}
-    return sorted(size for size in sizes if size <= max(end, largest))
+    sizes = {1, 2, 4, end, *batches} | (set(range(8, end + 1, 8)) if realistic else set())
+    return sorted(size for size in sizes if size <= end) + (larger_sizes(largest) if ours else [])
 
 
 def kv_tokens(sequences: int, length: int, block: int) -> int:

@@ -22,6 +22,12 @@ def read(readme: Path) -> str:
     return readme.read_text(encoding="utf-8")
 
 
+def linked(readme: Path) -> list[Path]:
+    """The files and folders that a page links to."""
+    targets = [link.partition("#")[0] for link in LINK.findall(read(readme)) if not re.match(r"[a-z]+:", link)]
+    return [(readme.parent / target).resolve() for target in targets if target]
+
+
 @each_readme
 def test_scripts_exist(readme):
     # From the root of the checkout, or from the README's own folder.
@@ -44,8 +50,7 @@ def test_commands_exist(readme):
 
 @each_readme
 def test_relative_links_resolve(readme):
-    targets = [link.partition("#")[0] for link in LINK.findall(read(readme)) if not re.match(r"[a-z]+:", link)]
-    missing = [target for target in targets if target and not (readme.parent / target).exists()]
+    missing = [target for target in linked(readme) if not target.exists()]
     assert not missing, f"{readme.relative_to(ROOT)} links to what is not in the tree: {missing}"
 
 
@@ -73,17 +78,15 @@ def test_every_readme_is_reached_from_the_first():
         page = todo.pop()
         if page not in found and page.name == "README.md" and page.is_file():
             found.add(page)
-            links = [link.partition("#")[0] for link in LINK.findall(read(page)) if not re.match(r"[a-z]+:", link)]
-            todo += [(page.parent / link).resolve() for link in links if link]
+            todo += linked(page)
     assert not (lost := set(READMES) - found), f"no page links to {sorted(map(str, lost))}"
 
 
-def test_every_result_is_explained_somewhere():
-    pages = "".join(map(read, READMES))
-    results = [path for folder in FOLDERS for path in ROOT.joinpath(folder).glob("**/results/**/*") if path.is_file()]
-    lost = [path for path in results if path.suffix != ".md" and path.name not in pages]
+def test_every_result_is_linked_from_somewhere():
+    results = {path for folder in FOLDERS for path in ROOT.joinpath(folder).glob("**/results/**/*") if path.is_file()}
     assert results
-    assert not lost, f"no README names {sorted(map(str, lost))}"
+    lost = results - {target for readme in READMES for target in linked(readme)}
+    assert not lost, f"no README links to {sorted(map(str, lost))}"
 
 
 def test_the_patterns_see_what_they_are_for():

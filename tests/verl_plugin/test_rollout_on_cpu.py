@@ -11,7 +11,7 @@ from verl_qerl.formats import get_format
 from verl_qerl.nvfp4.checkpoint import quantization_config
 from verl_qerl.nvfp4.ignore import ignored_modules
 from verl_qerl.verl_plugin.rollout import cover_batches, describe_checkpoint
-from verl_qerl.vllm_plugin.graph_sizes import graph_sizes
+from verl_qerl.vllm_plugin.graph_sizes import VLLMS, larger_sizes
 
 needs_hosts = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ("verl", "vllm")), reason="verl or vLLM is not installed"
@@ -147,12 +147,12 @@ def rollout(**options):
 )
 def test_every_batch_that_decodes_has_a_graph(given, config, largest):
     own = {"mode": 3, "cudagraph_mode": "PIECEWISE"}
-    for compilation in (own, json.dumps(own)):
+    sizes = [*VLLMS, *larger_sizes(largest)]
+    assert sizes[-1] == largest
+    for compilation, its in ((own, own), (json.dumps(own), own), (None, {})):
         kwargs = {"compilation_config": compilation, **given}
         cover_batches(kwargs, config)
-        assert kwargs == {"compilation_config": {**own, "cudagraph_capture_sizes": graph_sizes(largest)}, **given}
-    cover_batches(given, config)
-    assert given["compilation_config"]["cudagraph_capture_sizes"][-1] == largest
+        assert kwargs == {"compilation_config": {**its, "cudagraph_capture_sizes": sizes}, **given}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from verl_qerl.testing import compare_greedy
-from verl_qerl.vllm_plugin.graph_sizes import VLLMS, graph_sizes
+from verl_qerl.vllm_plugin.graph_sizes import VLLMS, larger_sizes
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
@@ -44,10 +44,12 @@ if __name__ == "__main__":
 
 
 def test_they_decode_in_graphs_what_they_decode_without(random_qwen2, run_script):
-    sizes = [size for size in graph_sizes(SEQUENCES) or () if size >= VLLMS[-1]]
     found, without = (
         run_script(SCRIPT, str(random_qwen2), json.dumps([SEQUENCES, options]))
-        for options in ({"cudagraph_capture_sizes": [8, *sizes]}, {"cudagraph_mode": "NONE"})
+        for options in (
+            {"cudagraph_capture_sizes": [8, VLLMS[-1], *larger_sizes(SEQUENCES)]},
+            {"cudagraph_mode": "NONE"},
+        )
     )
     assert [SEQUENCES, "FULL", SEQUENCES] in found["seen"]
     assert {mode for _, mode, _ in without["seen"]} <= {"NONE"}

@@ -1,18 +1,16 @@
 import pytest
 
-from verl_qerl.vllm_plugin.graph_sizes import VLLMS, graph_sizes
+from verl_qerl.vllm_plugin.graph_sizes import VLLMS, larger_sizes
 
 
 @pytest.mark.parametrize("sequences", [1, 256, 512])
 def test_vllms_own_sizes_hold_that_many_sequences(sequences):
-    assert graph_sizes(sequences) is None
+    assert larger_sizes(sequences) == []
 
 
 @pytest.mark.parametrize("sequences", [513, 575, 576, 577, 1000, 1024])
 def test_no_batch_is_padded_by_more_than_an_eighth_beyond_vllms_own_sizes(sequences):
-    sizes = graph_sizes(sequences)
-    assert sizes is not None
-    assert tuple(sizes[: len(VLLMS)]) == VLLMS
+    sizes = [*VLLMS, *larger_sizes(sequences)]
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == sequences
     for batch in range(513, sequences + 1):
@@ -35,6 +33,7 @@ def test_vllm_takes_the_sizes_and_has_those_up_to_512_by_itself():
         return config.compilation_config
 
     assert tuple(sizes_of().cudagraph_capture_sizes) == VLLMS
-    chosen = sizes_of(cudagraph_capture_sizes=graph_sizes(1024))
-    assert chosen.cudagraph_capture_sizes == graph_sizes(1024)
+    asked = [*VLLMS, *larger_sizes(1024)]
+    chosen = sizes_of(cudagraph_capture_sizes=asked)
+    assert chosen.cudagraph_capture_sizes == asked
     assert chosen.max_cudagraph_capture_size == 1024

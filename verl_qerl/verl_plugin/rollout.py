@@ -14,7 +14,7 @@ from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE, ignored_modules, is_linear_we
 from verl_qerl.nvfp4.stream import Source, open_source
 from verl_qerl.verl_plugin.rollout_options import WORKER_EXTENSION
 from verl_qerl.vllm_plugin.final_outputs import FinalOutputs
-from verl_qerl.vllm_plugin.graph_sizes import graph_sizes
+from verl_qerl.vllm_plugin.graph_sizes import VLLMS, larger_sizes
 
 if TYPE_CHECKING:
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer as _Server
@@ -164,16 +164,20 @@ def cover_batches(engine_kwargs: dict, config: Any) -> None:
         engine_kwargs: Changed in place, unless they or the rollout name sizes of graphs.
         config: verl's, of the rollout.
     """
-    compilation = engine_kwargs.get("compilation_config") or {}
-    if isinstance(compilation, str):
-        compilation = json.loads(compilation)
+    compilation = _mapping(engine_kwargs, "compilation_config")
     named = {*compilation, *engine_kwargs} & {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
     if config.enforce_eager or config.cudagraph_capture_sizes or named:
         return
     at_once = (engine_kwargs.get(name) or getattr(config, name) for name in ("max_num_seqs", "max_num_batched_tokens"))
-    sizes = graph_sizes(min(at_once))
-    if sizes:
-        engine_kwargs["compilation_config"] = {**compilation, "cudagraph_capture_sizes": sizes}
+    larger = larger_sizes(min(at_once))
+    if larger:
+        engine_kwargs["compilation_config"] = {**compilation, "cudagraph_capture_sizes": [*VLLMS, *larger]}
+
+
+def _mapping(engine_kwargs: dict, name: str) -> dict:
+    """An argument of vLLM's that is a dictionary, or JSON of one as some scripts pass it; empty where there is none."""
+    value = engine_kwargs.get(name) or {}
+    return json.loads(value) if isinstance(value, str) else value
 
 
 def describe_checkpoint(engine_kwargs: dict, path: str, form: str = "nvfp4") -> None:
@@ -194,9 +198,7 @@ def describe_checkpoint(engine_kwargs: dict, path: str, form: str = "nvfp4") -> 
         ignore = (engine_kwargs.get("model_loader_extra_config") or {}).get("ignore") or DEFAULT_IGNORE
     else:
         ignore = _left_out(source, get_format(form))
-    overrides = engine_kwargs.get("hf_overrides") or {}
-    if isinstance(overrides, str):
-        overrides = json.loads(overrides)
+    overrides = _mapping(engine_kwargs, "hf_overrides")
     described = get_format(form).config(list(ignore))
     engine_kwargs["hf_overrides"] = {**overrides, "quantization_config": described}
 
