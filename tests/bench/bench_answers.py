@@ -120,7 +120,7 @@ async def start(args: argparse.Namespace, folder: Path) -> Any:
     longest = args.prompt + max(args.new_tokens, rollout_load.LENGTHS["max"] if args.realistic else 0)
     block = 16 if cuda else 128
     room = rollout_load.kv_tokens(largest, longest, block) + 64 * block
-    sizes = rollout_load.capture_sizes(args.batches, largest, bool(args.realistic), ours=True)
+    sizes = rollout_load.capture_sizes(args.batches, largest, bool(args.realistic), larger=True)
     graphs = {"compilation_config": {"cudagraph_capture_sizes": sizes}} if cuda else {"enforce_eager": True}
     common = {"dtype": "bfloat16", "load_format": "dummy", "seed": 0, "logprobs_mode": "processed_logprobs"}
     lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 32}

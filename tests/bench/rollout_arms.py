@@ -28,6 +28,7 @@ class Arm:
         lora: An adapter is used by every request.
         linear_bytes: Resident bytes per weight of a linear, to size the KV cache.
         runner: VLLM_USE_V2_MODEL_RUNNER; None leaves the model runner to vLLM, which has the other one for some models.
+        larger_graphs: Beyond vLLM's own list of CUDA graphs, which ends at 512; None is as verl's runs have it.
     """
 
     options: dict[str, Any]
@@ -35,6 +36,11 @@ class Arm:
     lora: bool = True
     linear_bytes: float = 2.0
     runner: str | None = None
+    larger_graphs: bool | None = None
+
+    @property
+    def has_larger_graphs(self) -> bool:
+        return is_ours(self.options) if self.larger_graphs is None else self.larger_graphs
 
 
 def ours(linear: str = "auto", **choices: Any) -> dict[str, Any]:
@@ -91,6 +97,9 @@ VARIANTS = {
 VARIANTS |= {
     f"{name}_v1": dataclasses.replace(ARMS[name], runner="0") for name in ("bf16_lora_stock", "nvfp4_lora_stock")
 }
+# With more than 512 sequences at once: which part of the gain is the graphs'.
+VARIANTS["bf16_lora_stock_graphs"] = dataclasses.replace(ARMS["bf16_lora_stock"], larger_graphs=True)
+VARIANTS["nvfp4_lora_ours_512"] = dataclasses.replace(ARMS["nvfp4_lora_ours"], larger_graphs=False)
 VARIANTS["nvfp4_lora_ours_v2"] = dataclasses.replace(ARMS["nvfp4_lora_ours"], runner="1")
 ARMS |= VARIANTS
 

@@ -113,8 +113,7 @@ class Engine:
             options["logprobs_mode"] = "processed_logprobs"
         if not job["eager"]:
             batches = [batch for _, batch in job["fixed"]] + job["profile"]
-            ours = rollout_arms.is_ours(arm)
-            sizes = capture_sizes(batches, job["largest"], bool(job["realistic"]), ours)
+            sizes = capture_sizes(batches, job["largest"], bool(job["realistic"]), self._arm.has_larger_graphs)
             # Every request has an adapter: graphs without one would double the time that capturing takes.
             options["compilation_config"] = {"cudagraph_capture_sizes": sizes, "cudagraph_specialize_lora": False}
         options["tensor_parallel_size"] = job["tensor_parallel"]

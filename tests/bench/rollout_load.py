@@ -30,18 +30,18 @@ def draw_lengths(count: int) -> list[int]:
     return [min(max(round(length), LENGTHS["min"]), LENGTHS["max"]) for length in drawn]
 
 
-def capture_sizes(batches: list[int], largest: int, realistic: bool, ours: bool) -> list[int]:
+def capture_sizes(batches: list[int], largest: int, realistic: bool, larger: bool) -> list[int]:
     """Sizes of CUDA graphs: every batch exactly up to where vLLM's own list ends; all of its steps if needed.
 
     Args:
         batches: Of the rows.
         largest: Sequences at once.
         realistic: Batches of any size come.
-        ours: Beyond vLLM's own list too, as in runs of ours.
+        larger: Beyond vLLM's own list too, as in runs of ours.
     """
     end = min(2 * largest, VLLMS[-1])
     sizes = {1, 2, 4, end, *batches} | (set(range(8, end + 1, 8)) if realistic else set())
-    return sorted(size for size in sizes if size <= end) + (larger_sizes(largest) if ours else [])
+    return sorted(size for size in sizes if size <= end) + (larger_sizes(largest) if larger else [])
 
 
 def kv_tokens(sequences: int, length: int, block: int) -> int:

@@ -89,6 +89,18 @@ def _study(name: str, arms: str, at_once: int, env: str = "") -> Job:
     return Job(name, f"QuRL, three seeds: {arms}", command, 500, gpus=0, after=("base",), shares=True)
 
 
+def _gsm8k(arm: str, seed: int) -> Job:
+    """GRPO on GSM8K; three fit on a GPU of 80 GB. `verl_qerl compare` takes their files."""
+    what, options = _GSM8K_ARMS[arm]
+    sizes = (
+        "actor_rollout_ref.rollout.enforce_eager=False actor_rollout_ref.rollout.agent.num_workers=3"
+        " actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64"
+        " actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=128 ray_kwargs.ray_init.num_cpus=20"
+    )
+    env = f"DATA=gsm8k BATCH=96 STEPS=20 LR=4e-4 SEED={seed}"
+    return _verl(f"gsm8k_{arm}-seed{seed}", f"GSM8K, {what}", f"{options} {sizes}", env)
+
+
 def _train_step(arm: str) -> Job:
     """Two GRPO steps of 7B: 128 answers of 2,048 tokens."""
     name = f"train_step_{arm}"
@@ -119,15 +131,15 @@ _NVFP4 = f"+rollout=nvfp4 {_LORA}"
 # Heads of 128 columns, and a context shorter than the largest CUDA graph.
 _DENSE = "hidden_size=1024, intermediate_size=3072, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2"
 _SHARDED = f"{_NVFP4} {_NOISE} {_PACKED}.shard_base=true trainer.n_gpus_per_node=2"
-_GSM8K = "DATA=gsm8k BATCH=96 STEPS=20 LR=4e-4"
-_PAIR = (  # two on one GPU of 80 GB
-    "+aqn.enabled=true actor_rollout_ref.rollout.enforce_eager=False actor_rollout_ref.rollout.agent.num_workers=3"
-    " actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64"
-    " actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=128 ray_kwargs.ray_init.num_cpus=20"
-)
 _TP2 = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
 _STOCK = f"{_ROLLOUT}.linear=stock {_ROLLOUT}.lora=stock {_ROLLOUT}.sampler=stock {_ROLLOUT}.attention=stock"
 _STOCK += " actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls=null"
+_GSM8K_ARMS = {
+    "ours": ("everything of ours on", f"{_NVFP4} +aqn.enabled=true"),
+    "kernels": ("the same with vLLM's kernels", f"{_NVFP4} +aqn.enabled=true {_STOCK}"),
+    # verl takes the base from its own checkpoint where the sync has the adapter alone.
+    "bf16": ("stock verl with LoRA in bf16", f"{_LORA} actor_rollout_ref.rollout.load_format=safetensors"),
+}
 
 JOBS = (
     _train_step("ours"),
@@ -175,7 +187,13 @@ JOBS = (
         "--no-fixed --realistic --own-process",
     ),
     # As many at once as verl lets run by itself.
-    _rollout("rollout_7b_1024", "7B", _OURS_AND_STOCK, "1024", "--no-fixed --realistic --own-process"),
+    _rollout(
+        "rollout_7b_1024",
+        "7B",
+        f"{_OURS_AND_STOCK} nvfp4_lora_ours_512 bf16_lora_stock_graphs",
+        "1024",
+        "--no-fixed --realistic --own-process",
+    ),
     Job(
         "actor_ranks",
         "training passes of 7B on all GPUs",
@@ -186,8 +204,7 @@ JOBS = (
     ),
     _study("study", "bf16 int8 int8-tis int8-acr int8-acr-uaq fp8 fp8-tis fp8-acr fp8-acr-uaq nvfp4", 8),
     _verl("verl_shard_tp2", "shard_base on two GPUs, tensor-parallel rollout", f"{_SHARDED} {_TP2}", gpus=2),
-    _verl("lora_ours", "GSM8K with everything of ours on", f"{_NVFP4} {_PAIR}", _GSM8K),
-    _verl("lora_stock", "the same with vLLM's kernels", f"{_NVFP4} {_PAIR} {_STOCK}", _GSM8K),
+    *(_gsm8k(arm, seed) for seed in (1, 2) for arm in _GSM8K_ARMS),
     _verl("verl_shard", "shard_base on two GPUs", _SHARDED, gpus=2),
     _verl("verl_fp8", "LoRA on fp8", f"+rollout=fp8 {_LORA} {_NOISE}"),
     _verl("verl_mxfp4", "LoRA on mxfp4", f"+rollout=mxfp4 {_LORA} {_NOISE}"),

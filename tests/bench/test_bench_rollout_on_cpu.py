@@ -38,6 +38,14 @@ def test_variants_are_measured_when_they_are_named(bench):
     assert bench.parse(["--out", "x", "--arms", "nvfp4_lora_ours_fa2"]).arms == ["nvfp4_lora_ours_fa2"]
 
 
+def test_larger_graphs_are_of_ours_unless_an_arm_says_otherwise(bench):
+    arms = bench.rollout_arms.ARMS
+    found = {name: arms[name].has_larger_graphs for name in ("bf16_lora_stock", "bf16_lora_ours", "nvfp4_lora_ours")}
+    assert found == {"bf16_lora_stock": False, "bf16_lora_ours": True, "nvfp4_lora_ours": True}
+    assert arms["bf16_lora_stock_graphs"].has_larger_graphs
+    assert not arms["nvfp4_lora_ours_512"].has_larger_graphs
+
+
 def test_a_realistic_rollout_alone_runs_as_many_sequences_as_the_batches(bench):
     alone = ["--out", "x", "--arms", "bf16", "--no-fixed", "--batches", "64", "--profile", "2"]
     assert [job["largest"] for job in bench.jobs(bench.parse(alone))] == [2]

@@ -44,11 +44,11 @@ def test_answer_lengths_are_long_tailed_cut_and_repeatable(load):
 
 
 def test_a_cuda_graph_is_captured_for_every_batch(load):
-    assert load.capture_sizes([1, 8, 100, 256], 256, realistic=False, ours=True) == [1, 2, 4, 8, 100, 256, 512]
-    assert load.capture_sizes([1], 1, realistic=False, ours=True) == [1, 2]
-    assert set(range(8, 257, 8)) <= set(load.capture_sizes([1], 256, realistic=True, ours=True))
-    assert load.capture_sizes([1024], 1024, realistic=False, ours=False)[-1] == 512
-    assert load.capture_sizes([1024], 1024, realistic=False, ours=True)[-9:] == list(range(512, 1025, 64))
+    assert load.capture_sizes([1, 8, 100, 256], 256, realistic=False, larger=True) == [1, 2, 4, 8, 100, 256, 512]
+    assert load.capture_sizes([1], 1, realistic=False, larger=True) == [1, 2]
+    assert set(range(8, 257, 8)) <= set(load.capture_sizes([1], 256, realistic=True, larger=True))
+    assert load.capture_sizes([1024], 1024, realistic=False, larger=False)[-1] == 512
+    assert load.capture_sizes([1024], 1024, realistic=False, larger=True)[-9:] == list(range(512, 1025, 64))
 
 
 def test_the_cache_holds_whole_blocks_and_one_more(load):

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A run of verl on the small model of ../../recipes/gsm8k/base.sh in WORK, beside others on its GPUs: every step goes to
 # OUT/verl/NAME.jsonl.
-#   WORK=DIR OUT=DIR [DATA=gsm8k BATCH=32 STEPS=30 LR=2e-4] bash tests/bench/verl_run.sh NAME [overrides of main_ppo]
+#   WORK=DIR OUT=DIR [DATA=gsm8k BATCH=32 STEPS=30 LR=2e-4 SEED=2] bash tests/bench/verl_run.sh NAME [overrides of main_ppo]
 set -euo pipefail
 
 NAME=${1:?a name for the results}
@@ -10,6 +10,7 @@ DATA=${DATA:-arithmetic}
 BATCH=${BATCH:-16}
 STEPS=${STEPS:-3}
 LR=${LR:-1e-4}
+SEED=${SEED:-1}
 SOURCE=${SOURCE:-openai/gsm8k}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 mkdir -p "${OUT:?a folder for results}/verl" "${WORK:?the folder of model and data}"
@@ -23,8 +24,8 @@ VERL_FILE_LOGGER_PATH=$OUT/verl/$NAME.jsonl python3 -m verl.trainer.main_ppo \
     "${common[@]}" \
     "${beside[@]}" \
     actor_rollout_ref.rollout.calculate_log_probs=True \
-    data.seed=1 \
-    actor_rollout_ref.actor.data_loader_seed=1 \
-    actor_rollout_ref.rollout.seed=1 \
+    data.seed="$SEED" \
+    actor_rollout_ref.actor.data_loader_seed="$SEED" \
+    actor_rollout_ref.rollout.seed="$SEED" \
     trainer.experiment_name="$NAME" \
     "$@"
