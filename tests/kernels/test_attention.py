@@ -15,7 +15,7 @@ LENGTHS = {
     "long tail": [2000, 1, 320, 17],
     "all": list(range(1, 260, 3)),
     "equal": [320] * 256,
-    "as many as verl lets run": [1 + 7 * i % 300 for i in range(1024)],
+    "more than a CUDA graph of vLLM's holds": [1 + 7 * i % 300 for i in range(1024)],
 }
 
 

@@ -158,7 +158,7 @@ def choose_runner() -> None:
 
 
 def cover_batches(engine_kwargs: dict, config: Any) -> None:
-    """Have CUDA graphs of every batch that decodes; verl lets 1,024 sequences run at once, vLLM's list ends at 512.
+    """Have CUDA graphs of every batch that decodes; vLLM's list ends at 512, whatever `max_num_seqs`.
 
     Args:
         engine_kwargs: Changed in place, unless they or the rollout name sizes of graphs.
