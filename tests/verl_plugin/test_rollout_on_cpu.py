@@ -53,10 +53,10 @@ class Engine:
         self.asked = kwargs
         return [7, 7]
 
-def described(custom):
+def described(custom, lora_rank=8):
     server = Server.__new__(Server)
-    server.config = RolloutConfig(name="vllm", custom=custom)
-    server.model_config = SimpleNamespace(local_path=sys.argv[1])
+    server.config = RolloutConfig(name="vllm", custom=custom, max_num_seqs=1024)
+    server.model_config = SimpleNamespace(local_path=sys.argv[1], lora_rank=lora_rank)
     kwargs = {"hf_overrides": {"a": 1}}
     server._preprocess_engine_kwargs(kwargs)
     return kwargs
@@ -108,6 +108,7 @@ print(json.dumps({
     "uncleared": uncleared,
     "ended": ended_beside_requests(),
     "ours": described({"qerl": {"base": "nvfp4"}}),
+    "without_adapter": described({"qerl": {"base": "nvfp4"}}, lora_rank=0),
     "stock": [described(None), described({}), described({"qerl": None}), described({"other": 1})],
     "others": sorted(name for name in replica.RolloutReplicaRegistry._registry),
     "runners": [runner_of(WORKER_EXTENSION), runner_of(WORKER_EXTENSION, "1"), runner_of(None), runner_of("other.Own")],
@@ -151,7 +152,9 @@ def test_every_batch_that_decodes_has_a_graph(given, config, largest):
     assert sizes[-1] == largest
     for compilation, its in ((own, own), (json.dumps(own), own), (None, {})):
         kwargs = {"compilation_config": compilation, **given}
+        kwargs["additional_config"] = {"verl_qerl": {"train_norms": False}}
         cover_batches(kwargs, config)
+        assert kwargs.pop("additional_config") == {"verl_qerl": {"train_norms": False}}
         assert kwargs == {"compilation_config": {**its, "cudagraph_capture_sizes": sizes}, **given}
 
 
@@ -165,9 +168,10 @@ def test_every_batch_that_decodes_has_a_graph(given, config, largest):
         ({"max_cudagraph_capture_size": 8}, rollout()),
         ({"compilation_config": {"cudagraph_capture_sizes": [8]}}, rollout()),
         ({"compilation_config": '{"max_cudagraph_capture_size": 8}'}, rollout()),
+        ({"additional_config": {"verl_qerl": {"lora": "stock"}}}, rollout()),
     ],
 )
-def test_sizes_of_graphs_that_somebody_chose_stay(given, config):
+def test_sizes_of_graphs_that_somebody_chose_or_that_vllm_has_no_memory_for_stay(given, config):
     kwargs = dict(given)
     cover_batches(kwargs, config)
     assert kwargs == given
@@ -289,5 +293,6 @@ def test_the_cache_is_cleared_of_running_requests_too(server):
 def test_only_our_runs_describe_their_checkpoint(server):
     ours = server["ours"]
     assert ours["hf_overrides"]["quantization_config"]["ignore"] == ["lm_head", "re:.*o_proj"]
-    assert ours["compilation_config"]["cudagraph_capture_sizes"][-1] == 1024  # of verl's own default
+    assert ours["compilation_config"]["cudagraph_capture_sizes"][-1] == 1024
+    assert "compilation_config" not in server["without_adapter"]
     assert server["stock"] == [{"hf_overrides": {"a": 1}}] * 4

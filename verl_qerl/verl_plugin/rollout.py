@@ -15,6 +15,7 @@ from verl_qerl.nvfp4.stream import Source, open_source
 from verl_qerl.verl_plugin.rollout_options import WORKER_EXTENSION
 from verl_qerl.vllm_plugin.final_outputs import FinalOutputs
 from verl_qerl.vllm_plugin.graph_sizes import VLLMS, larger_sizes
+from verl_qerl.vllm_plugin.options import KEY as OPTIONS
 
 if TYPE_CHECKING:
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer as _Server
@@ -142,7 +143,8 @@ def _load_server() -> type:
                 choose_runner()
             if self.qerl_base is not None:
                 describe_checkpoint(engine_kwargs, self.model_config.local_path, self.qerl_base)
-                cover_batches(engine_kwargs, self.config)
+                if self.model_config.lora_rank:
+                    cover_batches(engine_kwargs, self.config)
 
     return QerlServer
 
@@ -160,10 +162,16 @@ def choose_runner() -> None:
 def cover_batches(engine_kwargs: dict, config: Any) -> None:
     """Have CUDA graphs of every batch that decodes; vLLM's list ends at 512, whatever `max_num_seqs`.
 
+    Beside vLLM's kernels for LoRA the list stays vLLM's, which takes larger graphs there for 30 GiB that they do not
+    fill (7B; tests/bench/results/h200/rollout_7b_1024.json).
+
     Args:
-        engine_kwargs: Changed in place, unless they or the rollout name sizes of graphs.
+        engine_kwargs: Of an engine with an adapter. Changed in place, unless they or the rollout name sizes of graphs.
         config: verl's, of the rollout.
     """
+    ours = _mapping(engine_kwargs, "additional_config").get(OPTIONS) or {}
+    if ours.get("lora") == "stock":
+        return
     compilation = _mapping(engine_kwargs, "compilation_config")
     named = {*compilation, *engine_kwargs} & {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
     if config.enforce_eager or config.cudagraph_capture_sizes or named:
