@@ -194,6 +194,7 @@ JOBS = (
         "1024",
         "--no-fixed --realistic --own-process",
     ),
+    _rollout("rollout_32b_1024", "32B", _OURS_AND_STOCK, "1024", "--no-fixed --realistic --own-process --repeats 1"),
     Job(
         "actor_ranks",
         "training passes of 7B on all GPUs",

@@ -20,7 +20,7 @@ RECIPE = ROOT / "recipes" / "qwen32b_80gb"
 README = (RECIPE / "README.md").read_text(encoding="utf-8")
 MEASURED = json.loads((ROOT / "tests" / "bench" / "results" / "h200" / "train_step_32b_80gib.json").read_text())
 SHAPE = ModelShape(hidden=5120, intermediate=27648, layers=64, vocabulary=152_064, query=5120, key_value=1024)
-GPU = 79.6 * GIB  # of an H100 of 80 GB
+GPU = 79.2 * GIB  # of an H100 of 80 GB
 KV_BYTES = 64 * 2 * 1024 * 2  # a token: k and v of all layers in bf16
 CONTEXTS, BESIDE_CACHE = 6 * GIB, 4 * GIB  # two processes and vLLM beyond its share; its adapter slot and passes
 

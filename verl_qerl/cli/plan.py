@@ -13,7 +13,7 @@ def add_parser(subparsers: Any) -> None:
     """Add the command to the program's parser."""
     parser = subparsers.add_parser("plan", help="memory of rollout and update on each GPU", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="directory with config.json, or that file")
-    parser.add_argument("--gpu-gib", type=float, required=True, help="memory of one GPU: 79.6 for an 80 GB H100")
+    parser.add_argument("--gpu-gib", type=float, required=True, help="memory of one GPU: 79.2 for an 80 GB H100")
     parser.add_argument("--format", choices=sorted(BYTES_PER_WEIGHT), default="nvfp4", help="(default: %(default)s)")
     default = "(default: %(default)s)"
     parser.add_argument("--rank", type=int, default=32, help=f"of the adapters, on all linears {default}")

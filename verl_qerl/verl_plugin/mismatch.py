@@ -39,7 +39,7 @@ _NEEDS = (
     ("trainer.use_v1", True, (True,)),  # verl's first trainer has no gate
 )
 # With others the rollout's log-probs are of what is left of the distribution, scaled up to 1: sound models differ by
-# 0.03 and more, and the gate would stop them.
+# what was cut, which the gate would take for an error.
 _GATE_NEEDS = (
     ("actor_rollout_ref.rollout.top_p", 1.0, (1.0,)),
     ("actor_rollout_ref.rollout.top_k", -1, (-1, 0)),
