@@ -6,6 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
+from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
 from verl_qerl.vllm_plugin import attention as module
@@ -33,6 +34,11 @@ def model(monkeypatch):
 
     monkeypatch.setattr(attention, "Attention", Layer)
     return torch.nn.ModuleList([Layer("first", make_impl()), Layer("second", make_impl())])
+
+
+def config_of(mode="FULL_AND_PIECEWISE", v2=True):
+    graphs = SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode] if mode else None)
+    return SimpleNamespace(compilation_config=graphs, use_v2_model_runner=v2)
 
 
 @pytest.fixture
@@ -72,7 +78,7 @@ def step(layer, metadata, monkeypatch, cache=CACHE, wrap=None):
 
 
 def test_one_token_of_each_sequence_is_ours(model, calls, monkeypatch):
-    assert use_decode_attention(model) == 2
+    assert use_decode_attention(model, config_of()) == 2
     metadata = make_metadata()
     step(model[0], metadata, monkeypatch)
     ((name, (q, k, v, cache, lengths, table, slots, scale, out), _),) = calls
@@ -94,14 +100,14 @@ def test_one_token_of_each_sequence_is_ours(model, calls, monkeypatch):
     ids=["profile", "prompt", "cascade", "not causal", "causal by sequence", "rows without a sequence"],
 )
 def test_other_steps_are_vllms(model, calls, monkeypatch, metadata):
-    use_decode_attention(model)
+    use_decode_attention(model, config_of())
     step(model[1], metadata, monkeypatch)
     assert [name for name, *_ in calls] == list(STOCK)
 
 
 def test_a_cache_that_cannot_be_read_is_vllms_and_it_says_so(model, calls, monkeypatch, caplog):
     module.say_once.cache_clear()
-    use_decode_attention(model)
+    use_decode_attention(model, config_of())
     for _ in range(2):
         step(model[0], make_metadata(), monkeypatch, cache=CACHE.half())
     assert [name for name, *_ in calls] == [*STOCK, *STOCK]
@@ -110,7 +116,7 @@ def test_a_cache_that_cannot_be_read_is_vllms_and_it_says_so(model, calls, monke
 
 def test_keys_are_kept_where_it_is_not_known_who_keeps_them(model, calls, monkeypatch):
     """With batches in halves vLLM gives no metadata by layer; to put them there twice is right."""
-    use_decode_attention(model)
+    use_decode_attention(model, config_of())
     step(model[0], make_metadata(), monkeypatch, wrap=[])
     assert [name for name, *_ in calls] == ["do_kv_cache_update", "decode"]
 
@@ -133,7 +139,7 @@ def test_layers_that_stay_with_vllm(model, caplog, options, reason):
     module.say_once.cache_clear()
     model[0].impl = make_impl(**options)
     assert why_stock(model[0].impl) == f"it has {reason}"
-    assert use_decode_attention(model) == 1
+    assert use_decode_attention(model, config_of()) == 1
     assert type(model[0].impl) is FlashAttentionImpl
     assert type(model[1].impl) is DecodeAttentionImpl
     assert f"vLLM's attention decodes: it has {reason}, and the faster one takes none such." in caplog.text
@@ -141,3 +147,13 @@ def test_layers_that_stay_with_vllm(model, caplog, options, reason):
 
 def test_other_implementations_stay():
     assert why_stock(SimpleNamespace()) == "its implementation is SimpleNamespace"
+
+
+@pytest.mark.parametrize(
+    ("mode", "v2", "layers"),
+    [("FULL", True, 0), ("FULL", False, 2), ("FULL_DECODE_ONLY", True, 2), ("PIECEWISE", True, 2), (None, True, 2)],
+)
+def test_graphs_of_what_begins_keep_vllms(model, caplog, mode, v2, layers):
+    module.say_once.cache_clear()
+    assert use_decode_attention(model, config_of(mode, v2)) == layers
+    assert ("its V2 runner captures steps in which requests begin" in caplog.text) == (not layers)

@@ -7,18 +7,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+pytest.importorskip("vllm")
 from verl_qerl.vllm_plugin.memory_share import stay_within_share, use_segments_again
 
 GIB = 1 << 30
 
 
 def make_worker(found: float, device: str = "cuda") -> SimpleNamespace:
-    """One whose share is 56 of 140 GiB, of which 132 were free when it began; a pass takes 2."""
+    """One whose share is 56 of 140 GiB, of which 132 were free when it began; a pass takes 2, and its CUDA graphs 3."""
     return SimpleNamespace(
         device=torch.device(device),
         requested_memory=56 * GIB,
         init_snapshot=SimpleNamespace(free_memory=132 * GIB),
         peak_activation_memory=2 * GIB,
+        cudagraph_memory_estimate=3 * GIB,
         determine_available_memory=lambda: int(found * GIB),
     )
 
@@ -37,15 +39,22 @@ def test_what_is_beyond_the_share_is_not_given(caplog):
     worker = make_worker(63)
     stay_within_share(worker, make_config())
     with caplog.at_level(logging.WARNING):
-        assert worker.determine_available_memory() == 48 * GIB
-    assert "has 63.0 GiB for the KV cache, of which 48.0 are left" in caplog.text
+        assert worker.determine_available_memory() == 45 * GIB
+    assert "has 63.0 GiB for the KV cache, of which 45.0 are left" in caplog.text
 
 
 def test_what_is_within_the_share_stays(caplog):
-    worker = make_worker(47.5)
+    worker = make_worker(44.5)
     stay_within_share(worker, make_config())
-    assert worker.determine_available_memory() == int(47.5 * GIB)
+    assert worker.determine_available_memory() == int(44.5 * GIB)
     assert not caplog.text
+
+
+def test_graphs_that_vllm_does_not_count_are_not_counted(monkeypatch):
+    monkeypatch.setenv("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS", "0")
+    worker = make_worker(63)
+    stay_within_share(worker, make_config())
+    assert worker.determine_available_memory() == 48 * GIB
 
 
 @pytest.mark.parametrize(
@@ -75,7 +84,6 @@ def test_a_worker_without_the_limit_stays_without():
 
 
 def test_vllm_calls_it_that():
-    pytest.importorskip("vllm")
     from vllm.v1.worker.gpu_worker import Worker
 
     assert list(inspect.signature(Worker._scoped_allocator_max_split).parameters) == ["self", "max_split_size_mb"]

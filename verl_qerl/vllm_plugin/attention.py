@@ -6,6 +6,7 @@ Everything else (prompts, chunks of them, shared prefixes taken apart, speculati
 from typing import Any
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
@@ -89,17 +90,34 @@ def why_stock(impl: Any) -> str | None:
     return next((f"it has {reason}" for reason, holds in reasons.items() if holds), None)
 
 
-def use_decode_attention(model: torch.nn.Module) -> int:
+def captures_what_begins(vllm_config: Any) -> bool:
+    """Whether CUDA graphs hold steps in which requests begin, captured as if each request had one token.
+
+    vLLM 0.24.0's V2 runner does that with `cudagraph_mode=FULL` (v1/worker/gpu/cudagraph_utils.py, _init_candidates): a
+    graph would have `decode_attention` for all that it is replayed with.
+    """
+    mode = vllm_config.compilation_config.cudagraph_mode
+    return vllm_config.use_v2_model_runner and mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL
+
+
+def use_decode_attention(model: torch.nn.Module, vllm_config: Any) -> int:
     """Give the attention of a model the faster steps, and compile what they run.
 
     Call it after loading and before anything is compiled. Layers that it does not take keep vLLM's, which is said once.
 
     Args:
         model: vLLM's.
+        vllm_config: Of its engine; one whose graphs could not tell decoding from beginning keeps vLLM's too.
 
     Returns:
         Number of layers that have it.
     """
+    if captures_what_begins(vllm_config):
+        say_once(
+            "vLLM's attention decodes: with cudagraph_mode=FULL its V2 runner captures steps in which requests begin as"
+            " if each had one token. FULL_AND_PIECEWISE, vLLM's default, is accepted."
+        )
+        return 0
     from vllm.model_executor.layers.attention import Attention
 
     layers: list[Any] = [module for module in model.modules() if isinstance(module, Attention)]

@@ -51,7 +51,7 @@ def stay_within_share(worker: Any, vllm_config: Any) -> None:
 
     Args:
         worker: Of vLLM; on a GPU it has `requested_memory`, `init_snapshot` and, from its profile,
-            `peak_activation_memory` when it is asked.
+            `peak_activation_memory` and `cudagraph_memory_estimate` when it is asked, all in bytes.
         vllm_config: Its configuration. A KV cache whose bytes are given keeps them.
     """
     if not can_sleep(vllm_config) or vllm_config.cache_config.kv_cache_memory_bytes:
@@ -62,10 +62,13 @@ def stay_within_share(worker: Any, vllm_config: Any) -> None:
         found = determine()
         if worker.device.type != "cuda":
             return found
+        from vllm import envs
+
         free, _ = torch.cuda.mem_get_info(worker.device)
         taken = worker.init_snapshot.free_memory - free
-        # As the profile does: what a pass takes for a moment is free again when it ends.
-        left = worker.requested_memory - taken - worker.peak_activation_memory
+        # As the profile does: what a pass takes for a moment, and graphs captured on trial, are free again.
+        graphs = worker.cudagraph_memory_estimate if envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS else 0
+        left = worker.requested_memory - taken - worker.peak_activation_memory - graphs
         if found <= left:
             return found
         logger.warning(

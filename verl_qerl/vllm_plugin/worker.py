@@ -115,7 +115,7 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
             fused = vllm_config.compilation_config.pass_config.fuse_allreduce_rms
             use_early_starts(model, columns, norms=not fused)
             if options.attention == "auto":
-                use_decode_attention(model)
+                use_decode_attention(model, vllm_config)
         if options.sampler != "stock":
             use_fused_sampler(worker.model_runner, required=options.sampler == "fused")
 
