@@ -64,6 +64,15 @@ def test_what_offloading_takes_from_the_rollout():
     assert update.held == plan(shape, replace(away, param_offload=False), 80 * GIB)[1].held
 
 
+def test_what_a_policy_of_offloading_keeps_on_the_host():
+    shape, settings = ModelShape.from_config(CONFIG_7B), Settings(rank=32, utilization=0.5)
+    before, after = (plan(shape, replace(settings, offload_policy=away), 80 * GIB) for away in (False, True))
+    base = before[1].held["packed base"]
+    assert [phase.certain for phase in after] == [40 * GIB + base, base]
+    # The head comes for as long as it is multiplied by.
+    assert after[1].total - base == before[1].total - before[1].certain + 2 * shape.head_weights
+
+
 def test_passes_grow_with_tokens_and_shrink_with_checkpoints_and_chunks():
     shape, settings = ModelShape.from_config(CONFIG_7B), Settings(rank=32, tokens=8192)
     size = sum(passes(shape, settings).values())

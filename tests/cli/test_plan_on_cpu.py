@@ -13,7 +13,7 @@ def model(tmp_path):
 
 
 def test_prints_what_fits(model, capsys):
-    options = ["--gpu-gib", "79.6", "--tokens", "4736", "--utilization", "0.6"]
+    options = ["--gpu-gib", "79.6", "--tokens", "4736", "--utilization", "0.6", "--fused-kernels"]
     assert main(["plan", "--model", str(model), *options]) == 0
     printed = capsys.readouterr().out
     assert "packed base: 16.35" in printed
@@ -42,11 +42,12 @@ def test_refuses_what_certainly_does_not_fit(model, capsys):
 
 def test_every_switch_counts(model, capsys):
     printed = set()
-    for options in ([], ["--shard-base"], ["--whole-logits"], ["--param-offload"], ["--optimizer-offload"]):
+    switches = ("--shard-base", "--fused-kernels", "--param-offload", "--optimizer-offload", "--offload-policy")
+    for options in ([], *([switch] for switch in switches)):
         base = ["--gpu-gib", "141", "--gpus", "2", "--utilization", "0.5", "--tensor-parallel", "2"]
         main(["plan", "--model", str(model), *base, *options])
         printed.add(capsys.readouterr().out)
-    assert len(printed) == 5
+    assert len(printed) == 6
 
 
 def test_a_shared_base_is_counted_once(model, capsys):
@@ -71,7 +72,14 @@ def test_sharing_gives_room_to_what_has_too_little(model, capsys):
 
 @pytest.mark.parametrize(
     "other",
-    ["--format int8", "--tensor-parallel 2", "--shard-base", "--param-offload", "--utilization 0.0"],
+    [
+        "--format int8",
+        "--tensor-parallel 2",
+        "--shard-base",
+        "--param-offload",
+        "--offload-policy",
+        "--utilization 0.0",
+    ],
 )
 def test_what_a_run_refuses_beside_a_shared_base(model, capsys, other):
     with pytest.raises(SystemExit) as stopped:

@@ -77,11 +77,11 @@ def save():
     return found
 
 
-def restored(ranks):
+def restored(ranks, **settings):
     """What fresh engines hold after loading what so many ranks saved, and the norm of their next gradient."""
     found = {}
     for name in ("lora", "full"):
-        engine = build("bf16")
+        engine = build("bf16", settings=settings)
         error = load(engine, saved(name, ranks))
         found[name] = {"error": error, "state": state(engine), "norm": None if error else step(engine)}
     return found
@@ -211,6 +211,7 @@ RUNS = {
     "save": save,
     "restored from 1": lambda: restored(1),
     "restored from 2": lambda: restored(2),
+    "a copy on each rank": lambda: restored(2, fsdp_size=1),
     "refused": refused,
     "killed": killed,
 }

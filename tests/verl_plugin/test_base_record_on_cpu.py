@@ -1,5 +1,7 @@
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +13,9 @@ from verl_qerl.verl_plugin.base_record import adapter_options, base_record
 from verl_qerl.verl_plugin.config import BaseOptions
 
 PLAIN = {"r": 32, "lora_alpha": 64, "use_rslora": False, "target_modules": ["k_proj", "q_proj"]}
+
+
+MESH = SimpleNamespace(ndim=2, size=lambda dim=None: {None: 8, 0: 2, 1: 4}[dim])  # two copies, each over four ranks
 
 
 def lora(**options):
@@ -39,17 +44,28 @@ def test_what_differs_from_the_defaults_is_named(option):
 def test_the_base_is_named_so_that_another_process_finds_it(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
-    record = base_record("model", BaseOptions(scale="mse"), {"a": "0"}, lora())
+    record = base_record("model", BaseOptions(scale="mse"), {"a": "0"}, lora(), MESH)
     assert Path(record.base) == (tmp_path / "model").resolve()
     assert (record.scale, record.ignore, record.digests) == ("mse", ("lm_head",), {"a": "0"})
-    assert base_record("org/model", BaseOptions(), {}, lora()).base == "org/model"
+    assert base_record("org/model", BaseOptions(), {}, lora(), MESH).base == "org/model"
 
 
 @pytest.mark.parametrize(("trained", "norms"), [(False, ()), (True, ("input_layernorm", "post_attention_layernorm"))])
 def test_norms_that_are_trained_are_named(trained, norms):
-    assert base_record("org/model", BaseOptions(train_norms=trained), {}, lora()).trained_norms == norms
+    assert base_record("org/model", BaseOptions(train_norms=trained), {}, lora(), MESH).trained_norms == norms
 
 
 def test_the_format_of_the_base_is_named():
-    found = {form: base_record("m", BaseOptions(format=form), {}, lora()).format for form in ("nvfp4", "int8")}
+    found = {form: base_record("m", BaseOptions(format=form), {}, lora(), MESH).format for form in ("nvfp4", "int8")}
     assert found == {"nvfp4": "nvfp4", "int8": "int8"}
+
+
+def test_how_the_shards_lie_is_named():
+    record = base_record("m", BaseOptions(), {}, lora(), MESH)
+    assert (record.world_size, record.sharded_over) == (8, 4)
+    older = replace(record, sharded_over=0)  # written before it was kept
+    assert record.lies_as(record)
+    assert record.lies_as(older)
+    assert older.lies_as(record)
+    assert not record.lies_as(replace(record, sharded_over=8))
+    assert not older.lies_as(replace(record, world_size=4))

@@ -1,8 +1,10 @@
+import subprocess
 import sys
 from types import ModuleType
 
 import pytest
 
+from verl_qerl import verl_plugin
 from verl_qerl.verl_plugin import legacy
 
 MODULE = ModuleType("verl.trainer.main_ppo_v0")
@@ -35,3 +37,21 @@ def test_stops_a_run_that_asks_for_qerl(monkeypatch, option):
 def test_leaves_other_runs_alone(monkeypatch, option):
     monkeypatch.setattr(sys, "argv", ["-m", "trainer.use_v1=False", option])
     legacy.install(MODULE)
+
+
+def test_each_program_that_is_waited_for_has_its_sentence():
+    assert set(verl_plugin._WITHOUT_US) == set(legacy.PROGRAMS)
+
+
+@pytest.mark.parametrize(
+    ("program", "option"),
+    [("one_step_off_policy.main_ppo", "+aqn.enabled=true"), ("fully_async_policy.fully_async_main", "+rollout=nvfp4")],
+)
+def test_programs_with_trainers_of_their_own_refuse_to_start(program, option):
+    pytest.importorskip("verl")
+    command = [sys.executable, "-m", f"verl.experimental.{program}", option]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 1
+    package = program.partition(".")[0]
+    assert f"verl.experimental.{package} has no AQN" in result.stderr
+    assert "Accepted is verl.trainer.main_ppo." in result.stderr

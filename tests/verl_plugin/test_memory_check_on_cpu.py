@@ -1,4 +1,6 @@
 import logging
+from dataclasses import replace
+from operator import attrgetter
 from types import SimpleNamespace
 
 import pytest
@@ -44,6 +46,7 @@ def engine():
         ulysses_sequence_parallel_size=1,
         param_offload=False,
         optimizer_offload=False,
+        offload_policy=False,
         qerl=SimpleNamespace(shard_base=True, share_base=False, format="int8"),
     )
     mesh = SimpleNamespace(ndim=1, size=lambda dim: 4)
@@ -64,6 +67,29 @@ def test_settings_are_those_of_the_run(engine):
     assert settings_of(engine, RUN, SHAPE) == expected
     assert settings_of(engine, RUN | {"actor.use_dynamic_bsz": True}, SHAPE).tokens == 16384
     assert settings_of(engine, {}, SHAPE).tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value", "expected"),
+    [
+        ("model_config", "enable_gradient_checkpointing", False, {"checkpointing": False}),
+        ("model_config", "use_fused_kernels", False, {"whole_logits": True}),
+        ("engine_config.qerl", "shard_base", False, {"shard_base": False}),
+        ("engine_config.qerl", "share_base", True, {"share_base": True}),
+        ("engine_config", "param_offload", True, {"param_offload": True}),
+        ("engine_config", "optimizer_offload", True, {"optimizer_offload": True}),
+        ("engine_config", "offload_policy", True, {"offload_policy": True}),
+    ],
+)
+def test_every_switch_of_the_run_is_one_of_the_settings(engine, where, name, value, expected):
+    before = settings_of(engine, RUN, SHAPE)
+    setattr(attrgetter(where)(engine), name, value)
+    assert settings_of(engine, RUN, SHAPE) == replace(before, **expected) != before
+
+
+def test_a_rollout_that_never_sleeps_is_one_of_the_settings(engine):
+    assert settings_of(engine, RUN, SHAPE).sleeps
+    assert not settings_of(engine, RUN | {"rollout.free_cache_engine": False}, SHAPE).sleeps
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,16 @@ def test_a_checkpoint_that_does_not_fit_gives_one_sentence(checkpoint, case):
     )
 
 
+def test_what_transformers_leaves_in_the_file_stays_there(checkpoint, monkeypatch):
+    path = checkpoint(replace("model.layers.1.self_attn.rotary_emb.inv_freq", torch.ones(8)))
+    assert digests(read(path)) == digests(read(checkpoint()))
+    path = checkpoint(replace("mtp.layers.0.norm.weight", torch.ones(64)))
+    with pytest.raises(CheckpointFormatError, match=r"holds 'mtp\.layers"):
+        read(path)
+    monkeypatch.setattr(Qwen2ForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"^mtp\."])
+    assert digests(read(path)) == digests(read(checkpoint()))
+
+
 def test_another_architecture_gives_one_sentence(checkpoint):
     path = checkpoint(config=LlamaConfig(**SIZES, tie_word_embeddings=False))  # no biases
     with pytest.raises(

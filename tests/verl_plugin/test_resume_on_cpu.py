@@ -8,7 +8,9 @@ pytest.importorskip("verl")
 
 import torch
 
+from verl_qerl.nvfp4.record import BaseRecord
 from verl_qerl.testing import random_qwen2
+from verl_qerl.verl_plugin import resume
 
 SCRIPT = Path(__file__).with_name("resume_cases.py")
 PARTS = ("adapters", "optimizer", "scheduler", "rng")
@@ -21,7 +23,7 @@ def found(fresh_process, tmp_path_factory):
     random_qwen2().save_pretrained(models / "bf16")
     run = [str(SCRIPT), str(models), str(out)]
     fresh_process(*run, "save", "killed")
-    fresh_process(*run, "save", "restored from 1", "restored from 2", "refused", ranks=2)
+    fresh_process(*run, "save", "restored from 1", "restored from 2", "a copy on each rank", "refused", ranks=2)
     fresh_process(*run, "restored from 2")
     return lambda case, ranks, rank=0: torch.load(out / f"{case}-{ranks}-{rank}.pt", weights_only=False)
 
@@ -65,6 +67,32 @@ def test_a_whole_model_does_not(found, saved_on, read_on):
             f"the checkpoint is of another number of ranks: world_size={saved_on}, now {read_on}, in "
         )
         assert error.endswith(f"Resume on {saved_on} ranks.")
+
+
+def test_adapters_resume_where_each_rank_has_a_copy_of_them(found):
+    for rank in range(2):
+        saved, read = found("save", 2, rank)["lora"], found("a copy on each rank", 2, rank)["lora"]
+        assert read["error"] is None
+        assert_same(read["state"], saved)
+        assert read["norm"] > 0
+
+
+def test_a_whole_model_does_not_resume_there(found):
+    for rank in range(2):
+        error = found("a copy on each rank", 2, rank)["full"]["error"]
+        assert error.startswith("the checkpoint is spread over other ranks: fsdp_size=2, now 1, in ")
+        assert error.endswith("Set actor.fsdp_config.fsdp_size=2.")
+
+
+def test_more_ranks_share_the_generators(tmp_path, monkeypatch):
+    record, held = (BaseRecord("m", "max", (), {}, {}, world_size=ranks, lora_only=True) for ranks in (2, 3))
+    for rank in range(2):
+        (tmp_path / resume.file_name("extra", 2, rank)).write_text(f"of rank {rank}")
+    monkeypatch.setattr(resume.dist, "get_world_size", lambda: 3)
+    for rank, expected in enumerate(("of rank 0", "of rank 1", "of rank 0")):
+        monkeypatch.setattr(resume.dist, "get_rank", lambda rank=rank: rank)
+        with resume.for_these_ranks(tmp_path, record, held, ["extra"], torch.nn.Linear(1, 1), None) as folder:
+            assert (folder / resume.file_name("extra", 3, rank)).read_text() == expected
 
 
 REFUSED = {

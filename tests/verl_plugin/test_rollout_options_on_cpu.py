@@ -60,9 +60,17 @@ def test_another_vllm_is_refused_where_an_option_is_set(monkeypatch):
     assert not check_rollout(composed())
 
 
-def test_a_bf16_rollout_with_an_option_has_our_workers():
+def test_a_bf16_rollout_with_an_option_has_our_workers(caplog):
     assert extension_of(f"{OPTIONS}.lm_head=fp8") == WORKER_EXTENSION
+    assert not caplog.text
+
+
+def test_an_extension_of_the_users_stays_and_a_warning_says_who_reads_the_options(caplog):
     assert extension_of(f"{OPTIONS}.lm_head=fp8", f"{VLLM}.worker_extension_cls=mine.Extension") == "mine.Extension"
+    assert (
+        f"worker_extension_cls=mine.Extension reads additional_config.verl_qerl if it inherits from {WORKER_EXTENSION}"
+        in caplog.text
+    )
 
 
 def test_a_stock_run_keeps_verls():

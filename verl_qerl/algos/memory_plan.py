@@ -13,7 +13,7 @@ GIB = 2**30
 _CONTEXT_BYTES = 1.0 * GIB
 _ASLEEP_BYTES = 2.0 * GIB
 # CUDA graphs, NCCL and libraries of vLLM, which its share leaves out, beyond its context: by the 7B and 32B steps of
-# tests/bench/results/h200 whose KV cache keeps to its share.
+# tests/bench/results/h200 whose KV cache keeps to its share, measured before it left room for the graphs there.
 _BEYOND_SHARE_BYTES = 1.25 * GIB
 # Codes and block scales; what a channel or a whole weight has besides is left out.
 BYTES_PER_WEIGHT = {"nvfp4": 9 / 16, "mxfp4": 17 / 32, "int8": 1.0, "fp8": 1.0}
@@ -33,7 +33,7 @@ class Settings:
         checkpointing: Of gradients.
         whole_logits: The head's logits of a micro-batch exist at once (`use_fused_kernels=False`).
         shard_base, share_base: As in fsdp_config.qerl.
-        param_offload, optimizer_offload: As in fsdp_config.
+        param_offload, optimizer_offload, offload_policy: As in fsdp_config; the packed base goes with the first alone.
         utilization: rollout.gpu_memory_utilization; 0: no rollout on these GPUs.
         tensor_parallel: Of the rollout.
         sleeps: Whether the rollout gives its memory back (`rollout.free_cache_engine`).
@@ -50,6 +50,7 @@ class Settings:
     share_base: bool = False
     param_offload: bool = False
     optimizer_offload: bool = False
+    offload_policy: bool = False
     utilization: float = 0.0
     tensor_parallel: int = 1
     sleeps: bool = True
@@ -138,10 +139,11 @@ def _packed(shape: ModelShape, s: Settings) -> float:
 def _actor(shape: ModelShape, s: Settings) -> dict[str, float]:
     packed = _packed(shape, s)
     features = shape.adapted_features if s.adapted_features is None else s.adapted_features
-    adapter = s.rank * features / s.gpus
+    kept = 0 if s.offload_policy else 1  # on the host, also while the actor trains
+    adapter = kept * s.rank * features / s.gpus
     return {
         "packed base": packed / (s.gpus if s.shard_base else 1),
-        "embedding and head": 2 * shape.head_weights / s.gpus,
+        "embedding and head": kept * 2 * shape.head_weights / s.gpus,
         "adapters": 4 * adapter,
         "optimizer": 8 * adapter,
     }
@@ -156,7 +158,7 @@ def passes(shape: ModelShape, s: Settings) -> dict[str, float]:
         found["one layer"] = max(saved) + 2 * shape.decoded_weights
     else:
         found["all layers"] = sum(saved) + 2 * shape.largest_linear
-    if s.gpus > 1:
+    if s.gpus > 1 or s.offload_policy:
         gathered = 2 * shape.head_weights
         if s.shard_base:
             gathered += 2 * shape.layer_weights * 9 // 16  # this layer and the next

@@ -25,9 +25,10 @@ def add_parser(subparsers: Any) -> None:
         "no-checkpointing": "of gradients",
         "share-base": "one packed base for actor and rollout",
         "shard-base": "each GPU has a part of the packed base",
-        "whole-logits": "use_fused_kernels=False, verl's default: the logits of a micro-batch at once",
+        "fused-kernels": "model.use_fused_kernels; else the logits of a micro-batch exist at once, as verl has it",
         "param-offload": "fsdp_config.param_offload",
         "optimizer-offload": "fsdp_config.optimizer_offload",
+        "offload-policy": "fsdp_config.offload_policy",
     }
     for name, what in switches.items():
         parser.add_argument(f"--{name}", action="store_true", help=what)
@@ -45,10 +46,12 @@ def run(args: argparse.Namespace) -> int:
     _check_shared(args)
     path = args.model / "config.json" if args.model.is_dir() else args.model
     shape = ModelShape.from_config(read_object(path))
-    switches = ("shard_base", "share_base", "whole_logits", "param_offload", "optimizer_offload")
+    switches = ("shard_base", "share_base", "param_offload", "optimizer_offload", "offload_policy")
     values = ("format", "rank", "gpus", "tokens", "utilization", "tensor_parallel")
     settings = Settings(
-        **{name: getattr(args, name) for name in (*values, *switches)}, checkpointing=not args.no_checkpointing
+        **{name: getattr(args, name) for name in (*values, *switches)},
+        checkpointing=not args.no_checkpointing,
+        whole_logits=not args.fused_kernels,
     )
     total = args.gpu_gib * GIB
     phases = plan(shape, settings, total)
@@ -93,6 +96,7 @@ def _check_shared(args: argparse.Namespace) -> None:
         f"--tensor-parallel {args.tensor_parallel}": args.tensor_parallel != 1,
         "--shard-base": args.shard_base,
         "--param-offload": args.param_offload,
+        "--offload-policy": args.offload_policy,
         f"--utilization {args.utilization}": not args.utilization,
     }
     found = next((name for name, given in others.items() if given), None)

@@ -28,6 +28,7 @@ class BaseRecord:
         files: name -> bytes of every file that a resume reads; empty in records written before it was kept.
         trained_norms: Which norms of each layer are trained besides the adapter.
         format: Name of the base's weight format; records written before there was a choice lack it.
+        sharded_over: Ranks that one copy of what is trained was spread over; 0 in records written before it was kept.
     """
 
     base: str
@@ -40,6 +41,12 @@ class BaseRecord:
     files: Mapping[str, int] = field(default_factory=dict, repr=False)
     trained_norms: tuple[str, ...] = ()
     format: str = "nvfp4"
+    sharded_over: int = 0
+
+    def lies_as(self, other: "BaseRecord") -> bool:
+        """Whether the same ranks have the same parts in both."""
+        known = self.sharded_over and other.sharded_over
+        return self.world_size == other.world_size and (not known or self.sharded_over == other.sharded_over)
 
     def write(self, folder: Path) -> None:
         """Write the file, whole or not at all.

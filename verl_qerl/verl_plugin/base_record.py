@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig, PeftConfig
+from torch.distributed import DeviceMesh
 
 from verl_qerl.algos.trained_norms import NORMS
 from verl_qerl.nvfp4.record import BaseRecord
@@ -16,7 +17,9 @@ _ALWAYS = ("r", "lora_alpha", "use_rslora", "target_modules")
 _NEVER = ("task_type", "peft_type", "peft_version", "base_model_name_or_path", "inference_mode", "auto_mapping")
 
 
-def base_record(path: str, options: BaseOptions, digests: Mapping[str, str], adapter: PeftConfig) -> BaseRecord:
+def base_record(
+    path: str, options: BaseOptions, digests: Mapping[str, str], adapter: PeftConfig, mesh: DeviceMesh
+) -> BaseRecord:
     """The record of an engine's model.
 
     Args:
@@ -24,10 +27,24 @@ def base_record(path: str, options: BaseOptions, digests: Mapping[str, str], ada
         options: Of the base.
         digests: module -> digest of its packed linears.
         adapter: As PEFT holds it.
+        mesh: Of FSDP2, whose last dimension shards.
     """
-    base = str(Path(path).resolve()) if Path(path).is_dir() else path
-    adapted, norms = adapter_options(adapter), NORMS if options.train_norms else ()
-    return BaseRecord(base, options.scale, options.ignore, digests, adapted, trained_norms=norms, format=options.format)
+    return BaseRecord(
+        recorded_path(path),
+        options.scale,
+        options.ignore,
+        digests,
+        adapter_options(adapter),
+        world_size=mesh.size(),
+        trained_norms=NORMS if options.train_norms else (),
+        format=options.format,
+        sharded_over=mesh.size(mesh.ndim - 1),
+    )
+
+
+def recorded_path(path: str) -> str:
+    """model.path as records keep it: a directory absolute, since `export` runs anywhere; else a hub id."""
+    return str(Path(path).resolve()) if Path(path).is_dir() else path
 
 
 def adapter_options(config: PeftConfig) -> dict[str, Any]:

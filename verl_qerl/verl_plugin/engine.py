@@ -36,7 +36,7 @@ from verl_qerl.modules.trained_norm import train_norms
 from verl_qerl.nvfp4.digest import check_same_base, model_digest, weight_digest
 from verl_qerl.nvfp4.groups import linears_among
 from verl_qerl.nvfp4.record import BaseRecord, remove_record
-from verl_qerl.verl_plugin.base_record import base_record
+from verl_qerl.verl_plugin.base_record import base_record, recorded_path
 from verl_qerl.verl_plugin.chunked_head import install_chunked_head
 from verl_qerl.verl_plugin.config import DIGESTS, LAYOUT, BaseOptions
 from verl_qerl.verl_plugin.dense_base import DenseBase
@@ -45,6 +45,7 @@ from verl_qerl.verl_plugin.flat_adapter import FlatAdapter, pieces
 from verl_qerl.verl_plugin.lend_base import lend_base
 from verl_qerl.verl_plugin.memory_check import check_memory
 from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
+from verl_qerl.verl_plugin.plain_adapter import check_plain
 from verl_qerl.verl_plugin.requantize import (
     ROUNDED,
     check_unquantized,
@@ -58,7 +59,6 @@ from verl_qerl.verl_plugin.shims import LOG_PROBS
 from verl_qerl.verl_plugin.uaq_engine import check_scale, fold_model
 
 logger = logging.getLogger(__name__)
-
 
 _Stock: Any = FSDPEngineWithLMHead  # verl's untyped decorator hides the class from type checkers
 
@@ -130,11 +130,12 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
         context = get_init_weight_context_manager(use_meta_tensor=not tied, mesh=self.device_mesh)
         return context is not init_empty_weights
 
-    def _build_lora_module(self, module: nn.Module) -> nn.Module:
+    def _build_lora_module(self, module: Any) -> Any:
         if self._base is not None:
             adapt_attention_only(module, self.model_config)
         module = super()._build_lora_module(module)
         if self._base is not None:
+            check_plain(module.peft_config["default"])
             if self._base.train_norms:
                 count = train_norms(module)
                 if self.rank == 0:
@@ -200,11 +201,10 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
         if self.rank == 0:  # verl's barrier comes before the first file is replaced
             if self._base is not None:
                 remove_record(folder)
-            write_record(folder, self._uaq_scale, self.model_config.path)
-        if self._base is None:
-            super().save_checkpoint(local_path, *args, **kwargs)
-            return
+            write_record(folder, self._uaq_scale, recorded_path(self.model_config.path))
         super().save_checkpoint(local_path, *args, **kwargs)
+        if self._base is None:
+            return
         files = saved_files(folder, self.checkpoint_manager.checkpoint_save_contents)
         if self.rank == 0:
             replace(self._record(self._base), files=files).write(folder)
@@ -223,15 +223,15 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
         parts = [
             part for part in ("model", "optimizer", "extra") if getattr(self.checkpoint_manager, f"should_load_{part}")
         ]
-        record = check_checkpoint(Path(local_path), self._record(self._base), parts)
-        with for_these_ranks(Path(local_path), record, parts, self.module, self.optimizer) as folder:
+        held = self._record(self._base)
+        record = check_checkpoint(Path(local_path), held, parts)
+        with for_these_ranks(Path(local_path), record, held, parts, self.module, self.optimizer) as folder:
             super().load_checkpoint(str(folder), *args, **kwargs)
 
     def _record(self, base: BaseOptions) -> BaseRecord:
         config = self.module.peft_config["default"]
-        record = base_record(self.model_config.path, base, self._digests or {}, config)
-        lora_only = bool(self.checkpoint_manager.should_save_lora_only)
-        return replace(record, world_size=torch.distributed.get_world_size(), lora_only=lora_only)
+        record = base_record(self.model_config.path, base, self._digests or {}, config, self.device_mesh)
+        return replace(record, lora_only=bool(self.checkpoint_manager.should_save_lora_only))
 
     def forward_backward_batch(self, data: Any, *args: Any, **kwargs: Any) -> Any:
         """As verl's; where the batch asks for it, with the linears rounded as the rollout holds them."""

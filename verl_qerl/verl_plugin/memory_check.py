@@ -69,6 +69,7 @@ def settings_of(engine: Any, run: Mapping[str, Any], shape: ModelShape) -> Setti
         share_base=config.qerl.share_base,
         param_offload=config.param_offload,
         optimizer_offload=config.optimizer_offload,
+        offload_policy=config.offload_policy,
         utilization=run.get("rollout.gpu_memory_utilization") or 0.0,
         tensor_parallel=run.get("rollout.tensor_model_parallel_size") or 1,
         sleeps=bool(run.get("rollout.free_cache_engine", True)),

@@ -1,5 +1,6 @@
 """Fill a Transformers model with packed weights straight from a checkpoint; no dense copy of the model ever exists."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,6 +87,8 @@ def load_packed(
             linear.fill(item.to("cpu"))
         else:
             if name not in places:
+                if _is_left_out(model, name):
+                    continue
                 raise _mismatch(path, model, f"holds {name!r}, for which the model has no place")
             _check_shape(path, model, name, item.shape, places[name].shape)
             parent, _, leaf = name.rpartition(".")
@@ -99,6 +102,12 @@ def load_packed(
     lost = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if lost:
         raise _mismatch(path, model, f"lacks {len(lost)} parameters, first {lost[0]!r}")
+
+
+def _is_left_out(model: nn.Module, name: str) -> bool:
+    """Whether transformers and vLLM leave a tensor in its file: what is computed anew, and what the model says."""
+    patterns = (r"rotary_emb\.inv_freq$", *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()))
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def _check_shape(path: str, model: nn.Module, name: str, found: Sequence[int], wanted: Sequence[int]) -> None:

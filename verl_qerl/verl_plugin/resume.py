@@ -69,7 +69,9 @@ def check_checkpoint(folder: Path, held: BaseRecord, parts: Sequence[str]) -> Ba
     record = found[0]
     if isinstance(record, str):
         raise CheckpointFormatError(record)
-    problem = _other_model(folder, record, held) or _other_ranks(folder, record, held) or _cut(folder, record, parts)
+    problem = (
+        _other_model(folder, record, held) or _other_ranks(folder, record, held) or _cut(folder, record, held, parts)
+    )
     problems: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     for told in problems:
@@ -82,17 +84,18 @@ def check_checkpoint(folder: Path, held: BaseRecord, parts: Sequence[str]) -> Ba
 def for_these_ranks(
     folder: Path,
     record: BaseRecord,
+    held: BaseRecord,
     parts: Sequence[str],
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
 ) -> Iterator[Path]:
     """A folder with the files that verl looks for on this rank.
 
-    `folder` itself when as many ranks wrote it. Otherwise a temporary one: each rank puts the shards together and cuts
-    its own parts out, of adapters and their optimizer alone, which are small.
+    `folder` itself when as many ranks wrote it, each its own part. Otherwise a temporary one: each rank puts the shards
+    together and cuts its own parts out, of adapters and their optimizer alone, which are small.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if record.world_size == world_size:
+    if record.lies_as(held):
         yield folder
         return
     with tempfile.TemporaryDirectory(prefix="verl_qerl_resume_") as name:
@@ -100,15 +103,16 @@ def for_these_ranks(
             files = [folder / file_name(part, record.world_size, r) for r in range(record.world_size)]
             target = Path(name) / file_name(part, world_size, rank)
             if part == "model":
-                held = module.state_dict()
-                torch.save({key: cut_like(whole, held[key]) for key, whole in join_shards(files).items()}, target)
+                own = module.state_dict()
+                torch.save({key: cut_like(whole, own[key]) for key, whole in join_shards(files).items()}, target)
             elif part == "optimizer" and optimizer is not None:
                 torch.save(_cut_optimizer(join_optimizer(files), optimizer), target)
             elif part == "extra":
                 # The scheduler is the same on every rank. A generator belongs to one rank: more ranks share them.
                 shutil.copy(files[rank % record.world_size], target)
         if rank == 0:
-            logger.warning("resuming a checkpoint of %d ranks on %d", record.world_size, world_size)
+            was, now = ((one.world_size, one.sharded_over) for one in (record, held))
+            logger.warning("resuming a checkpoint of %d ranks (fsdp_size=%d) on %d (%d)", *was, *now)
         yield Path(name)
 
 
@@ -168,8 +172,14 @@ def _brief(value: Any, other: Any) -> str:
 
 
 def _other_ranks(folder: Path, record: BaseRecord, held: BaseRecord) -> str | None:
-    if record.world_size == held.world_size or record.lora_only:
+    if record.lies_as(held) or record.lora_only:
         return None
+    if record.world_size == held.world_size:
+        return (
+            f"the checkpoint is spread over other ranks: fsdp_size={record.sharded_over}, now {held.sharded_over}, in"
+            f" {folder}. A LoRA-only checkpoint (+actor.checkpoint.save_lora_only=true) resumes with any, one with the"
+            f" whole model with its own. Set actor.fsdp_config.fsdp_size={record.sharded_over}."
+        )
     return (
         f"the checkpoint is of another number of ranks: world_size={record.world_size}, now {held.world_size}, in "
         f"{folder}. A LoRA-only checkpoint (+actor.checkpoint.save_lora_only=true) resumes on any number, one with the "
@@ -177,9 +187,9 @@ def _other_ranks(folder: Path, record: BaseRecord, held: BaseRecord) -> str | No
     )
 
 
-def _cut(folder: Path, record: BaseRecord, parts: Sequence[str]) -> str | None:
+def _cut(folder: Path, record: BaseRecord, held: BaseRecord, parts: Sequence[str]) -> str | None:
     """What is wrong with the files that this rank reads."""
-    ranks = range(record.world_size) if record.world_size != dist.get_world_size() else [dist.get_rank()]
+    ranks = [dist.get_rank()] if record.lies_as(held) else range(record.world_size)
     names = [file_name(part, record.world_size, rank) for part in parts for rank in ranks]
     unsaved = [name for name in names if name not in record.files]
     if unsaved:

@@ -1,5 +1,6 @@
 """`additional_config.verl_qerl` of any run of verl: looked at on the driver, and read by workers that are ours."""
 
+import logging
 from types import SimpleNamespace
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -7,6 +8,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl_qerl import vllm_plugin
 from verl_qerl.verl_plugin.nodes import plain
 from verl_qerl.vllm_plugin.options import KEY, rollout_options
+
+logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "verl_qerl.verl_plugin.worker_extension.WorkerExtension"
 _VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
@@ -42,6 +45,15 @@ def use_rollout_options(config: DictConfig) -> None:
         RuntimeError: As `check_rollout`.
         ValueError: As there.
     """
-    if check_rollout(config):
-        with open_dict(config):
-            config.actor_rollout_ref.rollout.engine_kwargs.vllm.setdefault("worker_extension_cls", WORKER_EXTENSION)
+    if not check_rollout(config):
+        return
+    with open_dict(config):
+        named = config.actor_rollout_ref.rollout.engine_kwargs.vllm.setdefault("worker_extension_cls", WORKER_EXTENSION)
+    if named != WORKER_EXTENSION:
+        logger.warning(
+            "verl_qerl: %s=%s reads additional_config.%s if it inherits from %s; else most of its options do nothing.",
+            f"{_VLLM}.worker_extension_cls",
+            named,
+            KEY,
+            WORKER_EXTENSION,
+        )
