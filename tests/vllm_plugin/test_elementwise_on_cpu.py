@@ -193,7 +193,8 @@ def test_an_engine_computes_the_same(start, model_dir, prompt_log_probs, hopper,
 @pytest.mark.parametrize("fuses", [False, True])
 def test_norms_stay_where_vllm_fuses_them(layer, hopper, fuses):
     passes = SimpleNamespace(fuse_allreduce_rms=fuses)
-    config = SimpleNamespace(additional_config=None, compilation_config=SimpleNamespace(pass_config=passes))
+    compilation = SimpleNamespace(pass_config=passes, cudagraph_mode=None)
+    config = SimpleNamespace(additional_config=None, compilation_config=compilation, use_v2_model_runner=False)
     worker = SimpleNamespace(load_model=lambda: None)
     worker.model_runner = SimpleNamespace(get_model=lambda: layer, device=torch.device("cpu"))
     worker_module.prepare_model(worker, config)

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
+from vllm import envs
+
 from verl_qerl.vllm_plugin.memory_share import stay_within_share, use_segments_again
 
 GIB = 1 << 30
@@ -51,7 +53,7 @@ def test_what_is_within_the_share_stays(caplog):
 
 
 def test_graphs_that_vllm_does_not_count_are_not_counted(monkeypatch):
-    monkeypatch.setenv("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS", "0")
+    monkeypatch.setitem(vars(envs), "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS", False)  # an engine has them cached
     worker = make_worker(63)
     stay_within_share(worker, make_config())
     assert worker.determine_available_memory() == 48 * GIB
