@@ -1,5 +1,8 @@
 """Started by test_engine_whole_on_cpu.py as engine_cases.py is: engines without an adapter, which train all weights."""
 
+import os
+from pathlib import Path
+
 import torch
 from engine_cases import MODELS, OUT, build, digests, logits, main, step, whole
 from transformers import AutoModelForCausalLM
@@ -8,6 +11,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from verl_qerl.algos.uaq import read_record
 from verl_qerl.formats import get_format
 from verl_qerl.verl_plugin import engine as ours
 from verl_qerl.verl_plugin.config import QerlFSDPEngineConfig, ScaledFSDPEngineConfig
@@ -59,10 +63,12 @@ def uaq():
     tied = [logits(train_all(scale, "tied").module) for scale in (None, 2.0)]
     found["tied"] = tied
     paths = [f"{OUT}/whole-{name}" for name in ("plain", "scaled")]
+    object.__setattr__(engine.model_config, "path", os.path.relpath(engine.model_config.path))
     for e, path in zip((plain, engine), paths, strict=True):
         step(e)
         e.save_checkpoint(path, global_step=1)
     found["saved"] = [sent_weights(e) for e in (plain, engine)]
+    found["base"] = read_record(Path(paths[1]))["base"]
     again = train_all(2.0)
     again.load_checkpoint(paths[1], del_local_after_load=False)
     found["resumed"] = sent_weights(again)

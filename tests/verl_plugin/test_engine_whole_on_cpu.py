@@ -84,6 +84,12 @@ def test_uaq_trains_what_it_scaled_and_resumes_it(alone, ranks):
             assert ratio == pytest.approx({"linear": 2.0, "norm": 0.5}[role], rel=1e-2), name
 
 
+def test_uaq_names_its_base_so_that_another_process_finds_it(alone, ranks):
+    for found in (alone["uaq"], *(rank["uaq"] for rank in ranks)):
+        assert Path(found["base"]).is_absolute()
+        assert (Path(found["base"]) / "config.json").is_file()
+
+
 def test_uaq_of_another_scale_does_not_resume(alone, ranks):
     for found in (alone["uaq"], *(rank["uaq"] for rank in ranks)):
         other, none, scaled = found["refused"]
