@@ -28,7 +28,7 @@ class Arm:
         lora: An adapter is used by every request.
         linear_bytes: Resident bytes per weight of a linear, to size the KV cache.
         runner: VLLM_USE_V2_MODEL_RUNNER; None leaves the model runner to vLLM, which has the other one for some models.
-        larger_graphs: Beyond vLLM's own list of CUDA graphs, which ends at 512; None is as verl's runs have it.
+        larger_graphs: Beyond vLLM's own list of CUDA graphs, which ends at 512; None: arms of ours have it.
     """
 
     options: dict[str, Any]

@@ -18,12 +18,6 @@ from verl_qerl.verl_plugin import hooks
 logger = logging.getLogger(__name__)
 
 SUPPORTED = {"verl": "==0.9.1", "ray": ">=2.54"}  # Ray tells the name of its session from then on
-# Names of legacy.PROGRAMS, which waits for them: this import stays light.
-_WITHOUT_US = (
-    "verl.trainer.main_ppo_v0",
-    "verl.experimental.one_step_off_policy",
-    "verl.experimental.fully_async_policy",
-)
 FAILURE: Exception | None = None
 _ROLLOUTS = {f"+rollout={form}" for form in ("fp8", "int8", "mxfp4", "nvfp4")}
 
@@ -44,8 +38,10 @@ def _register() -> None:
     hooks.when_imported("verl.workers.engine", "verl_qerl.verl_plugin.engine")
     hooks.when_imported("verl.workers.rollout.replica", "verl_qerl.verl_plugin.rollout")
     hooks.when_imported("verl.trainer.ppo.v1", "verl_qerl.verl_plugin.trainer")
-    for program in _WITHOUT_US:
-        hooks.when_imported(program, "verl_qerl.verl_plugin.legacy")
+    from verl_qerl.verl_plugin import legacy  # which asks this module for `asks_for_qerl`
+
+    for program in legacy.PROGRAMS:
+        hooks.when_imported(program, legacy.__name__)
 
 
 def asks_for_qerl(arguments: list[str]) -> bool:

@@ -94,14 +94,14 @@ def for_these_ranks(
     `folder` itself when as many ranks wrote it, each its own part. Otherwise a temporary one: each rank puts the shards
     together and cuts its own parts out, of adapters and their optimizer alone, which are small.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     if record.lies_as(held):
         yield folder
         return
+    rank = dist.get_rank()
     with tempfile.TemporaryDirectory(prefix="verl_qerl_resume_") as name:
         for part in parts:
             files = [folder / file_name(part, record.world_size, r) for r in range(record.world_size)]
-            target = Path(name) / file_name(part, world_size, rank)
+            target = Path(name) / file_name(part, held.world_size, rank)
             if part == "model":
                 own = module.state_dict()
                 torch.save({key: cut_like(whole, own[key]) for key, whole in join_shards(files).items()}, target)
