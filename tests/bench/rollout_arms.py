@@ -100,6 +100,9 @@ VARIANTS |= {
 # With more than 512 sequences at once: which part of the gain is the graphs'.
 VARIANTS["bf16_lora_stock_graphs"] = dataclasses.replace(ARMS["bf16_lora_stock"], larger_graphs=True)
 VARIANTS["nvfp4_lora_ours_512"] = dataclasses.replace(ARMS["nvfp4_lora_ours"], larger_graphs=False)
+VARIANTS["nvfp4_lora_ours_noise"] = dataclasses.replace(
+    ARMS["nvfp4_lora_ours"], options=ours(aqn={"enabled": True})
+)  # norms in float32
 VARIANTS["nvfp4_lora_ours_v2"] = dataclasses.replace(ARMS["nvfp4_lora_ours"], runner="1")
 ARMS |= VARIANTS
 

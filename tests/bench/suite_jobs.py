@@ -42,11 +42,12 @@ class Job:
     shares: bool = False
 
 
-def _rollout(name: str, model: str, arms: str, batches: str, more: str = "") -> Job:
-    """A call of bench_rollout.py; every row is written as it is measured."""
-    options = f"--arms {arms} --batches {batches} --prompts 256 --new-tokens 128 {more}"
+def _rollout(name: str, model: str, arms: str, batches: str, more: str = "", gpus: int = 1) -> Job:
+    """A call of bench_rollout.py; every row is written as it is measured. GPUs share the model."""
+    options = f"--arms {arms} --batches {batches} --prompts 256 --new-tokens 128 {more}".strip()
+    options += f" --tensor-parallel {gpus}" if gpus > 1 else ""
     command = f'{_BENCH}/bench_rollout.py --out "$OUT/{name}.json" --work "$WORK/{name}" --models {model} {options}'
-    return Job(name, f"decode of {model}: {arms}", command, 150)
+    return Job(name, f"decode of {model}: {arms}", command, 150, gpus)
 
 
 def _verl(name: str, what: str, options: str, env: str = "", gpus: int = 1) -> Job:
@@ -195,6 +196,10 @@ JOBS = (
         "--no-fixed --realistic --own-process",
     ),
     _rollout("rollout_32b_1024", "32B", _OURS_AND_STOCK, "1024", "--no-fixed --realistic --own-process --repeats 1"),
+    # Noise makes norms float32, which vLLM does not fuse with the sums of GPUs.
+    _rollout("rollout_7b_tp2", "7B", f"{_OURS_AND_STOCK} nvfp4_lora_ours_noise", "1 32 256", gpus=2),
+    _rollout("rollout_32b_tp2", "32B", f"{_OURS_AND_STOCK} nvfp4_lora_ours_noise", "1 32 256", gpus=2),
+    _rollout("rollout_32b_tp4", "32B", f"{_OURS_AND_STOCK} nvfp4_lora_ours_noise", "1 32 256", gpus=4),
     Job(
         "actor_ranks",
         "training passes of 7B on all GPUs",

@@ -72,9 +72,13 @@ def test_without_tiled_linears_nothing_is_replaced(layer):
     assert [type(module) for module in layer.values()] == [RMSNorm, RMSNorm, RotaryEmbedding, SiluAndMul]
 
 
-def test_norms_can_be_left_out(layer):
-    assert use_early_starts(layer, {K}, norms=False) == 2
-    assert [type(module) for module in layer.values()] == [RMSNorm, RMSNorm, EarlyRotaryEmbedding, EarlySiluAndMul]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_norms_of_one_dtype_can_be_left_out(layer, dtype):
+    layer["input_layernorm"].weight.data = layer["input_layernorm"].weight.data.to(dtype)
+    left = dtype == torch.bfloat16
+    norm = RMSNorm if left else EarlyRMSNorm
+    assert use_early_starts(layer, {K}, left=torch.bfloat16) == (2 if left else 3)
+    assert [type(module) for module in layer.values()] == [norm, RMSNorm, EarlyRotaryEmbedding, EarlySiluAndMul]
 
 
 class Scaled(RMSNorm):
@@ -190,15 +194,18 @@ def test_an_engine_computes_the_same(start, model_dir, prompt_log_probs, hopper,
         assert torch.equal(noisy, prompt_log_probs(stock))
 
 
-@pytest.mark.parametrize("fuses", [False, True])
-def test_norms_stay_where_vllm_fuses_them(layer, hopper, fuses):
+@pytest.mark.parametrize(("fuses", "noisy"), [(False, False), (True, False), (True, True)])
+def test_norms_stay_where_vllm_fuses_them(layer, hopper, fuses, noisy):
+    """It fuses those with a weight of the model's dtype; noise makes weights float32."""
     passes = SimpleNamespace(fuse_allreduce_rms=fuses)
     compilation = SimpleNamespace(pass_config=passes, cudagraph_mode=None)
-    config = SimpleNamespace(additional_config=None, compilation_config=compilation, use_v2_model_runner=False)
+    aqn = {"enabled": noisy, "targets": ["input_layernorm"]}
+    config = SimpleNamespace(additional_config={"verl_qerl": {"aqn": aqn}}, compilation_config=compilation)
+    vars(config).update(use_v2_model_runner=False, model_config=SimpleNamespace(dtype=torch.bfloat16))
     worker = SimpleNamespace(load_model=lambda: None)
     worker.model_runner = SimpleNamespace(get_model=lambda: layer, device=torch.device("cpu"))
     worker_module.prepare_model(worker, config)
     assert type(layer["act"]) is SiluAndMul
     worker.load_model()
     assert type(layer["act"]) is EarlySiluAndMul
-    assert (type(layer["input_layernorm"]) is RMSNorm) == fuses
+    assert (type(layer["input_layernorm"]) is RMSNorm) == (fuses and not noisy)

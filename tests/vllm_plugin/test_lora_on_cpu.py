@@ -1,5 +1,6 @@
 """The path for one adapter inside an engine; its arithmetic against PEFT is in test_quantization_on_cpu.py."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,8 @@ from vllm.lora.layers import RowParallelLinearWithLoRA
 from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.layers.linear import RowParallelLinear
 
-from verl_qerl.vllm_plugin.lora import use_single_adapter
+from verl_qerl.vllm_plugin import worker as worker_module
+from verl_qerl.vllm_plugin.lora import release_buffers, use_single_adapter
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -104,6 +106,54 @@ def test_what_it_cannot_serve_stays_with_vllm_and_is_said(engine, change, reason
     config = {"max_loras": 1, "fully_sharded_loras": False, "lora_dtype": torch.bfloat16} | change
     assert use_single_adapter(model, SimpleNamespace(**config)) == 0
     assert reason in caplog.text
+
+
+@pytest.mark.parametrize("max_loras", [1, 2])
+def test_buffers_of_what_goes_on_the_path_are_freed_and_made_anew(stock, max_loras):
+    layers = [copy.copy(layer) for layer in layers_of(stock).values()]
+    wrapper = copy.copy(layers[0].punica_wrapper)  # conversion changes it, and the engine goes on
+    for layer in layers:
+        layer.punica_wrapper = wrapper
+    config = SimpleNamespace(max_loras=max_loras, fully_sharded_loras=False, lora_dtype=torch.bfloat16)
+    model = torch.nn.ModuleList(layers)
+
+    def buffers():
+        return [part for layer in layers for part in (*layer.lora_a_stacked, *layer.lora_b_stacked)]
+
+    before = buffers()
+    size = sum(part.nbytes for part in before)
+    assert release_buffers(model, config) == (size if max_loras == 1 else 0) != size // 2
+    assert {part.device.type for part in buffers()} == {"meta" if max_loras == 1 else "cpu"}
+    assert use_single_adapter(model, config) == (8 if max_loras == 1 else 0)
+    for old, new in zip(before, buffers(), strict=True):
+        assert (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
+        assert max_loras == 2 or not new.any()
+
+
+def test_they_are_freed_in_the_memory_that_they_are_in(monkeypatch):
+    events = []
+
+    class Worker:
+        def load_model(self):
+            events.append("pool")
+            self.model_runner.load_model()
+            events.append("no pool")
+
+    class Runner:
+        def load_model(self):
+            events.append("loaded")
+
+        def get_model(self):
+            return torch.nn.Linear(1, 1)
+
+    for name, event in (("release_buffers", "freed"), ("use_single_adapter", "converted")):
+        monkeypatch.setattr(worker_module, name, lambda *_, event=event: events.append(event))
+    worker = Worker()
+    worker.model_runner = Runner()
+    options = {"verl_qerl": {"sampler": "stock"}}
+    worker_module.prepare_model(worker, SimpleNamespace(additional_config=options, lora_config=SimpleNamespace()))
+    worker.load_model()
+    assert events == ["pool", "loaded", "freed", "no pool", "converted"]
 
 
 def test_layers_of_other_kinds_and_odd_widths_stay_and_are_named(engine, caplog):

@@ -1,4 +1,4 @@
-"""Two GPUs of one engine against one, with our kernels and vLLM's, under CUDA graphs."""
+"""Two and four GPUs of one engine against one, with our kernels and vLLM's, under CUDA graphs."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,11 @@ STOCK = {"linear": "stock", "lora": "stock"}
 NAMES = ("base", "one", "two", "noisy")
 
 
-def test_two_gpus_compute_what_one_computes(random_qwen2, random_adapter, run_script):
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_several_gpus_compute_what_one_computes(random_qwen2, random_adapter, run_script, gpus):
+    """With four, two GPUs have each head of k and v."""
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} CUDA GPUs")
     prompt = json.dumps([(7 * i + 3) % 1000 for i in range(200)])
     adapters = [str(random_adapter(seed)) for seed in (1, 2)]
 
@@ -28,7 +32,7 @@ def test_two_gpus_compute_what_one_computes(random_qwen2, random_adapter, run_sc
         assert all(digests == seen["digests"][0] for digests in seen["digests"])
         return seen | {name: torch.tensor(seen[name], dtype=torch.float64) for name in NAMES}
 
-    alone, stock, both = run(1, {}), run(1, STOCK), run(2, {})
+    alone, stock, both = run(1, {}), run(1, STOCK), run(gpus, {})
     assert both["digests"][0] == alone["digests"][0]
     assert all("Single" in kind for kind in both["kinds"][0])
     for name in NAMES:

@@ -16,6 +16,7 @@ from verl_qerl.verl_plugin.rollout_options import WORKER_EXTENSION
 from verl_qerl.vllm_plugin.final_outputs import FinalOutputs
 from verl_qerl.vllm_plugin.graph_sizes import VLLMS, larger_sizes
 from verl_qerl.vllm_plugin.options import KEY as OPTIONS
+from verl_qerl.vllm_plugin.options import asked_of_vllm
 
 if TYPE_CHECKING:
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer as _Server
@@ -170,7 +171,8 @@ def cover_batches(engine_kwargs: dict, config: Any) -> None:
         config: verl's, of the rollout.
     """
     ours = _mapping(engine_kwargs, "additional_config").get(OPTIONS) or {}
-    if ours.get("lora") == "stock":
+    several = engine_kwargs.get("max_loras", 1) != 1  # verl sets 1
+    if ours.get("lora") == "stock" or several or asked_of_vllm(None):
         return
     compilation = _mapping(engine_kwargs, "compilation_config")
     named = {*compilation, *engine_kwargs} & {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}

@@ -84,7 +84,7 @@ _EARLY: dict[type, type] = {
 }
 
 
-def use_early_starts(model: torch.nn.Module, columns: set[int], norms: bool = True) -> int:
+def use_early_starts(model: torch.nn.Module, columns: set[int], left: torch.dtype | None = None) -> int:
     """Replace norms, activations and rotary positions by those that let the next kernel start early.
 
     Call it after loading and before anything is compiled. Modules that compute something else than vLLM's own stay as
@@ -93,13 +93,13 @@ def use_early_starts(model: torch.nn.Module, columns: set[int], norms: bool = Tr
     Args:
         model: vLLM's.
         columns: Of `linear.tiled_columns`; where there are none, nothing is replaced.
-        norms: Norms of rows too.
+        left: Norms of rows with a weight of this dtype stay as they are.
 
     Returns:
         Number of modules replaced.
     """
     found: dict[Any, type] = {
-        module: kind for module in model.modules() if columns and (kind := _kind(module, columns, norms))
+        module: kind for module in model.modules() if columns and (kind := _kind(module, columns, left))
     }
     for module, kind in found.items():
         module.__class__ = _EARLY[kind]
@@ -111,7 +111,7 @@ def use_early_starts(model: torch.nn.Module, columns: set[int], norms: bool = Tr
     return len(found)
 
 
-def _kind(module: Any, columns: set[int], norms: bool) -> type | None:
+def _kind(module: Any, columns: set[int], left: torch.dtype | None) -> type | None:
     """Key of _EARLY of a module that is replaced."""
     kind = type(module)
     if kind is SiluAndMul:
@@ -124,7 +124,7 @@ def _kind(module: Any, columns: set[int], norms: bool) -> type | None:
         return RotaryEmbedding if same and whole else None
     if kind in (Qwen3Attention, Qwen3MoeAttention):
         return kind if _normalizes_heads(module) else None
-    if norms and _is_plain(module) and module.weight.shape[0] in columns:
+    if _is_plain(module) and module.weight.shape[0] in columns and module.weight.dtype != left:
         return kind if can_normalize(module.weight) else None
     return None
 
@@ -136,5 +136,5 @@ def _is_plain(norm: Any) -> bool:
 def _normalizes_heads(attention: Any) -> bool:
     q, k = attention.q_norm, attention.k_norm
     plain = _is_plain(q) and _is_plain(k) and q.variance_epsilon == k.variance_epsilon
-    rotated = _kind(attention.rotary_emb, set(), False) or type(attention.rotary_emb) is EarlyRotaryEmbedding
+    rotated = _kind(attention.rotary_emb, set(), None) or type(attention.rotary_emb) is EarlyRotaryEmbedding
     return bool(plain and rotated and can_normalize_heads(q.weight, k.weight))

@@ -40,11 +40,34 @@ _CONVERTED = (
 _FORWARDS = (ColumnParallelLinear.forward, ReplicatedLinear.forward, RowParallelLinear.forward)
 
 
+def release_buffers(model: torch.nn.Module, lora_config: Any) -> int:
+    """Free vLLM's own buffers of the linears that `use_single_adapter` will take; they have a shape alone then.
+
+    Call it where they were allocated: in the memory of sleep mode, of which only what is free when loading ends is
+    given back; the rest is copied to the host whenever the engine falls asleep.
+
+    Args:
+        model: vLLM's, with its LoRA layers and no adapter.
+        lora_config: vLLM's.
+
+    Returns:
+        Bytes freed.
+    """
+    freed = 0
+    for layer in _taken(model, lora_config):
+        parts = (*layer.lora_a_stacked, *layer.lora_b_stacked)
+        freed += sum(part.nbytes for part in parts)
+        layer.lora_a_stacked, layer.lora_b_stacked = (
+            tuple(part.to("meta") for part in stacked) for stacked in (layer.lora_a_stacked, layer.lora_b_stacked)
+        )
+    return freed
+
+
 def use_single_adapter(model: torch.nn.Module, lora_config: Any) -> int:
     """Put the LoRA linears of `model` on the path for one adapter.
 
-    Call it after loading and before anything is compiled. Linears that it does not take keep vLLM's path; why is said
-    once.
+    Call it after loading, before an adapter comes and before anything is compiled. Linears that it does not take keep
+    vLLM's path; why is said once.
 
     Args:
         model: vLLM's, with its LoRA layers.
@@ -63,7 +86,7 @@ def use_single_adapter(model: torch.nn.Module, lora_config: Any) -> int:
     if reason:
         logger.warning("verl_qerl: LoRA runs on vLLM's kernels for many adapters: %s.", reason)
         return 0
-    linears = [layer for layer in layers if type(layer) in _CONVERTED and not _is_odd(layer)]
+    linears = _taken(model, lora_config)
     left = [layer for layer in layers if layer not in linears]
     if left:
         names = ", ".join(sorted({type(layer).__name__ for layer in left}))
@@ -75,6 +98,12 @@ def use_single_adapter(model: torch.nn.Module, lora_config: Any) -> int:
     for layer in linears:
         _convert(layer, active[id(layer.punica_wrapper)])
     return len(linears)
+
+
+def _taken(model: torch.nn.Module, lora_config: Any) -> list[Any]:
+    """The LoRA layers that go on our path."""
+    layers = [] if _why_not(lora_config) else model.modules()
+    return [layer for layer in layers if type(layer) in _CONVERTED and not _is_odd(layer)]
 
 
 def _why_not(lora_config: Any) -> str | None:
@@ -119,8 +148,9 @@ def _watching(base: type, only_ours: bool) -> type:
 def _convert(layer: Any, none_active: torch.Tensor) -> None:
     a, b = layer.lora_a_stacked, layer.lora_b_stacked
     rank, slices = b[0].shape[-1], tuple(part.shape[2] for part in b)
-    layer.qerl_a = torch.cat([part[0, 0] for part in a])
-    layer.qerl_b = torch.cat([part[0, 0] for part in b])
+    where = {"dtype": a[0].dtype, "device": layer.device}
+    layer.qerl_a = torch.zeros(len(a) * rank, a[0].shape[-1], **where)
+    layer.qerl_b = torch.zeros(sum(slices), rank, **where)
     layer.qerl_members = member_of_tile(slices, layer.qerl_b.device)
     layer.qerl_none_active = none_active
     layer.lora_a_stacked = tuple(part[None, None] for part in layer.qerl_a.split(rank))

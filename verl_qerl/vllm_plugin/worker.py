@@ -6,7 +6,7 @@ after loading is hung on the instance.
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from verl_qerl.vllm_plugin.borrowed import borrowed_by, is_borrowing
 from verl_qerl.vllm_plugin.elementwise import use_early_starts
 from verl_qerl.vllm_plugin.head import quantize_head
 from verl_qerl.vllm_plugin.linear import tiled_columns
-from verl_qerl.vllm_plugin.lora import use_single_adapter
+from verl_qerl.vllm_plugin.lora import release_buffers, use_single_adapter
 from verl_qerl.vllm_plugin.memory_share import can_sleep, stay_within_share, use_segments_again
 from verl_qerl.vllm_plugin.noise import NormNoise
 from verl_qerl.vllm_plugin.options import RolloutOptions, asked_of_vllm, rollout_options
@@ -29,6 +29,7 @@ from verl_qerl.vllm_plugin.synced_norms import SyncedNorms
 
 logger = logging.getLogger(__name__)
 
+_Step = Callable[[torch.nn.Module], Any]
 PREPARED = "verl_qerl_prepared"  # of additional_config, which vLLM's key of compiled code is made of
 
 
@@ -94,9 +95,11 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
     borrows = is_borrowing(vllm_config)
     prepared = _compile_apart(vllm_config)
     load_model = worker.load_model
+    in_pool: list[_Step] = [quantize_head] if options.lm_head == "fp8" else []
+    in_pool += [lambda model: release_buffers(model, lora_config)] if lora_config is not None else []
 
     def load_then_prepare(*args: Any, **kwargs: Any) -> None:
-        with _quantizing_head(worker.model_runner) if options.lm_head == "fp8" else contextlib.nullcontext():
+        with _ending_with(worker.model_runner, in_pool) if in_pool else contextlib.nullcontext():
             load_model(*args, **kwargs)
         # Before anything is compiled, and outside of the sleep-mode pool: what stays readable while the engine sleeps.
         model = worker.model_runner.get_model()
@@ -111,9 +114,9 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
         columns = tiled_columns(model)
         prepared["linear"] = sorted(columns)
         if columns:
-            # vLLM fuses norms with the sums of several GPUs, and looks for its own.
+            # vLLM fuses norms with the sums of several GPUs: its own, with weights of the activations' dtype.
             fused = vllm_config.compilation_config.pass_config.fuse_allreduce_rms
-            use_early_starts(model, columns, norms=not fused)
+            use_early_starts(model, columns, left=vllm_config.model_config.dtype if fused else None)
             if options.attention == "auto":
                 use_decode_attention(model, vllm_config)
         if options.sampler != "stock":
@@ -161,15 +164,16 @@ def _watch_owner(worker: Any, model: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _quantizing_head(runner: Any) -> Iterator[None]:
-    """Quantize the head of what is loaded meanwhile, in the memory that sleep mode keeps weights in."""
+def _ending_with(runner: Any, steps: list[_Step]) -> Iterator[None]:
+    """Take steps on what is loaded meanwhile, in the memory that sleep mode keeps weights in."""
     load_model = runner.load_model
 
-    def load_then_quantize(*args: Any, **kwargs: Any) -> None:
+    def load_then_take_steps(*args: Any, **kwargs: Any) -> None:
         load_model(*args, **kwargs)
-        quantize_head(runner.get_model())
+        for step in steps:
+            step(runner.get_model())
 
-    runner.load_model = load_then_quantize
+    runner.load_model = load_then_take_steps
     try:
         yield
     finally:

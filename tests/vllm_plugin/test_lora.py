@@ -1,0 +1,35 @@
+"""What sleep mode holds of LoRA's buffers, which only a GPU tells."""
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+SCRIPT = """
+import json, sys
+from sleeping_engine import start
+from vllm.device_allocator.cumem import CuMemAllocator
+
+def main():
+    llm = start(sys.argv[1], {}, enable_lora=True, max_loras=1, max_lora_rank=512)
+    model = llm.collective_rpc(lambda worker: worker.model_runner.get_model())[0]
+    layers = [module for module in model.modules() if hasattr(module, "qerl_a")]
+    tensors = [*model.parameters(), *model.buffers()]
+    pool = CuMemAllocator.get_instance().pointer_to_data.values()
+    seen = {
+        "lora": sum(layer.qerl_a.nbytes + layer.qerl_b.nbytes for layer in layers),
+        "model": sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values()),
+        "pool": sum(data.handle[1] for data in pool if data.tag == "weights"),
+    }
+    print("RESULT", json.dumps(seen))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_sleeping_engine_keeps_no_buffers_beside_those_in_use(random_qwen2, run_script):
+    seen = run_script(SCRIPT, str(random_qwen2))
+    assert seen["lora"] > 2**24
+    assert seen["pool"] - seen["model"] < seen["lora"] / 2, seen
