@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rollout_report import ARMS, BASELINE, tables
+from rollout_report import ARMS, BASELINE, label, tables
 
 ROOT = Path(__file__).parents[2]
 READMES = (ROOT / "README.md", ROOT / "tests" / "bench" / "results" / "README.md")
@@ -21,6 +21,7 @@ LABELS = {
     "nvfp4_lora_stock": "NVFP4, stock (Marlin)",
     "fp8_lora_stock": "FP8, stock",
     "nvfp4_lora_ours": "**NVFP4, verl_qerl**",
+    "nvfp4_lora_ours_noise": "NVFP4, verl_qerl, noise",
 }
 _BLOCK = re.compile(r"(<!-- rollout (speed|all) ([^>]+?) -->\n).*?(<!-- end -->)", flags=re.S)
 
@@ -52,11 +53,12 @@ def speed(files: list[dict[str, Any]]) -> str:
         for model in sorted({row["model"] for row in data["rows"]}):
             base = {column: values.get((model, BASELINE, column)) for column in columns}
             cells = [absolute(base[column], column) for column in columns]
-            lines.append(f"| {model}: bf16, stock | {' | '.join(cells)} |")
+            name = label(model, data)
+            lines.append(f"| {name}: bf16, stock | {' | '.join(cells)} |")
             for arm in (arm for arm in ARMS if arm in LABELS):
                 cells = [times(values.get((model, arm, column)), base[column], column) for column in columns]
                 if any(cell != "-" for cell in cells):
-                    lines.append(f"| {model}: {LABELS[arm]} | {' | '.join(cells)} |")
+                    lines.append(f"| {name}: {LABELS[arm]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -91,7 +91,7 @@ class Report:
         append: Keep what the file holds; a row of the same key is replaced.
 
     Raises:
-        ValueError: The file to append to is of another GPU.
+        ValueError: The file to append to is of another GPU, or of another number of them.
     """
 
     def __init__(self, path: Path, head: dict[str, Any], append: bool) -> None:
@@ -103,6 +103,11 @@ class Report:
                 raise ValueError(
                     f"{path} was measured on another GPU: {before['gpu']!r}. Rows of one file are compared with each"
                     f" other. Give another --out for {head['gpu']!r}."
+                )
+            if gpus(before) != gpus(head):
+                raise ValueError(
+                    f"{path} was measured with models on {gpus(before)} GPUs: --tensor-parallel {gpus(head)}. Rows of"
+                    " one file are compared with each other. Give another --out."
                 )
             self.data = before | self.data | {name: before.get(name, []) for name in ("runs", *LISTS)}
         # Every run, since rows that are kept may be of an earlier commit.
@@ -156,18 +161,29 @@ def tables(data: dict[str, Any]) -> str:
     for model, rank in sorted({(row["model"], row["rank"]) for row in rows if row["rank"]}, key=by_size):
         # Arms without an adapter stand beside every rank.
         chosen = [row for row in rows if row["model"] == model and row["rank"] in (rank, 0)]
+        name = label(model, data)
         fixed = [row for row in chosen if row["context"] != "realistic"]
         for prompt, context in sorted({(row["prompt"], row["context"]) for row in fixed}):
             these = [row for row in fixed if (row["prompt"], row["context"]) == (prompt, context)]
-            where = f"{model}, rank {rank}, prompt {prompt}"
+            where = f"{name}, rank {rank}, prompt {prompt}"
             title = f"{where}, context up to {context}: decode, ms per step (times as fast as {BASELINE})"
             parts.append(table(title, these, "decode_ms_per_step", lambda value, base: base / value))
             title = f"{where}: prefill, s (time of {BASELINE} = 1)"
             parts.append(table(title, these, "prefill_s", lambda value, base: value / base))
-        title = f"{model}, rank {rank}, realistic rollout: new tokens per second (times {BASELINE})"
+        title = f"{name}, rank {rank}, realistic rollout: new tokens per second (times {BASELINE})"
         whole = [row for row in chosen if row["context"] == "realistic"]
         parts.append(table(title, whole, "tokens_per_s", lambda value, base: value / base))
     return "\n\n".join(part for part in parts if part)
+
+
+def label(model: str, data: dict[str, Any]) -> str:
+    """A model, and how many GPUs share it in a result file."""
+    return f"{model} on {gpus(data)} GPUs" if gpus(data) > 1 else model
+
+
+def gpus(data: dict[str, Any]) -> int:
+    """How many share a model in a result file."""
+    return data.get("options", {}).get("tensor_parallel", 1)
 
 
 def by_size(entry: tuple[str, int]) -> tuple[float, str, int]:

@@ -91,6 +91,13 @@ def test_rows_of_another_gpu_are_not_appended(bench, tmp_path):
         bench.rollout_report.Report(path, HEAD | {"gpu": "H100"}, append=True)
 
 
+def test_rows_of_another_number_of_gpus_are_not_appended(bench, tmp_path):
+    path = tmp_path / "rollout.json"
+    bench.rollout_report.Report(path, HEAD, append=False).add("rows", row())
+    with pytest.raises(ValueError, match="models on 1 GPUs: --tensor-parallel 2"):
+        bench.rollout_report.Report(path, HEAD | {"options": {"tensor_parallel": 2}}, append=True)
+
+
 def test_a_table_has_batches_as_columns_and_ratios_to_stock_bf16(bench):
     rows = [
         row("nvfp4_lora_ours", 8, decode_ms_per_step=4.0, prefill_s=0.21),
@@ -116,6 +123,11 @@ def test_arms_that_are_measured_no_more_come_last(bench):
     rows = [row(arm, 8, decode_ms_per_step=2.0) for arm in ("an_old_name", "nvfp4", "bf16_lora_stock")]
     lines = bench.rollout_report.tables({"rows": rows}).splitlines()[4:]
     assert [line.split()[1] for line in lines] == ["bf16_lora_stock", "nvfp4", "an_old_name"]
+
+
+def test_a_table_says_how_many_gpus_share_the_model(bench):
+    text = bench.rollout_report.tables({"rows": [row(decode_ms_per_step=1.0)], "options": {"tensor_parallel": 4}})
+    assert text.startswith("7B on 4 GPUs, rank 32, prompt ")
 
 
 def test_small_models_come_first(bench):

@@ -45,6 +45,14 @@ def test_an_arm_is_as_many_times_as_fast_as_the_baseline_of_its_file(made):
     ]
 
 
+def test_a_row_says_how_many_gpus_share_the_model(made):
+    rows = [row("bf16_lora_stock", 1, 6.0), row("nvfp4_lora_ours_noise", 1, 3.0)]
+    assert made.speed([{"rows": rows, "options": {"tensor_parallel": 2}}]).splitlines()[2:] == [
+        "| 7B on 2 GPUs: bf16, stock | 6.00 ms |",
+        "| 7B on 2 GPUs: NVFP4, verl_qerl, noise | 2.00x |",
+    ]
+
+
 def test_no_column_is_empty(made):
     lines = made.speed([{"rows": [row("bf16_lora_stock", 1, 6.0)]}]).splitlines()
     assert lines == ["| sequences at once | 1 |", "|---|---|", "| 7B: bf16, stock | 6.00 ms |"]

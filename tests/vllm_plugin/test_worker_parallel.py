@@ -26,7 +26,10 @@ def test_several_gpus_compute_what_one_computes(random_qwen2, random_adapter, ru
         options = json.dumps({"tensor_parallel_size": ranks})
         ours = json.dumps(kernels | {"aqn": {"enabled": True}})
         seen = run_script(SCRIPT, str(random_qwen2), *adapters, prompt, options, ours)
-        assert seen["two"] == seen["loaded"] == seen["quiet"]
+        # vLLM's kernels for adapters add in the order in which they come.
+        far = 0.02 if kernels == STOCK else 0
+        for name in ("loaded", "quiet"):
+            assert max(abs(x - y) for x, y in zip(seen["two"], seen[name], strict=True)) <= far, name
         assert seen["counts"] == [[16, 0]] * ranks
         assert seen["norms"] == [8] * ranks
         assert all(digests == seen["digests"][0] for digests in seen["digests"])
