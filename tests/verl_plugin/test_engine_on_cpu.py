@@ -1,14 +1,17 @@
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("verl")
 
 import torch
+from peft import LoraConfig, get_peft_model
 
 from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.stream import PackedWeight, open_source, stream
-from verl_qerl.testing import assert_close
+from verl_qerl.testing import assert_close, random_qwen2
+from verl_qerl.verl_plugin.config import BaseOptions
 
 SCRIPT = Path(__file__).with_name("engine_cases.py")
 EMBEDDINGS = ["base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight"]
@@ -258,3 +261,17 @@ def test_log_probs_from_the_head_are_those_of_whole_logits(alone, ranks):
         assert len(head["grads"]) == 28
         for name, grad in head["grads"].items():
             assert_close(grad, logits["grads"][name], 0.05)  # the logits' gradient is rounded to bf16 once more there
+
+
+def test_an_adapter_that_the_rollout_would_compute_in_part_is_refused(tmp_path):
+    saved = LoraConfig(r=8, target_modules=["q_proj", "down_proj"], alpha_pattern={"down_proj": 64})
+    get_peft_model(random_qwen2(), saved).save_pretrained(tmp_path)
+    import verl.workers.engine  # noqa: F401  first: it imports ours
+
+    from verl_qerl.verl_plugin.engine import QerlFSDPEngine
+
+    engine = object.__new__(QerlFSDPEngine)
+    engine.engine_config = SimpleNamespace(qerl=BaseOptions())
+    engine.model_config = SimpleNamespace(lora_adapter_path=str(tmp_path), use_shm=False)
+    with pytest.raises(ValueError, match=r"^no plain LoRA: alpha_pattern=.*merge it into the model\.$"):
+        engine._build_lora_module(random_qwen2())

@@ -108,10 +108,15 @@ def test_rows_choose_the_kernel(rows, packed, resident, given, called):
         called.clear()
 
 
-def test_an_adapter_that_cannot_be_folded_in_is_added_by_itself(given, called):
+def test_an_adapter_that_cannot_be_folded_in_is_added_by_itself_and_that_is_said(given, called, caplog):
+    tiled_ops.say_once.cache_clear()
     _, tensors, dense, _, _ = given
     x, slots = torch.zeros(32, 64).bfloat16(), torch.zeros(32, dtype=torch.int64)
     a, b = torch.zeros(24, 64).bfloat16(), torch.zeros(128, 24).bfloat16()
     members = torch.zeros(1, dtype=torch.int32)
-    tiled_ops._lora_linear_cuda(x, *tensors, dense, None, "128x64", a, b, members, slots, ACTIVE)
-    assert called == ["lora_shrink", "tiled", "lora_expand"]
+    for _ in range(2):
+        called.clear()
+        tiled_ops._lora_linear_cuda(x, *tensors, dense, None, "128x64", a, b, members, slots, ACTIVE)
+        assert called == ["lora_shrink", "tiled", "lora_expand"]
+    said = "verl_qerl: linears of 128x64 take three launches with an adapter of rank 24: "
+    assert [record.message[: len(said)] for record in caplog.records] == [said]

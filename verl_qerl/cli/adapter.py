@@ -10,15 +10,10 @@ from typing import Any
 
 import torch
 
+from verl_qerl.algos.plain_adapter import check_plain
 from verl_qerl.cli.fsdp_checkpoint import Checkpoint
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.nvfp4.writer import write_tensors
-
-# Options of LoraConfig that are honoured here, or act in training alone.
-_HONOURED = {"r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules"}
-_TRAINING = {"lora_dropout", "init_lora_weights"}
-# Initial values of A and B; the others of PEFT also change the base.
-_PLAIN_INIT = (True, False, "gaussian", "orthogonal")
 
 
 @dataclass(frozen=True)
@@ -73,7 +68,7 @@ def read_adapter(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) 
             f"{checkpoint.folder}. Numbers above 0 are accepted. It lacks lora_train_meta.json or holds a damaged one."
         )
     if checkpoint.record:
-        _check_options(options)
+        check_plain(options, "Save the model with PEFT itself.")
         _check_targets(checkpoint, options, shapes)
     for module, (A, B) in checkpoint.factors.items():
         _check_factors(module, A, B, r, shapes)
@@ -113,16 +108,6 @@ def _shortest_targets(modules: set[str], shapes: Mapping[str, Any]) -> tuple[str
     """Last parts such as q_proj where they name no other module, else names in full."""
     leaves = sorted({module.rpartition(".")[2] for module in modules})
     return tuple(leaves) if {name for name in shapes if _is_named(name, leaves)} == modules else tuple(sorted(modules))
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    for name, value in options.items():
-        known = name in _HONOURED | _TRAINING
-        if not known or (name == "init_lora_weights" and value not in _PLAIN_INIT):
-            raise ValueError(
-                f"an adapter of this kind cannot be exported: {name}={value!r}. Plain LoRA and rsLoRA are accepted. "
-                "Save the model with PEFT itself."
-            )
 
 
 def _check_targets(checkpoint: Checkpoint, options: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:

@@ -25,6 +25,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_qerl import upstream
+from verl_qerl.algos.plain_adapter import check_plain
 from verl_qerl.algos.uaq import write_record
 from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.modules.convert import packed_linears, packed_weights
@@ -36,7 +37,7 @@ from verl_qerl.modules.trained_norm import train_norms
 from verl_qerl.nvfp4.digest import check_same_base, model_digest, weight_digest
 from verl_qerl.nvfp4.groups import linears_among
 from verl_qerl.nvfp4.record import BaseRecord, remove_record
-from verl_qerl.verl_plugin.base_record import base_record, recorded_path
+from verl_qerl.verl_plugin.base_record import adapter_options, base_record, recorded_path
 from verl_qerl.verl_plugin.chunked_head import install_chunked_head
 from verl_qerl.verl_plugin.config import DIGESTS, LAYOUT, BaseOptions
 from verl_qerl.verl_plugin.dense_base import DenseBase
@@ -45,7 +46,6 @@ from verl_qerl.verl_plugin.flat_adapter import FlatAdapter, pieces
 from verl_qerl.verl_plugin.lend_base import lend_base
 from verl_qerl.verl_plugin.memory_check import check_memory
 from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
-from verl_qerl.verl_plugin.plain_adapter import check_plain
 from verl_qerl.verl_plugin.requantize import (
     ROUNDED,
     check_unquantized,
@@ -135,7 +135,7 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
             adapt_attention_only(module, self.model_config)
         module = super()._build_lora_module(module)
         if self._base is not None:
-            check_plain(module.peft_config["default"])
+            check_plain(adapter_options(module.peft_config["default"]), "Train another, or merge it into the model.")
             if self._base.train_norms:
                 count = train_norms(module)
                 if self.rank == 0:

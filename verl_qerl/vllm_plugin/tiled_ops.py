@@ -4,8 +4,8 @@ import torch
 
 from verl_qerl.kernels.lora import lora_expand, lora_shrink
 from verl_qerl.kernels.tiled import dequantize_tiled
-from verl_qerl.kernels.tiled_matmul import Adapter, can_fuse, tiled_matmul
-from verl_qerl.vllm_plugin.plans import PLANS
+from verl_qerl.kernels.tiled_matmul import RANKS, Adapter, can_fuse, tiled_matmul
+from verl_qerl.vllm_plugin.plans import PLANS, say_once
 
 
 @torch.library.custom_op("verl_qerl::linear_tiled", mutates_args=())
@@ -124,8 +124,13 @@ def _lora_linear_cuda(
         return linear_tiled(x, *weight, dense, bias, plan)
     x = x.contiguous()
     chosen, rows = PLANS[plan], x.shape[0]
-    if chosen.is_tiled(rows, dense is not None) and can_fuse(a, b, members, chosen.launch(rows)):
-        return tiled_matmul(x, *weight, bias, Adapter(a, b, members, slots), chosen.launch(rows))
+    if chosen.is_tiled(rows, dense is not None):
+        if can_fuse(a, b, members, chosen.launch(rows)):
+            return tiled_matmul(x, *weight, bias, Adapter(a, b, members, slots), chosen.launch(rows))
+        say_once(
+            f"linears of {plan} take three launches with an adapter of rank {b.shape[1]}: the one that does it takes"
+            f" ranks {', '.join(map(str, RANKS))}, and members of whole tiles."
+        )
     partial = lora_shrink(x, a, none_active)
     y = linear_tiled(x, *weight, dense, None, plan)
     return lora_expand(y, partial, b, members, slots, none_active, bias, x.shape[1])
