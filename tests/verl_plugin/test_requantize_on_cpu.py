@@ -72,6 +72,14 @@ def test_a_quantized_directory_cannot_be_trained(tmp_path):
         check_unquantized(str(tmp_path), "nvfp4")
 
 
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_a_mixture_of_experts_cannot_be_trained_whole(tmp_path, key):
+    save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", key: 16}))
+    with pytest.raises(CheckpointFormatError, match=r"is a mixture of 16 experts, .*lora_rank=0 .*rollout=int8"):
+        check_unquantized(str(tmp_path), "int8")
+
+
 class Server:
     def __init__(self, answers):
         self.collective_rpc = self

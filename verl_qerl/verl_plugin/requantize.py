@@ -19,6 +19,7 @@ from verl_qerl.formats import WeightFormat
 from verl_qerl.formats.manifest import with_manifest
 from verl_qerl.formats.stream import quantize_stream
 from verl_qerl.nvfp4.checkpoint import fused_group
+from verl_qerl.nvfp4.experts import number_of_experts
 from verl_qerl.nvfp4.groups import linears_among
 from verl_qerl.nvfp4.stream import open_source
 from verl_qerl.verl_plugin.cpu.whole_model import check_sync
@@ -86,12 +87,17 @@ def requantizes(config: DictConfig) -> bool:
 
 
 def check_unquantized(path: str, form: str) -> None:
-    """Require weights that can be trained.
+    """Require weights that can be trained, and quantized at every sync.
 
     Raises:
-        CheckpointFormatError: The model at `path` is stored quantized.
+        CheckpointFormatError: The model at `path` is stored quantized, or has experts, which syncs do not pack.
     """
     source = open_source(path)
+    if experts := number_of_experts(source.config):
+        raise CheckpointFormatError(
+            f"{path} is a mixture of {experts} experts, and model.lora_rank=0 trains all weights. With +rollout={form}"
+            " models without experts are accepted for that. Set model.lora_rank, or leave +rollout out."
+        )
     if source.layout != "bf16":
         raise CheckpointFormatError(
             f"{path} is quantized already ({source.layout}) and model.lora_rank=0 trains all weights. Unquantized"
