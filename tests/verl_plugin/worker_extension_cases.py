@@ -30,7 +30,8 @@ from verl_qerl.verl_plugin.worker_extension import WorkerExtension
 from verl_qerl.vllm_plugin import worker as noise_extension
 from verl_qerl.vllm_plugin.adapter import unflatten
 
-noise_extension.use_single_adapter = lambda model, lora_config: None  # the model here has no layers of vLLM
+# The model here has no layers of vLLM.
+noise_extension.release_buffers = noise_extension.use_single_adapter = lambda model, lora_config: None
 
 DIGEST = {"model.layers.0.mlp.down_proj": "0123456789abcdef"}
 OTHER = {"model.layers.0.mlp.down_proj": "fedcba9876543210"}

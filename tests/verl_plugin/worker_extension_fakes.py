@@ -16,20 +16,21 @@ class Base:
     """vLLM's worker, as far as the extension sees it. vLLM appends the extension to its bases."""
 
     def __init__(self, vllm_config):
-        self.vllm_config = vllm_config
-
-    def load_model(self):
+        self.vllm_config, self.device = vllm_config, torch.device("cpu")
         model = torch.nn.Module()
         model.add_module("input_layernorm", SimpleNorm())
         model.add_module("post_attention_layernorm", SimpleNorm())
-        model.verl_qerl_digests = self.vllm_config.digests
+        model.verl_qerl_digests = vllm_config.digests
         manager = SimpleNamespace(capacity=1, lora_config=SimpleNamespace(lora_dtype=torch.bfloat16))
         self.model_runner = SimpleNamespace(
+            load_model=lambda: None,
             get_model=lambda: model,
             lora_manager=SimpleNamespace(_adapter_manager=manager),
-            device=torch.device("cpu"),
+            device=self.device,
         )
-        self.device = torch.device("cpu")
+
+    def load_model(self):
+        self.model_runner.load_model()
 
 
 class SimpleNorm(torch.nn.Module):
