@@ -122,7 +122,8 @@ def test_buffers_of_what_goes_on_the_path_are_freed_and_made_anew(stock, max_lor
 
     before = buffers()
     size = sum(part.nbytes for part in before)
-    assert release_buffers(model, config) == (size if max_loras == 1 else 0) != size // 2
+    assert size > 0
+    assert release_buffers(model, config) == (size if max_loras == 1 else 0)
     assert {part.device.type for part in buffers()} == {"meta" if max_loras == 1 else "cpu"}
     assert use_single_adapter(model, config) == (8 if max_loras == 1 else 0)
     for old, new in zip(before, buffers(), strict=True):

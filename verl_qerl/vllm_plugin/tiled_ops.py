@@ -125,8 +125,9 @@ def _lora_linear_cuda(
     x = x.contiguous()
     chosen, rows = PLANS[plan], x.shape[0]
     if chosen.is_tiled(rows, dense is not None):
-        if can_fuse(a, b, members, chosen.launch(rows)):
-            return tiled_matmul(x, *weight, bias, Adapter(a, b, members, slots), chosen.launch(rows))
+        launch = chosen.launch(rows)
+        if can_fuse(a, b, members, launch):
+            return tiled_matmul(x, *weight, bias, Adapter(a, b, members, slots), launch)
         say_once(
             f"linears of {plan} take three launches with an adapter of rank {b.shape[1]}: the one that does it takes"
             f" ranks {', '.join(map(str, RANKS))}, and members of whole tiles."
