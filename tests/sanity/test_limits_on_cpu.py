@@ -11,10 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "verl_qerl"
 TOP_LEVEL = {"verl_qerl", "recipes", "patches", "tests", "pyproject.toml", "README.md", "LICENSE"}
-MAX_LINES, HARD_STOP = 300, 400
-MAX_FUNCTION_LINES = 40
-# Files between the two limits, with the reason why they stay whole.
-LONGER: dict[str, str] = {}
+MAX_LINES = 500
+MAX_FUNCTION_LINES = 60
 
 PYTHON = [path for folder in ("verl_qerl", "recipes", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -95,8 +93,7 @@ def text_files() -> list[tuple[Path, str]]:
 @each_file
 def test_file_is_short(path):
     lines = len(path.read_text(encoding="utf-8").splitlines())
-    limit = HARD_STOP if name_of(path) in LONGER else MAX_LINES
-    assert lines <= limit, f"{name_of(path)} has {lines} lines, more than {limit}. Split it by idea."
+    assert lines <= MAX_LINES, f"{name_of(path)} has {lines} lines, more than {MAX_LINES}. Split it by idea."
 
 
 @each_source

@@ -16,8 +16,9 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 from verl.utils.config import validate_config
 
+from verl_qerl.verl_plugin.engine_scores import answer_log_probs
 from verl_qerl.verl_plugin.mismatch import gate_options
-from verl_qerl.verl_plugin.mismatch_parts import MismatchPartsMixin, answer_log_probs
+from verl_qerl.verl_plugin.mismatch_parts import MismatchPartsMixin
 from verl_qerl.verl_plugin.requantize import ROUNDED
 
 PARTS, NO_GATE = "+qerl.mismatch_sample=3", "+qerl.max_initial_kl=null"

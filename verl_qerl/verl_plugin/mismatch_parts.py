@@ -7,16 +7,14 @@ at every sync, the actor scores them with rounded weights as well. `algos.mismat
 sampled without noise; their log-probs are recorded as sampled.
 """
 
-import uuid
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import ray
 import torch
 from omegaconf import DictConfig
 from verl.utils.debug import marked_timer
 
 from verl_qerl.algos.mismatch_parts import Scores, mismatch_parts
+from verl_qerl.verl_plugin.engine_scores import Row, score_answers
 from verl_qerl.verl_plugin.mismatch import gate_options
 from verl_qerl.verl_plugin.requantize import ROUNDED, requantizes
 
@@ -119,45 +117,8 @@ class MismatchPartsMixin(_Noise):
         stale = [begin is not None and begin != now for begin, now in zip(began, versions, strict=True)]
         return _Rescored(keys, clean, noisy, torch.tensor(stale))
 
-    def _score(self, rows: Sequence[tuple[list[int], list[int]]]) -> tuple[list[torch.Tensor], list[int]]:
-        """Log-probs of the answers' tokens, and the version of the weights that gave them, by the rollout's servers."""
-        servers = self._servers()
-        limit = self.config.actor_rollout_ref.rollout.max_model_len
-        calls = []
-        for at, (prompt, response) in enumerate(rows):
-            # A prompt must leave room for one token.
-            tokens = (prompt + response)[: None if limit is None else limit - 1]
-            # No request of another kind reaches vLLM's prompt log-probs; the token that it samples is dropped.
-            params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "repetition_penalty": 1.0}
-            server = servers[at % len(servers)]
-            calls.append(server.generate.remote(prompt_ids=tokens, sampling_params=params, request_id=uuid.uuid4().hex))
-        outputs = ray.get(calls)
-        scores = [answer_log_probs(output.extra_fields, *row) for output, row in zip(outputs, rows, strict=True)]
-        return scores, [output.extra_fields.get("global_steps") for output in outputs]
-
-
-def answer_log_probs(fields: dict[str, Any], prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
-    """Log-probs of an answer's tokens from what verl's vLLM server returns for the whole as a prompt.
-
-    Args:
-        fields: `extra_fields`: at place j `prompt_ids` and `prompt_logprobs` of token j + 1; the last one is padding.
-        prompt: Token ids.
-        response: Token ids, cut where the engine had no more room.
-
-    Returns:
-        [len(response)] float32, NaN behind the cut.
-
-    Raises:
-        RuntimeError: The server returned nothing, or scored other tokens.
-    """
-    scored, tokens = fields.get("prompt_ids"), [*prompt, *response]
-    if not scored or [ids[0] for ids in scored[:-1]] != tokens[1 : len(scored)]:
-        raise RuntimeError(
-            f"the rollout did not score the tokens it was given: {len(scored or [])} answers for {len(tokens)} tokens."
-            " Accepted are prompts of text alone. Leave out +qerl.mismatch_sample."
-        )
-    found = torch.tensor([values[0] for values in fields["prompt_logprobs"][len(prompt) - 1 : -1]])
-    return torch.cat([found, torch.full((len(response) - len(found),), torch.nan)])
+    def _score(self, rows: list[Row]) -> tuple[list[torch.Tensor], list[int]]:
+        return score_answers(self._servers(), rows, self.config.actor_rollout_ref.rollout.max_model_len)
 
 
 def _parts_of(partition_id: str, rescored: _Rescored, quantized: torch.Tensor | None) -> dict[str, float]:

@@ -1,0 +1,63 @@
+"""Log-probs of given tokens by the rollout's own engine: each sequence goes to a server as a prompt."""
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+import torch
+
+Row = tuple[list[int], list[int]]  # token ids of a prompt, and of its answer
+
+
+def score_answers(
+    servers: Sequence[Any], rows: Sequence[Row], max_model_len: int | None
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Have the rollout's servers score answers, in one forward pass each, at temperature 1 over the whole vocabulary.
+
+    Args:
+        servers: Ray handles of verl's vLLM servers, awake.
+        rows: Prompts and their answers.
+        max_model_len: Of the engines; what does not fit is cut.
+
+    Returns:
+        Of each row [len(answer)] float32, NaN behind a cut, and the version of the weights that gave them.
+
+    Raises:
+        RuntimeError: As `answer_log_probs`.
+    """
+    calls = []
+    for at, (prompt, response) in enumerate(rows):
+        # A prompt must leave room for one token.
+        tokens = (prompt + response)[: None if max_model_len is None else max_model_len - 1]
+        # No request of another kind reaches vLLM's prompt log-probs; the token that it samples is dropped.
+        params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "repetition_penalty": 1.0}
+        server = servers[at % len(servers)]
+        calls.append(server.generate.remote(prompt_ids=tokens, sampling_params=params, request_id=uuid.uuid4().hex))
+    outputs = ray.get(calls)
+    scores = [answer_log_probs(output.extra_fields, *row) for output, row in zip(outputs, rows, strict=True)]
+    return scores, [output.extra_fields.get("global_steps") for output in outputs]
+
+
+def answer_log_probs(fields: dict[str, Any], prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
+    """Log-probs of an answer's tokens from what verl's vLLM server returns for the whole as a prompt.
+
+    Args:
+        fields: `extra_fields`: at place j `prompt_ids` and `prompt_logprobs` of token j + 1; the last one is padding.
+        prompt: Token ids.
+        response: Token ids, cut where the engine had no more room.
+
+    Returns:
+        [len(response)] float32, NaN behind the cut.
+
+    Raises:
+        RuntimeError: The server returned nothing, or scored other tokens.
+    """
+    scored, tokens = fields.get("prompt_ids"), [*prompt, *response]
+    if not scored or [ids[0] for ids in scored[:-1]] != tokens[1 : len(scored)]:
+        raise RuntimeError(
+            f"the rollout did not score the tokens it was given: {len(scored or [])} answers for {len(tokens)} tokens."
+            " Accepted are prompts of text alone. Leave out +qerl.mismatch_sample."
+        )
+    found = torch.tensor([values[0] for values in fields["prompt_logprobs"][len(prompt) - 1 : -1]])
+    return torch.cat([found, torch.full((len(response) - len(found),), torch.nan)])
