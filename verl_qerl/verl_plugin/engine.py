@@ -46,6 +46,7 @@ from verl_qerl.verl_plugin.flat_adapter import FlatAdapter, pieces
 from verl_qerl.verl_plugin.lend_base import lend_base
 from verl_qerl.verl_plugin.memory_check import check_memory
 from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
+from verl_qerl.verl_plugin.recompute import Recompute
 from verl_qerl.verl_plugin.requantize import (
     ROUNDED,
     check_unquantized,
@@ -76,6 +77,7 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
     _digests_sent = False
     _dense: DenseBase | None = None
     _lender: Lender | None = None
+    _recompute: Recompute | None = None
 
     @property
     def _base(self) -> BaseOptions | None:
@@ -166,6 +168,8 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
                 logger.warning("packed base: %d linears in %s, digest %s", len(digests), kind, model_digest(digests))
             if self._base.share_base:
                 self._lender = lend_base(module, self.rank)
+        if (self._base or self._requantized) and not self.model_config.enable_activation_offload:
+            self._recompute = Recompute(module, torch.device(get_device_name()))
         return module
 
     def _build_optimizer(self, module: nn.Module) -> Any:
@@ -181,8 +185,10 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
         return inputs, output_args
 
     def train_mode(self, **kwargs: Any) -> Any:
-        """As verl's, with the dense copy of the base if it is asked for."""
-        return self._with_dense(super().train_mode(**kwargs), training=True)
+        """As verl's, with the dense copy of the base if it is asked for, and layers that need no recomputation."""
+        mode = self._with_dense(super().train_mode(**kwargs), training=True)
+        settled = self._dense is None or self._dense.fits is not None
+        return mode if self._recompute is None else self._recompute.within(mode, settled)
 
     def eval_mode(self, **kwargs: Any) -> Any:
         """As verl's, with the dense copy of the base if it is asked for."""
