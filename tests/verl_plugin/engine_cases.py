@@ -202,7 +202,7 @@ def options():
     found = {
         "peft": [logits(engine.module), logits(reference(engine, "bf16", fused=False))],
         "kinds": {False: set(module_types(engine).values()), True: set(module_types(build("bf16")).values())},
-        "mse": digests(build("bf16", qerl={"scale": "mse"})),
+        "minmax": digests(build("bf16", qerl={"scale": "minmax"})),
         "ignore": sorted(digests(build("bf16", qerl={"ignore": ["lm_head", "re:.*mlp"]}))),
     }
     broadcast = dist.broadcast_object_list

@@ -35,7 +35,7 @@ def alone(vllm, engine, adapters, prompt_log_probs):
 
 
 def test_two_ranks_compute_what_one_computes(run_script, model_dir, adapters, alone, prompt):
-    options = {"tensor_parallel_size": 2, "enforce_eager": True, "model_loader_extra_config": {"scale": "mse"}}
+    options = {"tensor_parallel_size": 2, "enforce_eager": True, "model_loader_extra_config": {"scale": "minmax"}}
     ours = {"aqn": {"enabled": True}, "lora": "single"}
     arguments = (*map(str, adapters), json.dumps(prompt), json.dumps(options), json.dumps(ours))
     seen = run_script(SCRIPT, str(model_dir("qwen2")), *arguments)

@@ -34,7 +34,7 @@ from verl_qerl.cli.model_dir import (
 )
 from verl_qerl.cli.output_dir import check_absent, new_directory
 from verl_qerl.cli.prompt_log_probs import Prompt, log_prob_change, read_prompts, tokenize
-from verl_qerl.nvfp4 import SCALE_CHOICES, PackedWeight
+from verl_qerl.nvfp4 import DEFAULT_SCALE, SCALE_CHOICES, PackedWeight
 from verl_qerl.nvfp4.checkpoint import modelopt_config, modelopt_legacy_config, quantization_config
 from verl_qerl.nvfp4.digest import model_digest
 from verl_qerl.nvfp4.format import Packed
@@ -49,7 +49,7 @@ class Options:
     """How to export.
 
     Attributes:
-        scale: Scale choice of a quantized export; None for the base's own, or `minmax` where that is not known.
+        scale: Scale choice of a quantized export; None for the base's own, or the default where that is not known.
         device: `auto`, `cpu` or `cuda`.
         max_shard_bytes: Of one output file.
         prompts: The log-prob change of a quantized export is measured on these.
@@ -158,7 +158,7 @@ class _Export:
     ) -> None:
         self.folder, self.form, self.base, self.adapter = folder, form, base, adapter
         self.checkpoint, self.options, self.device = checkpoint, options, device
-        self.scale = options.scale or (base.scale if form in LAYOUTS else None) or "minmax"
+        self.scale = options.scale or (base.scale if form in LAYOUTS else None) or DEFAULT_SCALE
         # Before the long work: a model without a tokenizer is refused here.
         self.tokens = tokenize(base.source.path, options.prompts) if options.prompts else []
         self.merge: Merge | None = None

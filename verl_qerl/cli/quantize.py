@@ -30,7 +30,7 @@ from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import FORMATS, WeightFormat, scaled_format
 from verl_qerl.formats.packed import relative_error
 from verl_qerl.formats.packed_stream import check_held, packed_names, packed_stream
-from verl_qerl.nvfp4 import SCALE_CHOICES
+from verl_qerl.nvfp4 import DEFAULT_SCALE, SCALE_CHOICES
 from verl_qerl.nvfp4.digest import model_digest
 from verl_qerl.nvfp4.format import Packed
 from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE, ROUTER, is_router
@@ -45,9 +45,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--model", type=Path, required=True, help="directory in Hugging Face layout, or a hub id")
     parser.add_argument("--out", type=Path, required=True, help="new directory; appears whole or not at all")
     parser.add_argument("--format", choices=sorted(FORMATS), default="nvfp4", help="(default: %(default)s)")
-    parser.add_argument(
-        "--scale", choices=SCALE_CHOICES, default="minmax", help="of a block of nvfp4 (default: %(default)s)"
-    )
+    parser.add_argument("--scale", choices=SCALE_CHOICES, help=f"of a block of nvfp4 (default: {DEFAULT_SCALE})")
     parser.add_argument(
         "--ignore",
         nargs="+",
@@ -83,7 +81,7 @@ def quantize_checkpoint(
     out: Path,
     *,
     form: str = "nvfp4",
-    scale: str = "minmax",
+    scale: str | None = None,
     ignore: Sequence[str] = (),
     device: str = "auto",
     max_shard_bytes: int = 5 * 10**9,
@@ -94,7 +92,7 @@ def quantize_checkpoint(
         model: Directory in Hugging Face layout, unquantized.
         out: Absent or empty; on an error nothing is left.
         form: Name of the weight format.
-        scale: Scale choice of nvfp4, see `nvfp4.reference.quantize_group`; minmax for the others.
+        scale: Scale choice of nvfp4, see `nvfp4.reference.quantize_group`; None is the default of the format.
         ignore: Modules left as they are, besides lm_head.
         device: `auto`, `cpu` or `cuda`.
         max_shard_bytes: Of one output file.
