@@ -44,16 +44,17 @@ def log_prob(tokens):
 
 
 class Server:
-    """Scores by `log_prob`; `weights` moves it, and so does the noise that it holds."""
+    """Scores by `log_prob`; `weights` moves it, and so does its noise, unless that is of answers alone."""
 
-    def __init__(self, weights=0.0):
+    def __init__(self, weights=0.0, own_draws=False):
         self.weights, self.sigma, self.version, self.calls = weights, None, 4, []
+        self.own_draws = own_draws
         self.generate = SimpleNamespace(remote=self._generate)
         self.collective_rpc = SimpleNamespace(remote=self._rpc)
         self.qerl_clear_kv_cache = SimpleNamespace(remote=lambda: self.calls.append("clear"))
 
     def score(self, tokens):
-        return log_prob(tokens) + self.weights + (self.sigma or 0.0)
+        return log_prob(tokens) + self.weights + (0.0 if self.own_draws else self.sigma or 0.0)
 
     def _generate(self, prompt_ids, sampling_params, request_id):
         assert (sampling_params["temperature"], sampling_params["max_tokens"]) == (1.0, 1)
@@ -166,6 +167,17 @@ def test_noise_shows_in_its_part_alone(step):
     assert kinds == ["score", "score", 0.0, "clear", "score", "score", 0.1, "clear", "sleep"]
     assert servers[0].calls[6] == {"sigma": 0.1, "step": 5}
     assert [call for call in servers[1].calls if isinstance(call, tuple)] == [(0.1, 5), (0.0, 5)]  # one of three
+
+
+@pytest.mark.parametrize("draw", ["sequence", "token"])
+def test_draws_that_no_score_repeats_show_as_noise(step, draw):
+    own = (PARTS, *AQN, f"+aqn.draw={draw}")
+    servers = [Server(0.2, own_draws=True)]
+    assert step(*own, sampled=0.3, servers=servers)[0] == parts(kernel=0.2, noise=0.1)
+    assert [call for call in servers[0].calls if isinstance(call, tuple)] == [(0.1, 5)] * 3
+    assert [call for call in servers[0].calls if not isinstance(call, tuple)] == ["sleep"]  # noise stays as it is
+    stale = {"versions": (3, 4) * 3, "servers": [Server(own_draws=True)]}
+    assert step(*own, sampled=0.3, **stale)[0] == parts(staleness=0.3, noise=0.0, kernel=0.0)
 
 
 def test_other_weights_of_the_rollout_show_as_kernel(step):

@@ -1,3 +1,4 @@
+import importlib
 import logging
 from types import SimpleNamespace
 
@@ -136,10 +137,25 @@ def test_workers_get_extension_and_options():
     ask_workers_for_noise(config, AQNConfig(enabled=True, seed=3, targets=("input_layernorm",)))
     kwargs = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm)
     assert kwargs["worker_extension_cls"] == WORKER_EXTENSION
+    assert "scheduler_cls" not in kwargs
     options = kwargs["additional_config"]["verl_qerl"]["aqn"]
     assert AQNConfig.from_mapping(options) == AQNConfig(enabled=True, seed=3, targets=("input_layernorm",))
     assert set(options) == set(AQNConfig.__dataclass_fields__)
     assert OmegaConf.is_struct(config)  # a misspelt key is still noticed
+
+
+@pytest.mark.parametrize("draw", ["sequence", "token"])
+def test_draws_of_their_own_come_with_a_scheduler(draw):
+    config = configuration()
+    ask_workers_for_noise(config, AQNConfig(enabled=True, draw=draw))
+    kwargs = config.actor_rollout_ref.rollout.engine_kwargs.vllm
+    assert kwargs.additional_config.verl_qerl.aqn.draw == draw
+    module, _, name = kwargs.scheduler_cls.rpartition(".")
+    assert callable(getattr(importlib.import_module(module), name))
+    stock = configuration(scheduler_cls="mine.Scheduler")
+    for aqn in (AQNConfig(enabled=True), AQNConfig(enabled=True, draw=draw)):
+        ask_workers_for_noise(stock, aqn)
+        assert stock.actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls == "mine.Scheduler"
 
 
 def test_settings_of_the_user_stay():

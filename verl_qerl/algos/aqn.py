@@ -28,6 +28,7 @@ _SCHEDULES: dict[str, Callable[[float, float, float, int], float]] = {
 }
 SCHEDULES = tuple(_SCHEDULES)
 MODES = ("additive", "multiplicative")
+DRAWS = ("batch", "sequence", "token")
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class AQNConfig:
         targets: Names of the norms that get noise, the last part of the module's name.
         seed: Of the draw, together with step and name.
         total_steps: M, the steps that the stages are spread over, after which sigma_end stays; None: all of the run's.
+        draw: Who shares a draw: all rollouts of a step (`batch`), the tokens of an answer (`sequence`), or nobody, each
+            forward pass having its own (`token`).
     """
 
     enabled: bool = False
@@ -55,6 +58,7 @@ class AQNConfig:
     targets: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     seed: int = 0
     total_steps: int | None = None
+    draw: str = "batch"
 
     def __post_init__(self) -> None:
         """Refuse values out of range.
@@ -79,6 +83,8 @@ class AQNConfig:
             raise _bad("schedule", self.schedule, f"one of {', '.join(SCHEDULES)}")
         if self.mode not in MODES:
             raise _bad("mode", self.mode, f"one of {', '.join(MODES)}")
+        if self.draw not in DRAWS:
+            raise _bad("draw", self.draw, f"one of {', '.join(DRAWS)}")
         is_list = isinstance(self.targets, list | tuple) and len(self.targets) > 0
         if not is_list or not all(isinstance(target, str) for target in self.targets):
             raise _bad("targets", self.targets, "a list of norm names such as [input_layernorm]")
@@ -146,12 +152,12 @@ def noisy_weight(clean: torch.Tensor, noise: torch.Tensor, sigma: float, mode: s
 
     Args:
         clean: [K] float32, the norm's weight w.
-        noise: [K] float32, Z of unit variance.
+        noise: [..., K] float32, Z of unit variance.
         sigma: Standard deviation; 0 returns `clean` itself.
         mode: `additive` or `multiplicative`.
 
     Returns:
-        [K] float32.
+        As noise, float32.
     """
     if sigma == 0.0:
         return clean

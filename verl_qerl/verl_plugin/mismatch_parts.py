@@ -5,6 +5,9 @@ scores their tokens once with the noise of the step and once without, in one pas
 at every sync, the actor scores them with rounded weights as well. `algos.mismatch_parts` says how the parts follow. In
 `colocate_async` requests are in flight meanwhile: while the clean score is taken, a fraction of a second, they are
 sampled without noise; their log-probs are recorded as sampled.
+
+Where `aqn.draw` is `sequence` or `token` a score of the whole, a prompt, is without noise and cannot be with it: then
+what was sampled stands for the score with noise.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,6 +34,7 @@ class _Rescored(NamedTuple):
     clean: list[torch.Tensor]
     noisy: list[torch.Tensor] | None
     stale: torch.Tensor
+    own_draws: bool
 
 
 class MismatchPartsMixin(_Noise):
@@ -106,16 +110,17 @@ class MismatchPartsMixin(_Noise):
         fields = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["prompts", "responses"])
         pairs = zip(fields["prompts"].unbind(0), fields["responses"].unbind(0), strict=True)
         rows = [(prompt.tolist(), response.tolist()) for prompt, response in pairs]
-        noisy = None
-        if self._sigma(self.global_steps):
+        noisy, sigma = None, self._sigma(self.global_steps)
+        own_draws = sigma > 0 and self._aqn.draw != "batch"
+        if sigma and not own_draws:
             noisy, _ = self._score(rows)
             self._switch_noise(0.0, 0)
         clean, versions = self._score(rows)
         if noisy is not None:
-            self._switch_noise(self._sigma(self.global_steps), self.global_steps)
+            self._switch_noise(sigma, self.global_steps)
         began = [batch.tags[at].get("min_global_steps") for at in places]
         stale = [begin is not None and begin != now for begin, now in zip(began, versions, strict=True)]
-        return _Rescored(keys, clean, noisy, torch.tensor(stale))
+        return _Rescored(keys, clean, noisy, torch.tensor(stale), own_draws)
 
     def _score(self, rows: list[Row]) -> tuple[list[torch.Tensor], list[int]]:
         return score_answers(self._servers(), rows, self.config.actor_rollout_ref.rollout.max_model_len)
@@ -131,6 +136,8 @@ def _parts_of(partition_id: str, rescored: _Rescored, quantized: torch.Tensor | 
     clean, noisy = (_padded(rows, mask.shape[1]) for rows in (rescored.clean, rescored.noisy))
     assert clean is not None
     mask &= ~clean.isnan()  # behind the cut
+    if rescored.own_draws:  # of older weights it says nothing
+        noisy = torch.where(rescored.stale[:, None], clean, data["rollout_log_probs"])
     if quantized is not None:
         quantized = quantized[: len(mask), : mask.shape[1]]
     scores = Scores(data["old_log_probs"], clean, data["rollout_log_probs"], quantized, noisy)

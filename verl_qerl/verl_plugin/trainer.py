@@ -26,6 +26,7 @@ from verl_qerl.verl_plugin.polling import PollingMixin
 from verl_qerl.verl_plugin.requantize import SyncMetricsMixin
 from verl_qerl.verl_plugin.rollout_options import WORKER_EXTENSION, use_rollout_options
 from verl_qerl.verl_plugin.uaq import UAQMixin
+from verl_qerl.vllm_plugin.options import SCHEDULER
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +160,8 @@ def ask_workers_for_noise(config: DictConfig, aqn: AQNConfig) -> None:
     with open_dict(config):
         kwargs = rollout.engine_kwargs.vllm
         kwargs.setdefault("worker_extension_cls", WORKER_EXTENSION)
+        if aqn.draw != "batch":
+            kwargs.setdefault("scheduler_cls", SCHEDULER)  # which keeps answers out of the prefix cache
         OmegaConf.update(
             config, "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.aqn", options
         )

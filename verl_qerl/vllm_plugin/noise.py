@@ -6,15 +6,25 @@ It then skips a rounding of the normalized activations, which in eager mode cost
 difference of log-probs 9.4e-4 instead of 6.1e-4, tests/bench/results/cpu). Rounding them first was tried: bit for bit
 the layer without noise, but then sigma 5e-4 changes nothing at all, since every product rounds back.
 Weights are changed in place, so that captured CUDA graphs and compiled code see it.
+
+With one draw for the batch the weight gets noise; with several the rows of a table do, and the weight stays clean.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from verl_qerl.algos.aqn import AQNConfig, draw_noise, noisy_weight
 from verl_qerl.algos.uaq import norm_scale
+
+
+class Tables(Protocol):
+    """Who has several draws of each norm."""
+
+    def give_tables(self, norms: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Name -> [draws, K] float32, in which the norm's noisy weights are kept."""
+        ...
 
 
 class NormNoise:
@@ -25,17 +35,21 @@ class NormNoise:
         config: Targets, mode and seed.
         uaq_scale: s of UAQ. Additive noise on the norms that UAQ multiplies is multiplied too, so that sigma keeps its
             meaning: (s w + s Z) with the linears divided by s is the model with w + Z.
+        tables: Of several draws, or None for one; the first of them is that one.
 
     Raises:
-        ValueError: A target names no norm of this model.
+        ValueError: A target names no norm of this model, or as `tables` raises.
     """
 
-    def __init__(self, model: torch.nn.Module, config: AQNConfig, uaq_scale: float = 1.0) -> None:
+    def __init__(
+        self, model: torch.nn.Module, config: AQNConfig, uaq_scale: float = 1.0, tables: Tables | None = None
+    ) -> None:
         self._config = config
         self._norms = find_norms(model, config.targets, "Name them with `+aqn.targets=[...]`.")
         additive = config.mode == "additive"
         self._units = {name: norm_scale(name, uaq_scale) if additive else 1.0 for name in self._norms}
         self._sigma, self._step = 0.0, 0
+        self._tables = tables.give_tables(self._norms) if tables is not None else {}
         self.recapture()
 
     @property
@@ -68,8 +82,10 @@ class NormNoise:
         self._sigma, self._step = sigma, step
         for name, norm in self._norms.items():
             clean = self._clean[name]
-            noise = draw_noise(self._config.seed, step, name, clean.numel()).to(clean.device) if sigma else clean
-            norm.weight.data.copy_(noisy_weight(clean, noise, sigma * self._units[name], self._config.mode))
+            noisy = self._tables[name] if self._tables else norm.weight.data[None]
+            drawn = draw_noise(self._config.seed, step, name, noisy.numel()) if sigma else clean
+            noise = drawn.to(clean.device).view(-1, clean.numel())
+            noisy.copy_(noisy_weight(clean, noise, sigma * self._units[name], self._config.mode))
         return len(self._norms)
 
 
