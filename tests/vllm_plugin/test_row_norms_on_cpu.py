@@ -7,10 +7,10 @@ pytest.importorskip("vllm")
 from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
-from verl_qerl.algos.aqn import AQNConfig, draw_noise, noisy_weight
+from verl_qerl.algos.aqn import NUM_DRAWS, AQNConfig, draw_noise, noisy_weight
 from verl_qerl.vllm_plugin.elementwise import use_early_starts
 from verl_qerl.vllm_plugin.noise import NormNoise
-from verl_qerl.vllm_plugin.row_norms import DRAWS, RowRMSNorm, give_table
+from verl_qerl.vllm_plugin.row_norms import RowRMSNorm, give_table
 from verl_qerl.vllm_plugin.synced_norms import SyncedNorms
 
 K = 128
@@ -21,7 +21,7 @@ class Tables:
     """The rows of eight tokens."""
 
     def __init__(self):
-        self.ids = torch.tensor([0, 3, 3, DRAWS, 1, 0, 0, 0], dtype=torch.int32)
+        self.ids = torch.tensor([0, 3, 3, NUM_DRAWS, 1, 0, 0, 0], dtype=torch.int32)
 
     def give_tables(self, norms):
         return {name: give_table(name, norm, self.ids) for name, norm in norms.items()}
@@ -68,11 +68,11 @@ def test_each_row_has_the_draw_of_its_number(layer, mode):
     build(layer, mode=mode, seed=5).apply(1e-2, 7)
     table = layer["input_layernorm"].table
     assert torch.equal(table[0], clean)
-    drawn = draw_noise(5, 7, "input_layernorm", DRAWS * K).view(DRAWS, K)
+    drawn = draw_noise(5, 7, "input_layernorm", NUM_DRAWS * K).view(NUM_DRAWS, K)
     assert torch.equal(table[1:], noisy_weight(clean, drawn, 1e-2, mode))
     # The first is that of the whole batch, and no two are alike.
     assert torch.equal(drawn[0], draw_noise(5, 7, "input_layernorm", K))
-    assert (torch.corrcoef(drawn) - torch.eye(DRAWS)).abs().max() < 0.5
+    assert (torch.corrcoef(drawn) - torch.eye(NUM_DRAWS)).abs().max() < 0.5
 
 
 def test_a_token_has_the_weight_of_its_row(layer):
@@ -95,7 +95,7 @@ def test_tables_change_in_place_and_come_back(layer):
     for step in (1, 2):
         noise.apply(1e-2, step)
         assert torch.equal(norm.weight, clean[0])
-        assert torch.count_nonzero(norm.table - clean) > 0.9 * DRAWS * K
+        assert torch.count_nonzero(norm.table - clean) > 0.9 * NUM_DRAWS * K
     noise.apply(0.0, 0)
     assert torch.equal(norm.table, clean)
     assert norm.table.data_ptr() == at
@@ -107,7 +107,7 @@ def test_noise_goes_on_top_of_other_weights(layer):
     norm = layer["input_layernorm"]
     base = norm.weight.data.clone()
     noise.apply(1e-2, 3)
-    drawn = draw_noise(0, 3, "input_layernorm", DRAWS * K).view(DRAWS, K)
+    drawn = draw_noise(0, 3, "input_layernorm", NUM_DRAWS * K).view(NUM_DRAWS, K)
     synced.place({name: torch.full((K, 1), 0.25) for name in NAMES})
     assert torch.equal(norm.table[0], base + 0.25)
     assert torch.equal(norm.table[1:], base + 0.25 + 1e-2 * drawn)

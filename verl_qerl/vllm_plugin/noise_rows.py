@@ -14,12 +14,9 @@ import numpy as np
 import torch
 from vllm.v1.utils import CpuGpuBuffer
 
-from verl_qerl.algos.aqn import AQNConfig
+from verl_qerl.algos.aqn import FORCED_DRAW, NUM_DRAWS, AQNConfig
 from verl_qerl.vllm_plugin.options import SCHEDULER
-from verl_qerl.vllm_plugin.row_norms import DRAWS, compile_norms, give_table
-
-# A request with SamplingParams(extra_args={FORCED: row}) has this row for all of its tokens, those of the prompt too.
-FORCED = "aqn_row"
+from verl_qerl.vllm_plugin.row_norms import compile_norms, give_table
 
 
 def check_draws(vllm_config: Any, config: AQNConfig) -> None:
@@ -84,7 +81,7 @@ class NoiseRows:
         self._of_batch: tuple[np.ndarray, ...] = ()
 
     def give_tables(self, norms: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Have norms take their weights by these rows; name -> [DRAWS, K], their rows with noise.
+        """Have norms take their weights by these rows; name -> [NUM_DRAWS, K], their rows with noise.
 
         Raises:
             ValueError: As `give_table`.
@@ -130,7 +127,7 @@ class NoiseRows:
                 np.repeat(values, num_scheduled) for values in (rows, hashes, forced, begins)
             )
         if self._of_tokens:
-            rows = np.where(forced, rows, 1 + _mixed(hashes, positions) % DRAWS)
+            rows = np.where(forced, rows, 1 + _mixed(hashes, positions) % NUM_DRAWS)
         filled = self._buffer.np
         filled[:total] = np.where(positions >= begins, rows, 0)
         filled[total : self._filled] = 0
@@ -143,7 +140,7 @@ class NoiseRows:
         if any(name not in self._requests for name in names):
             self._requests = {name: one for name, one in self._requests.items() if name in live}
         held = np.array([row for row, _, forced in self._requests.values() if not forced], np.int64)
-        taken = np.bincount(held, minlength=1 + DRAWS)[1:]
+        taken = np.bincount(held, minlength=1 + NUM_DRAWS)[1:]
         for name in names:
             if name in self._requests:
                 continue
@@ -169,10 +166,10 @@ def row_asked_for(params: Any) -> int | None:
     Raises:
         ValueError: It is no row.
     """
-    row = (getattr(params, "extra_args", None) or {}).get(FORCED)
-    if row is not None and (type(row) is not int or not 0 <= row <= DRAWS):
+    row = (getattr(params, "extra_args", None) or {}).get(FORCED_DRAW)
+    if row is not None and (type(row) is not int or not 0 <= row <= NUM_DRAWS):
         raise ValueError(
-            f"extra_args[{FORCED!r}]={row!r} is no row of the noise. Accepted are 0, the clean weights, to {DRAWS}. Set"
+            f"extra_args[{FORCED_DRAW!r}]={row!r} is no row of the noise. Accepted are 0, the clean weights, to {NUM_DRAWS}. Set"
             " one of them or leave it out."
         )
     return row

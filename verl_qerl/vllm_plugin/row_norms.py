@@ -9,17 +9,15 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.layernorm import RMSNorm
 
+from verl_qerl.algos.aqn import NUM_DRAWS
 from verl_qerl.kernels.elementwise import add_rms_norm_rows, prepare_rows, rms_norm_rows
-
-# Draws of each norm: 4 bytes each for every column, 52 MB in all for 7B (56 norms of 3,584).
-DRAWS = 64
 
 
 class RowRMSNorm(RMSNorm):
     """`give_table` makes it of vLLM's.
 
     Attributes:
-        table: [1 + DRAWS, K] float32. Row 0 is the clean weight, and the storage of `weight`.
+        table: [1 + NUM_DRAWS, K] float32. Row 0 is the clean weight, and the storage of `weight`.
         ids: [M] int32, the row of each token of the batch.
     """
 
@@ -42,7 +40,7 @@ def give_table(name: str, norm: Any, ids: torch.Tensor) -> torch.Tensor:
         ids: [M] int32, filled before each step, for at least as many tokens as a step has.
 
     Returns:
-        [DRAWS, K] float32: the rows with noise, to be written in place.
+        [NUM_DRAWS, K] float32: the rows with noise, to be written in place.
 
     Raises:
         ValueError: The norm computes something else than vLLM's RMSNorm.
@@ -53,7 +51,7 @@ def give_table(name: str, norm: Any, ids: torch.Tensor) -> torch.Tensor:
             " arithmetic of its own. Accepted are norms that are vLLM's RMSNorm over whole rows. Set `+aqn.draw=batch`"
             " or name other norms with `+aqn.targets=[...]`."
         )
-    table = norm.weight.data.repeat(1 + DRAWS, 1)
+    table = norm.weight.data.repeat(1 + NUM_DRAWS, 1)
     norm.weight.data = table[0]
     norm.__class__ = RowRMSNorm
     norm.table, norm.ids = table, ids

@@ -64,7 +64,7 @@ def use_roomy_blocks(manager: Any) -> bool:
 def cache_prompts_alone(manager: Any) -> None:
     """Have a KVCacheManager keep tokens of answers out of the prefix cache.
 
-    A request that asks for a row of the noise (`noise_rows.FORCED`) neither reads the cache nor adds to it: its prompt
+    A request that asks for a row of the noise (`algos.aqn.FORCED_DRAW`) neither reads the cache nor adds to it: its prompt
     has noise too.
     """
     coordinator = manager.coordinator

@@ -22,7 +22,7 @@ from verl_qerl.vllm_plugin.head import quantize_head
 from verl_qerl.vllm_plugin.linear import tiled_columns
 from verl_qerl.vllm_plugin.lora import release_buffers, use_single_adapter
 from verl_qerl.vllm_plugin.memory_share import can_sleep, stay_within_share, use_segments_again
-from verl_qerl.vllm_plugin.noise import NormNoise
+from verl_qerl.vllm_plugin.noise import NormNoise, check_model
 from verl_qerl.vllm_plugin.noise_rows import NoiseRows, check_draws
 from verl_qerl.vllm_plugin.options import RolloutOptions, asked_of_vllm, rollout_options
 from verl_qerl.vllm_plugin.sampling import use_fused_sampler
@@ -60,18 +60,30 @@ class NoiseWorkerExtension:
         Raises:
             ValueError: The engine was started without noise.
         """
-        if self._qerl_noise is None:
-            raise ValueError(
-                "this engine was started without noise. Options of AQN go into additional_config.verl_qerl.aqn."
-                " Start it with `+aqn.enabled=true`."
-            )
-        return self._qerl_noise.apply(sigma, step)
+        return _noise_of(self).apply(sigma, step)
+
+    def qerl_norm_sizes(self) -> dict[str, float]:
+        """As `NormNoise.sizes`; errors also as `qerl_set_noise`."""
+        return _noise_of(self).sizes()
+
+    def qerl_num_noisy(self) -> int:
+        """As `NormNoise.num_noisy`; errors as `qerl_set_noise`."""
+        return _noise_of(self).num_noisy()
 
     def qerl_norm_weights(self) -> dict[str, torch.Tensor]:
         """Name -> present float32 weight on the CPU, to look at."""
         held = [norms for norms in (self._qerl_noise, self._qerl_norms) if norms is not None]
         norms = {name: norm for one in held for name, norm in one._norms.items()}
         return {name: norm.weight.detach().cpu().clone() for name, norm in norms.items()}
+
+
+def _noise_of(worker: Any) -> NormNoise:
+    if worker._qerl_noise is None:
+        raise ValueError(
+            "this engine was started without noise. Options of AQN go into additional_config.verl_qerl.aqn."
+            " Start it with `+aqn.enabled=true`."
+        )
+    return worker._qerl_noise
 
 
 def prepare_model(worker: Any, vllm_config: Any) -> None:
@@ -88,6 +100,8 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
     worker._qerl_noise = worker._qerl_norms = None
     options = _batch_invariant(rollout_options(vllm_config), vllm_config)
     check_draws(vllm_config, options.aqn)
+    if options.aqn.enabled:
+        check_model(vllm_config, options.aqn)
     launch.starts_early = options.early_starts
     if options.keep_base_resident:
         _keep_weights(worker, vllm_config)
