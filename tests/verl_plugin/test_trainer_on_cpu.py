@@ -65,7 +65,7 @@ def with_answers(monkeypatch, *answers):
 
 
 def test_metrics_join_those_of_the_weight_sync(monkeypatch):
-    made, _ = with_answers(monkeypatch, [3])
+    made, _ = with_answers(monkeypatch, [(3, 7)])
     made.on_init_end()
     made.global_steps = 3  # of the second stage of two
     made.on_step_end()
@@ -74,7 +74,7 @@ def test_metrics_join_those_of_the_weight_sync(monkeypatch):
 
 
 def test_every_replica_is_asked_once(monkeypatch):
-    made, calls = with_answers(monkeypatch, [3], [3])
+    made, calls = with_answers(monkeypatch, [(3, 7)], [[3, 7]])
     made.on_init_end()
     assert calls == [{"sigma": 0.0, "step": 1}] * 2
     assert made._aqn_num_norms == 3
@@ -83,9 +83,9 @@ def test_every_replica_is_asked_once(monkeypatch):
 @pytest.mark.parametrize(
     ("answers", "told"),
     [
-        ([[3], [2]], "[2, 3]"),
-        ([[3, 2]], "[2, 3]"),
-        ([[0], [0]], "[0]"),
+        ([[(3, 7)], [(2, 7)]], "[2, 3]"),
+        ([[(3, 7), (2, 7)]], "[2, 3]"),
+        ([[(0, 0)], [(0, 0)]], "[0]"),
         ([None], "[]"),  # verl's own server, which drops the answers
         ([[], []], "[]"),
         ([], "[]"),
@@ -100,9 +100,20 @@ def test_answers_must_be_equal_and_above_zero(monkeypatch, answers, told):
     assert made.log == []  # no weights are sent after it
 
 
+@pytest.mark.parametrize("answers", [([(3, 7)], [(3, 8)]), ([(3, 7), (3, 8)],)], ids=["replicas", "workers"])
+def test_weights_must_be_equal(monkeypatch, answers):
+    made, _ = with_answers(monkeypatch, *answers)
+    with pytest.raises(RuntimeError) as caught:
+        made.on_init_end()
+    assert str(caught.value).startswith(
+        "the rollout workers set 3 norms to 2 different sets of weights at {'sigma': 0.0, 'step': 1}. All must sample"
+    )
+    assert made.log == []
+
+
 @pytest.mark.parametrize("step", [0, 5])
 def test_steps_outside_of_training_have_no_noise(monkeypatch, step):
-    made, calls = with_answers(monkeypatch, [3])
+    made, calls = with_answers(monkeypatch, [(3, 7)])
     made._set_noise(step)
     assert calls == [{"sigma": 0.0, "step": step}]
 
@@ -153,7 +164,7 @@ def test_settings_of_the_user_stay():
 
 @pytest.mark.parametrize(("total", "told"), [(1, True), (2, False)])
 def test_skipped_stages_are_told(monkeypatch, caplog, total, told):
-    made, _ = with_answers(monkeypatch, [3])
+    made, _ = with_answers(monkeypatch, [(3, 7)])
     made.total_training_steps = total
     with caplog.at_level(logging.WARNING, logger=trainer.__name__):
         made.on_init_end()
@@ -161,7 +172,7 @@ def test_skipped_stages_are_told(monkeypatch, caplog, total, told):
 
 
 def test_stages_are_skipped_where_the_schedule_is_shorter_than_they_are_many(monkeypatch, caplog):
-    made, _ = with_answers(monkeypatch, [3])
+    made, _ = with_answers(monkeypatch, [(3, 7)])
     made._aqn, made.total_training_steps = AQNConfig(enabled=True, num_stages=2, total_steps=1), 9
     with caplog.at_level(logging.WARNING, logger=trainer.__name__):
         made.on_init_end()

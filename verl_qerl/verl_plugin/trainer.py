@@ -115,15 +115,22 @@ class NoiseMixin(_Trainer):
             ray.get([server.qerl_clear_kv_cache.remote() for server in self._servers()])
 
     def _call_workers(self, method: str, **kwargs: Any) -> int:
-        """The answer of every worker of every replica, which must be the same number."""
+        """Number of norms that every worker of every replica has set, to the same weights."""
         calls = [server.collective_rpc.remote(method, kwargs=kwargs) for server in self._servers()]
-        answers = {answer for answers in ray.get(calls) for answer in answers or ()}
-        if len(answers) != 1 or not min(answers):
+        answers = {tuple(answer) for answers in ray.get(calls) for answer in answers or ()}
+        counts = sorted({count for count, _ in answers})
+        if len(counts) != 1 or not counts[0]:
             raise RuntimeError(
-                f"the rollout workers set {sorted(answers)} norms. All must set the same number, at least one."
+                f"the rollout workers set {counts} norms. All must set the same number, at least one."
                 " Check that every node has the same verl_qerl installed."
             )
-        return answers.pop()
+        if len(answers) != 1:
+            raise RuntimeError(
+                f"the rollout workers set {counts[0]} norms to {len(answers)} different sets of weights at"
+                f" {kwargs}. All must sample with the same noise. Check that every node has the same versions of"
+                " verl_qerl and numpy."
+            )
+        return counts[0]
 
     def _servers(self) -> list[Any]:
         # The first server of a replica reaches all of its workers.

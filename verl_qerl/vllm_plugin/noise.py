@@ -15,6 +15,7 @@ import torch
 
 from verl_qerl.algos.aqn import AQNConfig, draw_noise, noisy_weight
 from verl_qerl.algos.uaq import norm_scale
+from verl_qerl.formats.manifest import checksum
 
 
 class NormNoise:
@@ -71,6 +72,10 @@ class NormNoise:
             noise = draw_noise(self._config.seed, step, name, clean.numel()).to(clean.device) if sigma else clean
             norm.weight.data.copy_(noisy_weight(clean, noise, sigma * self._units[name], self._config.mode))
         return len(self._norms)
+
+    def checksum(self) -> int:
+        """Of the float32 weights as they are set: equal on every rank and replica, which hold norms whole."""
+        return int(checksum(torch.cat([norm.weight.data.reshape(-1) for norm in self._norms.values()])))
 
 
 def find_norms(model: torch.nn.Module, targets: tuple[str, ...], remedy: str) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class NoiseWorkerExtension:
         _refuse_deep_sleep(instance, kwargs.get("vllm_config"))
         return instance
 
-    def qerl_set_noise(self, sigma: float, step: int) -> int:
+    def qerl_set_noise(self, sigma: float, step: int) -> tuple[int, int]:
         """Give every target norm fresh noise; `reset_prefix_cache` must follow.
 
         Args:
@@ -54,7 +54,7 @@ class NoiseWorkerExtension:
             step: Training step, part of the seed.
 
         Returns:
-            Number of norms set.
+            Number of norms set, and a checksum of their weights.
 
         Raises:
             ValueError: The engine was started without noise.
@@ -64,7 +64,7 @@ class NoiseWorkerExtension:
                 "this engine was started without noise. Options of AQN go into additional_config.verl_qerl.aqn."
                 " Start it with `+aqn.enabled=true`."
             )
-        return self._qerl_noise.apply(sigma, step)
+        return self._qerl_noise.apply(sigma, step), self._qerl_noise.checksum()
 
     def qerl_norm_weights(self) -> dict[str, torch.Tensor]:
         """Name -> present float32 weight on the CPU, to look at."""
