@@ -23,9 +23,9 @@ from verl_qerl.verl_plugin.mismatch_parts import MismatchPartsMixin
 from verl_qerl.verl_plugin.noise_schedule import NoiseScheduleMixin
 from verl_qerl.verl_plugin.policy_loss import PolicyLossMixin
 from verl_qerl.verl_plugin.polling import PollingMixin
-from verl_qerl.verl_plugin.requantize import SyncMetricsMixin
 from verl_qerl.verl_plugin.rollout_options import WORKER_EXTENSION, use_rollout_options
 from verl_qerl.verl_plugin.uaq import UAQMixin
+from verl_qerl.verl_plugin.weight_sync import WeightSyncMixin
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def install(module: ModuleType) -> None:
             # Engines are asked first. The gate tells the parts of a difference, so it comes after them: they are its
             # super().
             ours = (EngineHealthMixin, MismatchMixin, MismatchPartsMixin, NoiseScheduleMixin, NoiseMixin)
-            ours += (CheckpointMixin, PolicyLossMixin, UAQMixin, SyncMetricsMixin, PollingMixin)
+            ours += (CheckpointMixin, PolicyLossMixin, UAQMixin, WeightSyncMixin, PollingMixin)
             bases = (*ours, trainer)
             registry[mode] = type(f"Qerl{trainer.__name__}", bases, {"__doc__": trainer.__doc__})
 

@@ -44,6 +44,11 @@ class NormNoise:
         """Module names, in the order of the model."""
         return list(self._norms)
 
+    @property
+    def clean(self) -> Mapping[str, torch.Tensor]:
+        """Name -> weight [K] float32 without noise."""
+        return self._clean
+
     def recapture(self) -> None:
         """Take the present weights as the clean ones, after a full weight sync; the noise goes back on top of them."""
         self._clean = {name: norm.weight.data.clone() for name, norm in self._norms.items()}
