@@ -66,7 +66,7 @@ def with_answers(monkeypatch, *answers):
 
 
 def test_metrics_join_those_of_the_weight_sync(monkeypatch):
-    made, _ = with_answers(monkeypatch, [3])
+    made, _ = with_answers(monkeypatch, [(3, 7)])
     made.on_init_end()
     made.global_steps = 3  # of the second stage of two
     made.on_step_end()
@@ -75,7 +75,7 @@ def test_metrics_join_those_of_the_weight_sync(monkeypatch):
 
 
 def test_every_replica_is_asked_once(monkeypatch):
-    made, calls = with_answers(monkeypatch, [3], [3])
+    made, calls = with_answers(monkeypatch, [(3, 7)], [[3, 7]])
     made.on_init_end()
     assert calls == [{"sigma": 0.0, "step": 1}] * 2
 
@@ -83,9 +83,9 @@ def test_every_replica_is_asked_once(monkeypatch):
 @pytest.mark.parametrize(
     ("answers", "told"),
     [
-        ([[3], [2]], "[2, 3]"),
-        ([[3, 2]], "[2, 3]"),
-        ([[0], [0]], "[0]"),
+        ([[(3, 7)], [(2, 7)]], "[2, 3]"),
+        ([[(3, 7), (2, 7)]], "[2, 3]"),
+        ([[(0, 0)], [(0, 0)]], "[0]"),
         ([None], "[]"),  # verl's own server, which drops the answers
         ([[], []], "[]"),
         ([], "[]"),
@@ -100,9 +100,20 @@ def test_answers_must_be_equal_and_above_zero(monkeypatch, answers, told):
     assert made.log == []  # no weights are sent after it
 
 
+@pytest.mark.parametrize("answers", [([(3, 7)], [(3, 8)]), ([(3, 7), (3, 8)],)], ids=["replicas", "workers"])
+def test_weights_must_be_equal(monkeypatch, answers):
+    made, _ = with_answers(monkeypatch, *answers)
+    with pytest.raises(RuntimeError) as caught:
+        made.on_init_end()
+    assert str(caught.value).startswith(
+        "the rollout workers set 3 norms to 2 different sets of weights at {'sigma': 0.0, 'step': 1}. All must sample"
+    )
+    assert made.log == []
+
+
 @pytest.mark.parametrize("step", [0, 5])
 def test_steps_outside_of_training_have_no_noise(monkeypatch, step):
-    made, calls = with_answers(monkeypatch, [3])
+    made, calls = with_answers(monkeypatch, [(3, 7)])
     made._set_noise(step)
     assert calls == [{"sigma": 0.0, "step": step}]
 
@@ -174,7 +185,7 @@ SKIPPED = (
 
 @pytest.mark.parametrize(("total_steps", "steps", "told"), [(None, 2, True), (2, 9, True), (None, 3, False)])
 def test_skipped_stages_are_told(monkeypatch, caplog, total_steps, steps, told):
-    made, _ = with_answers(monkeypatch, [3])
+    made, _ = with_answers(monkeypatch, [(3, 7)])
     made._aqn = AQNConfig(enabled=True, num_stages=3, total_steps=total_steps)
     made.total_training_steps = steps
     with caplog.at_level(logging.WARNING, logger=trainer.__name__):

@@ -21,9 +21,11 @@ from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE, ignore_rules
 from verl_qerl.verl_plugin.nodes import plain
 from verl_qerl.verl_plugin.sequence_parallel import check_sequence_parallel
 
-# Keys under which the actor's digests, and what is where in a flat adapter, travel with the adapter's configuration.
+# Keys under which the actor's digests, what is where in a flat adapter, and the adapter's checksum travel with its
+# configuration.
 DIGESTS = "verl_qerl_base_digests"
 LAYOUT = "verl_qerl_adapter_layout"
+CHECKSUM = "verl_qerl_adapter_checksum"
 
 
 @dataclass(frozen=True)

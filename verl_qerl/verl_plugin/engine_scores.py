@@ -12,6 +12,10 @@ from verl_qerl.algos.aqn import FORCED_DRAW, NUM_DRAWS
 Row = tuple[list[int], list[int]]  # token ids of a prompt, and of its answer
 
 
+class UnscoredError(RuntimeError):
+    """The engine returned no log-probs of the tokens that it was given, as for prompts with images."""
+
+
 def score_answers(
     servers: Sequence[Any], rows: Sequence[Row], max_model_len: int | None, own_draws: bool = False
 ) -> tuple[list[torch.Tensor], list[int]]:
@@ -27,7 +31,7 @@ def score_answers(
         Of each row [len(answer)] float32, NaN behind a cut, and the version of the weights that gave them.
 
     Raises:
-        RuntimeError: As `answer_log_probs`.
+        UnscoredError: As `answer_log_probs`.
     """
     calls = []
     for at, (prompt, response) in enumerate(rows):
@@ -56,11 +60,11 @@ def answer_log_probs(fields: dict[str, Any], prompt: Sequence[int], response: Se
         [len(response)] float32, NaN behind the cut.
 
     Raises:
-        RuntimeError: The server returned nothing, or scored other tokens.
+        UnscoredError: The server returned nothing, or scored other tokens.
     """
     scored, tokens = fields.get("prompt_ids"), [*prompt, *response]
     if not scored or [ids[0] for ids in scored[:-1]] != tokens[1 : len(scored)]:
-        raise RuntimeError(
+        raise UnscoredError(
             f"the rollout did not score the tokens it was given: {len(scored or [])} answers for {len(tokens)} tokens."
             " Accepted are prompts of text alone. Leave out +qerl.mismatch_sample."
         )

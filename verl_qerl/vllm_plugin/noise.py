@@ -18,6 +18,7 @@ import torch
 from verl_qerl.algos.aqn import AQNConfig, draw_noise, noisy_weight, norm_rms
 from verl_qerl.algos.noise_places import check_places, reaches_router
 from verl_qerl.algos.uaq import norm_scale
+from verl_qerl.formats.manifest import checksum
 from verl_qerl.vllm_plugin.plans import say_once
 
 
@@ -61,6 +62,11 @@ class NormNoise:
     def names(self) -> list[str]:
         """Module names, in the order of the model."""
         return list(self._norms)
+
+    @property
+    def clean(self) -> Mapping[str, torch.Tensor]:
+        """Name -> weight [K] float32 without noise."""
+        return self._clean
 
     def recapture(self) -> None:
         """Take the present weights as the clean ones, after a full weight sync; the noise goes back on top of them."""
@@ -118,6 +124,11 @@ class NormNoise:
         """Number of norms whose weight differs from the clean one; of several draws, all have to."""
         held = self._tables or {name: norm.weight.data[None] for name, norm in self._norms.items()}
         return sum(bool((rows != self._clean[name]).any(1).all()) for name, rows in held.items())
+
+    def checksum(self) -> int:
+        """Of the float32 weights as they are set: equal on every rank and replica, which hold norms whole."""
+        held = self._tables or {name: norm.weight.data for name, norm in self._norms.items()}
+        return int(checksum(torch.cat([weights.reshape(-1) for weights in held.values()])))
 
 
 def check_model(vllm_config: Any, config: AQNConfig) -> None:

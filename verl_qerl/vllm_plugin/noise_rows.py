@@ -169,8 +169,8 @@ def row_asked_for(params: Any) -> int | None:
     row = (getattr(params, "extra_args", None) or {}).get(FORCED_DRAW)
     if row is not None and (type(row) is not int or not 0 <= row <= NUM_DRAWS):
         raise ValueError(
-            f"extra_args[{FORCED_DRAW!r}]={row!r} is no row of the noise. Accepted are 0, the clean weights, to {NUM_DRAWS}. Set"
-            " one of them or leave it out."
+            f"extra_args[{FORCED_DRAW!r}]={row!r} is no row of the noise. Accepted are 0, the clean weights, to"
+            f" {NUM_DRAWS}. Set one of them or leave it out."
         )
     return row
 

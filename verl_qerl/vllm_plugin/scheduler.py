@@ -64,8 +64,8 @@ def use_roomy_blocks(manager: Any) -> bool:
 def cache_prompts_alone(manager: Any) -> None:
     """Have a KVCacheManager keep tokens of answers out of the prefix cache.
 
-    A request that asks for a row of the noise (`algos.aqn.FORCED_DRAW`) neither reads the cache nor adds to it: its prompt
-    has noise too.
+    A request that asks for a row of the noise (`algos.aqn.FORCED_DRAW`) neither reads the cache nor adds to it: its
+    prompt has noise too.
     """
     coordinator = manager.coordinator
     cache_blocks, get_computed_blocks = coordinator.cache_blocks, manager.get_computed_blocks

@@ -47,7 +47,7 @@ class NoiseWorkerExtension:
         _refuse_deep_sleep(instance, kwargs.get("vllm_config"))
         return instance
 
-    def qerl_set_noise(self, sigma: float, step: int) -> int:
+    def qerl_set_noise(self, sigma: float, step: int) -> tuple[int, int]:
         """Give every target norm fresh noise; `reset_prefix_cache` must follow.
 
         Args:
@@ -55,12 +55,13 @@ class NoiseWorkerExtension:
             step: Training step, part of the seed.
 
         Returns:
-            Number of norms set.
+            Number of norms set, and a checksum of their weights.
 
         Raises:
             ValueError: The engine was started without noise.
         """
-        return _noise_of(self).apply(sigma, step)
+        noise = _noise_of(self)
+        return noise.apply(sigma, step), noise.checksum()
 
     def qerl_norm_sizes(self) -> dict[str, float]:
         """As `NormNoise.sizes`; errors also as `qerl_set_noise`."""
