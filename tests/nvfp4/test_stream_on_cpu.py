@@ -224,7 +224,7 @@ def test_an_index_that_names_no_files_is_refused(tmp_path: Path, index: dict) ->
 
 def test_an_unknown_quantization_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path / "m", [bf16_tensors()], {"quantization_config": {"quant_method": "awq"}})
-    with pytest.raises(CheckpointFormatError, match="is quantized as 'awq'"):
+    with pytest.raises(CheckpointFormatError, match="is quantized in a way that is not read: quant_method='awq'"):
         open_source(path)
 
 

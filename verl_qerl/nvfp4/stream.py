@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.nvfp4 import checkpoint
+from verl_qerl.nvfp4.described import check_arguments, check_described, described, stored_format
 from verl_qerl.nvfp4.experts import check_all_packed, check_experts
 from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
 from verl_qerl.nvfp4.groups import in_groups, linears_among
@@ -77,7 +78,10 @@ def open_source(path: str | Path, revision: str | None = None, cache_dir: str | 
     if not config.get("quantization_config") and (path / MODELOPT).exists():  # older ModelOpt; vLLM reads it likewise
         quantization = read_object(path / MODELOPT).get("quantization")
         config = {**config, "quantization_config": {"quant_method": "modelopt", **(quantization or {})}}
-    layout = checkpoint.stored_format(config)
+    if found := described(config):
+        config = {**config, "quantization_config": found}
+    layout = stored_format(config, str(path))
+    check_described(str(path), config)
     indexed = _weight_map(path / INDEX) if (path / INDEX).exists() else None
     names = sorted(set(indexed.values())) if indexed else [SINGLE]
     files: dict[str, str] = {}
@@ -170,6 +174,7 @@ def stream(
     """
     check_format(source, "nvfp4")
     if source.layout != "bf16":
+        check_arguments(str(source.path), source.config, checkpoint.quantization_config(), "nvfp4")
         yield from _stream_packed(source, device)
     else:
         yield from pack(stored_tensors(source, device), linear_modules(source, ignore), scale, observe)
