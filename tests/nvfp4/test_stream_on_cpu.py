@@ -206,7 +206,7 @@ def test_of_a_tensor_that_two_shards_hold_the_one_counts_that_the_index_names(tm
 NO_WEIGHTS = {
     "pickled": (
         "pytorch_model.bin",
-        r"holds its weights in another kind of file, pytorch_model\.bin\. .*save_pretrained",
+        r"holds its weights in another kind of file, pytorch_model\.bin\. .*save_pre",
     ),
     "no index": (
         "model-00001-of-00002.safetensors",
@@ -232,12 +232,10 @@ def test_a_directory_without_weights_that_are_read_says_what_it_has(tmp_path: Pa
 
 def test_paths_of_the_wrong_kind_are_said(tmp_path: Path) -> None:
     (tmp_path / "a-file").write_text("")
-    with pytest.raises(
-        CheckpointFormatError, match=r"a-file is a file\. The directory of a model .* is accepted\. Name"
-    ):
+    with pytest.raises(CheckpointFormatError, match=r"a-file is a file\. The directory of a model .* is accepted\."):
         open_source(tmp_path / "a-file")
     (tmp_path / "config.json").mkdir()
-    with pytest.raises(CheckpointFormatError, match=r"config\.json is a directory\. A file with a JSON object is acc"):
+    with pytest.raises(CheckpointFormatError, match=r"config\.json is a directory\. A file of JSON is accepted"):
         open_source(tmp_path)
 
 
@@ -262,9 +260,7 @@ def test_an_indexed_tensor_that_no_shard_holds_is_named(tmp_path: Path) -> None:
     index = json.loads((path / INDEX).read_text())
     index["weight_map"]["model.layers.7.lost.weight"] = "shard-0.safetensors"
     (path / INDEX).write_text(json.dumps(index))
-    with pytest.raises(
-        CheckpointFormatError, match=r"names 1 tensors that their shard does not hold, first 'model.layers.7"
-    ):
+    with pytest.raises(CheckpointFormatError, match=r"names 1 tensors that their shard does not hold, first 'model"):
         open_source(path)
 
 
