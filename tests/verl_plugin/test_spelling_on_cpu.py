@@ -1,45 +1,12 @@
 """Misspelled nodes, in the configuration that verl composes."""
 
-import sys
-from types import ModuleType, SimpleNamespace
-
 import pytest
 
 pytest.importorskip("verl")
 
-from hydra import compose, initialize_config_module
-from verl.utils.config import validate_config
-
 from verl_qerl.verl_plugin import spelling
 
-
-def configuration(*overrides: str):
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=["data.train_batch_size=8", *overrides])
-
-
-RUN = (
-    "actor_rollout_ref.model.path=model",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
-)
 QUANTIZED = ("+rollout=nvfp4", "actor_rollout_ref.model.lora_rank=8")
-
-
-@pytest.fixture
-def validate(monkeypatch, caplog):
-    """verl's check of a run on the driver; returns what is logged."""
-    package = "verl.workers.rollout.vllm_rollout"
-    monkeypatch.setitem(sys.modules, package, ModuleType(package))
-    monkeypatch.setitem(sys.modules, f"{package}.utils", SimpleNamespace(get_vllm_max_lora_rank=lambda rank: rank))
-
-    def run(*overrides: str) -> list[str]:
-        caplog.clear()
-        validate_config(config=configuration(*RUN, *overrides), use_reference_policy=False, use_critic=False)
-        return [record.message for record in caplog.records if record.name == spelling.__name__]
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -54,7 +21,7 @@ def validate(monkeypatch, caplog):
     ],
 )
 def test_a_likely_typo_beside_an_option_of_ours_is_a_warning(validate, override, node):
-    (message,) = validate("+qerl.mismatch_sample=0", override)
+    (message,) = validate("+qerl.mismatch_sample=0", override, of=spelling)
     name = override.split("=")[0].split(".")[0]
     assert message == (
         f"{name} looks like a misspelled option of verl_qerl, which does not read it. If it is meant for verl_qerl,"
@@ -66,11 +33,11 @@ def test_a_likely_typo_beside_an_option_of_ours_is_a_warning(validate, override,
     "override", ["+agn.enabled=true", "+dqn.seed=0", "+my_platform=cpu", "+uar.scale=2", "+rolout=nvfp4"]
 )
 def test_a_stock_run_is_not_looked_at(validate, override):
-    assert validate(override) == []
+    assert validate(override, of=spelling) == []
 
 
 @pytest.mark.parametrize("override", ["+aqs.speed=3", "+my_rollout=fast", "+acl=2"])
-def test_what_is_the_users_own_is_not_mentioned(override, caplog):
+def test_what_is_the_users_own_is_not_mentioned(override, configuration, caplog):
     spelling.check_spelling(configuration(*QUANTIZED, "+aqn.enabled=true", override))
     assert caplog.messages == []
 
@@ -89,5 +56,5 @@ def test_what_is_the_users_own_is_not_mentioned(override, caplog):
         (["+rollout=int8"], True),
     ],
 )
-def test_which_runs_use_an_option_of_ours(overrides, uses):
+def test_which_runs_use_an_option_of_ours(configuration, overrides, uses):
     assert spelling.uses_qerl(configuration(*overrides)) == uses
