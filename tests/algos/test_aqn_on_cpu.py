@@ -152,6 +152,7 @@ BAD = [
     *[("num_stages", value) for value in (1, 0, -3, 10.0, "10", True, None)],
     *[("schedule", value) for value in ("step", "Linear", "", None, ["linear"])],
     *[("mode", value) for value in ("add", None)],
+    *[("draw", value) for value in ("sequences", None)],
     *[("targets", value) for value in ("input_layernorm", [], (), [1], 5, None, {"a": 1})],
     *[("seed", value) for value in (1.5, "0", True, None)],
     *[("total_steps", value) for value in (0, -1, 1.5, "100", True)],

@@ -130,7 +130,7 @@ def test_two_ranks_from_an_nvfp4_directory_save_adapters_only(workbench):
     from verl_qerl.cli import main
 
     packed = workbench.folder / "model-nvfp4"
-    assert main(["quantize", "--model", str(workbench.model), "--out", str(packed), "--scale", "mse"]) == 0
+    assert main(["quantize", "--model", str(workbench.model), "--out", str(packed), "--scale", "minmax"]) == 0
     options = [*NVFP4, ACR, "+aqn.num_stages=2", "trainer.save_freq=2"]
     options.append("+actor_rollout_ref.actor.checkpoint.save_lora_only=true")
     options.append("actor_rollout_ref.model.use_fused_kernels=true")  # log-probs from our head

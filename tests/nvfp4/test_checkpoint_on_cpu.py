@@ -12,7 +12,6 @@ from verl_qerl.nvfp4.checkpoint import (
     fused_group,
     is_activation_scale,
     quantization_config,
-    stored_format,
     to_tensors,
 )
 from verl_qerl.nvfp4.digest import weight_digest
@@ -106,41 +105,6 @@ def test_config_is_what_compressed_tensors_accepts() -> None:
     assert parsed.ignore == ["lm_head", "re:.*down_proj"]
 
 
-@pytest.mark.parametrize(
-    ("found", "layout"),
-    [
-        ({}, "bf16"),
-        ({"quantization_config": None}, "bf16"),
-        ({"quantization_config": quantization_config()}, "compressed-tensors"),
-        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "modelopt"),
-        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}}, "modelopt"),
-        ({"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}}, "int8"),
-        ({"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"}}, "fp8"),
-        ({"quantization_config": {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}}, "mxfp4"),
-    ],
-)
-def test_layout_follows_the_config(found: dict, layout: str) -> None:
-    assert stored_format(found) == layout
-
-
-@pytest.mark.parametrize(
-    "found",
-    [
-        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-        {"quant_method": "modelopt", "quant_algo": "FP8"},
-        {"quant_method": "gptq"},
-    ],
-)
-def test_other_quantizations_are_refused(found: dict) -> None:
-    with pytest.raises(CheckpointFormatError, match=f"is quantized as '{found['quant_method']}'"):
-        stored_format({"quantization_config": found})
-
-
-def test_a_quantization_config_of_another_kind_is_refused() -> None:
-    with pytest.raises(CheckpointFormatError, match=r"is quantized: quantization_config='nvfp4'\. An object"):
-        stored_format({"quantization_config": "nvfp4"})
-
-
 def test_groups_are_those_that_vllm_fuses() -> None:
     key, members = fused_group("model.layers.3.self_attn.k_proj")
     assert members == tuple(f"model.layers.3.self_attn.{kind}_proj" for kind in "qkv")
@@ -174,3 +138,13 @@ def test_a_damaged_block_scale_is_refused(byte):
     parts["weight_scale"].view(torch.uint8)[1, 1] = byte
     with pytest.raises(CheckpointFormatError, match="negative or NaN"):
         from_tensors("m", parts, "compressed-tensors")
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize("part", ["weight_g_idx", "pre_quant_scale", "weight_zero_point"])
+def test_a_tensor_beside_the_weight_is_refused(layout, part):
+    parts = {
+        name.removeprefix("m."): tensor for name, tensor in to_tensors("m", random_packed_weight(2, 16), layout).items()
+    }
+    with pytest.raises(CheckpointFormatError, match=rf"'m' has \['{part}'\] beside what an NVFP4 weight is made of"):
+        from_tensors("m", parts | {part: torch.ones(2)}, layout)

@@ -52,6 +52,23 @@ def changed(before: dict, after: dict) -> set[str]:
     return {name.removesuffix(".weight") for name in before if not torch.equal(before[name], after[name])}
 
 
+def test_the_checksum_is_that_of_the_noise_that_is_on():
+    (_, one), (_, other) = build(), build()
+    clean = one.checksum()
+    assert clean == other.checksum()
+    one.apply(1e-2, 1)
+    noisy = one.checksum()
+    assert noisy != clean
+    for sigma, step, same in ((1e-2, 2, False), (1.001e-2, 1, False), (1e-2, 1, True)):
+        other.apply(sigma, step)
+        assert (other.checksum() == noisy) == same, (sigma, step)
+    one.apply(0.0, 0)
+    assert one.checksum() == clean
+    norm = other._norms["model.layers.1.input_layernorm"].weight.data
+    norm[7] = norm[7].nextafter(torch.tensor(9.0))
+    assert other.checksum() != noisy
+
+
 def test_only_the_norms_of_the_layers_get_noise():
     model, noise = build()
     before = weights(model)

@@ -27,7 +27,8 @@ def noisy(engine):
 
 
 def set_noise(engine, sigma: float, step: int = 1) -> None:
-    assert engine.collective_rpc("qerl_set_noise", args=(sigma, step)) == [4]
+    ((num_norms, _),) = engine.collective_rpc("qerl_set_noise", args=(sigma, step))
+    assert num_norms == 4
     assert engine.reset_prefix_cache()
 
 
@@ -207,7 +208,7 @@ def test_noise_is_prepared_after_loading():
     worker.load_model(1, load_dummy_weights=False)
     assert worker.calls == [((1,), {"load_dummy_weights": False})]
     assert worker._qerl_noise.names == ["input_layernorm"]
-    assert NoiseWorkerExtension.qerl_set_noise(worker, 0.1, 1) == 1
+    assert NoiseWorkerExtension.qerl_set_noise(worker, 0.1, 1)[0] == 1
     assert NoiseWorkerExtension.qerl_num_noisy(worker) == 1
     assert NoiseWorkerExtension.qerl_norm_sizes(worker) == {"input_layernorm": 1.0}
 

@@ -28,7 +28,13 @@ _SCHEDULES: dict[str, Callable[[float, float, float, int], float]] = {
 }
 SCHEDULES = tuple(_SCHEDULES)
 MODES = ("additive", "multiplicative", "relative")
+DRAWS = ("batch", "sequence", "token")
 TARGETS = ("input_layernorm", "post_attention_layernorm")
+# Draws of each norm where answers or tokens have draws of their own: 4 bytes for every column, 52 MB in all for 7B.
+NUM_DRAWS = 64
+# A request with SamplingParams(extra_args={FORCED_DRAW: n}) has the nth of them for all of its tokens, those of the
+# prompt too; 0 are the clean weights.
+FORCED_DRAW = "aqn_row"
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,8 @@ class AQNConfig:
         target_kl: KL(with noise || without) in nats per token, in (0, 1], that the noise of stage 1 causes. Its sigma
             is searched for, before each stage anew, and falls from there as the schedule does. None: sigma is what
             the schedule says.
+        draw: Who shares a draw: all rollouts of a step (`batch`), the tokens of an answer (`sequence`), or nobody, each
+            forward pass having its own (`token`).
     """
 
     enabled: bool = False
@@ -61,6 +69,7 @@ class AQNConfig:
     seed: int = 0
     total_steps: int | None = None
     target_kl: float | None = None
+    draw: str = "batch"
 
     def __post_init__(self) -> None:
         """Refuse values out of range.
@@ -88,6 +97,8 @@ class AQNConfig:
             raise _bad("schedule", self.schedule, f"one of {', '.join(SCHEDULES)}")
         if self.mode not in MODES:
             raise _bad("mode", self.mode, f"one of {', '.join(MODES)}")
+        if self.draw not in DRAWS:
+            raise _bad("draw", self.draw, f"one of {', '.join(DRAWS)}")
         is_list = isinstance(self.targets, list | tuple) and len(self.targets) > 0
         if not is_list or not all(isinstance(target, str) for target in self.targets):
             raise _bad("targets", self.targets, "a list of norm names such as [input_layernorm]")
@@ -176,12 +187,12 @@ def noisy_weight(clean: torch.Tensor, noise: torch.Tensor, sigma: float, mode: s
 
     Args:
         clean: [K] float32, the norm's weight w.
-        noise: [K] float32, Z of unit variance.
+        noise: [..., K] float32, Z of unit variance.
         sigma: Standard deviation; 0 returns `clean` itself.
         mode: `additive`, `multiplicative` or `relative`.
 
     Returns:
-        [K] float32.
+        As noise, float32.
     """
     if sigma == 0.0:
         return clean

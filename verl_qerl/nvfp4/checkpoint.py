@@ -112,38 +112,6 @@ def modelopt_legacy_config(ignore: Sequence[str]) -> dict:
     }
 
 
-def stored_format(config: dict) -> str:
-    """What the linears of a checkpoint are stored as, from its config.json.
-
-    Returns:
-        `bf16` (any float, unquantized), `compressed-tensors` or `modelopt` (NVFP4), or the name of a format among
-        SIBLINGS.
-
-    Raises:
-        CheckpointFormatError: Quantized in a way that is not read here.
-    """
-    found = config.get("quantization_config") or {}
-    if not found:
-        return "bf16"
-    if not isinstance(found, dict):
-        raise CheckpointFormatError(
-            f"config.json does not say how the checkpoint is quantized: quantization_config={found!r}. An object is"
-            " accepted. Download the model again."
-        )
-    method = found.get("quant_method")
-    if method == "compressed-tensors" and found.get("format") == FORMAT:
-        return "compressed-tensors"
-    if method == "modelopt" and "NVFP4" in str(found.get("quant_algo", "")):
-        return "modelopt"
-    if method == "compressed-tensors" and found.get("format") in SIBLINGS:
-        return SIBLINGS[found["format"]]
-    raise CheckpointFormatError(
-        f"the checkpoint is quantized as {method!r} ({found.get('format') or found.get('quant_algo')}). "
-        f"Accepted are unquantized weights, compressed-tensors {', '.join((FORMAT, *SIBLINGS))} and ModelOpt NVFP4. "
-        "Point model.path at the original bf16 model."
-    )
-
-
 def fused_group(module: str) -> tuple[str, tuple[str, ...]]:
     """(key, modules) of the group that shares one global scale with `module`; a group of one for most linears."""
     parent, _, leaf = module.rpartition(".")
@@ -172,7 +140,7 @@ def from_tensors(module: str, tensors: dict[str, torch.Tensor], layout: str) -> 
         layout: `compressed-tensors` or `modelopt`.
 
     Raises:
-        CheckpointFormatError: A tensor is missing, or dtypes and shapes do not fit.
+        CheckpointFormatError: A tensor is missing or unknown, or dtypes and shapes do not fit.
     """
     if layout == "modelopt":
         ours = dict(zip(PART_NAMES["modelopt"], PART_NAMES["compressed-tensors"], strict=True))
@@ -180,6 +148,12 @@ def from_tensors(module: str, tensors: dict[str, torch.Tensor], layout: str) -> 
     missing = {CODES, BLOCK_SCALE, GLOBAL_SCALE} - set(tensors)
     if missing:
         raise CheckpointFormatError(f"{module!r} lacks {sorted(missing)}. Download or quantize the model again.")
+    unknown = sorted(set(tensors) - {CODES, BLOCK_SCALE, GLOBAL_SCALE})
+    if unknown:
+        raise CheckpointFormatError(
+            f"{module!r} has {unknown} beside what an NVFP4 weight is made of, and they may change it. Accepted are"
+            f" {', '.join(PART_NAMES[layout])}. Quantize the original model with `python -m verl_qerl quantize`."
+        )
     scale = tensors[GLOBAL_SCALE].float()
     if scale.numel() != 1 or not (torch.isfinite(scale) and scale > 0):
         raise CheckpointFormatError(

@@ -2,7 +2,8 @@
 
 The KL is measured in the first step of each stage with noise, and the first after a resume: after a batch is sampled
 and before the rollout sleeps, a few of its answers go back to the rollout engine as prompts, once with the noise of the
-step and once without. Both scores are one engine's, so kernels and quantization have no part in it.
+step and once without. Both scores are one engine's, so kernels and quantization have no part in it. Where answers or
+tokens have draws of their own, each answer is scored with one of these, which its prompt has too.
 
 With `aqn.target_kl` the answers of the last step before a stage are scored with more noise: some sigmas, with the draw
 of the step to come, until one causes that KL. The stage begins with it, one update of the weights later.
@@ -13,7 +14,7 @@ most; their log-probs are recorded as sampled.
 
 import logging
 import statistics
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig
@@ -22,11 +23,7 @@ from verl.utils.debug import marked_timer
 from verl_qerl.algos.aqn import AQNConfig, stage_of
 from verl_qerl.algos.noise_kl import Searched, noise_kl, search_sigma
 from verl_qerl.verl_plugin.engine_scores import Row, score_answers
-
-if TYPE_CHECKING:
-    from verl_qerl.verl_plugin.trainer import NoiseMixin as _Noise
-else:
-    _Noise = object  # stands before it in the trainers
+from verl_qerl.verl_plugin.rescoring import RescoringMixin, evenly
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +41,10 @@ class _Sample(NamedTuple):
     masks: list[torch.Tensor]
 
 
-class NoiseEffectMixin(_Noise):
+class NoiseEffectMixin(RescoringMixin):
     """Hooks of verl's PPOTrainer; does nothing unless `aqn.enabled`."""
 
     def __init__(self, config: DictConfig) -> None:
-        self._aqn_sampled: Any = None
         self._aqn_sizes: dict[str, float] = {}
         self._aqn_metrics: dict[str, float] = {}
         self._aqn_measured: int | None = None  # the stage whose KL was measured last
@@ -64,19 +60,8 @@ class NoiseEffectMixin(_Noise):
             _tell_sizes(self._aqn, self._aqn_sizes)
             self._tell_missing(self.global_steps + 1)
 
-    def _build_replay_buffer(self) -> Any:
-        """As verl's; the trainer's hook after sampling is not told what was sampled, so the buffer keeps it."""
-        buffer = super()._build_replay_buffer()
-        if self._aqn.enabled:
-            sample = buffer.sample
-
-            def sample_and_keep(*args: Any, **kwargs: Any) -> tuple[Any, dict]:
-                batch, metrics = sample(*args, **kwargs)
-                self._aqn_sampled = batch
-                return batch, metrics
-
-            buffer.sample = sample_and_keep
-        return buffer
+    def _may_rescore(self) -> bool:
+        return super()._may_rescore() or self._aqn.enabled
 
     def on_sample_end(self) -> None:
         """Look at the noise while the rollout is awake."""
@@ -106,8 +91,8 @@ class NoiseEffectMixin(_Noise):
         searches = self._aqn.target_kl is not None and coming > 0 and coming not in self._aqn_searched
         if not measures and not searches:
             return
-        sample = _sample_of(self._aqn_sampled, self.config.actor_rollout_ref.rollout.max_model_len)
-        with_noise = self._score_sample(sample) if sigma else None
+        sample = _sample_of(self._sampled, self.config.actor_rollout_ref.rollout.max_model_len)
+        with_noise = self._score_sample(sample, noisy=True) if sigma else None
         if with_noise is not None:
             self._switch_noise(0.0, 0)
         clean = self._score_sample(sample)
@@ -125,7 +110,7 @@ class NoiseEffectMixin(_Noise):
 
         def measure(sigma: float) -> float:
             self._switch_noise(sigma, step)
-            return noise_kl(sampled, self._score_sample(sample), clean)
+            return noise_kl(sampled, self._score_sample(sample, noisy=True), clean)
 
         _, before = max(self._aqn_searched.values(), default=(0, self._aqn.sigma_start))  # the latest
         found = search_sigma(measure, target, before)
@@ -144,9 +129,11 @@ class NoiseEffectMixin(_Noise):
         inside = 1 <= step <= self.total_training_steps
         return stage_of(self._aqn, step, self.total_training_steps) if inside else 0
 
-    def _score_sample(self, sample: _Sample) -> torch.Tensor:
+    def _score_sample(self, sample: _Sample, noisy: bool = False) -> torch.Tensor:
         """[T] log-probs of the sampled tokens by the rollout engine as it is."""
-        scores, _ = score_answers(self._servers(), sample.rows, self.config.actor_rollout_ref.rollout.max_model_len)
+        own_draws = noisy and self._aqn.draw != "batch"
+        limit = self.config.actor_rollout_ref.rollout.max_model_len
+        scores, _ = score_answers(self._servers(), sample.rows, limit, own_draws)
         return torch.cat([row[mask] for row, mask in zip(scores, sample.masks, strict=True)])
 
 
@@ -154,7 +141,7 @@ def _sample_of(batch: Any, max_model_len: int | None) -> _Sample:
     """Answers spread over a batch in the TransferQueue, cut to what the engine is to score."""
     import transfer_queue as tq  # not on the driver, which asks for options only
 
-    keys = batch.keys[:: max(1, len(batch.keys) // NUM_ANSWERS)][:NUM_ANSWERS]
+    keys = evenly(batch.keys, NUM_ANSWERS)
     names = ["prompts", "responses", "response_mask"]
     fields = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=names)
     rows, masks = [], []

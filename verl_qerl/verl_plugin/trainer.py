@@ -24,9 +24,10 @@ from verl_qerl.verl_plugin.noise_effect import NoiseEffectMixin
 from verl_qerl.verl_plugin.noise_schedule import NoiseScheduleMixin
 from verl_qerl.verl_plugin.policy_loss import PolicyLossMixin
 from verl_qerl.verl_plugin.polling import PollingMixin
-from verl_qerl.verl_plugin.requantize import SyncMetricsMixin
 from verl_qerl.verl_plugin.rollout_options import WORKER_EXTENSION, use_rollout_options
 from verl_qerl.verl_plugin.uaq import UAQMixin
+from verl_qerl.verl_plugin.weight_sync import WeightSyncMixin
+from verl_qerl.vllm_plugin.options import SCHEDULER
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def install(module: ModuleType) -> None:
             # Engines are asked first. The gate tells the parts of a difference, so it comes after them: they are its
             # super().
             ours = (EngineHealthMixin, MismatchMixin, MismatchPartsMixin, NoiseEffectMixin, NoiseScheduleMixin)
-            ours += (NoiseMixin, CheckpointMixin, PolicyLossMixin, UAQMixin, SyncMetricsMixin, PollingMixin)
+            ours += (NoiseMixin, CheckpointMixin, PolicyLossMixin, UAQMixin, WeightSyncMixin, PollingMixin)
             bases = (*ours, trainer)
             registry[mode] = type(f"Qerl{trainer.__name__}", bases, {"__doc__": trainer.__doc__})
 
@@ -115,14 +116,21 @@ class NoiseMixin(_Trainer):
             ray.get([server.qerl_clear_kv_cache.remote() for server in self._servers()])
 
     def _call_workers(self, method: str, **kwargs: Any) -> int:
-        """The answer of every worker of every replica, which must be the same number."""
-        answers = set(self._ask_workers(method, **kwargs))
-        if len(answers) != 1 or not min(answers):
+        """Number of norms that every worker of every replica has set, to the same weights."""
+        answers = set(map(tuple, self._ask_workers(method, **kwargs)))
+        counts = sorted({count for count, _ in answers})
+        if len(counts) != 1 or not counts[0]:
             raise RuntimeError(
-                f"the rollout workers set {sorted(answers)} norms. All must set the same number, at least one."
+                f"the rollout workers set {counts} norms. All must set the same number, at least one."
                 " Check that every node has the same verl_qerl installed."
             )
-        return answers.pop()
+        if len(answers) != 1:
+            raise RuntimeError(
+                f"the rollout workers set {counts[0]} norms to {len(answers)} different sets of weights at"
+                f" {kwargs}. All must sample with the same noise. Check that every node has the same versions of"
+                " verl_qerl and numpy."
+            )
+        return counts[0]
 
     def _ask_workers(self, method: str, **kwargs: Any) -> list[Any]:
         """The answer of every worker of every replica."""
@@ -163,6 +171,8 @@ def ask_workers_for_noise(config: DictConfig, aqn: AQNConfig) -> None:
     with open_dict(config):
         kwargs = rollout.engine_kwargs.vllm
         kwargs.setdefault("worker_extension_cls", WORKER_EXTENSION)
+        if aqn.draw != "batch":
+            kwargs.setdefault("scheduler_cls", SCHEDULER)  # which keeps answers out of the prefix cache
         OmegaConf.update(
             config, "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.aqn", options
         )
