@@ -60,8 +60,8 @@ class NoiseEffectMixin(RescoringMixin):
             _tell_sizes(self._aqn, self._aqn_sizes)
             self._tell_missing(self.global_steps + 1)
 
-    def _may_rescore(self) -> bool:
-        return super()._may_rescore() or self._aqn.enabled
+    def _keeps_sample(self) -> bool:
+        return super()._keeps_sample() or self._aqn.enabled
 
     def on_sample_end(self) -> None:
         """Look at the noise while the rollout is awake."""

@@ -50,6 +50,10 @@ class RescoringMixin(_Noise):
         """Whether this run may want scores in some step."""
         return False
 
+    def _keeps_sample(self) -> bool:
+        """Whether `_sampled` is to be what was sampled last."""
+        return self._may_rescore()
+
     def _num_to_rescore(self) -> int:
         """How many sequences of this step are wanted."""
         return 0
@@ -61,7 +65,7 @@ class RescoringMixin(_Noise):
     def _build_replay_buffer(self) -> Any:
         """As verl's; the trainer's hook after sampling is not told what was sampled, so the buffer keeps it."""
         buffer = super()._build_replay_buffer()
-        if self._may_rescore():
+        if self._keeps_sample():
             sample = buffer.sample
 
             def sample_and_keep(*args: Any, **kwargs: Any) -> tuple[Any, dict]:
