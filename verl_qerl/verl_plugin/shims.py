@@ -44,6 +44,7 @@ def _policy_loss_checks(original: Callable[..., None]) -> Callable[..., None]:
         from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
         from verl_qerl.verl_plugin.config import aqn_options
+        from verl_qerl.verl_plugin.cpu.activation_offload import check_offload
         from verl_qerl.verl_plugin.cpu.whole_model import check_sync
         from verl_qerl.verl_plugin.mismatch import gate_options
         from verl_qerl.verl_plugin.rollout_options import check_rollout
@@ -59,6 +60,7 @@ def _policy_loss_checks(original: Callable[..., None]) -> Callable[..., None]:
         aqn_options(config)
         uaq_options(config)
         check_sync(config)
+        check_offload(config)
         check_rollout(config)
         original(config=config, use_reference_policy=use_reference_policy, use_critic=use_critic)
 
