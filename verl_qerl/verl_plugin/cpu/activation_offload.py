@@ -16,6 +16,6 @@ def check_offload(config: DictConfig) -> None:
     """
     if OmegaConf.select(config, "trainer.device") == "cpu" and OmegaConf.select(config, _OPTION):
         raise ValueError(
-            f"{_OPTION}=True does not go together with trainer.device=cpu: activations are in the host's memory already."
-            " Accepted is False. Leave it out."
+            f"{_OPTION}=True does not go together with trainer.device=cpu: activations are in the host's memory"
+            " already. Accepted is False. Leave it out."
         )
