@@ -46,6 +46,7 @@ def _policy_loss_checks(original: Callable[..., None]) -> Callable[..., None]:
 
         from verl_qerl.verl_plugin.adapter_check import check_adapter
         from verl_qerl.verl_plugin.config import aqn_options
+        from verl_qerl.verl_plugin.cpu.activation_offload import check_offload
         from verl_qerl.verl_plugin.cpu.whole_model import check_sync
         from verl_qerl.verl_plugin.mismatch import gate_options
         from verl_qerl.verl_plugin.model_check import check_models
@@ -62,6 +63,7 @@ def _policy_loss_checks(original: Callable[..., None]) -> Callable[..., None]:
         aqn_options(config)
         uaq_options(config)
         check_sync(config)
+        check_offload(config)
         check_rollout(config)
         check_models(config, use_critic)
         check_adapter(config)
