@@ -159,9 +159,7 @@ BAD = {
     (f"++{ROLLOUT}.quantization=fp8",): r"rollout\.quantization=fp8 does not go together",
     ("trainer.use_v1=False",): r"trainer\.use_v1=False does not go together .* Accepted is True",
     ("trainer.v1.trainer_mode=separate_async",): r"trainer\.v1\.trainer_mode=separate_async does not go together",
-    (
-        f"+{ACTOR}.fsdp_config.qerl.scales=minmax",
-    ): r"unknown option actor\.fsdp_config\.qerl\.scales='minmax'. Known options",
+    (f"+{ACTOR}.fsdp_config.qerl.scales=mse",): r"unknown option actor\.fsdp_config\.qerl\.scales='mse'. Known options",
     (f"{ACTOR}.fsdp_config.qerl.ignore='re:.*down_proj'",): r"no list of modules: ignore='re:\.\*down_proj'\. Accepted",
     (f"{ACTOR}.fsdp_config.qerl.ignore=null",): r"no list of modules: ignore=None\. Accepted are exact names",
     (f"{ACTOR}.fsdp_config.qerl.ignore=[1]",): r"no list of modules: ignore=\[1\]\. Accepted are exact names",
