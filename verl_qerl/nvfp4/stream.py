@@ -261,9 +261,9 @@ def _stream_packed(source: Source, device: str | torch.device) -> Iterator[tuple
         group = fused.setdefault(key, {})
         group[module] = checkpoint.from_tensors(module, parts.pop(module), source.layout)
         if set(group) == modules.intersection(members):
-            checkpoint.check_fused(group)
-            rounded += sum(math.frexp(float(weight.global_decode_scale))[0] != 0.5 for weight in group.values())
-            yield from fused.pop(key).items()
+            shared = checkpoint.share_scale(fused.pop(key))
+            rounded += sum(math.frexp(float(weight.global_decode_scale))[0] != 0.5 for weight in shared.values())
+            yield from shared.items()
     if rounded:
         logger.warning(
             "%s: the global scales of %d linears are no powers of two, so that their dense weights are rounded to bf16,"
