@@ -48,13 +48,14 @@ def _float32_entropy(original: Callable[..., torch.Tensor]) -> Callable[..., tor
 def _policy_loss_checks(original: Callable[..., None]) -> Callable[..., None]:
     """Let a registered policy loss refuse the configuration: verl calls it for the first time in the first update.
 
-    Our gate, AQN, UAQ, the options of the rollout and the CPU platform are asked at the same place.
+    Our gate, AQN, UAQ, the options of the rollout, the attention and the CPU platform are asked at the same place.
     Where the patch is applied and this stands down, the trainer asks.
     """
 
     def validate_config(config: Any, use_reference_policy: bool, use_critic: bool) -> None:
         from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
+        from verl_qerl.verl_plugin.attention import check_attention
         from verl_qerl.verl_plugin.config import aqn_options
         from verl_qerl.verl_plugin.cpu.whole_model import check_sync
         from verl_qerl.verl_plugin.mismatch import gate_options
@@ -72,6 +73,7 @@ def _policy_loss_checks(original: Callable[..., None]) -> Callable[..., None]:
         uaq_options(config)
         check_sync(config)
         check_rollout(config)
+        check_attention(config)
         original(config=config, use_reference_policy=use_reference_policy, use_critic=use_critic)
 
     return validate_config
@@ -98,7 +100,7 @@ PROCESS_GROUP = Shim(
     patch="verl/0002",
     wrap=_gloo_on_cpu,
 )
-# In force where the engine trains on a packed base; with flash-attn verl does not get there.
+# In force where the engine has options of ours; with flash-attn verl does not get there.
 LOG_PROBS = Shim(
     target="verl.utils.torch_functional:logprobs_from_logits_v2",
     versions="==0.9.1",
