@@ -61,7 +61,10 @@ def save_model(folder: Path, family: str) -> None:
         testing.random_qwen3_moe(**sizes, eos_token_id=VOCABULARY - 2).save_pretrained(folder)
         save_tokenizer(folder)
         return
+    family, _, tied = family.partition("-")
     torch.manual_seed(0)
+    # Mistral's default window is older than its models, and vLLM's attention on CPUs with AMX cannot do it.
+    more = {"sliding_window": None} if family == "mistral" else {}
     config = getattr(transformers, f"{FAMILIES[family]}Config")(
         vocab_size=VOCABULARY,
         hidden_size=128,
@@ -71,9 +74,10 @@ def save_model(folder: Path, family: str) -> None:
         num_key_value_heads=1,
         head_dim=64,
         max_position_embeddings=512,
-        tie_word_embeddings=False,
+        tie_word_embeddings=bool(tied),
         bos_token_id=None,
         eos_token_id=VOCABULARY - 2,
+        **more,
     )
     model = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")(config).bfloat16()
     with torch.no_grad():
@@ -86,7 +90,10 @@ def save_model(folder: Path, family: str) -> None:
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory):
-    """Family -> directory of a bf16 model with two layers; qwen3_moe has a dense one and two of experts."""
+    """Family, `-tied` behind it for tied embeddings -> directory of a bf16 model with two layers.
+
+    qwen3_moe has a dense layer and two of experts.
+    """
     made = {}
 
     def get(family: str) -> Path:
@@ -100,11 +107,11 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def packed_dir(model_dir, tmp_path_factory):
-    """The Qwen2 model as `quantize --scale mse` writes it."""
+    """The Qwen2 model as `quantize --scale minmax` writes it."""
     from verl_qerl.cli.quantize import quantize_checkpoint
 
     out = tmp_path_factory.mktemp("packed") / "qwen2"
-    quantize_checkpoint(model_dir("qwen2"), out, scale="mse", device="cpu")
+    quantize_checkpoint(model_dir("qwen2"), out, scale="minmax", device="cpu")
     return out
 
 
@@ -139,7 +146,7 @@ def engine(start, model_dir):
     return start(
         model_dir("qwen2"),
         aqn={"enabled": True},
-        model_loader_extra_config={"scale": "mse"},
+        model_loader_extra_config={"scale": "minmax"},
         enable_lora=True,
         max_lora_rank=8,
     )
@@ -182,7 +189,7 @@ def reference_model(model_dir):
     """Builds the Qwen2 in transformers, its linears holding what NVFP4 makes of them (scale None: as they are)."""
     import transformers
 
-    def build(scale: str | None = "mse", dtype: torch.dtype = torch.float32):
+    def build(scale: str | None = "minmax", dtype: torch.dtype = torch.float32):
         model = transformers.Qwen2ForCausalLM.from_pretrained(model_dir("qwen2"), dtype=torch.bfloat16).eval()
         if scale is not None:
             for name, item in stream(open_source(model_dir("qwen2")), scale):

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 SUPPORTED = {"verl": "==0.9.1", "ray": ">=2.54"}  # Ray tells the name of its session from then on
 FAILURE: Exception | None = None
-_ROLLOUTS = {f"+rollout={form}" for form in ("fp8", "int8", "mxfp4", "nvfp4")}
+_ROLLOUTS = ("fp8", "int8", "mxfp4", "nvfp4")
 
 
 def _register() -> None:
@@ -46,11 +46,12 @@ def _register() -> None:
 
 def asks_for_qerl(arguments: list[str]) -> bool:
     """Whether a command line sets one of our nodes or options, or selects one of our rollouts or our policy loss."""
-    plain = [argument.lstrip("+") for argument in arguments]
-    nodes = {argument.partition("=")[0].partition(".")[0] for argument in plain}
-    acr = "actor_rollout_ref.actor.policy_loss.loss_mode=acr"
-    of_workers = any("additional_config" in argument and "verl_qerl" in argument for argument in plain)
-    return bool(nodes & {"aqn", "acr", "uaq", "qerl"}) or acr in plain or of_workers or bool(_ROLLOUTS & set(arguments))
+    pairs = [argument.lstrip("+").partition("=")[::2] for argument in arguments]
+    values = {name: value.strip().strip("'\"") for name, value in pairs}  # Hydra takes quotes away too
+    nodes = {name.partition(".")[0] for name in values}
+    acr = values.get("actor_rollout_ref.actor.policy_loss.loss_mode") == "acr"
+    of_workers = any("additional_config" in argument and "verl_qerl" in argument for argument in arguments)
+    return bool(nodes & {"aqn", "acr", "uaq", "qerl"}) or acr or of_workers or values.get("rollout") in _ROLLOUTS
 
 
 try:

@@ -36,16 +36,20 @@ def _float32_log_probs(original: Callable[..., torch.Tensor]) -> Callable[..., t
 def _policy_loss_checks(original: Callable[..., None]) -> Callable[..., None]:
     """Let a registered policy loss refuse the configuration: verl calls it for the first time in the first update.
 
-    Our gate, AQN, UAQ, the options of the rollout and the CPU platform are asked at the same place. Where the patch
-    is applied and this stands down, the trainer asks.
+    Our gate, AQN, UAQ, the options of the rollout, models, adapter and the CPU platform are asked at the same place.
+    Where the patch is applied and this stands down, the trainer asks, but for models, adapter and CPU platform, whose
+    workers then fail.
     """
 
     def validate_config(config: Any, use_reference_policy: bool, use_critic: bool) -> None:
         from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
+        from verl_qerl.verl_plugin.adapter_check import check_adapter
         from verl_qerl.verl_plugin.config import aqn_options
+        from verl_qerl.verl_plugin.cpu.activation_offload import check_offload
         from verl_qerl.verl_plugin.cpu.whole_model import check_sync
         from verl_qerl.verl_plugin.mismatch import gate_options
+        from verl_qerl.verl_plugin.model_check import check_models
         from verl_qerl.verl_plugin.rollout_options import check_rollout
         from verl_qerl.verl_plugin.spelling import check_spelling
         from verl_qerl.verl_plugin.uaq import uaq_options
@@ -59,7 +63,10 @@ def _policy_loss_checks(original: Callable[..., None]) -> Callable[..., None]:
         aqn_options(config)
         uaq_options(config)
         check_sync(config)
+        check_offload(config)
         check_rollout(config)
+        check_models(config, use_critic)
+        check_adapter(config)
         original(config=config, use_reference_policy=use_reference_policy, use_critic=use_critic)
 
     return validate_config
