@@ -14,14 +14,14 @@ import torch
 from sleeping_engine import decode, noise, start
 from vllm import SamplingParams
 from verl_qerl.testing import compare_greedy
-from verl_qerl.vllm_plugin.noise_rows import FORCED, SCHEDULER
+from verl_qerl.vllm_plugin.noise_rows import FORCED_DRAW, SCHEDULER
 
 SIGMA, STEP = 0.3, 3
 
 def ask(llm, prompts, rows):
     params = [
         SamplingParams(temperature=0, max_tokens=16, logprobs=0, ignore_eos=True, detokenize=False,
-                       extra_args=None if row is None else {FORCED: row})
+                       extra_args=None if row is None else {FORCED_DRAW: row})
         for row in rows
     ]
     assert llm.reset_prefix_cache()
@@ -93,7 +93,7 @@ def test_draws_of_their_own_under_cuda_graphs(random_qwen2, run_script, hopper, 
     assert one_draw["restored"] == one_draw["clean"]
     # Of one prompt the answers begin alike and go on apart.
     assert max(seen["first"]) < 0.05
-    assert len(set(seen["second"])) == 8
+    assert len(set(seen["second"])) >= (8 if draw == "sequence" else 6)  # two tokens may have one of the 64 draws
     spread, quiet = (max(seen[name]) - min(seen[name]) for name in ("second", "quiet_second"))
     assert spread > 0.1 > 5 * quiet
     # The first row of the table is the draw of the whole batch; rows reach graphs of any batch.
