@@ -201,6 +201,9 @@ class Study:
             return
         for job, records in self._running.values():
             job.read(records)
+        at = [f"{job.run.name} {max(job.metrics['step'], default=0)}" for job, _ in self._running.values()]
+        if at:
+            self._say(f"steps: {', '.join(at)}")
         runs = {job.run.name: job.as_json() for job in self.jobs if job.attempts}
         results.write(self._file, {"session": self._session, "runs": runs})
         self._written = time.monotonic()

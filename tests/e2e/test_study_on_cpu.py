@@ -8,7 +8,7 @@ from pathlib import Path
 
 STUDY = Path(__file__).resolve().parents[2] / "recipes" / "study"
 ON_CPU = (
-    "import sys; sys.path.insert(0, sys.argv.pop(1)); import run; run.visible_gpus = lambda: {'': 'CPU'}; run.main()"
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); import run; run.visible_gpus = lambda: {'0': 'CPU'}; run.main()"
 )
 SMALL = [
     "+platform=cpu",

@@ -69,6 +69,7 @@ def test_a_run_that_is_killed_goes_on_where_its_last_checkpoint_is(workbench):
     assert ["aqn/kl" in step for step in whole.steps] == [False, True, True, True]
     assert "packed base: 14 linears" in whole.log
     assert "trained norms" not in whole.log
+    assert "so this is the floor of this model, what arithmetic alone makes." in whole.log
     for step in whole.steps:
         assert_in_step(step)
 
@@ -96,6 +97,10 @@ def test_a_run_that_is_killed_goes_on_where_its_last_checkpoint_is(workbench):
     assert [step["training/global_step"] for step in resumed.steps] == list(range(last + 1, 5))
     assert [step["aqn/sigma"] for step in resumed.steps] == [step["aqn/sigma"] for step in whole.steps[last:]]
     assert "verl_qerl_aqn.json" not in resumed.log  # the schedule is the saved one
+    # The first step has noise, which the gate leaves out.
+    sigma = resumed.steps[0]["aqn/sigma"]
+    assert f" of 8 answers scored without the noise (aqn.sigma is {sigma:g}) at step {last + 1}, mean" in resumed.log
+    assert [step.get("qerl/clean_kl_k3", 0) > 0 for step in resumed.steps] == [True] + [False] * (3 - last)
     assert json.loads((checkpoints / f"global_step_{last}" / "verl_qerl_aqn.json").read_text())["total_steps"] == 4
     for step in resumed.steps:
         assert_in_step(step)

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.nvfp4 import PackedWeight, quantize, quantize_group
+from verl_qerl.nvfp4 import PackedWeight, dequantize, quantize, quantize_group
 from verl_qerl.nvfp4.checkpoint import quantization_config, to_tensors
 from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.stream import INDEX, Source, linear_modules, open_source, stream
@@ -172,12 +172,27 @@ def test_a_packed_weight_without_any_one_part_is_refused(tmp_path: Path, part: s
         list(stream(source))
 
 
-def test_fused_members_that_disagree_are_refused(tmp_path: Path) -> None:
-    tensors = compressed_tensors_file()
-    tensors[f"{QKV[2]}.weight_global_scale"] = tensors[f"{QKV[2]}.weight_global_scale"] * 2
-    source = open_source(save(tmp_path / "m", spread(tensors, 3), COMPRESSED))
-    with pytest.raises(CheckpointFormatError, match="have different global scales"):
-        list(stream(source))
+@pytest.mark.parametrize("factor", [2.0, 2.0**-5, 1.5], ids=str)
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+def test_fused_members_that_differ_by_a_power_of_two_share_a_scale_without_loss(
+    tmp_path: Path, layout: str, factor: float
+) -> None:
+    weights = packed()
+    other = weights[QKV[2]]
+    weights[QKV[2]] = PackedWeight(other.codes, other.block_scale, other.global_decode_scale * factor)
+    tensors = {name: bf16_tensors()[name] for name in PLAIN}
+    for module, weight in weights.items():
+        tensors |= to_tensors(module, weight, layout)
+    config = COMPRESSED if layout == "compressed-tensors" else MODELOPT
+    source = open_source(save(tmp_path / "m", spread(tensors, 3), config))
+    if factor == 1.5:
+        with pytest.raises(CheckpointFormatError, match=r"different global scales: .* Accepted is one scale for a gr"):
+            list(stream(source))
+        return
+    found = {name: item for name, item in stream(source) if isinstance(item, PackedWeight)}
+    assert len({float(found[name].global_decode_scale) for name in QKV}) == 1
+    for name, weight in weights.items():
+        assert torch.equal(dequantize(found[name], torch.float32), dequantize(weight, torch.float32)), name
 
 
 def test_a_tensor_that_two_shards_hold_comes_once(tmp_path: Path) -> None:
@@ -235,7 +250,7 @@ def test_paths_of_the_wrong_kind_are_said(tmp_path: Path) -> None:
     with pytest.raises(CheckpointFormatError, match=r"a-file is a file\. The directory of a model .* is accepted\."):
         open_source(tmp_path / "a-file")
     (tmp_path / "config.json").mkdir()
-    with pytest.raises(CheckpointFormatError, match=r"config\.json is a directory\. A file of JSON is accepted"):
+    with pytest.raises(CheckpointFormatError, match=r"config\.json is a directory\. A file with a JSON object is acc"):
         open_source(tmp_path)
 
 

@@ -28,6 +28,8 @@ for kind in ("rollouts", "validation"):
 for step in range(1, steps + 1):
     if behaviour == "fails once" and attempt == 1 and step == 3 or behaviour == "fails" and step == 3:
         sys.exit("ValueError: the third step")
+    if behaviour == "fails sooner" and step == 6 - 2 * attempt:
+        sys.exit("ValueError: sooner")
     if behaviour == "fails late" and step == 6:
         sys.exit("ValueError: the sixth step")
     if behaviour == "hangs" and step == 2:
@@ -136,6 +138,11 @@ def test_one_that_fails_twice_is_named_with_its_reason_and_stops_no_other(go, tm
     assert run["error"] == "ValueError: the third step"
     assert run["metrics"]["step"] == [1, 2]
     assert "the third step" in (tmp_path / "out" / "bf16-gsm8k-seed1.log").read_text()
+
+
+def test_of_two_attempts_the_one_with_more_steps_is_kept(go):
+    _, jobs, _ = go({"bf16": "fails sooner"})
+    assert (jobs["bf16"].attempts, jobs["bf16"].metrics["critic/score/mean"]) == (2, [1.1, 1.2, 1.3])
 
 
 def test_one_that_fails_late_is_not_repeated(go):

@@ -53,6 +53,15 @@ print(type(verl_plugin.FAILURE).__name__, verl_plugin.hooks._waiting)
 
 
 @needs_verl
+def test_another_verl_is_a_warning_where_that_is_asked_for(fresh_process):
+    arguments = ("-c", OTHER_VERSION, "verl=0.10.0", "+aqn.enabled=true")
+    found = fresh_process(*arguments, VERL_QERL_UNTESTED_VERSIONS="1")
+    assert found.stdout.splitlines()[-1].startswith("NoneType ")  # no failure: everything is registered
+    assert "verl is 0.10.0." in found.stderr
+    assert "0 of the 4 functions of verl that verl_qerl replaces or overrides" in found.stderr
+
+
+@needs_verl
 @pytest.mark.parametrize(("name", "version", "accepted"), [("verl", "0.10.0", "==0.9.1"), ("ray", "2.53.0", ">=2.54")])
 def test_another_verl_or_ray_stops_a_run_that_asks_for_qerl(fresh_process, name, version, accepted):
     found = fresh_process("-c", OTHER_VERSION, f"{name}={version}", "+aqn.enabled=true", fails=True)

@@ -12,6 +12,7 @@ import sys
 
 from packaging.specifiers import SpecifierSet
 
+from verl_qerl import upstream
 from verl_qerl.errors import UpstreamDriftError
 from verl_qerl.verl_plugin import hooks
 
@@ -25,10 +26,10 @@ _ROLLOUTS = ("fp8", "int8", "mxfp4", "nvfp4")
 def _register() -> None:
     for package, accepted in SUPPORTED.items():
         found = importlib.metadata.version(package)
-        if not SpecifierSet(accepted).contains(found, prereleases=True):
-            raise UpstreamDriftError(
-                f"{package} is {found}. verl_qerl works with {package}{accepted}. Install that release."
-            )
+        problem = f"{package} is {found}. verl_qerl works with {package}{accepted}. Install that release."
+        fits = SpecifierSet(accepted).contains(found, prereleases=True)
+        if not fits and not upstream.goes_on_untested(problem, package, _replaced(package)):
+            raise UpstreamDriftError(problem)
     if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
         from verl_qerl.verl_plugin import cpu
 
@@ -42,6 +43,14 @@ def _register() -> None:
 
     for program in legacy.PROGRAMS:
         hooks.when_imported(program, legacy.__name__)
+
+
+def _replaced(package: str) -> dict[str, set[str]]:
+    """Functions of a host that shims replace -> the sources that they were written for."""
+    from verl_qerl.verl_plugin.shims import SHIMS
+
+    ours = (shim for shim in SHIMS if shim.target.startswith(f"{package}."))
+    return {shim.target: {shim.fingerprint, shim.patched} for shim in ours}
 
 
 def asks_for_qerl(arguments: list[str]) -> bool:

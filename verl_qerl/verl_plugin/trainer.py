@@ -15,6 +15,7 @@ from verl.utils.debug import marked_timer
 
 from verl_qerl import vllm_plugin
 from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
+from verl_qerl.verl_plugin.attention import use_attention
 from verl_qerl.verl_plugin.checkpoints import CheckpointMixin
 from verl_qerl.verl_plugin.config import aqn_options
 from verl_qerl.verl_plugin.engine_health import EngineHealthMixin
@@ -72,6 +73,7 @@ class NoiseMixin(_Trainer):
                 )
             ask_workers_for_noise(config, self._aqn)
         use_rollout_options(config)
+        use_attention(config)
         super().__init__(config)
 
     def on_init_end(self) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from omegaconf import DictConfig, OmegaConf
 
+from verl_qerl.verl_plugin.cpu.activation_offload import check_offload
 from verl_qerl.verl_plugin.cpu.whole_model import check_sync
 from verl_qerl.verl_plugin.requantize import requantizes
 from verl_qerl.verl_plugin.rollout_options import WORKER_EXTENSION
@@ -44,6 +45,7 @@ class WeightSyncMixin(_Trainer):
 
     def __init__(self, config: DictConfig) -> None:
         check_sync(config)
+        check_offload(config)
         self._requantizes = requantizes(config)
         self._asks_workers = self._requantizes or can_ask(config)
         self._num_syncs = 0
