@@ -62,7 +62,7 @@ def foreach_copy_as_cuda(there: Any, sources: Any, non_blocking: bool = False) -
 
 
 def random_packed_weight(N: int, K: int, seed: int = 0, device: str | torch.device = "cpu") -> PackedWeight:
-    """A Gaussian weight of standard deviation 0.02, quantized with `minmax`."""
+    """A Gaussian weight of standard deviation 0.02, quantized."""
     generator = torch.Generator().manual_seed(seed)
     return quantize((torch.randn(N, K, generator=generator) * 0.02).to(device))
 

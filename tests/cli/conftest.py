@@ -59,7 +59,7 @@ def models(tmp_path_factory) -> Path:
         model = random_decoder(family, gain=3, **sizes)
         model.save_pretrained(folder / name, max_shard_size="200KB")
         tokenizer.save_pretrained(str(folder / name))
-    quantize_checkpoint(folder / "bf16", folder / "nvfp4", scale="mse", device="cpu")
+    quantize_checkpoint(folder / "bf16", folder / "nvfp4", scale="minmax", device="cpu")
     quantize_checkpoint(folder / "bf16", folder / "int8", form="int8", device="cpu")
     random_qwen3_moe(vocab_size=320, max_position_embeddings=512).save_pretrained(folder / "moe")
     tokenizer.save_pretrained(str(folder / "moe"))

@@ -31,7 +31,7 @@ def factors(modules=TRAINED, r=4):
 
 
 def checkpoint(found=None, **options) -> Checkpoint:
-    record = BaseRecord("m", "minmax", (), {}, OPTIONS | options)
+    record = BaseRecord("m", "mse", (), {}, OPTIONS | options)
     return Checkpoint(Path("run"), 1, found or factors(), {}, record, {})
 
 

@@ -51,7 +51,7 @@ def load(path, dtype=torch.bfloat16, **options):
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", **options).eval()
 
 
-def with_weights(path, packed_path, scale="minmax"):
+def with_weights(path, packed_path, scale="mse"):
     """The model at `path` with the NVFP4 weights of another directory, dense in bf16."""
     model = load(path)
     for name, item in stream(open_source(packed_path), scale):
@@ -73,7 +73,7 @@ def distance(a, b):
 def exact_log_probs(trained, exported, case):
     """Base and adapter as they are, in float32."""
     found = trained(case)
-    model = load(found.base) if case.startswith("stock") else with_weights(models_of(found), found.base, "mse")
+    model = load(found.base) if case.startswith("stock") else with_weights(models_of(found), found.base, "minmax")
     return log_probs(PeftModel.from_pretrained(model.float(), exported(case, "peft")))
 
 
@@ -87,7 +87,7 @@ def models_of(found):
 )  # stock verl rounds its rotary tables too
 def test_the_adapter_in_peft_is_the_trainers_model_to_the_bit(trained, exported, case):
     found = trained(case)
-    model = PeftModel.from_pretrained(with_weights(models_of(found), found.base, "mse"), exported(case, "peft"))
+    model = PeftModel.from_pretrained(with_weights(models_of(found), found.base, "minmax"), exported(case, "peft"))
     loaded = {name: parameter for name, parameter in model.named_parameters() if "lora_" in name}
     assert loaded.keys() == found.found["adapter"].keys()
     for name, parameter in loaded.items():
@@ -135,8 +135,8 @@ def test_the_merged_model_is_a_plain_bf16_model(trained, exported):
 
 @pytest.mark.parametrize("form", ["merged-nvfp4", "modelopt"])
 def test_a_quantized_export_is_the_quantized_merged_model(exported, tmp_path, form):
-    # With the scale choice of the base, `mse`.
-    quantize_checkpoint(exported(CASE, "merged-bf16"), tmp_path / "expected", scale="mse", device="cpu")
+    # With the scale choice of the base, `minmax`.
+    quantize_checkpoint(exported(CASE, "merged-bf16"), tmp_path / "expected", scale="minmax", device="cpu")
     expected = dict(stream(open_source(tmp_path / "expected")))
     source = open_source(exported(CASE, form))
     assert source.layout == ("modelopt" if form == "modelopt" else "compressed-tensors")
@@ -178,7 +178,7 @@ def test_the_report_states_the_cost(trained, exported, tmp_path, capsys):
     prompts.write_text('{"prompt": "What is 2 + 3?"}\n{"prompt": "Ann has 4 apples."}\n')
     out, step = tmp_path / "out", trained(CASE).run / "global_step_4"
     command = ["export", "--checkpoint", str(step), "--out", str(out), "--to", "merged-nvfp4", "--device", "cpu"]
-    assert main([*command, "--prompts", str(prompts), "--num-prompts", "1", "--scale", "minmax"]) == 0
+    assert main([*command, "--prompts", str(prompts), "--num-prompts", "1", "--scale", "mse"]) == 0
     report = json.loads((out / "export_report.json").read_text())
     merged, packed = (dict(stream_of(path)) for path in (exported(CASE, "merged-bf16"), out))
     assert len(report["layers"]) == 14
@@ -187,8 +187,8 @@ def test_the_report_states_the_cost(trained, exported, tmp_path, capsys):
         assert layer["digest"] == weight_digest(packed[module])
         assert 0 < layer["relative_update"] < 1
     down = "model.layers.0.mlp.down_proj"
-    assert report["layers"][down]["digest"] == weight_digest(quantize(merged[f"{down}.weight"], "minmax"))
-    assert (report["scale"], report["scaling"], report["base_digest_checked"]) == ("minmax", 2, True)
+    assert report["layers"][down]["digest"] == weight_digest(quantize(merged[f"{down}.weight"], "mse"))
+    assert (report["scale"], report["scaling"], report["base_digest_checked"]) == ("mse", 2, True)
     assert report["log_probs"]["prompts"] == 1
     assert report["log_probs"]["mean_abs_change"] > 0
     table = capsys.readouterr().out
@@ -225,7 +225,7 @@ def stream_of(path):
 @pytest.mark.parametrize("form", FORMS)
 def test_another_base_is_refused_and_nothing_is_left(trained, models, tmp_path, capsys, form):
     other = tmp_path / "other"
-    quantize_checkpoint(models / "bf16", other, scale="minmax", device="cpu")
+    quantize_checkpoint(models / "bf16", other, scale="mse", device="cpu")
     actor, out = str(trained(CASE).actor), tmp_path / "out"
     with pytest.raises(SystemExit) as exited:
         main(
@@ -277,7 +277,7 @@ def test_an_unknown_form_is_refused(trained, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--to", "peft", "--scale", "mse"], "an option has no meaning here: --scale=mse with --to peft"),
+        (["--to", "peft", "--scale", "minmax"], "an option has no meaning here: --scale=minmax with --to peft"),
         (["--to", "merged-bf16", "--prompts", "p.jsonl"], "an option has no meaning here: --prompts=p.jsonl"),
         (["--to", "modelopt", "--num-prompts", "0"], "too few prompts"),
         (["--to", "peft"], "no checkpoint is found"),

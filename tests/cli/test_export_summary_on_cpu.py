@@ -10,7 +10,7 @@ def quantized(error: float, update: float, log_probs=None):
         f"model.layers.{i}.mlp.up_proj": {"relative_error": error * (i + 1), "relative_update": update}
         for i in range(2)
     }
-    return BASE | {"layers": layers, "scale": "mse", "log_probs": log_probs}
+    return BASE | {"layers": layers, "scale": "minmax", "log_probs": log_probs}
 
 
 def test_an_adapter_is_told_in_a_line():

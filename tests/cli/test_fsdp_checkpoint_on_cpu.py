@@ -48,7 +48,7 @@ def test_our_engine_names_base_options_and_digests(trained):
     record = open_checkpoint(trained(CASE).actor).record
     assert record.base == str(trained(CASE).base)
     assert record.digests == trained(CASE).found["digests"]
-    assert (record.scale, record.ignore) == ("mse", ("lm_head",))
+    assert (record.scale, record.ignore) == ("minmax", ("lm_head",))
     assert (record.adapter["r"], record.adapter["lora_alpha"], len(record.adapter["target_modules"])) == (8, 16, 14)
     stock = open_checkpoint(trained("stock-bf16-full").actor)
     assert (stock.record, stock.lora_meta["r"], stock.lora_meta["lora_alpha"]) == (None, 8, 16)

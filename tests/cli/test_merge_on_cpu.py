@@ -29,7 +29,7 @@ def dense_base(case, path):
         f"{name}.weight" if isinstance(item, PackedWeight) else name: dequantize(item, torch.float32)
         if isinstance(item, PackedWeight)
         else item
-        for name, item in stream(open_source(path), "mse")
+        for name, item in stream(open_source(path), "minmax")
     }
 
 
@@ -64,7 +64,7 @@ def test_a_base_that_moved_is_named_anew(trained, models):
 
 
 def test_the_bf16_source_of_a_packed_base_is_the_same_base(trained, models):
-    # The record's scale choice is used: `mse`, with which models/nvfp4 was made.
+    # The record's scale choice is used: `minmax`, with which models/nvfp4 was made.
     checkpoint = open_checkpoint(trained("ours-nvfp4-lora").actor)
     packed, quantized = (dict(merge_of(checkpoint, str(models / name)).tensors()) for name in ("nvfp4", "bf16"))
     assert all(torch.equal(packed[name], quantized[name]) for name in packed)
@@ -78,9 +78,9 @@ def test_a_base_with_other_bits_is_refused(trained, models):
         record = replace(checkpoint.record, digests=digests | {name: "0" * 16})
         with pytest.raises(CheckpointFormatError, match=f"the base is not the one of the checkpoint: .*'{name}'"):
             merge_of(replace(checkpoint, record=record)).run()
-    minmax = replace(checkpoint, record=replace(checkpoint.record, scale="minmax"))
+    mse = replace(checkpoint, record=replace(checkpoint.record, scale="mse"))
     with pytest.raises(CheckpointFormatError, match="the base is not the one of the checkpoint"):
-        merge_of(minmax, str(models / "bf16")).run()
+        merge_of(mse, str(models / "bf16")).run()
 
 
 def test_a_checkpoint_that_names_no_base_wants_one(trained):
@@ -121,8 +121,8 @@ def test_tensors_without_a_place_in_the_base_are_refused(trained, extra):
 
 def test_the_scale_choice_of_the_base_is_found(trained, models, tmp_path):
     checkpoint = open_checkpoint(trained("ours-nvfp4-lora").actor)
-    assert open_base(str(models / "bf16"), checkpoint).scale == "mse"  # from the record
-    assert open_base(str(models / "nvfp4"), checkpoint).scale == "mse"  # from what `quantize` wrote beside it
+    assert open_base(str(models / "bf16"), checkpoint).scale == "minmax"  # from the record
+    assert open_base(str(models / "nvfp4"), checkpoint).scale == "minmax"  # from what `quantize` wrote beside it
     stock = open_checkpoint(trained("stock-bf16-full").actor)
     assert open_base(str(models / "bf16"), stock).scale is None
     unknown = shutil.copytree(models / "nvfp4", tmp_path / "unknown")

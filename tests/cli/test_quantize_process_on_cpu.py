@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from verl_qerl.cli import main
-from verl_qerl.cli.model_dir import parse_size
+from verl_qerl.cli.quantize_arguments import parse_size
 from verl_qerl.nvfp4.stream import INDEX
 
 
@@ -48,7 +48,7 @@ def _save_large(path: Path, num_layers: int, N: int, K: int) -> int:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_leaves_nothing(tmp_path: Path, number: int, code: int) -> None:
     _save_large(tmp_path / "bf16", num_layers=40, N=1024, K=1024)
-    command = ["quantize", "--model", "bf16", "--out", "out", "--device", "cpu", "--scale", "mse"]
+    command = ["quantize", "--model", "bf16", "--out", "out", "--device", "cpu", "--scale", "minmax"]
     process = subprocess.Popen(
         [sys.executable, "-m", "verl_qerl", *command],
         cwd=tmp_path,

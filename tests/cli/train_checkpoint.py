@@ -37,7 +37,7 @@ def build(kind, model, contents):
     )
     settings = {"strategy": "fsdp2", "use_torch_compile": False, "model_dtype": "bf16"}
     if kind in ("ours", "norms", "int8"):
-        qerl = {"format": kind} if kind == "int8" else {"scale": "mse", "train_norms": kind == "norms"}
+        qerl = {"format": kind} if kind == "int8" else {"scale": "minmax", "train_norms": kind == "norms"}
         cls, config = QerlFSDPEngine, QerlFSDPEngineConfig(**settings, qerl=qerl)
     elif kind == "uaq":
         cls, config = QerlFSDPEngine, ScaledFSDPEngineConfig(**settings | {"model_dtype": "fp32"}, uaq_scale=1.5)

@@ -41,7 +41,7 @@ DIFFERENCE = {
     f"{OURS}.additional_config": {"verl_qerl": {"train_norms": False}},
     f"{OURS}.worker_extension_cls": "verl_qerl.verl_plugin.worker_extension.WorkerExtension",
     f"{OURS}.scheduler_cls": "verl_qerl.vllm_plugin.scheduler.scheduler",
-    f"{OURS}.model_loader_extra_config": {"scale": "minmax", "share_base": False, "ignore": ["lm_head"]},
+    f"{OURS}.model_loader_extra_config": {"scale": None, "share_base": False, "ignore": ["lm_head"]},
 }
 
 
@@ -85,7 +85,7 @@ def test_the_base_agrees_with_the_rest_of_the_run():
     config = composed("+rollout=nvfp4", "+aqn.enabled=true", "+aqn.seed=3", "++actor_rollout_ref.model.lora.rank=16")
     assert OmegaConf.to_container(config.actor_rollout_ref.actor.fsdp_config.qerl, resolve=True) == {
         "format": "nvfp4",
-        "scale": "minmax",
+        "scale": None,
         "ignore": list(DEFAULT_IGNORE),
         "agrees_with": {
             "rollout.name": "vllm",
@@ -100,7 +100,7 @@ def test_the_base_agrees_with_the_rest_of_the_run():
             "model.lora.merge": False,
             "model.lora_adapter_path": None,
             "model.use_remove_padding": True,
-            "model.attn_implementation": "flash_attention_2",
+            "model.attn_implementation": None,
             "actor.ulysses_sequence_parallel_size": 1,
             "trainer.n_gpus_per_node": 8,
             "trainer.nnodes": 1,
@@ -127,13 +127,13 @@ def write_model(folder):
 
 def test_both_sides_quantize_and_share_alike(tmp_path):
     options = (
-        "actor_rollout_ref.actor.fsdp_config.qerl.scale=mse",
+        "actor_rollout_ref.actor.fsdp_config.qerl.scale=minmax",
         "actor_rollout_ref.actor.fsdp_config.qerl.ignore=[a,b]",
         "+actor_rollout_ref.actor.fsdp_config.qerl.share_base=true",
     )
     config = composed("+rollout=nvfp4", *options)
     kwargs = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm, resolve=True)
-    assert kwargs["model_loader_extra_config"] == {"scale": "mse", "share_base": True, "ignore": ["a", "b"]}
+    assert kwargs["model_loader_extra_config"] == {"scale": "minmax", "share_base": True, "ignore": ["a", "b"]}
     describe_checkpoint(kwargs, write_model(tmp_path))
     assert kwargs["hf_overrides"] == {"quantization_config": quantization_config(["a", "b"])}
 

@@ -24,7 +24,7 @@ def main():
     config.quantization_config = None
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config)
-    packed = {name: item for name, item in stream(open_source(path), "mse") if isinstance(item, PackedWeight)}
+    packed = {name: item for name, item in stream(open_source(path), "minmax") if isinstance(item, PackedWeight)}
     for name, linear in replace_linears(model, packed.__contains__).items():
         linear.fill(packed[name].to("cuda" if torch.cuda.is_available() else "cpu"))
     flat = Lender(share_base(model), meeting_place(job, 0)).base.flat

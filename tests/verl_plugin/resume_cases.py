@@ -111,7 +111,7 @@ DAMAGES = {
     "no extra state": lambda folder: (folder / file_name("extra", 2, 0)).unlink(),
 }
 OTHERS = {
-    "scale": {"qerl": {"scale": "mse"}},
+    "scale": {"qerl": {"scale": "minmax"}},
     "ignore": {"qerl": {"ignore": ["lm_head", "re:.*mlp"]}},
     "rank": {"lora_rank": 4},
     "alpha": {"lora_alpha": 32},

@@ -44,9 +44,9 @@ def test_what_differs_from_the_defaults_is_named(option):
 def test_the_base_is_named_so_that_another_process_finds_it(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
-    record = base_record("model", BaseOptions(scale="mse"), {"a": "0"}, lora(), MESH)
+    record = base_record("model", BaseOptions(scale="minmax"), {"a": "0"}, lora(), MESH)
     assert Path(record.base) == (tmp_path / "model").resolve()
-    assert (record.scale, record.ignore, record.digests) == ("mse", ("lm_head",), {"a": "0"})
+    assert (record.scale, record.ignore, record.digests) == ("minmax", ("lm_head",), {"a": "0"})
     assert base_record("org/model", BaseOptions(), {}, lora(), MESH).base == "org/model"
 
 

@@ -17,6 +17,7 @@ from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.verl_plugin.config import BaseOptions, QerlFSDPEngineConfig, aqn_options
 
 MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{node}" for node in ("model", "actor", "rollout"))
+FLASH = f"+{MODEL}.override_config.attn_implementation=flash_attention_2"
 RUN = (
     f"{MODEL}.path=model",
     f"{MODEL}.lora_rank=32",
@@ -55,7 +56,7 @@ def test_a_good_run_builds():
     assert type(config) is QerlFSDPEngineConfig
     assert actor.engine is config
     assert (config.strategy, config.model_dtype) == ("fsdp2", "bf16")
-    assert (config.qerl.scale, config.qerl.ignore) == ("minmax", ("lm_head",))
+    assert (config.qerl.scale, config.qerl.ignore) == ("mse", ("lm_head",))
     assert config.qerl.agrees_with["aqn"] == {"enabled": True}
     assert config.qerl.agrees_with["model.lora_rank"] == 32
     actor.validate(1, 1024, composed().actor_rollout_ref.model)
@@ -69,12 +70,12 @@ def test_a_good_run_builds():
         (f"{ROLLOUT}.load_format=safetensors",),  # what stock LoRA scripts pass
         (f"{ROLLOUT}.load_format=auto",),
         (
-            f"{ACTOR}.fsdp_config.qerl.scale=four_over_six",
+            f"{ACTOR}.fsdp_config.qerl.scale=minmax",
             f"{ACTOR}.fsdp_config.qerl.ignore=[lm_head,'re:.*down_proj']",
         ),
         ("+aqn.enabled=true", "+aqn.sigma_start=0.02", "+aqn.num_stages=4", "+aqn.schedule=linear"),
-        (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=4",),  # of 8 GPUs
-        (f"{ACTOR}.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=1", "trainer.nnodes=2"),
+        (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=4", FLASH),  # of 8 GPUs
+        (f"{ACTOR}.ulysses_sequence_parallel_size=2", FLASH, "trainer.n_gpus_per_node=1", "trainer.nnodes=2"),
     ],
     ids=lambda overrides: overrides[0].removeprefix("actor_rollout_ref."),
 )
@@ -131,6 +132,10 @@ BAD = {
     ): r"attn_implementation=eager does not go together with actor\.fsdp_config\.ulysses_sequence_parallel_size=4",
     (
         f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",
+        f"+{MODEL}.override_config.attn_implementation=verl_qerl_varlen",
+    ): r"attn_implementation=verl_qerl_varlen does not go together .* and install flash-attn, or set the size to 1",
+    (
+        f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",
         f"{MODEL}.use_remove_padding=False",
     ): r"model\.use_remove_padding=False does not go together .* Accepted is True",
     (
@@ -163,7 +168,7 @@ BAD = {
     (f"{ACTOR}.fsdp_config.qerl.ignore='re:.*down_proj'",): r"no list of modules: ignore='re:\.\*down_proj'\. Accepted",
     (f"{ACTOR}.fsdp_config.qerl.ignore=null",): r"no list of modules: ignore=None\. Accepted are exact names",
     (f"{ACTOR}.fsdp_config.qerl.ignore=[1]",): r"no list of modules: ignore=\[1\]\. Accepted are exact names",
-    (f"{ACTOR}.fsdp_config.qerl.scale=absmax",): r"unknown scale choice: .*scale='absmax'. Accepted are minmax, mse",
+    (f"{ACTOR}.fsdp_config.qerl.scale=absmax",): r"unknown scale choice: .*scale='absmax'. Accepted are mse, minmax",
     ("+aqn.enabled=true", "+aqn.sigma=1"): r"unknown option aqn\.sigma=1\. Known options are enabled, sigma_start",
     ("+aqn.sigma_start=-0.1",): r"aqn\.sigma_start=-0\.1 is out of range",
     ("+aqn.sigma_start=1",): r"aqn\.sigma_start=1 is out of range",
@@ -222,8 +227,8 @@ def test_without_an_adapter_all_weights_are_trained_in_float32(form):
 
 
 def test_nvfp4_takes_its_scale_choice_along():
-    options = (f"{MODEL}.lora_rank=0", f"{ACTOR}.fsdp_config.qerl.scale=mse")
-    assert build(composed(*options)).fsdp_config.qerl.weight_format.scale == "mse"
+    options = (f"{MODEL}.lora_rank=0", f"{ACTOR}.fsdp_config.qerl.scale=minmax")
+    assert build(composed(*options)).fsdp_config.qerl.weight_format.scale == "minmax"
 
 
 @pytest.mark.parametrize("form", ["fp8", "int8", "mxfp4", "nvfp4"])

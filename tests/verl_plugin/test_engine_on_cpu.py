@@ -47,7 +47,7 @@ def ranks(models, fresh_process, tmp_path_factory):
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 
-def expected_digests(path, scale="minmax"):
+def expected_digests(path, scale="mse"):
     items = stream(open_source(path), scale)
     return {name: weight_digest(item) for name, item in items if isinstance(item, PackedWeight)}
 
@@ -105,6 +105,8 @@ def test_experts_are_packed_and_the_attention_is_adapted(alone, models):
     assert torch.equal(found["base"], found["expected base"])
     assert not torch.equal(found["logits"], found["base"])
     assert (found["sent digests"], found["later sent digests"]) == (found["digests"], None)
+    assert found["announced"]
+    assert found["later announced"]
     check_sent(found, count=16)
 
 
@@ -116,6 +118,8 @@ def test_an_nvfp4_directory_computes_like_its_bf16_source(alone):
 def test_the_first_adapter_carries_the_digests(alone, name):
     found = alone[name]
     assert (found["sent digests"], found["later sent digests"]) == (found["digests"], None)
+    assert found["announced"]
+    assert found["later announced"]
     assert (found["sent rank"], found["later sent rank"]) == (8, 8)
     assert {"r", "lora_alpha", "target_modules"} <= set(found["like verl's"])
 
@@ -167,7 +171,7 @@ def test_without_our_options_it_is_the_stock_engine(alone):
 
 def test_options_reach_the_base(alone, models):
     found = alone["options"]
-    assert found["mse"] == expected_digests(models / "bf16", "mse") != alone["bf16"]["digests"]
+    assert found["minmax"] == expected_digests(models / "bf16", "minmax") != alone["bf16"]["digests"]
     assert len(found["ignore"]) == 8
     assert all(".self_attn." in name for name in found["ignore"])
 

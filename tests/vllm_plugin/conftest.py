@@ -107,11 +107,11 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def packed_dir(model_dir, tmp_path_factory):
-    """The Qwen2 model as `quantize --scale mse` writes it."""
+    """The Qwen2 model as `quantize --scale minmax` writes it."""
     from verl_qerl.cli.quantize import quantize_checkpoint
 
     out = tmp_path_factory.mktemp("packed") / "qwen2"
-    quantize_checkpoint(model_dir("qwen2"), out, scale="mse", device="cpu")
+    quantize_checkpoint(model_dir("qwen2"), out, scale="minmax", device="cpu")
     return out
 
 
@@ -146,7 +146,7 @@ def engine(start, model_dir):
     return start(
         model_dir("qwen2"),
         aqn={"enabled": True},
-        model_loader_extra_config={"scale": "mse"},
+        model_loader_extra_config={"scale": "minmax"},
         enable_lora=True,
         max_lora_rank=8,
     )
@@ -189,7 +189,7 @@ def reference_model(model_dir):
     """Builds the Qwen2 in transformers, its linears holding what NVFP4 makes of them (scale None: as they are)."""
     import transformers
 
-    def build(scale: str | None = "mse", dtype: torch.dtype = torch.float32):
+    def build(scale: str | None = "minmax", dtype: torch.dtype = torch.float32):
         model = transformers.Qwen2ForCausalLM.from_pretrained(model_dir("qwen2"), dtype=torch.bfloat16).eval()
         if scale is not None:
             for name, item in stream(open_source(model_dir("qwen2")), scale):

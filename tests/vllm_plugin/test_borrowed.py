@@ -27,7 +27,7 @@ def main(path, adapter, shared):
               skip_tokenizer_init=True, enable_sleep_mode=True, enable_lora=True, max_loras=1, max_lora_rank=16,
               load_format="verl_qerl_nvfp4", quantization="verl_qerl_nvfp4",
               hf_overrides={"quantization_config": quantization_config()},
-              model_loader_extra_config={"scale": "mse", "share_base": shared},
+              model_loader_extra_config={"scale": "minmax", "share_base": shared},
               worker_extension_cls="verl_qerl.vllm_plugin.worker.NoiseWorkerExtension",
               additional_config={"verl_qerl": {"aqn": {"enabled": True}}})
     params = SamplingParams(temperature=0, max_tokens=16, logprobs=0, ignore_eos=True, detokenize=False)

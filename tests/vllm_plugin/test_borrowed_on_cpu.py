@@ -14,7 +14,7 @@ from verl_qerl.vllm_plugin.borrowed import BorrowedKernel, BorrowedNVFP4, attach
 
 pytestmark = pytest.mark.usefixtures("sockets")
 
-SHARED = {"scale": "mse", "share_base": True}
+SHARED = {"scale": "minmax", "share_base": True}
 
 
 @pytest.fixture

@@ -147,7 +147,7 @@ def test_a_sync_of_quantized_weights_rounds_the_new_head(start, model_dir, promp
 def test_ranks_hold_parts_of_the_rounded_head(run_script, rounded, model_dir, write_adapter, prompt, prompt_log_probs):
     script = Path(__file__).with_name("parallel_cases.py").read_text()
     adapters = [write_adapter(name, ["q_proj"], 8) for name in ("one", "two.")]
-    options = {"tensor_parallel_size": 2, "enforce_eager": True, "model_loader_extra_config": {"scale": "mse"}}
+    options = {"tensor_parallel_size": 2, "enforce_eager": True, "model_loader_extra_config": {"scale": "minmax"}}
     ours = {"aqn": {"enabled": True}, **FP8}
     arguments = (*map(str, adapters), json.dumps(prompt), json.dumps(options), json.dumps(ours))
     seen = run_script(script, str(model_dir("qwen2")), *arguments)

@@ -13,7 +13,7 @@ from verl_qerl.nvfp4.stream import open_source, stream
 pytest.importorskip("vllm")
 
 
-def digests_of(path, scale: str = "mse") -> dict[str, str]:
+def digests_of(path, scale: str = "minmax") -> dict[str, str]:
     items = stream(open_source(path), scale)
     return {name: weight_digest(item) for name, item in items if isinstance(item, PackedWeight)}
 
@@ -43,7 +43,7 @@ def test_digests_are_those_of_the_stream(engine, model_dir):
     found = digests_in(engine)
     assert len(found) == 2 * 7
     assert found == digests_of(model_dir("qwen2"))
-    assert found != digests_of(model_dir("qwen2"), "minmax")
+    assert found != digests_of(model_dir("qwen2"), "mse")
 
 
 def test_an_nvfp4_directory_has_the_digests_of_its_source(engine, packed_engine, packed_dir):
@@ -55,7 +55,7 @@ def test_digests_see_the_global_scale(start, copy_of, model_dir):
     def double(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.0.mlp.down_proj.weight"] *= 2
 
-    before, after = digests_of(model_dir("qwen2"), "minmax"), digests_in(start(copy_of(double)))
+    before, after = digests_of(model_dir("qwen2"), "mse"), digests_in(start(copy_of(double)))
     assert {name for name in before if before[name] != after[name]} == {"model.layers.0.mlp.down_proj"}
 
 
@@ -83,7 +83,7 @@ def test_an_infinite_weight(start, copy_of):
         start(copy_of(spoil))
 
 
-@pytest.mark.parametrize("options", [{"scales": "mse"}, {"scale": "mse", "device": "cpu"}], ids=str)
+@pytest.mark.parametrize("options", [{"scales": "minmax"}, {"scale": "minmax", "device": "cpu"}], ids=str)
 def test_an_unknown_option(start, model_dir, options):
     with pytest.raises(
         ValueError, match=r"unknown model_loader_extra_config .* Accepted are \['ignore', 'scale', 'share_base'\]\."
@@ -172,7 +172,7 @@ def test_which_models_are_ours_to_load(monkeypatch, runner, quantization, ours):
     taken = []
     monkeypatch.setattr(loader, "open_source", lambda *_: taken.append("ours"))
     monkeypatch.setattr(loader.DefaultModelLoader, "download_model", lambda *_: taken.append("vLLM's"))
-    options = {"load_format": "verl_qerl_nvfp4", "model_loader_extra_config": {"scale": "mse"}}
+    options = {"load_format": "verl_qerl_nvfp4", "model_loader_extra_config": {"scale": "minmax"}}
     config = SimpleNamespace(model="somebody/model", revision=None, runner_type=runner, quantization=quantization)
     loader.QuantizingModelLoader(LoadConfig(**options)).download_model(config)
     assert taken == ["ours" if ours else "vLLM's"]

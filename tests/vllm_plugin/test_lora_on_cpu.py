@@ -29,7 +29,7 @@ def stock(start, model_dir):
         model_dir("qwen2"),
         aqn={"enabled": True},
         additional={"lora": "stock"},
-        model_loader_extra_config={"scale": "mse"},
+        model_loader_extra_config={"scale": "minmax"},
         enable_lora=True,
         max_lora_rank=8,
     )

@@ -40,7 +40,7 @@ def adapter(reference_model, tmp_path_factory):
 
 def test_the_tolerance_tells_quantized_from_original(tolerance, truth, reference_model, reference_log_probs):
     assert rms_error_ratio(reference_log_probs(reference_model(scale=None)), truth) > 10 * tolerance
-    assert rms_error_ratio(reference_log_probs(reference_model(scale="minmax")), truth) > 3 * tolerance
+    assert rms_error_ratio(reference_log_probs(reference_model(scale="mse")), truth) > 3 * tolerance
 
 
 def test_a_bf16_source_is_sampled_as_its_dequantized_weights(engine, prompt_log_probs, truth, tolerance):

@@ -19,7 +19,6 @@ from verl_qerl.cli.model_dir import (
     check_free_space,
     copy_other_files,
     device_name,
-    parse_size,
     pick_device,
     store,
     total_bytes,
@@ -27,46 +26,16 @@ from verl_qerl.cli.model_dir import (
 )
 from verl_qerl.cli.output_dir import check_absent, new_directory
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats import FORMATS, WeightFormat, scaled_format
+from verl_qerl.formats import WeightFormat, scaled_format
 from verl_qerl.formats.dense_source import DenseSource, dense_source, left_dense
 from verl_qerl.formats.packed import relative_error
 from verl_qerl.formats.packed_stream import check_held, packed_names, packed_stream
-from verl_qerl.nvfp4 import SCALE_CHOICES
 from verl_qerl.nvfp4.digest import model_digest
 from verl_qerl.nvfp4.format import Packed
 from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE, ROUTER, is_router
 from verl_qerl.nvfp4.reader import TensorSpec
 from verl_qerl.nvfp4.stream import Source, open_source
 from verl_qerl.nvfp4.writer import ShardedWriter, quantized_specs
-
-
-def add_parser(subparsers: Any) -> None:
-    """Register the command."""
-    parser = subparsers.add_parser("quantize", help="write a quantized checkpoint of a bf16 model")
-    parser.add_argument("--model", type=Path, required=True, help="directory in Hugging Face layout, or a hub id")
-    parser.add_argument("--out", type=Path, required=True, help="new directory; appears whole or not at all")
-    parser.add_argument("--format", choices=sorted(FORMATS), default="nvfp4", help="(default: %(default)s)")
-    parser.add_argument(
-        "--scale", choices=SCALE_CHOICES, default="minmax", help="of a block of nvfp4 (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--ignore",
-        nargs="+",
-        default=[],
-        metavar="MODULE",
-        help="modules left as they are besides lm_head and routers: exact names, or `re:` and a regular expression",
-    )
-    parser.add_argument(
-        "--requantize",
-        action="store_true",
-        help="take a quantized model by the weights that it stands for: NVFP4, MXFP4, INT8, FP8 a tensor, row or block;"
-        " its rounding stays, and errors are those beside it",
-    )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
-    parser.add_argument(
-        "--max-shard-size", type=parse_size, default="5GB", help="of an output file (default: %(default)s)"
-    )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,7 +60,7 @@ def quantize_checkpoint(
     out: Path,
     *,
     form: str = "nvfp4",
-    scale: str = "minmax",
+    scale: str | None = None,
     ignore: Sequence[str] = (),
     device: str = "auto",
     max_shard_bytes: int = 5 * 10**9,
@@ -103,7 +72,7 @@ def quantize_checkpoint(
         model: Directory in Hugging Face layout, unquantized.
         out: Absent or empty; on an error nothing is left.
         form: Name of the weight format.
-        scale: Scale choice of nvfp4, see `nvfp4.reference.quantize_group`; minmax for the others.
+        scale: Scale choice of nvfp4, see `nvfp4.reference.quantize_group`; None is the default of the format.
         ignore: Modules left as they are, besides lm_head.
         device: `auto`, `cpu` or `cuda`.
         max_shard_bytes: Of one output file.

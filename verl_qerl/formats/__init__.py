@@ -25,14 +25,20 @@ def get_format(name: str) -> WeightFormat:
     return FORMATS[name]
 
 
-def scaled_format(name: str, scale: str = "minmax") -> WeightFormat:
-    """The format of that name with a choice of scale, which NVFP4 alone has.
+def scale_choices(name: str) -> tuple[str, ...]:
+    """How the format of that name can choose its scales, the default first; NVFP4 alone has more than one way."""
+    return SCALE_CHOICES if name == NVFP4.name else ("minmax",)
+
+
+def scaled_format(name: str, scale: str | None = None) -> WeightFormat:
+    """The format of that name with a choice of scale; None is its default.
 
     Raises:
         ValueError: There is no such format or choice.
     """
-    form = get_format(name)
-    choices = SCALE_CHOICES if isinstance(form, NVFP4) else ("minmax",)
+    form, choices = get_format(name), scale_choices(name)
+    if scale is None:
+        return form
     if scale not in choices:
         raise ValueError(
             f"unknown scale choice: scale={scale!r} of {name}. Accepted are {', '.join(choices)}. Choose one of them."
@@ -40,4 +46,4 @@ def scaled_format(name: str, scale: str = "minmax") -> WeightFormat:
     return replace(form, scale=scale) if isinstance(form, NVFP4) else form
 
 
-__all__ = ["FORMATS", "FP8", "INT8", "MXFP4", "NVFP4", "WeightFormat", "get_format", "scaled_format"]
+__all__ = ["FORMATS", "FP8", "INT8", "MXFP4", "NVFP4", "WeightFormat", "get_format", "scale_choices", "scaled_format"]

@@ -27,7 +27,7 @@ class NVFP4(WeightFormat):
     block_size: int = BLOCK_SIZE
     codes_per_byte: int = 2
     shares_scale: bool = True
-    scale: str = "minmax"
+    scale: str = reference.DEFAULT_SCALE
 
     def quantize_group(self, weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
         """See `WeightFormat.quantize_group`; the members share their global scale."""

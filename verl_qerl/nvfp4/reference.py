@@ -10,34 +10,34 @@ import torch
 
 from verl_qerl.nvfp4.format import BLOCK_SIZE, E2M1_MAX, E2M1_VALUES, E4M3_MAX, E4M3_MIN_NORMAL, PackedWeight
 
-SCALE_CHOICES = ("minmax", "mse", "four_over_six")
+SCALE_CHOICES = ("mse", "minmax")
+DEFAULT_SCALE = "mse"
 
-# Factors on amax / 6 that a block's scale is tried with.
-_FACTORS = {
-    "minmax": (1.0,),
-    "four_over_six": (1.0, 1.5),  # amax lands on 6 or on 4 (arXiv 2512.02010)
-    "mse": tuple(i / 64 for i in range(40, 108, 4)),  # 0.625 .. 1.625; as good as trying every E4M3 neighbour
-}
-# Largest block scale before the factor, so that the largest factor still fits E4M3.
-_HEADROOM = {"minmax": E4M3_MAX, "four_over_six": 256.0, "mse": 256.0}
-# Bounds temporaries: to a few hundred MB on a GPU, and to what a core's caches and the allocator keep on a CPU, where a
-# large chunk is three times slower (measured: 61 against 20 M weights a second, most of it page faults).
-_CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
+# Steps of E4M3 from the one nearest to amax / 6 that a block's scale is tried at: amax lands on 3.3 to 8. Of
+# normal numbers and their second to fourth powers (the tests) no block has a better one among all scales of E4M3.
+_STEPS = {"minmax": (0,), "mse": tuple(range(-2, 7))}
+# Largest block scale before these steps, so that the last one still fits E4M3.
+_HEADROOM = {"minmax": E4M3_MAX, "mse": 256.0}
+_LEAST, _LARGEST = 0x08, 0x7E  # bytes of E4M3_MIN_NORMAL and E4M3_MAX
+_EXPONENT = 0x7F800000  # of a float32
+_ROUNDER = 1.5 * 2**22  # a float32 of [2**22, 2**23) has a step of 1 / 2
+# Bounds temporaries: to a few hundred MB on a GPU, and to what a core's caches keep on a CPU.
+_CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
 
 
-def quantize(weight: torch.Tensor, scale: str = "minmax", name: str = "weight") -> PackedWeight:
+def quantize(weight: torch.Tensor, scale: str = DEFAULT_SCALE, name: str = "weight") -> PackedWeight:
     """Quantize one weight. See `quantize_group`."""
     return quantize_group({name: weight}, scale)[name]
 
 
-def quantize_group(weights: dict[str, torch.Tensor], scale: str = "minmax") -> dict[str, PackedWeight]:
+def quantize_group(weights: dict[str, torch.Tensor], scale: str = DEFAULT_SCALE) -> dict[str, PackedWeight]:
     """Quantize weights that a kernel multiplies as one (q, k, v; gate, up), with one global scale for all.
 
     vLLM takes the maximum of the global scales of a fused linear without rescaling the blocks, so they must be equal.
 
     Args:
         weights: name -> [N, K] floating point, K % 16 == 0; N may differ.
-        scale: `minmax` (amax to 6, as QeRL), `mse` (the factor with the least squared error), `four_over_six`.
+        scale: Of each block: `mse` (that with the least squared error) or `minmax` (amax to 6, as QeRL).
 
     Returns:
         name -> PackedWeight on the weight's device. The global scale is a power of two.
@@ -137,7 +137,7 @@ def _power_of_two_below(value: float) -> float:
 
 
 def _quantize(weight: torch.Tensor, encode: float, scale: str) -> PackedWeight:
-    parts = [_quantize_rows(part, encode, _FACTORS[scale]) for part in weight.split(chunk_rows(weight))]
+    parts = [_quantize_rows(part, encode, _STEPS[scale]) for part in weight.split(chunk_rows(weight))]
     codes, block_scale = (torch.cat([part[i] for part in parts]) for i in range(2))
     decode = torch.tensor(1.0 / encode, dtype=torch.float32, device=weight.device)
     return PackedWeight(codes, block_scale, decode)
@@ -148,37 +148,71 @@ def chunk_rows(weight: torch.Tensor) -> int:
     return max(1, _CHUNK_ELEMENTS[weight.device.type] // weight.shape[1])
 
 
-def _quantize_rows(weight: torch.Tensor, encode: float, factors: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_rows(weight: torch.Tensor, encode: float, steps: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     n, K = weight.shape
-    blocks = weight.float().reshape(n, K // BLOCK_SIZE, BLOCK_SIZE) * encode  # exact: a power of two
+    blocks = weight.float().reshape(-1, BLOCK_SIZE) * encode  # exact: a power of two
     # By a tensor on the device: CUDA turns a division by a number into a product with its reciprocal.
     ideal = blocks.abs().amax(dim=-1) / blocks.new_tensor(E2M1_MAX)
-    best_codes, best_scale, scaled = _encode(blocks, ideal * factors[0])
-    if len(factors) > 1:
-        best_error = _block_error(scaled, best_codes, best_scale)
-    for factor in factors[1:]:
-        codes, scale, scaled = _encode(blocks, ideal * factor)
-        error = _block_error(scaled, codes, scale)
-        better = error < best_error
-        best_codes = torch.where(better[..., None], codes, best_codes)
-        best_scale = torch.where(better, scale.view(torch.uint8), best_scale.view(torch.uint8)).view(scale.dtype)
-        best_error = torch.where(better, error, best_error)
-    return pack_codes(best_codes.view(n, K)), best_scale
+    scale = ideal.clamp(E4M3_MIN_NORMAL, E4M3_MAX).to(torch.float8_e4m3fn)
+    if len(steps) > 1:
+        scale = _best_scale(blocks, scale, steps)
+    codes = e2m1_codes(blocks / scale.float()[:, None])
+    return pack_codes(codes.view(n, K)), scale.view(n, K // BLOCK_SIZE)
 
 
-def _encode(blocks: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(codes, E4M3 block scale, blocks over that scale)."""
-    scale = scale.clamp(E4M3_MIN_NORMAL, E4M3_MAX).to(torch.float8_e4m3fn)
-    scaled = blocks / scale.float()[..., None]
-    return e2m1_codes(scaled), scale, scaled
+def _best_scale(blocks: torch.Tensor, nearest: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
+    """The scale of each block that has the least squared error, the first one of equals.
+
+    Args:
+        blocks: [blocks, 16] float32.
+        nearest: [blocks] E4M3.
+        steps: Tried are the scales so many steps of E4M3 from `nearest`.
+
+    Returns:
+        [blocks] E4M3.
+    """
+    values = blocks.abs().t().contiguous()  # [16, blocks]: a scale a column, and sums of whole rows
+    scaled, error = torch.empty_like(values), torch.empty_like(values)
+    one, middle = values.new_ones(()), nearest.view(torch.uint8).short()
+    best = least = None
+    for step in steps:
+        code = (middle + step).clamp_(_LEAST, _LARGEST).to(torch.uint8)
+        scale = code.view(nearest.dtype).float()
+        torch.mul(values, one / scale, out=scaled)
+        _to_e2m1(scaled, out=error).sub_(scaled).square_()
+        half = BLOCK_SIZE // 2
+        while half:  # in the same order on every device
+            error[:half] += error[half : 2 * half]
+            half //= 2
+        total = error[0] * scale.square()
+        if best is None or least is None:
+            best, least = code, total
+            continue
+        better = total < least
+        best = torch.where(better, code, best)
+        least = torch.where(better, total, least)
+    assert best is not None
+    return best.view(nearest.dtype)
+
+
+def _to_e2m1(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The nearest of E2M1's values to those of `x` >= 0, ties to even; beyond 6 it is 6."""
+    # Adding and subtracting a number whose step is that of E2M1 around x, 0.5 below 2 and 1 and 2 above, rounds.
+    rounder = x.clamp(1.0, 4.0)
+    rounder.view(torch.int32).bitwise_and_(_EXPONENT)  # 1, 2 or 4
+    rounder *= _ROUNDER
+    return torch.add(x, rounder, out=out).sub_(rounder).clamp_(max=E2M1_MAX)
 
 
 def e2m1_codes(x: torch.Tensor) -> torch.Tensor:
     """The nearest E2M1 codes (uint8, one a value, bit 3 = sign), ties to even; magnitudes above 6 become 6."""
-    # On each of the grid's three spacings (0.5, 1, 2); torch.round ties to even.
-    a = x.abs().clamp(max=E2M1_MAX)
-    index = torch.where(a < 2, (a * 2).round(), torch.where(a < 4, a.round() + 2, (a / 2).round() + 4))
-    return index.to(torch.uint8) | (torch.signbit(x).to(torch.uint8) << 3)
+    # As in `_to_e2m1`; the last bits of the sum count steps of 0.5, 1 or 2, where codes count from 0, 2 or 4 on.
+    magnitude = x.abs().clamp_(max=E2M1_MAX)
+    rounder = magnitude.clamp(min=1.0)
+    exponent = rounder.view(torch.int32).bitwise_and_(_EXPONENT) >> 22  # twice that of float32: 254, 256 or 258
+    magnitude += rounder.mul_(_ROUNDER)
+    codes = magnitude.view(torch.int32).bitwise_and_(7).add_(exponent).sub_(254)
+    return codes.bitwise_or_((x.view(torch.int32) >> 28).bitwise_and_(8)).to(torch.uint8)
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
@@ -191,12 +225,3 @@ def e2m1_values(packed: torch.Tensor) -> torch.Tensor:
     table = torch.tensor(E2M1_VALUES, device=packed.device)
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
     return table[codes.int()]
-
-
-def _block_error(scaled: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    table = torch.tensor(E2M1_VALUES, device=scaled.device)
-    squared = (table[codes.int()] - scaled).square()
-    total = squared[..., 0]
-    for i in range(1, BLOCK_SIZE):  # fixed order: the same sum on every device
-        total = total + squared[..., i]
-    return total * scale.float().square()

@@ -22,7 +22,7 @@ from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
 from verl_qerl.nvfp4.groups import in_groups, linears_among
 from verl_qerl.nvfp4.json_object import read_object
 from verl_qerl.nvfp4.reader import DTYPES, TensorSpec, read_shard
-from verl_qerl.nvfp4.reference import quantize_group
+from verl_qerl.nvfp4.reference import DEFAULT_SCALE, quantize_group
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ def linear_modules(
 
 def stream(
     source: Source,
-    scale: str = "minmax",
+    scale: str = DEFAULT_SCALE,
     ignore: Sequence[str] | None = None,
     device: str | torch.device = "cpu",
     observe: Callable[[str, torch.Tensor, PackedWeight], None] | None = None,
@@ -222,7 +222,7 @@ def stream(
 def pack(
     tensors: Iterable[tuple[str, torch.Tensor]],
     linears: Set[str],
-    scale: str = "minmax",
+    scale: str = DEFAULT_SCALE,
     observe: Callable[[str, torch.Tensor, PackedWeight], None] | None = None,
 ) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
     """Quantize the weights of `linears` as they come; see `stream`.

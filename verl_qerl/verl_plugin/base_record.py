@@ -31,7 +31,7 @@ def base_record(
     """
     return BaseRecord(
         recorded_path(path),
-        options.scale,
+        str(options.scale),
         options.ignore,
         digests,
         adapter_options(adapter),

@@ -16,15 +16,17 @@ from verl.workers.config import FSDPEngineConfig
 from verl_qerl import verl_plugin, vllm_plugin
 from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.algos.options import read_options
-from verl_qerl.formats import FORMATS, WeightFormat, scaled_format
+from verl_qerl.formats import FORMATS, WeightFormat, scale_choices, scaled_format
 from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE, ignore_rules
-from verl_qerl.nvfp4.reference import SCALE_CHOICES
+from verl_qerl.verl_plugin.attention import default_attention
 from verl_qerl.verl_plugin.nodes import plain
 from verl_qerl.verl_plugin.sequence_parallel import check_sequence_parallel
 
-# Keys under which the actor's digests, and what is where in a flat adapter, travel with the adapter's configuration.
+# Keys under which the actor's digests, what is where in a flat adapter, and the adapter's checksum travel with its
+# configuration.
 DIGESTS = "verl_qerl_base_digests"
 LAYOUT = "verl_qerl_adapter_layout"
+CHECKSUM = "verl_qerl_adapter_checksum"
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class BaseOptions:
 
     Attributes:
         format: Of the rollout's linears, and of the actor's frozen base: nvfp4, mxfp4, int8 or fp8.
-        scale: Scale choice of nvfp4 where model.path is not quantized yet: minmax, mse or four_over_six.
+        scale: Scale choice of nvfp4 where model.path is not quantized yet: mse, its default, or minmax.
         ignore: Modules left in bf16: exact names, or `re:` and a regular expression.
         fused_lora: Compute adapter and base linear as one function, q, k, v and gate, up together; else as PEFT does.
         shard_base: Spread the packed base over the ranks; a layer is gathered while it computes. nvfp4 only, as are
@@ -45,7 +47,7 @@ class BaseOptions:
     """
 
     format: str = "nvfp4"
-    scale: str = "minmax"
+    scale: str | None = None
     ignore: tuple[str, ...] = DEFAULT_IGNORE
     fused_lora: bool = True
     shard_base: bool = False
@@ -60,7 +62,9 @@ class BaseOptions:
         Raises:
             ValueError: One is out of range or does not go together with the rest of the configuration.
         """
-        choices = SCALE_CHOICES if self.format == "nvfp4" else ("minmax",)
+        choices = scale_choices(self.format)
+        if self.scale is None:
+            object.__setattr__(self, "scale", choices[0])
         for name, found, accepted in (("format", self.format, tuple(FORMATS)), ("scale", self.scale, choices)):
             if found not in accepted:
                 raise ValueError(
@@ -176,7 +180,7 @@ class QerlFSDPEngineConfig(ScaledFSDPEngineConfig):
         if "model.attn_implementation" in run:
             check_sequence_parallel(
                 older_name if older_name > 1 else self.ulysses_sequence_parallel_size,
-                run["model.attn_implementation"],
+                run["model.attn_implementation"] or default_attention(),
                 run["model.use_remove_padding"],
                 run["trainer.n_gpus_per_node"] * run["trainer.nnodes"],
             )

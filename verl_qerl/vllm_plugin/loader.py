@@ -32,7 +32,7 @@ _DIGESTS = "verl_qerl_digests"
 class QuantizingModelLoader(BaseModelLoader):
     """Loads with `--load-format verl_qerl_<format> --quantization verl_qerl_<format>`.
 
-    `--model-loader-extra-config '{"scale": "minmax", "ignore": ["lm_head"]}'` are the options of a bf16 source; only
+    `--model-loader-extra-config '{"scale": "mse", "ignore": ["lm_head"]}'` are the options of a bf16 source; only
     NVFP4 has a choice of `scale`. `share_base` takes the packed linears from the actor's process, and what is left from
     the files. A model that speculates is loaded as vLLM does.
     """
@@ -45,7 +45,7 @@ class QuantizingModelLoader(BaseModelLoader):
             raise ValueError(
                 f"unknown model_loader_extra_config {unknown}. Accepted are {sorted(_OPTIONS)}. Check the spelling."
             )
-        self._form = scaled_format(NAMES[str(load_config.load_format)], options.get("scale", "minmax"))
+        self._form = scaled_format(NAMES[str(load_config.load_format)], options.get("scale"))
         self._ignore = options.get("ignore")
         self._borrows = options.get(OPTION, False)
         if not isinstance(self._borrows, bool):

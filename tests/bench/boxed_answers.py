@@ -1,0 +1,49 @@
+"""GSM8K questions for models that box their answers, and whether an answer is right, by math-verify."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
+_BOX = "\\boxed{"
+
+
+def read_questions(path: Path, count: int) -> tuple[list[str], list[str]]:
+    """The first questions of a file of JSON lines in GSM8K's form, each with INSTRUCTION behind it, and their answers.
+
+    Raises:
+        ValueError: There are fewer.
+    """
+    rows = [json.loads(line) for line in path.read_text().splitlines()[:count]]
+    if len(rows) < count:
+        raise ValueError(f"{path} has {len(rows)} questions, {count} are asked for. Ask for at most as many.")
+    answers = [row["answer"].rpartition("####")[2].strip().replace(",", "") for row in rows]
+    return [f"{row['question']} {INSTRUCTION}" for row in rows], answers
+
+
+def encode(tokenizer: Any, questions: list[str]) -> list[list[int]]:
+    """Token ids of chats up to the assistant's turn."""
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    return tokenizer(texts, add_special_tokens=False).input_ids
+
+
+def boxed(text: str) -> str | None:
+    """What the last box of an answer holds; None where there is no box, or none that is closed."""
+    start = text.rfind(_BOX)
+    depth = 1
+    for at in range(start + len(_BOX), len(text)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+        if depth == 0:
+            return text[start + len(_BOX) : at]
+    return None
+
+
+@functools.cache
+def is_right(found: str, wanted: str) -> bool:
+    """Whether what a box holds is the wanted number: units, currencies and ways to write it do not count."""
+    from math_verify import parse, verify
+
+    mine, gold = (parse(f"{_BOX}{text}}}") for text in (found, wanted))
+    return bool(verify(gold, mine))
