@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 
+from omegaconf import OmegaConf
 from packaging.specifiers import SpecifierSet
 
 from verl_qerl.errors import UpstreamDriftError
@@ -29,6 +30,7 @@ def _register() -> None:
             raise UpstreamDriftError(
                 f"{package} is {found}. verl_qerl works with {package}{accepted}. Install that release."
             )
+    OmegaConf.register_new_resolver("verl_qerl.has_adapter", bool, replace=True)  # of config/rollout/nvfp4.yaml
     if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
         from verl_qerl.verl_plugin import cpu
 
