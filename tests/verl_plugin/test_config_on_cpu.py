@@ -142,7 +142,13 @@ BAD = {
         f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",
         "trainer.n_gpus_per_node=1",
         "trainer.nnodes=3",
+        f"{ROLLOUT}.tensor_model_parallel_size=1",
     ): r"ulysses_sequence_parallel_size=2 does not divide the 3 GPUs of the actor",
+    (
+        f"{ROLLOUT}.tensor_model_parallel_size=4",
+        "trainer.n_gpus_per_node=1",
+        "trainer.nnodes=2",
+    ): r"tensor_model_parallel_size=4 does not divide the 2 GPUs of the run \(trainer\.n_gpus_per_node=1, .*nnodes=2\)",
     (
         f"{ACTOR}.checkpoint.save_contents=[model,hf_model]",
     ): r"save_contents=\['model', 'hf_model'\] does not go .* and an adapter\. Accepted .*`python -m verl_qerl export`",

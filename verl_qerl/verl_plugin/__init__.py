@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 
+from omegaconf import OmegaConf
 from packaging.specifiers import SpecifierSet
 
 from verl_qerl import upstream
@@ -30,6 +31,7 @@ def _register() -> None:
         fits = SpecifierSet(accepted).contains(found, prereleases=True)
         if not fits and not upstream.goes_on_untested(problem, package, _replaced(package)):
             raise UpstreamDriftError(problem)
+    OmegaConf.register_new_resolver("verl_qerl.has_adapter", bool, replace=True)  # of config/rollout/nvfp4.yaml
     if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
         from verl_qerl.verl_plugin import cpu
 

@@ -264,3 +264,10 @@ def _check_run(run: dict[str, Any], form: str, has_adapter: bool) -> None:
                     f"{name}={run[name]} does not go together with {others}. Accepted is {accepted}. {remedy}"
                 )
     AQNConfig.from_mapping(run.get("aqn"))
+    gpus, shared = run.get("trainer.n_gpus_per_node"), run.get("rollout.tensor_model_parallel_size", 1)
+    if gpus is not None and (gpus * run["trainer.nnodes"]) % shared:
+        raise ValueError(
+            f"rollout.tensor_model_parallel_size={shared} does not divide the {gpus * run['trainer.nnodes']} GPUs of"
+            f" the run (trainer.n_gpus_per_node={gpus}, trainer.nnodes={run['trainer.nnodes']}). Accepted are divisors"
+            " of it. Set actor_rollout_ref.rollout.tensor_model_parallel_size=1, or use more GPUs."
+        )
