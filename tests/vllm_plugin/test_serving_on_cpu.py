@@ -12,6 +12,7 @@ from verl_qerl.formats import FORMATS, get_format
 from verl_qerl.vllm_plugin.loader import base_digests
 
 ROOT = Path(__file__).parents[2]
+PROMPT = {"prompt_token_ids": [1, 2, 3]}
 LINEARS = ["q_proj", "v_proj", "down_proj"]
 
 
@@ -26,7 +27,7 @@ def test_the_call_of_the_documentation(vllm, model_dir, write_adapter, monkeypat
     for there, here in (
         ("Qwen2.5-7B-Instruct", str(model_dir("qwen2"))),
         ("path/to/adapter", str(folder)),
-        ("What is 2 + 3?", "t1 t2 t3"),
+        ('"What is 2 + 3?"', str(PROMPT)),
         ('dtype="bfloat16",', 'dtype="bfloat16", enforce_eager=True, kv_cache_memory_bytes=1 << 26,'),  # small and soon
         ("SamplingParams(", "SamplingParams(temperature=0, ignore_eos=True, "),
     ):
@@ -35,7 +36,7 @@ def test_the_call_of_the_documentation(vllm, model_dir, write_adapter, monkeypat
     names: dict = {}
     exec(code, names)
     (with_adapter,) = names["answers"]
-    (without,) = names["llm"].generate(["t1 t2 t3"], vllm.SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+    (without,) = names["llm"].generate([PROMPT], vllm.SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
     assert len(with_adapter.outputs[0].token_ids) == 64
     assert with_adapter.outputs[0].token_ids != without.outputs[0].token_ids
     assert len(digests_in(names["llm"])) == 14
