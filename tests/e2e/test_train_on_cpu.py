@@ -257,6 +257,18 @@ def test_verls_weights_are_of_a_quantized_noisy_rollout(int8_base_run):
         assert noisy["qerl/rollout_kl_k3"] > 2 * step["qerl/rollout_kl_k3"]
 
 
+def test_a_critic_beside_a_packed_actor(workbench):
+    options = ("algorithm.adv_estimator=gae", f"critic.model.path={workbench.model}", "critic.optim.lr=1e-3")
+    options += ("critic.ppo_micro_batch_size_per_gpu=4", "actor_rollout_ref.actor.use_kl_loss=True")
+    options += ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",)
+    first, second = workbench.train("gae", "+rollout=nvfp4", *options).check().steps
+    assert first["critic/vf_loss"] > 0
+    assert first["critic/grad_norm"] > 0
+    assert first["critic/values/mean"] != second["critic/values/mean"]
+    assert abs(first["actor/kl_loss"]) < 1e-5 < second["actor/kl_loss"]  # the reference is the base
+    assert_in_step(second)
+
+
 def test_noise_alone_on_a_bf16_rollout_with_validation(workbench):
     options = ["+aqn.enabled=true", "+aqn.num_stages=2", "trainer.val_before_train=True", "trainer.test_freq=1"]
     options += ["+qerl.mismatch_sample=4", "+aqn.mode=relative", f"+aqn.target_kl={TARGET_KL}"]
