@@ -2,6 +2,11 @@
 
 import sys
 
-from verl_qerl.cli import main
+try:
+    from verl_qerl.cli import main
 
-sys.exit(main())
+    code = main()
+except KeyboardInterrupt:  # before `main` listens
+    sys.stderr.write("python -m verl_qerl: interrupted\n")
+    code = 130
+sys.exit(code)

@@ -5,12 +5,15 @@ import pytest
 import torch
 
 from verl_qerl.algos.aqn import (
+    MODES,
     SCHEDULES,
     AQNConfig,
     draw_noise,
     noisy_weight,
+    norm_rms,
     sigma_at_step,
     stage_at_step,
+    stage_of,
 )
 
 NORM = "model.layers.0.input_layernorm"
@@ -113,6 +116,27 @@ def test_stages_may_be_spread_over_other_steps_than_the_runs():
         [0, 0, 1e-2, 5e-6**0.5, 5e-4, 5e-4, 5e-4, 5e-4]
     )
     assert sigma_at_step(config, 4, 4) == 1e-2  # a run that is shorter ends in an earlier stage
+    assert [stage_of(config, step, 100) for step in (2, 3, 8, 100)] == [0, 1, 3, 3]
+
+
+def test_stages_spread_over_fewer_steps_do_not_reach_sigma_end():
+    config = AQNConfig(enabled=True, num_stages=10, total_steps=4)
+    last = 1e-2 * 0.05 ** (6 / 8)
+    assert [sigma_at_step(config, step, 100) for step in (4, 5, 100)] == pytest.approx([last] * 3)
+    assert last > 2 * config.sigma_end
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_sigma_that_was_searched_for_stands_in_for_sigma_start(schedule):
+    config = AQNConfig(enabled=True, num_stages=4, schedule=schedule, target_kl=1e-2)
+    searched = {1: (2, 0.2), 2: (3, 0.3), 3: (4, 0.1)}
+    plain = sigmas(4, schedule=schedule)
+    found = [sigma_at_step(config, step, 4, searched) for step in range(1, 5)]
+    assert found == pytest.approx([0.0, 0.2, 30 * plain[2], 10 * plain[3]])
+    assert sigma_at_step(config, 2, 4, {}) == 0.0  # until one has been found
+    assert [sigma_at_step(config, step, 8, {1: (4, 0.2)}) for step in (3, 4)] == [0.0, 0.2]
+    assert sigma_at_step(AQNConfig(enabled=True, num_stages=2, target_kl=1e-2), 2, 2, {1: (2, 0.2)}) == 0.2
+    assert sigma_at_step(AQNConfig(enabled=True, num_stages=4), 2, 4, searched) == 1e-2
 
 
 @pytest.mark.parametrize("step", [0, -1, 11])
@@ -128,9 +152,11 @@ BAD = [
     *[("num_stages", value) for value in (1, 0, -3, 10.0, "10", True, None)],
     *[("schedule", value) for value in ("step", "Linear", "", None, ["linear"])],
     *[("mode", value) for value in ("add", None)],
+    *[("draw", value) for value in ("sequences", None)],
     *[("targets", value) for value in ("input_layernorm", [], (), [1], 5, None, {"a": 1})],
     *[("seed", value) for value in (1.5, "0", True, None)],
     *[("total_steps", value) for value in (0, -1, 1.5, "100", True)],
+    *[("target_kl", value) for value in (0, -1e-3, 1.5, math.nan, math.inf, "1e-3", True)],
 ]
 
 
@@ -215,7 +241,16 @@ def test_additive_and_multiplicative():
     assert noisy_weight(weight, noise, 0.25, "multiplicative").tolist() == [1.25, 1.0, -5.0, 0.0]
 
 
-@pytest.mark.parametrize("mode", ["additive", "multiplicative"])
+def test_relative_is_in_units_of_the_norms_root_mean_square():
+    weight, noise = torch.tensor([1.0, -7.0, 5.0, 5.0]), torch.tensor([1.0, -2.0, 1.0, 3.0])
+    assert norm_rms(weight).item() == 5.0
+    assert noisy_weight(weight, noise, 0.25, "relative").tolist() == [2.25, -9.5, 6.25, 8.75]
+    # The model of norms ten times as large with linears of a tenth: the same noise. Additive has a tenth of it.
+    assert torch.allclose(noisy_weight(10 * weight, noise, 0.25, "relative"), torch.tensor([22.5, -95, 62.5, 87.5]))
+    assert norm_rms(torch.full((3,), 1e-30)).item() == pytest.approx(1e-30, rel=1e-6)  # whose square is none in float32
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_sigma_zero_is_exact(mode):
     # Negative zero and infinite noise would both leave a trace in w + 0 Z.
     weight, noise = torch.tensor([-0.0, 1.0, 3e-41]), torch.tensor([1.0, math.inf, 1.0])

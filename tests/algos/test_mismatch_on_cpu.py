@@ -108,14 +108,12 @@ def test_a_limit_out_of_range_is_refused(value):
 
 
 def test_options():
-    assert (
-        MismatchConfig.from_mapping(None) == MismatchConfig.from_mapping({}) == MismatchConfig() == MismatchConfig(0.05)
-    )
+    assert MismatchConfig.from_mapping(None) == MismatchConfig.from_mapping({}) == MismatchConfig(0.05, 0.25, 0)
     assert MismatchConfig.from_mapping({"max_initial_kl": 2}) == MismatchConfig(2)
     assert MismatchConfig.from_mapping({"max_initial_kl": None}).max_initial_kl is None
     with pytest.raises(
-        ValueError, match=r"^unknown option qerl\.max_kl=3\. Known options are max_initial_kl, mismatch_sample\. Check"
+        ValueError, match=r"^unknown option qerl\.kl=3\. Known options are max_initial_kl, max_kl, mismatch_sample\."
     ):
-        MismatchConfig.from_mapping({"max_kl": 3})
+        MismatchConfig.from_mapping({"kl": 3})
     with pytest.raises(ValueError, match=r"^qerl=0\.1 is no group of options"):
         MismatchConfig.from_mapping(0.1)

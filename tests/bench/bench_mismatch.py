@@ -157,7 +157,7 @@ def entropies(engine: object, args: argparse.Namespace, prompts: list, lora: obj
     for sigma in SIGMAS:
         means = []
         for draw in range(1, args.draws + 1):
-            (num_norms,) = engine.collective_rpc("qerl_set_noise", args=(sigma, draw))
+            ((num_norms, _),) = engine.collective_rpc("qerl_set_noise", args=(sigma, draw))
             if not engine.reset_prefix_cache():
                 raise RuntimeError("the prefix cache was not reset")
             samples = sample(engine, args, prompts, lora)

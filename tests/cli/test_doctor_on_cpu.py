@@ -1,7 +1,7 @@
 import importlib
 import importlib.metadata
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -212,9 +212,20 @@ def test_exit_code_and_full_text_of_failures(
     assert (long in "".join(rest)) == (status == FAIL)
 
 
+def test_rows_are_printed_as_they_come(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def rows() -> Iterator[Row]:
+        yield Row("first", "1", "1", OK)
+        assert capsys.readouterr().out.splitlines()[-1].split() == ["first", "1", "1", "ok"]
+        yield Row("second", "2", "2", OK)
+
+    monkeypatch.setattr(doctor, "all_rows", rows)
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out.split() == ["second", "2", "2", "ok"]
+
+
 def test_this_machine_passes() -> None:
     if doctor._version("verl-qerl") is None:
         pytest.skip("verl_qerl is not installed in this environment")
-    rows = doctor.all_rows()
+    rows = list(doctor.all_rows())
     assert [row for row in rows if row.status == FAIL] == []
     assert {"verl plugin", "vLLM plugin", "hydra +rollout=nvfp4"} <= {row.check for row in rows}

@@ -1,5 +1,7 @@
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,3 +121,48 @@ def test_a_path_that_the_system_refuses_is_one_sentence(tmp_path, capsys, out, n
         main(["data", "arithmetic", "--num-train", "4", "--num-test", "2", "--out", str(tmp_path / out)])
     assert ended.value.code == 1
     assert re.search(rf"a file or directory cannot be used: \S*{named}\. One that", capsys.readouterr().err)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from verl_qerl.cli.output_dir import new_directory
+with new_directory(Path(sys.argv[1])) as directory:
+    (directory / "half").write_text("x")
+    print(directory, flush=True)
+    sys.stdin.readline()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def writer(tmp_path):
+    """A process that writes `out` and is killed once it is told."""
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "out")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["beside", "inside"])
+def test_what_a_killed_run_left_is_removed(tmp_path, caplog, writer, inside):
+    if inside:
+        (tmp_path / "out").mkdir()
+    partial = Path(writer.stdout.readline().strip())
+    assert partial.parent == (tmp_path / "out" if inside else tmp_path)
+    writer.communicate("\n")
+    assert (partial / "half").exists()
+    with new_directory(tmp_path / "out") as directory:
+        (directory / "whole").write_text("x")
+    assert caplog.messages == [f"removed {partial}, which a run that was killed had left."]
+    assert os.listdir(tmp_path) == ["out"]
+    assert os.listdir(tmp_path / "out") == ["whole"]
+
+
+def test_what_another_run_still_writes_is_kept(tmp_path, caplog, writer):
+    partial = Path(writer.stdout.readline().strip())
+    with new_directory(tmp_path / "out"):
+        pass
+    assert caplog.messages == [f"{partial} is of a run that was killed, or still writes. If none does, remove it."]
+    assert (partial / "half").exists()

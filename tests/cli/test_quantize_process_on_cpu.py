@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from verl_qerl.cli import main
-from verl_qerl.cli.model_dir import parse_size
+from verl_qerl.cli.quantize_arguments import parse_size
 from verl_qerl.nvfp4.stream import INDEX
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from verl_qerl.cli import main, tune
-from verl_qerl.cli.tune import MODELS, _adapter, crossings, describe, fusing, paths
+from verl_qerl.cli.tune import _adapter, crossings, describe, fusing, paths
+from verl_qerl.cli.tune_shapes import MODELS
 from verl_qerl.kernels.tiled_launch import EACH, GATHERED, LOW_ROWS, TOKENS, guess_launch
 
 

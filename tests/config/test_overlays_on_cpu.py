@@ -100,7 +100,7 @@ def test_the_base_agrees_with_the_rest_of_the_run():
             "model.lora.merge": False,
             "model.lora_adapter_path": None,
             "model.use_remove_padding": True,
-            "model.attn_implementation": "flash_attention_2",
+            "model.attn_implementation": None,
             "actor.ulysses_sequence_parallel_size": 1,
             "trainer.n_gpus_per_node": 8,
             "trainer.nnodes": 1,

@@ -14,6 +14,7 @@ ACR = "actor_rollout_ref.actor.policy_loss.loss_mode=acr"
 CORRECTION = "algorithm.rollout_correction"
 STATES = ("optim_world_size_1_rank_0.pt", "extra_state_world_size_1_rank_0.pt")
 NUM_NORMS = 4  # two layers, two norms each
+TARGET_KL = 0.002
 
 
 def assert_in_step(metrics: dict) -> None:
@@ -64,9 +65,11 @@ def test_a_run_that_is_killed_goes_on_where_its_last_checkpoint_is(workbench):
     options += ["trainer.test_freq=2", "trainer.total_training_steps=4"]
     whole = workbench.train("whole", *options).check()
     assert [step["aqn/sigma"] for step in whole.steps] == pytest.approx([0.0, 2e-6, 2e-6 / 2**0.5, 1e-6])
-    assert [step["aqn/num_norms"] for step in whole.steps] == [NUM_NORMS] * 4
+    assert [step["aqn/noisy_norms"] for step in whole.steps] == [0, *[NUM_NORMS] * 3]
+    assert ["aqn/kl" in step for step in whole.steps] == [False, True, True, True]
     assert "packed base: 14 linears" in whole.log
     assert "trained norms" not in whole.log
+    assert "so this is the floor of this model, what arithmetic alone makes." in whole.log
     for step in whole.steps:
         assert_in_step(step)
 
@@ -94,6 +97,10 @@ def test_a_run_that_is_killed_goes_on_where_its_last_checkpoint_is(workbench):
     assert [step["training/global_step"] for step in resumed.steps] == list(range(last + 1, 5))
     assert [step["aqn/sigma"] for step in resumed.steps] == [step["aqn/sigma"] for step in whole.steps[last:]]
     assert "verl_qerl_aqn.json" not in resumed.log  # the schedule is the saved one
+    # The first step has noise, which the gate leaves out.
+    sigma = resumed.steps[0]["aqn/sigma"]
+    assert f" of 8 answers scored without the noise (aqn.sigma is {sigma:g}) at step {last + 1}, mean" in resumed.log
+    assert [step.get("qerl/clean_kl_k3", 0) > 0 for step in resumed.steps] == [True] + [False] * (3 - last)
     assert json.loads((checkpoints / f"global_step_{last}" / "verl_qerl_aqn.json").read_text())["total_steps"] == 4
     for step in resumed.steps:
         assert_in_step(step)
@@ -173,7 +180,7 @@ def test_an_int8_rollout_is_quantized_again_at_every_sync(workbench, int8_run):
         assert 0.5 < step["qerl/sync_bytes"] / step["qerl/sync_bytes_bf16"] < 0.8
         assert (step["qerl/sync_linears"], step["qerl/sync_checked_linears"]) == (8, 4)  # the first sync looked at all
         assert step["qerl/sync_s"] > 0
-        assert step["aqn/num_norms"] == NUM_NORMS
+        assert step["aqn/noisy_norms"] == (NUM_NORMS if step["aqn/sigma"] else 0)
         assert step["actor/grad_norm"] > 0
         assert abs(step["actor/acr_ratio"] - 1) < 0.05
         # A rollout of the step before would be off by the update. Over 32 steps 7e-5 to 1e-4 without noise that shows,
@@ -219,7 +226,7 @@ def int8_base_run(workbench):
 
 def test_an_adapter_on_an_int8_base(workbench, int8_base_run):
     assert [step["aqn/sigma"] for step in int8_base_run.steps] == pytest.approx([0.0, 0.1, 1e-6])
-    assert [step["aqn/num_norms"] for step in int8_base_run.steps] == [NUM_NORMS] * 3
+    assert [step["aqn/noisy_norms"] for step in int8_base_run.steps] == [0, NUM_NORMS, NUM_NORMS]
     assert "packed base: 14 linears in int8" in int8_base_run.log
     for step in int8_base_run.steps:
         # The rollout's activations are INT8 as well: 2e-6 to 4e-6 over 20 steps (2e-4 to 6e-4 over 10 with the noise),
@@ -247,12 +254,21 @@ def test_verls_weights_are_of_a_quantized_noisy_rollout(int8_base_run):
 
 def test_noise_alone_on_a_bf16_rollout_with_validation(workbench):
     options = ["+aqn.enabled=true", "+aqn.num_stages=2", "trainer.val_before_train=True", "trainer.test_freq=1"]
-    options += ["+qerl.mismatch_sample=4", "+aqn.sigma_start=0.5", "+aqn.sigma_end=0.5"]
+    options += ["+qerl.mismatch_sample=4", "+aqn.mode=relative", f"+aqn.target_kl={TARGET_KL}"]
+    # So many tokens that chance moves a KL by some 4 %, and an update so small that it moves none.
+    options += [
+        "actor_rollout_ref.rollout.n=8",
+        "data.max_response_length=96",
+        "actor_rollout_ref.rollout.max_model_len=192",
+    ]
+    options += ["actor_rollout_ref.actor.optim.lr=1e-5"]
     # Where C is 1, the rounding of the two policies suffices to widen the range of some tokens.
     run = workbench.train("noise_alone", *options, ACR, "+acr.max_ratio=1").check()
-    assert [step["aqn/num_norms"] for step in run.steps] == [NUM_NORMS, NUM_NORMS]
-    assert [step["aqn/sigma"] for step in run.steps] == [0.0, 0.5]
+    assert [step["aqn/noisy_norms"] for step in run.steps] == [0, NUM_NORMS]
     quiet, noisy = run.steps
+    assert (quiet["aqn/sigma"], "aqn/kl" in quiet) == (0.0, False)
+    assert noisy["aqn/kl"] == pytest.approx(TARGET_KL, rel=0.2)
+    assert f"aqn.target_kl={TARGET_KL}), from which stage 1 begins" in run.log
     # Over 40 steps at sigma 0.3 the kernel was 0.009 to 0.012, with noise and without, the noise 0.04 to 0.07, its
     # share 0.93 to 1.00. Parts of a few short answers scatter; the share does least.
     assert "qerl/mismatch_noise" not in quiet
@@ -264,7 +280,7 @@ def test_noise_alone_on_a_bf16_rollout_with_validation(workbench):
     assert quiet["qerl/rollout_log_prob_abs_diff"] < 0.02 < noisy["qerl/rollout_log_prob_abs_diff"] < 0.5
     for step in run.steps:
         assert "qerl/mismatch_staleness" not in step
-        assert 4 <= step["qerl/mismatch_num_tokens"] <= 64
+        assert 4 <= step["qerl/mismatch_num_tokens"] <= 4 * 96
         assert 0 < step["qerl/mismatch_kernel"] < 0.03
         assert 0 < step["actor/acr_widened_frac"] < 1
         assert step["actor/acr_upper_bound"] > 1.2

@@ -41,10 +41,9 @@ def forward(gpu, linear, adapter, monkeypatch):
     sizes = {"qkv": (HIDDEN + 2 * HEAD, HIDDEN), "o": (HIDDEN, HIDDEN), "up": (512, HIDDEN), "down": (HIDDEN, 256)}
     weights = {name: linear(K, (N,), seed)[0] for seed, (name, (N, K)) in enumerate(sizes.items())}
     adapters = {name: adapter(K, (N,), 16, 256) for name, (N, K) in sizes.items()}
-    norm, table = (
-        torch.linspace(0.5, 1.5, HIDDEN).bfloat16(),
-        torch.linspace(-1, 1, 100 * HEAD).bfloat16().view(100, HEAD),
-    )
+    table = torch.linspace(-1, 1, 100 * HEAD).bfloat16().view(100, HEAD)
+    one_for_all = (torch.linspace(0.5, 1.5, HIDDEN).bfloat16(), 1e-6)
+    of_each_token = (torch.linspace(0.5, 1.5, 4 * HIDDEN).view(4, HIDDEN), 1e-6, torch.arange(200).int() % 4)
 
     def attend_stock(pool, q, k):
         out = pool.empty(*q.shape)
@@ -65,9 +64,9 @@ def forward(gpu, linear, adapter, monkeypatch):
             kept.append(tiled_matmul(x, *weights[name], adapter=adapters[name] if adapted else None, launch=launch))
         return kept[0]
 
-    def layer(pool, launch, adapted, cache, x, residual, positions):
+    def layer(pool, launch, adapted, cache, norm, x, residual, positions):
         product = functools.partial(multiply, pool, launch, adapted)
-        y, total = elementwise._launch_norm(x, residual, norm, 1e-6)
+        y, total = elementwise._launch_norm(x, residual, *norm)
         pool.give(x, residual)
         qkv = product(y, "qkv")
         pool.give(y)
@@ -82,7 +81,7 @@ def forward(gpu, linear, adapter, monkeypatch):
             pool.give(*turned)
         x = product(attended, "o")
         pool.give(attended)
-        y, residual = elementwise._launch_norm(x, total, norm, 1e-6)
+        y, residual = elementwise._launch_norm(x, total, *norm)
         pool.give(x, total)
         wide = product(y, "up")
         pool.give(y)
@@ -92,9 +91,9 @@ def forward(gpu, linear, adapter, monkeypatch):
         pool.give(act)
         return x, residual
 
-    def run(rows, launch, early=True, seed=0, adapted=True, cached=0):
+    def run(rows, launch, early=True, seed=0, adapted=True, cached=0, own=False):
         caches = [make_cache(rows, cached, seed) if cached else None for seed in range(LAYERS)]
-        pool = Pool()
+        norm, pool = of_each_token if own else one_for_all, Pool()
         tensors = (
             torch.linspace(-2, 2, rows * HIDDEN).view(rows, HIDDEN).bfloat16(),
             torch.ones(rows, HIDDEN).bfloat16(),
@@ -110,7 +109,7 @@ def forward(gpu, linear, adapter, monkeypatch):
             gpu.seed = seed
             with gpu.graph():
                 for cache in caches:
-                    tensors = layer(pool, launch, adapted, cache, *tensors, positions)
+                    tensors = layer(pool, launch, adapted, cache, norm, *tensors, positions)
         kept = [cache[0].flatten() for cache in caches if cache]
         return torch.cat([tensor.flatten() for tensor in (*tensors, *kept)])
 
@@ -146,6 +145,15 @@ def test_so_does_attention_of_ours(forward, gpu, monkeypatch, rows, cached):
     expected = forward(early=False)
     assert not expected.isnan().any()
     for seed, multiprocessors in enumerate([4, 16, 40, 16]):
+        monkeypatch.setattr(gpu, "multiprocessors", multiprocessors)
+        assert torch.equal(expected, forward(seed=seed))
+
+
+def test_so_do_norms_with_a_weight_for_each_token(forward, gpu, monkeypatch):
+    forward = functools.partial(forward, 12, Launch(2, 1, 4, 2), own=True)
+    expected = forward(early=False)
+    assert not expected.isnan().any()
+    for seed, multiprocessors in enumerate([4, 16, 40]):
         monkeypatch.setattr(gpu, "multiprocessors", multiprocessors)
         assert torch.equal(expected, forward(seed=seed))
 

@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import FORMATS, NVFP4, get_format
 from verl_qerl.formats.packed import dequantize, named_tensors, packed_from
-from verl_qerl.formats.packed_stream import check_held, packed_names, packed_stream
+from verl_qerl.formats.packed_stream import check_held, left_out, packed_names, packed_stream
 from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.stream import open_source, stream
 
@@ -120,20 +120,43 @@ def test_another_format_is_refused(tmp_path, name):
         next(packed_stream(stored(tmp_path, other), get_format(name)))
 
 
-@pytest.mark.parametrize("kind", ["weights", "input_activations", "targets", "groups"])
-def test_other_arguments_are_refused(tmp_path, kind):
-    config = get_format("fp8").config()["config_groups"]
-    if kind == "weights":
-        config["group_0"]["weights"]["strategy"] = "block"
-    elif kind == "input_activations":
-        config["group_0"]["input_activations"]["dynamic"] = False
-    elif kind == "targets":
-        config["group_0"]["targets"] = ["re:.*q_proj"]
-    else:
-        config = {}
-    sentence = r"(with other arguments: .*Accepted with fp8|does not say how it is quantized).*quantize --format fp8`"
+@pytest.mark.parametrize("name", NAMES)
+def test_a_packed_head_is_refused(tmp_path, name):
+    form = get_format(name)
+
+    def pack(tensors):
+        parts = form.quantize(tensors.pop("lm_head.weight"))
+        tensors |= {f"lm_head.{part}": tensor for part, tensor in parts.items()}
+
+    sentence = rf"packs 'lm_head', and only linears inside the layers may be packed: .*--format {name}`, which leaves"
     with pytest.raises(CheckpointFormatError, match=sentence):
-        next(packed_stream(stored(tmp_path, "fp8", config_groups=config), get_format("fp8")))
+        check_held(stored(tmp_path, name, pack, ignore=[]), form)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_that_are_not_packed_at_all_are_refused(tmp_path, name):
+    source = write(tmp_path, dense(), get_format(name).config())
+    with pytest.raises(CheckpointFormatError, match=rf"holds no packed weight, and its config.json says .* {name}\."):
+        check_held(source, get_format(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_linears_that_targets_leave_out_pass_and_are_listed(tmp_path, name):
+    form, kept = get_format(name), LINEARS[:4]
+
+    def unpack(tensors):
+        for module in kept:
+            for part in form.parts:
+                del tensors[f"{module}.{part}"]
+            tensors[f"{module}.weight"] = dense()[f"{module}.weight"]
+
+    groups = form.config()["config_groups"]
+    groups["group_0"]["targets"] = ["re:.*mlp.*"]
+    source = stored(tmp_path, name, unpack, config_groups=groups)
+    assert left_out(source, form) == ("lm_head", *sorted(kept))
+    items = dict(packed_stream(source, form))
+    assert packed_names(source, form) == set(LINEARS[4:])
+    assert all(torch.equal(items[f"{module}.weight"], dense()[f"{module}.weight"]) for module in kept)
 
 
 DAMAGE = {

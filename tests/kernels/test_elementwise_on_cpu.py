@@ -8,9 +8,11 @@ from verl_qerl.kernels import elementwise
 from verl_qerl.kernels.elementwise import (
     MAX_COLUMNS,
     add_rms_norm,
+    add_rms_norm_rows,
     can_normalize,
     can_silu,
     rms_norm,
+    rms_norm_rows,
     silu_mul,
 )
 
@@ -105,10 +107,54 @@ def test_a_launch_covers_every_row(launched):
     elementwise._add_rms_norm_cuda(x, residual, weight, 1e-5)
     elementwise._rms_norm_cuda(x, weight.bfloat16(), 1e-5)
     for (how, grid, threads, args), (wide, adds) in zip(launched, ((True, 1), (False, 0)), strict=True):
-        assert (how, grid, threads) == ((64, 1, wide), 8, 64)
+        assert (how, grid, threads) == ((64, 1, wide, False), 8, 64)
         assert all(one.is_contiguous() and one.shape == (2, 4, 264) for one in (*args[:2], *args[3:5]))
         assert args[5:7] == [264, adds]
         assert args[7].value == pytest.approx(1e-5)
+
+
+# More ids than tokens, as a buffer has them.
+IDS = torch.tensor([2, 0, 1, 2, 3, 3, 0, 0], dtype=torch.int32)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", [(5, 64), (3, 2, 32), (1, 3584), (0, 64)], ids=str)
+def test_each_token_has_a_weight_of_its_own(shape):
+    table = 1 + 0.1 * torch.randn(4, shape[-1])
+    x, residual = ((3 * torch.randn(shape)).bfloat16() for _ in range(2))
+    alone = rms_norm_rows(x, table, IDS, 1e-5)
+    y, total = add_rms_norm_rows(x, residual, table, IDS, 1e-5)
+    assert alone.shape == y.shape == total.shape == shape
+    for token in range(shape[0]):
+        weight = table[IDS[token]]
+        assert torch.equal(alone[token], rms_norm(x[token], weight, 1e-5))
+        expected = add_rms_norm(x[token], residual[token], weight, 1e-5)
+        assert torch.equal(y[token], expected[0])
+        assert torch.equal(total[token], expected[1])
+
+
+def test_a_launch_with_a_weight_for_each_token(launched, monkeypatch):
+    monkeypatch.setattr(elementwise, "_has_kernel", lambda *_: True)
+    x, table = torch.zeros(4, 3, 264, dtype=torch.bfloat16), torch.ones(4, 264)
+    elementwise._rms_norm_rows_cuda(x, table, IDS, 1e-5)
+    elementwise._add_rms_norm_rows_cuda(x[:, 0], x[:, 1], table, IDS, 1e-5)
+    for (how, grid, _, args), (rows, adds) in zip(launched, ((12, 0), (4, 1)), strict=True):
+        assert (how, grid) == ((64, 1, True, True), rows)
+        assert args[2] is table
+        assert args[6] == adds
+        assert args[8] is IDS
+        assert args[9] == rows // 4
+    with pytest.raises(ValueError, match="9 tokens have 8 row ids"):
+        elementwise._rms_norm_rows_cuda(torch.zeros(9, 264, dtype=torch.bfloat16), table, IDS, 1e-5)
+
+
+def test_where_there_is_no_kernel_torch_normalizes(launched, monkeypatch):
+    monkeypatch.setattr(elementwise, "_has_kernel", lambda *_: False)
+    x, table = torch.randn(4, 64).bfloat16(), torch.randn(4, 64)
+    assert torch.equal(elementwise._rms_norm_rows_cuda(x, table, IDS, 1e-5), rms_norm_rows(x, table, IDS, 1e-5))
+    pairs = (op(x, x, table, IDS, 1e-5) for op in (elementwise._add_rms_norm_rows_cuda, add_rms_norm_rows))
+    assert all(torch.equal(*pair) for pair in zip(*pairs, strict=True))
+    assert not launched
 
 
 def test_a_launch_covers_every_activation(launched):
@@ -135,3 +181,6 @@ def test_compilers_see_one_operator_each():
     torch.library.opcheck(add_rms_norm, (x, residual, weight, 1e-5))
     torch.library.opcheck(rms_norm, (x[:, ::2], weight[:32], 1e-5), test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(silu_mul, (x,))
+    table = torch.rand(4, 64)
+    torch.library.opcheck(rms_norm_rows, (x, table, IDS, 1e-5))
+    torch.library.opcheck(add_rms_norm_rows, (x, residual, table, IDS, 1e-5))

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 import verl_qerl
-from verl_qerl.cli.tune import MODELS, TRIED, fusing
+from verl_qerl.cli.tune import TRIED, fusing
+from verl_qerl.cli.tune_shapes import MODELS
 from verl_qerl.kernels import tiled_launch
 from verl_qerl.kernels.tiled_launch import EACH, GATHERED, SHAPES, STREAM, TOKENS, Launch, own_rows
 

@@ -7,12 +7,11 @@ from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.nvfp4 import dequantize, quantize
 from verl_qerl.nvfp4.checkpoint import (
     FORMAT,
-    check_fused,
     from_tensors,
     fused_group,
     is_activation_scale,
     quantization_config,
-    stored_format,
+    share_scale,
     to_tensors,
 )
 from verl_qerl.nvfp4.digest import weight_digest
@@ -85,14 +84,6 @@ def test_normal_block_scales_are_read_without_a_warning(caplog: pytest.LogCaptur
     assert caplog.text == ""
 
 
-def test_fused_members_with_different_scales_are_refused() -> None:
-    weight = random_packed_weight(16, 32)
-    other = PackedWeight(weight.codes, weight.block_scale, weight.global_decode_scale * 2)
-    check_fused({"q": weight, "k": weight})
-    with pytest.raises(CheckpointFormatError, match=r"have different global scales: \{'q': .*, 'k': .*\}"):
-        check_fused({"q": weight, "k": other})
-
-
 def test_config_is_what_compressed_tensors_accepts() -> None:
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.quantization import QuantizationConfig
@@ -104,41 +95,6 @@ def test_config_is_what_compressed_tensors_accepts() -> None:
     assert (scheme.weights.num_bits, scheme.weights.group_size, scheme.weights.strategy) == (4, 16, "tensor_group")
     assert scheme.input_activations is None
     assert parsed.ignore == ["lm_head", "re:.*down_proj"]
-
-
-@pytest.mark.parametrize(
-    ("found", "layout"),
-    [
-        ({}, "bf16"),
-        ({"quantization_config": None}, "bf16"),
-        ({"quantization_config": quantization_config()}, "compressed-tensors"),
-        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "modelopt"),
-        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}}, "modelopt"),
-        ({"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}}, "int8"),
-        ({"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"}}, "fp8"),
-        ({"quantization_config": {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}}, "mxfp4"),
-    ],
-)
-def test_layout_follows_the_config(found: dict, layout: str) -> None:
-    assert stored_format(found) == layout
-
-
-@pytest.mark.parametrize(
-    "found",
-    [
-        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-        {"quant_method": "modelopt", "quant_algo": "FP8"},
-        {"quant_method": "gptq"},
-    ],
-)
-def test_other_quantizations_are_refused(found: dict) -> None:
-    with pytest.raises(CheckpointFormatError, match=f"is quantized as '{found['quant_method']}'"):
-        stored_format({"quantization_config": found})
-
-
-def test_a_quantization_config_of_another_kind_is_refused() -> None:
-    with pytest.raises(CheckpointFormatError, match=r"is quantized: quantization_config='nvfp4'\. An object"):
-        stored_format({"quantization_config": "nvfp4"})
 
 
 def test_groups_are_those_that_vllm_fuses() -> None:
@@ -174,3 +130,60 @@ def test_a_damaged_block_scale_is_refused(byte):
     parts["weight_scale"].view(torch.uint8)[1, 1] = byte
     with pytest.raises(CheckpointFormatError, match="negative or NaN"):
         from_tensors("m", parts, "compressed-tensors")
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize("part", ["weight_g_idx", "pre_quant_scale", "weight_zero_point"])
+def test_a_tensor_beside_the_weight_is_refused(layout, part):
+    parts = {
+        name.removeprefix("m."): tensor for name, tensor in to_tensors("m", random_packed_weight(2, 16), layout).items()
+    }
+    with pytest.raises(CheckpointFormatError, match=rf"'m' has \['{part}'\] beside what an NVFP4 weight is made of"):
+        from_tensors("m", parts | {part: torch.ones(2)}, layout)
+
+
+def with_blocks(low, high, decode):
+    """A weight whose block scales lie between `low` and `high`, of other numbers in each block, one of them zeros."""
+    codes = torch.arange(2 * 32, dtype=torch.uint8).view(2, 32) * 3
+    codes[1, 8:16] = 0x80  # 0.0 and -0.0
+    scale = torch.tensor([[low, high, low, high], [high, 2.0**-6, high, low]]).to(torch.float8_e4m3fn)
+    return PackedWeight(codes, scale, torch.tensor(decode))
+
+
+# (least and largest block scale, global scale) of two members; the last two span more than E4M3 has.
+FOLDS = {
+    "the smaller takes it": ((1.0, 448.0, 1.0), (1.0, 448.0, 0.25), True),
+    "up to the largest": ((0.5, 28.0, 16.0), (0.5, 448.0, 1.0), True),
+    "down to the smallest": ((2.0**-6, 448.0, 1.0), (2.0**-3, 448.0, 0.125), True),
+    "no powers of two, but their ratio": ((1.0, 448.0, 0.3), (1.0, 224.0, 0.6), True),
+    "below the smallest": ((2.0**-6, 448.0, 1.0), (2.0**-4, 448.0, 0.125), False),
+    "of no power of two": ((1.0, 2.0, 1.0), (1.0, 2.0, 0.75), False),
+}
+
+
+@pytest.mark.parametrize("case", FOLDS)
+def test_global_scales_that_differ_by_powers_of_two_go_into_the_block_scales(case):
+    *members, exact = FOLDS[case]
+    weights = {name: with_blocks(*numbers) for name, numbers in zip("ab", members, strict=True)}
+    if not exact:
+        with pytest.raises(CheckpointFormatError, match=r"different global scales: \{'a': 1\.0, 'b': 0\."):
+            share_scale(weights)
+        return
+    found = share_scale(weights)
+    assert found["a"].global_decode_scale == found["b"].global_decode_scale
+    for name, weight in weights.items():
+        assert torch.equal(dequantize(found[name], torch.float32), dequantize(weight, torch.float32))
+        assert torch.equal(found[name].codes, weight.codes)
+        assert found[name].block_scale.float().min() >= 2.0**-6
+
+
+def test_a_group_of_zeros_shares_a_scale():
+    zero = random_packed_weight(2, 16)
+    zero.codes.zero_()
+    other = PackedWeight(zero.codes, zero.block_scale, zero.global_decode_scale * 4)
+    found = share_scale({"a": zero, "b": other})
+    assert found["a"].global_decode_scale == found["b"].global_decode_scale
+    assert not dequantize(found["a"]).any()
+    one = random_packed_weight(2, 16, seed=1)
+    found = share_scale({"a": other, "b": one})
+    assert torch.equal(dequantize(found["b"]), dequantize(one))

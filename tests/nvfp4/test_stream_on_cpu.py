@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.nvfp4 import PackedWeight, quantize, quantize_group
+from verl_qerl.nvfp4 import PackedWeight, dequantize, quantize, quantize_group
 from verl_qerl.nvfp4.checkpoint import quantization_config, to_tensors
 from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.stream import INDEX, Source, linear_modules, open_source, stream
@@ -172,12 +172,27 @@ def test_a_packed_weight_without_any_one_part_is_refused(tmp_path: Path, part: s
         list(stream(source))
 
 
-def test_fused_members_that_disagree_are_refused(tmp_path: Path) -> None:
-    tensors = compressed_tensors_file()
-    tensors[f"{QKV[2]}.weight_global_scale"] = tensors[f"{QKV[2]}.weight_global_scale"] * 2
-    source = open_source(save(tmp_path / "m", spread(tensors, 3), COMPRESSED))
-    with pytest.raises(CheckpointFormatError, match="have different global scales"):
-        list(stream(source))
+@pytest.mark.parametrize("factor", [2.0, 2.0**-5, 1.5], ids=str)
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+def test_fused_members_that_differ_by_a_power_of_two_share_a_scale_without_loss(
+    tmp_path: Path, layout: str, factor: float
+) -> None:
+    weights = packed()
+    other = weights[QKV[2]]
+    weights[QKV[2]] = PackedWeight(other.codes, other.block_scale, other.global_decode_scale * factor)
+    tensors = {name: bf16_tensors()[name] for name in PLAIN}
+    for module, weight in weights.items():
+        tensors |= to_tensors(module, weight, layout)
+    config = COMPRESSED if layout == "compressed-tensors" else MODELOPT
+    source = open_source(save(tmp_path / "m", spread(tensors, 3), config))
+    if factor == 1.5:
+        with pytest.raises(CheckpointFormatError, match=r"different global scales: .* Accepted is one scale for a gr"):
+            list(stream(source))
+        return
+    found = {name: item for name, item in stream(source) if isinstance(item, PackedWeight)}
+    assert len({float(found[name].global_decode_scale) for name in QKV}) == 1
+    for name, weight in weights.items():
+        assert torch.equal(dequantize(found[name], torch.float32), dequantize(weight, torch.float32)), name
 
 
 def test_a_tensor_that_two_shards_hold_comes_once(tmp_path: Path) -> None:
@@ -187,6 +202,56 @@ def test_a_tensor_that_two_shards_hold_comes_once(tmp_path: Path) -> None:
     assert digests(source) == EXPECTED
     names = [name for name, item in stream(source) if isinstance(item, torch.Tensor)]
     assert sorted(names) == sorted(PLAIN)
+
+
+def test_of_a_tensor_that_two_shards_hold_the_one_counts_that_the_index_names(tmp_path: Path) -> None:
+    tensors = bf16_tensors()
+    shards = spread(tensors, 2)
+    path = save(tmp_path / "m", shards)
+    others = {name: tensor * 3 for name, tensor in tensors.items()} | {"model.norm.weight": torch.zeros(8)}
+    for i, shard in enumerate(shards):
+        save_file(others | shard, path / f"shard-{i}.safetensors")
+    source = open_source(path)
+    assert digests(source) == EXPECTED
+    assert source.specs["model.norm.weight"].shape == (64,)
+    rest = {name: item for name, item in stream(source) if isinstance(item, torch.Tensor)}
+    assert all(torch.equal(rest[name], tensors[name]) for name in PLAIN)
+
+
+NO_WEIGHTS = {
+    "pickled": (
+        "pytorch_model.bin",
+        r"holds its weights in another kind of file, pytorch_model\.bin\. .*save_pre",
+    ),
+    "no index": (
+        "model-00001-of-00002.safetensors",
+        r"holds 1 safetensors files, first model-0.*, and no model\.safet",
+    ),
+    "adapter": (
+        "adapter_model.safetensors",
+        r"holds an adapter and no model\. .* Name the model that it was trained on",
+    ),
+    "nothing": ("tokenizer.json", r"holds no weights\. Accepted are model\.safetensors, or shards with their model\.s"),
+}
+
+
+@pytest.mark.parametrize("case", NO_WEIGHTS)
+def test_a_directory_without_weights_that_are_read_says_what_it_has(tmp_path: Path, case: str) -> None:
+    name, sentence = NO_WEIGHTS[case]
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(CheckpointFormatError, match=rf"^{tmp_path} {sentence}") as caught:
+        open_source(tmp_path)
+    assert "missing" not in str(caught.value)
+
+
+def test_paths_of_the_wrong_kind_are_said(tmp_path: Path) -> None:
+    (tmp_path / "a-file").write_text("")
+    with pytest.raises(CheckpointFormatError, match=r"a-file is a file\. The directory of a model .* is accepted\."):
+        open_source(tmp_path / "a-file")
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(CheckpointFormatError, match=r"config\.json is a directory\. A file with a JSON object is acc"):
+        open_source(tmp_path)
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
@@ -210,7 +275,7 @@ def test_an_indexed_tensor_that_no_shard_holds_is_named(tmp_path: Path) -> None:
     index = json.loads((path / INDEX).read_text())
     index["weight_map"]["model.layers.7.lost.weight"] = "shard-0.safetensors"
     (path / INDEX).write_text(json.dumps(index))
-    with pytest.raises(CheckpointFormatError, match=r"names 1 tensors that no shard holds, first 'model.layers.7.lost"):
+    with pytest.raises(CheckpointFormatError, match=r"names 1 tensors that their shard does not hold, first 'model"):
         open_source(path)
 
 
@@ -224,7 +289,7 @@ def test_an_index_that_names_no_files_is_refused(tmp_path: Path, index: dict) ->
 
 def test_an_unknown_quantization_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path / "m", [bf16_tensors()], {"quantization_config": {"quant_method": "awq"}})
-    with pytest.raises(CheckpointFormatError, match="is quantized as 'awq'"):
+    with pytest.raises(CheckpointFormatError, match="is quantized in a way that is not read: quant_method='awq'"):
         open_source(path)
 
 

@@ -1,4 +1,8 @@
+import importlib
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -11,3 +15,17 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stub.write_text('#!/bin/sh\nprintf "%s\\n" "$@" "== end"\n[ "$2" != "$FAIL" ]\n')
     stub.chmod(0o755)
     return folder
+
+
+@pytest.fixture(scope="session")
+def study() -> Iterator[Callable[[str], ModuleType]]:
+    """Gives the scripts of recipes/study by name; they import each other as what lies beside them."""
+    folder = Path(__file__).resolve().parents[2] / "recipes" / "study"
+    names = {path.stem for path in folder.glob("*.py")}
+    kept = {name: sys.modules.pop(name) for name in names & sys.modules.keys()}
+    sys.path.insert(0, str(folder))
+    yield importlib.import_module
+    sys.path.remove(str(folder))
+    for name in names:
+        sys.modules.pop(name, None)
+    sys.modules.update(kept)

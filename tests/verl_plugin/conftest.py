@@ -1,7 +1,9 @@
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -23,6 +25,46 @@ def fresh_process(warm_python) -> Callable[..., subprocess.CompletedProcess]:
         result = warm_python(*args, env=inherited | {"PYTHONPATH": path} | settings | env, ranks=ranks)
         assert (result.returncode != 0) == fails, f"{result.stdout[-4000:]}\n{result.stderr[-8000:]}"
         return result
+
+    return run
+
+
+@pytest.fixture
+def configuration() -> Callable:
+    """verl's configuration of a run with these options."""
+    from hydra import compose, initialize_config_module
+
+    required = (
+        "actor_rollout_ref.model.path=model",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+        "critic.ppo_micro_batch_size_per_gpu=1",
+        "data.train_batch_size=8",
+    )
+
+    def make(*overrides: str):
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            return compose("ppo_trainer", overrides=[*required, *overrides])
+
+    return make
+
+
+@pytest.fixture
+def validate(configuration, monkeypatch, caplog) -> Callable[..., list[str]]:
+    """verl's check of a run on the driver; returns what module `of` logs."""
+    from verl.utils.config import validate_config
+
+    # Of vLLM's package, which takes seconds to import.
+    package = "verl.workers.rollout.vllm_rollout"
+    monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    monkeypatch.setitem(sys.modules, f"{package}.utils", SimpleNamespace(get_vllm_max_lora_rank=lambda rank: rank))
+
+    def run(*overrides: str, of: ModuleType | None = None, use_critic: bool = False) -> list[str]:
+        caplog.clear()
+        config = configuration("actor_rollout_ref.rollout.name=vllm", *overrides)
+        validate_config(config=config, use_reference_policy=False, use_critic=use_critic)
+        return [record.message for record in caplog.records if of is not None and record.name == of.__name__]
 
     return run
 

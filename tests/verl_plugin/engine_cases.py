@@ -26,7 +26,7 @@ from verl_qerl.nvfp4.experts import ADAPTED
 from verl_qerl.testing import foreach_copy_as_cuda, set_linear
 from verl_qerl.verl_plugin import engine as ours
 from verl_qerl.verl_plugin import flat_adapter
-from verl_qerl.verl_plugin.config import DIGESTS, LAYOUT, QerlFSDPEngineConfig
+from verl_qerl.verl_plugin.config import CHECKSUM, DIGESTS, LAYOUT, QerlFSDPEngineConfig
 from verl_qerl.vllm_plugin.adapter import num_elements, unflatten
 
 MODELS, OUT, *CASES = sys.argv[1:]
@@ -135,7 +135,8 @@ def sent(engine):
         "verl sends": {name: tensor.clone() for name, tensor in expected},
         "sent digests": config.get(DIGESTS),
         "sent rank": config["r"],
-        "like verl's": sorted(config.keys() - {LAYOUT, DIGESTS}),
+        "announced": config[CHECKSUM] == flat_adapter.adapter_checksum(receiver.whole()),
+        "like verl's": sorted(config.keys() - {LAYOUT, DIGESTS, CHECKSUM}),
     }
 
 

@@ -27,14 +27,20 @@ def mode():
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU whose passes take 5 GiB beside 2 GiB that are held, with `free` GiB."""
+    """A GPU whose passes take 5 GiB beside 2 GiB that are held, with `free` GiB; loading took 30."""
 
     class Cuda:
         free = 10.0
+        peak = 30
         is_available = staticmethod(lambda: True)
         memory_allocated = staticmethod(lambda: 2 * GIB)
-        max_memory_allocated = staticmethod(lambda: 7 * GIB)
         memory_reserved = staticmethod(lambda: 3 * GIB)
+
+        def reset_peak_memory_stats(self):
+            self.peak = 7
+
+        def max_memory_allocated(self):
+            return self.peak * GIB
 
         def mem_get_info(self):
             return int(self.free * GIB), 80 * GIB

@@ -105,6 +105,8 @@ def test_experts_are_packed_and_the_attention_is_adapted(alone, models):
     assert torch.equal(found["base"], found["expected base"])
     assert not torch.equal(found["logits"], found["base"])
     assert (found["sent digests"], found["later sent digests"]) == (found["digests"], None)
+    assert found["announced"]
+    assert found["later announced"]
     check_sent(found, count=16)
 
 
@@ -116,6 +118,8 @@ def test_an_nvfp4_directory_computes_like_its_bf16_source(alone):
 def test_the_first_adapter_carries_the_digests(alone, name):
     found = alone[name]
     assert (found["sent digests"], found["later sent digests"]) == (found["digests"], None)
+    assert found["announced"]
+    assert found["later announced"]
     assert (found["sent rank"], found["later sent rank"]) == (8, 8)
     assert {"r", "lora_alpha", "target_modules"} <= set(found["like verl's"])
 

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 from verl.utils.config import validate_config
 
-from verl_qerl.algos.mismatch import SAME_WEIGHTS_KL, MismatchConfig
+from verl_qerl.algos.mismatch import LATER_STEPS, SAME_WEIGHTS_KL, MismatchConfig
 from verl_qerl.testing import load_beside
 from verl_qerl.verl_plugin import mismatch
 from verl_qerl.verl_plugin.mismatch import MismatchMixin, gate_options
@@ -24,6 +25,7 @@ from verl_qerl.verl_plugin.mismatch import MismatchMixin, gate_options
 fakes = load_beside(__file__, "transfer_queue_fakes")
 Queue, nested = fakes.Queue, fakes.nested
 NVFP4 = ("+rollout=nvfp4", "actor_rollout_ref.model.lora_rank=8")
+ALL_WEIGHTS = "actor_rollout_ref.model.lora_rank=0"
 AQN = ("+aqn.enabled=true",)
 GATE = "+qerl.max_initial_kl=0.1"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -54,11 +56,12 @@ def step(monkeypatch):
     def make(*overrides):
         config = composed(*overrides)
         trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config)
-        trainer.global_steps = 1
-        trainer.actor_rollout_wg = SimpleNamespace(compute_log_prob=lambda batch: batch)
+        trainer.global_steps, trainer.total_training_steps, trainer.local_trigger_step = 1, 10, 0
+        workers = {"compute_log_prob": lambda batch: batch, "save_model_to_cpu": lambda number: None}
+        trainer.actor_rollout_wg = SimpleNamespace(**workers)
         return trainer
 
-    def run(trainer, rollout, actor, masks=([1, 1, 0], [1, 1])):
+    def run(trainer, rollout, actor, masks=([1, 1, 0], [1, 1]), versions=(None, None)):
         # The actor's log-probs cover the prompt and are one ahead of the tokens.
         shifted = nested([[*row, 9.0] for row in actor])
         fields = {
@@ -72,7 +75,8 @@ def step(monkeypatch):
         monkeypatch.setattr(trainer_base, "tq", queue)
         monkeypatch.setattr(transfer_queue, "kv_batch_get", queue.kv_batch_get)
         metrics = {}
-        batch = KVBatchMeta(partition_id="train", keys=["a", "b"], tags=[{}, {}])
+        tags = [{} if version is None else {"min_global_steps": version} for version in versions]
+        batch = KVBatchMeta(partition_id="train", keys=["a", "b"], tags=tags)
         found = trainer._compute_old_log_prob(batch, metrics=metrics)
         assert found.keys == ["a", "b"]
         return metrics
@@ -118,18 +122,91 @@ def test_garbage_stops_the_run_at_its_first_step(step, rollout, actor, start):
 @pytest.mark.parametrize(
     ("overrides", "limit"),
     [(NVFP4, 0.02), (("+rollout=mxfp4", NVFP4[1]), 0.02), (("+rollout=int8", NVFP4[1]), 0.05),
-     (("+rollout=nvfp4", "actor_rollout_ref.model.lora_rank=0"), 0.05), (AQN, 0.05), ((*NVFP4, GATE), 0.1),
-     ((*NVFP4, "+qerl.mismatch_sample=1"), 0.02), ((*NVFP4, "+qerl.max_initial_kl=null"), None)],
-    ids=["nvfp4", "mxfp4", "int8", "all weights", "aqn", "explicit", "other option", "off"],
+     (("+rollout=nvfp4", ALL_WEIGHTS), 0.02), (("+rollout=int8", ALL_WEIGHTS), 0.05), (AQN, 0.05),
+     ((*NVFP4, GATE), 0.1), ((*NVFP4, "+qerl.mismatch_sample=1"), 0.02), ((*NVFP4, "+qerl.max_initial_kl=null"), None)],
+    ids=["nvfp4", "mxfp4", "int8", "all weights", "all weights, int8", "aqn", "explicit", "other option", "off"],
 )  # fmt: skip
-def test_the_limit_is_lower_where_both_sides_hold_the_same_weights(overrides, limit):
-    assert gate_options(composed(*overrides)).max_initial_kl == limit
+def test_the_limits_are_lower_where_both_sides_multiply_by_the_same_weights(overrides, limit):
+    gate = gate_options(composed(*overrides))
+    assert gate.max_initial_kl == limit
+    assert gate.max_kl == (None if limit is None else LATER_STEPS * limit)
+    for value in (1.5, None):
+        given = f"+qerl.max_kl={'null' if value is None else value}"
+        assert gate_options(composed(*overrides, given)) == replace(gate, max_kl=value)
 
 
-def test_later_steps_are_not_stopped(step):
-    trainer = step.make(*NVFP4)
+MODES = ("sync", "colocate_async")
+LATER = "+qerl.max_kl=0.1"
+SEPARATE = (LATER, "trainer.v1.trainer_mode=separate_async", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=1")
+SEPARATE += (f"{ROLLOUT}.checkpoint_engine.backend=nccl",)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_later_step_above_the_limit_is_warned_of_and_a_second_one_stops_the_run(step, caplog, mode):
+    trainer = step.make(*NVFP4, LATER, f"trainer.v1.trainer_mode={mode}")
+    for number, rollout in enumerate((CLOSE, FAR, CLOSE, FAR), 1):
+        trainer.global_steps = number
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger=mismatch.__name__):
+            assert KL in step.run(trainer, rollout, ACTOR)
+        if rollout is FAR:
+            (message,) = caplog.messages
+            assert message == (
+                f"KL(rollout || actor)=0.18 nats per token over 4 tokens at step {number} is above qerl.max_kl=0.1."
+                " The run stops when the next step is too. Check that both have the same weights and versions, or"
+                " raise the limit by `+qerl.max_kl=...` (null: it never stops the run)."
+            )
+        else:
+            assert not [message for message in caplog.messages if "above" in message]
+    trainer.global_steps = 5
+    with pytest.raises(RuntimeError) as caught:
+        step.run(trainer, FAR, ACTOR)
+    assert str(caught.value) == (
+        "the rollout is not the actor's model any more: KL(rollout || actor)=0.18 nats per token over 4 tokens at step"
+        " 5, 0.18 at the one before. Accepted is at most qerl.max_kl=0.1. Check that both have the same weights and"
+        " versions, or raise the limit by `+qerl.max_kl=...` (null: it never stops the run)."
+    )
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [("+qerl.max_kl=null",), ("+qerl.max_kl=0.19",), ("+qerl.max_initial_kl=null",),
+     SEPARATE],
+    ids=["off", "higher", "gate off", "separate_async"],
+)  # fmt: skip
+def test_later_steps_that_are_accepted(step, caplog, overrides):
+    trainer = step.make(*(() if overrides == SEPARATE else NVFP4), *overrides)
+    with caplog.at_level(logging.WARNING, logger=mismatch.__name__):
+        for number, rollout in enumerate((CLOSE, FAR, FAR), 1):
+            trainer.global_steps = number
+            assert KL in step.run(trainer, rollout, ACTOR)
+    assert not [message for message in caplog.messages if "above" in message]
+
+
+def test_answers_that_older_weights_began_do_not_count(step, caplog):
+    trainer = step.make(*NVFP4, LATER, "trainer.v1.trainer_mode=colocate_async")
     step.run(trainer, CLOSE, ACTOR)
-    assert step.run(trainer, FAR, ACTOR)[KL] == pytest.approx(KL_FAR, rel=1e-5)
+    trainer.global_steps = 5
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger=mismatch.__name__):
+        # The second answer is the one that is far.
+        for versions in ((4, 3), (3, 3), (None, 3)):
+            assert step.run(trainer, FAR, ACTOR, versions=versions)[KL] == pytest.approx(KL_FAR, rel=1e-5)
+        assert not caplog.messages
+        step.run(trainer, FAR, ACTOR, versions=(3, 4))
+    assert "over 2 tokens at step 5 is above" in caplog.text
+
+
+def test_the_first_step_tells_the_floor_of_the_model(step, caplog):
+    trainer = step.make(*NVFP4)
+    with caplog.at_level(logging.WARNING, logger=mismatch.__name__):
+        for _ in range(2):
+            step.run(trainer, CLOSE, ACTOR)
+    assert caplog.messages == [
+        "KL(rollout || actor)=0.00129 nats per token over 4 tokens at step 1, mean absolute difference 0.025: both hold"
+        " the same weights, so this is the floor of this model, what arithmetic alone makes. Later steps without noise"
+        " stay near it. Accepted was at most qerl.max_initial_kl=0.02."
+    ]
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf], ids=str)
@@ -198,13 +275,13 @@ def test_of_a_cut_distribution_there_are_metrics_and_no_gate(step, caplog, cut):
 
 @pytest.mark.parametrize(
     ("overrides", "default"),
-    [((), None), (NVFP4, MismatchConfig(SAME_WEIGHTS_KL)), (AQN, MismatchConfig())],
+    [((), None), (NVFP4, MismatchConfig(SAME_WEIGHTS_KL, 0.1)), (AQN, MismatchConfig())],
     ids=["stock", "nvfp4", "aqn"],
 )
 def test_options_compose_from_the_command_line(overrides, default):
     assert gate_options(composed(*overrides)) == default
-    assert gate_options(composed(GATE, *overrides)) == MismatchConfig(0.1)
-    assert gate_options(composed("+qerl.max_initial_kl=null", NO_LOG_PROBS, *overrides)) == MismatchConfig(None)
+    assert gate_options(composed(GATE, *overrides)) == MismatchConfig(0.1, 0.5)
+    assert gate_options(composed("+qerl.max_initial_kl=null", NO_LOG_PROBS, *overrides)) == MismatchConfig(None, None)
     assert gate_options(OmegaConf.create({})) is None
 
 
@@ -216,7 +293,9 @@ BAD = {
     ): r"bypass_mode=True \(accepted is False\) does not go together with qerl\.max_initial_kl=0\.1, which",
     (GATE, "trainer.use_v1=False"): r"^trainer\.use_v1=False \(accepted is True\) does not go together",
     ("+qerl.max_initial_kl=0",): r"^qerl\.max_initial_kl=0 is out of range\. Accepted is a number above 0, or null",
-    ("+qerl.max_kl=1",): r"^unknown option qerl\.max_kl=1\. Known options are max_initial_kl, mismatch_sample\.",
+    ("+qerl.max_kl=0",): r"^qerl\.max_kl=0 is out of range\. Accepted is a number above 0, or null, which never stops",
+    (LATER, NO_LOG_PROBS): r"does not go together with qerl\.max_kl=0\.1, which compares",
+    ("+qerl.kl=1",): r"^unknown option qerl\.kl=1\. Known options are max_initial_kl, max_kl, mismatch_sample\.",
     ("+qerl=1",): r"^qerl=1 is no group of options\.",
 }
 

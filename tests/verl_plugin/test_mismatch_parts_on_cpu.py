@@ -1,147 +1,28 @@
 """The parts inside verl's own steps, with servers that score by a table (with vLLM: tests/e2e; alone: tests/algos)."""
 
-from types import SimpleNamespace
-
 import pytest
 
 pytest.importorskip("verl")
 pytest.importorskip("transfer_queue")
 
-import ray
-import torch
-import transfer_queue
-from hydra import compose, initialize_config_module
-from tensordict import TensorDict
-from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 from verl.utils.config import validate_config
 
+from verl_qerl.testing import load_beside
 from verl_qerl.verl_plugin.engine_scores import answer_log_probs
 from verl_qerl.verl_plugin.mismatch import gate_options
 from verl_qerl.verl_plugin.mismatch_parts import MismatchPartsMixin
-from verl_qerl.verl_plugin.requantize import ROUNDED
 
+steps = load_beside(__file__, "scored_steps")
+AQN, Server, composed, scored_step = steps.AQN, steps.Server, steps.composed, steps.scored_step
 PARTS, NO_GATE = "+qerl.mismatch_sample=3", "+qerl.max_initial_kl=null"
-AQN = ("+aqn.enabled=true", "+aqn.num_stages=2", "+aqn.sigma_start=0.1", "+aqn.sigma_end=0.1")
-RUN = (
-    "actor_rollout_ref.model.path=model",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
-    "actor_rollout_ref.rollout.name=vllm",
-    "actor_rollout_ref.rollout.max_model_len=8",
-)
-SEQUENCES = {f"{uid}_0_0": ([5, 6][: 1 + uid % 2], [7, 8 + uid, 9, 11 + uid]) for uid in range(6)}
-
-
-def composed(*overrides):
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=[*RUN, *overrides])
-
-
-def log_prob(tokens):
-    """Of the last of the tokens, by the model that everyone means to have."""
-    return -1.0 - (sum(tokens) * 37 % 11) / 7
-
-
-class Server:
-    """Scores by `log_prob`; `weights` moves it, and so does the noise that it holds."""
-
-    def __init__(self, weights=0.0):
-        self.weights, self.sigma, self.version, self.calls = weights, None, 4, []
-        self.generate = SimpleNamespace(remote=self._generate)
-        self.collective_rpc = SimpleNamespace(remote=self._rpc)
-        self.qerl_clear_kv_cache = SimpleNamespace(remote=lambda: self.calls.append("clear"))
-
-    def score(self, tokens):
-        return log_prob(tokens) + self.weights + (self.sigma or 0.0)
-
-    def _generate(self, prompt_ids, sampling_params, request_id):
-        assert (sampling_params["temperature"], sampling_params["max_tokens"]) == (1.0, 1)
-        assert len(prompt_ids) < 8, "no room for a token"
-        self.calls.append((self.sigma, len(prompt_ids)))
-        scores = [[self.score(prompt_ids[: at + 1])] for at in range(1, len(prompt_ids))]
-        fields = {"prompt_logprobs": [*scores, [0.0]], "prompt_ids": [[token] for token in prompt_ids[1:]] + [[0]]}
-        return SimpleNamespace(extra_fields={"global_steps": self.version, **fields})
-
-    def _rpc(self, method, kwargs):
-        self.sigma = kwargs["sigma"]
-        self.calls.append(kwargs)
-        return [4]
 
 
 @pytest.fixture
-def step(monkeypatch):
-    """Runs a trainer of verl's registry from its replay buffer to `old_log_probs`; returns metrics and servers."""
-    monkeypatch.setattr(ray, "get", lambda found: found)
+def step(scored_step):
+    """As `scored_step`, with the parts alone."""
 
-    def init(self, config):
-        self.config, self.timing_raw = config, {}
-        self.replay_buffer = self._build_replay_buffer()
-
-    monkeypatch.setattr(trainer_base.PPOTrainer, "__init__", init)
-
-    def run(*overrides, sampled=0.0, actor=0.0, rounded=0.0, versions=(4,) * 6, servers=None, sequences=SEQUENCES):
-        """`sampled`, `actor`, `rounded` (the actor with such weights): by how much they differ from `log_prob`."""
-        keys = list(sequences)
-        tags = [{"min_global_steps": version} for version in versions]
-        batch = KVBatchMeta(partition_id="train", keys=keys, tags=tags)
-        buffer = SimpleNamespace(sample=lambda **kwargs: (batch, {}))
-        monkeypatch.setattr(trainer_base.PPOTrainer, "_build_replay_buffer", lambda self: buffer)
-        trainer = get_trainer_cls("sync")(composed(*overrides))
-        assert isinstance(trainer, MismatchPartsMixin)
-        servers = servers or [Server(), Server()]
-        replicas = [SimpleNamespace(servers=[server]) for server in servers]
-        trainer.llm_server_manager = SimpleNamespace(get_replicas=lambda: replicas)
-        trainer.checkpoint_manager = SimpleNamespace(sleep_replicas=lambda: [s.calls.append("sleep") for s in servers])
-        trainer.curr_step_profile = False
-        trainer.global_steps, trainer.total_training_steps = 5, 6  # of the stage with noise
-        store, asked = {}, []
-
-        def compute_log_prob(batch):
-            # As the engine: one ahead, with the flag by another model.
-            move = rounded if batch.extra_info.get(ROUNDED) else actor
-            asked.append((batch.keys, batch.extra_info["compute_loss"]))
-            for key in batch.keys:
-                store[key]["log_probs"] = store[key]["entropy"] = torch.tensor([*rows(key, move), 9.0])
-            return batch
-
-        workers = SimpleNamespace(compute_log_prob=compute_log_prob, _dispatch_info={"actor": [0, 0, 1, 1]})
-        trainer.actor_rollout_wg, trainer.asked = workers, asked
-
-        def rows(key, move):
-            prompt, response = sequences[key]
-            whole = prompt + response
-            return [log_prob(whole[: at + 1]) + move for at in range(len(prompt), len(whole))]
-
-        for key, (prompt, response) in sequences.items():
-            store[key] = {
-                "prompts": torch.tensor(prompt),
-                "responses": torch.tensor(response),
-                "response_mask": torch.tensor([1, 1, 0, 1][: len(response)]),
-                "rollout_log_probs": torch.tensor(rows(key, sampled)),
-            }
-
-        def get(keys, partition_id, select_fields):
-            nested = {
-                name: torch.nested.as_nested_tensor([store[key][name] for key in keys], layout=torch.jagged)
-                for name in select_fields
-            }
-            return TensorDict(nested, batch_size=len(keys))
-
-        def put(keys, partition_id, fields):
-            for name, values in fields.items():
-                for key, value in zip(keys, values.unbind(), strict=True):
-                    store[key][name] = value
-            return batch
-
-        monkeypatch.setattr(trainer_base, "tq", SimpleNamespace(kv_batch_get=get, kv_batch_put=put))
-        monkeypatch.setattr(transfer_queue, "kv_batch_get", get)
-        for server in servers:
-            server.sigma = 0.1 if "+aqn.enabled=true" in overrides else None
-        metrics = {}
-        found, _ = trainer.replay_buffer.sample(global_steps=5, partition_id="train", batch_size=6)
-        trainer.on_sample_end()
-        trainer._compute_old_log_prob(found, metrics=metrics)
+    def run(*overrides, **options):
+        metrics, servers = scored_step(*overrides, **options)
         return {name: value for name, value in metrics.items() if name.startswith("qerl/mismatch_")}, servers
 
     return run
@@ -168,6 +49,17 @@ def test_noise_shows_in_its_part_alone(step):
     assert [call for call in servers[1].calls if isinstance(call, tuple)] == [(0.1, 5), (0.0, 5)]  # one of three
 
 
+@pytest.mark.parametrize("draw", ["sequence", "token"])
+def test_draws_that_no_score_repeats_show_as_noise(step, draw):
+    own = (PARTS, *AQN, f"+aqn.draw={draw}")
+    servers = [Server(0.2, own_draws=True)]
+    assert step(*own, sampled=0.3, servers=servers)[0] == parts(kernel=0.2, noise=0.1)
+    assert [call for call in servers[0].calls if isinstance(call, tuple)] == [(0.1, 5)] * 3
+    assert [call for call in servers[0].calls if not isinstance(call, tuple)] == ["sleep"]  # noise stays as it is
+    stale = {"versions": (3, 4) * 3, "servers": [Server(own_draws=True)]}
+    assert step(*own, sampled=0.3, **stale)[0] == parts(staleness=0.3, noise=0.0, kernel=0.0)
+
+
 def test_other_weights_of_the_rollout_show_as_kernel(step):
     wrong = [Server(0.2)]
     assert step(PARTS, sampled=0.2, servers=wrong)[0] == parts(kernel=0.2)
@@ -191,22 +83,24 @@ INT8 = ("+rollout=int8", "actor_rollout_ref.model.lora_rank=0")
 
 
 @pytest.mark.parametrize(
-    ("rounded", "server", "told", "remedy"),
+    ("rounded", "server", "kl", "told"),
     [
-        (0.2, 0.5, "kernel 0.3 (50%), quantization 0.2 (33%), noise 0.1 (17%)", "Check that both have the same"),
-        (0.3, 0.5, "quantization 0.3 (50%), kernel 0.2 (33%), noise 0.1 (17%)", "The format is too coarse for these"),
-        (0.02, 0.07, "noise 0.1 (59%), kernel 0.05 (29%), quantization 0.02 (12%)", "Lower aqn.sigma_start, or"),
+        (0.2, 0.5, 0.0408, "kernel 0.3 (50%), quantization 0.2 (33%), noise 0.1 (17%)"),
+        (0.3, 0.5, 0.0187, "quantization 0.3 (50%), kernel 0.2 (33%), noise 0.1 (17%)"),
     ],
-    ids=["kernel", "quantization", "noise"],
+    ids=["kernel", "quantization"],
 )
-def test_the_gate_tells_the_parts_and_what_to_do_about_the_largest(step, rounded, server, told, remedy):
+def test_the_gate_tells_the_parts_of_the_difference_as_sampled(step, rounded, server, kl, told):
     options = (PARTS, *INT8, *AQN, "+qerl.max_initial_kl=0.01")
     with pytest.raises(RuntimeError) as caught:
         step(*options, rounded=rounded, sampled=server + 0.1, servers=[Server(server)])
-    sentence = f"at step 5. Taken apart over 9 tokens, in nats per token and share of the square: {told}."
-    assert sentence in str(caught.value)
-    assert f"Accepted is at most qerl.max_initial_kl=0.01. {remedy}" in str(caught.value)
-    assert str(caught.value).endswith("or raise it by `+qerl.max_initial_kl=...` (null switches the gate off).")
+    assert str(caught.value) == (
+        f"the rollout is not the actor's model: KL(rollout || actor)={kl} nats per token over 9 tokens of 3 answers"
+        " scored without the noise (aqn.sigma is 0.1), with the actor's linears rounded as the rollout's are at step"
+        f" 5. As sampled and taken apart over 9 tokens, in nats per token and share of the square: {told}. Accepted is"
+        " at most qerl.max_initial_kl=0.01. Check that both have the same weights and versions, or raise it by"
+        " `+qerl.max_initial_kl=...` (null switches the gate off)."
+    )
 
 
 def test_what_cannot_be_taken_apart_does_not_hide_the_sentence(step):
@@ -234,7 +128,7 @@ def test_the_actor_is_asked_for_what_its_ranks_can_share(step, monkeypatch, micr
         return found
 
     monkeypatch.setattr(MismatchPartsMixin, "_score_rounded", score)
-    step(PARTS, *INT8, f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={micro_batch}")
+    step(PARTS, NO_GATE, *INT8, f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={micro_batch}")
     ((keys, asked, count),) = seen
     assert (len(keys), asked[:3], len(asked), len(set(asked)), count) == (3, keys, num, num, num)  # two ranks
 
@@ -254,7 +148,7 @@ def test_an_answer_that_fills_the_context_is_scored_but_for_its_end(step):
     assert metrics["qerl/mismatch_kernel"] == pytest.approx(0.5, abs=1e-5)
 
 
-@pytest.mark.parametrize("overrides", [(), AQN, ("+qerl.mismatch_sample=0",)], ids=["stock", "aqn", "zero"])
+@pytest.mark.parametrize("overrides", [(), (*AQN, NO_GATE), ("+qerl.mismatch_sample=0",)], ids=["stock", "aqn", "zero"])
 def test_off_it_asks_nothing(step, overrides):
     metrics, servers = step(*overrides, sampled=0.01)
     assert metrics == {}

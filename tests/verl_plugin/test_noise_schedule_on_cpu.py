@@ -46,6 +46,7 @@ def run(tmp_path):
         made = object.__new__(Trainer)
         made.config = OmegaConf.create({"trainer": settings})
         made._aqn, made.total_training_steps, made.global_steps, made.log = aqn, total, 40, []
+        made._aqn_searched = {}
         return made
 
     return make
@@ -70,7 +71,7 @@ def test_the_file_has_every_option_and_is_there_before_verl_saves(run, tmp_path)
     made.log = SimpleNamespace(append=lambda what: found.append((what, read_schedule(tmp_path / "global_step_40"))))
     found = []
     made._save_checkpoint()
-    assert found == [("saved", replace(AQN, total_steps=100))]
+    assert found == [("saved", (replace(AQN, total_steps=100), {}))]
     assert not list(tmp_path.glob("*/*.partial"))
 
 
@@ -91,7 +92,7 @@ def test_a_number_of_steps_that_moves_sigma_is_refused(run, saved, caplog, total
     assert str(caught.value) == (
         f"sigma would move with the number of steps: at step {at} it is {before} over the 100 steps of the checkpoint,"
         f" {now} over total_training_steps={total} of this run, in {saved}. Accepted is another number of steps with"
-        " aqn.total_steps. Set +aqn.total_steps=100 to keep the schedule (sigma_end after its last step), or"
+        " aqn.total_steps. Set +aqn.total_steps=100 to keep the schedule (0.0005 after its last step), or"
         f" +aqn.total_steps={total} to spread its stages anew."
     )
 
@@ -108,7 +109,7 @@ def test_the_two_ways_out_of_the_refusal(run, saved, caplog):
 
 def test_a_number_of_steps_that_moves_nothing_is_no_matter(run, tmp_path, caplog):
     # Both schedules have step 100 in their last stage.
-    noise_schedule.write_schedule(tmp_path / "global_step_99", AQN, 100)
+    noise_schedule.write_schedule(tmp_path / "global_step_99", AQN, 100, {})
     path = str(tmp_path / "global_step_99")
     assert resume(run, caplog, AQN, 101, resume_mode="resume_path", resume_from_path=path) == []
 
@@ -139,7 +140,66 @@ def test_a_run_without_noise_leaves_no_schedule(run, saved):
     assert not (saved / "new").exists()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"enabled": 1}', '{"sigma": 1, "total_steps": 3}'])
+SEARCH = replace(AQN, target_kl=1e-3)
+
+
+@pytest.fixture
+def searching(run, tmp_path):
+    """As `saved`, of a run that has found two sigmas."""
+    made = run(SEARCH, 100)
+    made._aqn_searched = {1: (26, 0.2), 2: (51, 0.1)}
+    made._save_checkpoint()
+    return tmp_path / "global_step_40"
+
+
+def test_a_sigma_that_was_found_goes_on(run, searching, caplog):
+    made = run(SEARCH, 100)
+    made._load_checkpoint()
+    assert made._aqn_searched == {1: (26, 0.2), 2: (51, 0.1)}
+    assert sigma_at_step(SEARCH, 41, 100, made._aqn_searched) == 0.2
+    assert sigma_at_step(SEARCH, 51, 100, made._aqn_searched) == pytest.approx(0.1 * 0.05**0.5)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "told", "kept"),
+    [
+        ({"target_kl": 2e-3}, "aqn.target_kl=0.002 (was 0.001). Sigma of step 41 is 0, and was to be 0.2.", {}),
+        ({"mode": "relative"}, "aqn.mode=relative (was additive). Sigma of step 41 is 0, and was to be 0.2.", {}),
+        ({"target_kl": None}, "aqn.target_kl=None (was 0.001). Sigma of step 41 is 0.01, and was to be 0.2.", {}),
+        ({"seed": 3}, "aqn.seed=3 (was 0). Sigma of step 41 is 0.2, and was to be 0.2.", {1: (26, 0.2), 2: (51, 0.1)}),
+    ],
+    ids=lambda part: str(part)[:20],
+)
+def test_a_sigma_found_for_something_else_does_not(run, searching, caplog, changed, told, kept):
+    made = run(replace(SEARCH, **changed), 100)
+    with caplog.at_level(logging.WARNING, logger=noise_schedule.__name__):
+        made._load_checkpoint()
+    assert made._aqn_searched == kept
+    (message,) = caplog.messages
+    assert message.endswith(told)
+
+
+def test_the_sentence_about_other_steps_has_the_sigmas_that_were_found(run, searching, caplog):
+    with pytest.raises(ValueError, match="sigma would move") as caught:
+        resume(run, caplog, SEARCH, 200)
+    assert "at step 41 it is 0.2 over the 100 steps of the checkpoint, 0 over" in str(caught.value)
+    assert "to keep the schedule (0.005 after its last step)" in str(caught.value)  # 0.05 of 0.1
+
+
+def test_with_fewer_steps_than_stages_the_sentence_names_the_sigma_that_stays(run, tmp_path, caplog):
+    noise_schedule.write_schedule(tmp_path / "global_step_2", replace(AQN, num_stages=10), 4, {})
+    named = {"resume_mode": "resume_path", "resume_from_path": str(tmp_path / "global_step_2")}
+    with pytest.raises(ValueError, match=r"to keep the schedule \(0\.00105737 after its last step\)"):
+        resume(run, caplog, replace(AQN, num_stages=10), 40, **named)
+    kept = replace(AQN, num_stages=10, total_steps=4)
+    assert sigma_at_step(kept, 40, 40) == pytest.approx(0.00105737, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"enabled": 1}', '{"sigma": 1, "total_steps": 3}', '{"enabled": true, "searched": 2}'],
+)
 def test_a_damaged_file_is_refused(run, saved, text):
     (saved / RECORD).write_text(text)
     with pytest.raises(CheckpointFormatError, match=r"^the schedule of the noise cannot be read: .*\. Remove it to go"):
@@ -147,7 +207,9 @@ def test_a_damaged_file_is_refused(run, saved, text):
 
 
 def test_what_is_written_is_what_is_read(saved):
-    assert asdict(read_schedule(saved)) == asdict(AQN) | {"total_steps": 100}
+    config, searched = read_schedule(saved)
+    assert asdict(config) == asdict(AQN) | {"total_steps": 100}
+    assert searched == {}
 
 
 def test_a_named_checkpoint_of_another_run_is_compared_too(run, saved, tmp_path, caplog):
@@ -158,7 +220,7 @@ def test_a_named_checkpoint_of_another_run_is_compared_too(run, saved, tmp_path,
 
 
 def test_the_last_step_counts(run, tmp_path, caplog):
-    noise_schedule.write_schedule(tmp_path / "global_step_25", AQN, 100)
+    noise_schedule.write_schedule(tmp_path / "global_step_25", AQN, 100, {})
     named = {"resume_mode": "resume_path", "resume_from_path": str(tmp_path / "global_step_25")}
     with pytest.raises(ValueError, match=r"at step 26 it is 0\.01 over the 100 steps of the checkpoint, 0\.0005 over"):
         resume(run, caplog, AQN, 26, **named)

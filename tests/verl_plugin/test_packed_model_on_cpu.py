@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,14 @@ from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.modules import NVFP4Linear
 from verl_qerl.modules.convert import packed_linears
 from verl_qerl.modules.sharded_linear import ShardedNVFP4Linear
+from verl_qerl.nvfp4.checkpoint import quantization_config
 from verl_qerl.nvfp4.digest import weight_digest
+from verl_qerl.nvfp4.ignore import is_ignored
 from verl_qerl.nvfp4.reference import dequantize, quantize_group
 from verl_qerl.testing import random_qwen3_moe
 from verl_qerl.verl_plugin.config import BaseOptions
 from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
+from verl_qerl.verl_plugin.rollout import describe_checkpoint
 
 SIZES = {
     "vocab_size": 64,
@@ -152,6 +156,51 @@ def test_ignored_modules_stay_dense(checkpoint, tmp_path):
     assert dense == {"lm_head", *left_out}
     quantize_checkpoint(path, tmp_path / "nvfp4", ignore=rules, device="cpu")
     assert digests(read(tmp_path / "nvfp4")) == digests(model)  # an NVFP4 directory brings its own list
+
+
+def as_modelopt(folder, ignore):
+    """Rewrite a directory in ModelOpt's names, with its wildcards."""
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        name = name.replace(".weight_packed", ".weight")
+        if name.endswith(".weight_global_scale"):
+            name, tensor = name.replace("global_scale", "scale_2"), (1 / tensor).reshape(())
+        tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors")
+    return {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ignore}
+
+
+def as_targets(folder, targets):
+    config = quantization_config(["lm_head"])
+    config["config_groups"]["group_0"]["targets"] = targets
+    return config
+
+
+@pytest.mark.parametrize(
+    ("describe", "patterns"),
+    [(as_modelopt, ["lm_head", "model.layers.0.self_attn*"]), (as_targets, ["re:.*mlp.*", "re:.*1.self_attn.*"])],
+    ids=["wildcards of ModelOpt", "targets of compressed-tensors"],
+)
+def test_rollout_and_actor_leave_out_what_patterns_of_others_mean(checkpoint, tmp_path, describe, patterns):
+    path, folder = checkpoint(), tmp_path / "nvfp4"
+    rules = ("lm_head", r"re:model\.layers\.0\.self_attn.*")
+    quantize_checkpoint(path, folder, ignore=rules, device="cpu")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = describe(folder, patterns)
+    (folder / "config.json").write_text(json.dumps(config))
+    model = read(folder)
+    assert digests(model) == digests(read(path, BaseOptions(ignore=rules)))
+    dense = {name for name, module in model.named_modules() if type(module) is nn.Linear}
+    assert dense == {"lm_head", *(f"model.layers.0.self_attn.{leaf}_proj" for leaf in "qkvo")}
+    kwargs = {}
+    describe_checkpoint(kwargs, str(folder))
+    told = kwargs["hf_overrides"]["quantization_config"]["ignore"]
+    assert {name for name, _ in dense_linears(path) if is_ignored(name, told)} == dense
+
+
+def dense_linears(path):
+    model = AutoModelForCausalLM.from_pretrained(path)
+    return [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
 
 
 def replace(name, tensor):

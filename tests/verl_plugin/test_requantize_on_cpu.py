@@ -4,16 +4,14 @@ import pytest
 
 pytest.importorskip("verl")
 
-import ray
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import FORMATS, get_format
 from verl_qerl.formats.manifest import NAME, Manifest, checksum
 from verl_qerl.nvfp4.checkpoint import quantization_config
-from verl_qerl.verl_plugin.requantize import SyncMetricsMixin, check_unquantized, quantized_for_rollout
+from verl_qerl.verl_plugin.requantize import check_unquantized, quantized_for_rollout
 
 Q, K, V = (f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
 
@@ -78,71 +76,6 @@ def test_a_mixture_of_experts_cannot_be_trained_whole(tmp_path, key):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", key: 16}))
     with pytest.raises(CheckpointFormatError, match=r"is a mixture of 16 experts, .*lora_rank=0 .*rollout=int8"):
         check_unquantized(str(tmp_path), "int8")
-
-
-class Server:
-    def __init__(self, answers):
-        self.collective_rpc = self
-        self.answers = answers
-
-    def remote(self, method):
-        assert method == "qerl_last_sync"
-        return self.answers
-
-
-class Trainer:
-    """verl's, as far as the mixin sees it."""
-
-    def __init__(self, config):
-        self.config = config
-
-    def on_step_end(self):
-        self._pending_sync_metrics = {"verl/own": 1}
-
-
-class Logging(SyncMetricsMixin, Trainer):
-    def __init__(self, config, *answers):
-        super().__init__(config)
-        replicas = [type("Replica", (), {"servers": [Server(answer)]}) for answer in answers]
-        self.llm_server_manager = type("Manager", (), {"get_replicas": lambda self: replicas})()
-
-
-def config(base="int8", **model):
-    custom = {"qerl": {"base": base}} if base else None
-    return OmegaConf.create({"actor_rollout_ref": {"rollout": {"custom": custom}, "model": {"lora_rank": 0, **model}}})
-
-
-REPORT = {"sync_bytes": 10, "sync_bytes_bf16": 18}
-
-
-@pytest.fixture(autouse=True)
-def no_ray(monkeypatch):
-    monkeypatch.setattr(ray, "get", lambda futures: futures)
-
-
-def test_every_step_logs_what_was_sent_and_how_long_it_took():
-    trainer = Logging(config(), [REPORT, REPORT], [REPORT])
-    trainer.on_step_end()
-    found = trainer._pending_sync_metrics
-    assert found.pop("qerl/sync_s") >= 0
-    assert found == {"verl/own": 1, "qerl/sync_bytes": 10, "qerl/sync_bytes_bf16": 18}
-
-
-@pytest.mark.parametrize("answers", [[[REPORT, REPORT | {"sync_bytes": 9}]], [[REPORT], [{}]], [[]]], ids=str)
-def test_workers_that_received_different_weights_stop_the_run(answers):
-    with pytest.raises(RuntimeError, match="the rollout workers report different weights after a sync"):
-        Logging(config(), *answers).on_step_end()
-
-
-@pytest.mark.parametrize(
-    "other",
-    [config(base=None), config(lora_rank=8)],
-    ids=["stock", "lora_rank"],
-)
-def test_other_runs_log_nothing(other):
-    trainer = Logging(other, [REPORT])
-    trainer.on_step_end()
-    assert trainer._pending_sync_metrics == {"verl/own": 1}
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))

@@ -118,7 +118,8 @@ print(json.dumps({
 def write(path, quantization=None):
     config = {} if quantization is None else {"quantization_config": quantization}
     (path / "config.json").write_text(json.dumps(config))
-    save_file({"model.norm.weight": torch.ones(4)}, path / "model.safetensors")
+    packed = {} if quantization is None else {"model.layers.1.mlp.up_proj.weight_scale": torch.ones(2, 1)}
+    save_file({"model.norm.weight": torch.ones(4)} | packed, path / "model.safetensors")
     return str(path)
 
 
@@ -169,6 +170,12 @@ def test_an_nvfp4_directory_brings_its_own_list(tmp_path, stored, ignore):
     assert described(path, None) == {"quantization_config": quantization_config(ignore)}
 
 
+def targeting(targets):
+    config = quantization_config(["lm_head"])
+    config["config_groups"]["group_0"]["targets"] = targets
+    return config
+
+
 @pytest.mark.parametrize(
     ("stored", "codes"),
     [
@@ -177,7 +184,7 @@ def test_an_nvfp4_directory_brings_its_own_list(tmp_path, stored, ignore):
             "weight",
         ),
         (
-            quantization_config(["lm_head"]) | {"config_groups": {"group_0": {"targets": ["re:.*mlp.*"]}}},
+            targeting(["re:.*mlp.*"]),
             "weight_packed",
         ),
     ],

@@ -1,44 +1,60 @@
 """Misspelled nodes, in the configuration that verl composes."""
 
-import re
-import sys
-from types import ModuleType, SimpleNamespace
-
 import pytest
 
 pytest.importorskip("verl")
 
-from hydra import compose, initialize_config_module
-from verl.utils.config import validate_config
+from verl_qerl.verl_plugin import spelling
 
-
-def configuration(*overrides: str):
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=["data.train_batch_size=8", *overrides])
+QUANTIZED = ("+rollout=nvfp4", "actor_rollout_ref.model.lora_rank=8")
 
 
 @pytest.mark.parametrize(
     ("override", "node"),
     [
-        ("+rolout=nvfp4", "rollout"),
-        ("+aqm.enabled=true", "uaq or +aqn"),
-        ("+aqm.sigma_start=0.1", "aqn"),
-        ("+qrel.max_initial_kl=0.1", "qerl"),
-        ("+uqa.scale=2", "uaq"),
-        ("+platfrom=cpu", "platform"),
+        ("+rolout=nvfp4", "+rollout"),
+        ("+aqm.enabled=true", "+uaq or +aqn"),
+        ("+aqm.sigma_start=0.1", "+aqn"),
+        ("+qrel.max_initial_kl=0.1", "+qerl"),
+        ("+uqa.scale=2", "+uaq"),
+        ("+platfrom=cpu", "+platform"),
     ],
 )
-def test_a_node_that_nothing_reads_is_refused_on_the_driver(override, node, monkeypatch):
-    package = "verl.workers.rollout.vllm_rollout"
-    monkeypatch.setitem(sys.modules, package, ModuleType(package))
-    monkeypatch.setitem(sys.modules, f"{package}.utils", SimpleNamespace(get_vllm_max_lora_rank=lambda rank: rank))
-    with pytest.raises(ValueError, match=rf"^unknown option \+\w+: nothing reads it\. .* Write \+{re.escape(node)}\.$"):
-        validate_config(config=configuration(override), use_reference_policy=False, use_critic=False)
+def test_a_likely_typo_beside_an_option_of_ours_is_a_warning(validate, override, node):
+    (message,) = validate("+qerl.mismatch_sample=0", override, of=spelling)
+    name = override.split("=")[0].split(".")[0]
+    assert message == (
+        f"{name} looks like a misspelled option of verl_qerl, which does not read it. If it is meant for verl_qerl,"
+        f" stop the run and write {node}. If it is an option of your own, nothing is to be done: the run goes on."
+    )
+
+
+@pytest.mark.parametrize(
+    "override", ["+agn.enabled=true", "+dqn.seed=0", "+my_platform=cpu", "+uar.scale=2", "+rolout=nvfp4"]
+)
+def test_a_stock_run_is_not_looked_at(validate, override):
+    assert validate(override, of=spelling) == []
 
 
 @pytest.mark.parametrize("override", ["+aqs.speed=3", "+my_rollout=fast", "+acl=2"])
-def test_what_is_the_users_own_stays(override):
-    from verl_qerl.verl_plugin.spelling import check_spelling
+def test_what_is_the_users_own_is_not_mentioned(override, configuration, caplog):
+    spelling.check_spelling(configuration(*QUANTIZED, "+aqn.enabled=true", override))
+    assert caplog.messages == []
 
-    check_spelling(configuration(override))
-    check_spelling(configuration("+rollout=nvfp4", "actor_rollout_ref.model.lora_rank=8", "+aqn.enabled=true"))
+
+@pytest.mark.parametrize(
+    ("overrides", "uses"),
+    [
+        ([], False),
+        (["+agn.enabled=true"], False),
+        (["actor_rollout_ref.model.lora_rank=8"], False),
+        (["+aqn.enabled=true"], True),
+        (["+uaq.enabled=true"], True),
+        (["+qerl.mismatch_sample=2"], True),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=acr"], True),
+        (["+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.lora=stock"], True),
+        (["+rollout=int8"], True),
+    ],
+)
+def test_which_runs_use_an_option_of_ours(configuration, overrides, uses):
+    assert spelling.uses_qerl(configuration(*overrides)) == uses

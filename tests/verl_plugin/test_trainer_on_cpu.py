@@ -1,3 +1,4 @@
+import importlib
 import logging
 from types import SimpleNamespace
 
@@ -65,27 +66,26 @@ def with_answers(monkeypatch, *answers):
 
 
 def test_metrics_join_those_of_the_weight_sync(monkeypatch):
-    made, _ = with_answers(monkeypatch, [3])
+    made, _ = with_answers(monkeypatch, [(3, 7)])
     made.on_init_end()
     made.global_steps = 3  # of the second stage of two
     made.on_step_end()
-    assert made._pending_sync_metrics == {"weight_sync/seconds": 0.5, "aqn/sigma": 5e-4, "aqn/num_norms": 3}
+    assert made._pending_sync_metrics == {"weight_sync/seconds": 0.5, "aqn/sigma": 5e-4}
     assert "set_noise" in made.timing_raw
 
 
 def test_every_replica_is_asked_once(monkeypatch):
-    made, calls = with_answers(monkeypatch, [3], [3])
+    made, calls = with_answers(monkeypatch, [(3, 7)], [[3, 7]])
     made.on_init_end()
     assert calls == [{"sigma": 0.0, "step": 1}] * 2
-    assert made._aqn_num_norms == 3
 
 
 @pytest.mark.parametrize(
     ("answers", "told"),
     [
-        ([[3], [2]], "[2, 3]"),
-        ([[3, 2]], "[2, 3]"),
-        ([[0], [0]], "[0]"),
+        ([[(3, 7)], [(2, 7)]], "[2, 3]"),
+        ([[(3, 7), (2, 7)]], "[2, 3]"),
+        ([[(0, 0)], [(0, 0)]], "[0]"),
         ([None], "[]"),  # verl's own server, which drops the answers
         ([[], []], "[]"),
         ([], "[]"),
@@ -100,9 +100,20 @@ def test_answers_must_be_equal_and_above_zero(monkeypatch, answers, told):
     assert made.log == []  # no weights are sent after it
 
 
+@pytest.mark.parametrize("answers", [([(3, 7)], [(3, 8)]), ([(3, 7), (3, 8)],)], ids=["replicas", "workers"])
+def test_weights_must_be_equal(monkeypatch, answers):
+    made, _ = with_answers(monkeypatch, *answers)
+    with pytest.raises(RuntimeError) as caught:
+        made.on_init_end()
+    assert str(caught.value).startswith(
+        "the rollout workers set 3 norms to 2 different sets of weights at {'sigma': 0.0, 'step': 1}. All must sample"
+    )
+    assert made.log == []
+
+
 @pytest.mark.parametrize("step", [0, 5])
 def test_steps_outside_of_training_have_no_noise(monkeypatch, step):
-    made, calls = with_answers(monkeypatch, [3])
+    made, calls = with_answers(monkeypatch, [(3, 7)])
     made._set_noise(step)
     assert calls == [{"sigma": 0.0, "step": step}]
 
@@ -136,10 +147,25 @@ def test_workers_get_extension_and_options():
     ask_workers_for_noise(config, AQNConfig(enabled=True, seed=3, targets=("input_layernorm",)))
     kwargs = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm)
     assert kwargs["worker_extension_cls"] == WORKER_EXTENSION
+    assert "scheduler_cls" not in kwargs
     options = kwargs["additional_config"]["verl_qerl"]["aqn"]
     assert AQNConfig.from_mapping(options) == AQNConfig(enabled=True, seed=3, targets=("input_layernorm",))
     assert set(options) == set(AQNConfig.__dataclass_fields__)
     assert OmegaConf.is_struct(config)  # a misspelt key is still noticed
+
+
+@pytest.mark.parametrize("draw", ["sequence", "token"])
+def test_draws_of_their_own_come_with_a_scheduler(draw):
+    config = configuration()
+    ask_workers_for_noise(config, AQNConfig(enabled=True, draw=draw))
+    kwargs = config.actor_rollout_ref.rollout.engine_kwargs.vllm
+    assert kwargs.additional_config.verl_qerl.aqn.draw == draw
+    module, _, name = kwargs.scheduler_cls.rpartition(".")
+    assert callable(getattr(importlib.import_module(module), name))
+    stock = configuration(scheduler_cls="mine.Scheduler")
+    for aqn in (AQNConfig(enabled=True), AQNConfig(enabled=True, draw=draw)):
+        ask_workers_for_noise(stock, aqn)
+        assert stock.actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls == "mine.Scheduler"
 
 
 def test_settings_of_the_user_stay():
@@ -151,21 +177,20 @@ def test_settings_of_the_user_stay():
     assert kwargs.additional_config.verl_qerl.aqn.enabled
 
 
-@pytest.mark.parametrize(("total", "told"), [(1, True), (2, False)])
-def test_skipped_stages_are_told(monkeypatch, caplog, total, told):
-    made, _ = with_answers(monkeypatch, [3])
-    made.total_training_steps = total
-    with caplog.at_level(logging.WARNING, logger=trainer.__name__):
-        made.on_init_end()
-    assert ("aqn.num_stages=2 exceeds the 1 steps of this run: some stages are skipped." in caplog.messages) == told
+SKIPPED = (
+    "aqn.num_stages=3 exceeds the 2 steps that the stages are spread over: some are skipped, the last of them too, and"
+    " sigma ends at 0.01 instead of sigma_end=0.0005."
+)
 
 
-def test_stages_are_skipped_where_the_schedule_is_shorter_than_they_are_many(monkeypatch, caplog):
-    made, _ = with_answers(monkeypatch, [3])
-    made._aqn, made.total_training_steps = AQNConfig(enabled=True, num_stages=2, total_steps=1), 9
+@pytest.mark.parametrize(("total_steps", "steps", "told"), [(None, 2, True), (2, 9, True), (None, 3, False)])
+def test_skipped_stages_are_told(monkeypatch, caplog, total_steps, steps, told):
+    made, _ = with_answers(monkeypatch, [(3, 7)])
+    made._aqn = AQNConfig(enabled=True, num_stages=3, total_steps=total_steps)
+    made.total_training_steps = steps
     with caplog.at_level(logging.WARNING, logger=trainer.__name__):
         made.on_init_end()
-    assert "aqn.num_stages=2 exceeds the 1 steps of this run: some stages are skipped." in caplog.messages
+    assert (SKIPPED in caplog.messages) == told
 
 
 def test_install_replaces_every_trainer_once():

@@ -25,6 +25,9 @@ LORA = (
         (["+acr.max_ratio=4"], True),
         (["+qerl.max_initial_kl=0.1"], True),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=acr"], True),
+        (['actor_rollout_ref.actor.policy_loss.loss_mode="acr"'], True),
+        (["++actor_rollout_ref.actor.policy_loss.loss_mode='acr'"], True),
+        (["+rollout='nvfp4'"], True),
         ([f"+{ADDITIONAL}.verl_qerl.lora=stock"], True),
         ([f"+{ADDITIONAL}={{verl_qerl: {{lora: stock}}}}"], True),
         ([f"+{ADDITIONAL}.other=1"], False),
@@ -47,6 +50,15 @@ import verl
 from verl_qerl import verl_plugin
 print(type(verl_plugin.FAILURE).__name__, verl_plugin.hooks._waiting)
 """
+
+
+@needs_verl
+def test_another_verl_is_a_warning_where_that_is_asked_for(fresh_process):
+    arguments = ("-c", OTHER_VERSION, "verl=0.10.0", "+aqn.enabled=true")
+    found = fresh_process(*arguments, VERL_QERL_UNTESTED_VERSIONS="1")
+    assert found.stdout.splitlines()[-1].startswith("NoneType ")  # no failure: everything is registered
+    assert "verl is 0.10.0." in found.stderr
+    assert "0 of the 4 functions of verl that verl_qerl replaces or overrides" in found.stderr
 
 
 @needs_verl

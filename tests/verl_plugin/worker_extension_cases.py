@@ -25,7 +25,8 @@ from worker_extension_fakes import (
 )
 
 from verl_qerl.verl_plugin import worker_extension
-from verl_qerl.verl_plugin.config import DIGESTS, LAYOUT
+from verl_qerl.verl_plugin.config import CHECKSUM, DIGESTS, LAYOUT
+from verl_qerl.verl_plugin.flat_adapter import adapter_checksum
 from verl_qerl.verl_plugin.worker_extension import WorkerExtension
 from verl_qerl.vllm_plugin import worker as noise_extension
 from verl_qerl.vllm_plugin.adapter import unflatten
@@ -60,7 +61,7 @@ def construction(quant_config):
     }
 
 
-def update(vllm_config, peft_config, base_sync_done=True, norm=None, sends=None, capacity=1, told=()):
+def update(vllm_config, peft_config, base_sync_done=True, norm=None, sends=None, capacity=1, told=(), lost=None):
     """What is called, in order, during one sync, and the error at its end."""
     log, real = [], (Upstream.update_weights_from_ipc, Upstream._update_weights)
 
@@ -81,7 +82,15 @@ def update(vllm_config, peft_config, base_sync_done=True, norm=None, sends=None,
     worker_extension.place_adapter = lambda manager, number, layout, flat, peft: log.append(
         ["place", number, listed(unflatten(layout, flat).items()), peft]
     )
+
+    def require_placed(manager, number, flat):
+        if lost == "adapter":
+            raise ValueError("the rollout does not hold the adapter")
+
+    worker_extension.require_placed = require_placed
     worker = make(vllm_config)
+    if lost == "norms":
+        worker._qerl_norms.place = lambda shifts: None
     worker.model_runner.lora_manager._adapter_manager.capacity = capacity
     worker._get_zmq_handle, worker.remove_lora = (lambda: "handle"), lambda number: log.append(["remove", number])
     if worker._qerl_noise is not None:
@@ -104,6 +113,8 @@ def update(vllm_config, peft_config, base_sync_done=True, norm=None, sends=None,
         worker.qerl_set_noise(0.0, 0)
         clean = model().input_layernorm.weight[0].item()
     found = {"log": log, "error": error, "clean": clean}
+    if "sync" in told:
+        found["sync"] = worker.qerl_last_sync()
     return found | ({"norms": [getattr(model(), kind).weight[3].item() for kind in KINDS]} if "norms" in told else {})
 
 
@@ -111,6 +122,7 @@ class Bucket(str):
     """As a list of tensors, something that knows whether somebody still holds it."""
 
 
+WHOLE = adapter_checksum(torch.cat([piece for _, piece in FLAT]))
 TWO = [("first", torch.ones(1)), ("second", torch.ones(1))]
 
 
@@ -161,7 +173,8 @@ class Reload:
 
     def finish(self):
         Reload.log.append(["finish"])
-        manifest = SimpleNamespace(num_bytes=10, num_bytes_bf16=18)
+        sums = {"a": 1, "b": 2 + Reload.log.count(["finish"])}
+        manifest = SimpleNamespace(num_bytes=10, num_bytes_bf16=18, checksums=sums)
         return SimpleNamespace(manifest=manifest, num_linears=8, num_checked=4)
 
 
@@ -179,11 +192,9 @@ def requantized(load_format, adapter):
     told = []
     try:
         for _ in range(2):
-            try:
-                told.append(worker.qerl_last_sync())
-            except ValueError as error:
-                told.append(str(error))
+            told.append(worker.qerl_last_sync())
             worker.update_weights_from_ipc(peft_config=None, base_sync_done=True)
+        told.append(worker.qerl_last_sync())
     finally:
         Upstream.update_weights_from_ipc = real
     return {"log": log, "told": told}
@@ -233,10 +244,16 @@ def cases():
     yield "flat, a strange tensor", update(config(), flat, sends=[*FLAT, NAMED[0]])
     yield "flat, a piece beyond the end", update(config(), flat, sends=[*FLAT, ("verl_qerl_adapter.12", torch.ones(3))])
     yield "room for two adapters on the host", update(config(), flat, sends=FLAT, capacity=2)
+    summed = flat | {CHECKSUM: WHOLE}
+    yield "checksum", update(config(), [summed, summed], sends=FLAT, told=["sync"])
+    yield "another checksum", update(config(), [summed, flat | {CHECKSUM: WHOLE + 1}], sends=FLAT, told=["sync"])
+    yield "an adapter that is lost", update(config(), summed, sends=FLAT, told=["sync"], lost="adapter")
+    yield "no checksum", update(config(), dict(PEFT), told=["sync"])
     trained = config(norms=True, aqn={"enabled": True, "targets": ["input_layernorm"]})
     with_norms, asked = PEFT | {LAYOUT: SHIFTED}, {"told": ["norms"]}
     yield "norms", update(trained, with_norms, sends=SHIFTS, **asked)
     yield "norms, room for two adapters", update(trained, with_norms, sends=SHIFTS, capacity=2, **asked)
+    yield "norms that are lost", update(trained, with_norms, sends=SHIFTS, told=["norms", "sync"], lost="norms")
     yield "norms, engine not told", update(config(), with_norms, sends=SHIFTS, **asked)
     yield "norms that do not come", update(trained, flat, sends=FLAT, **asked)
     yield "whole model, int8", requantized("verl_qerl_int8", adapter=False)

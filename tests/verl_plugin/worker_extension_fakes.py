@@ -46,7 +46,7 @@ def config(quant_config=None, aqn=None, load_format="auto", digests=None, adapte
         additional_config=additional,
         load_config=SimpleNamespace(load_format=load_format),
         digests=digests or {},
-        model_config=None,
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type="qwen2")),
         lora_config=SimpleNamespace() if adapter else None,
     )
 

@@ -42,7 +42,7 @@ def decode(llm, request=None):
 
 
 def noise(llm, sigma, step):
-    return llm.collective_rpc("qerl_set_noise", args=(sigma, step))[0]
+    return llm.collective_rpc("qerl_set_noise", args=(sigma, step))[0][0]
 
 
 def norms(llm):

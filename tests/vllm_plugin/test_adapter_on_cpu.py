@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 pytest.importorskip("vllm")
 from vllm.lora.request import LoRARequest
 
-from verl_qerl.vllm_plugin.adapter import can_place, flatten, place_adapter, unflatten
+from verl_qerl.vllm_plugin.adapter import can_place, flatten, place_adapter, require_placed, unflatten
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ID = 900
@@ -39,7 +39,10 @@ def loaded(vllm, engine, manager, write_adapter, prompt_log_probs):
 
 
 def place(manager, number: int, tensors: dict, config: dict) -> int:
-    return place_adapter(manager, number, *flatten(tensors, manager.lora_config.lora_dtype), config)
+    layout, flat = flatten(tensors, manager.lora_config.lora_dtype)
+    count = place_adapter(manager, number, layout, flat, config)
+    require_placed(manager, number, flat)
+    return count
 
 
 @pytest.mark.parametrize(
@@ -105,9 +108,40 @@ def test_a_layer_whose_part_is_no_span_is_set_by_itself(engine, manager, loaded,
     monkeypatch.setattr(manager, "qerl_plan", None, raising=False)
     place(manager, ID, tensors, config)
     assert [one for one, *_ in manager.qerl_plan.by_layer] == [layer]
+    flat = flatten(tensors, torch.bfloat16)[1]
+    place_adapter(manager, ID, flatten(tensors, torch.bfloat16)[0], flat, config)
+    layer.lora_b_stacked[0][0, 0, 3, 1] += 1
+    with pytest.raises(ValueError, match=r"came: a linear of \(\d+, \d+\) differs"):
+        require_placed(manager, ID, flat)
+    place(manager, ID, tensors, config)
     engine.reset_prefix_cache()
     assert torch.equal(prompt_log_probs(engine, lora_request=request), expected)
     manager.qerl_plan = None
+
+
+@pytest.mark.parametrize("targets", [LINEARS, ["q_proj", "down_proj"]], ids=["all", "two linears"])
+def test_what_the_slot_does_not_hold_is_told(manager, loaded, targets):
+    _, tensors, config, _ = loaded(f"told {len(targets)}", targets, 4, ID + 1)
+    with pytest.raises(ValueError, match=r"^the rollout does not hold the adapter that came: nothing was written\."):
+        require_placed(manager, ID, torch.zeros(4))
+    layout, flat = flatten(tensors, torch.bfloat16)
+    place_adapter(manager, ID, layout, flat, config)
+    require_placed(manager, ID, flat)
+    newer = flat.clone()
+    newer[-1] = newer[-1].nextafter(torch.tensor(9.0, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=rf"came: [12] of {2 * flat.numel()} bytes differ\."):
+        require_placed(manager, ID, newer)
+    copied, _ = manager.qerl_plan.copies[0]
+    copied.view(-1)[3] += 1
+    with pytest.raises(ValueError, match=r"came: [12] of "):
+        require_placed(manager, ID, flat)
+    place(manager, ID, tensors, config)
+    # Beyond the rank, and in a linear without an adapter.
+    layer = manager.modules["model.layers.0.mlp.gate_up_proj"]
+    layer.lora_b_stacked[0][0, 0, 5, 7] = 1
+    with pytest.raises(ValueError, match="what it leaves out is not zero"):
+        require_placed(manager, ID, flat)
+    place(manager, ID, tensors, config)
 
 
 def test_a_flat_adapter_is_named_tensors_and_back():

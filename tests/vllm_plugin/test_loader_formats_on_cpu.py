@@ -87,7 +87,8 @@ def test_noise_changes_log_probs_and_zero_restores_them(case, prompt_log_probs):
     _, engine = case
 
     def set_noise(sigma):
-        assert engine.collective_rpc("qerl_set_noise", args=(sigma, 1)) == [4]
+        ((num_norms, _),) = engine.collective_rpc("qerl_set_noise", args=(sigma, 1))
+        assert num_norms == 4
         assert engine.reset_prefix_cache()
 
     clean = prompt_log_probs(engine)

@@ -1,11 +1,14 @@
 """The norms of a model that is only norms, and no vLLM; test_worker_on_cpu.py has the engines."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn as nn
 
-from verl_qerl.algos.aqn import AQNConfig, draw_noise
-from verl_qerl.vllm_plugin.noise import NormNoise
+from verl_qerl.algos.aqn import MODES, AQNConfig, draw_noise, norm_rms
+from verl_qerl.vllm_plugin import plans
+from verl_qerl.vllm_plugin.noise import NormNoise, check_model
 
 SIZE = 4096
 
@@ -49,6 +52,23 @@ def changed(before: dict, after: dict) -> set[str]:
     return {name.removesuffix(".weight") for name in before if not torch.equal(before[name], after[name])}
 
 
+def test_the_checksum_is_that_of_the_noise_that_is_on():
+    (_, one), (_, other) = build(), build()
+    clean = one.checksum()
+    assert clean == other.checksum()
+    one.apply(1e-2, 1)
+    noisy = one.checksum()
+    assert noisy != clean
+    for sigma, step, same in ((1e-2, 2, False), (1.001e-2, 1, False), (1e-2, 1, True)):
+        other.apply(sigma, step)
+        assert (other.checksum() == noisy) == same, (sigma, step)
+    one.apply(0.0, 0)
+    assert one.checksum() == clean
+    norm = other._norms["model.layers.1.input_layernorm"].weight.data
+    norm[7] = norm[7].nextafter(torch.tensor(9.0))
+    assert other.checksum() != noisy
+
+
 def test_only_the_norms_of_the_layers_get_noise():
     model, noise = build()
     before = weights(model)
@@ -65,13 +85,14 @@ def test_other_targets():
     assert noise.names == ["model.layers.0.self_attn.q_norm", "model.layers.1.self_attn.q_norm", "model.norm"]
 
 
-@pytest.mark.parametrize("mode", ["additive", "multiplicative"])
+@pytest.mark.parametrize("mode", MODES)
 def test_noise_is_the_draw_of_seed_step_and_name_times_sigma(mode):
     model, noise = build(mode=mode, seed=5)
     clean = weights(model)["model.layers.1.input_layernorm.weight"]
     noise.apply(1e-2, 7)
     scaled = 1e-2 * draw_noise(5, 7, "model.layers.1.input_layernorm", SIZE)
-    expected = clean + scaled if mode == "additive" else clean * (1 + scaled)
+    relative = clean + (1e-2 * norm_rms(clean)).float() * draw_noise(5, 7, "model.layers.1.input_layernorm", SIZE)
+    expected = {"additive": clean + scaled, "multiplicative": clean * (1 + scaled), "relative": relative}[mode]
     assert torch.equal(model.model.layers[1].input_layernorm.weight, expected)
 
 
@@ -83,7 +104,7 @@ def test_noise_does_not_accumulate():
     assert not changed(weights(model), weights(other))
 
 
-@pytest.mark.parametrize("mode", ["additive", "multiplicative"])
+@pytest.mark.parametrize("mode", MODES)
 def test_sigma_zero_restores_every_bit(mode):
     model, noise = build(mode=mode)
     before = weights(model)
@@ -174,7 +195,103 @@ def test_a_target_that_is_not_there(targets, lost):
         build(targets=targets)
 
 
-@pytest.mark.parametrize(("mode", "unit"), [("additive", 1.5), ("multiplicative", 1.0)])
+def test_relative_noise_follows_the_weights_of_a_sync():
+    model, noise = build(mode="relative")
+    name = "model.layers.0.input_layernorm"
+    before = dict(noise.sizes())
+    noise.apply(1e-2, 2)
+    with torch.no_grad():
+        for norm in (layer.input_layernorm for layer in model.model.layers):
+            norm.weight.copy_(20 * noise._clean[name])
+    noise.recapture()
+    assert noise.sizes()[name] == pytest.approx(20 * before[name], rel=1e-6)
+    moved = model.get_submodule(name).weight.data - noise._clean[name]
+    assert float(moved.std()) == pytest.approx(0.2 * before[name], rel=0.05)
+
+
+def test_noise_that_acts_is_counted():
+    model, noise = build()
+    assert noise.num_noisy() == 0
+    noise.apply(1e-6, 1)
+    assert noise.num_noisy() == 4
+    with torch.no_grad():
+        name = noise.names[2]
+        model.get_submodule(name).weight.copy_(noise._clean[name])
+    assert noise.num_noisy() == 3
+    noise.apply(0.0, 1)
+    assert noise.num_noisy() == 0
+
+
+def test_sizes_are_root_mean_squares_without_what_uaq_multiplied():
+    model, noise = build(targets=("input_layernorm", "q_norm"))
+    kept = weights(model)
+    plain = {name: float(kept[f"{name}.weight"].double().square().mean().sqrt()) for name in noise.names}
+    assert noise.sizes() == pytest.approx(plain, rel=1e-12)
+    noise.apply(0.3, 1)
+    assert noise.sizes() == pytest.approx(plain, rel=1e-12)  # of the clean weights
+    noise.apply(0.0, 1)
+    scaled = NormNoise(model, AQNConfig(enabled=True, targets=("input_layernorm", "q_norm")), 2.0).sizes()
+    halved = {name: size / 2 if "layernorm" in name else size for name, size in plain.items()}
+    assert scaled == pytest.approx(halved, rel=1e-12)
+
+
+def test_relative_noise_on_norms_of_zeros_is_refused():
+    model, noise = build(mode="relative")
+    model.model.layers[1].input_layernorm.weight.data.zero_()
+    noise.recapture()
+    told = (
+        r"^aqn\.mode=relative has no unit where a norm's weights are all zero: model\.layers\.1\.input_layernorm"
+        r" \(1 of 4 norms\)\. Accepted are norms with weights\. Set `\+aqn\.mode=additive`\.$"
+    )
+    for call in (lambda: noise.apply(1e-2, 1), noise.sizes):
+        with pytest.raises(ValueError, match=told):
+            call()
+    assert noise.apply(0.0, 1) == 4
+    other, additive = build()
+    other.model.layers[1].input_layernorm.weight.data.zero_()
+    additive.recapture()
+    assert additive.apply(1e-2, 1) == 4
+    assert additive.sizes()["model.layers.1.input_layernorm"] == 0.0
+
+
+def test_norms_that_multiply_by_one_plus_their_weight_take_additive_noise_alone():
+    vllm = pytest.importorskip("vllm.model_executor.layers.layernorm")
+    model = nn.Module()
+    model.pre_feedforward_layernorm = object.__new__(vllm.GemmaRMSNorm)
+    nn.Module.__init__(model.pre_feedforward_layernorm)
+    model.pre_feedforward_layernorm.weight = nn.Parameter(torch.zeros(8))
+    targets = ("pre_feedforward_layernorm",)
+    for mode in ("multiplicative", "relative"):
+        with pytest.raises(
+            ValueError,
+            match=rf"^aqn\.mode={mode} takes a norm's weight for its unit, and pre_feedforward_layernorm multiplies by"
+            r" 1 \+ weight\. Accepted is additive\. Set `\+aqn\.mode=additive`\.$",
+        ):
+            NormNoise(model, AQNConfig(enabled=True, mode=mode, targets=targets))
+    assert NormNoise(model, AQNConfig(enabled=True, targets=targets)).apply(1e-2, 1) == 1
+
+
+def of_family(family):
+    return SimpleNamespace(model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type=family)))
+
+
+def test_a_family_with_its_norms_elsewhere_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"^it is not known where model_type=gemma2 has the norms"):
+        check_model(of_family("gemma2"), AQNConfig(enabled=True))
+    check_model(of_family("gemma2"), AQNConfig(enabled=True, targets=("pre_feedforward_layernorm",)))
+
+
+def test_noise_that_reaches_routers_is_told(caplog):
+    plans.say_once.cache_clear()
+    check_model(of_family("qwen3"), AQNConfig(enabled=True))
+    assert not caplog.messages
+    check_model(of_family("qwen3_moe"), AQNConfig(enabled=True))
+    assert caplog.messages == [
+        "verl_qerl: noise on post_attention_layernorm also reaches the routers of qwen3_moe, which read that norm."
+    ]
+
+
+@pytest.mark.parametrize(("mode", "unit"), [("additive", 1.5), ("multiplicative", 1.0), ("relative", 1.0)])
 def test_noise_keeps_its_size_beside_norms_that_uaq_scaled(mode, unit):
     targets = ("input_layernorm", "q_norm")
     plain, noise = build(mode=mode, targets=targets)
@@ -194,6 +311,8 @@ def test_noise_keeps_its_size_beside_norms_that_uaq_scaled(mode, unit):
         expected = plain.get_submodule(name).weight * grown
         torch.testing.assert_close(scaled.get_submodule(name).weight, expected, rtol=1e-6, atol=1e-7)
     first = "model.layers.0.input_layernorm"
-    z = draw_noise(0, 3, first, SIZE) * (1 if mode == "additive" else clean[f"{first}.weight"])
+    weight = clean[f"{first}.weight"]
+    units = {"additive": 1.0, "multiplicative": weight, "relative": norm_rms(weight).float()}
+    z = draw_noise(0, 3, first, SIZE) * units[mode]
     expected = clean[f"{first}.weight"] + unit * 1e-2 * z
     torch.testing.assert_close(scaled.get_submodule(first).weight.data, expected, rtol=1e-6, atol=1e-7)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("vllm")
-from verl_qerl.cli.tune import MODELS
+from verl_qerl.cli.tune_shapes import MODELS
 from verl_qerl.kernels.tiled_launch import (
     EACH,
     GATHERED,

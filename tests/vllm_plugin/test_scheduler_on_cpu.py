@@ -111,6 +111,36 @@ def test_vllm_is_asked_only_where_a_block_is_full(start, monkeypatch):
     assert 1 + 96 // BLOCK <= len(asked) <= 2 + 2 * (96 // BLOCK)
 
 
+OWN_DRAWS = {"verl_qerl": {"aqn": {"enabled": True, "draw": "sequence"}}}
+
+
+@pytest.mark.parametrize("options", [{}, {"async_scheduling": True}], ids=["", "ahead"])
+def test_with_draws_of_their_own_answers_stay_out_of_the_prefix_cache(vllm, start, monkeypatch, options):
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    engine, asked = start(scheduler_cls=OURS, additional_config=OWN_DRAWS, **options), []
+    allocate = KVCacheManager.allocate_slots
+    monkeypatch.setattr(
+        KVCacheManager, "allocate_slots", lambda *args, **kw: (asked.append(1), allocate(*args, **kw))[1]
+    )
+    prompt = [1 + i % 60 for i in range(2 * BLOCK + 5)]
+    steps, (tokens,) = steps_of(engine, [(prompt, 96)])
+    assert {step["cached"] for step in steps} == {2}
+    assert len(asked) <= 2 + 96 // BLOCK
+    params = vllm.SamplingParams(max_tokens=1, detokenize=False)
+
+    def num_cached(ids: list[int], **more) -> int:
+        params.extra_args = more
+        return engine.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)[0].num_cached_tokens
+
+    assert num_cached(prompt + tokens) == 2 * BLOCK  # the prompt's
+    assert num_cached(prompt + tokens) == (len(prompt) + 95) // BLOCK * BLOCK  # of that prompt
+    # What has noise in its prompt is for itself.
+    assert num_cached(prompt, aqn_row=3) == 0
+    assert engine.reset_prefix_cache()
+    assert [num_cached(prompt, aqn_row=3), num_cached(prompt)] == [0, 0]
+
+
 def test_tokens_of_a_draft_get_their_blocks(vllm, start):
     engine = start(scheduler_cls=OURS)
     scheduler, params = scheduler_of(engine), vllm.SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False)

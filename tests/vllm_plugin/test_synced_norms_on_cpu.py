@@ -84,6 +84,23 @@ def test_noise_goes_on_top_of_what_was_synced(targets):
     assert_equal(weights(model), noisy)
 
 
+@pytest.mark.parametrize("aqn", [{}, {"targets": KINDS}, {"targets": ("input_layernorm",)}], ids=str)
+def test_norms_that_did_not_arrive_are_told(aqn):
+    model, noise, norms = build(**aqn)
+    if noise is not None:
+        noise.apply(1e-2, 5)
+    norms.place(random_shifts(1))
+    norms.require_placed(random_shifts(1))
+    with pytest.raises(ValueError, match=r"^the rollout does not hold the norms that came"):
+        norms.require_placed(random_shifts(2))
+    norms.place(random_shifts(2))
+    norms.require_placed(random_shifts(2))
+    held = model.model.layers[1].post_attention_layernorm.weight.data if noise is None else noise.clean[NAMES[0]]
+    held[5] += 1e-3
+    with pytest.raises(ValueError, match=r"^the rollout does not hold the norms that came"):
+        norms.require_placed(random_shifts(2))
+
+
 def test_what_does_not_fit_is_refused():
     _, _, norms = build()
     shifts = random_shifts(1)

@@ -27,7 +27,8 @@ def noisy(engine):
 
 
 def set_noise(engine, sigma: float, step: int = 1) -> None:
-    assert engine.collective_rpc("qerl_set_noise", args=(sigma, step)) == [4]
+    ((num_norms, _),) = engine.collective_rpc("qerl_set_noise", args=(sigma, step))
+    assert num_norms == 4
     assert engine.reset_prefix_cache()
 
 
@@ -158,6 +159,7 @@ class Worker:
 class Config:
     def __init__(self, additional_config):
         self.additional_config = additional_config
+        self.model_config = SimpleNamespace(hf_text_config=SimpleNamespace(model_type="qwen2"))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +208,18 @@ def test_noise_is_prepared_after_loading():
     worker.load_model(1, load_dummy_weights=False)
     assert worker.calls == [((1,), {"load_dummy_weights": False})]
     assert worker._qerl_noise.names == ["input_layernorm"]
-    assert NoiseWorkerExtension.qerl_set_noise(worker, 0.1, 1) == 1
+    assert NoiseWorkerExtension.qerl_set_noise(worker, 0.1, 1)[0] == 1
+    assert NoiseWorkerExtension.qerl_num_noisy(worker) == 1
+    assert NoiseWorkerExtension.qerl_norm_sizes(worker) == {"input_layernorm": 1.0}
+
+
+def test_a_family_whose_norms_may_lie_elsewhere_is_refused_before_it_is_loaded():
+    config = Config({"verl_qerl": {"aqn": {"enabled": True}}})
+    config.model_config.hf_text_config.model_type = "gemma3_text"
+    with pytest.raises(ValueError, match=r"^it is not known where model_type=gemma3_text has the norms"):
+        prepare_model(Worker(None), config)
+    config.additional_config["verl_qerl"]["aqn"] = {"enabled": False}
+    prepare_model(Worker(None), config)
 
 
 def test_kernels_start_early_unless_told_otherwise(monkeypatch):

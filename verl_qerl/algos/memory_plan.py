@@ -20,6 +20,10 @@ BYTES_PER_WEIGHT = {"nvfp4": 9 / 16, "mxfp4": 17 / 32, "int8": 1.0, "fp8": 1.0}
 _HEAD_CHUNK = 1024  # tokens, as algos.log_probs
 
 
+class DoesNotFitError(ValueError):
+    """What a run certainly holds is more than there is."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """What of a run's configuration decides its memory.
@@ -94,7 +98,8 @@ def plan(shape: ModelShape, settings: Settings, gpu_bytes: float) -> tuple[Phase
         (rollout, update).
 
     Raises:
-        ValueError: The rollout is given less than its weights take, or experts are to be anything but NVFP4 and whole.
+        DoesNotFitError: The rollout is given less than its weights take.
+        ValueError: Experts are to be anything but NVFP4 and whole.
     """
     if shape.experts and (settings.format != "nvfp4" or settings.shard_base or settings.share_base):
         raise ValueError(
@@ -104,7 +109,7 @@ def plan(shape: ModelShape, settings: Settings, gpu_bytes: float) -> tuple[Phase
     s, actor = settings, _actor(shape, settings)
     weights = rollout_weights(shape, s)
     if s.utilization and weights > s.utilization * gpu_bytes:
-        raise ValueError(
+        raise DoesNotFitError(
             f"too little GPU memory for the configuration: vLLM's weights take {weights / GIB:.1f} GiB on each GPU, and"
             f" rollout.gpu_memory_utilization={s.utilization} of {gpu_bytes / GIB:.1f} GiB gives it"
             f" {s.utilization * gpu_bytes / GIB:.1f}. More than its weights is accepted. Raise it, or"
@@ -172,16 +177,29 @@ def check(phases: tuple[Phase, ...], gpu_bytes: float) -> None:
     """Refuse what cannot fit.
 
     Raises:
-        ValueError: What a phase certainly holds is more than the GPU has.
+        DoesNotFitError: What a phase certainly holds is more than the GPU has.
     """
     for phase in phases:
         if phase.certain > gpu_bytes:
             parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in phase.held.items() if size)
-            raise ValueError(
+            raise DoesNotFitError(
                 f"too little GPU memory for the configuration: the {phase.name} holds {phase.certain / GIB:.1f} GiB"
                 f" ({parts}). The GPU's {gpu_bytes / GIB:.1f} GiB are accepted. Lower rollout.gpu_memory_utilization,"
                 " use more GPUs with shard_base=true, or offload the actor."
             )
+
+
+def verdict(phases: tuple[Phase, ...], gpu_bytes: float) -> tuple[bool, str]:
+    """Whether a run that `check` accepts is expected to fit, and a line that says so."""
+    fullest = max(phases, key=lambda phase: phase.total)
+    spare = (gpu_bytes - fullest.total) / GIB
+    if spare >= 0:
+        return True, f"fits by the estimate, {spare:.1f} GiB to spare in the {fullest.name}"
+    return False, (
+        f"does not fit by the estimate: the {fullest.name} takes {-spare:.1f} GiB more than there is."
+        " Lower rollout.gpu_memory_utilization or the tokens of a micro-batch, offload, or use more GPUs with"
+        " shard_base=true."
+    )
 
 
 def table(phases: tuple[Phase, ...], gpu_bytes: float) -> str:

@@ -3,13 +3,20 @@
 import argparse
 import importlib
 import signal
+import sys
 from collections.abc import Sequence
 
 from verl_qerl import __version__
 from verl_qerl.cli.interrupts import Interrupted, kept_interrupts
 
-# Each module has add_parser(subparsers) and imports what is slow only when it runs.
-_COMMANDS = ("quantize", "export", "doctor", "data", "pretrain", "plot", "compare", "tune", "plan")
+# Command -> module with its add_parser(subparsers), which imports what is slow only when the command runs.
+_COMMANDS = {
+    "quantize": "quantize_arguments",
+    "export": "export_arguments",
+    **{name: name for name in ("doctor", "data", "pretrain", "plot", "compare")},
+    "tune": "tune_arguments",
+    "plan": "plan",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,12 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m verl_qerl", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
-    subparsers = parser.add_subparsers(required=True, metavar="command")
-    for name in _COMMANDS:
-        importlib.import_module(f"verl_qerl.cli.{name}").add_parser(subparsers)
-    args = parser.parse_args(argv)
     try:
         with kept_interrupts():
+            args = _parse(parser, sys.argv[1:] if argv is None else argv)
             return args.run(args)
     except (ValueError, OSError) as error:
         # What a user can mend is said in one sentence; anything else keeps its traceback.
@@ -37,6 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         number = interrupt.number if isinstance(interrupt, Interrupted) else signal.SIGINT
         parser.exit(128 + number, f"{parser.prog}: {str(interrupt) or 'interrupted'}\n")  # as a shell reports it
+
+
+def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments of the command that is named, whose module alone is imported; of all where none is."""
+    subparsers = parser.add_subparsers(required=True, metavar="command")
+    named = argv[0] if argv else None
+    for name in (named,) if named in _COMMANDS else _COMMANDS:
+        importlib.import_module(f"verl_qerl.cli.{_COMMANDS[name]}").add_parser(subparsers)
+    return parser.parse_args(argv)
 
 
 def _sentence(error: ValueError | OSError) -> str:

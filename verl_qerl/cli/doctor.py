@@ -11,7 +11,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.metadata import EntryPoint, PackageNotFoundError
@@ -33,7 +33,8 @@ _ENTRY_POINTS = {
 }
 _MARK = "verl_qerl doctor: "  # before the rows in a child's output; hosts print on import
 _TIMEOUT_S = 300
-_WIDTH = 60  # of a column; whole sentences follow the table
+_WIDTHS = (32, 40, 56)  # of columns: not those of the longest cell, since rows are printed as they come
+_LONGEST = 56  # of what is shown of a cell; whole sentences follow the table
 
 
 @dataclass(frozen=True)
@@ -53,20 +54,26 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table."""
-    rows = all_rows()
-    print(_table(rows))
-    failed = [row for row in rows if row.status == FAIL]
+    """Print the table, each row as soon as it is known."""
+    print(_line("check", "found", "expected", ""), flush=True)
+    failed = []
+    for row in all_rows():
+        print(_line(row.check, row.found, row.expected, row.status), flush=True)
+        if row.status == FAIL:
+            failed.append(row)
     for row in failed:
         print(f"\n{row.check}: found {row.found}; expected {row.expected}.")
     return 1 if failed else 0
 
 
-def all_rows() -> list[Row]:
-    """Every check, in the order of the table."""
-    with ThreadPoolExecutor(max_workers=2) as pool:  # each child needs a core for seconds
-        children = list(pool.map(_in_child, CHECKS))
-    return [*version_rows(), *entry_point_rows(), *(row for rows in children for row in rows)]
+def all_rows() -> Iterator[Row]:
+    """Every check, in the order of the table; what imports a host comes last and takes seconds."""
+    with ThreadPoolExecutor(max_workers=2) as pool:  # each child needs a core
+        children = pool.map(_in_child, CHECKS)
+        yield from version_rows()
+        yield from entry_point_rows()
+        for rows in children:
+            yield from rows
 
 
 def version_rows() -> list[Row]:
@@ -238,8 +245,6 @@ def _status(good: bool) -> str:
     return OK if good else FAIL
 
 
-def _table(rows: Sequence[Row]) -> str:
-    lines = [("check", "found", "expected", ""), *((row.check, row.found, row.expected, row.status) for row in rows)]
-    short = [tuple(cell if len(cell) <= _WIDTH else cell[: _WIDTH - 3] + "..." for cell in line) for line in lines]
-    widths = [max(len(line[i]) for line in short) for i in range(4)]
-    return "\n".join("  ".join(cell.ljust(widths[i]) for i, cell in enumerate(line)).rstrip() for line in short)
+def _line(*cells: str) -> str:
+    short = [cell if len(cell) <= _LONGEST else cell[: _LONGEST - 3] + "..." for cell in cells]
+    return "  ".join(cell.ljust(width) for cell, width in zip(short, (*_WIDTHS, 0), strict=True)).rstrip()

@@ -17,7 +17,8 @@ from tqdm import tqdm
 
 from verl_qerl import __version__
 from verl_qerl.cli.adapter import Adapter, read_adapter, write_peft
-from verl_qerl.cli.export_forms import FORMS, LAYOUTS, WITH_BASE, check_base, check_trained
+from verl_qerl.cli.export_arguments import FORMS, LAYOUTS, WITH_BASE
+from verl_qerl.cli.export_forms import check_base, check_trained
 from verl_qerl.cli.export_summary import summary
 from verl_qerl.cli.fsdp_checkpoint import Checkpoint, open_checkpoint
 from verl_qerl.cli.merge import Base, Merge, open_base
@@ -26,7 +27,6 @@ from verl_qerl.cli.model_dir import (
     check_free_space,
     copy_other_files,
     device_name,
-    parse_size,
     pick_device,
     store,
     total_bytes,
@@ -34,7 +34,7 @@ from verl_qerl.cli.model_dir import (
 )
 from verl_qerl.cli.output_dir import check_absent, new_directory
 from verl_qerl.cli.prompt_log_probs import Prompt, log_prob_change, read_prompts, tokenize
-from verl_qerl.nvfp4 import DEFAULT_SCALE, SCALE_CHOICES, PackedWeight
+from verl_qerl.nvfp4 import DEFAULT_SCALE, PackedWeight
 from verl_qerl.nvfp4.checkpoint import modelopt_config, modelopt_legacy_config, quantization_config
 from verl_qerl.nvfp4.digest import model_digest
 from verl_qerl.nvfp4.format import Packed
@@ -61,42 +61,8 @@ class Options:
     prompts: tuple[Prompt, ...] = ()
 
 
-def add_parser(subparsers: Any) -> None:
-    """Register the command."""
-    parser = subparsers.add_parser("export", help="write the adapter or the merged model of a training checkpoint")
-    parser.add_argument("--checkpoint", type=Path, required=True, help="folder of a run, of a step, or of its shards")
-    parser.add_argument("--out", type=Path, required=True, help="new directory; appears whole or not at all")
-    parser.add_argument("--to", choices=FORMS, required=True, help="what to write")
-    parser.add_argument(
-        "--base", default=None, help="directory or hub id, in place of the one that the checkpoint names"
-    )
-    parser.add_argument(
-        "--scale", choices=SCALE_CHOICES, default=None, help="of a block when quantized (default: as the base's)"
-    )
-    parser.add_argument(
-        "--prompts",
-        type=Path,
-        default=None,
-        metavar="FILE",
-        help=".parquet or .jsonl with `prompt`: also measure the log-prob change of merged-nvfp4 and modelopt",
-    )
-    parser.add_argument("--num-prompts", type=int, default=64, help="of FILE, from its start (default: %(default)s)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
-    parser.add_argument("--max-shard-size", type=parse_size, default="5GB", help="of a file (default: %(default)s)")
-    parser.set_defaults(run=run)
-
-
 def run(args: argparse.Namespace) -> int:
     """Export, then print what it cost."""
-    for name, value in (("--scale", args.scale), ("--prompts", args.prompts)):
-        if value is not None and args.to not in LAYOUTS:
-            raise ValueError(
-                f"an option has no meaning here: {name}={value} with --to {args.to}. It is accepted with "
-                f"{' and '.join(LAYOUTS)}. Leave it out."
-            )
-    if args.num_prompts < 1:
-        raise ValueError(f"too few prompts: --num-prompts={args.num_prompts}. At least 1 is accepted. Raise it.")
-    check_absent(args.out)
     prompts = tuple(read_prompts(args.prompts, args.num_prompts)) if args.prompts else ()
     options = Options(args.scale, args.device, args.max_shard_size, prompts)
     report = export_checkpoint(args.checkpoint, args.out, args.to, args.base, options)

@@ -1,14 +1,10 @@
 """What `export` can write, and of what."""
 
 from verl_qerl.cli.adapter import Adapter
+from verl_qerl.cli.export_arguments import FORMS, LAYOUTS, WITH_BASE
 from verl_qerl.cli.fsdp_checkpoint import Checkpoint
 from verl_qerl.cli.merge import Base
 from verl_qerl.nvfp4.experts import is_expert
-
-# Form of the export -> layout of its packed weights on disk, made of the merged model.
-LAYOUTS = {"merged-nvfp4": "compressed-tensors", "modelopt": "modelopt"}
-WITH_BASE = "base-and-adapter"
-FORMS = ("peft", WITH_BASE, "merged-bf16", *LAYOUTS)
 
 
 def check_base(form: str, base: Base, has_prompts: bool) -> None:

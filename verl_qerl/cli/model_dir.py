@@ -1,8 +1,6 @@
 """What the commands that write a model share: tensors to disk in threads, the files beside them, and checks."""
 
-import argparse
 import json
-import re
 import shutil
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -22,7 +20,6 @@ EXPORT_REPORT, QUANTIZATION_REPORT = "export_report.json", "quantization_report.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 # Say of the source what is not true of the output.
 _OF_THE_SOURCE = ("hf_quant_config.json", QUANTIZATION_REPORT, EXPORT_REPORT)
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 _NUM_STORING = 4  # threads; SHA-256 and writing both release the GIL
 _MAX_WAITING = 8  # results between arithmetic and disk; bounds memory when the disk is slower
 
@@ -108,18 +105,3 @@ def copy_other_files(source: Path, folder: Path) -> None:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write indented JSON."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def parse_size(text: str) -> int:
-    """Bytes of `5GB` and the like; for argparse.
-
-    Raises:
-        argparse.ArgumentTypeError: It is no size.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)B?", text.strip(), re.IGNORECASE)
-    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
-    if size < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no size. A number with KB, MB or GB is accepted, for example 5GB."
-        )
-    return size

@@ -1,8 +1,10 @@
 """An output directory that appears whole or not at all."""
 
+import fcntl
 import glob
 import logging
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +14,8 @@ from pathlib import Path
 from verl_qerl.cli.interrupts import kept_interrupts
 
 logger = logging.getLogger(__name__)
+
+_HOST = platform.node()[:32] or "localhost"  # in names, which a file system limits
 
 
 def check_absent(path: Path, ours: Path | None = None) -> None:
@@ -24,7 +28,8 @@ def check_absent(path: Path, ours: Path | None = None) -> None:
     Raises:
         FileExistsError: `path` is a file or a directory with something in it.
     """
-    found = next((other for other in path.iterdir() if other != ours), None) if path.is_dir() else None
+    dead = _left_by_the_dead(path, path.resolve().name) if path.is_dir() else []
+    found = next((x for x in path.iterdir() if x != ours and x not in dead), None) if path.is_dir() else None
     if found or path.is_file():
         raise FileExistsError(
             f"the output already exists: out={path}{f' with {found.name}' if found else ''}. A new or empty directory "
@@ -36,8 +41,9 @@ def check_absent(path: Path, ours: Path | None = None) -> None:
 def new_directory(path: Path) -> Iterator[Path]:
     """Give a directory to fill, and make it `path` when the block ends without an error.
 
-    It lies beside `path` and gets its name; an empty directory that is there is filled by what it holds, and stays:
-    it may be a mount point, the working directory of a shell, or in a folder that only others may write to.
+    It lies beside `path` and gets its name; what a killed run left of that is removed. An empty directory that is there
+    is filled by what it holds, and stays: it may be a mount point, the working directory of a shell, or in a folder
+    that only others may write to.
 
     Raises:
         FileExistsError: As `check_absent`.
@@ -47,9 +53,9 @@ def new_directory(path: Path) -> Iterator[Path]:
     real = path.resolve()  # `.` has no name, and a link stays one
     folder = real if real.is_dir() else real.parent
     folder.mkdir(parents=True, exist_ok=True)
-    for stale in sorted(folder.glob(f".{glob.escape(real.name)}.*.partial")):
-        logger.warning("%s is of a run that was killed, or still writes. If none does, remove it.", stale)
-    partial = Path(tempfile.mkdtemp(prefix=f".{real.name}.", suffix=".partial", dir=folder))
+    _remove_stale(folder, real.name)
+    partial = Path(tempfile.mkdtemp(prefix=f".{real.name}.{_HOST}.", suffix=".partial", dir=folder))
+    lock = _lock(partial)
     try:
         partial.chmod(0o777 & ~_umask())  # mkdtemp makes it private
         with kept_interrupts():
@@ -64,6 +70,42 @@ def new_directory(path: Path) -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # gone already when the rename happened
+        if lock is not None:
+            os.close(lock)
+
+
+def _remove_stale(folder: Path, name: str) -> None:
+    """Remove what killed runs left of an output, and name what may be of a run that still writes."""
+    dead = _left_by_the_dead(folder, name)
+    for stale in sorted(folder.glob(f".{glob.escape(name)}.*.partial")):
+        if stale in dead:
+            shutil.rmtree(stale, ignore_errors=True)
+            logger.warning("removed %s, which a run that was killed had left.", stale)
+        else:
+            logger.warning("%s is of a run that was killed, or still writes. If none does, remove it.", stale)
+
+
+def _left_by_the_dead(folder: Path, name: str) -> list[Path]:
+    """Partial outputs that nobody holds: a lock ends with its process. Of this machine, which alone knows its locks."""
+    dead = []
+    for partial in folder.glob(f".{glob.escape(name)}.{glob.escape(_HOST)}.*.partial"):
+        # One that is empty may be about to be locked.
+        lock = _lock(partial, wait=False) if any(partial.iterdir()) else None
+        if lock is not None:
+            dead.append(partial)
+            os.close(lock)
+    return dead
+
+
+def _lock(folder: Path, wait: bool = True) -> int | None:
+    """The descriptor that holds the lock of a directory until it is closed; None where it cannot be had."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:  # another has it, or this file system has no locks
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def _move_up(partial: Path) -> None:

@@ -1,20 +1,21 @@
 """`python -m verl_qerl plan`: how much GPU memory a run takes, before it is started."""
 
 import argparse
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from verl_qerl.algos.memory_plan import BYTES_PER_WEIGHT, GIB, Settings, check, plan, rollout_weights, table
-from verl_qerl.algos.model_shape import ModelShape
-from verl_qerl.nvfp4.json_object import read_object
+from verl_qerl.cli.quantize_arguments import FORMATS
+
+if TYPE_CHECKING:
+    from verl_qerl.algos.memory_plan import Settings
+    from verl_qerl.algos.model_shape import ModelShape
 
 
 def add_parser(subparsers: Any) -> None:
     """Add the command to the program's parser."""
     parser = subparsers.add_parser("plan", help="memory of rollout and update on each GPU", description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="directory with config.json, or that file")
+    parser.add_argument("--model", required=True, help="directory, config.json of one, or a hub id")
     parser.add_argument("--gpu-gib", type=float, required=True, help="memory of one GPU: 79.2 for an 80 GB H100")
-    parser.add_argument("--format", choices=sorted(BYTES_PER_WEIGHT), default="nvfp4", help="(default: %(default)s)")
+    parser.add_argument("--format", choices=FORMATS, default="nvfp4", help="(default: %(default)s)")
     default = "(default: %(default)s)"
     parser.add_argument("--rank", type=int, default=32, help=f"of the adapters, on all linears {default}")
     parser.add_argument("--gpus", type=int, default=1, help=f"that FSDP2 shards over {default}")
@@ -36,16 +37,20 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; 1 when the estimate is above what the GPU has.
+    """Print the plan, and at last whether the run fits: 1 when it does not, certainly or by the estimate.
 
     Raises:
-        ValueError: It certainly does not fit, there is no plan for the model or no config.json, an option is out of
-            range, or a run refuses the options together.
+        ValueError: There is no plan for the model or no config.json, an option is out of range, or a run refuses the
+            options together.
     """
     _check_ranges(args)
     _check_shared(args)
-    path = args.model / "config.json" if args.model.is_dir() else args.model
-    shape = ModelShape.from_config(read_object(path))
+    # They import torch, which takes seconds.
+    from verl_qerl.algos.memory_plan import GIB, DoesNotFitError, Settings
+    from verl_qerl.algos.model_shape import ModelShape
+    from verl_qerl.nvfp4.model_config import read_config
+
+    shape = ModelShape.from_config(read_config(args.model))
     switches = ("shard_base", "share_base", "param_offload", "optimizer_offload", "offload_policy")
     values = ("format", "rank", "gpus", "tokens", "utilization", "tensor_parallel")
     settings = Settings(
@@ -53,7 +58,18 @@ def run(args: argparse.Namespace) -> int:
         checkpointing=not args.no_checkpointing,
         whole_logits=not args.fused_kernels,
     )
-    total = args.gpu_gib * GIB
+    try:
+        fits, line = _judge(shape, settings, args.gpu_gib * GIB)
+    except DoesNotFitError as error:
+        fits, line = False, f"does not fit: {error}"
+    print(line)
+    return 0 if fits else 1
+
+
+def _judge(shape: "ModelShape", settings: "Settings", total: float) -> tuple[bool, str]:
+    """Print the parts; whether they fit into `total` bytes, and the line that says so."""
+    from verl_qerl.algos.memory_plan import GIB, check, plan, rollout_weights, table, verdict
+
     phases = plan(shape, settings, total)
     print(table(phases, total))
     share = settings.utilization * total
@@ -61,10 +77,7 @@ def run(args: argparse.Namespace) -> int:
         left = share - rollout_weights(shape, settings)
         print(f"of vLLM's {share / GIB:.2f} GiB, {left / GIB:.2f} are left for its cache and its passes")
     check(phases, total)
-    above = [phase.name for phase in phases if phase.total > total]
-    if above:
-        print(f"above the GPU's memory by the estimate: {', '.join(above)}")
-    return 1 if above else 0
+    return verdict(phases, total)
 
 
 def _check_ranges(args: argparse.Namespace) -> None:

@@ -75,11 +75,11 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, report greedy and sampled accuracy, and save; the directory appears whole or not at all."""
-    import torch
-
     check_absent(args.out)
     size = SIZES[args.size]
     _check(args)
+    import torch
+
     sources, held_out = _read(args)
     tokenizer, documents = _tokenize(sources, size, args)
     torch.manual_seed(args.seed)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from verl_qerl.cli.tune_shapes import MODELS, Shape, shapes_of
+from verl_qerl.cli.tune_shapes import Shape, shapes_of
 from verl_qerl.kernels.lora import member_of_tile
 from verl_qerl.kernels.tiled import Tiles, dequantize_tiled, tile
 from verl_qerl.kernels.tiled_launch import TOKENS, Launch, both_ways, launch_candidates
@@ -21,22 +21,6 @@ ROWS = (1, 8, 16, 24, 32, 48, 64, 96, 128, 176, 256, 512, 1024, 2048, 4096, 8192
 TRIED = 12  # launches of tiled_matmul, the most promising ones, each with both ways to make X A^T
 _RANK = 32  # of the adapter with which they are compared
 _CACHE_BYTES = 400 << 20  # read between two uses of a weight, several times the L2 cache of an H200
-
-
-def add_parser(subparsers: Any) -> None:
-    """Add the command to the program's parser."""
-    parser = subparsers.add_parser(
-        "tune", help="measure which kernel a rollout should use for which batch on this GPU", description=__doc__
-    )
-    names = ", ".join(MODELS)
-    parser.add_argument(
-        "--models", nargs="+", default=list(MODELS), metavar="MODEL", help=f"directory of a model, or one of {names}"
-    )
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="GPUS", help="that share the rollout")
-    parser.add_argument(
-        "--out", type=Path, help="default: where the rollout looks for it; what it has of other linears stays"
-    )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

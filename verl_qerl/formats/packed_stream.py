@@ -4,7 +4,7 @@ The one reader of command line, actor and rollout for a frozen base: from a bf16
 values as they are stored, with the same code, and from a packed one they take the bits as they are.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,14 +14,14 @@ from verl_qerl.formats.base import WeightFormat
 from verl_qerl.formats.nvfp4 import NVFP4
 from verl_qerl.formats.packed import QuantizedWeight
 from verl_qerl.nvfp4 import stream as nvfp4
+from verl_qerl.nvfp4.described import check_arguments
 from verl_qerl.nvfp4.experts import is_expert
 from verl_qerl.nvfp4.format import Packed
 from verl_qerl.nvfp4.groups import in_groups
+from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE, ignored_modules, is_ignored, is_linear_weight, is_packed_module
 from verl_qerl.nvfp4.stream import Source, check_format, linear_modules, stored_tensors
 
 Observe = Callable[[str, torch.Tensor, Any], None]
-# What of compressed-tensors' arguments decides how codes and scales are read.
-_ARGUMENTS = ("num_bits", "type", "symmetric", "strategy", "dynamic", "group_size")
 
 
 def packed_stream(
@@ -47,10 +47,10 @@ def packed_stream(
         ValueError: A weight is incomplete or cannot be held, the source is in another format or in this one with
             other arguments, or holds experts in a format other than NVFP4.
     """
+    check_held(source, form)
     if isinstance(form, NVFP4):
         yield from nvfp4.stream(source, form.scale, ignore, device, observe)
         return
-    check_held(source, form)
     if source.format is not None:
         yield from _stored(source, form, device)
         return
@@ -77,10 +77,13 @@ def check_held(source: Source, form: WeightFormat) -> None:
     """Require a checkpoint that this format can be made of, or that is in it.
 
     Raises:
-        CheckpointFormatError: It is in another format, in this one with other arguments, or holds experts, which
-            NVFP4 alone holds.
+        CheckpointFormatError: It is in another format, in this one with other arguments or other modules, or holds
+            experts, which NVFP4 alone holds.
     """
     check_format(source, form.name)
+    if source.format is not None:
+        check_arguments(str(source.path), source.config, form.config(), form.name)
+        _check_modules(source, form)
     if isinstance(form, NVFP4):
         return
     experts = sorted(name for name in source.files if is_expert(name.rpartition(".")[0]))
@@ -89,33 +92,50 @@ def check_held(source: Source, form: WeightFormat) -> None:
             f"a mixture of experts is packed in another format: {form.name}, first {experts[0]!r} of {source.path}."
             " Accepted is nvfp4. Use it, or a model without experts."
         )
-    if source.format is not None:
-        _check_arguments(source, form)
 
 
-def _check_arguments(source: Source, form: WeightFormat) -> None:
-    found = source.config["quantization_config"].get("config_groups") or {}
-    ours = form.config()["config_groups"]["group_0"]
-    for name, group in found.items():
-        for kind in ("weights", "input_activations"):
-            asked, has = (_arguments(one.get(kind)) for one in (ours, group))
-            if asked != has or group.get("targets") != ours["targets"]:
-                raise CheckpointFormatError(
-                    f"{source.path} is quantized with other arguments: {kind} of {name} are {has} for"
-                    f" {group.get('targets')}. Accepted with {form.name} are {asked} for {ours['targets']}. Quantize"
-                    f" the original model with `python -m verl_qerl quantize --format {form.name}`."
-                )
-    if not found:
+def _check_modules(source: Source, form: WeightFormat) -> None:
+    """Refuse packed weights that no reader expects; see `check_held`."""
+    packed = packed_names(source, form)
+    if not packed:
         raise CheckpointFormatError(
-            f"{source.path} does not say how it is quantized: config_groups={found}. A group of all linears is"
-            f" accepted. Quantize the original model with `python -m verl_qerl quantize --format {form.name}`."
+            f"{source.path} holds no packed weight, and its config.json says that it is quantized to {form.name}."
+            " Linears that are packed are needed. Check that config.json belongs to these weights."
+        )
+    outside = sorted(name for name in packed if not is_packed_module(name, ()))
+    if outside:
+        raise CheckpointFormatError(
+            f"{source.path} packs {outside[0]!r}, and only linears inside the layers may be packed: head, embedding and"
+            " routers stay in bf16. Quantize the original model, or this one with --requantize, by `python -m verl_qerl"
+            f" quantize --format {form.name}`, which leaves them out."
+        )
+    named = ignored_modules(source.config)
+    ignored = sorted(name for name in packed if is_ignored(name, named))
+    if ignored:
+        raise CheckpointFormatError(
+            f"{source.path} packs {ignored[0]!r}, which its config.json leaves out: ignore={list(named)}. One of them"
+            " is needed. Check that config.json belongs to these weights."
         )
 
 
-def _arguments(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if found is None:
-        return None
-    return {name: found[name] for name in _ARGUMENTS if found.get(name) is not None}
+def left_out(source: Source, form: WeightFormat, ignore: Sequence[str] | None = None) -> tuple[str, ...]:
+    """The modules that are not packed, as rollout and actor are told.
+
+    Others know more ways to leave linears out than names and `re:`: ModelOpt's wildcards, compressed-tensors' targets.
+    So those of a packed checkpoint are the ones that it names, and by their full names the linears it holds unpacked.
+
+    Args:
+        source: From `open_source`; `check_held` has accepted it.
+        form: The format.
+        ignore: Modules of a source that is not quantized (default: lm_head).
+    """
+    if source.format is None:
+        return tuple(ignore or DEFAULT_IGNORE)
+    named, packed = ignored_modules(source.config), packed_names(source, form)
+    linears = {
+        name.rpartition(".")[0] for name, spec in source.specs.items() if is_linear_weight(name, spec.shape, named)
+    }
+    return (*named, *sorted(linears - packed))
 
 
 def _stored_modules(source: Source) -> set[str]:

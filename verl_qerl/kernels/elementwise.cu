@@ -2,8 +2,8 @@
 // before it if the model has one: what lies between linears.
 // At few rows all of it is latency: a row a block, every load under way at once, and started early (grid.cuh).
 //
-// Compiled for THREADS, CHUNKS (8 columns each, of a thread's part of a row), WIDE (a norm's weight in float32) and NORMS
-// (heads are normalized before they are rotated).
+// Compiled for THREADS, CHUNKS (8 columns each, of a thread's part of a row), WIDE (a norm's weight in float32), NORMS
+// (heads are normalized before they are rotated) and ROWS (each token has a norm's weight of its own).
 
 __device__ __forceinline__ void unpack(const uint4& packed, float (&to)[8]) {
   const u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
@@ -43,10 +43,18 @@ __device__ __forceinline__ void normalize(float (&values)[8], float scale, const
 // compiler load them before await_inputs.
 extern "C" __global__ void __launch_bounds__(THREADS)
 rms_norm(const uint4* x, const uint4* residual, const uint4* weight, uint4* y, uint4* sum, int columns, int adds,
-         float epsilon) {
+         float epsilon
+#if ROWS
+         , const int* ids, int rows_per_token
+#endif
+) {
   start_next();
   const int chunks = columns / 8;
   const size_t row = (size_t)blockIdx.x * chunks;
+#if ROWS
+  // No kernel of a graph writes ids or weights; ids, which are others in each run of the graph, come from L2.
+  weight += (size_t)__ldcg(ids + blockIdx.x / rows_per_token) * chunks * (1 + WIDE);
+#endif
   uint4 factors[CHUNKS][1 + WIDE];
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++) {

@@ -2,6 +2,7 @@
 
 In vLLM's arithmetic (its modules' forward_native), which is transformers': float32 inside, the normalized row and the
 activation rounded to bf16 before they are multiplied. On a GPU in CUDA C++ (elementwise.cu) for compute capability 9.0.
+The norms whose tokens have weights of their own also run on other GPUs, in torch.
 """
 
 import ctypes
@@ -65,6 +66,42 @@ def add_rms_norm(
     return normalized(total, weight, epsilon).to(x.dtype), total.to(x.dtype)
 
 
+@torch.library.custom_op("verl_qerl::rms_norm_rows", mutates_args=())
+def rms_norm_rows(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """`rms_norm` in which each token has a weight of its own.
+
+    Args:
+        x: [T, ..., K], T <= M. On a GPU the kernel takes what `rms_norm` takes, and torch the rest.
+        table: [N, K] float32, the weights that there are.
+        ids: [M] int32, each token's row of `table`.
+        epsilon: Added to the mean of the squares.
+
+    Returns:
+        As x.
+    """
+    return _normalized_rows(x.float(), table, ids, epsilon).to(x.dtype)
+
+
+@torch.library.custom_op("verl_qerl::add_rms_norm_rows", mutates_args=())
+def add_rms_norm_rows(
+    x: torch.Tensor, residual: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rms_norm_rows` of x + residual, which is rounded for the second result alone.
+
+    Args:
+        x: As in `rms_norm_rows`.
+        residual: As x.
+        table: As there.
+        ids: As there.
+        epsilon: As there.
+
+    Returns:
+        The normalized sum, and the sum; both as x.
+    """
+    total = x.float() + residual.float()
+    return _normalized_rows(total, table, ids, epsilon).to(x.dtype), total.to(x.dtype)
+
+
 @torch.library.custom_op("verl_qerl::silu_mul", mutates_args=())
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
     """SiLU of the left half of x, times its right half.
@@ -91,6 +128,19 @@ def prepare(norms: Iterable[tuple[int, torch.dtype]]) -> None:
         _norm_kernel(*_block(K), weight_dtype == torch.float32)
 
 
+def prepare_rows(columns: Iterable[int], device: torch.device) -> None:
+    """Compile what norms with a weight for each token need now, not on first use.
+
+    Args:
+        columns: Of the rows of each norm.
+        device: A GPU; nothing is compiled for one that the kernels do not run on.
+    """
+    torch.cuda.synchronize()  # the device has a context
+    for K in columns:
+        if _has_kernel(device, torch.bfloat16, K):
+            _norm_kernel(*_block(K), True, True)
+
+
 def normalized(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """RMSNorm of float32 rows, rounded to the weight's dtype before the product with it."""
     scale = torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + epsilon)
@@ -107,6 +157,23 @@ def _add_rms_norm_cuda(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _launch_norm(x.contiguous(), residual.contiguous(), weight, epsilon)
+
+
+@rms_norm_rows.register_kernel("cuda")
+def _rms_norm_rows_cuda(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, epsilon: float) -> torch.Tensor:
+    if not _has_kernel(x.device, x.dtype, x.shape[-1]):
+        return _normalized_rows(x.float(), table, ids, epsilon).to(x.dtype)
+    return _launch_norm(x.contiguous(), None, table, epsilon, ids)[0]
+
+
+@add_rms_norm_rows.register_kernel("cuda")
+def _add_rms_norm_rows_cuda(
+    x: torch.Tensor, residual: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not _has_kernel(x.device, x.dtype, x.shape[-1]):
+        total = x.float() + residual.float()
+        return _normalized_rows(total, table, ids, epsilon).to(x.dtype), total.to(x.dtype)
+    return _launch_norm(x.contiguous(), residual.contiguous(), table, epsilon, ids)
 
 
 @silu_mul.register_kernel("cuda")
@@ -130,21 +197,48 @@ def _add_rms_norm_fake(
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
+@rms_norm_rows.register_fake
+def _rms_norm_rows_fake(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+@add_rms_norm_rows.register_fake
+def _add_rms_norm_rows_fake(
+    x: torch.Tensor, residual: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
 @silu_mul.register_fake
 def _silu_mul_fake(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
+def _normalized_rows(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """RMSNorm of float32 rows [T, ..., K] with each token's weight."""
+    weight = table.index_select(0, ids[: x.shape[0]])
+    return normalized(x, weight.view(-1, *[1] * (x.ndim - 2), table.shape[1]), epsilon)
+
+
 def _launch_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    epsilon: float,
+    ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     K = x.shape[-1]
     threads, chunks = _block(K)
+    rows = x.numel() // K
     y = torch.empty_like(x)
     total = y if residual is None else torch.empty_like(x)
     adds = residual is not None
     args = [x, residual if adds else x, weight, y, total, K, int(adds), ctypes.c_float(epsilon)]
-    _norm_kernel(threads, chunks, weight.dtype == torch.float32)(x.numel() // K, threads, args)
+    if ids is not None:
+        if x.shape[0] > ids.shape[0]:
+            raise ValueError(f"{x.shape[0]} tokens have {ids.shape[0]} row ids. Accepted are at most as many tokens.")
+        args += [ids, rows // max(x.shape[0], 1)]
+    _norm_kernel(threads, chunks, weight.dtype == torch.float32, ids is not None)(rows, threads, args)
     return y, total
 
 
@@ -155,14 +249,22 @@ def _block(K: int) -> tuple[int, int]:
     return -(-K // (CHUNK * chunks * 32)) * 32, chunks
 
 
-def source(threads: int, chunks: int, wide: bool, head_norms: bool = False) -> str:
+def source(threads: int, chunks: int, wide: bool, head_norms: bool = False, rows: bool = False) -> str:
     """CUDA C++ of the kernels, the norm for rows of up to 8 * threads * chunks columns."""
-    return read_source(*_FILES, THREADS=threads, CHUNKS=chunks, WIDE=int(wide), NORMS=int(head_norms))
+    flags = {"WIDE": int(wide), "NORMS": int(head_norms), "ROWS": int(rows)}
+    return read_source(*_FILES, THREADS=threads, CHUNKS=chunks, **flags)
 
 
 @functools.cache
-def _norm_kernel(threads: int, chunks: int, wide: bool) -> Kernel:
-    return Kernel(source(threads, chunks, wide), "rms_norm")
+def _has_kernel(device: torch.device, dtype: torch.dtype, K: int) -> bool:
+    """Whether the kernel takes rows of K columns with weights in float32."""
+    fits = dtype == torch.bfloat16 and K % CHUNK == 0 and K <= MAX_COLUMNS
+    return fits and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.cache
+def _norm_kernel(threads: int, chunks: int, wide: bool, rows: bool = False) -> Kernel:
+    return Kernel(source(threads, chunks, wide, rows=rows), "rms_norm")
 
 
 @functools.cache

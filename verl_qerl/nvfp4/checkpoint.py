@@ -5,12 +5,13 @@ ModelOpt             weight          weight_scale   weight_scale_2     [] = glob
 """
 
 import logging
+import math
 from collections.abc import Sequence
 
 import torch
 
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.nvfp4.format import BLOCK_SIZE, E4M3_MIN_NORMAL, PackedWeight
+from verl_qerl.nvfp4.format import BLOCK_SIZE, E4M3_MAX, E4M3_MIN_NORMAL, PackedWeight
 from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE
 
 logger = logging.getLogger(__name__)
@@ -112,38 +113,6 @@ def modelopt_legacy_config(ignore: Sequence[str]) -> dict:
     }
 
 
-def stored_format(config: dict) -> str:
-    """What the linears of a checkpoint are stored as, from its config.json.
-
-    Returns:
-        `bf16` (any float, unquantized), `compressed-tensors` or `modelopt` (NVFP4), or the name of a format among
-        SIBLINGS.
-
-    Raises:
-        CheckpointFormatError: Quantized in a way that is not read here.
-    """
-    found = config.get("quantization_config") or {}
-    if not found:
-        return "bf16"
-    if not isinstance(found, dict):
-        raise CheckpointFormatError(
-            f"config.json does not say how the checkpoint is quantized: quantization_config={found!r}. An object is"
-            " accepted. Download the model again."
-        )
-    method = found.get("quant_method")
-    if method == "compressed-tensors" and found.get("format") == FORMAT:
-        return "compressed-tensors"
-    if method == "modelopt" and "NVFP4" in str(found.get("quant_algo", "")):
-        return "modelopt"
-    if method == "compressed-tensors" and found.get("format") in SIBLINGS:
-        return SIBLINGS[found["format"]]
-    raise CheckpointFormatError(
-        f"the checkpoint is quantized as {method!r} ({found.get('format') or found.get('quant_algo')}). "
-        f"Accepted are unquantized weights, compressed-tensors {', '.join((FORMAT, *SIBLINGS))} and ModelOpt NVFP4. "
-        "Point model.path at the original bf16 model."
-    )
-
-
 def fused_group(module: str) -> tuple[str, tuple[str, ...]]:
     """(key, modules) of the group that shares one global scale with `module`; a group of one for most linears."""
     parent, _, leaf = module.rpartition(".")
@@ -172,7 +141,7 @@ def from_tensors(module: str, tensors: dict[str, torch.Tensor], layout: str) -> 
         layout: `compressed-tensors` or `modelopt`.
 
     Raises:
-        CheckpointFormatError: A tensor is missing, or dtypes and shapes do not fit.
+        CheckpointFormatError: A tensor is missing or unknown, or dtypes and shapes do not fit.
     """
     if layout == "modelopt":
         ours = dict(zip(PART_NAMES["modelopt"], PART_NAMES["compressed-tensors"], strict=True))
@@ -180,6 +149,12 @@ def from_tensors(module: str, tensors: dict[str, torch.Tensor], layout: str) -> 
     missing = {CODES, BLOCK_SCALE, GLOBAL_SCALE} - set(tensors)
     if missing:
         raise CheckpointFormatError(f"{module!r} lacks {sorted(missing)}. Download or quantize the model again.")
+    unknown = sorted(set(tensors) - {CODES, BLOCK_SCALE, GLOBAL_SCALE})
+    if unknown:
+        raise CheckpointFormatError(
+            f"{module!r} has {unknown} beside what an NVFP4 weight is made of, and they may change it. Accepted are"
+            f" {', '.join(PART_NAMES[layout])}. Quantize the original model with `python -m verl_qerl quantize`."
+        )
     scale = tensors[GLOBAL_SCALE].float()
     if scale.numel() != 1 or not (torch.isfinite(scale) and scale > 0):
         raise CheckpointFormatError(
@@ -204,18 +179,55 @@ def is_activation_scale(name: str) -> bool:
     return name.endswith(tuple(f".{scale}" for scale in _ACTIVATION_SCALES))
 
 
-def check_fused(weights: dict[str, PackedWeight]) -> None:
-    """Require one global scale within a fused group.
+def share_scale(weights: dict[str, PackedWeight]) -> dict[str, PackedWeight]:
+    """Weights of a fused group with one global scale, and the values that they had.
+
+    Where global scales differ by powers of two, these go into the block scales, which is exact as long as they stay in
+    the range of E4M3's normal numbers. The scale of a block of zeros may be any.
 
     Raises:
-        CheckpointFormatError: The scales differ; vLLM would use the largest divisor for all of them.
+        CheckpointFormatError: The scales differ otherwise; vLLM would use the largest divisor for all of them.
     """
     scales = {name: float(weight.global_decode_scale) for name, weight in weights.items()}
-    if len(set(scales.values())) > 1:
-        raise CheckpointFormatError(
-            f"linears that vLLM fuses have different global scales: {scales}. One scale per group is accepted. "
-            "Quantize the bf16 model with `python -m verl_qerl quantize`."
-        )
+    if len(set(scales.values())) == 1:
+        return weights
+    if len({math.frexp(scale)[0] for scale in scales.values()}) == 1:
+        blocks = [_scales_of_blocks(weight) for weight in weights.values()]
+        least, largest = min(low for low, _ in blocks), max(high for _, high in blocks)
+        shared = min(scales.values())
+        while shared * E4M3_MAX < largest:
+            shared *= 2
+        while shared / 2 * E4M3_MAX >= largest > 0:
+            shared /= 2
+        if least >= shared * E4M3_MIN_NORMAL:
+            return {name: _with_scale(weight, shared) for name, weight in weights.items()}
+    raise CheckpointFormatError(
+        f"linears that vLLM fuses have different global scales: {scales}. Accepted is one scale for a group, or scales"
+        " that differ by powers of two which the block scales can take. Quantize the bf16 model with `python -m"
+        " verl_qerl quantize`, or this one with --requantize too."
+    )
+
+
+def _scales_of_blocks(weight: PackedWeight) -> tuple[float, float]:
+    """The least and the largest product of block scale and global scale, of blocks that are not zero."""
+    scale = weight.block_scale.float()[_holds_numbers(weight)]
+    if not scale.numel():
+        return math.inf, 0.0
+    decode = float(weight.global_decode_scale)
+    return float(scale.min()) * decode, float(scale.max()) * decode
+
+
+def _with_scale(weight: PackedWeight, shared: float) -> PackedWeight:
+    factor = float(weight.global_decode_scale) / shared
+    block_scale = (weight.block_scale.float() * factor).clamp(E4M3_MIN_NORMAL, E4M3_MAX)
+    decode = torch.full_like(weight.global_decode_scale, shared)
+    return PackedWeight(weight.codes, block_scale.to(torch.float8_e4m3fn), decode)
+
+
+def _holds_numbers(weight: PackedWeight) -> torch.Tensor:
+    """[N, K / 16] bool: whether a block has a code other than 0.0 and -0.0."""
+    codes = weight.codes.view(*weight.block_scale.shape, BLOCK_SIZE // 2)
+    return ((codes & 0x77) != 0).any(dim=-1)
 
 
 def _without_subnormal_scales(module: str, weight: PackedWeight) -> PackedWeight:

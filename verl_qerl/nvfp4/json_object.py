@@ -23,6 +23,10 @@ def read_object(path: Path, remedy: str = "Download the model again.") -> dict[s
         raise CheckpointFormatError(
             f"{path} does not exist. A directory in Hugging Face layout is accepted. Check the path."
         ) from error
+    except IsADirectoryError as error:
+        raise CheckpointFormatError(
+            f"{path} is a directory. A file with a JSON object is accepted. {remedy}"
+        ) from error
     except ValueError as error:  # of JSON and of its encoding
         raise CheckpointFormatError(f"{path} is not JSON: {error}. A JSON object is accepted. {remedy}") from error
     if not isinstance(found, dict):

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.nvfp4 import checkpoint
+from verl_qerl.nvfp4.described import BLOCK_FP8, check_arguments, check_described, described, stored_format
 from verl_qerl.nvfp4.experts import check_all_packed, check_experts
 from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
 from verl_qerl.nvfp4.groups import in_groups, linears_among
@@ -59,6 +60,13 @@ class Source:
         """Name of the weight format of its linears; None: they are not quantized."""
         return {"bf16": None, "compressed-tensors": "nvfp4", "modelopt": "nvfp4"}.get(self.layout, self.layout)
 
+    def tensors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) as the files hold them, shard by shard; a GPU is given with its index."""
+        for file in self.shards:
+            for name, tensor in _read(self.path / file, device):
+                if self.files[name] == file:  # a tensor that two shards hold comes once
+                    yield name, tensor
+
 
 def open_source(path: str | Path, revision: str | None = None, cache_dir: str | None = None) -> Source:
     """Read config.json and the headers of every shard.
@@ -73,27 +81,61 @@ def open_source(path: str | Path, revision: str | None = None, cache_dir: str | 
             checkpoint is quantized in another way, or its experts are of another kind or not all there.
     """
     path = _local(path, revision, cache_dir)
+    if path.is_file():
+        raise CheckpointFormatError(
+            f"{path} is a file. The directory of a model in Hugging Face layout, or a hub id, is accepted. Name the"
+            " directory."
+        )
     config = read_object(path / "config.json")
     if not config.get("quantization_config") and (path / MODELOPT).exists():  # older ModelOpt; vLLM reads it likewise
         quantization = read_object(path / MODELOPT).get("quantization")
         config = {**config, "quantization_config": {"quant_method": "modelopt", **(quantization or {})}}
-    layout = checkpoint.stored_format(config)
-    indexed = _weight_map(path / INDEX) if (path / INDEX).exists() else None
-    names = sorted(set(indexed.values())) if indexed else [SINGLE]
-    files: dict[str, str] = {}
-    specs: dict[str, TensorSpec] = {}
-    for name in names:
-        found = _specs(path / name)
-        specs |= found
-        files |= dict.fromkeys(found, name)
-    lost = sorted(set(indexed or ()) - set(files))
-    if lost:
-        raise CheckpointFormatError(
-            f"{path / INDEX} names {len(lost)} tensors that no shard holds, first {lost[0]!r}."
-            " Every indexed tensor must be there. Download the model again."
-        )
+    if found := described(config):
+        config = {name: value for name, value in config.items() if name != "compression_config"}
+        config["quantization_config"] = found
+    layout = stored_format(config, str(path))
+    check_described(str(path), config)
+    files, specs = _read_headers(path)
     check_experts(str(path), config, files)
     return Source(path, config, layout, files, specs)
+
+
+def _read_headers(path: Path) -> tuple[dict[str, str], dict[str, TensorSpec]]:
+    """Tensor name -> shard that holds it, and -> dtype and shape; of a tensor in two shards as the index says."""
+    indexed = _weight_map(path / INDEX) if (path / INDEX).exists() else {}
+    if not indexed and not (path / SINGLE).is_file():
+        raise _without_weights(path)
+    files: dict[str, str] = {}
+    specs: dict[str, TensorSpec] = {}
+    for shard in sorted(set(indexed.values())) or [SINGLE]:
+        for name, spec in _specs(path / shard).items():
+            if indexed.get(name, shard) == shard:
+                files[name], specs[name] = shard, spec
+    lost = sorted(set(indexed) - set(files))
+    if lost:
+        raise CheckpointFormatError(
+            f"{path / INDEX} names {len(lost)} tensors that their shard does not hold, first {lost[0]!r} of"
+            f" {indexed[lost[0]]}. Every indexed tensor must be there. Download the model again."
+        )
+    return files, specs
+
+
+def _without_weights(path: Path) -> CheckpointFormatError:
+    """What a directory holds in the place of weights that are read."""
+    found = sorted(file.name for file in path.iterdir())
+    shards = [name for name in found if name.endswith(".safetensors")]
+    pickled = [name for name in found if name.endswith((".bin", ".pt", ".pth"))]
+    if any(name.startswith("adapter_model.") for name in found):
+        what, remedy = "holds an adapter and no model", "Name the model that it was trained on"
+    elif shards:
+        what = f"holds {len(shards)} safetensors files, first {shards[0]}, and no {INDEX} that says what is in them"
+        remedy = "Download the index too"
+    elif pickled:
+        what = f"holds its weights in another kind of file, {pickled[0]}"
+        remedy = "Load the model in transformers and save it again with save_pretrained, which writes safetensors"
+    else:
+        what, remedy = "holds no weights", "Download the model again"
+    return CheckpointFormatError(f"{path} {what}. Accepted are {SINGLE}, or shards with their {INDEX}. {remedy}.")
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -113,10 +155,11 @@ def check_format(source: Source, form: str) -> None:
         CheckpointFormatError: They are in another format.
     """
     if source.format not in (None, form):
+        use = "" if source.format == BLOCK_FP8 else f"Use +rollout={source.format}, or point"
         raise CheckpointFormatError(
             f"{source.path} is quantized in another format: {source.format}, and {form} is asked for. Accepted are"
-            f" unquantized weights and {form}. Use +rollout={source.format}, or point model.path at the original bf16"
-            " model."
+            f" unquantized weights and {form}. {use or 'Point'} model.path at the original bf16 model, or at what"
+            f" `python -m verl_qerl quantize --requantize --format {form}` makes of this one."
         )
 
 
@@ -170,6 +213,7 @@ def stream(
     """
     check_format(source, "nvfp4")
     if source.layout != "bf16":
+        check_arguments(str(source.path), source.config, checkpoint.quantization_config(), "nvfp4")
         yield from _stream_packed(source, device)
     else:
         yield from pack(stored_tensors(source, device), linear_modules(source, ignore), scale, observe)
@@ -226,9 +270,9 @@ def _stream_packed(source: Source, device: str | torch.device) -> Iterator[tuple
         group = fused.setdefault(key, {})
         group[module] = checkpoint.from_tensors(module, parts.pop(module), source.layout)
         if set(group) == modules.intersection(members):
-            checkpoint.check_fused(group)
-            rounded += sum(math.frexp(float(weight.global_decode_scale))[0] != 0.5 for weight in group.values())
-            yield from fused.pop(key).items()
+            shared = checkpoint.share_scale(fused.pop(key))
+            rounded += sum(math.frexp(float(weight.global_decode_scale))[0] != 0.5 for weight in shared.values())
+            yield from shared.items()
     if rounded:
         logger.warning(
             "%s: the global scales of %d linears are no powers of two, so that their dense weights are rounded to bf16,"
@@ -250,10 +294,7 @@ def stored_tensors(source: Source, device: str | torch.device = "cpu") -> Iterat
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    for file in source.shards:
-        for name, tensor in _read(source.path / file, device):
-            if source.files[name] == file:  # a tensor that two shards hold comes once
-                yield name, tensor
+    yield from source.tensors(device)
 
 
 def _read(path: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,6 +12,7 @@ import sys
 
 from packaging.specifiers import SpecifierSet
 
+from verl_qerl import upstream
 from verl_qerl.errors import UpstreamDriftError
 from verl_qerl.verl_plugin import hooks
 
@@ -19,16 +20,16 @@ logger = logging.getLogger(__name__)
 
 SUPPORTED = {"verl": "==0.9.1", "ray": ">=2.54"}  # Ray tells the name of its session from then on
 FAILURE: Exception | None = None
-_ROLLOUTS = {f"+rollout={form}" for form in ("fp8", "int8", "mxfp4", "nvfp4")}
+_ROLLOUTS = ("fp8", "int8", "mxfp4", "nvfp4")
 
 
 def _register() -> None:
     for package, accepted in SUPPORTED.items():
         found = importlib.metadata.version(package)
-        if not SpecifierSet(accepted).contains(found, prereleases=True):
-            raise UpstreamDriftError(
-                f"{package} is {found}. verl_qerl works with {package}{accepted}. Install that release."
-            )
+        problem = f"{package} is {found}. verl_qerl works with {package}{accepted}. Install that release."
+        fits = SpecifierSet(accepted).contains(found, prereleases=True)
+        if not fits and not upstream.goes_on_untested(problem, package, _replaced(package)):
+            raise UpstreamDriftError(problem)
     if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
         from verl_qerl.verl_plugin import cpu
 
@@ -44,13 +45,22 @@ def _register() -> None:
         hooks.when_imported(program, legacy.__name__)
 
 
+def _replaced(package: str) -> dict[str, set[str]]:
+    """Functions of a host that shims replace -> the sources that they were written for."""
+    from verl_qerl.verl_plugin.shims import SHIMS
+
+    ours = (shim for shim in SHIMS if shim.target.startswith(f"{package}."))
+    return {shim.target: {shim.fingerprint, shim.patched} for shim in ours}
+
+
 def asks_for_qerl(arguments: list[str]) -> bool:
     """Whether a command line sets one of our nodes or options, or selects one of our rollouts or our policy loss."""
-    plain = [argument.lstrip("+") for argument in arguments]
-    nodes = {argument.partition("=")[0].partition(".")[0] for argument in plain}
-    acr = "actor_rollout_ref.actor.policy_loss.loss_mode=acr"
-    of_workers = any("additional_config" in argument and "verl_qerl" in argument for argument in plain)
-    return bool(nodes & {"aqn", "acr", "uaq", "qerl"}) or acr in plain or of_workers or bool(_ROLLOUTS & set(arguments))
+    pairs = [argument.lstrip("+").partition("=")[::2] for argument in arguments]
+    values = {name: value.strip().strip("'\"") for name, value in pairs}  # Hydra takes quotes away too
+    nodes = {name.partition(".")[0] for name in values}
+    acr = values.get("actor_rollout_ref.actor.policy_loss.loss_mode") == "acr"
+    of_workers = any("additional_config" in argument and "verl_qerl" in argument for argument in arguments)
+    return bool(nodes & {"aqn", "acr", "uaq", "qerl"}) or acr or of_workers or values.get("rollout") in _ROLLOUTS
 
 
 try:

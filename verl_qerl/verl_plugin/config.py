@@ -18,12 +18,15 @@ from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.algos.options import read_options
 from verl_qerl.formats import FORMATS, WeightFormat, scale_choices, scaled_format
 from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE, ignore_rules
+from verl_qerl.verl_plugin.attention import default_attention
 from verl_qerl.verl_plugin.nodes import plain
 from verl_qerl.verl_plugin.sequence_parallel import check_sequence_parallel
 
-# Keys under which the actor's digests, and what is where in a flat adapter, travel with the adapter's configuration.
+# Keys under which the actor's digests, what is where in a flat adapter, and the adapter's checksum travel with its
+# configuration.
 DIGESTS = "verl_qerl_base_digests"
 LAYOUT = "verl_qerl_adapter_layout"
+CHECKSUM = "verl_qerl_adapter_checksum"
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,7 @@ class QerlFSDPEngineConfig(ScaledFSDPEngineConfig):
         if "model.attn_implementation" in run:
             check_sequence_parallel(
                 older_name if older_name > 1 else self.ulysses_sequence_parallel_size,
-                run["model.attn_implementation"],
+                run["model.attn_implementation"] or default_attention(),
                 run["model.use_remove_padding"],
                 run["trainer.n_gpus_per_node"] * run["trainer.nnodes"],
             )

@@ -31,7 +31,10 @@ class DenseBase:
     def within(self, mode: AbstractContextManager[Any], training: bool) -> Iterator[Any]:
         """`mode`, and inside it the copy; after the first one that trains it is known whether the copy fits."""
         with mode as entered:
-            held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+            undecided = self.fits is None and training
+            if undecided:  # what loading took is no part of the passes
+                torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated() if undecided else 0
             if self.fits:
                 for linear in self._linears:
                     linear.dense = linear.decode(torch.bfloat16)
@@ -40,7 +43,7 @@ class DenseBase:
             finally:
                 for linear in self._linears:
                     linear.dense = None
-            if self.fits is None and training:
+            if undecided:
                 self._decide(torch.cuda.max_memory_allocated() - held)
 
     def _decide(self, working: int) -> None:

@@ -27,6 +27,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl_qerl import upstream
 from verl_qerl.algos.plain_adapter import check_plain
 from verl_qerl.algos.uaq import write_record
+from verl_qerl.modules import varlen_attention
 from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.modules.convert import packed_linears, packed_weights
 from verl_qerl.modules.format_linear import PACKED_LINEARS
@@ -39,13 +40,14 @@ from verl_qerl.nvfp4.groups import linears_among
 from verl_qerl.nvfp4.record import BaseRecord, remove_record
 from verl_qerl.verl_plugin.base_record import adapter_options, base_record, recorded_path
 from verl_qerl.verl_plugin.chunked_head import install_chunked_head
-from verl_qerl.verl_plugin.config import DIGESTS, LAYOUT, BaseOptions
+from verl_qerl.verl_plugin.config import CHECKSUM, DIGESTS, LAYOUT, BaseOptions
 from verl_qerl.verl_plugin.dense_base import DenseBase
 from verl_qerl.verl_plugin.expert_adapters import adapt_attention_only
-from verl_qerl.verl_plugin.flat_adapter import FlatAdapter, pieces
+from verl_qerl.verl_plugin.flat_adapter import FlatAdapter, adapter_checksum, pieces
 from verl_qerl.verl_plugin.lend_base import lend_base
 from verl_qerl.verl_plugin.memory_check import check_memory
 from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
+from verl_qerl.verl_plugin.recompute import Recompute
 from verl_qerl.verl_plugin.requantize import (
     ROUNDED,
     check_unquantized,
@@ -76,6 +78,7 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
     _digests_sent = False
     _dense: DenseBase | None = None
     _lender: Lender | None = None
+    _recompute: Recompute | None = None
 
     @property
     def _base(self) -> BaseOptions | None:
@@ -92,12 +95,15 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
         return getattr(self.engine_config, "uaq_scale", None)
 
     def _build_module(self) -> nn.Module:
+        if getattr(self.engine_config, "qerl", None) is not None:
+            upstream.install(LOG_PROBS)
         if self._requantized is not None:
             check_unquantized(self.model_config.local_path, self._requantized.format)
         if self._base is None:
-            return super()._build_module()
+            module = super()._build_module()
+            varlen_attention.check_model(module)
+            return module
         check_memory(self, self._base.agrees_with)
-        upstream.install(LOG_PROBS)
         if self.model_config.use_liger:
             raise ValueError("model.use_liger=True is not supported on a packed base. Accepted is False. Leave it out.")
         config = self.model_config.hf_config
@@ -105,6 +111,7 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
         with init_empty_weights(include_buffers=False):
             auto_class: Any = get_hf_auto_model_class(hf_config=config)
             module = auto_class.from_config(config, dtype=dtype, trust_remote_code=self.model_config.trust_remote_code)
+        varlen_attention.check_model(module)
         shards = self._base.shard_base and torch.distributed.get_world_size() > 1
         kind = ShardedNVFP4Linear if shards else PACKED_LINEARS[self._base.format]
         form = self._base.weight_format
@@ -166,6 +173,8 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
                 logger.warning("packed base: %d linears in %s, digest %s", len(digests), kind, model_digest(digests))
             if self._base.share_base:
                 self._lender = lend_base(module, self.rank)
+        if (self._base or self._requantized) and not self.model_config.enable_activation_offload:
+            self._recompute = Recompute(module, torch.device(get_device_name()))
         return module
 
     def _build_optimizer(self, module: nn.Module) -> Any:
@@ -181,8 +190,10 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
         return inputs, output_args
 
     def train_mode(self, **kwargs: Any) -> Any:
-        """As verl's, with the dense copy of the base if it is asked for."""
-        return self._with_dense(super().train_mode(**kwargs), training=True)
+        """As verl's, with the dense copy of the base if it is asked for, and layers that need no recomputation."""
+        mode = self._with_dense(super().train_mode(**kwargs), training=True)
+        settled = self._dense is None or self._dense.fits is not None
+        return mode if self._recompute is None else self._recompute.within(mode, settled)
 
     def eval_mode(self, **kwargs: Any) -> Any:
         """As verl's, with the dense copy of the base if it is asked for."""
@@ -247,9 +258,9 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
     def get_per_tensor_param(self, *args: Any, base_sync_done: bool = False, **kwargs: Any) -> Any:
         """As verl's; on our base the adapter is one tensor, in pieces.
 
-        What is where travels with its configuration, and with the first one the digests of the base, which the rollout
-        compares with its own. Where all weights are trained they are quantized for the rollout, one by one as they are
-        sent.
+        What is where and a checksum travel with its configuration, and with the first one the digests of the base,
+        which the rollout compares with its own. Where all weights are trained they are quantized for the rollout, one
+        by one as they are sent.
         """
         if self._base is None or not base_sync_done:
             params, peft_config = super().get_per_tensor_param(*args, base_sync_done=base_sync_done, **kwargs)
@@ -258,13 +269,15 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
             return params, peft_config
         if self._adapter is None:
             self._adapter = FlatAdapter(self.module, self._adapter_names(), torch.device(get_device_name()))
-        peft_config = {**self.module.peft_config["default"].to_dict(), LAYOUT: self._adapter.layout}
+        flat = self._adapter.gather()
+        peft_config = self.module.peft_config["default"].to_dict()
+        peft_config |= {LAYOUT: self._adapter.layout, CHECKSUM: adapter_checksum(flat)}
         if not self._digests_sent:
             if self._lender is not None:
                 self._lender.check_taken()
             peft_config[DIGESTS] = self._digests
             self._digests_sent = True
-        return pieces(self._adapter.gather()), peft_config
+        return pieces(flat), peft_config
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self.module.state_dict().items()}
@@ -292,7 +305,8 @@ class _WithoutPackedBytes:
 
 
 def install(module: ModuleType) -> None:
-    """Register the engine ahead of the stock one; a second call does nothing."""
+    """Register the engine ahead of the stock one, and the attention that needs no flash-attn; again: nothing."""
+    varlen_attention.register()
     registered = EngineRegistry._engines["language_model"]["fsdp2"]
     if QerlFSDPEngine in registered.values():
         return

@@ -7,11 +7,17 @@ from typing import Any
 import ray
 import torch
 
+from verl_qerl.algos.aqn import FORCED_DRAW, NUM_DRAWS
+
 Row = tuple[list[int], list[int]]  # token ids of a prompt, and of its answer
 
 
+class UnscoredError(RuntimeError):
+    """The engine returned no log-probs of the tokens that it was given, as for prompts with images."""
+
+
 def score_answers(
-    servers: Sequence[Any], rows: Sequence[Row], max_model_len: int | None
+    servers: Sequence[Any], rows: Sequence[Row], max_model_len: int | None, own_draws: bool = False
 ) -> tuple[list[torch.Tensor], list[int]]:
     """Have the rollout's servers score answers, in one forward pass each, at temperature 1 over the whole vocabulary.
 
@@ -19,19 +25,22 @@ def score_answers(
         servers: Ray handles of verl's vLLM servers, awake.
         rows: Prompts and their answers.
         max_model_len: Of the engines; what does not fit is cut.
+        own_draws: Whether each row is scored with a draw of the noise of its own, where the engines have several.
 
     Returns:
         Of each row [len(answer)] float32, NaN behind a cut, and the version of the weights that gave them.
 
     Raises:
-        RuntimeError: As `answer_log_probs`.
+        UnscoredError: As `answer_log_probs`.
     """
     calls = []
     for at, (prompt, response) in enumerate(rows):
         # A prompt must leave room for one token.
         tokens = (prompt + response)[: None if max_model_len is None else max_model_len - 1]
         # No request of another kind reaches vLLM's prompt log-probs; the token that it samples is dropped.
-        params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "repetition_penalty": 1.0}
+        params: dict[str, Any] = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "repetition_penalty": 1.0}
+        if own_draws:
+            params["extra_args"] = {FORCED_DRAW: 1 + at % NUM_DRAWS}
         server = servers[at % len(servers)]
         calls.append(server.generate.remote(prompt_ids=tokens, sampling_params=params, request_id=uuid.uuid4().hex))
     outputs = ray.get(calls)
@@ -51,11 +60,11 @@ def answer_log_probs(fields: dict[str, Any], prompt: Sequence[int], response: Se
         [len(response)] float32, NaN behind the cut.
 
     Raises:
-        RuntimeError: The server returned nothing, or scored other tokens.
+        UnscoredError: The server returned nothing, or scored other tokens.
     """
     scored, tokens = fields.get("prompt_ids"), [*prompt, *response]
     if not scored or [ids[0] for ids in scored[:-1]] != tokens[1 : len(scored)]:
-        raise RuntimeError(
+        raise UnscoredError(
             f"the rollout did not score the tokens it was given: {len(scored or [])} answers for {len(tokens)} tokens."
             " Accepted are prompts of text alone. Leave out +qerl.mismatch_sample."
         )

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from verl_qerl.algos.trained_norms import shifted_norm
+from verl_qerl.formats.manifest import checksum
 from verl_qerl.vllm_plugin.adapter import Layout
 
 # A message of verl's transfer holds as many pieces as its bucket does; one piece fits the smallest bucket in use.
@@ -74,6 +75,11 @@ class FlatAdapter:
         dist.all_gather_into_tensor(gathered, mine, group=self._group)
         parts = zip(gathered.view(size, -1).split(counts, dim=1), self.layout, strict=True)
         return torch.cat([part.reshape(-1)[: shape[0] * shape[1]] for part, (_, shape) in parts])
+
+
+def adapter_checksum(flat: torch.Tensor) -> int:
+    """Of an adapter as both sides can have it: rounded to bf16, in which rollouts take it."""
+    return int(checksum(flat.to(torch.bfloat16)))
 
 
 def pieces(flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,13 +10,13 @@ from transformers import PreTrainedModel
 
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import NVFP4, WeightFormat
-from verl_qerl.formats.packed_stream import check_held, packed_stream
+from verl_qerl.formats.packed_stream import check_held, left_out, packed_stream
 from verl_qerl.modules.convert import replace_experts, replace_linears
 from verl_qerl.modules.nvfp4_experts import ExpertLinear
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.modules.packed_linear import PackedLinear
 from verl_qerl.nvfp4.format import Packed
-from verl_qerl.nvfp4.ignore import ignored_modules, is_packed_module
+from verl_qerl.nvfp4.ignore import is_packed_module
 from verl_qerl.nvfp4.stream import open_source
 from verl_qerl.verl_plugin.config import BaseOptions
 
@@ -45,7 +45,7 @@ def build_skeleton(
     """
     source = open_source(path)
     check_held(source, form or NVFP4())
-    rules = ignore if source.format is None else ignored_modules(source.config)
+    rules = left_out(source, form or NVFP4(), ignore)
     linears = replace_linears(model, lambda name: is_packed_module(name, rules), kind)
     experts = replace_experts(model)
     if experts and kind is not NVFP4Linear:

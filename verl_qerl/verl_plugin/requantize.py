@@ -1,4 +1,4 @@
-"""The rollout of a full-precision actor, quantized at every weight sync: the actor's side and the trainer's metrics.
+"""The rollout of a full-precision actor, quantized at every weight sync: the actor's side.
 
 Quantization happens here, while verl streams the weights: on the actor's GPU, one linear (or group that shares a scale)
 at a time, so that a half or a quarter of bf16's bytes goes through CUDA IPC and the rollout only loads. Every rank of
@@ -6,11 +6,8 @@ verl sends whole tensors to the vLLM worker beside it, which takes its tensor-pa
 rows, so any degree of tensor parallelism holds the same weights.
 """
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Set
-from typing import TYPE_CHECKING
 
-import ray
 import torch
 from omegaconf import DictConfig, OmegaConf
 
@@ -22,7 +19,6 @@ from verl_qerl.nvfp4.checkpoint import fused_group
 from verl_qerl.nvfp4.experts import number_of_experts
 from verl_qerl.nvfp4.groups import linears_among
 from verl_qerl.nvfp4.stream import open_source
-from verl_qerl.verl_plugin.cpu.whole_model import check_sync
 
 # Of a batch whose log-probs are to be those of the rounded weights.
 ROUNDED = "verl_qerl_rounded_weights"
@@ -103,38 +99,3 @@ def check_unquantized(path: str, form: str) -> None:
             f"{path} is quantized already ({source.layout}) and model.lora_rank=0 trains all weights. Unquantized"
             f" weights are needed with +rollout={form}. Point model.path at the original model, or set model.lora_rank."
         )
-
-
-if TYPE_CHECKING:
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Trainer
-else:
-    _Trainer = object  # mixed into whichever trainers verl has
-
-
-class SyncMetricsMixin(_Trainer):
-    """Logs what each sync of a requantized rollout sent and took; does nothing for other runs."""
-
-    def __init__(self, config: DictConfig) -> None:
-        check_sync(config)
-        self._requantizes = requantizes(config)
-        super().__init__(config)
-
-    def on_step_end(self) -> None:
-        """As verl's, which syncs; then ask the workers."""
-        start = time.perf_counter()
-        super().on_step_end()
-        if self._requantizes:
-            took_s = time.perf_counter() - start
-            metrics = getattr(self, "_pending_sync_metrics", None) or {}
-            self._pending_sync_metrics = {**metrics, **self._sync_metrics(), "qerl/sync_s": took_s}
-
-    def _sync_metrics(self) -> dict[str, float]:
-        servers = [replica.servers[0] for replica in self.llm_server_manager.get_replicas()]
-        calls = [server.collective_rpc.remote("qerl_last_sync") for server in servers]
-        reports = [report for answers in ray.get(calls) for report in answers or ()]
-        if not reports or any(report != reports[0] for report in reports):
-            raise RuntimeError(
-                f"the rollout workers report different weights after a sync: {reports}. All must have received the"
-                " same. Check that every node has the same verl_qerl installed."
-            )
-        return {f"qerl/{name}": value for name, value in reports[0].items()}

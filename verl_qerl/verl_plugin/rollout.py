@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from verl_qerl.formats import WeightFormat, get_format
-from verl_qerl.formats.packed_stream import check_held, packed_names
-from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE, ignored_modules, is_linear_weight
-from verl_qerl.nvfp4.stream import Source, open_source
+from verl_qerl.formats import get_format
+from verl_qerl.formats.packed_stream import check_held, left_out
+from verl_qerl.nvfp4.stream import open_source
 from verl_qerl.verl_plugin.rollout_options import WORKER_EXTENSION
 from verl_qerl.vllm_plugin.final_outputs import FinalOutputs
 from verl_qerl.vllm_plugin.graph_sizes import VLLMS, larger_sizes
@@ -204,22 +203,7 @@ def describe_checkpoint(engine_kwargs: dict, path: str, form: str = "nvfp4") -> 
     """
     source = open_source(path)
     check_held(source, get_format(form))
-    if source.format is None:
-        ignore = (engine_kwargs.get("model_loader_extra_config") or {}).get("ignore") or DEFAULT_IGNORE
-    else:
-        ignore = _left_out(source, get_format(form))
+    of_the_run = (engine_kwargs.get("model_loader_extra_config") or {}).get("ignore")
     overrides = _mapping(engine_kwargs, "hf_overrides")
-    described = get_format(form).config(list(ignore))
+    described = get_format(form).config(left_out(source, get_format(form), of_the_run))
     engine_kwargs["hf_overrides"] = {**overrides, "quantization_config": described}
-
-
-def _left_out(source: Source, form: WeightFormat) -> list[str]:
-    """The modules that a packed directory names as left out, and by their full names the linears it holds unpacked.
-
-    Others know more ways to leave linears out than names and `re:`: ModelOpt's wildcards, compressed-tensors' targets.
-    """
-    named, packed = ignored_modules(source.config), packed_names(source, form)
-    linears = (
-        name.rpartition(".")[0] for name, spec in source.specs.items() if is_linear_weight(name, spec.shape, named)
-    )
-    return [*named, *sorted(set(linears) - packed)]

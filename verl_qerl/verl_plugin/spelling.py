@@ -1,16 +1,19 @@
 """A node of ours that is misspelled: Hydra's `+` takes any name, and nothing would read it."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl.algos.acr import ACRConfig
 from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.algos.mismatch import MismatchConfig
 from verl_qerl.algos.uaq import UAQConfig
 from verl_qerl.formats import FORMATS
+
+logger = logging.getLogger(__name__)
 
 # Node -> names of its options, or of its files in config/.
 _NODES = {
@@ -21,24 +24,41 @@ _NODES = {
     "rollout": set(FORMATS),
     "platform": {"cpu"},
 }
+_ROLLOUT = "actor_rollout_ref.rollout"
+_ACR = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
 
-def check_spelling(config: DictConfig) -> None:
-    """Refuse a top-level node that is nearly one of ours and holds what only ours do; others are the user's own.
+def uses_qerl(config: DictConfig) -> bool:
+    """Whether a run sets an option of ours; else it is a stock run, and nothing of it is looked at.
 
     Args:
         config: Of the whole run.
-
-    Raises:
-        ValueError: There is one.
     """
+    set_by_us = ("aqn", "acr", "uaq", "qerl", f"{_ROLLOUT}.custom.qerl")
+    of_workers = f"{_ROLLOUT}.engine_kwargs.vllm.additional_config.verl_qerl"
+    found = any(OmegaConf.select(config, name) is not None for name in (*set_by_us, of_workers))
+    return found or OmegaConf.select(config, _ACR) == "acr"
+
+
+def check_spelling(config: DictConfig) -> None:
+    """Beside an option of ours, warn of a top-level node that is nearly one of ours and holds what only ours do.
+
+    A node of the user's own may look like that, so that the run goes on.
+
+    Args:
+        config: Of the whole run.
+    """
+    if not uses_qerl(config):
+        return
     for name in map(str, config):
         near = get_close_matches(name, _NODES, n=len(_NODES), cutoff=0.6) if name not in _NODES else []
         value = config[name]
         held = set(value) if isinstance(value, Mapping) else {str(value)}
         meant = [node for node in near if held and held <= _NODES[node]]
         if meant:
-            raise ValueError(
-                f"unknown option +{name}: nothing reads it. Known are {', '.join(f'+{node}' for node in _NODES)}."
-                f" Write {' or '.join(f'+{node}' for node in meant)}."
+            logger.warning(
+                "+%s looks like a misspelled option of verl_qerl, which does not read it. If it is meant for verl_qerl,"
+                " stop the run and write %s. If it is an option of your own, nothing is to be done: the run goes on.",
+                name,
+                " or ".join(f"+{node}" for node in meant),
             )

@@ -15,17 +15,20 @@ from verl.utils.debug import marked_timer
 
 from verl_qerl import vllm_plugin
 from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
+from verl_qerl.verl_plugin.attention import use_attention
 from verl_qerl.verl_plugin.checkpoints import CheckpointMixin
 from verl_qerl.verl_plugin.config import aqn_options
 from verl_qerl.verl_plugin.engine_health import EngineHealthMixin
 from verl_qerl.verl_plugin.mismatch import MismatchMixin
 from verl_qerl.verl_plugin.mismatch_parts import MismatchPartsMixin
+from verl_qerl.verl_plugin.noise_effect import NoiseEffectMixin
 from verl_qerl.verl_plugin.noise_schedule import NoiseScheduleMixin
 from verl_qerl.verl_plugin.policy_loss import PolicyLossMixin
 from verl_qerl.verl_plugin.polling import PollingMixin
-from verl_qerl.verl_plugin.requantize import SyncMetricsMixin
 from verl_qerl.verl_plugin.rollout_options import WORKER_EXTENSION, use_rollout_options
 from verl_qerl.verl_plugin.uaq import UAQMixin
+from verl_qerl.verl_plugin.weight_sync import WeightSyncMixin
+from verl_qerl.vllm_plugin.options import SCHEDULER
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +43,8 @@ def install(module: ModuleType) -> None:
         if not issubclass(trainer, NoiseMixin):
             # Engines are asked first. The gate tells the parts of a difference, so it comes after them: they are its
             # super().
-            ours = (EngineHealthMixin, MismatchMixin, MismatchPartsMixin, NoiseScheduleMixin, NoiseMixin)
-            ours += (CheckpointMixin, PolicyLossMixin, UAQMixin, SyncMetricsMixin, PollingMixin)
+            ours = (EngineHealthMixin, MismatchMixin, MismatchPartsMixin, NoiseEffectMixin, NoiseScheduleMixin)
+            ours += (NoiseMixin, CheckpointMixin, PolicyLossMixin, UAQMixin, WeightSyncMixin, PollingMixin)
             bases = (*ours, trainer)
             registry[mode] = type(f"Qerl{trainer.__name__}", bases, {"__doc__": trainer.__doc__})
 
@@ -57,7 +60,7 @@ class NoiseMixin(_Trainer):
 
     def __init__(self, config: DictConfig) -> None:
         self._aqn = aqn_options(config)
-        self._aqn_num_norms = 0
+        self._aqn_searched: dict[int, tuple[int, float]] = {}  # as `sigma_at_step` takes it
         if self._aqn.enabled:
             problem = vllm_plugin.version_problem()
             if problem:
@@ -70,6 +73,7 @@ class NoiseMixin(_Trainer):
                 )
             ask_workers_for_noise(config, self._aqn)
         use_rollout_options(config)
+        use_attention(config)
         super().__init__(config)
 
     def on_init_end(self) -> None:
@@ -81,14 +85,13 @@ class NoiseMixin(_Trainer):
     def on_step_end(self) -> None:
         """Noise of the next step (none after the last), then the weight sync."""
         used = self._sigma(self.global_steps)
-        num_norms = self._aqn_num_norms
         if self._aqn.enabled:
             with marked_timer("set_noise", self.timing_raw, color="red"):
                 self._set_noise(self.global_steps + 1)
         super().on_step_end()
         if self._aqn.enabled:
             metrics = getattr(self, "_pending_sync_metrics", None) or {}
-            self._pending_sync_metrics = {**metrics, "aqn/sigma": used, "aqn/num_norms": num_norms}
+            self._pending_sync_metrics = {**metrics, "aqn/sigma": used}
 
     def on_validate_begin(self) -> None:
         """Validation samples from the clean model."""
@@ -103,11 +106,11 @@ class NoiseMixin(_Trainer):
 
     def _sigma(self, step: int) -> float:
         inside = 1 <= step <= self.total_training_steps
-        return sigma_at_step(self._aqn, step, self.total_training_steps) if inside else 0.0
+        return sigma_at_step(self._aqn, step, self.total_training_steps, self._aqn_searched) if inside else 0.0
 
     def _set_noise(self, step: int) -> None:
         if self._aqn.enabled:
-            self._aqn_num_norms = self._call_workers("qerl_set_noise", sigma=self._sigma(step), step=step)
+            self._call_workers("qerl_set_noise", sigma=self._sigma(step), step=step)
 
     def _switch_noise(self, sigma: float, step: int) -> None:
         if self._aqn.enabled:
@@ -115,15 +118,26 @@ class NoiseMixin(_Trainer):
             ray.get([server.qerl_clear_kv_cache.remote() for server in self._servers()])
 
     def _call_workers(self, method: str, **kwargs: Any) -> int:
-        """The answer of every worker of every replica, which must be the same number."""
-        calls = [server.collective_rpc.remote(method, kwargs=kwargs) for server in self._servers()]
-        answers = {answer for answers in ray.get(calls) for answer in answers or ()}
-        if len(answers) != 1 or not min(answers):
+        """Number of norms that every worker of every replica has set, to the same weights."""
+        answers = set(map(tuple, self._ask_workers(method, **kwargs)))
+        counts = sorted({count for count, _ in answers})
+        if len(counts) != 1 or not counts[0]:
             raise RuntimeError(
-                f"the rollout workers set {sorted(answers)} norms. All must set the same number, at least one."
+                f"the rollout workers set {counts} norms. All must set the same number, at least one."
                 " Check that every node has the same verl_qerl installed."
             )
-        return answers.pop()
+        if len(answers) != 1:
+            raise RuntimeError(
+                f"the rollout workers set {counts[0]} norms to {len(answers)} different sets of weights at"
+                f" {kwargs}. All must sample with the same noise. Check that every node has the same versions of"
+                " verl_qerl and numpy."
+            )
+        return counts[0]
+
+    def _ask_workers(self, method: str, **kwargs: Any) -> list[Any]:
+        """The answer of every worker of every replica."""
+        calls = [server.collective_rpc.remote(method, kwargs=kwargs) for server in self._servers()]
+        return [answer for answers in ray.get(calls) for answer in answers or ()]
 
     def _servers(self) -> list[Any]:
         # The first server of a replica reaches all of its workers.
@@ -133,9 +147,9 @@ class NoiseMixin(_Trainer):
         total = self._aqn.total_steps or self.total_training_steps
         if self._aqn.enabled and total < self._aqn.num_stages:
             logger.warning(
-                "aqn.num_stages=%d exceeds the %d steps of this run: some stages are skipped.",
-                self._aqn.num_stages,
-                total,
+                "aqn.num_stages=%d exceeds the %d steps that the stages are spread over: some are skipped, the last of"
+                " them too, and sigma ends at %g instead of sigma_end=%g.",
+                *(self._aqn.num_stages, total, sigma_at_step(self._aqn, total, total), self._aqn.sigma_end),
             )
 
 
@@ -159,6 +173,8 @@ def ask_workers_for_noise(config: DictConfig, aqn: AQNConfig) -> None:
     with open_dict(config):
         kwargs = rollout.engine_kwargs.vllm
         kwargs.setdefault("worker_extension_cls", WORKER_EXTENSION)
+        if aqn.draw != "batch":
+            kwargs.setdefault("scheduler_cls", SCHEDULER)  # which keeps answers out of the prefix cache
         OmegaConf.update(
             config, "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.aqn", options
         )

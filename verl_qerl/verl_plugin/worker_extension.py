@@ -1,6 +1,8 @@
 """The class vLLM's workers inherit from: verl's own weight sync or ours of quantized weights, noise, and checks."""
 
 import copy
+import hashlib
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -9,10 +11,18 @@ from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID, vLLMColoca
 from verl_qerl import vllm_plugin
 from verl_qerl.formats import WeightFormat, get_format
 from verl_qerl.nvfp4.digest import check_same_base
-from verl_qerl.verl_plugin.config import DIGESTS, LAYOUT
-from verl_qerl.verl_plugin.flat_adapter import FlatReceiver
+from verl_qerl.verl_plugin.config import CHECKSUM, DIGESTS, LAYOUT
+from verl_qerl.verl_plugin.flat_adapter import FlatReceiver, adapter_checksum
 from verl_qerl.verl_plugin.transfer import WatchfulReceiver
-from verl_qerl.vllm_plugin.adapter import Layout, can_place, flatten, num_elements, place_adapter, unflatten
+from verl_qerl.vllm_plugin.adapter import (
+    Layout,
+    can_place,
+    flatten,
+    num_elements,
+    place_adapter,
+    require_placed,
+    unflatten,
+)
 from verl_qerl.vllm_plugin.loader import base_digests
 from verl_qerl.vllm_plugin.options import rollout_options
 from verl_qerl.vllm_plugin.reload import LOADING_ERRORS, InPlaceReload, SyncReport, without_frames
@@ -35,6 +45,7 @@ class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
     _qerl_base_unchecked: bool
     _qerl_format: WeightFormat | None  # of the linears that a sync brings
     _qerl_num_syncs: int
+    _qerl_checksum: int | None  # of what the last sync brought
     _qerl_report: SyncReport | None
     _qerl_error: Exception | None
 
@@ -50,7 +61,8 @@ class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
         worker._qerl_base_unchecked = has_adapter and load_format in vllm_plugin.NAMES
         requantized = not has_adapter and load_format in vllm_plugin.NAMES
         worker._qerl_format = get_format(vllm_plugin.NAMES[str(load_format)]) if requantized else None
-        worker._qerl_num_syncs, worker._qerl_report, worker._qerl_error = 0, None, None
+        worker._qerl_num_syncs = 0
+        worker._qerl_checksum = worker._qerl_report = worker._qerl_error = None
         if load_format not in vllm_plugin.NAMES and ("dummy" in str(load_format) or not has_adapter):
             _refuse_fp8_head(vllm_config)
         prepare_model(worker, vllm_config)
@@ -66,7 +78,8 @@ class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
         Raises:
             ValueError: The actor's base weights are not those of this worker, or its first adapter comes without their
                 digests: then the actor is not ours, and trains on a dense base. Or the adapter is not one of this
-                model's. Or as `InPlaceReload.finish`.
+                model's, or arrived otherwise than the actor sent it, or is not what the engine holds afterwards. Or as
+                `InPlaceReload.finish`.
             RuntimeError: The actor has ended in the middle of a sync.
         """
         if self._qerl_format is not None:
@@ -75,11 +88,16 @@ class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
         expected = peft_config.pop(DIGESTS, None) if peft_config else None
         if peft_config is not None and base_sync_done:
             # After the transfer: an error before it would leave the sender waiting for ever.
+            sent = peft_config.pop(CHECKSUM, None)
             layout, flat = self._qerl_receive(peft_config.pop(LAYOUT, None), use_shm)
+            checksum = adapter_checksum(flat)
+            if sent is not None:
+                _require_same(sent, checksum, flat)
             if expected is not None or self._qerl_base_unchecked:
                 check_same_base(expected or {}, base_digests(self.model_runner.get_model()))
                 self._qerl_base_unchecked = False
             self._qerl_place(layout, flat, peft_config)
+            self._qerl_num_syncs, self._qerl_checksum = self._qerl_num_syncs + 1, checksum
             return
         try:
             super().update_weights_from_ipc(
@@ -89,6 +107,7 @@ class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
             error, self._qerl_error = self._qerl_error, None
             if error is not None:  # of a bucket; what verl's processing of half of a model raised follows from it
                 raise error
+        self._qerl_num_syncs, self._qerl_checksum = self._qerl_num_syncs + 1, None
         if self._qerl_noise is not None:
             self._qerl_noise.recapture()
 
@@ -100,19 +119,18 @@ class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
             except LOADING_ERRORS as error:
                 self._qerl_error = without_frames(error)
 
-    def qerl_last_sync(self) -> dict[str, float]:
-        """What the last sync of quantized weights brought.
+    def qerl_last_sync(self) -> dict[str, Any]:
+        """What the engine holds since the last sync, by which the trainer compares workers, and that sync's metrics.
 
-        Raises:
-            ValueError: There was none.
+        Returns:
+            `number` of syncs so far and the `checksum` of what the last one brought, once it was found in the engine;
+            None of a whole model in bf16, which verl loads. Of quantized weights `sync_*` too.
         """
+        found = {"number": self._qerl_num_syncs, "checksum": self._qerl_checksum}
         report = self._qerl_report
         if report is None:
-            raise ValueError(
-                "no quantized weights have come: load_format of this engine or the order of calls is another."
-                " A sync comes first. Start the run with `+rollout=...` and model.lora_rank=0."
-            )
-        return {
+            return found
+        return found | {
             "sync_bytes": report.manifest.num_bytes,
             "sync_bytes_bf16": report.manifest.num_bytes_bf16,
             "sync_linears": report.num_linears,
@@ -123,8 +141,9 @@ class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
         reload = InPlaceReload(self.model_runner.get_model(), self.vllm_config, form, self._qerl_num_syncs)
         receiver = WatchfulReceiver(zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm)
         receiver.receive_weights(on_bucket_received=lambda weights, is_last: reload.load(weights))
-        self._qerl_report = reload.finish()
+        report = self._qerl_report = reload.finish()
         self._qerl_num_syncs += 1
+        self._qerl_checksum = _checksum_of_all(report.manifest.checksums)
         if self._qerl_noise is not None:
             self._qerl_noise.recapture()
 
@@ -160,12 +179,32 @@ class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
             )
         if can_place(manager):
             place_adapter(manager, VLLM_LORA_INT_ID, layout, flat, peft_config)
+            require_placed(manager, VLLM_LORA_INT_ID, flat)
         else:
             # With room for several adapters on the host vLLM may load an earlier state from there.
             self.remove_lora(VLLM_LORA_INT_ID)
             super()._update_weights(list(unflatten(layout, flat).items()), peft_config=peft_config, base_sync_done=True)
         if self._qerl_norms is not None:
             self._qerl_norms.place(shifts)
+            self._qerl_norms.require_placed(shifts)
+
+
+def _require_same(sent: int, came: int, flat: torch.Tensor) -> None:
+    if flat.dtype != torch.bfloat16:
+        raise ValueError(
+            f"this engine takes adapters in {flat.dtype}, in which they cannot be compared with the actor's. Accepted"
+            " is bfloat16. Leave engine_kwargs.vllm.lora_dtype out."
+        )
+    if sent != came:
+        raise ValueError(
+            f"the adapter arrived otherwise than the actor sent it: checksum={came}, sent was {sent}. Equal ones are"
+            " needed. Update the GPU's driver or set NCCL_P2P_DISABLE=1 if this comes again."
+        )
+
+
+def _checksum_of_all(checksums: Mapping[str, int]) -> int:
+    lines = "\n".join(f"{name} {value}" for name, value in sorted(checksums.items()))
+    return int.from_bytes(hashlib.sha256(lines.encode()).digest()[:8], "big", signed=True)
 
 
 def _refuse_fp8_head(vllm_config: Any) -> None:

@@ -97,6 +97,49 @@ def place_adapter(
     return len(manager.modules) - len(plan.left_out)
 
 
+@torch.no_grad()
+def require_placed(manager: Any, lora_id: int, flat: torch.Tensor) -> None:
+    """Read an adapter back from its slot, and compare bit by bit.
+
+    Under tensor parallelism each worker compares the parts that it holds. Layers of vLLM's that are no linears, or with
+    other slices than the adapter's, are not read: actors of ours adapt none.
+
+    Args:
+        manager: vLLM's LoRAModelManager.
+        lora_id: Of the adapter.
+        flat: As `place_adapter` left it.
+
+    Raises:
+        ValueError: The slot is another's, or does not hold it.
+    """
+    plan = getattr(manager, "qerl_plan", None)
+    if plan is None or lora_id not in manager.lora_index_to_id:
+        raise _not_held("nothing was written")
+    held = flat.clone()
+    if plan.copies:
+        torch._foreach_copy_([_part(held, span) for _, span in plan.copies], [place for place, _ in plan.copies])
+    num_differing = int((held.view(torch.uint8) != flat.view(torch.uint8)).sum())
+    if num_differing:
+        raise _not_held(f"{num_differing} of {held.nbytes} bytes differ")
+    empty = [*plan.zeros, *(buffer[0] for layer in plan.left_out for buffer in layer.lora_b_stacked)]
+    if empty and not float(torch.stack(torch._foreach_norm(empty, float("inf"))).max()) == 0:
+        raise _not_held("what it leaves out is not zero")
+    for layer, a, b in plan.by_layer:
+        halves = _sliced(layer, *(_parts(flat, spans) for spans in (a, b)))
+        for stacked, half in zip((layer.lora_a_stacked, layer.lora_b_stacked), halves or (), strict=False):
+            for buffer, part in zip(stacked, half, strict=True):
+                if part is not None and not torch.equal(buffer[0, 0, : part.shape[0], : part.shape[1]], part):
+                    raise _not_held(f"a linear of {tuple(buffer.shape[2:])} differs")
+
+
+def _not_held(reason: str) -> ValueError:
+    return ValueError(
+        f"the rollout does not hold the adapter that came: {reason}. Without it the rollout samples from an older"
+        " policy. This is a defect of verl_qerl or vLLM: report it with both versions. Until then, try"
+        " `+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.lora=stock`."
+    )
+
+
 def flatten(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> tuple[Layout, torch.Tensor]:
     """Named tensors of an adapter as `place_adapter` takes them.
 
@@ -174,12 +217,9 @@ def _spans(tensors: Any) -> Any:
 
 def _plan_linear(plan: _Plan, name: str, layer: Any, a: Any, b: Any, flat: torch.Tensor) -> bool:
     """Add the copies of a linear; False where its part of A and B, under tensor parallelism, is not one span each."""
-    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
-
-    if not isinstance(layer, BaseLinearLayerWithLoRA) or (isinstance(b, list) and len(b) != layer.n_slices):
+    halves = _sliced(layer, a, b)
+    if halves is None:
         return False
-    sliced: list[Any] = [a, b] if layer.tp_size == 1 else [layer.slice_lora_a(a), layer.slice_lora_b(b)]
-    halves: list[Sequence[torch.Tensor | None]] = [half if isinstance(half, list) else [half] for half in sliced]
     storage = flat.untyped_storage().data_ptr()
     if any(part is not None and part.untyped_storage().data_ptr() != storage for half in halves for part in half):
         return False
@@ -199,6 +239,16 @@ def _plan_linear(plan: _Plan, name: str, layer: Any, a: Any, b: Any, flat: torch
             if rank < target.shape[ranks]:
                 plan.zeros.append(target.narrow(ranks, rank, target.shape[ranks] - rank))
     return True
+
+
+def _sliced(layer: Any, a: Any, b: Any) -> list[Sequence[torch.Tensor | None]] | None:
+    """A and B of a linear as this worker holds them, one of each slice; None where the slices are others."""
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+
+    if not isinstance(layer, BaseLinearLayerWithLoRA) or (isinstance(b, list) and len(b) != layer.n_slices):
+        return None
+    sliced: list[Any] = [a, b] if layer.tp_size == 1 else [layer.slice_lora_a(a), layer.slice_lora_b(b)]
+    return [half if isinstance(half, list) else [half] for half in sliced]
 
 
 def _pairs(manager: Any, layout: Layout, flat: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

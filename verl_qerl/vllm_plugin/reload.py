@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -79,15 +80,19 @@ class InPlaceReload:
         self._manifest: Manifest | None = None
         self._sums: dict[str, torch.Tensor] = {}
         self._linears = quantized_linears(model)
+        self._tied_heads = tied_heads(model)
         self._num_checked = 0
         # Workspaces and the like, which are no parameters: vLLM makes new ones, captured graphs go on using the old.
         self._plain_tensors = {name: _plain_tensors(linear) for name, linear in self._linears.items()}
         with self._context():
             initialize_layerwise_reload(model)
-        # On the meta device the model has the names of a checkpoint.
+        # On the meta device the model has the names of a checkpoint, and each head a parameter of its own, tied or not.
         parameters = dict(model.named_parameters())
         self._dtypes = {
-            member: parameters[name].dtype for name, members in checkpoint_members(model).items() for member in members
+            member: parameters[name].dtype
+            for name, members in checkpoint_members(model).items()
+            for member in members
+            if name.rpartition(".")[0] not in self._tied_heads
         }
         looked_at = _looked_at(list(self._linears), num_before)
         members = {name: fused_members(model, name) for name in looked_at}
@@ -112,6 +117,8 @@ class InPlaceReload:
         manifest = self._check_transfer()
         with self._context(), _without_warnings():
             finalize_layerwise_reload(self._model, self._vllm_config.model_config)
+            for name, (head, embedding) in self._tied_heads.items():
+                _follow(name, head, embedding)
         for name, linear in self._linears.items():
             _keep_plain_tensors(name, linear, self._plain_tensors[name])
         self._check_held()
@@ -184,6 +191,31 @@ class InPlaceReload:
                     " This is a defect of verl_qerl or vLLM: report it with the model and both versions."
                 )
             self._num_checked += 1
+
+
+def tied_heads(model: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Name -> (head, embedding) of the heads that are modules of their own and have the weight of an embedding."""
+    vocabularies = {
+        name: module for name, module in model.named_modules() if isinstance(module, VocabParallelEmbedding)
+    }
+    return {
+        name: (head, embedding)
+        for name, head in vocabularies.items()
+        if isinstance(head, ParallelLMHead)
+        for embedding in vocabularies.values()
+        if embedding is not head and embedding.weight is head.weight
+    }
+
+
+def _follow(name: str, head: Any, embedding: Any) -> None:
+    """Have a tied head compute with the new embedding, whose weight vLLM has given back to both of them."""
+    if head.weight is not embedding.weight:
+        raise ValueError(
+            f"vLLM untied {name!r} from the embedding while it reloaded, so that it has older weights. One weight for"
+            " both is needed. This is a defect of verl_qerl or vLLM: report it with the model and both versions."
+        )
+    # vLLM does this for what it loads alone, and a head that is tied is not loaded. A CPU's kernels hold a copy.
+    head.quant_method.process_weights_after_loading(head)
 
 
 @contextlib.contextmanager

@@ -68,8 +68,27 @@ class SyncedNorms:
         Args:
             shifts: name -> K numbers of any shape, for which `check`.
         """
-        weights = {name: base + shifts[name].reshape(-1).float() for name, base in self._base.items()}
+        weights = self._weights(shifts)
         for name, weight in weights.items():
             self._norms[name].weight.data.copy_(weight)
         if self._noise is not None:
             self._noise.replace_clean(weights)
+
+    @torch.no_grad()
+    def require_placed(self, shifts: Mapping[str, torch.Tensor]) -> None:
+        """Compare what the norms hold, below the noise, with what came.
+
+        Raises:
+            ValueError: It is not that.
+        """
+        below = {} if self._noise is None else self._noise.clean
+        weights = self._weights(shifts)
+        held = [below.get(name, self._norms[name].weight.data) for name in weights]
+        if not torch.equal(torch.cat(held), torch.cat(list(weights.values()))):
+            raise ValueError(
+                "the rollout does not hold the norms that came: their weights are others. Without them the rollout"
+                " samples from an older policy. This is a defect of verl_qerl: report it."
+            )
+
+    def _weights(self, shifts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: base + shifts[name].reshape(-1).float() for name, base in self._base.items()}

@@ -22,7 +22,8 @@ from verl_qerl.vllm_plugin.head import quantize_head
 from verl_qerl.vllm_plugin.linear import tiled_columns
 from verl_qerl.vllm_plugin.lora import release_buffers, use_single_adapter
 from verl_qerl.vllm_plugin.memory_share import can_sleep, stay_within_share, use_segments_again
-from verl_qerl.vllm_plugin.noise import NormNoise
+from verl_qerl.vllm_plugin.noise import NormNoise, check_model
+from verl_qerl.vllm_plugin.noise_rows import NoiseRows, check_draws
 from verl_qerl.vllm_plugin.options import RolloutOptions, asked_of_vllm, rollout_options
 from verl_qerl.vllm_plugin.sampling import use_fused_sampler
 from verl_qerl.vllm_plugin.synced_norms import SyncedNorms
@@ -46,7 +47,7 @@ class NoiseWorkerExtension:
         _refuse_deep_sleep(instance, kwargs.get("vllm_config"))
         return instance
 
-    def qerl_set_noise(self, sigma: float, step: int) -> int:
+    def qerl_set_noise(self, sigma: float, step: int) -> tuple[int, int]:
         """Give every target norm fresh noise; `reset_prefix_cache` must follow.
 
         Args:
@@ -54,23 +55,36 @@ class NoiseWorkerExtension:
             step: Training step, part of the seed.
 
         Returns:
-            Number of norms set.
+            Number of norms set, and a checksum of their weights.
 
         Raises:
             ValueError: The engine was started without noise.
         """
-        if self._qerl_noise is None:
-            raise ValueError(
-                "this engine was started without noise. Options of AQN go into additional_config.verl_qerl.aqn."
-                " Start it with `+aqn.enabled=true`."
-            )
-        return self._qerl_noise.apply(sigma, step)
+        noise = _noise_of(self)
+        return noise.apply(sigma, step), noise.checksum()
+
+    def qerl_norm_sizes(self) -> dict[str, float]:
+        """As `NormNoise.sizes`; errors also as `qerl_set_noise`."""
+        return _noise_of(self).sizes()
+
+    def qerl_num_noisy(self) -> int:
+        """As `NormNoise.num_noisy`; errors as `qerl_set_noise`."""
+        return _noise_of(self).num_noisy()
 
     def qerl_norm_weights(self) -> dict[str, torch.Tensor]:
         """Name -> present float32 weight on the CPU, to look at."""
         held = [norms for norms in (self._qerl_noise, self._qerl_norms) if norms is not None]
         norms = {name: norm for one in held for name, norm in one._norms.items()}
         return {name: norm.weight.detach().cpu().clone() for name, norm in norms.items()}
+
+
+def _noise_of(worker: Any) -> NormNoise:
+    if worker._qerl_noise is None:
+        raise ValueError(
+            "this engine was started without noise. Options of AQN go into additional_config.verl_qerl.aqn."
+            " Start it with `+aqn.enabled=true`."
+        )
+    return worker._qerl_noise
 
 
 def prepare_model(worker: Any, vllm_config: Any) -> None:
@@ -82,10 +96,13 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
 
     Raises:
         ValueError: An option is unknown or out of range or does not go together with VLLM_BATCH_INVARIANT, or later
-            the head cannot be quantized or the sampler replaced.
+            the head cannot be quantized or the sampler replaced, or draws of the noise do not fit the engine.
     """
     worker._qerl_noise = worker._qerl_norms = None
     options = _batch_invariant(rollout_options(vllm_config), vllm_config)
+    check_draws(vllm_config, options.aqn)
+    if options.aqn.enabled:
+        check_model(vllm_config, options.aqn)
     launch.starts_early = options.early_starts
     if options.keep_base_resident:
         _keep_weights(worker, vllm_config)
@@ -106,7 +123,10 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
         if lora_config is not None:
             prepared["lora"] = use_single_adapter(model, lora_config)
         if options.aqn.enabled:
-            worker._qerl_noise = NormNoise(model, options.aqn, options.uaq_scale)
+            rows = NoiseRows(worker.model_runner, options.aqn.draw) if options.aqn.draw != "batch" else None
+            worker._qerl_noise = NormNoise(model, options.aqn, options.uaq_scale, rows)
+            if rows is not None:
+                rows.watch()
         if borrows:
             _watch_owner(worker, model)
         if options.train_norms:

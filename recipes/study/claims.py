@@ -1,0 +1,51 @@
+"""What the two papers claim, and what is compared here to see whether it holds."""
+
+from typing import NamedTuple
+
+MARGIN = 0.02  # of reward or accuracy: what is not lower by more counts as good
+
+
+class Claim(NamedTuple):
+    """A sentence, and the comparison that tests it.
+
+    Attributes:
+        of: Who says so.
+        text: What is said.
+        arm: Whose runs are compared,
+        other: with whose of the same seed,
+        measure: in what (report.MEASURES),
+        kind: `more` than the other, or as `good`.
+    """
+
+    of: str
+    text: str
+    arm: str
+    other: str
+    measure: str
+    kind: str
+
+
+QERL, QURL, OWN = "QeRL", "QuRL", "readers of QeRL"
+CLAIMS = [
+    Claim(QERL, "quantization raises the policy's entropy", "nvfp4", "bf16", "entropy", "more"),
+    Claim(QERL, "reward grows faster than with 16-bit LoRA", "nvfp4_aqn", "bf16", "area", "more"),
+    Claim(QERL, "and ends higher", "nvfp4_aqn", "bf16", "pass1", "more"),
+    Claim(QERL, "it ends where full fine-tuning ends", "nvfp4_aqn", "bf16_full", "pass1", "good"),
+    Claim(QERL, "noise adds to what quantization does: faster", "nvfp4_aqn", "nvfp4", "area", "more"),
+    Claim(QERL, "and higher", "nvfp4_aqn", "nvfp4", "pass1", "more"),
+    Claim(QURL, "8-bit rollouts lose nothing: INT8 with ACR", "int8_acr", "bf16_full", "pass1", "good"),
+    Claim(QURL, "the same: FP8 with ACR", "fp8_acr", "bf16_full", "pass1", "good"),
+    Claim(QURL, "ACR is better than none: INT8", "int8_acr", "int8", "area", "more"),
+    Claim(QURL, "the same: FP8", "fp8_acr", "fp8", "area", "more"),
+    Claim(OWN, "is it the noise alone? bf16 with noise learns faster", "bf16_noise", "bf16", "area", "more"),
+    Claim(OWN, "and ends higher", "bf16_noise", "bf16", "pass1", "more"),
+    Claim(OWN, "noise of a chosen size is better than none on NVFP4", "nvfp4_noise", "nvfp4", "pass1", "more"),
+    Claim(OWN, "noise is better than a temperature of the same entropy", "bf16_noise", "bf16_hot", "pass1", "more"),
+    Claim(OWN, "NVFP4 alone is as good as 16-bit LoRA", "nvfp4", "bf16", "pass1", "good"),
+]
+NOT_TESTABLE = [
+    (QERL, "rollouts more than 1.5 times as fast", "a model of 1.5 B is bound by the host: see tests/bench/results"),
+    (QERL, "32B trains on one GPU of 80 GB", "another model: see recipes/qwen32b_80gb"),
+    (QURL, "ACR keeps long training from collapsing", "60 steps are not long"),
+    (QURL, "rollouts 20 to 80 % faster", "a model of 1.5 B is bound by the host: see tests/bench/results"),
+]

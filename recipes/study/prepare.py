@@ -1,0 +1,90 @@
+r"""Questions of the study, in verl's parquet schema: one prompt for both tasks, which asks for `\boxed{}`.
+
+    python3 recipes/study/prepare.py --out DIR [--gsm8k DIR] [--math DIR] [--math500 FILE]
+
+Without folders both sets come from the hub. OUT/gsm8k and OUT/math get train.parquet (all of GSM8K; levels 3 to 5 of
+MATH), test.parquet (GSM8K's 1,319 questions; MATH-500, or without its file 500 of MATH's test questions) and
+val.parquet, 256 of the test questions.
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from verl_qerl.cli import main as verl_qerl
+from verl_qerl.cli.data import GSM8K_SOURCE, MATH_INSTRUCTION, MATH_SOURCE
+
+LEVELS = ("Level 3", "Level 4", "Level 5")
+SOME, MANY = 256, 500
+Row = dict[str, Any]
+
+
+def questions(task: str, source: str, folder: Path) -> dict[str, list[Row]]:
+    """Rows of both splits, by `python -m verl_qerl data`, with the study's prompt and without their solutions."""
+    import pyarrow.parquet as pq
+
+    verl_qerl(["data", task, "--source", source, "--out", str(folder / task)])
+    splits = {}
+    for split in ("train", "test"):
+        splits[split] = pq.read_table(folder / task / f"{split}.parquet").to_pylist()
+        for row in splits[split]:
+            info = row["extra_info"]
+            row["data_source"] = task
+            row["prompt"] = [{"role": "user", "content": f"{info['question']} {MATH_INSTRUCTION}"}]
+            row["extra_info"] = {key: info[key] for key in ("split", "index", "level") if key in info}
+    return splits
+
+
+def math500(rows: list[Row], file: Path | None) -> list[Row]:
+    """The rows that the file names by `prompt` (or `problem`), or MANY others.
+
+    Raises:
+        ValueError: The rows lack one.
+    """
+    if file is None:
+        return random.Random(0).sample(rows, min(MANY, len(rows)))
+    by_prompt = {row["prompt"][0]["content"]: row for row in rows}
+    named = [record.get("prompt") or record["problem"] for record in json.loads(file.read_text(encoding="utf-8"))]
+    found = [by_prompt.get(f"{question} {MATH_INSTRUCTION}") for question in named]
+    missing = found.count(None)
+    if missing:
+        raise ValueError(f"{missing} of {len(named)} questions of {file} are not in MATH's test split. Check --math.")
+    return [row for row in found if row is not None]
+
+
+def write(folder: Path, splits: dict[str, list[Row]]) -> None:
+    """A parquet file for each split."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir(parents=True)
+    tests = splits["test"]
+    splits["val"] = random.Random(0).sample(tests, min(SOME, len(tests)))
+    for split, rows in splits.items():
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
+        print(f"{folder / split}.parquet: {len(rows)} questions")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder to create")
+    parser.add_argument("--gsm8k", default=GSM8K_SOURCE, help="folder with train.jsonl and test.jsonl, or a hub id")
+    parser.add_argument("--math", default=MATH_SOURCE, help="folder with train.parquet and test.parquet, or a hub id")
+    parser.add_argument("--math500", type=Path, help="JSON list of MATH-500's questions")
+    args = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as temporary:
+        write(args.out / "gsm8k", questions("gsm8k", args.gsm8k, Path(temporary)))
+        math = questions("math", args.math, Path(temporary))
+    math["train"] = [row for row in math["train"] if row["extra_info"]["level"] in LEVELS]
+    math["test"] = math500(math["test"], args.math500)
+    write(args.out / "math", math)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

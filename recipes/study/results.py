@@ -1,0 +1,67 @@
+"""Result files of the study: a session each, which add up."""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+RUN = re.compile(r"[a-z0-9_.-]+-seed[0-9]+")  # <arm>[.<tag>]-<task>-seed<k>
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """The old file or the new one lies there at any time; lists of numbers have a line each."""
+    text = json.dumps(content, indent=1)
+    text = re.sub(r"\[\s+([^\[\]]*?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text)
+    new = path.with_suffix(".new")
+    new.write_text(text + "\n", encoding="utf-8")
+    os.replace(new, path)
+
+
+def merged(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """All runs by name; of one that comes several times, what is done, or has the most steps.
+
+    Returns:
+        Name -> run, with its `session`.
+
+    Raises:
+        ValueError: A file is no result of the study.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    files = [path for folder in dict.fromkeys(folder.resolve() for folder in folders) for path in folder.glob("*.json")]
+    for path in sorted(files):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or not {"session", "runs"} <= content.keys():
+            raise ValueError(f"no result of the study: {path} has no session or runs. Files of run.py are accepted.")
+        for name, run in content["runs"].items():
+            run["session"] = content["session"] | {"file": path.name}
+            if name not in found or _worth(run) > _worth(found[name]):
+                found[name] = run
+    return dict(sorted(found.items()))
+
+
+def arm_of(run: dict[str, Any]) -> str:
+    """Its arm, with the tag."""
+    return f"{run['arm']}.{run['tag']}" if run["tag"] else run["arm"]
+
+
+def check_same_options(runs: Sequence[dict[str, Any]]) -> None:
+    """Runs of one arm and task stand for one set of options.
+
+    Raises:
+        ValueError: Two differ.
+    """
+    options: dict[tuple[str, str], list[str]] = {}
+    for run in runs:
+        first = options.setdefault((arm_of(run), run["task"]), run["options"])
+        if first != run["options"]:
+            differ = sorted(set(first) ^ set(run["options"]))
+            raise ValueError(
+                f"runs of {arm_of(run)} on {run['task']} differ in {', '.join(differ)}. One set of options for a name"
+                " is accepted. Give the new runs a --tag, or leave the old files out."
+            )
+
+
+def _worth(run: dict[str, Any]) -> tuple[bool, int]:
+    return run["state"] == "done", len(run["metrics"]["step"])

@@ -1,0 +1,92 @@
+"""The program itself: what it imports before it answers, and what an interrupt of an import becomes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from verl_qerl import cli
+from verl_qerl.cli import export_arguments, quantize_arguments, tune_arguments
+
+SLOW = ("torch", "transformers", "verl", "vllm", "ray", "triton", "pandas", "matplotlib")
+PROGRAM = f"""
+import runpy, sys
+sys.argv = ["verl_qerl", *sys.argv[1:]]
+try:
+    runpy.run_module("verl_qerl", run_name="__main__")
+finally:
+    print("imported", [name for name in {SLOW} if name in sys.modules])
+"""
+
+
+def program(*arguments, path=(), code=None):
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([*map(str, path), *sys.path])}
+    command = ["-m", "verl_qerl"] if code is None else ["-c", code]
+    return subprocess.run([sys.executable, *command, *arguments], env=env, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in cli._COMMANDS)], ids=lambda c: " ".join(c) or "none")
+def test_help_waits_for_nothing_slow(command):
+    result = program(*command, "--help", code=PROGRAM)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"usage: {' '.join(['python -m verl_qerl', *command])} [-h]")
+    assert result.stdout.endswith("imported []\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ("nonsense", 2),
+        ("quantize --model m --out o --format int3", 2),
+        ("quantize --model m --out {here}", 1),
+        ("export --checkpoint c --out o --to peft --scale mse", 1),
+        ("plan --model m --gpu-gib 80 --tokens 0", 1),
+        ("pretrain --data d --out {here}", 1),
+        ("data arithmetic --out {here}", 1),
+    ],
+)
+def test_wrong_arguments_are_answered_before_anything_slow(tmp_path, arguments, code):
+    (tmp_path / "something").write_text("x")
+    result = program(*arguments.format(here=tmp_path).split(), code=PROGRAM)
+    assert result.returncode == code, result.stderr
+    assert result.stdout.endswith("imported []\n")
+
+
+def test_choices_are_those_of_the_modules_that_import_torch():
+    from verl_qerl.algos.memory_plan import BYTES_PER_WEIGHT
+    from verl_qerl.cli.tune_shapes import MODELS
+    from verl_qerl.formats import FORMATS
+    from verl_qerl.nvfp4 import SCALE_CHOICES
+
+    assert list(quantize_arguments.FORMATS) == sorted(FORMATS) == sorted(BYTES_PER_WEIGHT)
+    assert quantize_arguments.SCALE_CHOICES == SCALE_CHOICES
+    assert export_arguments.SCALE_CHOICES is quantize_arguments.SCALE_CHOICES
+    assert list(tune_arguments.MODELS) == list(MODELS)
+
+
+INTERRUPT = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+# As transformers does with whatever happens in one of its modules.
+HIDING = """
+try:
+    exec({0!r})
+except BaseException as error:
+    raise ModuleNotFoundError("Could not import module") from error
+"""
+# A shell starts background jobs, and so what they start, deaf to SIGINT.
+LISTENING = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["as it is", "as an import error"])
+@pytest.mark.parametrize("command", ["quantize --model m --out o", "plan --model m --gpu-gib 8"])
+def test_an_interrupted_import_is_one_line(tmp_path, command, hidden):
+    (tmp_path / "torch.py").write_text(HIDING.format(INTERRUPT) if hidden else INTERRUPT)
+    (tmp_path / "sitecustomize.py").write_text(LISTENING)
+    result = program(*command.split(), path=[tmp_path])
+    assert (result.returncode, result.stderr) == (130, "python -m verl_qerl: interrupted\n")
+
+
+def test_an_interrupt_before_the_program_listens(tmp_path):
+    (tmp_path / "argparse.py").write_text("raise KeyboardInterrupt\n")
+    result = program("plan", "--help", path=[tmp_path])
+    assert (result.returncode, result.stderr) == (130, "python -m verl_qerl: interrupted\n")

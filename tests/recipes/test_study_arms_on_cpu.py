@@ -1,0 +1,117 @@
+"""Every arm of recipes/study composes with verl's configuration, and is what its name says."""
+
+from dataclasses import fields
+
+import pytest
+
+pytest.importorskip("verl")
+
+from hydra import compose, initialize_config_module
+from verl.utils.config import omega_conf_to_dataclass
+
+from verl_qerl.algos.aqn import AQNConfig
+from verl_qerl.verl_plugin.config import aqn_options
+
+FULL = {"bf16_full", "int8", "int8_acr", "fp8", "fp8_acr", "nvfp4_full_acr", "nvfp4_full_tis"}
+ARMS = ["bf16", "bf16_merge", "nvfp4", "nvfp4_aqn", "nvfp4_noise", "bf16_noise", "bf16_aqn", "bf16_hot", *sorted(FULL)]
+
+
+@pytest.fixture
+def composed(study, tmp_path):
+    """Arm and further arguments -> the configuration that verl would get."""
+    runner = study("run")
+    for folder in ("model", "data/gsm8k", "data/math"):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+
+    def configuration(arm, *more):
+        places = ["--model", tmp_path / "model", "--data", tmp_path / "data", "--out", tmp_path / "out"]
+        earlier = ["--earlier", tmp_path / "none"]
+        args = runner.parse([*map(str, places + earlier), "--arms", arm, "--seeds", "7", *more])
+        (job,) = runner.to_run(args)
+        command = runner.command_of(args)(job, tmp_path / "work")
+        assert command[1:3] == ["-m", "verl.trainer.main_ppo"]
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            return compose("ppo_trainer", overrides=command[3:])
+
+    return configuration
+
+
+def test_all_arms_are_checked_here(study):
+    assert sorted(ARMS) == sorted(study("arms").ARMS)
+
+
+def skip_unknown_noise(config):
+    unknown = set(config.get("aqn", {})) - {field.name for field in fields(AQNConfig)}
+    if unknown:
+        pytest.skip(f"this version has no {', '.join(sorted(unknown))}")
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_an_arm_composes_and_is_what_its_name_says(composed, arm):
+    config = composed(arm)
+    skip_unknown_noise(config)
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert config.reward.custom_reward_function.path.endswith("recipes/study/reward.py")
+    assert config.reward.custom_reward_function.name == "compute_score"
+    form = arm.partition("_")[0]
+    qerl = getattr(actor.fsdp_config, "qerl", None)
+    assert (qerl.format if qerl else "bf16") == form
+    assert config.actor_rollout_ref.model.lora_rank == (0 if arm in FULL else 32)
+    assert actor.optim.lr == (1e-6 if arm in FULL else 4e-5)
+    assert (actor.policy_loss.loss_mode == "acr") == arm.endswith("_acr")
+    assert (config.algorithm.rollout_correction.rollout_is == "token") == arm.endswith("_tis")
+    assert config.actor_rollout_ref.model.lora.merge == (arm == "bf16_merge")
+    assert (config.actor_rollout_ref.rollout.temperature != 1.0) == (arm == "bf16_hot")
+    assert config.get("aqn", {}).get("enabled", False) == arm.endswith(("_aqn", "_noise"))
+    # Same questions in the same order, as many updates, for every arm.
+    assert (config.data.train_batch_size, actor.ppo_mini_batch_size, config.trainer.total_training_steps) == (
+        64,
+        32,
+        60,
+    )
+    assert {config.data.seed, config.actor_rollout_ref.rollout.seed, actor.data_loader_seed} == {7}
+    assert config.actor_rollout_ref.rollout.calculate_log_probs
+
+
+@pytest.mark.parametrize("arm", [arm for arm in ARMS if arm.endswith(("_aqn", "_noise"))])
+def test_the_noise_is_known_and_has_the_seed(composed, arm):
+    config = composed(arm)
+    skip_unknown_noise(config)
+    assert aqn_options(config).seed == 7
+
+
+@pytest.mark.parametrize(("task", "longest"), [("gsm8k", (256, 512)), ("math", (512, 1024))])
+@pytest.mark.parametrize("attention", ["sdpa", "packed"])
+def test_task_and_attention(composed, tmp_path, task, longest, attention):
+    config = composed("nvfp4", "--tasks", task, "--attention", attention)
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    assert (config.data.max_prompt_length, config.data.max_response_length) == longest
+    assert rollout.max_model_len == sum(longest)
+    assert config.data.train_files == str(tmp_path / "data" / task / "train.parquet")
+    packed = attention == "packed"
+    assert (config.actor_rollout_ref.model.use_remove_padding, actor.use_dynamic_bsz) == (packed, packed)
+    assert rollout.log_prob_use_dynamic_bsz == packed
+    if not packed:
+        assert 64 * 8 % actor.ppo_micro_batch_size_per_gpu == 0
+        assert actor.ppo_micro_batch_size_per_gpu * sum(longest) <= 12288
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "every", "before", "drawn"),
+    [
+        ("end", "test", 60, False, (True, 1.0, 4)),
+        ("often", "val", 20, True, (False, 0, 1)),
+        ("none", "val", -1, False, (False, 0, 1)),
+    ],
+)
+def test_validation(composed, tmp_path, kind, file, every, before, drawn):
+    config = composed("nvfp4", "--validate", kind)
+    assert config.data.val_files == str(tmp_path / f"data/gsm8k/{file}.parquet")
+    assert (config.trainer.test_freq, config.trainer.val_before_train) == (every, before)
+    asked = config.actor_rollout_ref.rollout.val_kwargs
+    assert (asked.do_sample, asked.temperature, asked.n) == drawn
+
+
+def test_the_users_overrides_win(composed):
+    override = "actor_rollout_ref.actor.optim.lr=1e-5"
+    assert composed("nvfp4", "--tag", "lr1e-5", "--", override).actor_rollout_ref.actor.optim.lr == 1e-5

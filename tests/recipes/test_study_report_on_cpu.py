@@ -1,0 +1,177 @@
+"""The report of recipes/study on made-up results: its arithmetic, what it pairs, and what it writes."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+PAGE = "before\n<!-- results: written by report.py -->\nold\n<!-- end of results -->\nafter\n"
+
+
+@pytest.fixture
+def paired(study):
+    return study("paired")
+
+
+@pytest.fixture
+def report(study):
+    return study("report")
+
+
+def made_up(arm, seed, start, gain, steps=30, right="4400", state="done", task="gsm8k", **session):
+    """A run whose reward grows by `gain` a step."""
+    metrics = {
+        "step": list(range(1, steps + 1)),
+        "critic/score/mean": [start + gain * step for step in range(steps)],
+        "rollout_corr/rollout_log_ppl": [0.25] * steps,
+        "rollout_corr/k3_kl": [1e-4] * steps,
+        "response_length/mean": [200.0] * steps,
+        "timing_s/step": [20.0] * (steps - 1) + [None],
+        "study/all_right": [0.2] * steps,
+        "study/all_wrong": [0.3] * steps,
+        "study/form": [0.9] * steps,
+    }
+    validation = {str(steps): {"samples": 4, "right": right, "form": 1.0}}
+    told = {"arm": arm, "task": task, "seed": seed, "tag": "", "state": state, "gpu": "H", "options": [arm]}
+    return told | {"name": f"{arm}-{task}-seed{seed}", "metrics": metrics, "validation": validation}
+
+
+def save(folder, name, runs):
+    folder.mkdir(exist_ok=True)
+    content = {"session": {"attention": "sdpa"}, "runs": {run["name"]: run for run in runs}}
+    (folder / name).write_text(json.dumps(content))
+
+
+def test_the_interval_is_students(paired):
+    found = paired.difference([2, 3, 4, 5, 6], [1, 1, 1, 1, 1])  # 1 to 5: mean 3, deviation sqrt(2.5)
+    half = 2.776 * math.sqrt(2.5) / math.sqrt(5)
+    assert (found.n, found.mean) == (5, 3)
+    assert (found.low, found.high) == pytest.approx((3 - half, 3 + half))
+
+
+@pytest.mark.parametrize(
+    ("differences", "p"),
+    [
+        ([1, 2, 3, 4, 5], 2 / 32),  # all of one sign
+        ([-1, -2, -3], 2 / 8),
+        ([1, 1, 1, -1], 10 / 16),  # of 16 sums, |sum| >= 2: 2 of 4, 8 of 2
+        ([1, -1], 1.0),
+        ([0, 0, 0], 1.0),
+    ],
+)
+def test_p_is_that_of_all_signs(paired, differences, p):
+    assert paired.difference(differences, [0] * len(differences)).p == pytest.approx(p)
+
+
+def test_between_the_quantiles_of_t_lie_95_per_cent(paired):
+    for degrees, quantile in enumerate(paired.T_975, start=1):
+        at = np.linspace(-quantile, quantile, 20001)
+        density = (1 + at**2 / degrees) ** (-(degrees + 1) / 2)
+        density *= math.gamma((degrees + 1) / 2) / math.gamma(degrees / 2) / math.sqrt(degrees * math.pi)
+        assert np.trapezoid(density, at) == pytest.approx(0.95, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("ours", "kind", "answer"),
+    [
+        ([0.03, 0.04, 0.05], "more", "**yes**"),
+        ([-0.03, -0.04, -0.05], "more", "**no**"),
+        ([-0.03, 0.04, 0.05], "more", "not shown"),
+        ([0.03, 0.04], "more", "too few seeds (2)"),
+        ([-0.005, -0.006, -0.007], "good", "**yes**"),
+        ([-0.05, -0.06, -0.055], "good", "**no**"),
+        ([-0.05, 0.06, 0.055], "good", "not shown"),
+    ],
+)
+def test_verdicts(paired, ours, kind, answer):
+    assert paired.verdict(paired.difference(ours, [0.0] * len(ours)), kind, 0.02) == answer
+
+
+def test_no_pairs_are_no_measurement(paired):
+    assert paired.verdict(None, "more", 0.02) == "not measured"
+    with pytest.raises(ValueError, match="0 pairs cannot be compared"):
+        paired.difference([], [])
+
+
+def test_runs_are_paired_by_seed_over_the_steps_that_all_have(report):
+    runs = [made_up("nvfp4", 1, 0.30, 0.01), made_up("nvfp4", 2, 0.50, 0.01), made_up("nvfp4", 9, 0.0, 0.01)]
+    runs += [made_up("bf16", 1, 0.20, 0.01, steps=20), made_up("bf16", 2, 0.40, 0.01), made_up("bf16", 3, 0.9, 0)]
+    arms = report.by_arm({run["name"]: run for run in runs}, "gsm8k", 0)
+    found = report.compare(arms, "nvfp4", "bf16", "area")
+    assert (found.n, found.mean) == (2, pytest.approx(0.1))  # with all 30 steps of seed 1 it would be more
+    assert report.compare(arms, "nvfp4", "bf16", "end").mean == pytest.approx(0.1)
+    assert report.compare(arms, "nvfp4", "int8", "area") is None
+
+
+def test_accuracy_on_the_test_questions(report):
+    run = made_up("bf16", 1, 0, 0, right="4210")
+    mean, half, any_right = report.accuracy(run)
+    assert (mean, any_right) == (pytest.approx(7 / 16), 0.75)
+    assert half == pytest.approx(1.96 * np.std([1, 0.5, 0.25, 0], ddof=1) / 2)
+    assert report.accuracy(run | {"validation": {}}) is None
+
+
+def test_a_run_that_was_cut_has_no_final_accuracy(report):
+    arms = {arm: {1: made_up(arm, 1, 0, 0, state="cut")} for arm in ("nvfp4", "bf16")}
+    assert report.compare(arms, "nvfp4", "bf16", "pass1") is None
+    assert report.compare(arms, "nvfp4", "bf16", "area").n == 1
+
+
+def test_the_page_has_the_tables_of_all_files_and_the_pictures_are_there(report, tmp_path):
+    folder, page = tmp_path / "results", tmp_path / "README.md"
+    page.write_text(PAGE)
+    better, worse = ("4444", "4440", "4400"), ("4000", "1000", "0000")
+    save(folder, "a.json", [made_up("nvfp4", seed, 0.3, 0.01, right=better[seed]) for seed in range(3)])
+    save(folder, "b.json", [made_up("bf16", seed, 0.2, 0.01 + seed / 999, right=worse[seed]) for seed in range(3)])
+    save(folder, "c.json", [made_up("int8", 1, 0.2, 0.01, steps=3), made_up("bf16", 1, 0, 0, task="math")])
+    assert report.main(["--results", str(folder), "--page", str(page)]) == 0
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("<!-- end of results -->\nafter\n")
+    assert "old" not in text
+    assert "Left out, as they have fewer than 20 steps: int8-gsm8k-seed1." in text
+    assert "| nvfp4 | 0, 1, 2 | 30 | 0.445 (0.445 to 0.445) |" in text
+    assert "0.750 (0.500 to 1.000); +-" in text
+    (row,) = (line for line in text.splitlines() if "NVFP4 alone is as good" in line and "| 3 |" in line)
+    assert row.endswith("| **yes** |")
+    assert "Best by pass@1: nvfp4-gsm8k-seed0 1.000 (a.json)" in text
+    assert "Worst: bf16-gsm8k-seed0 0.250 (b.json)" in text
+    assert "Files: [a.json](results/a.json), [b.json](results/b.json), [c.json](results/c.json)." in text
+    for task in ("gsm8k", "math"):
+        assert (folder / f"{task}.png").read_bytes().startswith(b"\x89PNG")
+        assert f"(results/{task}.png)" in text
+
+
+def test_runs_of_one_name_with_other_options_are_refused(report, tmp_path):
+    page = tmp_path / "README.md"
+    page.write_text(PAGE)
+    save(tmp_path / "results", "a.json", [made_up("bf16", 1, 0, 0), made_up("bf16", 2, 0, 0) | {"options": ["x"]}])
+    with pytest.raises(ValueError, match="runs of bf16 on gsm8k differ in bf16, x"):
+        report.main(["--results", str(tmp_path / "results"), "--page", str(page)])
+    assert page.read_text() == PAGE
+
+
+def test_a_page_without_a_place_is_refused(report, tmp_path):
+    page = tmp_path / "README.md"
+    page.write_text("nothing\n")
+    with pytest.raises(ValueError, match="no place for the tables"):
+        report.main(["--results", str(tmp_path), "--page", str(page)])
+
+
+def test_claims_name_arms_and_measures_that_there_are(report, study):
+    for claim in study("claims").CLAIMS:
+        assert {claim.arm, claim.other} <= study("arms").ARMS.keys()
+        assert claim.measure in report.MEASURES
+        assert claim.kind in ("more", "good")
+
+
+def test_the_page_of_the_study_is_what_its_files_give(report, study, tmp_path):
+    folder = study("report").HERE
+    page = tmp_path / "README.md"
+    page.write_text((folder / "README.md").read_text())
+    runs = study("results").merged([folder / "results"])
+    pictures = tmp_path / "results"
+    pictures.mkdir()  # not beside the files
+    text = report.section({name: run | {"name": name} for name, run in runs.items()}, pictures, 20)
+    assert "\n".join(text) in page.read_text()

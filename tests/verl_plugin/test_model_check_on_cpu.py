@@ -1,0 +1,70 @@
+"""Models that a run cannot use are refused by verl's check of a run, before Ray starts."""
+
+import json
+
+import pytest
+
+pytest.importorskip("verl")
+
+MODEL = "actor_rollout_ref.model"
+PACKED = ("+rollout=nvfp4", f"{MODEL}.lora_rank=8")
+TEXT = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+SEES = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": {"depth": 2}}
+PACKED_CONFIG = TEXT | {"quantization_config": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}}
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(config: dict) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return str(tmp_path)
+
+    return write
+
+
+@pytest.mark.parametrize("options", [PACKED, ("+rollout=int8",)], ids=["adapter", "all weights"])
+def test_a_model_that_sees_is_refused(validate, written, options):
+    path = written(SEES)
+    with pytest.raises(ValueError, match=rf"^model\.path={path} is a Qwen2_5_VLForConditionalGeneration with vision_"):
+        validate(*options, f"{MODEL}.path={path}")
+    validate(*options, f"{MODEL}.path={written(TEXT)}")
+
+
+def test_a_stock_run_may_have_any_model(validate, written):
+    validate(f"{MODEL}.path={written(SEES)}", f"+{MODEL}.override_config.rope_theta=5e5")
+    validate("algorithm.adv_estimator=gae", f"critic.model.path={written(PACKED_CONFIG)}", use_critic=True)
+
+
+@pytest.mark.parametrize("path", ["nowhere", "nobody/none-such"])
+def test_a_model_that_only_the_workers_reach_is_theirs_to_refuse(validate, path):
+    validate(*PACKED, f"{MODEL}.path={path}")
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("rope_scaling={rope_type:yarn,factor:4.0}", r"rope_scaling=\{'rope_type': 'yarn', 'factor': 4\.0\}"),
+        ("rope_theta=5e5", r"rope_theta=500000\.0"),
+        ("model_config={rope_theta:5e5}", r"rope_theta=500000\.0"),
+    ],
+)
+def test_another_position_embedding_belongs_into_config_json(validate, option, said):
+    with pytest.raises(ValueError, match=rf"^model\.override_config\.{said} does not go together with \+rollout"):
+        validate(*PACKED, f"+{MODEL}.override_config.{option}")
+    validate(*PACKED, f"+{MODEL}.override_config.attention_dropout=0.1")
+
+
+def test_verl_itself_cannot_set_a_mapping():
+    """What the sentence says of verl; once it can, the option should reach the rollout too."""
+    from transformers import Qwen2Config
+    from verl.utils.model import update_model_config
+
+    with pytest.raises(AttributeError):
+        update_model_config(Qwen2Config(), {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 64}})
+
+
+def test_a_quantized_critic_is_refused(validate, written):
+    critic = ("algorithm.adv_estimator=gae", f"critic.model.path={written(PACKED_CONFIG)}")
+    with pytest.raises(ValueError, match=r"^critic\.model\.path=.* is quantized: verl trains all weights of a critic"):
+        validate(*PACKED, *critic, use_critic=True)
+    validate(*PACKED, *critic)  # without a critic nothing reads it

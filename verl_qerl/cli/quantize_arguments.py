@@ -1,0 +1,63 @@
+"""The arguments of `quantize`, apart from its code: torch takes seconds to import."""
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from verl_qerl.cli.output_dir import check_absent
+
+# Those of formats and nvfp4.reference, which import torch.
+FORMATS = ("fp8", "int8", "mxfp4", "nvfp4")
+SCALE_CHOICES = ("mse", "minmax")  # the first is the default
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser("quantize", help="write a quantized checkpoint of a bf16 model")
+    parser.add_argument("--model", type=Path, required=True, help="directory in Hugging Face layout, or a hub id")
+    parser.add_argument("--out", type=Path, required=True, help="new directory; appears whole or not at all")
+    parser.add_argument("--format", choices=FORMATS, default="nvfp4", help="(default: %(default)s)")
+    parser.add_argument("--scale", choices=SCALE_CHOICES, help=f"of a block of nvfp4 (default: {SCALE_CHOICES[0]})")
+    parser.add_argument(
+        "--ignore",
+        nargs="+",
+        default=[],
+        metavar="MODULE",
+        help="modules left as they are besides lm_head and routers: exact names, or `re:` and a regular expression",
+    )
+    parser.add_argument(
+        "--requantize",
+        action="store_true",
+        help="take a quantized model by the weights that it stands for: NVFP4, MXFP4, INT8, FP8 a tensor, row or block;"
+        " its rounding stays, and errors are those beside it",
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
+    parser.add_argument(
+        "--max-shard-size", type=parse_size, default="5GB", help="of an output file (default: %(default)s)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look at the output, then quantize."""
+    check_absent(args.out)
+    from verl_qerl.cli import quantize
+
+    return quantize.run(args)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `5GB` and the like; for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: It is no size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)B?", text.strip(), re.IGNORECASE)
+    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size. A number with KB, MB or GB is accepted, for example 5GB."
+        )
+    return size

@@ -1,0 +1,133 @@
+"""Gradient checkpointing of as few layers as memory asks for.
+
+With checkpointing every decoder layer is computed twice in an update, which is a third of its arithmetic where the base
+is frozen. How many layers can keep their activations depends on the GPU and on the tokens of a micro-batch, so it is
+decided per micro-batch, from what the first update was seen to take.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+logger = logging.getLogger(__name__)
+
+# Left free: micro-batches of other sizes fragment the allocator's memory.
+_SPARE_SHARE, _SPARE_BYTES = 0.05, 2 << 30
+
+
+class Recompute:
+    """Which decoder layers are checkpointed, decided anew for each micro-batch of an update.
+
+    The first update checkpoints all layers but the last, whose activations are measured. From its end on the last
+    layers keep theirs, as many as fit into what was left of the GPU at the peak. Without a GPU all are checkpointed.
+
+    Args:
+        module: A model of transformers with checkpointing enabled, wrapped by FSDP2 or not.
+        device: Where the ranks agree.
+
+    Attributes:
+        budget: Bytes that activations may take, the same on every rank; None as long as nothing is known.
+        bytes_per_token: Of one layer's activations.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._layers, stack = checkpointed_layers(module)
+        self._device = device
+        self.budget: int | None = None
+        self.bytes_per_token = 0.0
+        self._before = 0
+        self._tokens = 0
+        self._inside = False
+        if stack is not None:
+            stack.register_forward_pre_hook(self._choose, with_kwargs=True)
+            # Inside of FSDP2's own hooks: what they gather is no activation.
+            self._layers[-1].register_forward_pre_hook(self._start)
+            self._layers[-1].register_forward_hook(self._stop, prepend=True)
+
+    @contextmanager
+    def within(self, mode: AbstractContextManager[Any], settled: bool = True) -> Iterator[Any]:
+        """`mode` of one update; the first one that ends well is what the budget follows from.
+
+        Args:
+            mode: Of verl's engine.
+            settled: Whether all else that stays in memory is there; else the decision waits for another update.
+        """
+        # verl enters the mode of a mini-batch within that of the update.
+        decides = settled and not self._inside and self.budget is None and self._layers and torch.cuda.is_available()
+        with mode as entered:
+            if decides:
+                torch.cuda.reset_peak_memory_stats()
+                self._inside = True
+            held = torch.cuda.memory_allocated() if decides else 0
+            try:
+                yield entered
+            finally:
+                self._inside = self._inside and not decides
+            if decides and self.bytes_per_token:
+                self._decide(held)
+
+    def _choose(self, stack: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Before a pass of the whole stack: mark the layers that it checkpoints."""
+        inputs = kwargs.get("inputs_embeds")
+        if inputs is None:
+            inputs = kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]
+        self._tokens = inputs.shape[0] * inputs.shape[1]
+        kept = self.num_kept(self._tokens)
+        for at, layer in enumerate(self._layers):
+            layer.gradient_checkpointing = at < len(self._layers) - kept
+
+    def num_kept(self, tokens: int) -> int:
+        """Layers that keep their activations in a micro-batch of so many tokens, padding included."""
+        if self.budget is None:
+            return int(torch.cuda.is_available())  # the one that is measured
+        return min(len(self._layers), int(self.budget / (self.bytes_per_token * tokens)))
+
+    def _start(self, layer: nn.Module, args: tuple) -> None:
+        self._before = torch.cuda.memory_allocated() if self._measures() else 0
+
+    def _stop(self, layer: nn.Module, args: tuple, output: Any) -> None:
+        if self._measures():
+            found = (torch.cuda.memory_allocated() - self._before) / self._tokens
+            self.bytes_per_token = max(self.bytes_per_token, found)
+
+    def _measures(self) -> bool:
+        layer = self._layers[-1]
+        return self.budget is None and layer.training and torch.is_grad_enabled() and torch.cuda.is_available()
+
+    def _decide(self, held: int) -> None:
+        free, total = torch.cuda.mem_get_info()
+        peak = torch.cuda.max_memory_allocated()
+        # The optimizer's state may have come after the peak, and stays.
+        peak += max(0, torch.cuda.memory_allocated() - held)
+        room = free + torch.cuda.memory_reserved() - peak - _SPARE_BYTES - _SPARE_SHARE * total
+        found = torch.tensor([room, -self.bytes_per_token], dtype=torch.float64, device=self._device)
+        if dist.is_initialized():
+            dist.all_reduce(found, dist.ReduceOp.MIN)  # ranks with other numbers of layers would wait for each other
+        self.budget, self.bytes_per_token = max(0, int(found[0])), -float(found[1])
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            logger.warning(
+                "gradient checkpointing: %.1f GiB are left for activations, %.0f KiB a token and layer. From now on"
+                " %d of %d layers keep theirs with %d tokens a micro-batch, and the others are computed again.",
+                self.budget / 2**30,
+                self.bytes_per_token / 2**10,
+                self.num_kept(self._tokens),
+                len(self._layers),
+                self._tokens,
+            )
+
+
+def checkpointed_layers(module: nn.Module) -> tuple[list[Any], nn.Module | None]:
+    """(decoder layers that are checkpointed, the module that calls them in order); ([], None) where there are none."""
+    for name, child in module.named_modules():
+        if isinstance(child, nn.ModuleList) and child and all(_is_checkpointed(layer) for layer in child):
+            return list(child), module.get_submodule(name.rpartition(".")[0])
+    return [], None
+
+
+def _is_checkpointed(layer: Any) -> bool:
+    return getattr(layer, "gradient_checkpointing", False) is True
