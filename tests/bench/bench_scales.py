@@ -186,7 +186,7 @@ CHOICES |= {"four_over_six": four_over_six, "expanded_mse": expanded_mse}
 def table(run: dict[str, Any]) -> list[str]:
     """Lines of Markdown."""
     rate = "processor second" if run["gpu"].startswith("cpu") else "second"
-    lines = [f"| scales | relative error | KL a token | less than the first | NLL | M weights per {rate} |"]
+    lines = [f"| scales | relative error | KL a token | less KL than the first | NLL | M weights per {rate} |"]
     lines.append("|---" * 6 + "|")
     for row in run["rows"]:
         cells = [row["choice"], *["-"] * 3, f"{row['nll']:.4f}", "-"]
