@@ -1,4 +1,5 @@
 import importlib.util
+import logging
 
 import pytest
 
@@ -12,6 +13,15 @@ LORA = (
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
     "actor_rollout_ref.rollout.name=vllm",
 )
+
+
+def test_our_warnings_do_not_hang_on_the_level_of_the_root(monkeypatch):
+    """vLLM's server imports a package that sets it to ERROR."""
+    monkeypatch.setattr(logging.getLogger(), "level", logging.ERROR)
+    logging.getLogger()._cache.clear()
+    found = logging.getLogger("verl_qerl.verl_plugin.mismatch")
+    found._cache.clear()
+    assert found.isEnabledFor(logging.WARNING)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,11 @@ from verl_qerl.errors import UpstreamDriftError
 from verl_qerl.verl_plugin import hooks
 
 logger = logging.getLogger(__name__)
+# As verl's loggers have a level of their own: a package that vLLM's server imports sets the root's to ERROR
+# (model_hosting_container_standards), and warnings of the trainer would be lost.
+_ours = logging.getLogger("verl_qerl")
+if _ours.level == logging.NOTSET:
+    _ours.setLevel(logging.WARNING)
 
 SUPPORTED = {"verl": "==0.9.1", "ray": ">=2.54"}  # Ray tells the name of its session from then on
 FAILURE: Exception | None = None
