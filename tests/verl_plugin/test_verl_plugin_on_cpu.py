@@ -1,5 +1,4 @@
 import importlib.util
-import logging
 
 import pytest
 
@@ -15,13 +14,21 @@ LORA = (
 )
 
 
-def test_our_warnings_do_not_hang_on_the_level_of_the_root(monkeypatch):
-    """vLLM's server imports a package that sets it to ERROR."""
-    monkeypatch.setattr(logging.getLogger(), "level", logging.ERROR)
-    logging.getLogger()._cache.clear()
-    found = logging.getLogger("verl_qerl.verl_plugin.mismatch")
-    found._cache.clear()
-    assert found.isEnabledFor(logging.WARNING)
+@needs_verl
+def test_our_warnings_are_heard_beside_vllms_server(fresh_process):
+    """It imports a package that silences the root logger and its handlers."""
+    script = """
+import logging, verl, verl_qerl.verl_plugin.mismatch
+ours = logging.getLogger("verl_qerl.verl_plugin.mismatch")
+ours.warning("before")
+logging.getLogger().setLevel(logging.ERROR)
+for handler in logging.getLogger().handlers:
+    handler.setLevel(logging.ERROR)
+ours.warning("after")
+ours.info("too much")
+"""
+    heard = fresh_process("-c", script).stderr
+    assert (heard.count(":before"), heard.count(":after"), heard.count("too much")) == (1, 1, 0)
 
 
 @pytest.mark.parametrize(
