@@ -14,6 +14,23 @@ LORA = (
 )
 
 
+@needs_verl
+def test_our_warnings_are_heard_beside_vllms_server(fresh_process):
+    """It imports a package that silences the root logger and its handlers."""
+    script = """
+import logging, verl, verl_qerl.verl_plugin.mismatch
+ours = logging.getLogger("verl_qerl.verl_plugin.mismatch")
+ours.warning("before")
+logging.getLogger().setLevel(logging.ERROR)
+for handler in logging.getLogger().handlers:
+    handler.setLevel(logging.ERROR)
+ours.warning("after")
+ours.info("too much")
+"""
+    heard = fresh_process("-c", script).stderr
+    assert (heard.count(":before"), heard.count(":after"), heard.count("too much")) == (1, 1, 0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "asks"),
     [

