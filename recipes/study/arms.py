@@ -25,7 +25,14 @@ AQN = [
     "+aqn.num_stages=10",
 ]
 # Noise whose effect is chosen instead of its sigma, another draw for each answer of a group.
-NOISE = ["+aqn.enabled=true", "+aqn.mode=relative", "+aqn.target_kl=3e-3", "+aqn.draw=sequence"]
+NOISE = [
+    "+aqn.enabled=true",
+    "+aqn.mode=relative",
+    "+aqn.target_kl=1e-2",
+    "+aqn.sigma_start=1e-2",
+    "+aqn.sigma_end=1e-3",
+    "+aqn.draw=sequence",
+]
 
 ARMS: dict[str, list[str]] = {
     "bf16": BF16_LORA,  # stock verl

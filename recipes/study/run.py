@@ -120,6 +120,8 @@ class Study:
         finally:
             for gpu in list(self._running):
                 self._end(gpu, "cut")
+            for job in self.jobs:
+                job.state = "failed" if job.state == "to be repeated" else job.state
             self._write(always=True)
         return int(any(job.state == "failed" for job in self.jobs))
 

@@ -186,6 +186,11 @@ def test_the_file_is_there_while_runs_go_on(go, runner, monkeypatch, study):
     assert {content["runs"]["bf16-gsm8k-seed1"]["state"] for content in seen} == {"running", "done"}
 
 
+def test_one_that_has_no_time_to_be_repeated_has_failed(go):
+    code, jobs, _ = go({"bf16": "fails"}, seconds=60.0, least=59.6, pause=0.4)
+    assert (code, jobs["bf16"].state, jobs["bf16"].attempts) == (1, "failed", 1)
+
+
 @pytest.fixture
 def asked(runner, tmp_path):
     """Arguments -> the jobs that are left to run."""
