@@ -16,6 +16,7 @@ from packaging.specifiers import SpecifierSet
 from verl_qerl import upstream
 from verl_qerl.errors import UpstreamDriftError
 from verl_qerl.verl_plugin import hooks
+from verl_qerl.verl_plugin.warnings_kept import keep_warnings
 
 logger = logging.getLogger(__name__)
 SUPPORTED = {"verl": "==0.9.1", "ray": ">=2.54"}  # Ray tells the name of its session from then on
@@ -23,29 +24,8 @@ FAILURE: Exception | None = None
 _ROLLOUTS = ("fp8", "int8", "mxfp4", "nvfp4")
 
 
-class _Heard(logging.StreamHandler):
-    """Writes what the root's handlers leave out.
-
-    A package that vLLM's server imports sets the root logger and its handlers to ERROR
-    (model_hosting_container_standards), in verl's trainer too, whose warnings of ours would be lost.
-    """
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if all(handler.level > record.levelno for handler in logging.getLogger().handlers):
-            super().emit(record)
-
-
-def _be_heard() -> None:
-    ours = logging.getLogger("verl_qerl")
-    if ours.level == logging.NOTSET and not ours.handlers:
-        ours.setLevel(logging.WARNING)
-        handler = _Heard()
-        handler.setFormatter(logging.Formatter("%(levelname)s:%(asctime)s:%(message)s"))  # as verl's
-        ours.addHandler(handler)
-
-
 def _register() -> None:
-    _be_heard()
+    keep_warnings()
     for package, accepted in SUPPORTED.items():
         found = importlib.metadata.version(package)
         problem = f"{package} is {found}. verl_qerl works with {package}{accepted}. Install that release."

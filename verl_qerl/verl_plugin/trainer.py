@@ -28,7 +28,6 @@ from verl_qerl.verl_plugin.policy_loss import PolicyLossMixin
 from verl_qerl.verl_plugin.polling import PollingMixin
 from verl_qerl.verl_plugin.rollout_options import WORKER_EXTENSION, use_rollout_options
 from verl_qerl.verl_plugin.uaq import UAQMixin
-from verl_qerl.verl_plugin.warnings_kept import keep_warnings
 from verl_qerl.verl_plugin.weight_sync import WeightSyncMixin
 from verl_qerl.vllm_plugin.options import SCHEDULER
 
@@ -40,7 +39,6 @@ _MODES = ("sync", "colocate_async")
 
 def install(module: ModuleType) -> None:
     """Replace the trainers of verl's registry by subclasses; a second call does nothing."""
-    keep_warnings()
     registry = module.trainer_base.TRAINER_REGISTRY
     for mode, trainer in list(registry.items()):
         if not issubclass(trainer, NoiseMixin):

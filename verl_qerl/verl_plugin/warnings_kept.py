@@ -1,7 +1,7 @@
-"""Warnings of ours in the trainer's process, from where verl's import of vLLM's server on only errors are logged.
+"""Warnings of ours where a host has silenced the root logger.
 
-That import raises the level of the root logger and of its handlers to ERROR. verl keeps its own loggers apart from the
-root for that reason, and ours need the same.
+A package that vLLM's server imports (model_hosting_container_standards) sets the root logger and its handlers to ERROR,
+in verl's trainer too. verl keeps its own loggers apart from the root for that reason, and ours need the same.
 """
 
 import logging
