@@ -159,7 +159,7 @@ def _gsm8k(args: argparse.Namespace) -> dict[str, list[Row]]:
         if directory is not None:
             records: Iterable[Mapping[str, Any]] = read_jsonl(directory / f"{split}.jsonl", PROBLEM)
         else:
-            records = _from_hub(args.source, split, "main")
+            records = from_hub(args.source, split, "main")
         splits[split] = [_gsm8k_row(record, split, index) for index, record in enumerate(records)]
     return splits
 
@@ -171,7 +171,7 @@ def _math(args: argparse.Namespace) -> dict[str, list[Row]]:
     splits = {}
     for split in SPLITS:
         if directory is None:
-            records: Iterable[Mapping[str, Any]] = _from_hub(args.source, split, None)
+            records: Iterable[Mapping[str, Any]] = from_hub(args.source, split, None)
         elif (path := directory / f"{split}.parquet").is_file():
             records = pq.read_table(path).to_pylist()
         else:
@@ -271,7 +271,12 @@ def _local(source: str) -> Path | None:
     raise FileNotFoundError(f"no such source: source={source}. A directory or owner/name is accepted. Check --source.")
 
 
-def _from_hub(name: str, split: str, config: str | None) -> list[Row]:
+def from_hub(name: str, split: str, config: str | None) -> list[Row]:
+    """The rows of a split of a data set of the hub.
+
+    Raises:
+        ValueError: The hub does not answer.
+    """
     import datasets
 
     try:
