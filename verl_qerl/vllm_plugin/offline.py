@@ -79,7 +79,7 @@ class OfflineEngine:
 
         register()
         chosen = engine_options(options)
-        if not torch.cuda.is_available():
+        if not torch.cuda.device_count():
             chosen["enforce_eager"] = True
         self._engine = LLM(**chosen).llm_engine
         self._lora = LoRARequest("evaluated", 1, str(options.adapter)) if options.adapter else None

@@ -93,9 +93,12 @@ def test_it_goes_on_where_it_was_stopped(run, source, capsys):
     double = run(right)
     assert len(double.asked) == 1
     assert "What is 0 + 1?" in double.asked[0]
-    assert "gsm8k: 3 of 4 questions were answered before" in capsys.readouterr().out
+    assert "gsm8k: 3 of 5 questions were answered before" in capsys.readouterr().out
     assert not run(right).asked  # nothing is left to do: the table is printed alone
     assert capsys.readouterr().out.count("| gsm8k | 4 | 1 | 100.0 |") == 1
+    assert len(run(right, "--limit", "5").asked) == 1
+    assert not run(right, "--limit", "2").asked  # what was answered before stays in the table
+    assert capsys.readouterr().out.count("| gsm8k | 5 | 1 | 100.0 |") == 2
     with pytest.raises(SystemExit):
         run(right, "--temperature", "0.5")
     assert "temperature was 0.6 and is now 0.5" in capsys.readouterr().err

@@ -32,9 +32,9 @@ class Asked:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate, then print the table."""
-    questions = {task: _questions(task, args.source, args.limit) for task in args.tasks}
+    questions = {task: _questions(task, args.source) for task in args.tasks}
     open_records(args.out, settings(args))
-    missing = _unanswered(args.out, questions)
+    missing = _unanswered(args.out, questions, args.limit)
     if missing:
         with served(args.model, args.adapter, args.checkpoint, args.format, args.out) as found:
             asked = encode(found.model, missing, args.prompt)
@@ -60,14 +60,16 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     return {"verl_qerl": __version__, **where, **given}
 
 
-def _questions(task: str, source: Path | None, limit: int | None) -> list[Question]:
+def _questions(task: str, source: Path | None) -> list[Question]:
     found = read_questions(task, source)
     if len(found) != TASKS[task].count:
         print(f"{task}: {len(found)} questions, where {TASKS[task].count} are published")
-    return found[:limit]
+    return found
 
 
-def _unanswered(out: Path, questions: Mapping[str, Sequence[Question]]) -> list[tuple[str, int, Question]]:
+def _unanswered(
+    out: Path, questions: Mapping[str, Sequence[Question]], limit: int | None
+) -> list[tuple[str, int, Question]]:
     missing = []
     for task, asked in questions.items():
         lines = read_lines(out, task)
@@ -75,7 +77,7 @@ def _unanswered(out: Path, questions: Mapping[str, Sequence[Question]]) -> list[
         done = {line.index for line in lines}
         if done:
             print(f"{task}: {len(done)} of {len(asked)} questions were answered before")
-        missing += [(task, index, question) for index, question in enumerate(asked) if index not in done]
+        missing += [(task, index, question) for index, question in enumerate(asked[:limit]) if index not in done]
     return missing
 
 
