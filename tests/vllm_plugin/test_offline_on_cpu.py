@@ -1,12 +1,13 @@
 """What vLLM is asked for; tests/cli/eval/test_eval_vllm_on_cpu.py starts engines with it."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from verl_qerl.cli.quantize import quantize_checkpoint
 from verl_qerl.testing import random_decoder
-from verl_qerl.vllm_plugin.offline import EngineOptions, engine_options
+from verl_qerl.vllm_plugin.offline import EngineOptions, OfflineEngine, Sampled, engine_options
 
 EXTENSION = "verl_qerl.vllm_plugin.worker.NoiseWorkerExtension"
 
@@ -59,3 +60,77 @@ def test_a_rank_that_vllm_does_not_take(model_dirs, tmp_path, rank):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": rank}))
     with pytest.raises(ValueError, match=f"the adapter's rank cannot be served: r={rank} in .* Merge the adapter"):
         engine_options(EngineOptions(str(model_dirs / "bf16"), adapter=tmp_path))
+
+
+class Engine:
+    """Stands for vLLM's: ends requests in reverse order, answers each with its own tokens."""
+
+    def __init__(self, loses=False):
+        self.waiting, self.asked, self.loses = [], [], loses
+
+    def add_request(self, request_id, prompt, params, lora_request=None):
+        self.asked.append((prompt["prompt_token_ids"], params, lora_request))
+        self.waiting.append((request_id, prompt["prompt_token_ids"], params))
+
+    def has_unfinished_requests(self):
+        return bool(self.waiting)
+
+    def step(self):
+        request_id, prompt, params = self.waiting.pop()
+        if self.loses:
+            return []
+        completion = SimpleNamespace(
+            text="text",
+            token_ids=prompt,
+            finish_reason="length" if len(prompt) > 2 else "stop",
+            logprobs=[{token: SimpleNamespace(logprob=-token)} for token in prompt],
+        )
+        scored = [None, *({token: SimpleNamespace(logprob=-token)} for token in prompt[1:])]
+        outputs = [completion] * params.n
+        return [SimpleNamespace(finished=True, request_id=request_id, outputs=outputs, prompt_logprobs=scored)]
+
+
+@pytest.fixture
+def offline(monkeypatch, model_dirs, tmp_path):
+    """Makes an OfflineEngine with an adapter over an Engine."""
+    vllm = pytest.importorskip("vllm")
+    (tmp_path / "adapter_config.json").write_text('{"r": 8}')
+    for name, value in (("VLLM_CPU_OMP_THREADS_BIND", "nobind"), ("VLLM_USE_V2_MODEL_RUNNER", "0")):
+        monkeypatch.setenv(name, value)  # which the engine sets for its process
+
+    def make(engine):
+        monkeypatch.setattr(vllm, "LLM", lambda **_: SimpleNamespace(llm_engine=engine))
+        return OfflineEngine(EngineOptions(str(model_dirs / "bf16"), adapter=tmp_path))
+
+    return make
+
+
+def test_every_answer_is_asked_for_with_the_adapter(offline, tmp_path):
+    engine = Engine()
+    found = dict(offline(engine).sample([[1, 2], [3, 4, 5]], log_probs=True, n=2, temperature=0.5))
+    assert found == {
+        0: [Sampled("text", [1, 2], False, [-1, -2])] * 2,
+        1: [Sampled("text", [3, 4, 5], True, [-3, -4, -5])] * 2,
+    }
+    assert [(lora.lora_path, params.n, params.temperature) for _, params, lora in engine.asked] == [
+        (str(tmp_path), 2, 0.5)
+    ] * 2
+
+
+def test_tokens_are_scored_with_the_adapter_and_without(offline):
+    engine = Engine()
+    evaluated = offline(engine)
+    assert evaluated.score([7, 8, 9], True) == evaluated.score([7, 8, 9], False) == [-8, -9]
+    assert [lora is not None for *_, lora in engine.asked] == [True, False]
+    assert all(params.prompt_logprobs == 0 for _, params, _ in engine.asked)
+
+
+def test_an_answer_that_does_not_come_is_said(offline):
+    with pytest.raises(RuntimeError, match="vLLM lost 2 of 2 requests"):
+        list(offline(Engine(loses=True)).sample([[1], [2]]))
+
+
+def test_another_release_of_vllm_is_refused(monkeypatch):
+    monkeypatch.setattr("verl_qerl.vllm_plugin.offline.version_problem", lambda: "vllm is 0.1. Install 0.24.0.")
+    with pytest.raises(ValueError, match=r"vllm is 0\.1"):
+        OfflineEngine(EngineOptions("m"))
