@@ -5,8 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from verl_qerl.cli.eval.answers import boxed, same
+
+__all__ = ["INSTRUCTION", "boxed", "encode", "is_right", "read_questions"]
+
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
-_BOX = "\\boxed{"
 
 
 def read_questions(path: Path, count: int) -> tuple[list[str], list[str]]:
@@ -29,21 +32,7 @@ def encode(tokenizer: Any, questions: list[str]) -> list[list[int]]:
     return tokenizer(texts, add_special_tokens=False).input_ids
 
 
-def boxed(text: str) -> str | None:
-    """What the last box of an answer holds; None where there is no box, or none that is closed."""
-    start = text.rfind(_BOX)
-    depth = 1
-    for at in range(start + len(_BOX), len(text)) if start >= 0 else ():
-        depth += {"{": 1, "}": -1}.get(text[at], 0)
-        if depth == 0:
-            return text[start + len(_BOX) : at]
-    return None
-
-
 @functools.cache
 def is_right(found: str, wanted: str) -> bool:
     """Whether what a box holds is the wanted number: units, currencies and ways to write it do not count."""
-    from math_verify import parse, verify
-
-    mine, gold = (parse(f"{_BOX}{text}}}") for text in (found, wanted))
-    return bool(verify(gold, mine))
+    return same(found, wanted)

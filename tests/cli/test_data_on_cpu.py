@@ -134,6 +134,28 @@ def test_verls_own_reward_gives_one_to_the_reference_answer(name, tmp_path):
         assert reward_score.default_compute_score(row["data_source"], "#### 77 \\boxed{77}", truth) == 0.0
 
 
+@pytest.mark.parametrize("name", ["math500", "aime24", "aime25", "amc23"])
+def test_an_evaluation_set_is_asked_and_scored_by_its_box(name, tmp_path):
+    reward_score = pytest.importorskip("verl.utils.reward_score")
+    rows = [{"problem": f"What is {n} + 3?", "answer": str(n + 3)} for n in range(2)]
+    (tmp_path / f"{name}.json").write_text(json.dumps(rows))
+    assert main(["data", name, "--source", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["test.parquet"]
+    found = read(tmp_path / "out" / "test.parquet")
+    assert len(found) == 2
+    for row, given in zip(found, rows, strict=True):
+        asked = f"{given['problem']} Let's think step by step and output the final answer within \\boxed{{}}."
+        assert row["prompt"] == [{"role": "user", "content": asked}]
+        assert right(reward_score, row, f"So it is \\boxed{{{given['answer']}}}.") == 1
+        assert right(reward_score, row, "So it is \\boxed{77}.") != 1
+
+
+def right(reward_score, row, text):
+    """1 for a right answer, by verl's own choice of a reward."""
+    found = reward_score.default_compute_score(row["data_source"], text, row["reward_model"]["ground_truth"])
+    return found["acc"] if isinstance(found, dict) else found
+
+
 def test_arithmetic_splits_do_not_overlap_and_repeat_with_the_seed(tmp_path):
     for out in ("a", "b"):
         assert (

@@ -115,7 +115,7 @@ def test_a_scorer_that_is_broken_stops_the_run(reward, monkeypatch):
         def submit(self, *_):
             raise RuntimeError("no processes")
 
-    monkeypatch.setattr(reward, "_pool", Broken)
+    monkeypatch.setattr("verl_qerl.cli.eval.answers._pool", Broken)
     with pytest.raises(RuntimeError, match="no processes"):
         reward.compute_score("math", r"\boxed{\frac{1}{7}}", r"\frac{2}{7}")
 

@@ -42,7 +42,8 @@ def test_commands_exist(readme):
     for module, command in MODULE.findall(read(readme)):
         path = ROOT.joinpath(*module.split("."))
         is_module = path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
-        is_command = module != "verl_qerl" or not command or (path / "cli" / f"{command}.py").is_file()
+        files = (path / "cli" / f"{command}.py", path / "cli" / command / "__init__.py")
+        is_command = module != "verl_qerl" or not command or any(file.is_file() for file in files)
         if not (is_module and is_command):
             missing.append(f"{module} {command}")
     assert not missing, f"{readme.relative_to(ROOT)} runs what is not in the package: {missing}"

@@ -16,6 +16,7 @@ _COMMANDS = {
     **{name: name for name in ("doctor", "data", "pretrain", "plot", "compare")},
     "tune": "tune_arguments",
     "plan": "plan",
+    "eval": "eval.arguments",
 }
 
 

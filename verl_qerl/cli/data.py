@@ -1,7 +1,7 @@
 """`data`: question sets in verl's parquet schema, with verl's prompts, so that verl's own rewards apply.
 
 Prompts, data sources and ground truths are those of verl's examples/data_preprocess/{gsm8k,math_dataset}.py, which are
-not in its wheel. `arithmetic` is generated and graded as GSM8K.
+not in its wheel. `arithmetic` is generated and graded as GSM8K. Of evaluation sets there is test.parquet alone.
 """
 
 import argparse
@@ -20,6 +20,8 @@ GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after
 MATH_SOURCE = "DigitalLearningGmbH/MATH-lighteval"
 MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 SPLITS = ("train", "test")
+# Evaluation set -> data_source, by which verl chooses a reward: these take what the last box holds.
+EVALUATION = {"math500": "HuggingFaceH4/MATH-500", "aime24": "aime24", "aime25": "aime25", "amc23": "math_dapo"}
 PROBLEM = {"question": str, "answer": str}  # keys of JSON lines
 _GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 
@@ -29,7 +31,7 @@ Row = dict[str, Any]
 def add_parser(subparsers: Any) -> None:
     """Register the command."""
     parser = subparsers.add_parser("data", help="write train.parquet and test.parquet in verl's schema")
-    sets = parser.add_subparsers(required=True, metavar="{gsm8k,math,arithmetic}")
+    sets = parser.add_subparsers(required=True, metavar=f"{{gsm8k,math,arithmetic,{','.join(EVALUATION)}}}")
     gsm8k = sets.add_parser("gsm8k", help="GSM8K from train.jsonl and test.jsonl, or from the hub")
     gsm8k.add_argument("--source", default=GSM8K_SOURCE, help="directory or hub id (default: %(default)s)")
     gsm8k.set_defaults(make=_gsm8k)
@@ -43,6 +45,10 @@ def add_parser(subparsers: Any) -> None:
     arithmetic.add_argument("--max-steps", type=int, default=2, help="steps per problem, 1 to 3 (default: %(default)s)")
     arithmetic.add_argument("--max-number", type=int, default=9, help="largest number asked (default: %(default)s)")
     arithmetic.set_defaults(make=_arithmetic)
+    evaluation = [sets.add_parser(name, help=f"{name}, to evaluate on: test.parquet alone") for name in EVALUATION]
+    for name, each in zip(EVALUATION, evaluation, strict=True):
+        each.add_argument("--source", type=Path, help="directory, as of `eval` (default: the hub)")
+        each.set_defaults(make=_evaluation, name=name)
     for each in (gsm8k, arithmetic):
         each.add_argument("--seed", type=int, default=0)
         each.add_argument(
@@ -51,13 +57,13 @@ def add_parser(subparsers: Any) -> None:
             default=1.0,
             help="share of train.jsonl that ends in `#### N`, the rest in `The answer is N.` (default: %(default)s)",
         )
-    for each in (gsm8k, math, arithmetic):
+    for each in (gsm8k, math, arithmetic, *evaluation):
         each.add_argument("--out", type=Path, required=True, help="directory to create")
         each.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the two splits; the directory appears whole or not at all."""
+    """Write the splits; the directory appears whole or not at all."""
     share = getattr(args, "hash_share", 1.0)
     if not 0 <= share <= 1:
         raise ValueError(f"not a share: --hash-share={share}. 0 to 1 is accepted. Change it.")
@@ -159,7 +165,7 @@ def _gsm8k(args: argparse.Namespace) -> dict[str, list[Row]]:
         if directory is not None:
             records: Iterable[Mapping[str, Any]] = read_jsonl(directory / f"{split}.jsonl", PROBLEM)
         else:
-            records = _from_hub(args.source, split, "main")
+            records = from_hub(args.source, split, "main")
         splits[split] = [_gsm8k_row(record, split, index) for index, record in enumerate(records)]
     return splits
 
@@ -171,7 +177,7 @@ def _math(args: argparse.Namespace) -> dict[str, list[Row]]:
     splits = {}
     for split in SPLITS:
         if directory is None:
-            records: Iterable[Mapping[str, Any]] = _from_hub(args.source, split, None)
+            records: Iterable[Mapping[str, Any]] = from_hub(args.source, split, None)
         elif (path := directory / f"{split}.parquet").is_file():
             records = pq.read_table(path).to_pylist()
         else:
@@ -187,6 +193,16 @@ def _math(args: argparse.Namespace) -> dict[str, list[Row]]:
             raise ValueError(f"no row of {split} is left: levels={args.levels}. 1-5 is accepted. Choose other levels.")
         splits[split] = rows
     return splits
+
+
+def _evaluation(args: argparse.Namespace) -> dict[str, list[Row]]:
+    from verl_qerl.cli.eval.questions import read_questions
+
+    rows = []
+    for index, question in enumerate(read_questions(args.name, args.source)):
+        prompt = [{"role": "user", "content": f"{question.text} {MATH_INSTRUCTION}"}]
+        rows.append(_row(EVALUATION[args.name], prompt, question.truth, "test", index, question.text, question.truth))
+    return {"test": rows}
 
 
 def _arithmetic(args: argparse.Namespace) -> dict[str, list[Row]]:
@@ -271,7 +287,12 @@ def _local(source: str) -> Path | None:
     raise FileNotFoundError(f"no such source: source={source}. A directory or owner/name is accepted. Check --source.")
 
 
-def _from_hub(name: str, split: str, config: str | None) -> list[Row]:
+def from_hub(name: str, split: str, config: str | None) -> list[Row]:
+    """The rows of a split of a data set of the hub.
+
+    Raises:
+        ValueError: The hub does not answer.
+    """
     import datasets
 
     try:

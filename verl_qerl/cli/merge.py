@@ -46,11 +46,7 @@ class Base:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Module -> (out, in) of every matrix."""
-        return {
-            name.removesuffix(".weight"): spec.shape
-            for name, spec in self.specs.items()
-            if name.endswith(".weight") and len(spec.shape) == 2
-        }
+        return _matrices(self.specs)
 
     @property
     def ignore(self) -> list[str]:
@@ -119,6 +115,21 @@ def open_base(path: str | Path | None, checkpoint: Checkpoint) -> Base:
             f" {checkpoint.folder}. The bf16 model is accepted. Name the model.path of the run with --base."
         )
     return Base(name, source, record, linears, True, _dense_specs(source, linears))
+
+
+def matrix_shapes(source: Source) -> dict[str, tuple[int, ...]]:
+    """Module -> (out, in) of every matrix of a model in bf16 or in a format of ours."""
+    if source.format is None:
+        return _matrices(source.specs)
+    return _matrices(_dense_specs(source, packed_names(source, scaled_format(source.format))))
+
+
+def _matrices(specs: Mapping[str, TensorSpec]) -> dict[str, tuple[int, ...]]:
+    return {
+        name.removesuffix(".weight"): spec.shape
+        for name, spec in specs.items()
+        if name.endswith(".weight") and len(spec.shape) == 2
+    }
 
 
 def _format(source: Source, record: BaseRecord | None) -> str:

@@ -108,7 +108,7 @@ def _read_headers(path: Path) -> tuple[dict[str, str], dict[str, TensorSpec]]:
     files: dict[str, str] = {}
     specs: dict[str, TensorSpec] = {}
     for shard in sorted(set(indexed.values())) or [SINGLE]:
-        for name, spec in _specs(path / shard).items():
+        for name, spec in read_specs(path / shard).items():
             if indexed.get(name, shard) == shard:
                 files[name], specs[name] = shard, spec
     lost = sorted(set(indexed) - set(files))
@@ -306,7 +306,12 @@ def _read(path: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]
             yield name, shard.get_tensor(name)
 
 
-def _specs(path: Path) -> dict[str, TensorSpec]:
+def read_specs(path: Path) -> dict[str, TensorSpec]:
+    """What the header of a safetensors file says of each tensor.
+
+    Raises:
+        CheckpointFormatError: It is missing or cut, or has a dtype that is not known.
+    """
     with _open(path, "cpu") as shard:
         slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118
         specs = {name: TensorSpec(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}

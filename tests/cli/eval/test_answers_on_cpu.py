@@ -1,0 +1,69 @@
+"""Answers as models write them, marked by hand; more are in tests/recipes/test_study_reward_on_cpu.py."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from verl_qerl.cli import main
+from verl_qerl.cli.eval.answers import Verdict, judge
+
+pytest.importorskip("math_verify")
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "right"),
+    [
+        # QeRL's evaluator compares the first characters alone.
+        (r"\boxed{1}", "18", False),
+        (r"\boxed{19}", "18", False),
+        (r"\boxed{180}", "18", False),
+        ("The answer is 1.", "18", False),
+        (r"\boxed{18}", "18", True),
+        (r"\boxed{18 \text{ cm}}", "18", True),
+        (r"\boxed{\frac{36}{2}}", "18", True),
+        (r"\boxed{1{,}234}", "1234", True),
+        (r"First \boxed{18}, no, \boxed{19}.", "18", False),
+        (r"\boxed{(3, \pi/2)}", r"\left( 3, \frac{\pi}{2} \right)", True),
+    ],
+)
+def test_the_whole_answer_is_compared(text, truth, right):
+    assert judge(text, truth).right is right
+
+
+def test_what_is_cut_off_has_an_answer_only_in_a_box():
+    assert judge("So far that is 18", "18") == Verdict("18", True, False)
+    assert judge("So far that is 18", "18", cut=True) == Verdict(None, False, False)
+    assert judge(r"It is \boxed{18}. Let me check: 5", "18", cut=True) == Verdict("18", True, True)
+    assert judge("I do not know.", "18") == Verdict(None, False, False)
+
+
+def test_without_math_verify_nothing_is_started(monkeypatch, capsys, tmp_path):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "math_verify" else find(name))
+    with pytest.raises(SystemExit, match="1"):
+        main(["eval", "--model", "m", "--tasks", "gsm8k", "--out", str(tmp_path / "out")])
+    assert "math-verify is not installed: `eval` compares answers with it." in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_its_processes_end_with_a_parent_that_is_killed():
+    code = (
+        "from verl_qerl.cli.eval.answers import judge\nimport time\n"
+        "if __name__ == '__main__':\n    judge('pi or so', '3')\n    print('judged', flush=True)\n    time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout.readline() == "judged\n"
+    children = [one for one in psutil.Process(parent.pid).children() if "spawn_main" in " ".join(one.cmdline())]
+    assert children
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    end = time.monotonic() + 20
+    while any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in children):
+        assert time.monotonic() < end, "a process of the judge is left"
+        time.sleep(0.1)

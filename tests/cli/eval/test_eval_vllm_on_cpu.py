@@ -1,0 +1,98 @@
+"""Evaluations by vLLM itself, on the CPU build: whether what is asked for is what answers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl")
+pytest.importorskip("vllm")
+pytest.importorskip("math_verify")
+
+from safetensors.torch import load_file, save_file
+
+from verl_qerl.cli.eval.records import read_lines, read_settings
+from verl_qerl.cli.export import Options, export_checkpoint
+
+SCRIPT = Path(__file__).with_name("evaluate_all.py")
+ROOT = Path(__file__).parents[3]
+QUESTIONS = [{"question": f"What is {n} + 3?", "answer": f"#### {n + 3}"} for n in range(3)]
+NAMES = ("base", "adapter", "again", "checkpoint", "norms", "bf16", "untrained", "forgotten")
+
+
+@pytest.fixture(scope="module")
+def done(trained, models, tmp_path_factory):
+    """(folder with an --out for each name, their exit codes, stdout, stderr of each)."""
+    folder = tmp_path_factory.mktemp("eval")
+    (folder / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    checkpoint = trained("ours-nvfp4-lora").actor
+    export_checkpoint(checkpoint, folder / "peft", "peft", None, Options(device="cpu"))
+    zero = folder / "zero"
+    zero.mkdir()
+    (zero / "adapter_config.json").write_text((folder / "peft" / "adapter_config.json").read_text())
+    factors = load_file(folder / "peft" / "adapter_model.safetensors")
+    save_file({n: t * ("lora_A" in n) for n, t in factors.items()}, zero / "adapter_model.safetensors")
+    packed, adapter = ["--model", str(models / "nvfp4")], ["--adapter", str(folder / "peft")]
+    arguments = [
+        packed,
+        [*packed, *adapter],
+        [*packed, *adapter],
+        ["--checkpoint", str(checkpoint)],
+        ["--checkpoint", str(trained("norms-nvfp4-lora").actor)],
+        ["--model", str(models / "bf16"), "--samples", "2", "--temperature", "1"],
+        [*packed, "--adapter", str(zero)],
+        [*packed, *adapter],
+    ]
+    common = ["--tasks", "gsm8k", "--source", str(folder), "--max-tokens", "16", "--memory", "0.05"]
+    cases = []
+    for name, given in zip(NAMES, arguments, strict=True):
+        greedy = [] if "--temperature" in given else ["--temperature", "0"]
+        argv = ["eval", *given, *common, *greedy, "--out", str(folder / name)]
+        cases.append({"argv": argv, "forget_adapter": name == "forgotten"})
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(SCRIPT), json.dumps(cases)]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
+    found = [line for line in result.stdout.splitlines() if line.startswith("RESULT ")]
+    assert found, result.stdout[-2000:] + result.stderr[-6000:]
+    codes = dict(zip(NAMES, json.loads(found[0].removeprefix("RESULT ")), strict=True))
+    errors = dict(zip(NAMES, result.stderr.split("CASE ")[1:], strict=True))
+    assert [codes[name] for name in NAMES[:6]] == [0] * 6, result.stdout[-2000:] + result.stderr[-6000:]
+    return folder, codes, result.stdout, errors
+
+
+def texts(folder, name):
+    return [[answer.text for answer in line.answers] for line in read_lines(folder / name, "gsm8k")]
+
+
+def test_answers_come_with_the_adapter(done):
+    folder, _, stdout, _ = done
+    assert texts(folder, "adapter") == texts(folder, "again")
+    assert all(ours != theirs for ours, theirs in zip(texts(folder, "adapter"), texts(folder, "base"), strict=True))
+    assert stdout.count("the adapter is applied: it changes log-probs of an answer by ") == 4
+
+
+def test_a_checkpoint_answers_as_its_exported_adapter(done):
+    folder, *_ = done
+    assert texts(folder, "checkpoint") == texts(folder, "adapter")
+    assert texts(folder, "norms") != texts(folder, "base")
+    assert not list(folder.glob("*/.export.*"))  # what was exported is gone
+
+
+def test_an_adapter_that_is_not_applied_stops_the_evaluation(done):
+    folder, codes, _, errors = done
+    assert (codes["forgotten"], codes["untrained"]) == (1, 1)
+    assert "answers come without the adapter: their log-probs are " in errors["forgotten"]
+    assert "the adapter changes nothing: an answer of " in errors["untrained"]
+    assert not read_lines(folder / "forgotten", "gsm8k")
+
+
+def test_samples_are_several_and_differ(done):
+    folder, *_ = done
+    assert all(len(answers) == 2 and answers[0] != answers[1] for answers in texts(folder, "bf16"))
+    assert read_settings(folder / "bf16")["temperature"] == 1
+    found = json.loads((folder / "bf16" / "summary.json").read_text())["tasks"]["gsm8k"]
+    assert (found["questions"], found["samples"], found["cut_off"]) == (3, 2, 1.0)

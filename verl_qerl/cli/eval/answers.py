@@ -1,0 +1,122 @@
+r"""Whether a model's answer to a question of mathematics is right, apart from how it is written.
+
+The answer is what the last `\boxed{}` holds; without a whole one, what math-verify finds at the end of the text (a
+"final answer is", the last formula or number). So a right answer in prose is worth as much as a boxed one.
+
+Rewards are asked for in threads, where math-verify's own time limits (signals) do not work, and sympy can take for
+ever: other processes do the arithmetic.
+"""
+
+import functools
+import importlib.util
+import logging
+import multiprocessing
+import re
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import TimeoutError as TookTooLong
+from fractions import Fraction
+from typing import NamedTuple
+
+from verl_qerl.cli.data import last_boxed
+
+logger = logging.getLogger(__name__)
+
+LONGEST = 300  # characters of an answer, and of the end of a text that is searched for one
+SECONDS = 30.0  # math-verify's own limits are 5 s for each part
+_NUMBER = re.compile(r"(-?)(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?(?:\s+[A-Za-z]{2,})*")
+
+
+class Verdict(NamedTuple):
+    """What is said of one answer.
+
+    Attributes:
+        answer: What the box holds, or what was found at the end; None where there is nothing.
+        right: Whether it equals the truth.
+        boxed: Whether it is in a box.
+    """
+
+    answer: str | None
+    right: bool
+    boxed: bool
+
+
+def check_installed() -> None:
+    """Require math-verify.
+
+    Raises:
+        ValueError: It is not installed.
+    """
+    if importlib.util.find_spec("math_verify") is None:
+        raise ValueError(
+            "math-verify is not installed: `eval` compares answers with it. Version 0.8 or later is accepted. Run"
+            " `pip install 'verl-qerl[eval]'`."
+        )
+
+
+def judge(text: str, truth: str, cut: bool = False) -> Verdict:
+    """The verdict on a whole text.
+
+    Args:
+        text: What the model wrote.
+        truth: The inside of a box.
+        cut: The text reached its limit of tokens; without a box it has no answer, whatever number it ends in.
+    """
+    answer = boxed(text)
+    if answer is not None:
+        return Verdict(answer, same(answer, truth), True)
+    if cut:
+        return Verdict(None, False, False)
+    return Verdict(*_find(text[-LONGEST - 20 :], truth), False)
+
+
+def boxed(text: str) -> str | None:
+    """What the last box holds; None without one, and where it is not closed."""
+    try:
+        return last_boxed(text)
+    except ValueError:
+        return None
+
+
+def same(answer: str, truth: str) -> bool:
+    """Whether the insides of two boxes are the same; units, currencies and ways to write a number do not count."""
+    if len(answer) > LONGEST:
+        return False
+    if answer.strip() == truth.strip():
+        return True
+    given, wanted = number(answer), number(truth)
+    if given is not None and wanted is not None:
+        return given == wanted
+    return _find(f"\\boxed{{{_bare(answer)}}}", truth)[1]
+
+
+def number(text: str) -> Fraction | None:
+    r"""A plain number, with thousands separators, a currency sign, a per cent sign or a unit in words; or None.
+
+    Per cent is a unit: 50\% is 50, not 0.5. math-verify knows neither `18 dollars` nor `50\%` nor `18.`.
+    """
+    match = _NUMBER.fullmatch(_bare(text))
+    return Fraction(match[1] + match[2].replace(",", "") + (match[3] or "")) if match else None
+
+
+def _bare(text: str) -> str:
+    text = re.sub(r"\\?\$|\\[!,;] ?|\{,\}", lambda sign: "," if sign[0] == "{,}" else "", text).strip()
+    return re.sub(r"\s*\\?%$", "", re.sub(r"\.$", "", text))
+
+
+def _find(text: str, truth: str) -> tuple[str | None, bool]:
+    from verl_qerl.cli.eval import equality
+
+    try:
+        return _pool().submit(equality.find, text, _bare(truth)).result(SECONDS)
+    except TookTooLong:
+        logger.warning("math-verify took more than %.0f s: the answer counts as wrong.", SECONDS)
+        _pool.cache_clear()  # one of its processes is lost
+        return None, False
+
+
+@functools.cache
+def _pool() -> ProcessPoolExecutor:
+    from verl_qerl.cli.eval.equality import end_with_the_parent
+
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(2, mp_context=context, initializer=end_with_the_parent)

@@ -1,0 +1,147 @@
+"""`eval`: ask what has not been answered yet, judge and keep each answer, and print the table."""
+
+import argparse
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from verl_qerl import __version__
+from verl_qerl.cli.eval.answers import judge
+from verl_qerl.cli.eval.questions import SLOT, TASKS, Question, read_questions
+from verl_qerl.cli.eval.records import Answer, Answered, append, check_questions, open_records, read_lines
+from verl_qerl.cli.eval.report import report
+from verl_qerl.cli.eval.served import ADAPTER, CHECKED, Engine, Served, check_applied, served
+from verl_qerl.cli.fsdp_checkpoint import open_checkpoint
+
+_SAMPLING = ("samples", "temperature", "top_p", "max_tokens", "prompt", "seed")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question that is to be answered: its task, its number, itself, and its chat as token ids."""
+
+    task: str
+    index: int
+    question: Question
+    tokens: list[int]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate, then print the table."""
+    questions = {task: _questions(task, args.source) for task in args.tasks}
+    open_records(args.out, settings(args))
+    missing = _unanswered(args.out, questions, args.limit)
+    if missing:
+        with served(args.model, args.adapter, args.checkpoint, args.format, args.out) as found:
+            asked = encode(found.model, missing, args.prompt)
+            engine = _start(found, args, asked)
+            if found.adapter is not None:
+                change = check_applied(engine, asked[0].tokens)
+                print(f"the adapter is applied: it changes log-probs of an answer by {change:.3g} a token on average")
+            answer(engine, asked, args.out, args)
+    return report(args.out, args.tasks)
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What must be the same for an evaluation to go on."""
+    given = {name: getattr(args, name) for name in _SAMPLING}
+    adapter = (args.adapter / ADAPTER) if args.adapter else None
+    where = {
+        "model": str(Path(args.model).resolve()) if args.model and Path(args.model).exists() else args.model,
+        "adapter": str(args.adapter.resolve()) if args.adapter else None,
+        "adapter_sha256": hashlib.sha256(adapter.read_bytes()).hexdigest() if adapter and adapter.is_file() else None,
+        "checkpoint": str(open_checkpoint(args.checkpoint).folder.resolve()) if args.checkpoint else None,
+        "format": args.format,
+    }
+    return {"verl_qerl": __version__, **where, **given}
+
+
+def _questions(task: str, source: Path | None) -> list[Question]:
+    found = read_questions(task, source)
+    if len(found) != TASKS[task].count:
+        print(f"{task}: {len(found)} questions, where {TASKS[task].count} are published")
+    return found
+
+
+def _unanswered(
+    out: Path, questions: Mapping[str, Sequence[Question]], limit: int | None
+) -> list[tuple[str, int, Question]]:
+    missing = []
+    for task, asked in questions.items():
+        lines = read_lines(out, task)
+        check_questions(lines, asked, f"{out / task}.jsonl")
+        done = {line.index for line in lines}
+        if done:
+            print(f"{task}: {len(done)} of {len(asked)} questions were answered before")
+        missing += [(task, index, question) for index, question in enumerate(asked[:limit]) if index not in done]
+    return missing
+
+
+def encode(model: str, missing: Sequence[tuple[str, int, Question]], prompt: str) -> list[Asked]:
+    """The chats, up to the assistant's turn.
+
+    Raises:
+        ValueError: The model has no tokenizer, or that no chat template.
+    """
+    from transformers import AutoTokenizer
+
+    folder = Path(model)
+    if folder.is_dir() and not any(folder.glob("tokenizer*")):  # from nothing, transformers makes an empty one
+        raise ValueError(f"the model has no tokenizer: {model}. One is needed. Copy its files there.")
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"the tokenizer has no chat template: {model}. One is needed to ask as the model was trained. Copy"
+            " chat_template.jinja of the instruction-tuned model there."
+        )
+    chats = [[{"role": "user", "content": prompt.replace(SLOT, question.text)}] for _, _, question in missing]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    tokens = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return [Asked(*what, ids) for what, ids in zip(missing, tokens, strict=True)]
+
+
+def _start(found: Served, args: argparse.Namespace, asked: Sequence[Asked]) -> Engine:
+    from transformers import AutoConfig
+
+    from verl_qerl.vllm_plugin.offline import EngineOptions, OfflineEngine
+
+    longest = max(len(one.tokens) for one in asked)
+    length = longest + max(args.max_tokens, CHECKED) + 1  # scoring an answer adds a token
+    room = getattr(AutoConfig.from_pretrained(found.model), "max_position_embeddings", None)
+    if room is not None and length > room:
+        raise ValueError(
+            f"answers do not fit the model: --max-tokens={args.max_tokens} after a question of {longest} tokens, where"
+            f" it has {room} positions. At most {room - longest - 1} is accepted. Lower --max-tokens."
+        )
+    options = EngineOptions(
+        found.model,
+        found.form,
+        found.scale,
+        found.ignore,
+        found.adapter,
+        length,
+        args.tensor_parallel,
+        args.memory,
+        args.seed,
+    )
+    return OfflineEngine(options)
+
+
+def answer(engine: Engine, asked: Sequence[Asked], out: Path, args: argparse.Namespace) -> None:
+    """Have all questions answered, and keep each as it is done."""
+    sampling = {"n": args.samples, "temperature": args.temperature, "max_tokens": args.max_tokens}
+    if args.temperature > 0:
+        sampling["top_p"] = args.top_p
+    right = answers = 0
+    with tqdm(total=len(asked), desc="eval", unit="question") as bar:
+        for number, found in engine.sample([one.tokens for one in asked], **sampling):
+            one = asked[number]
+            judged = [Answer(s.text, len(s.tokens), s.cut, *judge(s.text, one.question.truth, s.cut)) for s in found]
+            append(out, one.task, Answered(one.index, one.question, tuple(judged)))
+            right, answers = right + sum(each.right for each in judged), answers + len(judged)
+            bar.set_postfix_str(f"{right / answers:.1%} right")
+            bar.update()

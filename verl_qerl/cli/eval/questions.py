@@ -1,0 +1,153 @@
+"""The question sets of `eval`: where they are, what a row may look like, and how a model is asked."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_qerl.cli.data import GSM8K_SOURCE, MATH_INSTRUCTION, from_hub, gsm8k_ground_truth, last_boxed, read_jsonl
+
+SLOT = "{question}"
+PROMPT = f"{SLOT} {MATH_INSTRUCTION}"
+SUFFIXES = ("jsonl", "json", "parquet")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A question set of the hub: its id, configuration, split, and number of questions as published."""
+
+    hub: str
+    config: str | None
+    split: str
+    count: int
+
+
+TASKS = {
+    "gsm8k": Task(GSM8K_SOURCE, "main", "test", 1319),
+    "math500": Task("HuggingFaceH4/MATH-500", None, "test", 500),
+    "aime24": Task("HuggingFaceH4/aime_2024", None, "train", 30),
+    "aime25": Task("math-ai/aime25", None, "test", 30),
+    "amc23": Task("math-ai/amc23", None, "test", 40),
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question and the inside of the box that answers it."""
+
+    text: str
+    truth: str
+
+
+def parse_tasks(text: str) -> list[str]:
+    """Names of TASKS, separated by commas.
+
+    Raises:
+        ValueError: One is not among them, or there is none.
+    """
+    names = list(dict.fromkeys(name for name in text.split(",") if name))
+    unknown = [name for name in names if name not in TASKS]
+    if unknown or not names:
+        raise ValueError(
+            f"unknown task: --tasks={text}{f' with {unknown[0]}' if unknown else ''}. Accepted are"
+            f" {', '.join(TASKS)}, separated by commas. Choose among them."
+        )
+    return names
+
+
+def check_prompt(prompt: str) -> None:
+    """Require a place for the question.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if SLOT not in prompt:
+        raise ValueError(
+            f"the prompt has no place for the question: --prompt={prompt!r}. Text with {SLOT} is accepted. Put it in."
+        )
+
+
+def read_questions(task: str, source: Path | None) -> list[Question]:
+    """All questions of a task.
+
+    Args:
+        task: One of TASKS.
+        source: Directory with TASK/test.jsonl (or .json, .parquet) or TASK.jsonl; None for the hub.
+
+    Raises:
+        FileNotFoundError: The directory has no such file.
+        ValueError: The set is empty, a row lacks its question or answer, or the hub does not answer.
+    """
+    if source is None:
+        found = TASKS[task]
+        rows: Sequence[Mapping[str, Any]] = from_hub(found.hub, found.split, found.config)
+        where = found.hub
+    else:
+        path = _file(task, source)
+        rows, where = _read(path), str(path)
+    if not rows:
+        raise ValueError(
+            f"a question set is empty: {task} of {where}. At least one question is accepted. Check --source."
+        )
+    return [_question(row, f"row {number} of {where}") for number, row in enumerate(rows, start=1)]
+
+
+def _file(task: str, source: Path) -> Path:
+    candidates = [source / f"{name}.{suffix}" for name in (f"{task}/test", task) for suffix in SUFFIXES]
+    found = next((path for path in candidates if path.is_file()), None)
+    if found is None:
+        raise FileNotFoundError(
+            f"questions are missing: {task} in --source={source}. {task}/test or {task} as .jsonl, .json or .parquet is"
+            " accepted. Check the directory, or leave --source out for the hub."
+        )
+    return found
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        if path.suffix == ".jsonl":
+            rows = read_jsonl(path, {})
+        elif path.suffix == ".json":
+            rows = json.loads(path.read_text(encoding="utf-8"))
+        else:
+            import pyarrow.parquet as pq
+
+            rows = pq.read_table(path).to_pylist()
+    except ValueError as error:  # pyarrow's and json's are
+        raise ValueError(
+            f"questions cannot be read: {path} ({error}). Objects, as JSON or parquet, are accepted. Download it again."
+        ) from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(
+            f"questions cannot be read: {path} holds no list of objects. JSON or parquet with one object a question is"
+            " accepted. Download it again."
+        )
+    return rows
+
+
+def _question(row: Mapping[str, Any], where: str) -> Question:
+    """Of the hub's flat columns, or of verl's schema; an instruction that a prompt ends in is taken away."""
+    extra, truth = row.get("extra_info") or {}, (row.get("reward_model") or {}).get("ground_truth")
+    nested = truth if isinstance(truth, dict) else {}
+    prompt = row.get("prompt")
+    if isinstance(prompt, list) and prompt:
+        prompt = prompt[-1].get("content")
+    asked = (extra.get("question"), nested.get("question"), row.get("question"), row.get("problem"), prompt)
+    text = next((one for one in asked if isinstance(one, str) and one.strip()), None)
+    given = nested.get("target") if nested else truth
+    answer = next((one for one in (given, row.get("answer"), row.get("solution")) if one not in (None, "")), None)
+    if text is None or answer is None:
+        lacking, names = ("answer", "answer or reward_model") if text else ("question", "question, problem or prompt")
+        raise ValueError(
+            f"{where} has no {lacking}: its columns are {', '.join(row)}. {names} is accepted. Rename the column, or"
+            " drop the row."
+        )
+    return Question(text.strip().removesuffix(MATH_INSTRUCTION).strip(), _truth(str(answer)))
+
+
+def _truth(answer: str) -> str:
+    """The inside of a box: what follows GSM8K's `####`, what a solution boxes, or the answer as it is."""
+    if "####" in answer:
+        return gsm8k_ground_truth(answer)
+    return last_boxed(answer) if "\\boxed" in answer else answer.strip()

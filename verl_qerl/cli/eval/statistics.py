@@ -1,0 +1,101 @@
+"""Accuracies of questions that were each answered several times, and what can be said of them."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from verl_qerl.cli.eval.answers import Verdict, number
+
+_Z = 1.959964  # 97.5 % quantile of the normal distribution
+RESAMPLES = 10000
+_AT_ONCE = 500  # bounds memory: 500 x 1,319 questions are 5 MB
+
+
+class Interval(NamedTuple):
+    """A mean and its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+class Difference(NamedTuple):
+    """Mean of the differences, its 95 % interval, and the p of no difference, two-sided."""
+
+    mean: float
+    low: float
+    high: float
+    p: float
+
+
+def accuracy(shares: Sequence[float], samples: int) -> Interval:
+    """Mean share of right answers, over questions.
+
+    Answers to one question resemble each other, so that the variance is taken over questions: of their shares, whatever
+    `samples` is. The interval is Wilson's (1927) for as many independent answers as have that variance, as in surveys
+    with clusters (Korn and Graubard 1998); with one answer a question it is Wilson's own, and it has a width where all
+    are right or none.
+
+    Args:
+        shares: Of right answers, one a question.
+        samples: Answers a question.
+    """
+    values = np.asarray(shares, dtype=float)
+    mean, variance = float(values.mean()), float(values.var()) / len(values)
+    most = len(values) * samples
+    n = min(mean * (1 - mean) / variance, most) if variance else most
+    if mean in (0.0, 1.0):  # nothing tells how alike answers to one question are
+        n = len(values)
+    center = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
+    half = _Z / (1 + _Z**2 / n) * math.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n**2))
+    return Interval(mean, max(0.0, center - half), min(1.0, center + half))
+
+
+def pass_at(right: int, samples: int, k: int) -> float:
+    """Probability that k of the answers, drawn without putting back, hold a right one (arXiv 2107.03374, eq. 1)."""
+    return 1 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def majority(verdicts: Sequence[Verdict]) -> float:
+    """Whether the most frequent answer is right; a share where several are as frequent. No answer is no vote.
+
+    Right answers are the same, however they are written; wrong ones where their numbers or letters are.
+    """
+    votes = Counter(None if v.right else _form(v.answer) for v in verdicts if v.answer is not None)
+    if not votes:
+        return 0.0
+    first = [answer for answer, count in votes.items() if count == max(votes.values())]
+    return (None in first) / len(first)
+
+
+def _form(answer: str | None) -> str:
+    value = number(answer or "")
+    return "".join((answer or "").split()) if value is None else str(value)
+
+
+def paired(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Difference:
+    """Mean of theirs - ours, over the same questions, by a bootstrap over questions.
+
+    Deviations are widened by sqrt(n / (n - 1)), since those of a sample are smaller than of what it was drawn from
+    (Hesterberg 2015, section 4). p is the share of means around 0 that are as far from it.
+
+    Raises:
+        ValueError: The questions are not as many, or fewer than two.
+    """
+    if len(ours) != len(theirs) or len(ours) < 2:
+        raise ValueError(
+            f"{len(ours)} and {len(theirs)} questions cannot be paired. As many, and two at least, are accepted. Choose"
+            " evaluations of the same questions."
+        )
+    values = np.asarray(theirs, dtype=float) - np.asarray(ours, dtype=float)
+    n, mean = len(values), float(values.mean())
+    random = np.random.default_rng(seed)
+    wider = math.sqrt(n / (n - 1))
+    parts = [values[random.integers(n, size=(_AT_ONCE, n))].mean(1) for _ in range(RESAMPLES // _AT_ONCE)]
+    deviations = (np.concatenate(parts) - mean) * wider
+    low, high = np.quantile(deviations, [0.025, 0.975])
+    as_far = np.count_nonzero(np.abs(deviations) >= abs(mean) - 1e-12)
+    return Difference(mean, mean + float(low), mean + float(high), (1 + int(as_far)) / (1 + RESAMPLES))
