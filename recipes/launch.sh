@@ -1,26 +1,12 @@
 # Sourced by the run_*.sh of every recipe, with their arguments: runs the doctor, then verl with RECIPE_DIR's config.yaml,
 # the options in TWIN and the arguments. Variables: README.md, Use.
 
-# verl's default needs flash-attn, which `.[gpu]` does not install: without it verl fails once Ray has started.
-if [[ -z ${ATTENTION:-} ]]; then
-    if python3 -c 'import flash_attn' >/dev/null 2>&1; then ATTENTION=flash_attention_2; else ATTENTION=sdpa; fi
+# verl's default needs flash-attn, which `.[gpu]` does not install. Runs with an option of ours do without it by
+# themselves; the control run has none, and is told to.
+ATTENTION=()
+if ! python3 -c 'import flash_attn' >/dev/null 2>&1; then
+    ATTENTION=(++actor_rollout_ref.model.override_config.attn_implementation=verl_qerl_varlen)
 fi
-case "$ATTENTION" in
-    flash_attention_2) ATTENTION_OPTIONS=() ;;
-    sdpa)
-        # Padded: a micro-batch counted in tokens could become many times as large, one of two answers cannot.
-        echo "attention: sdpa, two answers a micro-batch; with flash-attn installed they are packed by tokens." >&2
-        ATTENTION_OPTIONS=(
-            ++actor_rollout_ref.model.override_config.attn_implementation=sdpa
-            actor_rollout_ref.model.use_remove_padding=False
-            actor_rollout_ref.actor.use_dynamic_bsz=False
-            actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2
-            actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2
-        ) ;;
-    *)
-        echo "unknown attention: ATTENTION=$ATTENTION. Accepted are flash_attention_2 and sdpa. Set it to one of them." >&2
-        exit 2 ;;
-esac
 
 # The ablation without noise has a name of its own: under QeRL's it would resume QeRL's last step and train nothing.
 NOISE=""
@@ -51,4 +37,4 @@ exec python3 -m verl.trainer.main_ppo --config-dir "$RECIPE_DIR" --config-name c
     trainer.nnodes="$NNODES" \
     trainer.experiment_name="${NAME}_${ROLLOUT}${NOISE}" \
     ++ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_ROOT="$METRICS" \
-    "${ATTENTION_OPTIONS[@]}" "${TWIN[@]}" "$@"
+    "${ATTENTION[@]}" "${TWIN[@]}" "$@"

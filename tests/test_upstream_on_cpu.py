@@ -6,7 +6,15 @@ import sys
 import pytest
 
 from verl_qerl.errors import UpstreamDriftError
-from verl_qerl.upstream import Shim, fingerprint, install, uninstall
+from verl_qerl.upstream import (
+    Shim,
+    differing,
+    fingerprint,
+    fingerprint_in,
+    goes_on_untested,
+    install,
+    uninstall,
+)
 
 SOURCE = """
 import functools
@@ -166,3 +174,51 @@ def test_refuses_a_target_without_source(upstream):
     upstream.Model.run = namespace["run"]
     with pytest.raises(UpstreamDriftError, match="or apply patch"):
         install(shim)
+
+
+def test_a_fingerprint_of_files_is_that_of_the_function(upstream, tmp_path):
+    from toyhost.model import Model, scale
+
+    assert fingerprint_in(tmp_path, "toyhost.model:Model.run") == fingerprint(Model.run)
+    assert fingerprint_in(tmp_path, "toyhost.model:scale") == fingerprint(scale)
+    assert fingerprint_in(tmp_path, "toyhost.model:Model.build") == fingerprint(Model.build)
+    for gone in ("toyhost.model:Model.walk", "toyhost.model:Model", "toyhost.nowhere:run", "toyhost.model:None.run"):
+        assert fingerprint_in(tmp_path, gone) is None
+
+
+def test_what_differs_is_found_without_an_import(upstream, tmp_path):
+    known = {
+        "toyhost.model:scale": {fingerprint(upstream.scale)},
+        "toyhost.model:Model.run": {"000000000000"},
+        "toyhost.model:gone": {"000000000000"},
+    }
+    del sys.modules["toyhost.model"]
+    assert differing("toyhost", known) == ["toyhost.model:Model.run", "toyhost.model:gone"]
+    assert differing("nosuchhost", known) == sorted(known)
+    assert "toyhost.model" not in sys.modules
+
+
+@pytest.mark.parametrize("changes", [{"versions": "==1.3"}, {"fingerprint": "0" * 12}])
+def test_untested_versions_are_a_warning_where_that_is_asked_for(upstream, monkeypatch, caplog, changes):
+    shim = make_shim(upstream, **changes)
+    monkeypatch.setenv("VERL_QERL_UNTESTED_VERSIONS", "1")
+    assert install(shim)
+    assert upstream.Model().run(2) == 60
+    told = ["cannot replace toyhost.model:Model.run: its source"] if "fingerprint" in changes else []
+    assert [" ".join(message.split()[:5]) for message in caplog.messages] == told
+    uninstall(shim)
+
+
+def test_the_warning_comes_once_and_lists_what_differs(upstream, monkeypatch, caplog):
+    known = {"toyhost.model:scale": {"0" * 12}, "toyhost.model:Model.run": {fingerprint(upstream.Model.run)}}
+    problem = "toyhost is 9.9. Install 1.2."
+    assert not goes_on_untested(problem, "toyhost", known)
+    monkeypatch.setenv("VERL_QERL_UNTESTED_VERSIONS", "0")
+    assert not goes_on_untested(problem, "toyhost", known)
+    monkeypatch.setenv("VERL_QERL_UNTESTED_VERSIONS", "1")
+    assert goes_on_untested(problem, "toyhost", known)
+    assert goes_on_untested(problem, "toyhost", known)
+    assert caplog.messages == [
+        "toyhost is 9.9. Install 1.2. VERL_QERL_UNTESTED_VERSIONS=1: going on, untested. 1 of the 2 functions of"
+        " toyhost that verl_qerl replaces or overrides are not those of the tested versions: toyhost.model:scale."
+    ]

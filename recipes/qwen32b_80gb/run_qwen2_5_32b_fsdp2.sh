@@ -18,7 +18,7 @@ case "$ROLLOUT" in
         MODEL_PATH=${MODEL_PATH:-$HOME/models/Qwen2.5-32B-Instruct-NVFP4}   # written by `python3 -m verl_qerl quantize`
         GPU_MEMORY=${GPU_MEMORY:-0.6}
         # Logits of 8k tokens would take 11.6 GiB. Stock verl's fused kernels fail with this model's head (FSDP2, not tied).
-        TWIN=(+rollout=nvfp4 "${AQN[@]}" actor_rollout_ref.actor.optim.lr=1e-5 actor_rollout_ref.model.use_fused_kernels=True) ;;
+        TWIN=(+rollout=nvfp4 "${AQN[@]}" actor_rollout_ref.actor.optim.lr=1e-5) ;;
     bf16)   # 61 GiB of weights: it needs four such GPUs
         NUM_GPUS=${NUM_GPUS:-4}
         MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-32B-Instruct}

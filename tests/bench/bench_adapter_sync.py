@@ -4,8 +4,9 @@
     python tests/bench/bench_adapter_sync.py --out FILE.json --model 7B --rank 32 --keep-base-resident
 
 Two processes on one GPU, as in a run: an actor that holds the adapter in float32 under FSDP2, and a vLLM engine with
-our worker extension (dummy weights, no CUDA graphs). Timed is what happens between them: gathering, verl's transfer,
-and writing into vLLM's buffers. Ray's calls and the rest of a step are not in it; they are in a run's
+our worker extension (dummy weights, no CUDA graphs). Timed is what happens between them: gathering (ours with a
+checksum), verl's transfer (ours with its comparison), and writing into vLLM's buffers, of which `read_back` is the
+comparison of what they hold then. Ray's calls and the rest of a step are not in it; they are in a run's
 `timing_s/update_weights`.
 Exit code 1 when the engine's buffers do not hold what was sent.
 """
@@ -84,7 +85,7 @@ def run_actor(pipe: Connection, model: str, rank: int, bucket_mb: int, job: str)
     from verl.utils.device import get_device_name, get_torch_device, is_support_ipc
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
-    from verl_qerl.verl_plugin.flat_adapter import FlatAdapter, pieces
+    from verl_qerl.verl_plugin.flat_adapter import FlatAdapter, adapter_checksum, pieces
 
     device = torch.device(get_device_name())
     dist.init_process_group(
@@ -121,12 +122,15 @@ def run_actor(pipe: Connection, model: str, rank: int, bucket_mb: int, job: str)
         get_torch_device().empty_cache()  # as verl does before a sync
         synchronize()
         began = time.perf_counter()
+        checksum = None
         if arm == "ours":
-            weights = list(pieces(flat.gather()))
+            whole = flat.gather()
+            checksum, weights = adapter_checksum(whole), list(pieces(whole))
+            del whole
         else:  # collect_lora_params
             weights = [(name, one.full_tensor().detach().cpu()) for name, one in module.named_parameters()]
         synchronize()
-        pipe.send((flat.layout, time.perf_counter() - began))
+        pipe.send((flat.layout, checksum, time.perf_counter() - began))
         sender = BucketedWeightSender(handle(job), bucket_mb, use_shm=not is_support_ipc())
         asyncio.run(sender.async_send_weights(iter(weights)))
         del weights
@@ -174,11 +178,11 @@ def measure(args: argparse.Namespace, actor: Connection) -> dict[str, Any]:
     for seed in range(args.repeats):
         for arm, found in rounds.items():
             actor.send((arm, seed))
-            layout, gather = actor.recv()
+            layout, checksum, gather = actor.recv()
             time.sleep(0.02)  # Ray's call takes some ms: the sender listens before the receiver comes, as here
             config = {"peft_type": "LORA", "r": args.rank, "lora_alpha": SCALING * args.rank}
             config["target_modules"] = sorted({name.rpartition(".")[2] for name in shape.linears})
-            seconds = llm.collective_rpc(receive, args=(arm, config, layout))[0]
+            seconds = llm.collective_rpc(receive, args=(arm, config, layout, checksum))[0]
             assert actor.recv() == "sent"
             found.append({"gather": gather, **seconds, "total": gather + seconds["total"]})
             correct = correct and llm.collective_rpc(holds, args=(seed, len(layout) // 2))[0]
@@ -199,12 +203,13 @@ def summary(rounds: list[dict[str, float]]) -> dict[str, float]:
     }
 
 
-def receive(worker: Any, arm: str, config: dict[str, Any], layout: Any) -> dict[str, float]:
+def receive(worker: Any, arm: str, config: dict[str, Any], layout: Any, checksum: int | None) -> dict[str, float]:
     """Receiving and writing, in the worker."""
     from verl.utils.device import is_support_ipc
     from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-    from verl_qerl.verl_plugin.config import LAYOUT
+    from verl_qerl.verl_plugin import worker_extension
+    from verl_qerl.verl_plugin.config import CHECKSUM, LAYOUT
 
     worker = getattr(worker, "worker", worker)  # which vLLM wraps
     seconds: dict[str, float] = {}
@@ -219,8 +224,17 @@ def receive(worker: Any, arm: str, config: dict[str, Any], layout: Any) -> dict[
             seconds["receive"] = time.perf_counter() - began
             place(*arguments)
 
-        worker._qerl_place = timed
-        worker.update_weights_from_ipc(peft_config={**config, LAYOUT: layout}, **shared)
+        require_placed = worker_extension.require_placed
+
+        def timed_reading(*arguments: Any) -> None:
+            synchronize()
+            start = time.perf_counter()
+            require_placed(*arguments)
+            seconds["read_back"] = time.perf_counter() - start
+
+        worker._qerl_place, worker_extension.require_placed = timed, timed_reading
+        worker.update_weights_from_ipc(peft_config={**config, LAYOUT: layout, CHECKSUM: checksum}, **shared)
+        worker_extension.require_placed = require_placed
         del worker._qerl_place
     else:
         vLLMColocateWorkerExtension.update_weights_from_ipc(worker, peft_config=dict(config), **shared)

@@ -16,6 +16,7 @@ in float32 in all settings, those without noise too.
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
 import subprocess
@@ -52,6 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
         return noise_report.report(args.report, args.out)
     if not (args.model and args.data and args.settings):
         parser.error("--model, --data and --settings are needed to measure")
+    if importlib.util.find_spec("math_verify") is None:
+        parser.error("math_verify is missing, without which no answer can be scored: pip install math-verify")
     return measure(args)
 
 

@@ -1,6 +1,6 @@
 """What NVFP4's ways to choose block scales do to a pretrained model: weight error, log-probs, and time to quantize.
 
-    python tests/bench/bench_scales.py --model DIR --data gsm8k/test.jsonl --out tests/bench/results/cpu/scales.json
+    python tests/bench/bench_scales.py --model DIR --data gsm8k/test.jsonl --out tests/bench/results/<gpu>/scales.json
 
 Beside the choices of `quantize` two of others, by what they minimize: `four_over_six` (arXiv 2512.02010; amax lands on
 6 or on 4, whichever has the smaller squared error) and `expanded_mse` (llm-compressor's nvfp4_expanded_mse: the least
@@ -9,7 +9,7 @@ the file's rows of this model after each choice.
 
 Texts are questions of GSM8K with their solutions, without a chat. KL is that of bf16 to the quantized model, a token of
 these texts, by transformers in bf16 with dequantized weights, over the whole vocabulary; its standard error is that of
-means over texts. `change` is against the first choice, text by text.
+means over texts. `kl_change` is against the first choice, text by text. On a GPU if there is one.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import host_time
 import rollout_report
 import torch
 
@@ -63,7 +64,8 @@ def load(folder: str, data: Path, count: int) -> tuple[torch.nn.Module, list[lis
     rows = [json.loads(line) for line in data.read_text().splitlines()[:count]]
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     texts = tokenizer([f"{row['question']}\n{row['answer']}" for row in rows]).input_ids
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval(), texts
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), texts
 
 
 def measure(model: torch.nn.Module, texts: list[list[int]], choices: list[str]) -> Any:
@@ -75,8 +77,11 @@ def measure(model: torch.nn.Module, texts: list[list[int]], choices: list[str]) 
     yield {"choice": "bf16", "nll": token_mean([nll(one, text) for one, text in zip(reference, texts, strict=True)])}
     first: list[float] = []
     for choice in choices:
+        CHOICES[choice](next(iter(originals.values())))  # what is compiled or loaded at the first call
+        host_time.synchronize()
         errors, began, computed = [], time.perf_counter(), time.process_time()
         packed = {name: CHOICES[choice](weight) for name, weight in originals.items()}
+        host_time.synchronize()
         seconds, computed = time.perf_counter() - began, time.process_time() - computed
         for name, linear in linears.items():
             linear.weight.data = dequantize(packed.pop(name))  # bf16 holds it exactly
@@ -100,12 +105,13 @@ def measure(model: torch.nn.Module, texts: list[list[int]], choices: list[str]) 
 def log_probs(model: torch.nn.Module, text: list[int]) -> torch.Tensor:
     """[tokens - 1, V] float32."""
     with torch.no_grad():
-        return model(input_ids=torch.tensor([text])).logits[0, :-1].float().log_softmax(-1)
+        ids = torch.tensor([text], device=next(model.parameters()).device)
+        return model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
 
 
 def nll(log_probs: torch.Tensor, text: list[int]) -> torch.Tensor:
     """[tokens - 1] float32."""
-    return -log_probs.gather(1, torch.tensor(text[1:])[:, None])[:, 0].float()
+    return -log_probs.gather(1, torch.tensor(text[1:], device=log_probs.device)[:, None])[:, 0].float()
 
 
 def token_mean(values: list[torch.Tensor]) -> float:
@@ -143,7 +149,9 @@ def _search(weight: torch.Tensor, power: float, scales: Callable[[torch.Tensor],
     """[N, K] quantized, each block with the one of its scales that has the least sum of |error| ** power."""
     encode = nvfp4._power_of_two_below(256.0 * 6.0 / float(weight.abs().amax()))
     parts = [_search_rows(rows, encode, power, scales) for rows in weight.split(nvfp4.chunk_rows(weight))]
-    return PackedWeight(*(torch.cat([part[i] for part in parts]) for i in range(2)), torch.tensor(1.0 / encode))
+    return PackedWeight(
+        *(torch.cat([part[i] for part in parts]) for i in range(2)), weight.new_tensor(1.0 / encode).float()
+    )
 
 
 def _search_rows(
@@ -164,7 +172,7 @@ def _search_rows(
 
 
 def _values(codes: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(nvfp4.E2M1_VALUES)[codes.int()]
+    return torch.tensor(nvfp4.E2M1_VALUES, device=codes.device)[codes.int()]
 
 
 def _choice(scale: str) -> Quantizer:
@@ -177,7 +185,8 @@ CHOICES |= {"four_over_six": four_over_six, "expanded_mse": expanded_mse}
 
 def table(run: dict[str, Any]) -> list[str]:
     """Lines of Markdown."""
-    lines = ["| scales | relative error | KL a token | less than the first | NLL | M weights per processor second |"]
+    rate = "processor second" if run["gpu"].startswith("cpu") else "second"
+    lines = [f"| scales | relative error | KL a token | less KL than the first | NLL | M weights per {rate} |"]
     lines.append("|---" * 6 + "|")
     for row in run["rows"]:
         cells = [row["choice"], *["-"] * 3, f"{row['nll']:.4f}", "-"]
@@ -185,7 +194,7 @@ def table(run: dict[str, Any]) -> list[str]:
             cells[1] = f"{row['relative_error']:.4f}"
             cells[2] = f"{row['kl']:.4f} +- {row['kl_standard_error']:.4f}"
             cells[3] = f"{-row['kl_change']:.4f} +- {row['kl_change_standard_error']:.4f}"
-            cells[5] = f"{row['weights'] / row['processor_seconds'] / 1e6:.1f}"
+            cells[5] = f"{row['weights'] / row[rate.replace(' ', '_') + 's'] / 1e6:.1f}"
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

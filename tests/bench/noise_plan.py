@@ -81,11 +81,13 @@ def by_engine(settings: list[Setting]) -> list[list[Setting]]:
 def engine_options(model: str, setting: Setting) -> dict[str, Any]:
     """Of vllm.LLM: what depends on the base and the noise, for all settings that share this one's engine."""
     from verl_qerl.formats import get_format
+    from verl_qerl.vllm_plugin.options import SCHEDULER
 
     aqn: dict[str, Any] = {"enabled": True}
     if setting.draw != "batch":
         aqn |= {"mode": setting.mode, "draw": setting.draw}
-    options: dict[str, Any] = {
+    own_draws = {"scheduler_cls": SCHEDULER} if setting.draw != "batch" else {}
+    options: dict[str, Any] = own_draws | {
         "model": model,
         "worker_extension_cls": "noise_extension.Noise",
         "distributed_executor_backend": "mp",

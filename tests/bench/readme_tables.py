@@ -22,6 +22,8 @@ LABELS = {
     "fp8_lora_stock": "FP8, stock",
     "nvfp4_lora_ours": "**NVFP4, verl_qerl**",
     "nvfp4_lora_ours_noise": "NVFP4, verl_qerl, noise",
+    "nvfp4_lora_ours_sequence": "NVFP4, verl_qerl, noise of each sequence",
+    "nvfp4_lora_ours_token": "NVFP4, verl_qerl, noise of each token",
 }
 _BLOCK = re.compile(r"(<!-- rollout (speed|all) ([^>]+?) -->\n).*?(<!-- end -->)", flags=re.S)
 

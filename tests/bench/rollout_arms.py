@@ -103,6 +103,15 @@ VARIANTS["nvfp4_lora_ours_512"] = dataclasses.replace(ARMS["nvfp4_lora_ours"], l
 VARIANTS["nvfp4_lora_ours_noise"] = dataclasses.replace(
     ARMS["nvfp4_lora_ours"], options=ours(aqn={"enabled": True})
 )  # norms in float32
+# Norms with a table of draws, and rows of it for each token; how large sigma is makes no difference to the time.
+VARIANTS |= {
+    f"{name}_{draw}": dataclasses.replace(ARMS[name], options=ours(linear, aqn={"enabled": True, "draw": draw}))
+    for name, linear in (("nvfp4_lora_ours", "auto"), ("bf16_lora_ours", "stock"))
+    for draw in ("sequence", "token")
+}
+VARIANTS["bf16_lora_ours_noise"] = dataclasses.replace(
+    ARMS["bf16_lora_ours"], options=ours("stock", aqn={"enabled": True})
+)
 VARIANTS["nvfp4_lora_ours_v2"] = dataclasses.replace(ARMS["nvfp4_lora_ours"], runner="1")
 ARMS |= VARIANTS
 

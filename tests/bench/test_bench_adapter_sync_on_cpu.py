@@ -17,6 +17,6 @@ def test_an_adapter_of_a_tiny_model_arrives_by_both_ways(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(out.read_text())
     assert found["correct"]
-    assert set(found["ms"]["ours"]) == {"gather", "receive", "write", "total", "first"}
+    assert set(found["ms"]["ours"]) == {"gather", "receive", "write", "read_back", "total", "first"}
     assert set(found["ms"]["verl"]) == {"gather", "total", "first"}
-    assert found["ms"]["ours"]["total"] > found["ms"]["ours"]["write"] > 0
+    assert found["ms"]["ours"]["total"] > found["ms"]["ours"]["write"] > found["ms"]["ours"]["read_back"] > 0

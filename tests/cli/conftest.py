@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_qerl.testing import random_qwen2, random_qwen3_moe
+from verl_qerl.testing import random_decoder, random_qwen3_moe
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("train_checkpoint.py")
@@ -48,14 +48,15 @@ class Trained:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> Path:
-    """Folder with models of two layers and a tokenizer: bf16, tied (embeddings), nvfp4 and int8 (of bf16), moe."""
+    """Folder with models of two layers and a tokenizer: bf16 (Qwen2), tied (Llama), nvfp4 and int8 (of bf16), moe."""
     from verl_qerl.cli.chat_tokenizer import train_tokenizer
     from verl_qerl.cli.quantize import quantize_checkpoint
 
     folder = tmp_path_factory.mktemp("models")
     tokenizer = train_tokenizer(["What is 2 + 3? The answer is #### 5", "Ann has 4 apples and buys 3 more."], 320)
-    for name in ("bf16", "tied"):
-        model = random_qwen2(0, 3, vocab_size=320, max_position_embeddings=512, tie_word_embeddings=name == "tied")
+    for name, family, tied in (("bf16", "qwen2", False), ("tied", "llama", True)):
+        sizes = {"vocab_size": 320, "max_position_embeddings": 512, "tie_word_embeddings": tied}
+        model = random_decoder(family, gain=3, **sizes)
         model.save_pretrained(folder / name, max_shard_size="200KB")
         tokenizer.save_pretrained(str(folder / name))
     quantize_checkpoint(folder / "bf16", folder / "nvfp4", scale="minmax", device="cpu")

@@ -110,14 +110,14 @@ def test_flash_attn_that_is_missing_or_broken_is_no_failure(
     installed: Callable[[dict[str, str]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed(GPU_MACHINE)
-    assert doctor.attention_rows() == [Row("flash-attn", "not installed, recipes train with sdpa", "any", SKIP)]
+    assert doctor.attention_rows() == [Row("flash-attn", "not installed, torch's own attention is used", "any", SKIP)]
     installed(GPU_MACHINE | {"flash-attn": "2.8.3"})
 
     def broken(name: str) -> None:
         raise ImportError(f"{name}: undefined symbol")
 
     monkeypatch.setattr(importlib, "import_module", broken)
-    expected = "2.8.3, recipes train with sdpa: flash_attn: undefined symbol"
+    expected = "2.8.3, torch's own attention is used: flash_attn: undefined symbol"
     assert doctor.attention_rows() == [Row("flash-attn", expected, "any", SKIP)]
     monkeypatch.setattr(importlib, "import_module", lambda name: None)
     assert doctor.attention_rows() == [Row("flash-attn", "2.8.3", "any", OK)]

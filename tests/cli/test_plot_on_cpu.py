@@ -87,3 +87,6 @@ def test_a_missing_file_is_one_sentence(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["plot", str(tmp_path / "none"), "--out", str(tmp_path / "x.png")])
     assert "a file is missing: path=" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plot", str(tmp_path), "--out", str(tmp_path / "x.png")])
+    assert "a directory was given for a file: path=" in capsys.readouterr().err

@@ -48,6 +48,9 @@ def test_what_holds_no_prompts_is_refused(tmp_path, name, content, message):
 def test_an_absent_file(tmp_path, name):
     with pytest.raises(FileNotFoundError, match="a file is missing"):
         read_prompts(tmp_path / name, 4)
+    (tmp_path / name).mkdir()
+    with pytest.raises(FileNotFoundError, match="a directory was given for a file"):
+        read_prompts(tmp_path / name, 4)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from verl_qerl.cli import main
 from verl_qerl.cli.quantize import quantize_checkpoint
 from verl_qerl.nvfp4 import PackedWeight, dequantize, quantize_group
-from verl_qerl.nvfp4.checkpoint import quantization_config
+from verl_qerl.nvfp4.checkpoint import from_tensors, quantization_config
 from verl_qerl.nvfp4.digest import model_digest, weight_digest
 from verl_qerl.nvfp4.stream import INDEX, open_source, stream
 
@@ -294,3 +294,34 @@ def test_a_mixture_says_that_its_routers_are_not_packed(tmp_path):
     quantize_checkpoint(tmp_path / "moe", tmp_path / "out", device="cpu")
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert config["ignore"] == ["lm_head", ROUTER]
+
+
+def test_a_quantized_model_that_cannot_be_used_as_it_is_is_quantized_anew(tmp_path: Path, capsys) -> None:
+    bf16, packed, out = make_model(tmp_path / "bf16"), tmp_path / "packed", tmp_path / "out"
+    left_out = ["model.layers.0.mlp.down_proj"]
+    quantize_checkpoint(bf16, packed, ignore=left_out, device="cpu")
+    (file,) = packed.glob("*.safetensors")
+    tensors = load_file(file)
+    for i in range(2):  # global scales of their own, as others write them, no powers of two apart
+        tensors[f"model.layers.{i}.self_attn.k_proj.weight_global_scale"] *= 1.5
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"different global scales: .* or this one with --requantize too\."):
+        list(stream(open_source(packed)))
+    with pytest.raises(SystemExit):
+        main(["quantize", "--model", str(packed), "--out", str(out), "--device", "cpu"])
+    assert "name the original model, or add --requantize." in capsys.readouterr().err
+    assert main(["quantize", "--model", str(packed), "--out", str(out), "--device", "cpu", "--requantize"]) == 0
+    assert "errors are those beside the nvfp4 weights of the source, not" in capsys.readouterr().out
+    report = json.loads((out / "quantization_report.json").read_text())
+    assert report["source"] == "nvfp4"
+    again, stored = packed_weights(out), tensors_of(out)
+    assert left_out[0] not in again
+    assert len(again) == NUM_LINEARS - 1
+    assert torch.equal(stored[f"{left_out[0]}.weight"], tensors_of(bf16)[f"{left_out[0]}.weight"])
+    for module, weight in again.items():
+        parts = ("weight_packed", "weight_scale", "weight_global_scale")
+        was = from_tensors(module, {part: tensors[f"{module}.{part}"] for part in parts}, "compressed-tensors")
+        found, expected = dequantize(weight, torch.float32), dequantize(was, torch.float32)
+        error = float((found - expected).norm() / expected.norm())
+        assert error == pytest.approx(report["layers"][module]["relative_error"], abs=3e-3)
+        assert error < 0.1, module

@@ -32,6 +32,8 @@ DIFFERENCE = {
     f"{ACTOR}.fsdp_config._target_": "verl_qerl.verl_plugin.config.QerlFSDPEngineConfig",
     f"{ACTOR}.fsdp_config.model_dtype": None,  # null: bf16 under an adapter, fp32 without
     f"{ACTOR}.fsdp_config.qerl": None,
+    "actor_rollout_ref.model.use_fused_kernels": True,
+    f"{ACTOR}.use_fused_kernels": True,  # verl's own: they follow the model's
     "actor_rollout_ref.ref.strategy": "fsdp2",  # verl's own: it follows the actor's
     f"{ROLLOUT}.load_format": "safetensors",
     f"{ROLLOUT}.custom": {"qerl": {"base": "nvfp4"}},
@@ -100,7 +102,7 @@ def test_the_base_agrees_with_the_rest_of_the_run():
             "model.lora.merge": False,
             "model.lora_adapter_path": None,
             "model.use_remove_padding": True,
-            "model.attn_implementation": "flash_attention_2",
+            "model.attn_implementation": None,
             "actor.ulysses_sequence_parallel_size": 1,
             "trainer.n_gpus_per_node": 8,
             "trainer.nnodes": 1,
@@ -161,6 +163,14 @@ def test_the_command_line_wins():
     before = ("actor_rollout_ref.rollout.load_format=auto", "+rollout=nvfp4")
     for order in (before, before[::-1]):
         assert composed(*order).actor_rollout_ref.rollout.load_format == "auto"
+
+
+def test_the_head_gives_log_probs_unless_it_trains_or_the_user_says_otherwise():
+    option = "actor_rollout_ref.model.use_fused_kernels"
+    assert OmegaConf.select(composed("+rollout=nvfp4"), option) is True
+    assert OmegaConf.select(composed("+rollout=int8", "actor_rollout_ref.model.lora_rank=0"), option) is False
+    assert OmegaConf.select(composed("+rollout=nvfp4", f"{option}=False"), option) is False
+    assert OmegaConf.select(composed(), option) is False
 
 
 def test_the_platform_composes_in_both_orders():

@@ -138,7 +138,11 @@ def test_two_ranks_from_an_nvfp4_directory_save_adapters_only(workbench):
     assert main(["quantize", "--model", str(workbench.model), "--out", str(packed), "--scale", "minmax"]) == 0
     options = [*NVFP4, ACR, "+aqn.num_stages=2", "trainer.save_freq=2"]
     options.append("+actor_rollout_ref.actor.checkpoint.save_lora_only=true")
-    options.append("actor_rollout_ref.model.use_fused_kernels=true")  # log-probs from our head
+    # Passes without padding, micro-batches counted in tokens, and the attention that a run of ours takes by itself:
+    # +platform=cpu has padding and sdpa.
+    options += ["~actor_rollout_ref.model.override_config.attn_implementation"]
+    options += ["actor_rollout_ref.model.use_remove_padding=true", "actor_rollout_ref.actor.use_dynamic_bsz=true"]
+    options += ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256"]
     # vLLM's own kernels for adapters; the other runs take ours.
     options.append("+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.lora=stock")
     options.append("+actor_rollout_ref.actor.fsdp_config.qerl.shard_base=true")
@@ -147,6 +151,7 @@ def test_two_ranks_from_an_nvfp4_directory_save_adapters_only(workbench):
         "two_ranks", *options, "aqn.sigma_start=2e-6", "aqn.sigma_end=1e-6", model=packed, num_ranks=2
     )
     run.check()
+    assert "override_config.attn_implementation is verl_qerl_varlen" in run.log
     assert len(run.steps) == 2
     for step in run.steps:
         assert_in_step(step)
@@ -250,6 +255,18 @@ def test_verls_weights_are_of_a_quantized_noisy_rollout(int8_base_run):
     quiet, noisy, last = int8_base_run.steps
     for step in (quiet, last):
         assert noisy["qerl/rollout_kl_k3"] > 2 * step["qerl/rollout_kl_k3"]
+
+
+def test_a_critic_beside_a_packed_actor(workbench):
+    options = ("algorithm.adv_estimator=gae", f"critic.model.path={workbench.model}", "critic.optim.lr=1e-3")
+    options += ("critic.ppo_micro_batch_size_per_gpu=4", "actor_rollout_ref.actor.use_kl_loss=True")
+    options += ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",)
+    first, second = workbench.train("gae", "+rollout=nvfp4", *options).check().steps
+    assert first["critic/vf_loss"] > 0
+    assert first["critic/grad_norm"] > 0
+    assert first["critic/values/mean"] != second["critic/values/mean"]
+    assert abs(first["actor/kl_loss"]) < 1e-5 < second["actor/kl_loss"]  # the reference is the base
+    assert_in_step(second)
 
 
 def test_noise_alone_on_a_bf16_rollout_with_validation(workbench):

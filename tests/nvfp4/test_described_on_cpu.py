@@ -205,6 +205,7 @@ def test_the_older_name_of_the_entry_is_read(write):
         ({"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}}, "int8"),
         ({"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"}}, "fp8"),
         ({"quantization_config": {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}}, "mxfp4"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "finegrained-fp8"),
     ],
 )
 def test_layout_follows_the_config(found: dict, layout: str) -> None:
@@ -217,7 +218,7 @@ def test_layout_follows_the_config(found: dict, layout: str) -> None:
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, ", format='pack-quantized'"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, ", quant_algo='FP8'"),
         ({"quant_method": "gptq", "bits": 4}, ""),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, r", weight_block_size=\[128, 128\]"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, ", fmt='e5m2'"),
     ],
 )
 def test_other_quantizations_are_refused(found: dict, told: str) -> None:

@@ -36,6 +36,6 @@ def test_it_composes_and_passes_the_checks_of_the_driver(monkeypatch):
     assert config.aqn.enabled
     # What verl's defaults would break on one GPU, or leave out.
     assert (config.trainer.n_gpus_per_node, config.actor_rollout_ref.rollout.tensor_model_parallel_size) == (1, 1)
-    assert config.actor_rollout_ref.model.override_config.attn_implementation == "sdpa"
+    assert config.actor_rollout_ref.model.use_remove_padding
     assert "file" in config.trainer.logger
     assert config.trainer.save_freq > 0

@@ -9,7 +9,8 @@ import pytest
 pytest.importorskip("verl")
 
 from hydra import compose, initialize_config_dir
-from verl.utils.config import omega_conf_to_dataclass
+
+from verl_qerl.modules.varlen_attention import NAME
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 SCRIPTS = sorted(RECIPES.glob("*/run_qwen2_5_*.sh"))
@@ -37,42 +38,26 @@ def name_of(script, overrides):
 
 
 @each_script
-def test_without_flash_attn_recipes_train_with_sdpa_and_say_so(recorder, script):
-    done, overrides = run(recorder, script, **NO_FLASH)
-    assert done.returncode == 0
-    assert [line.partition(",")[0] for line in done.stderr.splitlines()] == ["attention: sdpa"]
-    config = composed(script, overrides)
-    assert config.actor_rollout_ref.model.override_config.attn_implementation == "sdpa"
-    assert not config.actor_rollout_ref.model.use_remove_padding
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    # Padded answers: no micro-batch may be longer than what the recipe gives it otherwise.
-    assert not actor.use_dynamic_bsz
-    assert not rollout.log_prob_use_dynamic_bsz
-    assert actor.ppo_micro_batch_size_per_gpu == rollout.log_prob_micro_batch_size_per_gpu == 2
-    assert 2 * rollout.max_model_len <= actor.ppo_max_token_len_per_gpu
-    for gpus in (1, 2, 4, 8, 16):
-        assert actor.ppo_mini_batch_size * rollout.n % (2 * gpus) == 0
-    valid = omega_conf_to_dataclass(actor)
-    valid.validate(config.trainer.n_gpus_per_node, config.data.train_batch_size, config.actor_rollout_ref.model)
+@pytest.mark.parametrize("rollout", ["nvfp4", "bf16"])
+def test_without_flash_attn_both_runs_take_an_attention_that_needs_none(recorder, script, rollout):
+    done, overrides = run(recorder, script, ROLLOUT=rollout, **NO_FLASH)
+    assert (done.returncode, done.stderr) == (0, "")
+    model = composed(script, overrides).actor_rollout_ref.model
+    assert model.override_config.attn_implementation == NAME
+    assert model.use_remove_padding
+    named = "++actor_rollout_ref.model.override_config.attn_implementation=sdpa"
+    _, overrides = run(recorder, script, named, ROLLOUT=rollout, **NO_FLASH)
+    assert composed(script, overrides).actor_rollout_ref.model.override_config.attn_implementation == "sdpa"
 
 
 @each_script
 def test_flash_attn_is_taken_where_it_can_be_imported(recorder, script):
-    for variables in ({}, NO_FLASH | {"ATTENTION": "flash_attention_2"}):
-        done, overrides = run(recorder, script, **variables)
-        assert done.stderr == ""
-        config = composed(script, overrides)
-        assert config.actor_rollout_ref.model.use_remove_padding
-        assert config.actor_rollout_ref.actor.use_dynamic_bsz
-        assert "attn_implementation" not in config.actor_rollout_ref.model.override_config
-    _, overrides = run(recorder, script, ATTENTION="sdpa")
-    assert not composed(script, overrides).actor_rollout_ref.model.use_remove_padding
-
-
-def test_an_unknown_attention_is_refused_before_anything_runs(recorder):
-    done, _ = run(recorder, SCRIPTS[0], ATTENTION="eager")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "ATTENTION=eager. Accepted are flash_attention_2 and sdpa." in done.stderr
+    done, overrides = run(recorder, script)
+    assert (done.returncode, done.stderr) == (0, "")
+    config = composed(script, overrides)
+    assert "attn_implementation" not in config.actor_rollout_ref.model.override_config
+    assert config.actor_rollout_ref.model.use_remove_padding
+    assert config.actor_rollout_ref.actor.use_dynamic_bsz
 
 
 @each_script

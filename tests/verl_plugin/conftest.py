@@ -71,13 +71,13 @@ def validate(configuration, monkeypatch, caplog) -> Callable[..., list[str]]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Of test_engine*.py: bf16, tied (with tied embeddings), nvfp4, quantized from bf16, and moe, with experts."""
+    """Of test_engine*.py: bf16 (Qwen2), tied (Llama, tied), nvfp4, quantized from bf16, and moe, with experts."""
     from verl_qerl.cli.quantize import quantize_checkpoint
-    from verl_qerl.testing import random_qwen2, random_qwen3_moe
+    from verl_qerl.testing import random_decoder, random_qwen2, random_qwen3_moe
 
     folder = tmp_path_factory.mktemp("models")
-    for name, tied in (("bf16", False), ("tied", True)):
-        random_qwen2(tie_word_embeddings=tied).save_pretrained(folder / name)
+    random_qwen2().save_pretrained(folder / "bf16")
+    random_decoder("llama", tie_word_embeddings=True).save_pretrained(folder / "tied")
     quantize_checkpoint(folder / "bf16", folder / "nvfp4", device="cpu")
     random_qwen3_moe().save_pretrained(folder / "moe")
     return folder

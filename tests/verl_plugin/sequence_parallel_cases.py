@@ -43,7 +43,7 @@ def batch(**options):
     nested = {name: torch.nested.as_nested_tensor(parts, layout=torch.jagged) for name, parts in fields.items()}
     data = TensorDict(nested, batch_size=len(rows))
     settings = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2, "temperature": 0.7, "global_batch_size": 4}
-    tu.assign_non_tensor(data, calculate_entropy=True, **settings, **options)
+    tu.assign_non_tensor(data, calculate_entropy=True, **settings | options)
     return data
 
 
@@ -64,10 +64,13 @@ def engine_of(size, padded=False, attention=reference_flash_attention.NAME, sett
     )
 
 
-def update(size, head=False, padded=False, **options):
-    """What a pass without gradients and one with them give; `head`: log-probs come from it, else from logits."""
+def update(size, head=False, padded=False, batching=None, **options):
+    """What a pass without gradients and one with them give.
+
+    `head`: log-probs come from it, else from logits; `batching`: how the batch is divided, two sequences each else.
+    """
     engine = engine_of(size, padded, use_fused_kernels=head, **options)
-    flags = {"use_remove_padding": not padded, "use_fused_kernels": head}
+    flags = {"use_remove_padding": not padded, "use_fused_kernels": head, **(batching or {})}
     params, _ = engine.get_per_tensor_param(layered_summon=True, base_sync_done=True)
     to_rollout = {name: tensor.clone() for name, tensor in params}
     seen = []

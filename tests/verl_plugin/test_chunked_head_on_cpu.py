@@ -58,6 +58,18 @@ def test_other_backends_are_refused(backend):
         install_chunked_head(nn.Module(), backend)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("final_logit_softcapping", 30.0), ("logits_scaling", 8.0), ("logit_scale", 0.0625)]
+)
+def test_logits_that_the_model_changes_are_refused(name, value):
+    model = Qwen2ForCausalLM(Qwen2Config(**SIZES, num_attention_heads=2, num_key_value_heads=1)).requires_grad_(False)
+    setattr(model.config, name, value)
+    with pytest.raises(ValueError, match=rf"^Qwen2ForCausalLM changes its logits \({name}={value}\): .*kernels=False"):
+        install_chunked_head(model, None)
+    setattr(model.config, name, None if name == "final_logit_softcapping" else 1.0)
+    install_chunked_head(model, None)
+
+
 @pytest.mark.parametrize("head", [nn.Identity(), nn.Linear(4, 4)], ids=["another", "bias"])
 def test_another_head_is_refused(head):
     model = nn.Module()

@@ -17,6 +17,7 @@ from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.verl_plugin.config import BaseOptions, QerlFSDPEngineConfig, aqn_options
 
 MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{node}" for node in ("model", "actor", "rollout"))
+FLASH = f"+{MODEL}.override_config.attn_implementation=flash_attention_2"
 RUN = (
     f"{MODEL}.path=model",
     f"{MODEL}.lora_rank=32",
@@ -73,8 +74,8 @@ def test_a_good_run_builds():
             f"{ACTOR}.fsdp_config.qerl.ignore=[lm_head,'re:.*down_proj']",
         ),
         ("+aqn.enabled=true", "+aqn.sigma_start=0.02", "+aqn.num_stages=4", "+aqn.schedule=linear"),
-        (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=4",),  # of 8 GPUs
-        (f"{ACTOR}.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=1", "trainer.nnodes=2"),
+        (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=4", FLASH),  # of 8 GPUs
+        (f"{ACTOR}.ulysses_sequence_parallel_size=2", FLASH, "trainer.n_gpus_per_node=1", "trainer.nnodes=2"),
     ],
     ids=lambda overrides: overrides[0].removeprefix("actor_rollout_ref."),
 )
@@ -131,13 +132,23 @@ BAD = {
     ): r"attn_implementation=eager does not go together with actor\.fsdp_config\.ulysses_sequence_parallel_size=4",
     (
         f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",
+        f"+{MODEL}.override_config.attn_implementation=verl_qerl_varlen",
+    ): r"attn_implementation=verl_qerl_varlen does not go together .* and install flash-attn, or set the size to 1",
+    (
+        f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",
         f"{MODEL}.use_remove_padding=False",
     ): r"model\.use_remove_padding=False does not go together .* Accepted is True",
     (
         f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",
         "trainer.n_gpus_per_node=1",
         "trainer.nnodes=3",
+        f"{ROLLOUT}.tensor_model_parallel_size=1",
     ): r"ulysses_sequence_parallel_size=2 does not divide the 3 GPUs of the actor",
+    (
+        f"{ROLLOUT}.tensor_model_parallel_size=4",
+        "trainer.n_gpus_per_node=1",
+        "trainer.nnodes=2",
+    ): r"tensor_model_parallel_size=4 does not divide the 2 GPUs of the run \(trainer\.n_gpus_per_node=1, .*nnodes=2\)",
     (
         f"{ACTOR}.checkpoint.save_contents=[model,hf_model]",
     ): r"save_contents=\['model', 'hf_model'\] does not go .* and an adapter\. Accepted .*`python -m verl_qerl export`",

@@ -29,7 +29,7 @@ def trainer(monkeypatch):
         {"aqn": {"enabled": True}, "actor_rollout_ref": {"rollout": rollout}, "algorithm": {}}
     )
     made._servers = lambda: [server(answer) for answer in made.answers]
-    made.answers, made._num_rescored = [False, False], 0
+    made.answers, made._num_to_rescore = [False, False], lambda: 0
     return made
 
 

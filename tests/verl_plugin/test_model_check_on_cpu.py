@@ -2,7 +2,9 @@
 
 import json
 
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 pytest.importorskip("verl")
 
@@ -36,7 +38,11 @@ def test_a_stock_run_may_have_any_model(validate, written):
 
 
 @pytest.mark.parametrize("path", ["nowhere", "nobody/none-such"])
-def test_a_model_that_only_the_workers_reach_is_theirs_to_refuse(validate, path):
+def test_a_model_that_only_the_workers_reach_is_theirs_to_refuse(validate, monkeypatch, path):
+    def download(*names):
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     validate(*PACKED, f"{MODEL}.path={path}")
 
 

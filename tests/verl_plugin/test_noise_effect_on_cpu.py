@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 from verl_qerl.verl_plugin import noise_effect
+from verl_qerl.verl_plugin.engine_scores import UnscoredError
 from verl_qerl.verl_plugin.noise_effect import NoiseEffectMixin
 from verl_qerl.verl_plugin.noise_schedule import NoiseScheduleMixin
 from verl_qerl.verl_plugin.trainer import NoiseMixin
@@ -50,7 +51,7 @@ class Server:
         assert method == "qerl_set_noise"
         self.sigma, self.step = kwargs["sigma"], kwargs["step"]
         self.calls.append((self.sigma, self.step))
-        return [len(NORMS)] * 2
+        return [(len(NORMS), 7)] * 2
 
     def _generate(self, prompt_ids, sampling_params, request_id):
         self.calls.append(("score", len(prompt_ids), self.sigma, self.step))
@@ -184,6 +185,20 @@ def test_the_engine_scores_a_few_beginnings_of_answers(make, step, monkeypatch):
     short.server.calls.clear()
     step(short)
     assert {call[1] for call in short.server.calls if call[0] == "score"} == {39}  # room for the token it must sample
+
+
+def test_where_answers_have_draws_of_their_own_each_is_scored_with_one(make, step):
+    """Their prompts are clean, so that scoring an answer as a prompt would find no noise."""
+    made = make(start=2, sigma_start=0.1, draw="sequence")
+    rows = []
+
+    def generate(prompt_ids, sampling_params, request_id):
+        rows.append((made.server.sigma, sampling_params.get("extra_args")))
+        return made.server._generate(prompt_ids, sampling_params, request_id)
+
+    made.server.generate = SimpleNamespace(remote=generate)
+    assert step(made)["aqn/kl"] > 1e-3
+    assert rows == [(0.1, {"aqn_row": row}) for row in range(1, 33)] + [(0.0, None)] * 32
 
 
 def test_tokens_that_nobody_sampled_do_not_count(make, step):
@@ -328,6 +343,25 @@ def test_a_model_that_takes_images_is_not_scored(make, step, caplog, monkeypatch
     assert metrics["aqn/noisy_norms"] == 4
     with pytest.raises(ValueError, match=r"^aqn\.target_kl=0\.01 does not go together with a model that takes images"):
         make(target_kl=0.01)
+
+
+def test_what_the_engine_cannot_score_is_told_once_and_ends_a_search(make, step, caplog):
+    class Blind(Server):
+        def _generate(self, **request):
+            return SimpleNamespace(extra_fields={})
+
+    with caplog.at_level(logging.WARNING, logger=noise_effect.__name__):
+        made = make(start=2, sigma_start=0.1)
+        made.server = Blind()
+        made._set_noise(3)
+        seen = [step(made) for _ in range(3)]
+    assert not any("aqn/kl" in metrics for metrics in seen)
+    (told,) = [message for message in caplog.messages if "not measured" in message]
+    assert told.startswith("aqn/kl is not measured: the rollout did not score the tokens it was given: 0 answers for")
+    searching = make(start=1, target_kl=0.01)
+    searching.server = Blind()
+    with pytest.raises(UnscoredError, match=r"Leave out \+qerl\.mismatch_sample and \+aqn\.target_kl\.$"):
+        step(searching)
 
 
 def test_without_noise_nothing_is_asked(make):

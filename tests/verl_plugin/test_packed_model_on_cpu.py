@@ -20,7 +20,7 @@ from verl_qerl.nvfp4.checkpoint import quantization_config
 from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.nvfp4.ignore import is_ignored
 from verl_qerl.nvfp4.reference import dequantize, quantize_group
-from verl_qerl.testing import random_qwen3_moe
+from verl_qerl.testing import random_decoder, random_qwen3_moe
 from verl_qerl.verl_plugin.config import BaseOptions
 from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
 from verl_qerl.verl_plugin.rollout import describe_checkpoint
@@ -132,10 +132,23 @@ def test_the_dtype_is_that_of_what_is_not_packed(checkpoint):
     assert digests(model) == expected_digests(checkpoint())
 
 
-def test_tied_embeddings_stay_tied(checkpoint):
-    model = read(checkpoint(tied=True))
-    assert model.lm_head.weight is model.model.embed_tokens.weight
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "phi3"])
+def test_every_family_computes_with_the_dequantized_weights(tmp_path, family, tied):
+    more = {"pad_token_id": 0} if family == "phi3" else {}  # fused linears on disk: qkv_proj and gate_up_proj
+    random_decoder(family, gain=3, tie_word_embeddings=tied, **more).save_pretrained(tmp_path / "bf16")
+    quantize_checkpoint(tmp_path / "bf16", tmp_path / "nvfp4", device="cpu")
+    model, packed = read(tmp_path / "bf16"), read(tmp_path / "nvfp4")
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
     assert not model.lm_head.weight.is_meta
+    assert digests(packed) == digests(model)
+    assert len(digests(model)) == 2 * (4 if family == "phi3" else 7)
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype=torch.bfloat16)
+    for name, linear in packed_linears(model):
+        dense.get_submodule(name).weight.data = dequantize(linear.packed())
+    tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(model(tokens).logits, dense(tokens).logits)
+    assert torch.equal(packed(tokens).logits, dense(tokens).logits)
 
 
 def test_an_nvfp4_directory_gives_the_same_bits(checkpoint, tmp_path):

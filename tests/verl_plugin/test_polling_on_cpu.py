@@ -31,7 +31,8 @@ def buffer_of(mode, sampler=None, **nodes):
     }
     kind = get_trainer_cls(mode)
     trainer = kind.__new__(kind)
-    trainer.config, trainer.trainer_mode, trainer._num_rescored = OmegaConf.create(config), mode, 0
+    trainer.config, trainer.trainer_mode = OmegaConf.create(config), mode
+    trainer._may_rescore = lambda: False
     return trainer._build_replay_buffer()
 
 

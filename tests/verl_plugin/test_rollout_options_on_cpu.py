@@ -62,7 +62,7 @@ def test_another_vllm_is_refused_where_an_option_is_set(monkeypatch):
 
 def test_a_bf16_rollout_with_an_option_has_our_workers(caplog):
     assert extension_of(f"{OPTIONS}.lm_head=fp8") == WORKER_EXTENSION
-    assert not caplog.text
+    assert "worker_extension_cls" not in caplog.text
 
 
 def test_an_extension_of_the_users_stays_and_a_warning_says_who_reads_the_options(caplog):

@@ -1,5 +1,6 @@
 """verl's own training loop with our trainer: what noise the rollout workers hold whenever something is sampled."""
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -225,3 +226,20 @@ def test_verls_registry_holds_our_trainers():
     before = dict(trainer_base.TRAINER_REGISTRY)
     trainer.install(SimpleNamespace(trainer_base=trainer_base))
     assert before == trainer_base.TRAINER_REGISTRY
+
+
+@pytest.mark.parametrize("mode", [*MODES, "separate_async"])
+def test_no_mixin_hides_a_method_of_another(mode):
+    """Of a name that several classes have, all but the last in order call the next; verl's come last."""
+    owners = {}
+    for cls in get_trainer_cls(mode).__mro__[1:-1]:
+        for name, found in vars(cls).items():
+            if inspect.isfunction(found):
+                owners.setdefault(name, []).append((cls, found))
+    hidden = [
+        (name, cls.__name__)
+        for name, found in owners.items()
+        for cls, function in found[:-1]
+        if cls.__module__.startswith("verl_qerl") and "__class__" not in function.__code__.co_freevars
+    ]
+    assert not hidden

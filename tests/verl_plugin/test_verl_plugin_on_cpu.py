@@ -3,6 +3,7 @@ import importlib.util
 import pytest
 
 from verl_qerl import verl_plugin
+from verl_qerl.verl_plugin.shims import SHIMS
 
 needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
 ADDITIONAL = "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config"
@@ -12,6 +13,23 @@ LORA = (
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
     "actor_rollout_ref.rollout.name=vllm",
 )
+
+
+@needs_verl
+def test_our_warnings_are_heard_beside_vllms_server(fresh_process):
+    """It imports a package that silences the root logger and its handlers."""
+    script = """
+import logging, verl, verl_qerl.verl_plugin.mismatch
+ours = logging.getLogger("verl_qerl.verl_plugin.mismatch")
+ours.warning("before")
+logging.getLogger().setLevel(logging.ERROR)
+for handler in logging.getLogger().handlers:
+    handler.setLevel(logging.ERROR)
+ours.warning("after")
+ours.info("too much")
+"""
+    heard = fresh_process("-c", script).stderr
+    assert (heard.count(":before"), heard.count(":after"), heard.count("too much")) == (1, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +68,15 @@ import verl
 from verl_qerl import verl_plugin
 print(type(verl_plugin.FAILURE).__name__, verl_plugin.hooks._waiting)
 """
+
+
+@needs_verl
+def test_another_verl_is_a_warning_where_that_is_asked_for(fresh_process):
+    arguments = ("-c", OTHER_VERSION, "verl=0.10.0", "+aqn.enabled=true")
+    found = fresh_process(*arguments, VERL_QERL_UNTESTED_VERSIONS="1")
+    assert found.stdout.splitlines()[-1].startswith("NoneType ")  # no failure: everything is registered
+    assert "verl is 0.10.0." in found.stderr
+    assert f"0 of the {len(SHIMS)} functions of verl that verl_qerl replaces or overrides" in found.stderr
 
 
 @needs_verl

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from verl_qerl import testing
-from verl_qerl.formats import get_format
 from verl_qerl.nvfp4.reference import dequantize
 from verl_qerl.nvfp4.stream import open_source, stream
 
@@ -123,8 +122,6 @@ def start(vllm):
         path: Path, aqn: dict | None = None, additional: dict | None = None, form: str = "nvfp4", **options
     ):
         extra = {"kv_cache_memory_bytes": 1 << 26, "max_model_len": 256, "max_num_seqs": 4} | options
-        if "quantization_config" not in json.loads((path / "config.json").read_text()):
-            extra["hf_overrides"] = {"quantization_config": get_format(form).config()}
         if aqn is not None or additional:
             extra["additional_config"] = {"verl_qerl": {"aqn": aqn, **(additional or {})}}
         return vllm.LLM(

@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 
+from verl_qerl.testing import random_decoder
+
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -23,6 +25,8 @@ from verl_qerl.verl_plugin.requantize import quantized_for_rollout
 from verl_qerl.vllm_plugin.reload import InPlaceReload
 
 path, form = sys.argv[1], get_format(sys.argv[2])
+with open(path + "/config.json") as file:
+    tied = json.load(file).get("tie_word_embeddings", False)
 cuda = torch.cuda.is_available()
 PROMPT = [(7 * i + 3) % 500 for i in range(200)]
 
@@ -30,7 +34,7 @@ def sync(llm, tensors, num_before):
     def run(worker):
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         reload = InPlaceReload(worker.model_runner.get_model(), worker.vllm_config, form, num_before)
-        for item in quantized_for_rollout(tensors.items(), shapes, form, ("lm_head",), tied=False):
+        for item in quantized_for_rollout(tensors.items(), shapes, form, ("lm_head",), tied):
             reload.load([item])
         report = reload.finish()
         worker._qerl_noise.recapture()
@@ -100,15 +104,25 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def found(random_qwen2, tmp_path):
+def tied_llama(tmp_path):
+    """As `random_qwen2`; vLLM has a head of its own for it, with the weight of the embedding."""
+    sizes = {"vocab_size": 1024, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    random_decoder("llama", tie_word_embeddings=True, **heads, **sizes).save_pretrained(tmp_path / "tied")
+    return tmp_path / "tied"
+
+
+@pytest.fixture
+def found(random_qwen2, tied_llama, tmp_path):
     """Format -> what its engine showed. The engines run at the same time: they mostly start."""
+    models = {"fp8": tied_llama, "int8": random_qwen2, "mxfp4": random_qwen2, "nvfp4": tied_llama}
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     env = {**os.environ, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     running = {}
     for form in FORMATS:
         log = (tmp_path / f"{form}.log").open("w")
-        command = [sys.executable, str(script), str(random_qwen2), form]
+        command = [sys.executable, str(script), str(models[form]), form]
         running[form] = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
     results = {}
     for form, process in running.items():

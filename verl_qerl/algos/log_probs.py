@@ -1,7 +1,8 @@
 """Log-probabilities of given tokens from half-precision logits or hidden states, in float32 and in bounded memory.
 
-Without flash-attn verl takes them token by token, one log_softmax each, and in the dtype of the logits: near -4 a bf16
-log-probability has steps of 2**-6, as large as the differences that policy ratios are made of.
+Without flash-attn verl takes them token by token: some kernels each, and the time of a small model goes into launching
+them. Under autocast a GPU takes them in float32 all the same. A CPU does not: near -4 a bf16 log-probability has steps
+of 2**-6, as large as the differences that policy ratios are made of.
 """
 
 from collections.abc import Iterator

@@ -123,7 +123,8 @@ def read_jsonl(path: Path, required: Mapping[str, type]) -> list[Row]:
         ValueError: A line is not such an object, or there is none.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"a file is missing: path={path}. JSON lines are accepted. Check the path.")
+        what = "a directory was given for a file" if path.is_dir() else "a file is missing"
+        raise FileNotFoundError(f"{what}: path={path}. JSON lines are accepted. Check the path.")
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):  # JSON may hold U+2028
         if not line.strip():

@@ -111,8 +111,8 @@ def gpu_rows() -> list[Row]:
 
 
 def attention_rows() -> list[Row]:
-    """Which attention the recipes train with; none is no failure."""
-    version, otherwise = _version("flash-attn"), "recipes train with sdpa"
+    """Whether the actor has flash-attn; without it is no failure."""
+    version, otherwise = _version("flash-attn"), "torch's own attention is used"
     if version is None:
         return [Row("flash-attn", f"not installed, {otherwise}", "any", SKIP)]
     try:

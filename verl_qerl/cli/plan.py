@@ -19,7 +19,12 @@ def add_parser(subparsers: Any) -> None:
     default = "(default: %(default)s)"
     parser.add_argument("--rank", type=int, default=32, help=f"of the adapters, on all linears {default}")
     parser.add_argument("--gpus", type=int, default=1, help=f"that FSDP2 shards over {default}")
-    parser.add_argument("--tokens", type=int, default=8192, help=f"of a micro-batch with its padding {default}")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=8192,
+        help=f"of a micro-batch, as ppo_max_token_len_per_gpu {default}",
+    )
     parser.add_argument("--utilization", type=float, default=0.5, help=f"rollout.gpu_memory_utilization {default}")
     parser.add_argument("--tensor-parallel", type=int, default=1, help=f"of the rollout {default}")
     switches = {

@@ -104,7 +104,8 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet as pq
 
     if not path.is_file():
-        raise FileNotFoundError(f"a file is missing: prompts={path}. Parquet is accepted. Check the path.")
+        what = "a directory was given for a file" if path.is_dir() else "a file is missing"
+        raise FileNotFoundError(f"{what}: prompts={path}. Parquet is accepted. Check the path.")
     try:
         rows = pq.read_table(path, columns=["prompt"]).to_pylist()
     except pa.ArrowException as error:

@@ -27,6 +27,7 @@ from verl_qerl.cli.model_dir import (
 from verl_qerl.cli.output_dir import check_absent, new_directory
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import WeightFormat, scaled_format
+from verl_qerl.formats.dense_source import DenseSource, dense_source, left_dense
 from verl_qerl.formats.packed import relative_error
 from verl_qerl.formats.packed_stream import check_held, packed_names, packed_stream
 from verl_qerl.nvfp4.digest import model_digest
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
         ignore=args.ignore,
         device=args.device,
         max_shard_bytes=args.max_shard_size,
+        requantize=args.requantize,
     )
     print(_table(report))
     print(f"wrote {args.out}")
@@ -62,6 +64,7 @@ def quantize_checkpoint(
     ignore: Sequence[str] = (),
     device: str = "auto",
     max_shard_bytes: int = 5 * 10**9,
+    requantize: bool = False,
 ) -> dict[str, Any]:
     """Quantize `model` into the new directory `out`, which appears when everything is written.
 
@@ -73,6 +76,7 @@ def quantize_checkpoint(
         ignore: Modules left as they are, besides lm_head.
         device: `auto`, `cpu` or `cuda`.
         max_shard_bytes: Of one output file.
+        requantize: Take a quantized `model` by the weights that it stands for; what it left as it is stays so.
 
     Returns:
         What is also written to `quantization_report.json`.
@@ -85,6 +89,9 @@ def quantize_checkpoint(
     chosen = scaled_format(form, scale)
     source = open_source(model)
     rules = tuple(dict.fromkeys((*DEFAULT_IGNORE, *ignore)))
+    if requantize and source.format is not None:
+        source = dense_source(source)
+        rules = (*rules, *left_dense(source, rules))
     _check(source)
     check_held(source, chosen)
     if any(is_router(name.rpartition(".")[0]) for name in source.files):
@@ -120,6 +127,7 @@ def _write(
         "device": device_name(device),
         "format": form.name,
         "ignore": ignore,
+        "source": source.origin.format if isinstance(source, DenseSource) else "unquantized",
         "seconds": round(seconds, 3),
         "read_gb_per_s": round(total_bytes(source.specs) / 1e9 / seconds, 3),
         "bytes_before": total_bytes(source.specs),
@@ -164,7 +172,7 @@ def _check(source: Source) -> None:
     if source.layout != "bf16":
         raise CheckpointFormatError(
             f"the model is quantized already: {source.path} ({source.layout}). An unquantized checkpoint is accepted. "
-            "Use this directory as it is, or name the original model."
+            "Use this directory as it is, name the original model, or add --requantize."
         )
 
 
@@ -176,6 +184,8 @@ def _table(report: dict[str, Any]) -> str:
     for kind, errors in kinds.items():
         mean = sum(errors) / len(errors)
         lines.append(f"{kind:<12} {len(errors):>5} {mean:>11.4f} {max(errors):>11.4f}")
+    if report["source"] != "unquantized":
+        lines.append(f"errors are those beside the {report['source']} weights of the source, not beside the original's")
     before, after = report["bytes_before"] / 1e9, report["bytes_after"] / 1e9
     lines.append(
         f"{before:.3f} GB -> {after:.3f} GB in {report['seconds']:.1f} s, {report['read_gb_per_s']:.2f} GB/s read, "

@@ -27,6 +27,12 @@ def add_parser(subparsers: Any) -> None:
         metavar="MODULE",
         help="modules left as they are besides lm_head and routers: exact names, or `re:` and a regular expression",
     )
+    parser.add_argument(
+        "--requantize",
+        action="store_true",
+        help="take a quantized model by the weights that it stands for: NVFP4, MXFP4, INT8, FP8 a tensor, row or block;"
+        " its rounding stays, and errors are those beside it",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     parser.add_argument(
         "--max-shard-size", type=parse_size, default="5GB", help="of an output file (default: %(default)s)"

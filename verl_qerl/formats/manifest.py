@@ -47,11 +47,11 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     data = data.clone() if data.storage_offset() % 4 else data  # a view of words must start at one
     words = data.view(torch.int32) if data.numel() % 4 == 0 else data
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    start = 1
+    factor = 3
     for chunk in words.split(_CHUNK):
-        positions = torch.arange(start, start + chunk.numel(), device=tensor.device)
-        total = total + (chunk.long() * (2 * positions + 1)).sum()
-        start += chunk.numel()
+        end = factor + 2 * chunk.numel()
+        total = total + torch.arange(factor, end, 2, device=tensor.device).mul_(chunk).sum()
+        factor = end
     return total
 
 

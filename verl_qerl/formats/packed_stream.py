@@ -106,8 +106,8 @@ def _check_modules(source: Source, form: WeightFormat) -> None:
     if outside:
         raise CheckpointFormatError(
             f"{source.path} packs {outside[0]!r}, and only linears inside the layers may be packed: head, embedding and"
-            " routers stay in bf16. Quantize the original model with `python -m verl_qerl quantize --format"
-            f" {form.name}`, which leaves them out."
+            " routers stay in bf16. Quantize the original model, or this one with --requantize, by `python -m verl_qerl"
+            f" quantize --format {form.name}`, which leaves them out."
         )
     named = ignored_modules(source.config)
     ignored = sorted(name for name in packed if is_ignored(name, named))

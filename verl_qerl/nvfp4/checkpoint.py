@@ -204,7 +204,7 @@ def share_scale(weights: dict[str, PackedWeight]) -> dict[str, PackedWeight]:
     raise CheckpointFormatError(
         f"linears that vLLM fuses have different global scales: {scales}. Accepted is one scale for a group, or scales"
         " that differ by powers of two which the block scales can take. Quantize the bf16 model with `python -m"
-        " verl_qerl quantize`."
+        " verl_qerl quantize`, or this one with --requantize too."
     )
 
 

@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 # ModelOpt's names of what is read as NVFP4. Others scale activations (NVFP4_AWQ) or add matrices (NVFP4_SVDQUANT).
 _ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
+# FP8 with a scale for each block of a weight, as DeepSeek has it and transformers calls it; `quantize` alone reads it.
+BLOCK_FP8 = "finegrained-fp8"
 _LAYOUTS = {FORMAT: "compressed-tensors", **SIBLINGS}
 # Entries that are read here or elsewhere, or that say nothing about the weights. All others must be empty.
 _KNOWN = {
@@ -41,6 +43,13 @@ _KNOWN = {
         "kv_cache_scheme",
         "kv_cache_quant_algo",
     },
+    "fp8": {
+        "quant_method",
+        "fmt",
+        "weight_block_size",
+        "activation_scheme",
+        "modules_to_not_convert",
+    },
 }
 _OF_A_GROUP = {"targets", "weights", "input_activations", "format"}
 # What of the arguments decides how codes and scales are read, with compressed-tensors' value where it is left out.
@@ -52,7 +61,7 @@ _ARGUMENTS = {
     "dynamic": False,
     "group_size": None,
 }
-_OTHER_ARGUMENTS = {"observer", "observer_kwargs", "scale_dtype", "zp_dtype"}
+_OTHER_ARGUMENTS = {"observer", "observer_kwargs", "scale_dtype", "zp_dtype", "block_structure"}
 _REMEDY = "Point model.path at the original bf16 model"
 
 
@@ -80,8 +89,8 @@ def stored_format(config: Mapping[str, Any], where: str = "the checkpoint") -> s
         where: The checkpoint, for messages.
 
     Returns:
-        `bf16` (any float, unquantized), `compressed-tensors` or `modelopt` (NVFP4), or the name of a format among
-        SIBLINGS.
+        `bf16` (any float, unquantized), `compressed-tensors` or `modelopt` (NVFP4), the name of a format among
+        SIBLINGS, or BLOCK_FP8.
 
     Raises:
         CheckpointFormatError: Quantized in a way that is not read here.
@@ -94,6 +103,8 @@ def stored_format(config: Mapping[str, Any], where: str = "the checkpoint") -> s
         return _LAYOUTS[form]
     if method == "modelopt" and algorithm in _ALGORITHMS:
         return "modelopt"
+    if method == "fp8" and found.get("weight_block_size") and found.get("fmt", "e4m3") == "e4m3":
+        return BLOCK_FP8
     names = ("quant_method", "format", "quant_algo", "fmt", "weight_block_size")
     said = ", ".join(f"{name}={found[name]!r}" for name in names if found.get(name))
     raise CheckpointFormatError(

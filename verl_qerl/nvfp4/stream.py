@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.nvfp4 import checkpoint
-from verl_qerl.nvfp4.described import check_arguments, check_described, described, stored_format
+from verl_qerl.nvfp4.described import BLOCK_FP8, check_arguments, check_described, described, stored_format
 from verl_qerl.nvfp4.experts import check_all_packed, check_experts
 from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
 from verl_qerl.nvfp4.groups import in_groups, linears_among
@@ -60,6 +60,13 @@ class Source:
         """Name of the weight format of its linears; None: they are not quantized."""
         return {"bf16": None, "compressed-tensors": "nvfp4", "modelopt": "nvfp4"}.get(self.layout, self.layout)
 
+    def tensors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) as the files hold them, shard by shard; a GPU is given with its index."""
+        for file in self.shards:
+            for name, tensor in _read(self.path / file, device):
+                if self.files[name] == file:  # a tensor that two shards hold comes once
+                    yield name, tensor
+
 
 def open_source(path: str | Path, revision: str | None = None, cache_dir: str | None = None) -> Source:
     """Read config.json and the headers of every shard.
@@ -84,7 +91,8 @@ def open_source(path: str | Path, revision: str | None = None, cache_dir: str | 
         quantization = read_object(path / MODELOPT).get("quantization")
         config = {**config, "quantization_config": {"quant_method": "modelopt", **(quantization or {})}}
     if found := described(config):
-        config = {**config, "quantization_config": found}
+        config = {name: value for name, value in config.items() if name != "compression_config"}
+        config["quantization_config"] = found
     layout = stored_format(config, str(path))
     check_described(str(path), config)
     files, specs = _read_headers(path)
@@ -147,10 +155,11 @@ def check_format(source: Source, form: str) -> None:
         CheckpointFormatError: They are in another format.
     """
     if source.format not in (None, form):
+        use = "" if source.format == BLOCK_FP8 else f"Use +rollout={source.format}, or point"
         raise CheckpointFormatError(
             f"{source.path} is quantized in another format: {source.format}, and {form} is asked for. Accepted are"
-            f" unquantized weights and {form}. Use +rollout={source.format}, or point model.path at the original bf16"
-            " model."
+            f" unquantized weights and {form}. {use or 'Point'} model.path at the original bf16 model, or at what"
+            f" `python -m verl_qerl quantize --requantize --format {form}` makes of this one."
         )
 
 
@@ -285,10 +294,7 @@ def stored_tensors(source: Source, device: str | torch.device = "cpu") -> Iterat
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    for file in source.shards:
-        for name, tensor in _read(source.path / file, device):
-            if source.files[name] == file:  # a tensor that two shards hold comes once
-                yield name, tensor
+    yield from source.tensors(device)
 
 
 def _read(path: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,25 +10,29 @@ import logging
 import os
 import sys
 
+from omegaconf import OmegaConf
 from packaging.specifiers import SpecifierSet
 
+from verl_qerl import upstream
 from verl_qerl.errors import UpstreamDriftError
 from verl_qerl.verl_plugin import hooks
+from verl_qerl.verl_plugin.warnings_kept import keep_warnings
 
 logger = logging.getLogger(__name__)
-
 SUPPORTED = {"verl": "==0.9.1", "ray": ">=2.54"}  # Ray tells the name of its session from then on
 FAILURE: Exception | None = None
 _ROLLOUTS = ("fp8", "int8", "mxfp4", "nvfp4")
 
 
 def _register() -> None:
+    keep_warnings()
     for package, accepted in SUPPORTED.items():
         found = importlib.metadata.version(package)
-        if not SpecifierSet(accepted).contains(found, prereleases=True):
-            raise UpstreamDriftError(
-                f"{package} is {found}. verl_qerl works with {package}{accepted}. Install that release."
-            )
+        problem = f"{package} is {found}. verl_qerl works with {package}{accepted}. Install that release."
+        fits = SpecifierSet(accepted).contains(found, prereleases=True)
+        if not fits and not upstream.goes_on_untested(problem, package, _replaced(package)):
+            raise UpstreamDriftError(problem)
+    OmegaConf.register_new_resolver("verl_qerl.has_adapter", bool, replace=True)  # of config/rollout/nvfp4.yaml
     if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
         from verl_qerl.verl_plugin import cpu
 
@@ -42,6 +46,14 @@ def _register() -> None:
 
     for program in legacy.PROGRAMS:
         hooks.when_imported(program, legacy.__name__)
+
+
+def _replaced(package: str) -> dict[str, set[str]]:
+    """Functions of a host that shims replace -> the sources that they were written for."""
+    from verl_qerl.verl_plugin.shims import SHIMS
+
+    ours = (shim for shim in SHIMS if shim.target.startswith(f"{package}."))
+    return {shim.target: {shim.fingerprint, shim.patched} for shim in ours}
 
 
 def asks_for_qerl(arguments: list[str]) -> bool:

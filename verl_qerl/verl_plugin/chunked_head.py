@@ -61,7 +61,7 @@ def install_chunked_head(model: nn.Module, backend: str | None) -> None:
         backend: `model.fused_kernel_options.impl_backend`.
 
     Raises:
-        ValueError: Another backend than torch is asked for, or the head is no plain linear.
+        ValueError: Another backend than torch is asked for, the head is no plain linear, or its logits are changed.
     """
     if backend not in (None, "torch"):
         raise ValueError(
@@ -74,6 +74,13 @@ def install_chunked_head(model: nn.Module, backend: str | None) -> None:
             f"{type(model).__name__} has no plain lm_head: model.use_fused_kernels=True. Accepted is a head that is a"
             " linear without bias, in bf16. Set actor_rollout_ref.model.use_fused_kernels=False."
         )
+    for name, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1), ("logit_scale", 1)):
+        if getattr(model.config, name, None) not in (None, neutral):
+            raise ValueError(
+                f"{type(model).__name__} changes its logits ({name}={getattr(model.config, name)}):"
+                " model.use_fused_kernels=True. Accepted is a head whose logits are used as they are. Set"
+                " actor_rollout_ref.model.use_fused_kernels=False."
+            )
     head.__class__ = ChunkedHead
     kind = type(model)
     model.__class__ = type(kind.__name__, (_LogProbsModel, kind), {"__module__": kind.__module__})

@@ -18,6 +18,7 @@ from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.algos.options import read_options
 from verl_qerl.formats import FORMATS, WeightFormat, scale_choices, scaled_format
 from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE, ignore_rules
+from verl_qerl.verl_plugin.attention import default_attention
 from verl_qerl.verl_plugin.nodes import plain
 from verl_qerl.verl_plugin.sequence_parallel import check_sequence_parallel
 
@@ -179,7 +180,7 @@ class QerlFSDPEngineConfig(ScaledFSDPEngineConfig):
         if "model.attn_implementation" in run:
             check_sequence_parallel(
                 older_name if older_name > 1 else self.ulysses_sequence_parallel_size,
-                run["model.attn_implementation"],
+                run["model.attn_implementation"] or default_attention(),
                 run["model.use_remove_padding"],
                 run["trainer.n_gpus_per_node"] * run["trainer.nnodes"],
             )
@@ -263,3 +264,10 @@ def _check_run(run: dict[str, Any], form: str, has_adapter: bool) -> None:
                     f"{name}={run[name]} does not go together with {others}. Accepted is {accepted}. {remedy}"
                 )
     AQNConfig.from_mapping(run.get("aqn"))
+    gpus, shared = run.get("trainer.n_gpus_per_node"), run.get("rollout.tensor_model_parallel_size", 1)
+    if gpus is not None and (gpus * run["trainer.nnodes"]) % shared:
+        raise ValueError(
+            f"rollout.tensor_model_parallel_size={shared} does not divide the {gpus * run['trainer.nnodes']} GPUs of"
+            f" the run (trainer.n_gpus_per_node={gpus}, trainer.nnodes={run['trainer.nnodes']}). Accepted are divisors"
+            " of it. Set actor_rollout_ref.rollout.tensor_model_parallel_size=1, or use more GPUs."
+        )

@@ -27,6 +27,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl_qerl import upstream
 from verl_qerl.algos.plain_adapter import check_plain
 from verl_qerl.algos.uaq import write_record
+from verl_qerl.modules import varlen_attention
 from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.modules.convert import packed_linears, packed_weights
 from verl_qerl.modules.format_linear import PACKED_LINEARS
@@ -94,12 +95,15 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
         return getattr(self.engine_config, "uaq_scale", None)
 
     def _build_module(self) -> nn.Module:
+        if getattr(self.engine_config, "qerl", None) is not None:
+            upstream.install(LOG_PROBS)
         if self._requantized is not None:
             check_unquantized(self.model_config.local_path, self._requantized.format)
         if self._base is None:
-            return super()._build_module()
+            module = super()._build_module()
+            varlen_attention.check_model(module)
+            return module
         check_memory(self, self._base.agrees_with)
-        upstream.install(LOG_PROBS)
         if self.model_config.use_liger:
             raise ValueError("model.use_liger=True is not supported on a packed base. Accepted is False. Leave it out.")
         config = self.model_config.hf_config
@@ -107,6 +111,7 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
         with init_empty_weights(include_buffers=False):
             auto_class: Any = get_hf_auto_model_class(hf_config=config)
             module = auto_class.from_config(config, dtype=dtype, trust_remote_code=self.model_config.trust_remote_code)
+        varlen_attention.check_model(module)
         shards = self._base.shard_base and torch.distributed.get_world_size() > 1
         kind = ShardedNVFP4Linear if shards else PACKED_LINEARS[self._base.format]
         form = self._base.weight_format
@@ -300,7 +305,8 @@ class _WithoutPackedBytes:
 
 
 def install(module: ModuleType) -> None:
-    """Register the engine ahead of the stock one; a second call does nothing."""
+    """Register the engine ahead of the stock one, and the attention that needs no flash-attn; again: nothing."""
+    varlen_attention.register()
     registered = EngineRegistry._engines["language_model"]["fsdp2"]
     if QerlFSDPEngine in registered.values():
         return

@@ -179,11 +179,11 @@ class MismatchMixin(RescoringMixin):
             if found.num_tokens:
                 metrics["qerl/rollout_kl_k3"] = found.kl_k3
                 metrics["qerl/rollout_log_prob_abs_diff"] = found.log_prob_abs_diff
-                began = {key: tags.get(key, {}).get("min_global_steps") for key in batch.keys}
-                fresh = [key for key, begin in began.items() if begin is None or begin == self.global_steps - 1]
-                counts = torch.tensor([key in fresh for key in batch.keys])
-                sampled = rollout_mismatch(rollout, actor, mask * counts[:, None])
+                began = [tags[key].get("min_global_steps") for key in batch.keys]
+                counts = [begin is None or begin == self.global_steps - 1 for begin in began]
+                sampled = rollout_mismatch(rollout, actor, mask * torch.tensor(counts)[:, None])
                 if sampled.num_tokens:
+                    fresh = [key for key, counted in zip(batch.keys, counts, strict=True) if counted]
                     self._judge(batch, fresh, sampled, metrics)
         return batch
 

@@ -4,7 +4,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.nvfp4.model_config import read_config
 from verl_qerl.verl_plugin.nodes import plain
 from verl_qerl.verl_plugin.spelling import uses_qerl
@@ -36,7 +35,7 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
 def _config_of(path: str) -> dict[str, Any] | None:
     try:
         return read_config(path)
-    except (CheckpointFormatError, OSError):
+    except (ValueError, OSError):
         return None  # the workers may reach it, and say what is wrong with it if they cannot
 
 

@@ -22,7 +22,7 @@ from verl.utils.debug import marked_timer
 
 from verl_qerl.algos.aqn import AQNConfig, stage_of
 from verl_qerl.algos.noise_kl import Searched, noise_kl, search_sigma
-from verl_qerl.verl_plugin.engine_scores import Row, score_answers
+from verl_qerl.verl_plugin.engine_scores import Row, UnscoredError, score_answers
 from verl_qerl.verl_plugin.rescoring import RescoringMixin, evenly
 
 logger = logging.getLogger(__name__)
@@ -48,14 +48,16 @@ class NoiseEffectMixin(RescoringMixin):
         self._aqn_sizes: dict[str, float] = {}
         self._aqn_metrics: dict[str, float] = {}
         self._aqn_measured: int | None = None  # the stage whose KL was measured last
+        self._aqn_unscored = False  # the engine cannot score what this run samples
         super().__init__(config)
 
     def on_init_end(self) -> None:
         """As verl's; then the engine has the weights of which the noise has a size."""
         super().on_init_end()
         if self._aqn.enabled:
-            if _takes_images(self):
+            if getattr(self, "processor", None) is not None:
                 _refuse_search(self._aqn)
+                self._give_up("this model takes images, and the rollout scores prompts of text alone")
             (self._aqn_sizes, *_) = self._ask_workers("qerl_norm_sizes")
             _tell_sizes(self._aqn, self._aqn_sizes)
             self._tell_missing(self.global_steps + 1)
@@ -84,13 +86,30 @@ class NoiseEffectMixin(RescoringMixin):
         self._aqn_metrics["aqn/noisy_norms"] = noisy[0]
         if sigma:
             self._aqn_metrics |= _relative_sizes(self._aqn, sigma, self._aqn_sizes)
-        if _takes_images(self):
-            return
         stage, coming = self._stage(step), self._stage(step + 1)
-        measures = sigma > 0 and stage != self._aqn_measured
+        measures = sigma > 0 and stage != self._aqn_measured and not self._aqn_unscored
         searches = self._aqn.target_kl is not None and coming > 0 and coming not in self._aqn_searched
         if not measures and not searches:
             return
+        try:
+            self._score_noise(measures, searches)
+        except UnscoredError as error:
+            if searches:
+                raise
+            self._give_up(str(error).partition(".")[0])
+        self._switch_noise(sigma, step)
+
+    def _give_up(self, reason: str) -> None:
+        self._aqn_unscored = True
+        logger.warning("aqn/kl is not measured: %s.", reason)
+
+    def _score_noise(self, measures: bool, searches: bool) -> None:
+        """Take the KL of the step's noise, and search for the coming stage's; leaves the noise as it comes.
+
+        Raises:
+            UnscoredError: As `score_answers`.
+        """
+        sigma = self._sigma(self.global_steps)
         sample = _sample_of(self._sampled, self.config.actor_rollout_ref.rollout.max_model_len)
         with_noise = self._score_sample(sample, noisy=True) if sigma else None
         if with_noise is not None:
@@ -98,10 +117,9 @@ class NoiseEffectMixin(RescoringMixin):
         clean = self._score_sample(sample)
         if measures and with_noise is not None:
             self._aqn_metrics["aqn/kl"] = noise_kl(with_noise, with_noise, clean)
-            self._aqn_measured = stage
+            self._aqn_measured = self._stage(self.global_steps)
         if searches:
             self._search(sample, clean if with_noise is None else with_noise, clean)
-        self._switch_noise(sigma, step)
 
     def _search(self, sample: _Sample, sampled: torch.Tensor, clean: torch.Tensor) -> None:
         """Find the sigma of the coming stage. `sampled`: log-probs by the policy that sampled the answers."""
@@ -152,17 +170,12 @@ def _sample_of(batch: Any, max_model_len: int | None) -> _Sample:
     return _Sample(rows, masks)
 
 
-def _takes_images(trainer: Any) -> bool:
-    return getattr(trainer, "processor", None) is not None
-
-
 def _refuse_search(config: AQNConfig) -> None:
     if config.target_kl is not None:
         raise ValueError(
             f"aqn.target_kl={config.target_kl} does not go together with a model that takes images: the rollout scores"
             " prompts of text alone. Accepted is null. Leave it out and set `+aqn.sigma_start=...`."
         )
-    logger.warning("aqn/kl is not measured: this model takes images, and the rollout scores prompts of text alone.")
 
 
 def _check_reach(sigma: float, step: int, noisy: list[int], total: int) -> None:

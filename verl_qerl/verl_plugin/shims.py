@@ -23,7 +23,10 @@ def _gloo_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _float32_log_probs(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Take log-probs of half-precision logits in float32 and in chunks: verl takes one token at a time, in bf16."""
+    """Take log-probs of half-precision logits in float32 and in chunks.
+
+    verl takes one token at a time, some kernels each; in float32 under autocast on a GPU, in bf16 on a CPU.
+    """
 
     def logprobs_from_logits_v2(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if logits.dtype in (torch.float32, torch.float64):
@@ -33,18 +36,28 @@ def _float32_log_probs(original: Callable[..., torch.Tensor]) -> Callable[..., t
     return logprobs_from_logits_v2
 
 
+def _float32_entropy(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Take entropies of half-precision logits in float32: autocast does so on a GPU and leaves bf16 on a CPU."""
+
+    def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
+        return original(logits if logits.dtype == torch.float64 else logits.float())
+
+    return entropy_from_logits
+
+
 def _policy_loss_checks(original: Callable[..., None]) -> Callable[..., None]:
     """Let a registered policy loss refuse the configuration: verl calls it for the first time in the first update.
 
-    Our gate, AQN, UAQ, the options of the rollout, models, adapter and the CPU platform are asked at the same place.
-    Where the patch is applied and this stands down, the trainer asks, but for models, adapter and CPU platform, whose
-    workers then fail.
+    Our gate, AQN, UAQ, the options of the rollout, the attention, models, adapter and the CPU platform are asked at the
+    same place. Where the patch is applied and this stands down, the trainer asks, but for models, adapter and CPU
+    platform, whose workers then fail.
     """
 
     def validate_config(config: Any, use_reference_policy: bool, use_critic: bool) -> None:
         from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
         from verl_qerl.verl_plugin.adapter_check import check_adapter
+        from verl_qerl.verl_plugin.attention import check_attention
         from verl_qerl.verl_plugin.config import aqn_options
         from verl_qerl.verl_plugin.cpu.activation_offload import check_offload
         from verl_qerl.verl_plugin.cpu.whole_model import check_sync
@@ -67,6 +80,7 @@ def _policy_loss_checks(original: Callable[..., None]) -> Callable[..., None]:
         check_rollout(config)
         check_models(config, use_critic)
         check_adapter(config)
+        check_attention(config)
         original(config=config, use_reference_policy=use_reference_policy, use_critic=use_critic)
 
     return validate_config
@@ -93,7 +107,7 @@ PROCESS_GROUP = Shim(
     patch="verl/0002",
     wrap=_gloo_on_cpu,
 )
-# In force where the engine trains on a packed base; with flash-attn verl does not get there.
+# In force where the engine has options of ours; with flash-attn verl does not get there.
 LOG_PROBS = Shim(
     target="verl.utils.torch_functional:logprobs_from_logits_v2",
     versions="==0.9.1",
@@ -101,6 +115,15 @@ LOG_PROBS = Shim(
     patched="473b1706eaf4",
     patch="verl/0006",
     wrap=_float32_log_probs,
+)
+# Needed by the CPU platform.
+ENTROPY = Shim(
+    target="verl.utils.torch_functional:entropy_from_logits",
+    versions="==0.9.1",
+    fingerprint="f69d6578eeb3",
+    patched="daa4c2e5f67d",
+    patch="verl/0006",
+    wrap=_float32_entropy,
 )
 # Asked by ACR and the gate; verl's own policy losses check nothing.
 CONFIG_CHECK = Shim(
@@ -121,4 +144,4 @@ SENDING = Shim(
     patch="verl/0017",
     wrap=_watched_sending,
 )
-SHIMS: tuple[Shim, ...] = (PROCESS_GROUP, LOG_PROBS, CONFIG_CHECK, SENDING)
+SHIMS: tuple[Shim, ...] = (PROCESS_GROUP, LOG_PROBS, ENTROPY, CONFIG_CHECK, SENDING)

@@ -15,8 +15,10 @@ from verl.utils.debug import marked_timer
 
 from verl_qerl import vllm_plugin
 from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
+from verl_qerl.verl_plugin.attention import use_attention
 from verl_qerl.verl_plugin.checkpoints import CheckpointMixin
 from verl_qerl.verl_plugin.config import aqn_options
+from verl_qerl.verl_plugin.critic import CriticMixin
 from verl_qerl.verl_plugin.engine_health import EngineHealthMixin
 from verl_qerl.verl_plugin.mismatch import MismatchMixin
 from verl_qerl.verl_plugin.mismatch_parts import MismatchPartsMixin
@@ -43,7 +45,7 @@ def install(module: ModuleType) -> None:
             # Engines are asked first. The gate tells the parts of a difference, so it comes after them: they are its
             # super().
             ours = (EngineHealthMixin, MismatchMixin, MismatchPartsMixin, NoiseEffectMixin, NoiseScheduleMixin)
-            ours += (NoiseMixin, CheckpointMixin, PolicyLossMixin, UAQMixin, WeightSyncMixin, PollingMixin)
+            ours += (NoiseMixin, CheckpointMixin, PolicyLossMixin, UAQMixin, WeightSyncMixin, PollingMixin, CriticMixin)
             bases = (*ours, trainer)
             registry[mode] = type(f"Qerl{trainer.__name__}", bases, {"__doc__": trainer.__doc__})
 
@@ -72,6 +74,7 @@ class NoiseMixin(_Trainer):
                 )
             ask_workers_for_noise(config, self._aqn)
         use_rollout_options(config)
+        use_attention(config)
         super().__init__(config)
 
     def on_init_end(self) -> None:

@@ -55,7 +55,7 @@ class WeightSyncMixin(_Trainer):
         """As verl's, which syncs; then ask the workers."""
         super().on_init_end()
         if self._asks_workers:
-            self._ask_workers()
+            self._check_sync()
 
     def on_step_end(self) -> None:
         """As verl's, which syncs; then ask the workers."""
@@ -63,13 +63,13 @@ class WeightSyncMixin(_Trainer):
         super().on_step_end()
         took_s = time.perf_counter() - start
         if self._asks_workers:
-            report = self._ask_workers()
+            report = self._check_sync()
             if self._requantizes:
                 found = {f"qerl/{name}": value for name, value in report.items() if name.startswith("sync_")}
                 metrics = getattr(self, "_pending_sync_metrics", None) or {}
                 self._pending_sync_metrics = {**metrics, **found, "qerl/sync_s": took_s}
 
-    def _ask_workers(self) -> dict[str, Any]:
+    def _check_sync(self) -> dict[str, Any]:
         """The answer of all workers.
 
         Raises:

@@ -135,8 +135,8 @@ def require_placed(manager: Any, lora_id: int, flat: torch.Tensor) -> None:
 def _not_held(reason: str) -> ValueError:
     return ValueError(
         f"the rollout does not hold the adapter that came: {reason}. Without it the rollout samples from an older"
-        " policy. This is a defect of verl_qerl or vLLM: report it with both versions. Until then, try"
-        " `+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.lora=stock`."
+        " policy. This is a defect of verl_qerl or vLLM: report it with both versions. Until then,"
+        " `+actor_rollout_ref.rollout.engine_kwargs.vllm.max_cpu_loras=2` has vLLM load it, which is slower."
     )
 
 

@@ -61,6 +61,13 @@ class QuantizingModelLoader(BaseModelLoader):
             return
         self._source(model_config)
 
+    def load_model(self, vllm_config: Any, model_config: ModelConfig, prefix: str = "") -> torch.nn.Module:
+        """As vLLM's; of a checkpoint without a quantization_config, with the linears in bf16 that `ignore` names."""
+        config = vllm_config.quant_config
+        if self._ignore is not None and getattr(config, "follows_loader", False):
+            config.ignore = list(self._ignore)
+        return super().load_model(vllm_config, model_config, prefix)
+
     def _stock(self) -> DefaultModelLoader:
         return DefaultModelLoader(replace(self.load_config, load_format="auto", model_loader_extra_config={}))
 

@@ -21,6 +21,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 )
 from vllm.platforms import current_platform
 
+from verl_qerl.formats import get_format
 from verl_qerl.nvfp4.ignore import is_router
 from verl_qerl.vllm_plugin import NAMES, PREFIX
 from verl_qerl.vllm_plugin.borrowed import BorrowedNVFP4, is_borrowing
@@ -58,9 +59,21 @@ def why_not_on(capability: int, form: str) -> str | None:
 
 
 class RolloutConfig(CompressedTensorsConfig):
-    """compressed-tensors' configuration under our name; every linear not in `ignore` is of one format."""
+    """compressed-tensors' configuration under our name; every linear not in `ignore` is of one format.
+
+    Attributes:
+        follows_loader: The checkpoint has no quantization_config, and the loader says which linears stay in bf16.
+    """
 
     NAME = ""
+
+    def __init__(self, **options: Any) -> None:
+        self.follows_loader = not options  # vLLM gives none where the checkpoint has none
+        if self.follows_loader:
+            described = get_format(NAMES[self.NAME]).config()
+            schemes = self._quantization_scheme_map_from_config(described)
+            options = {"target_scheme_map": schemes, "ignore": described["ignore"], "quant_format": described["format"]}
+        super().__init__(**options)
 
     def get_name(self) -> Any:
         """`verl_qerl_<format>`."""

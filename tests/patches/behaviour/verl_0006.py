@@ -1,8 +1,8 @@
-"""Log-probs of bf16 logits are float32, and a token more is not a kernel more."""
+"""Log-probs and entropies of bf16 logits are float32, and a token more is not a kernel more."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from verl.utils.torch_functional import logprobs_from_logits_v2
+from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits_v2
 
 
 class CountOperators(TorchDispatchMode):
@@ -32,3 +32,10 @@ error = (found.double() - expected).abs().max().item()
 assert error < 1e-4, f"log-probs of bf16 logits are off by {error}"
 few, many = operators(10), operators(50)
 assert few == many, f"10 tokens take {few} operators and 50 tokens {many}"
+
+log_p = logits.double().log_softmax(-1)
+with torch.autocast("cpu", torch.bfloat16):
+    entropy = entropy_from_logits(logits)
+assert entropy.dtype == torch.float32, f"entropies of bf16 logits are {entropy.dtype}"
+error = (entropy.double() + (log_p.exp() * log_p).sum(-1)).abs().max().item()
+assert error < 1e-5, f"entropies of bf16 logits are off by {error}"

@@ -1,0 +1,84 @@
+"""The attention of actor, reference and critic where the user names none.
+
+verl's default is flash_attention_2, of a package that is not installed with verl. Without it transformers fails once
+Ray has started; runs with an option of ours then take attention that torch has (modules/varlen_attention.py).
+"""
+
+import functools
+import importlib
+import importlib.util
+import logging
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_qerl.modules.varlen_attention import NAME
+
+logger = logging.getLogger(__name__)
+
+_OPTION = "override_config.attn_implementation"
+_MODELS = ("actor_rollout_ref.model", "critic.model")
+# Of a run with an option of ours, one has a value.
+_OURS = (
+    "aqn.enabled",
+    "uaq.enabled",
+    "actor_rollout_ref.rollout.custom.qerl.base",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl",
+)
+
+
+@functools.cache
+def has_flash_attn() -> bool:
+    """Whether flash-attn can be imported; an installed build may be for another torch."""
+    try:
+        importlib.import_module("flash_attn")
+    except (ImportError, OSError, RuntimeError):
+        return False
+    return True
+
+
+def default_attention() -> str:
+    """What `attn_implementation` is in a run with an option of ours that does not set it."""
+    return "flash_attention_2" if has_flash_attn() else NAME
+
+
+def check_attention(config: DictConfig) -> None:
+    """Look at a run on the driver; without an option of ours nothing is refused.
+
+    Args:
+        config: Of the whole run.
+
+    Raises:
+        ValueError: It asks for flash-attn, which cannot be imported.
+    """
+    for model in _models(config):
+        asked = OmegaConf.select(config, f"{model}.{_OPTION}")
+        # transformers takes flash attention from the hub where `kernels` is installed.
+        if asked == "flash_attention_2" and not has_flash_attn() and importlib.util.find_spec("kernels") is None:
+            raise ValueError(
+                f"{model}.{_OPTION}=flash_attention_2 needs flash-attn, which cannot be imported. Accepted are"
+                f" {NAME}, which needs torch alone, sdpa and eager. Leave the option out, or install flash-attn."
+            )
+
+
+def use_attention(config: DictConfig) -> None:
+    """Name the attention of a run that sets an option of ours; what the user named stays.
+
+    Args:
+        config: Of the run, changed in place.
+
+    Raises:
+        ValueError: As `check_attention`.
+    """
+    check_attention(config)
+    for model in _models(config):
+        if not has_flash_attn() and OmegaConf.select(config, f"{model}.{_OPTION}") is None:
+            OmegaConf.update(config, f"{model}.{_OPTION}", NAME, force_add=True)
+            logger.warning("verl_qerl: %s.%s is %s, since flash-attn is not installed", model, _OPTION, NAME)
+
+
+def _models(config: DictConfig) -> list[str]:
+    """Nodes of models that FSDP trains or scores, in a run with an option of ours."""
+    ours = any(OmegaConf.select(config, name) for name in _OURS)
+    acr = OmegaConf.select(config, "actor_rollout_ref.actor.policy_loss.loss_mode") == "acr"
+    fsdp = OmegaConf.select(config, "actor_rollout_ref.actor.strategy") in ("fsdp", "fsdp2")
+    return [name for name in _MODELS if (ours or acr) and fsdp and OmegaConf.select(config, name) is not None]

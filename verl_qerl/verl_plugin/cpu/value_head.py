@@ -1,0 +1,45 @@
+"""verl's critic on the CPU platform, registered once verl's engines exist."""
+
+from types import ModuleType
+from typing import Any
+
+import torch.nn as nn
+from transformers import AutoModelForTokenClassification
+from verl.models.transformers.monkey_patch import apply_monkey_patch
+from verl.utils.fsdp_utils import get_init_weight_context_manager
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
+
+_Stock: Any = FSDPEngineWithValueHead  # verl's untyped decorator hides the class from type checkers
+
+
+class CPUValueEngine(_Stock):
+    """FSDPEngineWithValueHead that takes the attention of `override_config`; verl's loads with flash-attn alone."""
+
+    def _build_module(self) -> nn.Module:
+        """A token classifier with one label, as verl's."""
+        options = self.model_config
+        config = options.hf_config
+        config.num_labels, config.classifier_dropout = 1, 0.0
+        dtype = PrecisionType.to_dtype(self.engine_config.model_dtype or "fp32")
+        context = get_init_weight_context_manager(use_meta_tensor=not config.tie_word_embeddings, mesh=self.device_mesh)
+        with context():
+            module = AutoModelForTokenClassification.from_pretrained(
+                options.local_path, dtype=dtype, config=config, trust_remote_code=options.trust_remote_code
+            )
+            apply_monkey_patch(
+                model=module,
+                use_remove_padding=self.use_remove_padding,
+                ulysses_sp_size=self.ulysses_sequence_parallel_size,
+            )
+            module.to(dtype)  # the new head is float32
+        if options.enable_gradient_checkpointing:
+            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return module
+
+
+def install(module: ModuleType) -> None:
+    """Register the engine; a second call does nothing."""
+    if CPUValueEngine not in EngineRegistry._engines["value_model"]["fsdp2"].values():
+        EngineRegistry.register("value_model", ["fsdp", "fsdp2"], "cpu")(CPUValueEngine)
