@@ -14,6 +14,7 @@ SMALL = [
     "+platform=cpu",
     "data.train_batch_size=4",
     "data.max_prompt_length=96",
+    "data.filter_overlong_prompts=False",  # the small tokenizer makes more of them
     "data.max_response_length=16",
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
