@@ -135,46 +135,51 @@ def _change(figure: dict[str, Any]) -> str:
     return f"{figure['change']:+.3f} +- {figure['change_standard_error']:.3f}" if "change" in figure else "-"
 
 
+_FURTHEST = {"entropy": 0.12, "accuracy": 0.12, "pass": 0.15}  # shown of a change; what is further stands at the edge
+
+
 def draw(rows: list[dict[str, Any]], out: Path) -> None:
-    """A column of panels for each base, a line for each mode and draw, a point for each draw."""
+    """A panel for each figure: its change against the base without noise, over the KL that the noise causes."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    bases = list(dict.fromkeys(row["base"] for row in rows))
-    kinds = list(dict.fromkeys(_kind(row) for row in rows if row["sigma"]))
-    figure, axes = plt.subplots(3, len(bases), sharex=True, sharey="row", squeeze=False, figsize=(5 * len(bases), 9))
-    for column, base in enumerate(bases):
-        of_base = [row for row in rows if row["base"] == base]
-        for name, axis in zip(("entropy", "accuracy", "pass"), axes[:, column], strict=True):
-            _panel(axis, of_base, name, kinds)
-            axis.set_ylabel(f"pass@{rows[0]['answers']}" if name == "pass" else name)
-        axes[0, column].set_title(base)
-        axes[2, column].set_xlabel("sigma")
-    axes[0, 0].legend()
+    noisy = [row for row in rows if row["sigma"]]
+    kinds = list(dict.fromkeys(_named(row) for row in noisy))
+    figure, axes = plt.subplots(1, len(_FURTHEST), sharex=True, figsize=(15, 4.5))
+    for name, axis in zip(_FURTHEST, axes, strict=True):
+        for row in noisy:
+            _point(axis, row, name, f"C{kinds.index(_named(row))}")
+        axis.axhline(0, color="black", linewidth=1)
+        axis.set_xscale("log")
+        axis.set_ylim(-_FURTHEST[name], _FURTHEST[name])
+        axis.set_xlabel("KL of the noise, nats per token")
+        axis.set_title("change of " + (f"pass@{rows[0]['answers']}" if name == "pass" else name))
+    for color, kind in enumerate(kinds):
+        axes[0].errorbar([], [], [], fmt="o", color=f"C{color}", capsize=3, label=kind)
+    axes[0].legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(out, dpi=120)
+    figure.savefig(out, dpi=110)
     plt.close(figure)
+
+
+def _named(row: dict[str, Any]) -> str:
+    return f"{row['base']}: {_kind(row)}"
 
 
 def _kind(row: dict[str, Any]) -> str:
     return f"{row['mode']}, {row['draw']}"
 
 
-def _panel(axis: Any, rows: list[dict[str, Any]], name: str, kinds: list[str]) -> None:
-    """One figure of one base against sigma; kinds have the same colours in all panels."""
-    axis.set_xscale("log")
-    for color, kind in enumerate(kinds):
-        mine = [row for row in rows if row["sigma"] and _kind(row) == kind]
-        sigmas = [row["sigma"] for row in mine]
-        means, errors = ([row[name][what] for row in mine] for what in ("mean", "standard_error"))
-        if mine:
-            axis.errorbar(sigmas, means, errors, color=f"C{color}", label=kind, capsize=3)
-        for row in mine:
-            axis.scatter([row["sigma"]] * row["draws"], row[name]["each"], color=f"C{color}", s=10, alpha=0.5)
-    for row in rows:
-        if not row["sigma"]:
-            mean, error = row[name]["mean"], row[name]["standard_error"]
-            axis.axhline(mean, color="black", linewidth=1, label="no noise")
-            axis.axhspan(mean - error, mean + error, color="black", alpha=0.1)
+def _point(axis: Any, row: dict[str, Any], name: str, color: str) -> None:
+    """One setting: mean and standard error of its change; an arrow at the edge where it lies beyond."""
+    found, edge = row[name], _FURTHEST[name]
+    if "change" not in found:
+        return
+    kl, change = row["kl"]["mean"], found["change"]
+    if abs(change) > edge:
+        axis.annotate(f"{change:+.2f}", (kl, edge if change > 0 else -edge), color=color, ha="right", va="center")
+        return
+    axis.errorbar([kl], [change], [found["change_standard_error"]], fmt="o", color=color, capsize=3)
+    axis.annotate(f"{row['sigma']:g}", (kl, change), xytext=(4, 4), textcoords="offset points", fontsize=7, color=color)
