@@ -10,6 +10,7 @@ from ray.exceptions import GetTimeoutError
 from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
+from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.verl_plugin import engine_health
 from verl_qerl.verl_plugin.engine_health import EngineEndedError
 
@@ -29,7 +30,7 @@ def trainer(monkeypatch):
         {"aqn": {"enabled": True}, "actor_rollout_ref": {"rollout": rollout}, "algorithm": {}}
     )
     made._servers = lambda: [server(answer) for answer in made.answers]
-    made.answers, made._num_to_rescore = [False, False], lambda: 0
+    made.answers, made._num_to_rescore, made._aqn = [False, False], lambda: 0, AQNConfig()
     return made
 
 

@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
+from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.verl_plugin.polling import POLL_S
 
 VERLS = 2.0
@@ -32,7 +33,7 @@ def buffer_of(mode, sampler=None, **nodes):
     kind = get_trainer_cls(mode)
     trainer = kind.__new__(kind)
     trainer.config, trainer.trainer_mode = OmegaConf.create(config), mode
-    trainer._may_rescore = lambda: False
+    trainer._may_rescore, trainer._aqn = lambda: False, AQNConfig()
     return trainer._build_replay_buffer()
 
 
