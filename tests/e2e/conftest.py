@@ -82,6 +82,7 @@ class Workbench:
             # verl looks for a free port and listens later: the tests beside these may have taken it by then.
             if "EADDRINUSE" not in log:
                 break
+        (out / "log").write_text(log)
         return Run(done.returncode, log, self._steps(out))
 
     def train_until_killed(self, name: str, delay_s: float, last_step: int, *options: str) -> Run:

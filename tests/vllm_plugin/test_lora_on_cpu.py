@@ -67,6 +67,17 @@ def test_log_probs_are_those_of_vllms_own_path(vllm, engine, stock, write_adapte
     assert (ours - expected).abs().mean() < 0.05 * (expected - base).abs().mean()
 
 
+def test_a_whole_prompt_is_scored_with_an_adapter_where_the_head_is_not_tied(
+    vllm, start, model_dir, write_adapter, prompt_log_probs
+):
+    """vLLM's LoRA for the head takes a row for each request, and a prompt has one for each token."""
+    engine = start(model_dir("qwen3"), aqn={}, enable_lora=True, max_lora_rank=8)
+    folder = write_adapter("untied", LINEARS, 8)
+    request = vllm.lora.request.LoRARequest("untied", 1, str(folder))
+    with_adapter, without = prompt_log_probs(engine, lora_request=request), prompt_log_probs(engine)
+    assert (with_adapter - without).abs().mean() > 0.01
+
+
 def test_a_batch_may_mix_tokens_with_and_without_the_adapter(vllm, engine, write_adapter, prompt):
     folder = write_adapter("mixed", LINEARS, 8)
     request = vllm.lora.request.LoRARequest("mixed", 77, str(folder))

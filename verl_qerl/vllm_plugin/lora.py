@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from vllm.lora.layers import (
     ColumnParallelLinearWithLoRA,
+    LogitsProcessorWithLoRA,
     MergedColumnParallelLinearWithLoRA,
     MergedQKVParallelLinearWithLoRA,
     QKVParallelLinearWithLoRA,
@@ -98,6 +99,26 @@ def use_single_adapter(model: torch.nn.Module, lora_config: Any) -> int:
     for layer in linears:
         _convert(layer, active[id(layer.punica_wrapper)])
     return len(linears)
+
+
+def compute_plain_logits(model: torch.nn.Module) -> int:
+    """Have vLLM compute logits without its LoRA for the head, which verl has no way to train.
+
+    Its kernels take a row for each request. The logits of a whole prompt (prompt_logprobs) have a row for each token,
+    which ends an engine on the CPU.
+
+    Returns:
+        Number of logits processors that were wrapped.
+    """
+    found = [
+        (parent, name, child.base_layer)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, LogitsProcessorWithLoRA)
+    ]
+    for parent, name, processor in found:
+        setattr(parent, name, processor)
+    return len(found)
 
 
 def _taken(model: torch.nn.Module, lora_config: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from verl_qerl.vllm_plugin.borrowed import borrowed_by, is_borrowing
 from verl_qerl.vllm_plugin.elementwise import use_early_starts
 from verl_qerl.vllm_plugin.head import quantize_head
 from verl_qerl.vllm_plugin.linear import tiled_columns
-from verl_qerl.vllm_plugin.lora import release_buffers, use_single_adapter
+from verl_qerl.vllm_plugin.lora import compute_plain_logits, release_buffers, use_single_adapter
 from verl_qerl.vllm_plugin.memory_share import can_sleep, stay_within_share, use_segments_again
 from verl_qerl.vllm_plugin.noise import NormNoise, check_model
 from verl_qerl.vllm_plugin.noise_rows import NoiseRows, check_draws
@@ -121,6 +121,7 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
         # Before anything is compiled, and outside of the sleep-mode pool: what stays readable while the engine sleeps.
         model = worker.model_runner.get_model()
         if lora_config is not None:
+            compute_plain_logits(model)
             prepared["lora"] = use_single_adapter(model, lora_config)
         if options.aqn.enabled:
             rows = NoiseRows(worker.model_runner, options.aqn.draw) if options.aqn.draw != "batch" else None
