@@ -5,8 +5,9 @@
 
 One arm a process, appended to FILE, so that arms run side by side on the GPUs of a machine. `stock` is verl's engine
 with LoRA on a bf16 base, `ours` the packed base; `_padded` pads micro-batches with sdpa, else they are packed without
-padding; `_twice` checkpoints every layer. With --lengths FILE (JSON: a list of [prompt, answer] numbers of tokens)
-lengths are those of a real batch. Every arm has fused kernels, LoRA rank 32 and one optimizer step an update.
+padding; `_twice` checkpoints every layer, `_liger` has Liger's kernels. With --lengths FILE (JSON: a list of [prompt,
+answer] numbers of tokens) lengths are those of a real batch. Every arm has fused kernels, LoRA rank 32 and one step of
+the optimizer an update.
 """
 
 import argparse
@@ -34,6 +35,8 @@ ARMS = {
     "ours_padded": {"ours": True, "packed": False},
     "ours_twice": {"ours": True, "packed": True, "twice": True},
     "ours": {"ours": True, "packed": True},
+    "ours_liger": {"ours": True, "packed": True, "liger": True},
+    "stock_liger": {"ours": False, "packed": True, "liger": True},
 }
 
 
@@ -52,7 +55,8 @@ def build(arm: dict[str, bool], model: Path) -> Any:
     options = {"lora_rank": 32, "lora_alpha": 64, "use_fused_kernels": True, "enable_gradient_checkpointing": True}
     options |= {"fused_kernel_options": {"impl_backend": "torch"}}  # verl's default
     attention = PACKED_ATTENTION if arm["packed"] else "sdpa"
-    options |= {"use_remove_padding": arm["packed"], "override_config": {"attn_implementation": attention}}
+    options |= {"use_liger": arm.get("liger", False), "use_remove_padding": arm["packed"]}
+    options |= {"override_config": {"attn_implementation": attention}}
     settings = {"strategy": "fsdp2", "use_torch_compile": False, "model_dtype": "bf16"}
     kind = partial(QerlFSDPEngineConfig, qerl={}) if arm["ours"] else FSDPEngineConfig
     engine = (QerlFSDPEngine if arm["ours"] else FSDPEngineWithLMHead)(
@@ -67,8 +71,10 @@ def build(arm: dict[str, bool], model: Path) -> Any:
     return engine
 
 
-def batch(lengths: list[tuple[int, int]], vocabulary: int, arm: dict[str, bool], tokens: int) -> TensorDict:
-    """What a rank gets from verl's trainer: prompts and answers of random tokens."""
+def batch(
+    lengths: list[tuple[int, int]], vocabulary: int, arm: dict[str, bool], tokens: int, entropy: bool = False
+) -> TensorDict:
+    """What a rank gets from verl's trainer: prompts and answers of random tokens; its entropies asked for or not."""
     generator = torch.Generator().manual_seed(5)
     rows = [torch.randint(vocabulary, (p + a,), generator=generator) for p, a in lengths]
     numbers = [torch.randn(a, generator=generator) for _, a in lengths]
@@ -91,7 +97,7 @@ def batch(lengths: list[tuple[int, int]], vocabulary: int, arm: dict[str, bool],
     settings |= {"temperature": 1.0, "global_batch_size": len(rows), "use_fused_kernels": True}
     from verl.utils import tensordict_utils as tu
 
-    tu.assign_non_tensor(data, calculate_entropy=False, **settings)
+    tu.assign_non_tensor(data, calculate_entropy=entropy, **settings)
     return data
 
 
@@ -105,12 +111,12 @@ def timed(call: Any) -> float:
     return time.perf_counter() - start
 
 
-def measure(engine: Any, make: Any, updates: int) -> dict[str, list[float]]:
+def measure(engine: Any, make: Any, updates: int, entropy: bool = False) -> dict[str, list[float]]:
     """Seconds of each log-prob pass and of each update; the first of them warms up, and decides what is recomputed."""
 
     def score() -> None:
         with engine.eval_mode():
-            engine.infer_batch(make())
+            engine.infer_batch(make(entropy=entropy))
 
     def update() -> None:
         with engine.train_mode():
@@ -176,6 +182,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lengths", type=Path, help="JSON list of [prompt, answer] lengths in the place of the above")
     parser.add_argument("--tokens", type=int, default=8704, help="most of a micro-batch")
     parser.add_argument("--updates", type=int, default=3, help="after the first")
+    parser.add_argument("--entropy", action="store_true", help="log-prob passes give entropies, as verl's do in a run")
     parser.add_argument("--profile", type=Path, help="file for a list of kernels of one more update")
     parser.add_argument("--commit", help="what is measured, where the tree has no git history")
     args = parser.parse_args(argv)
@@ -200,10 +207,11 @@ def main(argv: list[str] | None = None) -> int:
     engine = build(ARMS[args.arm], args.model)
     vocabulary = engine.model_config.hf_config.vocab_size
     make = partial(batch, lengths, vocabulary, ARMS[args.arm], args.tokens)
-    found = measure(engine, make, args.updates)
+    found = measure(engine, make, args.updates, args.entropy)
     peak = round(torch.cuda.max_memory_reserved() / 2**30, 1) if on_gpu else None
     row = {"arm": args.arm, "model": args.model.name, "answers": len(lengths), "micro_batch_tokens": args.tokens}
-    row |= {"tokens": sum(p + a for p, a in lengths), "longest": max(p + a for p, a in lengths), "peak_gib": peak}
+    row |= {"entropy": args.entropy, "tokens": sum(p + a for p, a in lengths), "peak_gib": peak}
+    row["longest"] = max(p + a for p, a in lengths)
     recompute = getattr(engine, "_recompute", None)
     if recompute is not None:
         kept = recompute.num_kept(args.tokens)

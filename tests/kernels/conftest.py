@@ -15,7 +15,7 @@ import importlib
 import sys
 import torch
 
-launch = importlib.import_module(sys.argv[1]).launch
+launch = getattr(importlib.import_module(sys.argv[1]), sys.argv[4])
 empty = torch.empty
 
 def poisoned(*args, **kwargs):
@@ -65,16 +65,16 @@ def compile_cuda(tmp_path) -> Callable[[str], str]:
 
 @pytest.fixture(scope="session")
 def interpreted(tmp_path_factory):
-    """Calls a module's `launch` with each tuple of arguments, its Triton kernel in Triton's interpreter.
+    """Calls a module's `launch`, or another function, with each tuple of arguments, in Triton's interpreter.
 
     In a process of its own: the variable that starts the interpreter acts on import.
     """
 
-    def launch(module: str, cases: list[tuple]) -> list[torch.Tensor]:
+    def launch(module: str, cases: list[tuple], function: str = "launch") -> list[torch.Tensor]:
         folder = tmp_path_factory.mktemp("interpreter")
         torch.save(cases, folder / "in.pt")
         env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", SCRIPT, module, str(folder / "in.pt"), str(folder / "out.pt")]
+        command = [sys.executable, "-c", SCRIPT, module, str(folder / "in.pt"), str(folder / "out.pt"), function]
         result = subprocess.run(command, env=env, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         return torch.load(folder / "out.pt")

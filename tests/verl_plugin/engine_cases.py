@@ -6,6 +6,7 @@ python engine_cases.py <folder of models> <folder for findings> <case> ...
 import os
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -215,13 +216,30 @@ def options():
             broadcast(objects, src, **kwargs)
 
     dist.broadcast_object_list = broadcast_another
-    for name, arguments in {"liger": {"use_liger": True}, "triton": TRITON, "another base on rank 0": {}}.items():
+    moe = {"model": "moe", "use_liger": True}
+    for name, arguments in {"liger": moe, "triton": TRITON, "another base on rank 0": {}}.items():
         try:
-            build("bf16", **arguments)
+            build(**({"model": "bf16"} | arguments))
         except ValueError as error:
             found[name] = str(error)
     dist.broadcast_object_list = broadcast
     return found
+
+
+def liger():
+    """What a package that stands for Liger is asked, and the model at that time."""
+    asked = []
+
+    def patch(model, **kwargs):
+        kinds = {type(module) for module in model.modules()}
+        asked.append((kwargs, any(issubclass(kind, PackedLinear) for kind in kinds), hasattr(model, "peft_config")))
+
+    package = "liger_kernel.transformers.monkey_patch"
+    sys.modules[package] = SimpleNamespace(_apply_liger_kernel_to_instance=patch)
+    sys.modules |= {"liger_kernel": ModuleType("liger_kernel"), "liger_kernel.transformers": ModuleType("transformers")}
+    build("bf16", use_liger=True)
+    build("bf16")
+    return asked
 
 
 def registry():
@@ -277,6 +295,7 @@ RUNS = {
     "stock": stock,
     "options": options,
     "registry": registry,
+    "liger": liger,
 }
 
 

@@ -35,6 +35,7 @@ def alone(models, fresh_process, tmp_path_factory):
         "kept dense",
         "log-probs",
         "sharded",
+        "liger",
     )
     return torch.load(out / "0.pt")
 
@@ -186,9 +187,15 @@ def test_pefts_own_lora_layers_by_option(alone):
 
 def test_what_cannot_be_is_refused(alone):
     found = alone["options"]
-    assert found["liger"].startswith("model.use_liger=True is not supported on a packed base. Accepted is False.")
+    assert found["liger"].startswith(
+        "model.use_liger=True on a packed base of model type qwen3_moe. Accepted are llama,"
+    )
     assert found["triton"].startswith("model.fused_kernel_options.impl_backend=triton is not supported on a packed")
     assert found["another base on rank 0"].startswith("two processes hold different base weights: 14 of 14 differ")
+
+
+def test_liger_gets_the_packed_model_before_peft(alone):
+    assert alone["liger"] == [({"fused_linear_cross_entropy": False, "swiglu": True}, True, False)]
 
 
 def test_the_registry_finds_our_engine(alone):

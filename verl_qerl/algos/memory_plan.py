@@ -17,7 +17,7 @@ _ASLEEP_BYTES = 2.0 * GIB
 _BEYOND_SHARE_BYTES = 1.25 * GIB
 # Codes and block scales; what a channel or a whole weight has besides is left out.
 BYTES_PER_WEIGHT = {"nvfp4": 9 / 16, "mxfp4": 17 / 32, "int8": 1.0, "fp8": 1.0}
-_HEAD_CHUNK = 1024  # tokens, as algos.log_probs
+_HEAD_CHUNK = 1024  # tokens, as kernels.linear_log_probs
 
 
 class DoesNotFitError(ValueError):
@@ -168,7 +168,7 @@ def passes(shape: ModelShape, s: Settings) -> dict[str, float]:
         if s.shard_base:
             gathered += 2 * shape.layer_weights * 9 // 16  # this layer and the next
         found["gathered"] = gathered
-    # In bf16 and float32, and their gradient in both; whole: verl's copies of them, five times bf16.
+    # Five times bf16: verl's copies of whole logits; of a chunk what torch's passes hold, where our kernel holds less.
     found["logits"] = 10.0 * shape.vocabulary * (t if s.whole_logits else min(t, _HEAD_CHUNK))
     return found
 

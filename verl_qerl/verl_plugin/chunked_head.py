@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from verl.models.transformers.dense_common import CausalLMOutputForPPO
 
-from verl_qerl.algos.log_probs import linear_log_probs
+from verl_qerl.kernels.linear_log_probs import linear_log_probs
 
 
 class ChunkedHead(nn.Linear):

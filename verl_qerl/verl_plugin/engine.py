@@ -45,6 +45,7 @@ from verl_qerl.verl_plugin.dense_base import DenseBase
 from verl_qerl.verl_plugin.expert_adapters import adapt_attention_only
 from verl_qerl.verl_plugin.flat_adapter import FlatAdapter, adapter_checksum, pieces
 from verl_qerl.verl_plugin.lend_base import lend_base
+from verl_qerl.verl_plugin.liger import apply_liger
 from verl_qerl.verl_plugin.memory_check import check_memory
 from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
 from verl_qerl.verl_plugin.recompute import Recompute
@@ -104,8 +105,6 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
             varlen_attention.check_model(module)
             return module
         check_memory(self, self._base.agrees_with)
-        if self.model_config.use_liger:
-            raise ValueError("model.use_liger=True is not supported on a packed base. Accepted is False. Leave it out.")
         config = self.model_config.hf_config
         dtype = PrecisionType.to_dtype(self.engine_config.model_dtype)
         with init_empty_weights(include_buffers=False):
@@ -118,6 +117,8 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
         linears = build_skeleton(module, self.model_config.local_path, self._base.ignore, kind, form)
         if self._reads_weights():
             load_packed(module, linears, self.model_config.local_path, self._base, dtype)
+        if self.model_config.use_liger:
+            apply_liger(module)
         apply_monkey_patch(
             model=module,
             use_remove_padding=self.use_remove_padding,

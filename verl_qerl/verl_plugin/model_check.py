@@ -5,6 +5,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl.nvfp4.model_config import read_config
+from verl_qerl.verl_plugin.liger import check_liger
 from verl_qerl.verl_plugin.nodes import plain
 from verl_qerl.verl_plugin.spelling import uses_qerl
 
@@ -22,11 +23,14 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
         use_critic: Whether verl trains a critic.
 
     Raises:
-        ValueError: With `+rollout=...`, model.path is no text model, or override_config has options of its position
-            embedding; or the critic's path is quantized.
+        ValueError: With `+rollout=...`, model.path is no text model, override_config has options of its position
+            embedding, or `check_liger` refuses; or the critic's path is quantized.
     """
     if OmegaConf.select(config, _BASE) is not None:
-        _check_text(str(OmegaConf.select(config, f"{_MODEL}.path")))
+        path = str(OmegaConf.select(config, f"{_MODEL}.path"))
+        _check_text(path)
+        if OmegaConf.select(config, f"{_MODEL}.lora_rank") or OmegaConf.select(config, f"{_MODEL}.lora.rank"):
+            check_liger(config, (_config_of(path) or {}).get("model_type"))
         _check_override(plain(OmegaConf.select(config, f"{_MODEL}.override_config")) or {})
     if use_critic and uses_qerl(config):
         _check_critic(str(OmegaConf.select(config, "critic.model.path")))
