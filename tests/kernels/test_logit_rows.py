@@ -26,14 +26,15 @@ def test_rows_by_float64(shape, dtype, temperature, entropy):
     exact = logits.double().requires_grad_()
     log_p = (exact / temperature).log_softmax(-1)
     log_probs, entropies = log_p.gather(-1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-    found = score_rows(logits, labels, temperature, entropy)
+    found = score_rows(logits, labels, temperature, entropy, fused=True)
     # Values of up to 40 have steps of 4e-6 in float32.
     assert (found[0] - log_probs).abs().max() < 1e-5
     assert (found[1] - (exact / temperature).logsumexp(-1)).abs().max() < 1e-5
     assert (found[2] - entropies * entropy).abs().max() < 1e-5
     grads = [torch.linspace(*ends, shape[0], device="cuda") for ends in ((-1, 1), (2, -1))]
     ((log_probs * grads[0]).sum() + (entropies * grads[1] * entropy).sum()).backward()
-    made = gradient_of_rows(logits, labels, temperature, found[1:], (grads[0], grads[1] if entropy else None))
+    of_entropy = grads[1] if entropy else None
+    made = gradient_of_rows(logits, labels, temperature, found[1:], (grads[0], of_entropy), fused=True)
     assert made.dtype == dtype
     assert_close(made, exact.grad, BOUNDS[dtype])
 
@@ -42,11 +43,12 @@ def test_more_elements_than_an_int32_counts():
     logits = torch.randn(1, QWEN, device="cuda", dtype=torch.bfloat16).repeat(14200, 1)
     labels = torch.full((14200,), 7, device="cuda")
     assert logits.numel() > 2**31
-    log_probs, log_sums, entropies = score_rows(logits, labels, 1.0, True)
+    log_probs, log_sums, entropies = score_rows(logits, labels, 1.0, True, fused=True)
     assert torch.equal(log_probs, log_probs[:1].expand(14200))
     assert torch.equal(entropies, entropies[:1].expand(14200))
-    expected = gradient_of_rows(logits[:1].clone(), labels[:1], 1.0, (log_sums, entropies), (log_probs, None))
-    made = gradient_of_rows(logits, labels, 1.0, (log_sums, entropies), (log_probs, None))
+    scored = (log_sums, entropies)
+    expected = gradient_of_rows(logits[:1].clone(), labels[:1], 1.0, scored, (log_probs, None), fused=True)
+    made = gradient_of_rows(logits, labels, 1.0, scored, (log_probs, None), fused=True)
     assert torch.equal(made[-1], expected[0])
 
 
@@ -57,7 +59,7 @@ def test_a_head_by_what_torch_computes_of_the_same_logits(entropy):
     weight *= 0.3
     labels = torch.randint(5000, (2500,), generator=generator, device="cuda")
     x, y = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
-    found = linear_log_probs(x, weight, labels, 0.9, entropy)
+    found = linear_log_probs(x, weight, labels, 0.9, entropy, fused=True)
     log_p = ((y @ weight.t()).float() / 0.9).log_softmax(-1)
     expected = log_p.gather(-1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1) * entropy
     for values, exact in zip(found, expected, strict=True):

@@ -15,14 +15,20 @@ _CHUNK_TOKENS = 1024
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, temperature: float, entropy: bool
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        temperature: float,
+        entropy: bool,
+        fused: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         log_probs, log_sums, entropies = (hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(3))
         for part in _chunks(len(labels)):
-            scored = score_rows(_logits(hidden[part], weight), labels[part], temperature, entropy)
+            scored = score_rows(_logits(hidden[part], weight), labels[part], temperature, entropy, fused)
             log_probs[part], log_sums[part], entropies[part] = scored
         ctx.save_for_backward(hidden, weight, labels, log_sums, entropies)
-        ctx.temperature, ctx.entropy = temperature, entropy
+        ctx.temperature, ctx.entropy, ctx.fused = temperature, entropy, fused
         return log_probs, entropies
 
     @staticmethod
@@ -34,9 +40,10 @@ class _LinearLogProbs(torch.autograd.Function):
         for part in _chunks(len(labels)):
             grads = (grad[part], grad_entropy[part] if ctx.entropy else None)
             scored = (log_sums[part], entropies[part])
-            dense = gradient_of_rows(_logits(hidden[part], weight), labels[part], ctx.temperature, scored, grads)
+            logits = _logits(hidden[part], weight)
+            dense = gradient_of_rows(logits, labels[part], ctx.temperature, scored, grads, ctx.fused)
             torch.mm(dense, weight, out=out[part])
-        return out, None, None, None, None
+        return out, None, None, None, None, None
 
 
 def _chunks(tokens: int) -> Iterator[slice]:
@@ -53,6 +60,7 @@ def linear_log_probs(
     labels: torch.Tensor,
     temperature: float = 1.0,
     entropy: bool = False,
+    fused: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log softmax(hidden weight^T / temperature)[labels] and the entropies, without the logits ever being whole.
 
@@ -64,6 +72,7 @@ def linear_log_probs(
         labels: [...] int64, each in [0, V).
         temperature: Above zero.
         entropy: Whether the second result is wanted; else it is zero.
+        fused: By the Triton kernels of `logit_rows` on a GPU; else by torch.
 
     Returns:
         Two of [...] float32, differentiable in `hidden` alone.
@@ -77,5 +86,5 @@ def linear_log_probs(
             " actor_rollout_ref.model.use_fused_kernels=False to train it."
         )
     flat = hidden.reshape(-1, hidden.shape[-1])
-    found: Any = _LinearLogProbs.apply(flat, weight, labels.reshape(-1), temperature, entropy)
+    found: Any = _LinearLogProbs.apply(flat, weight, labels.reshape(-1), temperature, entropy, fused)
     return found[0].view(labels.shape), found[1].view(labels.shape)

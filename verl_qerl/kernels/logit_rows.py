@@ -15,7 +15,9 @@ BLOCK = 4096  # columns that a program holds at a time
 Scored = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def score_rows(logits: torch.Tensor, labels: torch.Tensor, temperature: float, entropy: bool) -> Scored:
+def score_rows(
+    logits: torch.Tensor, labels: torch.Tensor, temperature: float, entropy: bool, fused: bool = False
+) -> Scored:
     """Of softmax(logits / temperature): log-probs of labels, the logarithms of its sums, and its entropies.
 
     Args:
@@ -23,11 +25,12 @@ def score_rows(logits: torch.Tensor, labels: torch.Tensor, temperature: float, e
         labels: [R] int64, each in [0, V).
         temperature: Above zero.
         entropy: Whether entropies are wanted; else they are zero.
+        fused: By the Triton kernel on a GPU; else by torch.
 
     Returns:
         Three of [R] float32.
     """
-    return (launch if logits.is_cuda else _score_in_torch)(logits, labels, temperature, entropy)
+    return (launch if fused and logits.is_cuda else _score_in_torch)(logits, labels, temperature, entropy)
 
 
 def gradient_of_rows(
@@ -36,6 +39,7 @@ def gradient_of_rows(
     temperature: float,
     scored: tuple[torch.Tensor, torch.Tensor],
     grads: tuple[torch.Tensor, torch.Tensor | None],
+    fused: bool = False,
 ) -> torch.Tensor:
     """The gradient of what `score_rows` gives.
 
@@ -48,11 +52,12 @@ def gradient_of_rows(
         temperature: As there.
         scored: Logarithms of the sums, and entropies, which are read where they have a gradient.
         grads: Of the log-probs and of the entropies, [R] float32 each; None: no gradient of these.
+        fused: As there.
 
     Returns:
         [R, V] of logits' dtype, computed in float32 and rounded once.
     """
-    compute = launch_gradient if logits.is_cuda else _gradient_in_torch
+    compute = launch_gradient if fused and logits.is_cuda else _gradient_in_torch
     return compute(logits, labels, temperature, scored, grads)
 
 

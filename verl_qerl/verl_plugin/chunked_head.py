@@ -15,7 +15,13 @@ from verl_qerl.kernels.linear_log_probs import linear_log_probs
 
 
 class ChunkedHead(nn.Linear):
-    """nn.Linear that gives the log-probs of labels, when there are any, instead of logits."""
+    """nn.Linear that gives the log-probs of labels, when there are any, instead of logits.
+
+    Attributes:
+        fused: As in `linear_log_probs`.
+    """
+
+    fused: bool = False
 
     def forward(
         self,
@@ -30,7 +36,7 @@ class ChunkedHead(nn.Linear):
         device = input.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         with torch.autocast(device, enabled=False):
-            return linear_log_probs(input.to(dtype), self.weight.to(dtype), labels, temperature, entropy)
+            return linear_log_probs(input.to(dtype), self.weight.to(dtype), labels, temperature, entropy, self.fused)
 
 
 class _LogProbsModel:
@@ -53,12 +59,13 @@ class _LogProbsModel:
         return CausalLMOutputForPPO(log_probs=log_probs, entropy=entropy)
 
 
-def install_chunked_head(model: nn.Module, backend: str | None) -> None:
+def install_chunked_head(model: nn.Module, backend: str | None, fused: bool = False) -> None:
     """Let `model` give log-probs in the way that verl asks for with `use_fused_kernels`.
 
     Args:
         model: A causal language model of transformers, before PEFT and FSDP2; its class and that of its head change.
         backend: `model.fused_kernel_options.impl_backend`.
+        fused: As in `linear_log_probs`.
 
     Raises:
         ValueError: Another backend than torch is asked for, the head is no plain linear, or its logits are changed.
@@ -81,6 +88,8 @@ def install_chunked_head(model: nn.Module, backend: str | None) -> None:
                 " model.use_fused_kernels=True. Accepted is a head whose logits are used as they are. Set"
                 " actor_rollout_ref.model.use_fused_kernels=False."
             )
-    head.__class__ = ChunkedHead
+    chunked: Any = head
+    chunked.__class__ = ChunkedHead
+    chunked.fused = fused
     kind = type(model)
     model.__class__ = type(kind.__name__, (_LogProbsModel, kind), {"__module__": kind.__module__})

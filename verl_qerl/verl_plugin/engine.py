@@ -126,7 +126,7 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
         )
         if self.model_config.use_fused_kernels:
             options: Any = self.model_config.fused_kernel_options or {}
-            install_chunked_head(module, options.get("impl_backend"))
+            install_chunked_head(module, options.get("impl_backend"), self.model_config.use_liger)
         if self.model_config.enable_gradient_checkpointing:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return module
