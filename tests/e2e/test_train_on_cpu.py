@@ -174,7 +174,7 @@ def int8_run(workbench):
     options += ["+aqn.enabled=true", "+aqn.num_stages=4", "+aqn.sigma_start=0.25", "+aqn.sigma_end=1e-6"]
     options += ["actor_rollout_ref.actor.optim.lr=1e-3", "trainer.test_freq=2"]
     options += ["+uaq.enabled=true", "+qerl.mismatch_sample=8", "trainer.save_freq=4"]
-    options += [f"{CORRECTION}.rollout_rs=token_k3", f"{CORRECTION}.rollout_rs_threshold=1.5e-5"]
+    options += [f"{CORRECTION}.rollout_rs=token_k3", f"{CORRECTION}.rollout_rs_threshold=6e-6"]
     return workbench.train("int8", *options, "actor_rollout_ref.actor.calculate_entropy=True").check()
 
 
@@ -188,7 +188,7 @@ def test_an_int8_rollout_is_quantized_again_at_every_sync(workbench, int8_run):
         assert step["aqn/noisy_norms"] == (NUM_NORMS if step["aqn/sigma"] else 0)
         assert step["actor/grad_norm"] > 0
         assert abs(step["actor/acr_ratio"] - 1) < 0.05
-        # A rollout of the step before would be off by the update. 4e-6 to 6e-6 without noise that shows.
+        # A rollout of the step before would be off by the update. 2e-6 to 7e-6 without noise that shows.
         assert 0 < step["qerl/rollout_kl_k3"] < (1e-3 if step["aqn/sigma"] < 0.25 else 3e-2)
         # Weights in INT8 against INT8 weights with INT8 activations, as the rollout has them.
         assert step["qerl/mismatch_quantization"] > 0
