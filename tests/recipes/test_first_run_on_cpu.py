@@ -17,7 +17,7 @@ README = Path(__file__).resolve().parents[2] / "README.md"
 
 def overrides() -> list[str]:
     """Of the command, which is one line once its backslashes are gone."""
-    section = README.read_text().partition("## A first run of your own")[2].replace("\\\n", " ")
+    section = README.read_text().partition("\n## Run\n")[2].replace("\\\n", " ")
     (line,) = (line for line in section.splitlines() if "verl.trainer.main_ppo" in line)
     return shlex.split(line.partition("main_ppo")[2])
 
