@@ -204,7 +204,8 @@ def engines(start, packed_dir):
 
 
 def set_noise(engine, sigma: float, step: int = 1) -> None:
-    assert engine.collective_rpc("qerl_set_noise", args=(sigma, step)) == [4]
+    ((num_norms, _),) = engine.collective_rpc("qerl_set_noise", args=(sigma, step))
+    assert num_norms == 4
     assert engine.reset_prefix_cache()
 
 

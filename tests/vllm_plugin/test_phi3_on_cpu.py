@@ -9,7 +9,7 @@ pytest.importorskip("peft")
 
 import peft
 
-from verl_qerl.nvfp4.reference import dequantize
+from verl_qerl.nvfp4.reference import DEFAULT_SCALE, dequantize
 from verl_qerl.nvfp4.stream import open_source, stream
 
 LINEARS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
@@ -42,7 +42,7 @@ def phi3(tmp_path_factory):
             if parameter.ndim == 2:
                 parameter.mul_(3)  # so that log-probs are far from uniform
     model.save_pretrained(folder / "bf16")
-    for name, item in stream(open_source(folder / "bf16"), "minmax"):
+    for name, item in stream(open_source(folder / "bf16"), DEFAULT_SCALE):
         if not isinstance(item, torch.Tensor):
             model.get_submodule(name).weight.data = dequantize(item).bfloat16()
     adapted = peft.get_peft_model(
