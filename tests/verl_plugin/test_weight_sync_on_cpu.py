@@ -17,8 +17,8 @@ class Server:
     def __init__(self, answers):
         self.collective_rpc, self.answers, self.num_calls = self, list(answers), 0
 
-    def remote(self, method):
-        assert method == "qerl_last_sync"
+    def remote(self, method, kwargs):
+        assert (method, kwargs) == ("qerl_last_sync", {})
         self.num_calls += 1
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 

@@ -77,7 +77,7 @@ class NoiseEffectMixin(RescoringMixin):
         super().on_step_end()
         metrics, self._aqn_metrics = self._aqn_metrics, {}
         if metrics:
-            self._pending_sync_metrics = {**(getattr(self, "_pending_sync_metrics", None) or {}), **metrics}
+            self._add_metrics(metrics)
 
     def _look_at_noise(self) -> None:
         step, sigma = self.global_steps, self._sigma(self.global_steps)

@@ -7,7 +7,7 @@ the rollouts of step t are sampled, from their first token on, with the sigma an
 
 import logging
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -27,6 +27,7 @@ from verl_qerl.verl_plugin.noise_schedule import NoiseScheduleMixin
 from verl_qerl.verl_plugin.policy_loss import PolicyLossMixin
 from verl_qerl.verl_plugin.polling import PollingMixin
 from verl_qerl.verl_plugin.rollout_options import WORKER_EXTENSION, use_rollout_options
+from verl_qerl.verl_plugin.rollout_workers import RolloutWorkersMixin
 from verl_qerl.verl_plugin.uaq import UAQMixin
 from verl_qerl.verl_plugin.weight_sync import WeightSyncMixin
 from verl_qerl.vllm_plugin.options import SCHEDULER
@@ -50,13 +51,7 @@ def install(module: ModuleType) -> None:
             registry[mode] = type(f"Qerl{trainer.__name__}", bases, {"__doc__": trainer.__doc__})
 
 
-if TYPE_CHECKING:
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Trainer
-else:
-    _Trainer = object  # mixed into whichever trainers verl has
-
-
-class NoiseMixin(_Trainer):
+class NoiseMixin(RolloutWorkersMixin):
     """Hooks of verl's PPOTrainer; does nothing unless `aqn.enabled`."""
 
     def __init__(self, config: DictConfig) -> None:
@@ -91,8 +86,7 @@ class NoiseMixin(_Trainer):
                 self._set_noise(self.global_steps + 1)
         super().on_step_end()
         if self._aqn.enabled:
-            metrics = getattr(self, "_pending_sync_metrics", None) or {}
-            self._pending_sync_metrics = {**metrics, "aqn/sigma": used}
+            self._add_metrics({"aqn/sigma": used})
 
     def on_validate_begin(self) -> None:
         """Validation samples from the clean model."""
@@ -134,15 +128,6 @@ class NoiseMixin(_Trainer):
                 " verl_qerl and numpy."
             )
         return counts[0]
-
-    def _ask_workers(self, method: str, **kwargs: Any) -> list[Any]:
-        """The answer of every worker of every replica."""
-        calls = [server.collective_rpc.remote(method, kwargs=kwargs) for server in self._servers()]
-        return [answer for answers in ray.get(calls) for answer in answers or ()]
-
-    def _servers(self) -> list[Any]:
-        # The first server of a replica reaches all of its workers.
-        return [replica.servers[0] for replica in self.llm_server_manager.get_replicas()]
 
     def _warn_of_skipped_stages(self) -> None:
         total = self._aqn.total_steps or self.total_training_steps

@@ -7,20 +7,15 @@ rest, would sample from another policy and only the KL of later steps would tell
 """
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import ray
 from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl.verl_plugin.cpu.activation_offload import check_offload
 from verl_qerl.verl_plugin.cpu.whole_model import check_sync
 from verl_qerl.verl_plugin.requantize import requantizes
 from verl_qerl.verl_plugin.rollout_options import WORKER_EXTENSION
-
-if TYPE_CHECKING:
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Trainer
-else:
-    _Trainer = object  # mixed into whichever trainers verl has
+from verl_qerl.verl_plugin.rollout_workers import RolloutWorkersMixin
 
 # Trainers whose weight sync runs in `on_init_end` and `on_step_end`.
 _MODES = ("sync", "colocate_async")
@@ -40,7 +35,7 @@ def can_ask(config: DictConfig) -> bool:
     return extension == WORKER_EXTENSION and not elsewhere and mode in _MODES
 
 
-class WeightSyncMixin(_Trainer):
+class WeightSyncMixin(RolloutWorkersMixin):
     """Hooks of verl's PPOTrainer; does nothing in runs whose rollout workers are not ours."""
 
     def __init__(self, config: DictConfig) -> None:
@@ -66,8 +61,7 @@ class WeightSyncMixin(_Trainer):
             report = self._check_sync()
             if self._requantizes:
                 found = {f"qerl/{name}": value for name, value in report.items() if name.startswith("sync_")}
-                metrics = getattr(self, "_pending_sync_metrics", None) or {}
-                self._pending_sync_metrics = {**metrics, **found, "qerl/sync_s": took_s}
+                self._add_metrics({**found, "qerl/sync_s": took_s})
 
     def _check_sync(self) -> dict[str, Any]:
         """The answer of all workers.
@@ -75,9 +69,7 @@ class WeightSyncMixin(_Trainer):
         Raises:
             RuntimeError: They differ, or one has not taken the weights of this sync.
         """
-        servers = [replica.servers[0] for replica in self.llm_server_manager.get_replicas()]
-        calls = [server.collective_rpc.remote("qerl_last_sync") for server in servers]
-        reports = [report for answers in ray.get(calls) for report in answers or ()]
+        reports = self._ask_workers("qerl_last_sync")
         numbers = sorted({report.get("number", 0) for report in reports})
         if not reports or numbers[0] <= self._num_syncs:
             raise RuntimeError(
