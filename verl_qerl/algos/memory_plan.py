@@ -33,7 +33,7 @@ class Settings:
         adapted_features: Inputs and outputs of the linears that carry one; None: of all (with experts, of the
             attention's).
         gpus: Over which FSDP2 shards.
-        tokens: Of a micro-batch: with dynamic batch sizes what it may have, else of so many answers of full length.
+        tokens: Most tokens of a micro-batch: its limit with dynamic batch sizes, else its answers at full length.
         checkpointing: Of gradients.
         whole_logits: The head's logits of a micro-batch exist at once (`use_fused_kernels=False`).
         shard_base, share_base: As in fsdp_config.qerl.

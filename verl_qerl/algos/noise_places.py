@@ -35,7 +35,7 @@ def check_places(family: str, targets: tuple[str, ...]) -> None:
 
     Args:
         family: `model_type`.
-        targets: Of AQNConfig. Others than the default are the user's word, and pass.
+        targets: `AQNConfig.targets`. Only the default is checked; norms that the user has named are accepted.
 
     Raises:
         ValueError: The family is not known.

@@ -89,11 +89,11 @@ def add_rms_norm_rows(
     """`rms_norm_rows` of x + residual, which is rounded for the second result alone.
 
     Args:
-        x: As in `rms_norm_rows`.
-        residual: As x.
-        table: As there.
-        ids: As there.
-        epsilon: As there.
+        x: [T, ..., K], T <= M.
+        residual: Shape and dtype of x.
+        table: [N, K] float32, the weights that there are.
+        ids: [M] int32, each token's row of `table`.
+        epsilon: Added to the mean of the squares.
 
     Returns:
         The normalized sum, and the sum; both as x.

@@ -42,7 +42,7 @@ def served(
     Args:
         model: Directory or hub id; with a checkpoint in place of the base that it names.
         adapter: PEFT directory.
-        checkpoint: Of verl's FSDP2 engine, in place of an adapter.
+        checkpoint: Folder that verl's FSDP2 engine has saved; excludes `adapter`.
         form: A weight format, STOCK, or None for the one that the files are in.
         scratch: Existing folder on a disk with room for a model.
 

@@ -40,7 +40,7 @@ def accuracy(shares: Sequence[float], samples: int) -> Interval:
     are right or none.
 
     Args:
-        shares: Of right answers, one a question.
+        shares: For each question, the share of its answers that are right, 0 to 1.
         samples: Answers a question.
     """
     values = np.asarray(shares, dtype=float)
