@@ -146,10 +146,11 @@ def test_bfloat16_is_computed_in_float32():
     assert torch.equal(found, expected)
 
 
-def test_nothing_that_counts_gives_zeros():
+def test_where_no_token_counts_the_loss_is_zero_and_the_policies_agree():
     inputs, mask = random_inputs()
     loss, metrics = acr_loss(LogProbs(*inputs[:3]), inputs[3], torch.zeros_like(mask), CLIP, C)
     assert not loss.any()
+    assert (metrics.pop("actor/acr_ratio"), metrics.pop("actor/acr_upper_bound")) == (1.0, pytest.approx(1.3))
     assert set(metrics.values()) == {0.0}
 
 

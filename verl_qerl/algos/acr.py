@@ -157,7 +157,12 @@ def acr_loss(
 
 
 def _masked_means(per_token: dict[str, torch.Tensor], keep: torch.Tensor) -> dict[str, float]:
-    """Means over the tokens that count, 0 if there is none; one transfer from the device for all."""
+    """Means over the tokens that count; one transfer from the device for all.
+
+    verl averages over micro-batches, and rejection may leave one without a token. Its means are those of a token on
+    which all policies agree, as masked tokens are here: a ratio of 0 would pull the average away from 1.
+    """
+    keep = keep | ~keep.any()
     count = keep.sum().clamp(min=1)
     with torch.no_grad():
         means = torch.stack([torch.where(keep, x.float(), 0.0).sum() / count for x in per_token.values()])
