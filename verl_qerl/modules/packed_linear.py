@@ -64,6 +64,10 @@ class PackedLinear(nn.Linear):
         """Name -> shape of each buffer of bytes, for a weight [N, K]; `weight` among them."""
         raise NotImplementedError
 
+    def leave_out_of_checkpoints(self) -> None:
+        """From now on `state_dict` does not hold the packed tensors."""
+        self.persistent = False
+
     def fill(self, packed: Any) -> None:
         """Take over the tensors of a packed weight (no copy; its device becomes the module's).
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 import verl_qerl
+from verl_qerl import upstream
 from verl_qerl.kernels.rollout import launch
-from verl_qerl.vllm_plugin import NAMES
+from verl_qerl.vllm_plugin import NAMES, hosts
 from verl_qerl.vllm_plugin.adapter.lora import compute_plain_logits, release_buffers, use_single_adapter
 from verl_qerl.vllm_plugin.decode.attention import use_decode_attention
 from verl_qerl.vllm_plugin.decode.elementwise import use_early_starts
@@ -143,7 +144,7 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
         if options.sampler != "stock":
             use_fused_sampler(worker.model_runner, required=options.sampler == "fused")
 
-    worker.load_model = load_then_prepare
+    upstream.hang(hosts.LOAD_MODEL, worker, load_then_prepare)
 
 
 def _batch_invariant(options: RolloutOptions, vllm_config: Any) -> RolloutOptions:
@@ -168,7 +169,8 @@ def _compile_apart(vllm_config: Any) -> dict[str, Any]:
     """
     prepared: dict[str, Any] = {"version": verl_qerl.__version__}
     if vllm_config is not None:
-        vllm_config.additional_config = {**(vllm_config.additional_config or {}), PREPARED: prepared}
+        options = {**(vllm_config.additional_config or {}), PREPARED: prepared}
+        upstream.set_data(hosts.ADDITIONAL_CONFIG, vllm_config, additional_config=options)
     return prepared
 
 
@@ -181,7 +183,7 @@ def _watch_owner(worker: Any, model: torch.nn.Module) -> None:
         borrowed.check()
         return execute_model(*args, **kwargs)
 
-    worker.execute_model = check_then_execute
+    upstream.hang(hosts.EXECUTE_MODEL, worker, check_then_execute)
 
 
 @contextlib.contextmanager
@@ -194,11 +196,11 @@ def _ending_with(runner: Any, steps: list[_Step]) -> Iterator[None]:
         for step in steps:
             step(runner.get_model())
 
-    runner.load_model = load_then_take_steps
+    upstream.hang(hosts.LOAD_IN_POOL, runner, load_then_take_steps)
     try:
         yield
     finally:
-        del runner.load_model
+        upstream.unhang(hosts.LOAD_IN_POOL, runner)
 
 
 def _refuse_deep_sleep(worker: Any, vllm_config: Any) -> None:
@@ -216,7 +218,7 @@ def _refuse_deep_sleep(worker: Any, vllm_config: Any) -> None:
             )
         sleep(level)
 
-    worker.sleep = sleep_lightly
+    upstream.hang(hosts.SLEEP, worker, sleep_lightly)
 
 
 def _keep_weights(worker: Any, vllm_config: Any) -> None:
@@ -229,4 +231,4 @@ def _keep_weights(worker: Any, vllm_config: Any) -> None:
     def pool_of_the_cache(tag: str) -> Any:
         return contextlib.nullcontext() if tag == "weights" else pool(tag)
 
-    worker._maybe_get_memory_pool_context = pool_of_the_cache
+    upstream.hang(hosts.MEMORY_POOL, worker, pool_of_the_cache)

@@ -6,6 +6,8 @@ second on average for answers that are there. A look takes 3 ms at 864 keys and 
 
 from typing import TYPE_CHECKING
 
+from verl_qerl import upstream
+from verl_qerl.verl_plugin import hosts
 from verl_qerl.verl_plugin.trainer.mismatch import gate_options
 
 if TYPE_CHECKING:
@@ -28,5 +30,5 @@ class PollingMixin(_Trainer):
         buffer = super()._build_replay_buffer()
         ours = self.config.trainer.v1.trainer_mode in _MODES and gate_options(self.config) is not None
         if ours and getattr(buffer, "poll_interval", None) == _VERLS_S:
-            buffer.poll_interval = POLL_S
+            upstream.set_data(hosts.POLL_INTERVAL, buffer, poll_interval=POLL_S)
         return buffer

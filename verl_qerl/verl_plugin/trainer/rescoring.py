@@ -11,6 +11,8 @@ import torch
 from omegaconf import DictConfig
 from verl.utils.debug import marked_timer
 
+from verl_qerl import upstream
+from verl_qerl.verl_plugin import hosts
 from verl_qerl.verl_plugin.rollout.engine_scores import Row, score_answers
 from verl_qerl.verl_plugin.weight_sync.requantize import ROUNDED
 
@@ -73,7 +75,7 @@ class RescoringMixin(_Noise):
                 self._sampled = batch
                 return batch, metrics
 
-            buffer.sample = sample_and_keep
+            upstream.hang(hosts.SAMPLE, buffer, sample_and_keep)
         return buffer
 
     def on_sample_end(self) -> None:
