@@ -128,7 +128,7 @@ OUR_PREFIXES = ("qerl_", "_qerl_", "verl_qerl_")
 # The numbers of a tensor, and the frames of an error.
 CONTENTS = {"data", "__traceback__"}
 # vLLM hands them a layer to put its weights in.
-FILLS_A_LAYER = {"create_weights", "process_weights_after_loading", "hold_tiles"}
+FILLS_A_LAYER = {"create_weights", "process_weights_after_loading", "hold_repacked"}
 
 
 def is_ours(module: str) -> bool:
