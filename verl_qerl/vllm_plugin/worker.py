@@ -97,7 +97,8 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
 
     Raises:
         ValueError: An option is unknown or out of range or does not go together with VLLM_BATCH_INVARIANT, or later
-            the head cannot be quantized or the sampler replaced, or draws of the noise do not fit the engine.
+            the head cannot be quantized or the sampler replaced, or draws of the noise do not fit the engine, or packed
+            linears would run on two streams at once.
     """
     worker._qerl_noise = worker._qerl_norms = None
     options = _batch_invariant(rollout_options(vllm_config), vllm_config)
@@ -136,6 +137,7 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
         columns = repacked_in_features(model)
         prepared["linear"] = sorted(columns)
         if columns:
+            _refuse_microbatches(vllm_config)
             # vLLM fuses norms with the sums of several GPUs: its own, with weights of the activations' dtype.
             fused = vllm_config.compilation_config.pass_config.fuse_allreduce_rms
             use_programmatic_launch(model, columns, left=vllm_config.model_config.dtype if fused else None)
@@ -160,6 +162,17 @@ def _batch_invariant(options: RolloutOptions, vllm_config: Any) -> RolloutOption
             )
     logger.warning("verl_qerl: LoRA, the sampler and attention stay vLLM's: %s, and ours depend on the batch.", asked)
     return replace(options, lora="stock", sampler="stock", attention="stock")
+
+
+def _refuse_microbatches(vllm_config: Any) -> None:
+    """Keep packed linears and attention on one stream: their thread blocks exchange sums in one workspace a device."""
+    parallel = getattr(vllm_config, "parallel_config", None)
+    if parallel is not None and parallel.use_ubatching:
+        raise ValueError(
+            "vLLM would run packed linears on two streams at once, which share a workspace for sums:"
+            f" enable_dbo={parallel.enable_dbo}, ubatch_size={parallel.ubatch_size}. Accepted is one batch at a time,"
+            " or vLLM's own kernels. Leave these options out, or set additional_config.verl_qerl.linear=stock."
+        )
 
 
 def _compile_apart(vllm_config: Any) -> dict[str, Any]:
