@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from verl_qerl.checkpoints.digest import model_digest, weight_digest
-from verl_qerl.checkpoints.source import open_source, stream
+from verl_qerl.checkpoints.source import open_source
+from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli.quantize import quantize_checkpoint
 from verl_qerl.formats.nvfp4_layout import modelopt_config
 
@@ -61,6 +62,6 @@ def test_global_scales_of_others_keep_their_digests(model, tmp_path, layout):
     theirs.mkdir()
     save_file(changed, theirs / "model.safetensors")
     (theirs / "config.json").write_text(json.dumps(config))
-    items = stream(open_source(theirs))
+    items = packed_stream(open_source(theirs))
     packed = {name: weight_digest(item) for name, item in items if not isinstance(item, torch.Tensor)}
     assert model_digest(packed) == "6c007e3195a156c9"
