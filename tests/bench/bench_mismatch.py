@@ -255,8 +255,8 @@ def unrounded(actor: object) -> None:
     from verl_qerl.modules.convert import packed_linears
 
     def multiply(linear: object, x: object, bias: object) -> object:
-        tensors = linear.packed().tensors
-        y = (x.float() @ tensors["weight"].float().t()) * tensors["weight_scale"].t()
+        codes, scale = linear.packed().tensors
+        y = (x.float() @ codes.float().t()) * scale.t()
         return (y if bias is None else y + bias.float()).to(x.dtype)
 
     for _, linear in packed_linears(actor):

@@ -115,7 +115,7 @@ def test_a_bf16_model_with_no_format_of_ours(vllm, model_dir, prompt_log_probs):
 def test_a_sync_of_quantized_weights_rounds_the_new_head(start, model_dir, prompt_log_probs):
     from verl_qerl.checkpoints.groups import linears_among
     from verl_qerl.checkpoints.manifest import with_manifest
-    from verl_qerl.checkpoints.quantize_stream import quantize_stream
+    from verl_qerl.checkpoints.stream import quantize_stream
     from verl_qerl.formats import get_format
     from verl_qerl.vllm_plugin.weights.reload import InPlaceReload
 

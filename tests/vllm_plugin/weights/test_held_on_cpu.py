@@ -101,7 +101,7 @@ def sync(worker, path, form, factor, num_before):
     from safetensors.torch import load_file
     from verl_qerl.formats import get_format
     from verl_qerl.checkpoints.manifest import with_manifest
-    from verl_qerl.checkpoints.quantize_stream import quantize_stream
+    from verl_qerl.checkpoints.stream import quantize_stream
     from verl_qerl.checkpoints.groups import linears_among
     from verl_qerl.vllm_plugin.weights.reload import InPlaceReload
 
