@@ -51,7 +51,7 @@ CHECKPOINTED = _transformers(
     "Layers whose activations fit into memory are not computed again.",
     "fd0517742db1",
 )
-_TRAINER = "Noise, checks and checkpoints of ours come before or after verl's own step."
+_TRAINER = "Features of ours are called before or after verl's own method."
 _ENGINE = "The base is packed and frozen, or all weights are quantized as they are sent."
 
 CHANGES: tuple[HostChange, ...] = (
@@ -111,6 +111,7 @@ CHANGES: tuple[HostChange, ...] = (
             "_build_replay_buffer": "e0a1b665f5d7",
             "_compute_old_log_prob": "e9ee1fc72ac5",
             "_compute_values": "c0652f0a82fc",
+            "_consume_sync_metrics": "022a4dab7773",
             "_load_checkpoint": "52b412c5395b",
             "_save_checkpoint": "1ceb1e087ce9",
             "_step_once": "b82ae0c246dd",

@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 
 from verl_qerl import upstream
 from verl_qerl.checkpoints.experts import ADAPTED
+from verl_qerl.formats import get_format
 from verl_qerl.formats.nvfp4_layout import BLOCK_SCALE, CODES, GLOBAL_SCALE
 from verl_qerl.kernels.actor.dequantize import dequantize_nvfp4
 from verl_qerl.vllm_plugin import hosts
@@ -44,7 +45,7 @@ def experts_method(layer: Any, prefix: str, form: str = "nvfp4") -> Any:
     """
     if not isinstance(layer, RoutedExperts):
         return None
-    if form != "nvfp4":
+    if not get_format(form).holds_experts:
         raise ValueError(
             f"experts are quantized in another format: rollout={form}, {prefix!r}. Accepted is nvfp4, with adapters."
             " Use +rollout=nvfp4."
