@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
 from verl_qerl.checkpoints.record import read_whole, write_whole
-from verl_qerl.verl_plugin.trainer.feature import Feature
+from verl_qerl.verl_plugin.trainer.feature import Feature, Run
 
 logger = logging.getLogger(__name__)
 
