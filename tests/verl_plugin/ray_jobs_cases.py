@@ -14,8 +14,8 @@ if len(sys.argv) == 1:
     folder = tempfile.TemporaryDirectory()  # a path of pytest's may be too long for Ray's sockets
     os.environ["RAY_TMPDIR"] = folder.name
 
-import ray  # noqa: E402
-from omegaconf import OmegaConf  # noqa: E402
+import ray
+from omegaconf import OmegaConf
 
 IN_A_CHILD = "import os; print(os.environ.get('VERL_QERL_ACTIVE'))"
 
