@@ -118,7 +118,7 @@ def run_arm(arm: str, args: argparse.Namespace, prompts: list[list[int]], adapte
         "max_lora_rank": args.rank,
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": "verl_qerl.vllm_plugin.worker.NoiseWorkerExtension",
+        "worker_extension_cls": "verl_qerl.vllm_plugin.worker.RolloutWorkerExtension",
     }
     if arm != "bf16":
         common |= {"load_format": f"verl_qerl_{form}", "quantization": f"verl_qerl_{form}"}

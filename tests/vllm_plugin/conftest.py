@@ -132,7 +132,7 @@ def start(vllm):
             enforce_eager=True,
             load_format=f"verl_qerl_{form}",
             quantization=f"verl_qerl_{form}",
-            worker_extension_cls="verl_qerl.vllm_plugin.worker.NoiseWorkerExtension",
+            worker_extension_cls="verl_qerl.vllm_plugin.worker.RolloutWorkerExtension",
             **extra,
         )
 

@@ -116,7 +116,7 @@ def test_marlin_computes_with_the_decoded_experts_stock_and_ours(models, run_scr
         "hf_overrides": {"quantization_config": quantization_config()},
         "enable_lora": True,
         "max_lora_rank": 16,
-        "worker_extension_cls": "verl_qerl.vllm_plugin.worker.NoiseWorkerExtension",
+        "worker_extension_cls": "verl_qerl.vllm_plugin.worker.RolloutWorkerExtension",
         "additional_config": {"verl_qerl": {}},
     }
     adapter = str(folder / "adapter")

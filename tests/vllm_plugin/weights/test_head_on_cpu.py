@@ -104,7 +104,7 @@ def test_a_bf16_model_with_no_format_of_ours(vllm, model_dir, prompt_log_probs):
             kv_cache_memory_bytes=1 << 26,
             max_model_len=256,
             max_num_seqs=4,
-            worker_extension_cls="verl_qerl.vllm_plugin.worker.NoiseWorkerExtension",
+            worker_extension_cls="verl_qerl.vllm_plugin.worker.RolloutWorkerExtension",
             additional_config={"verl_qerl": additional},
         )
 

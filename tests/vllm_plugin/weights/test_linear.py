@@ -29,7 +29,7 @@ def main():
               skip_tokenizer_init=True, load_format="verl_qerl_nvfp4", quantization="verl_qerl_nvfp4",
               enable_lora=True, max_lora_rank=16, enable_prefix_caching=False,
               hf_overrides={"quantization_config": quantization_config()},
-              worker_extension_cls="verl_qerl.vllm_plugin.worker.NoiseWorkerExtension",
+              worker_extension_cls="verl_qerl.vllm_plugin.worker.RolloutWorkerExtension",
               additional_config={"verl_qerl": json.loads(options)})
     first, second = LoRARequest("first", 1, first), LoRARequest("second", 2, second)
 

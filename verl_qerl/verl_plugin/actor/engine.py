@@ -311,5 +311,5 @@ def install(module: ModuleType) -> None:
     registered = EngineRegistry._engines["language_model"]["fsdp2"]
     if QerlFSDPEngine in registered.values():
         return
-    for device, vendor in (("cuda", "nvidia"), ("cpu", None)):
+    for device, vendor in (("cuda", "nvidia"), ("cpu", "cpu")):
         EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device, vendor)(QerlFSDPEngine)
