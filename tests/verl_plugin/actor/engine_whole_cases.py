@@ -16,6 +16,7 @@ from verl_qerl.formats import get_format
 from verl_qerl.formats.reference import dequantize
 from verl_qerl.verl_plugin.actor import engine as ours
 from verl_qerl.verl_plugin.config.base_options import QerlFSDPEngineConfig, ScaledFSDPEngineConfig
+from verl_qerl.verl_plugin.weight_sync.requantize import ROUNDED
 
 
 def requantized():
@@ -86,7 +87,7 @@ def rounded():
     """Log-probs that are asked for with rounded weights are those of a model that has such weights."""
     _Stock = FSDPEngineWithLMHead
     original, _Stock.forward_backward_batch = _Stock.forward_backward_batch, lambda self, data: logits(self.module)
-    plain, asked = (tu.get_tensordict({}, {ours.ROUNDED: flag}) for flag in (False, True))
+    plain, asked = (tu.get_tensordict({}, {ROUNDED: flag}) for flag in (False, True))
     found = {}
     for form in ("int8", "nvfp4"):
         engine = train_all(None, qerl={"format": form})

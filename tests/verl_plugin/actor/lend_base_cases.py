@@ -18,7 +18,7 @@ SHARED = {"share_base": True}
 
 def taken(engine):
     """The engine, its base given to a rollout: another engine of this process may lend then."""
-    lender = engine._lender
+    lender = engine.weights.lender
     rank = torch.distributed.get_rank()
     assert lender.path == meeting_place("0", rank)
     borrowed = borrow(lender.path, torch.device("cpu"))
@@ -29,7 +29,7 @@ def taken(engine):
 
 def built(*args, **kwargs):
     engine = build(*args, **kwargs)
-    return engine if engine._lender is None else taken(engine)
+    return engine if engine.weights.lender is None else taken(engine)
 
 
 def shared():
@@ -41,7 +41,7 @@ def shared():
         error = str(caught)
     taken(engine)
     linears = [module for module in engine.module.modules() if isinstance(module, RepackedNVFP4Linear)]
-    storage = engine._lender.base.flat.untyped_storage().data_ptr()
+    storage = engine.weights.lender.base.flat.untyped_storage().data_ptr()
     pointers = [linear.tiles[0].data_ptr() for linear in linears]
     engine.to("cpu", model=True, optimizer=True, grad=True)
     step(engine)

@@ -15,8 +15,8 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
 from verl_qerl.algos.acr import ACRConfig
-from verl_qerl.verl_plugin.actor import engine as ours
 from verl_qerl.verl_plugin.trainer.policy_loss import hand_over
+from verl_qerl.verl_plugin.weight_sync.requantize import ROUNDED
 
 # Two micro-batches of 21 and 24 tokens: one is padded for two ranks, and the cut goes through a sequence in both.
 PROMPTS, ANSWERS = (3, 5, 2, 4), (9, 4, 12, 6)
@@ -80,7 +80,7 @@ def update(size, head=False, padded=False, batching=None, **options):
     watched.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[-1]))
     with engine.eval_mode():
         scored = engine.infer_batch(batch(**flags))["model_output"]
-        rounded = engine.infer_batch(batch(**flags, **{ours.ROUNDED: True}))["model_output"]
+        rounded = engine.infer_batch(batch(**flags, **{ROUNDED: True}))["model_output"]
     with engine.train_mode():
         engine.optimizer_zero_grad()
         output = engine.forward_backward_batch(batch(**flags), loss())

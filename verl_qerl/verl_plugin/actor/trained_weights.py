@@ -1,0 +1,105 @@
+"""What verl's FSDP engine does otherwise where all weights are trained: UAQ, and a rollout quantized at every sync."""
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.nn as nn
+from verl.utils import tensordict_utils as tu
+
+from verl_qerl.checkpoints.groups import linears_among
+from verl_qerl.modules.rounded import rounded_linears
+from verl_qerl.modules.varlen_attention import check_model
+from verl_qerl.verl_plugin.actor.uaq_engine import fold_model
+from verl_qerl.verl_plugin.config.base_options import BaseOptions
+from verl_qerl.verl_plugin.weight_sync.requantize import (
+    ROUNDED,
+    check_unquantized,
+    groups_of_linears,
+    quantized_for_rollout,
+    round_group,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class TrainedWeights:
+    """The engine's weights; without options they are as verl has them.
+
+    Args:
+        engine: verl's, whose configurations are read.
+        options: Of the rollout's format; None where the rollout takes the weights as they are.
+        uaq_scale: Of UAQ; None without.
+    """
+
+    is_settled = True
+
+    def __init__(self, engine: Any, options: BaseOptions | None, uaq_scale: float | None) -> None:
+        self.options = options
+        self._engine, self._uaq_scale = engine, uaq_scale
+
+    def build_module(self, stock: Callable[[], Any]) -> nn.Module:
+        """As verl's; weights that a sync is to quantize must not be quantized."""
+        if self.options is not None:
+            check_unquantized(self._engine.model_config.local_path, self.options.format)
+        module = stock()
+        check_model(module)
+        return module
+
+    def build_lora_module(self, module: Any, stock: Callable[[Any], Any]) -> Any:
+        """As verl's."""
+        return stock(module)
+
+    def build_fsdp_module(self, module: nn.Module, stock: Callable[[Any], Any]) -> nn.Module:
+        """As verl's, of weights that UAQ has scaled."""
+        if self._uaq_scale is not None:
+            count = fold_model(module, self._uaq_scale)
+            if self._engine.rank == 0:
+                logger.warning("UAQ: %d weights scaled by %g", count, self._uaq_scale)
+        return stock(module)
+
+    def of_optimizer(self, module: nn.Module) -> nn.Module:
+        """All of it."""
+        return module
+
+    def inputs(self, micro_batch: Any) -> dict[str, Any]:
+        """None beside verl's."""
+        return {}
+
+    def within(self, mode: Any, training: bool) -> Any:
+        """The mode as it is."""
+        return mode
+
+    def forward_mode(self, data: Any) -> AbstractContextManager[Any]:
+        """Where the batch asks for it, the linears are rounded as the rollout holds them."""
+        options = self.options
+        if options is None or not tu.get_non_tensor_data(data, key=ROUNDED, default=False):
+            return nullcontext()
+        form = options.weight_format
+        linears = linears_among(self._shapes(), options.ignore, "the actor", form)
+        return rounded_linears(self._engine.module, groups_of_linears(linears, form), partial(round_group, form=form))
+
+    def before_save(self, folder: Path) -> None:
+        """Nothing marks the files as whole."""
+
+    def after_save(self, folder: Path) -> None:
+        """Nothing does."""
+
+    def loadable(self, folder: Path) -> AbstractContextManager[Path]:
+        """The checkpoint as it is."""
+        return nullcontext(folder)
+
+    def to_send(self, stock: Callable[[], Any], base_sync_done: bool) -> Any:
+        """The parameters, quantized for the rollout one by one as they are sent."""
+        params, peft_config = stock()
+        options = self.options
+        if options is not None:
+            tied = self._engine.model_config.hf_config.tie_word_embeddings
+            params = quantized_for_rollout(params, self._shapes(), options.weight_format, options.ignore, tied)
+        return params, peft_config
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._engine.module.state_dict().items()}
