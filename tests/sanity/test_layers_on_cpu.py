@@ -15,6 +15,7 @@ LAYERS = [
     "checkpoints",
     "testing",
     "algos",
+    "options",
     "planning",
     "kernels",
     "modules",

@@ -41,12 +41,12 @@ ours.info("too much")
         (["++aqn.seed=1"], True),
         (["+aqn={enabled: true}"], True),
         (["+acr.max_ratio=4"], True),
-        (["+qerl.max_initial_kl=0.1"], True),
+        (["+qerl.gate.max_initial_kl=0.1"], True),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=acr"], True),
         (['actor_rollout_ref.actor.policy_loss.loss_mode="acr"'], True),
         (["++actor_rollout_ref.actor.policy_loss.loss_mode='acr'"], True),
         (["+rollout='nvfp4'"], True),
-        ([f"+{ADDITIONAL}.verl_qerl.lora=stock"], True),
+        (["+qerl.rollout.lora=stock"], True),
         ([f"+{ADDITIONAL}={{verl_qerl: {{lora: stock}}}}"], True),
         ([f"+{ADDITIONAL}.other=1"], False),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=vanilla"], False),
@@ -104,9 +104,9 @@ def test_main_ppo_stops_before_ray(fresh_process, tmp_path):
         "+rollout=int8",
         "+platform=cpu",
         "actor_rollout_ref.model.lora_rank=8",
-        "+actor_rollout_ref.actor.fsdp_config.qerl.shard_base=true",
+        "+qerl.base.shard=true",
     ]
     found = fresh_process(*command, f"hydra.run.dir={tmp_path}", fails=True, RAY_TMPDIR=str(tmp_path / "ray"))
-    assert "shard_base=True does not go together with +rollout=int8" in found.stderr
+    assert "qerl.base.shard=True does not go together with +rollout=int8" in found.stderr
     assert "Started a local Ray instance" not in found.stderr
     assert not (tmp_path / "ray").exists()

@@ -48,9 +48,8 @@ def _float32_entropy(original: Callable[..., torch.Tensor]) -> Callable[..., tor
 def _policy_loss_checks(original: Callable[..., None]) -> Callable[..., None]:
     """Let a registered policy loss refuse the configuration: verl calls it for the first time in the first update.
 
-    Our gate, AQN, UAQ, the options of the rollout, the attention, models, adapter and the CPU platform are asked at the
-    same place. Where the patch is applied and this stands down, the trainer asks, but for models, adapter and CPU
-    platform, whose workers then fail.
+    Our options are checked at the same place, and written into verl's and vLLM's nodes (`config/apply.py`). Where the
+    patch is applied and this stands down, the trainer does so, but for models and adapter, whose workers then fail.
     """
 
     def validate_config(config: Any, use_reference_policy: bool, use_critic: bool) -> None:
@@ -58,29 +57,15 @@ def _policy_loss_checks(original: Callable[..., None]) -> Callable[..., None]:
 
         from verl_qerl.verl_plugin.actor.model_check import check_models
         from verl_qerl.verl_plugin.config.adapter_check import check_adapter
-        from verl_qerl.verl_plugin.config.attention import check_attention
-        from verl_qerl.verl_plugin.config.base_options import aqn_options
-        from verl_qerl.verl_plugin.config.rollout_options import check_rollout
-        from verl_qerl.verl_plugin.config.spelling import check_spelling
-        from verl_qerl.verl_plugin.cpu.activation_offload import check_offload
-        from verl_qerl.verl_plugin.cpu.whole_model import check_sync
-        from verl_qerl.verl_plugin.trainer.mismatch import gate_options
-        from verl_qerl.verl_plugin.trainer.uaq import uaq_options
+        from verl_qerl.verl_plugin.config.apply import prepare
 
         policy_loss = POLICY_LOSS_REGISTRY.get(config.actor_rollout_ref.actor.policy_loss.loss_mode)
         check_config = getattr(policy_loss, "check_config", None)
         if check_config is not None:
             check_config(config)
-        check_spelling(config)
-        gate_options(config)
-        aqn_options(config)
-        uaq_options(config)
-        check_sync(config)
-        check_offload(config)
-        check_rollout(config)
+        prepare(config)
         check_models(config, use_critic)
         check_adapter(config)
-        check_attention(config)
         original(config=config, use_reference_policy=use_reference_policy, use_critic=use_critic)
 
     return validate_config

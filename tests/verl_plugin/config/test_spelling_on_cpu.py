@@ -15,13 +15,13 @@ QUANTIZED = ("+rollout=nvfp4", "actor_rollout_ref.model.lora_rank=8")
         ("+rolout=nvfp4", "+rollout"),
         ("+aqm.enabled=true", "+uaq or +aqn"),
         ("+aqm.sigma_start=0.1", "+aqn"),
-        ("+qrel.max_initial_kl=0.1", "+qerl"),
+        ("+qrel.gate.max_kl=0.1", "+qerl"),
         ("+uqa.scale=2", "+uaq"),
         ("+platfrom=cpu", "+platform"),
     ],
 )
 def test_a_likely_typo_beside_an_option_of_ours_is_a_warning(validate, override, node):
-    (message,) = validate("+qerl.mismatch_sample=0", override, of=spelling)
+    (message,) = validate("+qerl.gate.mismatch_sample=0", override, of=spelling)
     name = override.split("=")[0].split(".")[0]
     assert message == (
         f"{name} looks like a misspelled option of verl_qerl, which does not read it. If it is meant for verl_qerl,"
@@ -50,10 +50,11 @@ def test_what_is_the_users_own_is_not_mentioned(override, configuration, caplog)
         (["actor_rollout_ref.model.lora_rank=8"], False),
         (["+aqn.enabled=true"], True),
         (["+uaq.enabled=true"], True),
-        (["+qerl.mismatch_sample=2"], True),
+        (["+qerl.gate.mismatch_sample=2"], True),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=acr"], True),
-        (["+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.lora=stock"], True),
+        (["+qerl.rollout.lora=stock"], True),
         (["+rollout=int8"], True),
+        (["+actor_rollout_ref.actor.fsdp_config.qerl.share_base=true"], True),  # an old name, which is refused
     ],
 )
 def test_which_runs_use_an_option_of_ours(configuration, overrides, uses):

@@ -21,7 +21,7 @@ from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.verl_plugin.trainer.checkpoints import TRACKER, CheckpointMixin, check_kept, check_step, check_tracker
+from verl_qerl.verl_plugin.trainer.checkpoints import TRACKER, CheckpointMixin, check_step, check_tracker
 
 NUM_BATCHES = 5
 
@@ -218,44 +218,9 @@ def test_a_step_of_sync_resumes_in_an_async_run(tmp_path):
     assert resume(tmp_path, v1={"trainer_mode": "colocate_async"}, **named) == expected(3)
 
 
-KEEP_ONE = [{"max_actor_ckpt_to_keep": 1}, {"remove_previous_ckpt_in_save": True}, {"max_critic_ckpt_to_keep": 1}]
-
-
-@pytest.mark.parametrize("option", KEEP_ONE)
-def test_keeping_one_checkpoint_is_refused(option):
-    with pytest.raises(ValueError, match=r"^a crash could leave no checkpoint: trainer\..* Set it to 2\.$"):
-        check_kept(OmegaConf.create(option), use_critic=True)
-
-
-@pytest.mark.parametrize("option", [{}, {"max_actor_ckpt_to_keep": None}, {"max_actor_ckpt_to_keep": 2}])
-def test_keeping_more_is_fine(option):
-    check_kept(OmegaConf.create(option | {"remove_previous_ckpt_in_save": False}), use_critic=True)
-    check_kept(OmegaConf.create(option | {"max_critic_ckpt_to_keep": 1}), use_critic=False)
-
-
 def test_a_stock_run_is_left_alone(tmp_path):
     save(tmp_path, 1)
     (tmp_path / "global_step_1" / "data.pt").unlink()
     assert resume(tmp_path, guarded=False) == (1, {"actor": "1"})
     (tmp_path / TRACKER).write_text("7")
     assert resume(tmp_path, guarded=False) == (0, {})
-
-
-@pytest.mark.parametrize("who", ["actor", "critic"])
-@pytest.mark.parametrize(("qerl", "told"), [({}, True), (None, False)])
-def test_options_are_checked_when_the_base_is_packed(qerl, told, who):
-    config = {"trainer": {f"max_{who}_ckpt_to_keep": 1}, "critic": {"enable": who == "critic"}}
-    config |= {"actor_rollout_ref": {"actor": {"fsdp_config": {"qerl": qerl}}}}
-
-    class Base:
-        def __init__(self, config):
-            self.config = config
-
-    class Other(CheckpointMixin, Base):
-        pass
-
-    if told:
-        with pytest.raises(ValueError, match="a crash could leave no checkpoint"):
-            Other(OmegaConf.create(config))
-    else:
-        assert not Other(OmegaConf.create(config))._guarded

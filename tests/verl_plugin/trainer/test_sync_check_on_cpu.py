@@ -7,7 +7,7 @@ pytest.importorskip("verl")
 import ray
 from omegaconf import OmegaConf
 
-from verl_qerl.verl_plugin.config.rollout_options import WORKER_EXTENSION
+from verl_qerl.verl_plugin.config.apply import WORKER_EXTENSION
 from verl_qerl.verl_plugin.trainer.sync_check import WeightSyncMixin
 
 
@@ -46,8 +46,11 @@ class Asking(WeightSyncMixin, Trainer):
 
 def config(base="int8", extension=WORKER_EXTENSION, mode="sync", disaggregated=False, **model):
     rollout = {"engine_kwargs": {"vllm": {"worker_extension_cls": extension}}}
-    rollout |= {"custom": {"qerl": {"base": base}} if base else None, "disaggregation": {"enabled": disaggregated}}
-    nodes = {"actor_rollout_ref": {"rollout": rollout, "model": {"lora_rank": 0, **model}}}
+    rollout |= {"disaggregation": {"enabled": disaggregated}}
+    nodes = {
+        "qerl": {"base": {"format": base}},
+        "actor_rollout_ref": {"rollout": rollout, "model": {"lora_rank": 0, **model}},
+    }
     return OmegaConf.create(nodes | {"trainer": {"v1": {"trainer_mode": mode}}})
 
 

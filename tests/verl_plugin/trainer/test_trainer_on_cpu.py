@@ -10,8 +10,10 @@ import ray
 from omegaconf import OmegaConf
 
 from verl_qerl.algos.aqn import AQNConfig
+from verl_qerl.verl_plugin.config.apply import WORKER_EXTENSION
 from verl_qerl.verl_plugin.trainer import trainer
-from verl_qerl.verl_plugin.trainer.trainer import WORKER_EXTENSION, NoiseMixin, ask_workers_for_noise
+from verl_qerl.verl_plugin.trainer.trainer import NoiseMixin, PreparedMixin
+from verl_qerl.vllm_plugin.options import SCHEDULER
 
 
 class Base:
@@ -123,58 +125,24 @@ def test_an_unknown_option_is_refused():
         Trainer(configuration({"sigmas": 1}))
 
 
-@pytest.mark.parametrize("mode", ["separate_async", "mine"])
-def test_a_mode_without_noise_is_refused(mode):
-    with pytest.raises(ValueError, match=rf"^trainer\.v1\.trainer_mode={mode} has no noise\. Accepted are sync, colo"):
-        Trainer(configuration({"enabled": True}, mode=mode))
-    assert not Trainer(configuration({"enabled": False}, mode=mode))._aqn.enabled
+def test_a_run_is_prepared_before_anything_reads_it():
+    """Where verl's check on the driver is not ours."""
 
+    class Prepared(PreparedMixin, NoiseMixin, Base):
+        pass
 
-def test_a_rollout_without_noise_is_refused():
-    with pytest.raises(ValueError, match=r"^actor_rollout_ref\.rollout\.name=sglang has no noise\. Accepted is vllm\."):
-        Trainer(configuration({"enabled": True}, name="sglang"))
-
-
-def test_a_vllm_outside_the_pin_is_refused(monkeypatch):
-    monkeypatch.setattr(trainer.vllm_plugin, "version_problem", lambda: "vllm is 0.25.0. Install 0.24.0.")
-    with pytest.raises(RuntimeError, match=r"^vllm is 0\.25\.0\. Install 0\.24\.0\.$"):
-        Trainer(configuration({"enabled": True}))
-    Trainer(configuration())
-
-
-def test_workers_get_extension_and_options():
-    config = configuration()
-    ask_workers_for_noise(config, AQNConfig(enabled=True, seed=3, targets=("input_layernorm",)))
-    kwargs = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm)
-    assert kwargs["worker_extension_cls"] == WORKER_EXTENSION
-    assert "scheduler_cls" not in kwargs
-    options = kwargs["additional_config"]["verl_qerl"]["aqn"]
-    assert AQNConfig.from_mapping(options) == AQNConfig(enabled=True, seed=3, targets=("input_layernorm",))
-    assert set(options) == set(AQNConfig.__dataclass_fields__)
+    config = configuration({"enabled": True, "seed": 3}, max_num_seqs=8)
+    kwargs = Prepared(config).config.actor_rollout_ref.rollout.engine_kwargs.vllm
+    assert (kwargs.worker_extension_cls, kwargs.max_num_seqs) == (WORKER_EXTENSION, 8)
+    assert kwargs.additional_config.verl_qerl.aqn.seed == 3
     assert OmegaConf.is_struct(config)  # a misspelt key is still noticed
+    with pytest.raises(ValueError, match=r"^trainer\.v1\.trainer_mode=separate_async does not go together with \+aqn"):
+        Prepared(configuration({"enabled": True}, mode="separate_async"))
 
 
-@pytest.mark.parametrize("draw", ["sequence", "token"])
-def test_draws_of_their_own_come_with_a_scheduler(draw):
-    config = configuration()
-    ask_workers_for_noise(config, AQNConfig(enabled=True, draw=draw))
-    kwargs = config.actor_rollout_ref.rollout.engine_kwargs.vllm
-    assert kwargs.additional_config.verl_qerl.aqn.draw == draw
-    module, _, name = kwargs.scheduler_cls.rpartition(".")
+def test_the_scheduler_of_draws_is_there():
+    module, _, name = SCHEDULER.rpartition(".")
     assert callable(getattr(importlib.import_module(module), name))
-    stock = configuration(scheduler_cls="mine.Scheduler")
-    for aqn in (AQNConfig(enabled=True), AQNConfig(enabled=True, draw=draw)):
-        ask_workers_for_noise(stock, aqn)
-        assert stock.actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls == "mine.Scheduler"
-
-
-def test_settings_of_the_user_stay():
-    config = configuration(worker_extension_cls="mine.Extension", additional_config={"mine": 1}, max_num_seqs=8)
-    ask_workers_for_noise(config, AQNConfig(enabled=True))
-    kwargs = config.actor_rollout_ref.rollout.engine_kwargs.vllm
-    assert kwargs.worker_extension_cls == "mine.Extension"
-    assert (kwargs.additional_config.mine, kwargs.max_num_seqs) == (1, 8)
-    assert kwargs.additional_config.verl_qerl.aqn.enabled
 
 
 SKIPPED = (

@@ -22,6 +22,4 @@ def install(module: ModuleType) -> None:
     """
     if verl_plugin.asks_for_qerl(sys.argv):
         asked, then = PROGRAMS[module.__name__]
-        raise SystemExit(
-            f"{asked} has no AQN, no ACR, no UAQ, no NVFP4, no gate and no additional_config.verl_qerl. {then}"
-        )
+        raise SystemExit(f"{asked} has no AQN, no ACR, no UAQ, no NVFP4, no gate and no +qerl.rollout. {then}")

@@ -9,9 +9,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl.algos.acr import ACRConfig
 from verl_qerl.algos.aqn import AQNConfig
-from verl_qerl.algos.mismatch import MismatchConfig
 from verl_qerl.algos.uaq import UAQConfig
 from verl_qerl.formats import FORMATS
+from verl_qerl.options.schema import NODES
+from verl_qerl.verl_plugin.config.old_spellings import has_old_name
 
 logger = logging.getLogger(__name__)
 
@@ -19,12 +20,12 @@ logger = logging.getLogger(__name__)
 _NODES = {
     **{
         node: {field.name for field in fields(options)}
-        for node, options in (("aqn", AQNConfig), ("acr", ACRConfig), ("qerl", MismatchConfig), ("uaq", UAQConfig))
+        for node, options in (("aqn", AQNConfig), ("acr", ACRConfig), ("uaq", UAQConfig))
     },
+    "qerl": set(NODES),
     "rollout": set(FORMATS),
     "platform": {"cpu"},
 }
-_ROLLOUT = "actor_rollout_ref.rollout"
 _ACR = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
 
@@ -34,10 +35,8 @@ def uses_qerl(config: DictConfig) -> bool:
     Args:
         config: Of the whole run.
     """
-    set_by_us = ("aqn", "acr", "uaq", "qerl", f"{_ROLLOUT}.custom.qerl")
-    of_workers = f"{_ROLLOUT}.engine_kwargs.vllm.additional_config.verl_qerl"
-    found = any(OmegaConf.select(config, name) is not None for name in (*set_by_us, of_workers))
-    return found or OmegaConf.select(config, _ACR) == "acr"
+    found = any(OmegaConf.select(config, name) is not None for name in ("aqn", "acr", "uaq", "qerl"))
+    return found or OmegaConf.select(config, _ACR) == "acr" or has_old_name(config)
 
 
 def check_spelling(config: DictConfig) -> None:

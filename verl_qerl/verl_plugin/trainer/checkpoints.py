@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
-from verl.trainer.ppo.utils import need_critic
 
 from verl_qerl.errors import CheckpointFormatError
 
@@ -36,9 +35,7 @@ class CheckpointMixin(_Trainer):
     """Hooks of verl's PPOTrainer around saving and loading."""
 
     def __init__(self, config: DictConfig) -> None:
-        self._guarded = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.qerl") is not None
-        if self._guarded:
-            check_kept(config.trainer, use_critic=need_critic(config))
+        self._guarded = OmegaConf.select(config, "qerl.base.format") is not None
         super().__init__(config)
 
     def _save_checkpoint(self) -> None:
@@ -65,22 +62,6 @@ class CheckpointMixin(_Trainer):
             elif trainer.resume_mode == "resume_path" and trainer.resume_from_path:
                 check_step(Path(trainer.resume_from_path))
         super()._load_checkpoint()
-
-
-def check_kept(trainer: DictConfig, use_critic: bool) -> None:
-    """Refuse to keep a single checkpoint.
-
-    Raises:
-        ValueError: The options ask for it.
-    """
-    kept = ["max_actor_ckpt_to_keep", *(["max_critic_ckpt_to_keep"] if use_critic else [])]
-    for name, wrong in (*((name, 1) for name in kept), ("remove_previous_ckpt_in_save", True)):
-        if trainer.get(name) == wrong:
-            raise ValueError(
-                f"a crash could leave no checkpoint: trainer.{name}={wrong} deletes the last one before the next is "
-                f"whole. Accepted is trainer.{' and '.join(kept)} of null or at least 2, which needs no more room "
-                "while it saves. Set it to 2."
-            )
 
 
 def check_tracker(run: Path) -> None:

@@ -1,4 +1,4 @@
-"""`+qerl.mismatch_sample=N`: what the difference between actor and rollout log-probs is made of, each step.
+"""`+qerl.gate.mismatch_sample=N`: what the difference between actor and rollout log-probs is made of, each step.
 
 N sequences of each batch are scored again (`rescoring.py`): by the rollout engine once with the noise of the step and
 once without, and where the rollout is quantized at every sync, by the actor with rounded weights as well.
@@ -20,7 +20,7 @@ from verl_qerl.verl_plugin.weight_sync.requantize import requantizes
 
 
 class MismatchPartsMixin(RescoringMixin):
-    """Hooks of verl's PPOTrainer; does nothing unless `qerl.mismatch_sample` is above 0."""
+    """Hooks of verl's PPOTrainer; does nothing unless `qerl.gate.mismatch_sample` is above 0."""
 
     def __init__(self, config: DictConfig) -> None:
         options = gate_options(config)

@@ -11,9 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_qerl.verl_plugin.config.rollout_options import WORKER_EXTENSION
-from verl_qerl.verl_plugin.cpu.activation_offload import check_offload
-from verl_qerl.verl_plugin.cpu.whole_model import check_sync
+from verl_qerl.verl_plugin.config.apply import WORKER_EXTENSION
 from verl_qerl.verl_plugin.trainer.rollout_workers import RolloutWorkersMixin
 from verl_qerl.verl_plugin.weight_sync.requantize import requantizes
 
@@ -39,8 +37,6 @@ class WeightSyncMixin(RolloutWorkersMixin):
     """Hooks of verl's PPOTrainer; does nothing in runs whose rollout workers are not ours."""
 
     def __init__(self, config: DictConfig) -> None:
-        check_sync(config)
-        check_offload(config)
         self._requantizes = requantizes(config)
         self._asks_workers = self._requantizes or can_ask(config)
         self._num_syncs = 0

@@ -10,14 +10,11 @@ from types import ModuleType
 from typing import Any
 
 import ray
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig
 from verl.utils.debug import marked_timer
 
-from verl_qerl import vllm_plugin
-from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
-from verl_qerl.verl_plugin.config.attention import use_attention
-from verl_qerl.verl_plugin.config.base_options import aqn_options
-from verl_qerl.verl_plugin.config.rollout_options import WORKER_EXTENSION, use_rollout_options
+from verl_qerl.algos.aqn import sigma_at_step
+from verl_qerl.verl_plugin.config.apply import aqn_options, prepare
 from verl_qerl.verl_plugin.trainer.checkpoints import CheckpointMixin
 from verl_qerl.verl_plugin.trainer.critic import CriticMixin
 from verl_qerl.verl_plugin.trainer.engine_health import EngineHealthMixin
@@ -29,13 +26,8 @@ from verl_qerl.verl_plugin.trainer.policy_loss import PolicyLossMixin
 from verl_qerl.verl_plugin.trainer.polling import PollingMixin
 from verl_qerl.verl_plugin.trainer.rollout_workers import RolloutWorkersMixin
 from verl_qerl.verl_plugin.trainer.sync_check import WeightSyncMixin
-from verl_qerl.verl_plugin.trainer.uaq import UAQMixin
-from verl_qerl.vllm_plugin.options import SCHEDULER
 
 logger = logging.getLogger(__name__)
-
-# Trainers whose weight sync runs in `on_step_end`.
-_MODES = ("sync", "colocate_async")
 
 
 def install(module: ModuleType) -> None:
@@ -45,10 +37,26 @@ def install(module: ModuleType) -> None:
         if not issubclass(trainer, NoiseMixin):
             # Engines are asked first. The gate tells the parts of a difference, so it comes after them: they are its
             # super().
-            ours = (EngineHealthMixin, MismatchMixin, MismatchPartsMixin, NoiseEffectMixin, NoiseScheduleMixin)
-            ours += (NoiseMixin, CheckpointMixin, PolicyLossMixin, UAQMixin, WeightSyncMixin, PollingMixin, CriticMixin)
+            ours = (PreparedMixin, EngineHealthMixin, MismatchMixin, MismatchPartsMixin, NoiseEffectMixin)
+            ours += (
+                NoiseScheduleMixin,
+                NoiseMixin,
+                CheckpointMixin,
+                PolicyLossMixin,
+                WeightSyncMixin,
+                PollingMixin,
+                CriticMixin,
+            )
             bases = (*ours, trainer)
             registry[mode] = type(f"Qerl{trainer.__name__}", bases, {"__doc__": trainer.__doc__})
+
+
+class PreparedMixin(RolloutWorkersMixin):
+    """Comes first: what the options of a run mean is written into its configuration before anything reads that."""
+
+    def __init__(self, config: DictConfig) -> None:
+        prepare(config)
+        super().__init__(config)
 
 
 class NoiseMixin(RolloutWorkersMixin):
@@ -57,19 +65,6 @@ class NoiseMixin(RolloutWorkersMixin):
     def __init__(self, config: DictConfig) -> None:
         self._aqn = aqn_options(config)
         self._aqn_searched: dict[int, tuple[int, float]] = {}  # as `sigma_at_step` takes it
-        if self._aqn.enabled:
-            problem = vllm_plugin.version_problem()
-            if problem:
-                raise RuntimeError(problem)
-            mode = config.trainer.v1.trainer_mode
-            if mode not in _MODES:
-                raise ValueError(
-                    f"trainer.v1.trainer_mode={mode} has no noise. Accepted are {', '.join(_MODES)}."
-                    " Leave out `+aqn.enabled=true` or change the mode."
-                )
-            ask_workers_for_noise(config, self._aqn)
-        use_rollout_options(config)
-        use_attention(config)
         super().__init__(config)
 
     def on_init_end(self) -> None:
@@ -137,30 +132,3 @@ class NoiseMixin(RolloutWorkersMixin):
                 " them too, and sigma ends at %g instead of sigma_end=%g.",
                 *(self._aqn.num_stages, total, sigma_at_step(self._aqn, total, total), self._aqn.sigma_end),
             )
-
-
-def ask_workers_for_noise(config: DictConfig, aqn: AQNConfig) -> None:
-    """Name our worker extension and hand it the options of AQN, by the door vLLM has for plugins.
-
-    Args:
-        config: Of the run, changed in place. A worker extension named by the user stays.
-        aqn: Options of the noise.
-    """
-    options = {name: getattr(aqn, name) for name in aqn.__dataclass_fields__}
-    options["targets"] = list(aqn.targets)
-    rollout = config.actor_rollout_ref.rollout
-    # A call to the workers of a data-parallel engine is not known to reach every shard.
-    for name, accepted in (("name", "vllm"), ("data_parallel_size", 1)):
-        if rollout.get(name, accepted) != accepted:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.{name}={rollout[name]} has no noise. Accepted is {accepted}."
-                " Leave out `+aqn.enabled=true` or set the value."
-            )
-    with open_dict(config):
-        kwargs = rollout.engine_kwargs.vllm
-        kwargs.setdefault("worker_extension_cls", WORKER_EXTENSION)
-        if aqn.draw != "batch":
-            kwargs.setdefault("scheduler_cls", SCHEDULER)  # which keeps answers out of the prefix cache
-        OmegaConf.update(
-            config, "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.aqn", options
-        )

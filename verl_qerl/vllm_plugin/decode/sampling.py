@@ -16,6 +16,7 @@ from vllm.v1.sample.logits_processor import (
 from vllm.v1.sample.sampler import Sampler
 
 from verl_qerl.kernels.rollout.sampling import draw_tokens
+from verl_qerl.vllm_plugin.options import named
 from verl_qerl.vllm_plugin.weights.plans import say_once
 
 # What of vLLM's own processors changes logits; one without it gives them back as they are.
@@ -110,8 +111,7 @@ def use_fused_sampler(runner: Any, required: bool = True) -> None:
             say_once(f"vLLM's own sampler draws tokens: {reason}.")
             return
         raise ValueError(
-            f"the sampler cannot be replaced: additional_config.verl_qerl.sampler='fused', {reason}, or leave the"
-            " option out."
+            f"the sampler cannot be replaced: {named('sampler', 'fused')}, {reason}, or leave the option out."
         )
     sampler.__class__ = FusedSampler
     device = runner.device
