@@ -31,7 +31,10 @@ BAD = [
         r"^qerl\.rollout\.lm_head='FP8' is no value of this option\. Accepted: bf16, fp8\.",
     ),
     ({"rollout": {"linear": ["auto"]}}, r"^qerl\.rollout\.linear=\['auto'\] is no value"),
-    ({"rollout": {"early_starts": 0}}, r"^qerl\.rollout\.early_starts=0 is no value .* Accepted: true, false\."),
+    (
+        {"rollout": {"programmatic_launch": 0}},
+        r"^qerl\.rollout\.programmatic_launch=0 is no value .* Accepted: true, false\.",
+    ),
     ({"base": {"format": "int4"}}, r"^qerl\.base\.format='int4' is no value .* Accepted: fp8, int8, mxfp4, nvfp4\."),
     ({"base": {"format": "int8", "scale": "mse"}}, r"scale='mse' .* Accepted: minmax, with \+rollout=int8\."),
     ({"base": {"ignore": "lm_head"}}, r"^qerl\.base\.ignore='lm_head' is no value .* Accepted: a list of exact names"),

@@ -16,7 +16,7 @@ PAGES = (PACKAGE / "verl_plugin" / "README.md", PACKAGE / "algos" / "README.md")
 
 def rows() -> dict[str, str]:
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
-    return dict(re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", text, flags=re.M))
+    return dict(re.findall(r"^\| `([^`=]+)` \| ([^|]+) \|", text, flags=re.M))
 
 
 def spelled(value: object) -> str:

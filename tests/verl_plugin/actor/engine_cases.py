@@ -20,7 +20,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.experts import ADAPTED
-from verl_qerl.formats.packed import dequantize
+from verl_qerl.formats.reference import dequantize
 from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.modules.convert import packed_weights
 from verl_qerl.modules.packed_linear import PackedLinear

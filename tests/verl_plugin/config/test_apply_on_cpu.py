@@ -280,7 +280,6 @@ def test_bad_input_without_the_yaml_gives_its_sentence(overrides):
 GOOD_ALONE = (
     (f"{MODEL}.lora_rank=0",),  # on a GPU
     ("trainer.device=cpu",),
-    ("trainer.device=cpu", f"{MODEL}.lora_rank=0", "+qerl.base.format=int8", f"{ACTOR}.strategy=fsdp2"),
     ("trainer.max_actor_ckpt_to_keep=1",),
 )
 
@@ -288,6 +287,7 @@ GOOD_ALONE = (
 @pytest.mark.parametrize("overrides", GOOD_ALONE, ids=lambda overrides: " ".join(overrides))
 def test_runs_that_break_no_rule_pass(overrides):
     prepare(composed(*overrides, rollout=None))
+    prepare(composed("trainer.device=cpu", f"{MODEL}.lora_rank=0", rollout="+rollout=int8"))
 
 
 @pytest.mark.parametrize("name", NEW)

@@ -15,7 +15,7 @@ QUANTIZED = ("+rollout=nvfp4", "actor_rollout_ref.model.lora_rank=8")
         ("+rolout=nvfp4", "+rollout"),
         ("+aqm.enabled=true", "+uaq or +aqn"),
         ("+aqm.sigma_start=0.1", "+aqn"),
-        ("+qrel.gate.max_kl=0.1", "+qerl"),
+        ("+qrel.max_initial_kl=0.1", "+qerl"),
         ("+uqa.scale=2", "+uaq"),
         ("+platfrom=cpu", "+platform"),
     ],
@@ -40,22 +40,3 @@ def test_a_stock_run_is_not_looked_at(validate, override):
 def test_what_is_the_users_own_is_not_mentioned(override, configuration, caplog):
     spelling.check_spelling(configuration(*QUANTIZED, "+aqn.enabled=true", override))
     assert caplog.messages == []
-
-
-@pytest.mark.parametrize(
-    ("overrides", "uses"),
-    [
-        ([], False),
-        (["+agn.enabled=true"], False),
-        (["actor_rollout_ref.model.lora_rank=8"], False),
-        (["+aqn.enabled=true"], True),
-        (["+uaq.enabled=true"], True),
-        (["+qerl.gate.mismatch_sample=2"], True),
-        (["actor_rollout_ref.actor.policy_loss.loss_mode=acr"], True),
-        (["+qerl.rollout.lora=stock"], True),
-        (["+rollout=int8"], True),
-        (["+actor_rollout_ref.actor.fsdp_config.qerl.share_base=true"], True),  # an old name, which is refused
-    ],
-)
-def test_which_runs_use_an_option_of_ours(configuration, overrides, uses):
-    assert spelling.uses_qerl(configuration(*overrides)) == uses

@@ -21,22 +21,34 @@ from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.verl_plugin.trainer.checkpoints import TRACKER, CheckpointMixin, check_step, check_tracker
+from verl_qerl.testing import load_beside
+from verl_qerl.verl_plugin.trainer.checkpoints import TRACKER, WholeCheckpoints, check_step, check_tracker
 
+featured = load_beside(__file__, "featured")
 NUM_BATCHES = 5
 
 
-class Trainer(CheckpointMixin, PPOTrainerSync):
-    pass
+def config_of(qerl, **options):
+    """Of a run whose base is packed, or is not."""
+    return OmegaConf.create({"qerl": qerl, "actor_rollout_ref": {"actor": {}}, **options})
+
+
+@pytest.fixture(autouse=True)
+def _no_workers(monkeypatch):
+    monkeypatch.setattr(PPOTrainerSync, "__init__", lambda self, config: setattr(self, "config", config))
+
+
+Trainer = featured.trainer_of(WholeCheckpoints, base=PPOTrainerSync)
 
 
 def trainer(run, guarded=True, **options):
     """A trainer without workers, in step 0."""
-    made = object.__new__(Trainer)
     settings = {"default_local_dir": str(run), "default_hdfs_dir": None, "resume_mode": "auto"}
     settings |= {"resume_from_path": None, "del_local_ckpt_after_load": False, "v1": {"trainer_mode": "sync"}} | options
-    made.config = OmegaConf.create({"trainer": settings, "actor_rollout_ref": {"actor": {}}})
-    made._guarded, made.global_steps, made.use_critic, made.trainer_mode = guarded, 0, False, "sync"
+    made = Trainer(
+        config_of({"base": {"format": "nvfp4"}} if guarded else None, trainer=settings, critic={"enable": False})
+    )
+    made.global_steps, made.use_critic, made.trainer_mode = 0, False, "sync"
     made.checkpoint_callback = SimpleNamespace(on_save=lambda **kwargs: None)
     loaded = made.loaded = {}
 

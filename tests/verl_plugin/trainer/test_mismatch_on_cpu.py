@@ -17,10 +17,11 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 from verl.utils.config import validate_config
 
-from verl_qerl.options.schema import LATER_STEPS, SAME_WEIGHTS_KL, Gate
+from verl_qerl.options.schema import LATER_STEPS, SAME_WEIGHTS_KL
+from verl_qerl.options.schema import Gate as GateOptions
 from verl_qerl.testing import load_beside
 from verl_qerl.verl_plugin.trainer import mismatch
-from verl_qerl.verl_plugin.trainer.mismatch import MismatchMixin, gate_options
+from verl_qerl.verl_plugin.trainer.mismatch import Gate, gate_options
 
 fakes = load_beside(__file__, "transfer_queue_fakes")
 Queue, nested = fakes.Queue, fakes.nested
@@ -94,7 +95,7 @@ KL_CLOSE, KL_FAR = (math.exp(0.1) - 1.1) / 4, (math.e - 2) / 4
 @pytest.mark.parametrize("overrides", [NVFP4, AQN, (*NVFP4, *AQN), (GATE,)], ids=["nvfp4", "aqn", "both", "explicit"])
 def test_metrics_of_every_step(step, overrides, mode):
     trainer = step.make(*overrides, f"trainer.v1.trainer_mode={mode}")
-    assert isinstance(trainer, MismatchMixin)
+    assert any(isinstance(feature, Gate) for feature in trainer.features)
     for actor, rollout, kl, difference in ((ACTOR, CLOSE, KL_CLOSE, 0.025), (ACTOR, FAR, KL_FAR, 0.25)):
         metrics = step.run(trainer, rollout, actor)
         assert metrics[KL] == pytest.approx(kl, rel=1e-5)
@@ -283,13 +284,13 @@ def test_of_a_cut_distribution_there_are_metrics_and_no_gate(step, caplog, cut):
 
 @pytest.mark.parametrize(
     ("overrides", "default"),
-    [((), None), (NVFP4, Gate(SAME_WEIGHTS_KL, 0.1)), (AQN, Gate())],
+    [((), None), (NVFP4, GateOptions(SAME_WEIGHTS_KL, 0.1)), (AQN, GateOptions())],
     ids=["stock", "nvfp4", "aqn"],
 )
 def test_options_compose_from_the_command_line(overrides, default):
     assert gate_options(composed(*overrides)) == default
-    assert gate_options(composed(GATE, *overrides)) == Gate(0.1, 0.5)
-    assert gate_options(composed("+qerl.gate.max_initial_kl=null", NO_LOG_PROBS, *overrides)) == Gate(None, None)
+    assert gate_options(composed(GATE, *overrides)) == GateOptions(0.1, 0.5)
+    assert gate_options(composed("+qerl.gate.max_initial_kl=null", NO_LOG_PROBS, *overrides)) == GateOptions(None, None)
     assert gate_options(OmegaConf.create({})) is None
 
 

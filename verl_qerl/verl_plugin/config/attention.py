@@ -12,7 +12,7 @@ import logging
 from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl.modules.varlen_attention import NAME
-from verl_qerl.verl_plugin.config.spelling import uses_qerl
+from verl_qerl.verl_plugin.config.asked import uses_qerl
 
 logger = logging.getLogger(__name__)
 
@@ -73,5 +73,4 @@ def use_attention(config: DictConfig) -> None:
 def _models(config: DictConfig) -> list[str]:
     """Nodes of models that FSDP trains or scores, in a run with an option of ours."""
     fsdp = OmegaConf.select(config, "actor_rollout_ref.actor.strategy") in ("fsdp", "fsdp2")
-    ours = fsdp and uses_qerl(config)
-    return [name for name in _MODELS if ours and OmegaConf.select(config, name) is not None]
+    return [name for name in _MODELS if fsdp and uses_qerl(config) and OmegaConf.select(config, name) is not None]

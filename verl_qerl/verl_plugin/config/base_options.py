@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from verl.workers.config import FSDPEngineConfig
 
 from verl_qerl import verl_plugin
-from verl_qerl.formats import WeightFormat, scale_choices, scaled_format
+from verl_qerl.formats import FORMATS, WeightFormat, scaled_format
 from verl_qerl.options.schema import Base
 from verl_qerl.verl_plugin.config.nodes import plain
 
@@ -45,7 +45,7 @@ class BaseOptions(Base):
         """
         super().__post_init__()
         if self.scale is None:
-            object.__setattr__(self, "scale", scale_choices(self.format)[0])
+            object.__setattr__(self, "scale", FORMATS[self.format].scale_choices[0])
 
     @property
     def weight_format(self) -> WeightFormat:

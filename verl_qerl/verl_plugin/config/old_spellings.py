@@ -7,12 +7,22 @@ from omegaconf import DictConfig, OmegaConf
 _BASE = "actor_rollout_ref.actor.fsdp_config.qerl"
 _ROLLOUT = "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl"
 _KEPT = ("scale", "ignore", "train_norms", "keep_dense", "fused_lora")
-_KERNELS = ("linear", "lora", "lm_head", "sampler", "attention", "early_starts", "resident", "keep_base_resident")
+_KERNELS = (
+    "linear",
+    "lora",
+    "lm_head",
+    "sampler",
+    "attention",
+    "programmatic_launch",
+    "resident",
+    "keep_base_resident",
+)
 NEW: dict[str, str] = {
     **{f"{_BASE}.{name}": f"qerl.base.{name}" for name in _KEPT},
     f"{_BASE}.share_base": "qerl.base.share",
     f"{_BASE}.shard_base": "qerl.base.shard",
     **{f"{_ROLLOUT}.{name}": f"qerl.rollout.{name}" for name in _KERNELS},
+    f"{_ROLLOUT}.early_starts": "qerl.rollout.programmatic_launch",
     **{f"qerl.{name}": f"qerl.gate.{name}" for name in ("max_initial_kl", "max_kl", "mismatch_sample")},
 }
 
@@ -32,11 +42,6 @@ def check_arguments(arguments: Iterable[str]) -> None:
             raise _moved(name, value)
 
 
-def has_old_name(config: DictConfig) -> bool:
-    """Whether a run sets an option by an old name, or is prepared: `apply.py` writes under some of them."""
-    return _first(config) is not None
-
-
 def check_names(config: DictConfig) -> None:
     """Look at a composed run, whose files may have old names.
 
@@ -46,13 +51,10 @@ def check_names(config: DictConfig) -> None:
     Raises:
         ValueError: One has an old name.
     """
-    name = _first(config)
-    if name is not None:
-        raise _moved(name, OmegaConf.select(config, name))
-
-
-def _first(config: DictConfig) -> str | None:
-    return next((name for name in NEW if OmegaConf.select(config, name) is not None), None)
+    for name in NEW:
+        value = OmegaConf.select(config, name)
+        if value is not None:
+            raise _moved(name, value)
 
 
 def _moved(name: str, value: object) -> ValueError:

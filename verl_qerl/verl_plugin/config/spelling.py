@@ -5,14 +5,13 @@ from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from verl_qerl.algos.acr import ACRConfig
 from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.algos.uaq import UAQConfig
 from verl_qerl.formats import FORMATS
 from verl_qerl.options.schema import NODES
-from verl_qerl.verl_plugin.config.old_spellings import has_old_name
 
 logger = logging.getLogger(__name__)
 
@@ -26,17 +25,6 @@ _NODES = {
     "rollout": set(FORMATS),
     "platform": {"cpu"},
 }
-_ACR = "actor_rollout_ref.actor.policy_loss.loss_mode"
-
-
-def uses_qerl(config: DictConfig) -> bool:
-    """Whether a run sets an option of ours; else it is a stock run, and nothing of it is looked at.
-
-    Args:
-        config: Of the whole run.
-    """
-    found = any(OmegaConf.select(config, name) is not None for name in ("aqn", "acr", "uaq", "qerl"))
-    return found or OmegaConf.select(config, _ACR) == "acr" or has_old_name(config)
 
 
 def check_spelling(config: DictConfig) -> None:
@@ -47,8 +35,6 @@ def check_spelling(config: DictConfig) -> None:
     Args:
         config: Of the whole run.
     """
-    if not uses_qerl(config):
-        return
     for name in map(str, config):
         near = get_close_matches(name, _NODES, n=len(_NODES), cutoff=0.6) if name not in _NODES else []
         value = config[name]

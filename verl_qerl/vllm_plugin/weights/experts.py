@@ -17,6 +17,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.platforms import current_platform
 
 from verl_qerl.checkpoints.experts import ADAPTED
+from verl_qerl.formats import get_format
 from verl_qerl.formats.nvfp4_layout import BLOCK_SCALE, CODES, GLOBAL_SCALE
 from verl_qerl.kernels.actor.dequantize import dequantize_nvfp4
 
@@ -42,7 +43,7 @@ def experts_method(layer: Any, prefix: str, form: str = "nvfp4") -> Any:
     """
     if not isinstance(layer, RoutedExperts):
         return None
-    if form != "nvfp4":
+    if not get_format(form).holds_experts:
         raise ValueError(
             f"experts are quantized in another format: rollout={form}, {prefix!r}. Accepted is nvfp4, with adapters."
             " Use +rollout=nvfp4."

@@ -18,8 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.platforms import current_platform
 
-from verl_qerl.formats.base import power_of_two
-from verl_qerl.formats.reference import check_weight, chunk_rows
+from verl_qerl.formats.base import check_weight, chunk_rows, power_of_two
 from verl_qerl.vllm_plugin.options import named
 
 logger = logging.getLogger(__name__)
