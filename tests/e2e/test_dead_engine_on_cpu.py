@@ -9,7 +9,7 @@ def test_an_engine_that_dies_ends_the_run(workbench):
         "def compute_score(*args, **kwargs):\n"
         "    for process in psutil.process_iter():\n"
         "        with contextlib.suppress(psutil.Error):\n"
-        "            ours = process.environ().get('VERL_FILE_LOGGER_PATH') == os.environ['VERL_FILE_LOGGER_PATH']\n"
+        "            ours = process.cwd() == os.getcwd()\n"  # the folder of the run
         "            if ours and 'EngineCore' in process.name() + ' '.join(process.cmdline()):\n"
         "                process.kill()\n"
         "                process.wait(60)\n"
