@@ -5,6 +5,7 @@ The options are those of examples/ in verl's repository; paths and the names of 
 
 import re
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -15,8 +16,7 @@ from hydra import compose, initialize_config_module
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from verl_qerl.modules.varlen_attention import NAME
-from verl_qerl.verl_plugin.config import attention
-from verl_qerl.verl_plugin.trainer.trainer import NoiseMixin
+from verl_qerl.testing import load_beside
 
 COMMON = """
     algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=False
@@ -74,30 +74,19 @@ EXAMPLES = {
         trainer.critic_warmup=0 trainer.n_gpus_per_node=1 trainer.total_epochs=1
     """,
 }
+BESIDE = Path(__file__).parents[1] / "verl_plugin" / "config" / "test_attention_on_cpu.py"
+Trainer = load_beside(str(BESIDE), "bare_trainer").Trainer
 OURS = ("+rollout=nvfp4", "+aqn.enabled=true")
 ONE_GPU = ("trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.tensor_model_parallel_size=1")
 each_example = pytest.mark.parametrize("name", EXAMPLES, ids=lambda name: name.rpartition("/")[2])
 
 
-class Base:
-    def __init__(self, config):
-        self.config = config
-
-
-class Trainer(NoiseMixin, Base):
-    pass
-
-
 @pytest.fixture(autouse=True)
-def _machine(monkeypatch):
+def _machine(monkeypatch, without_flash_attn):
     """Without flash-attn; verl's check imports vLLM to round the rank of the adapter, nothing else of it."""
     package = "verl.workers.rollout.vllm_rollout"
     monkeypatch.setitem(sys.modules, package, ModuleType(package))
     monkeypatch.setitem(sys.modules, f"{package}.utils", SimpleNamespace(get_vllm_max_lora_rank=lambda rank: rank))
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
-    attention.has_flash_attn.cache_clear()
-    yield
-    attention.has_flash_attn.cache_clear()
 
 
 def composed(name, *overrides):

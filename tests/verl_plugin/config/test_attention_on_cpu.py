@@ -12,12 +12,13 @@ from omegaconf import OmegaConf
 from verl.utils.config import validate_config
 
 from verl_qerl.modules.varlen_attention import NAME
+from verl_qerl.testing import load_beside
 from verl_qerl.verl_plugin.config import attention
-from verl_qerl.verl_plugin.trainer.trainer import NoiseMixin
 
 RUN = ("actor_rollout_ref.model.path=model", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")
 RUN += ("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1", "actor_rollout_ref.rollout.name=vllm")
 RUN += ("actor_rollout_ref.model.lora_rank=8",)
+Trainer = load_beside(__file__, "bare_trainer").Trainer
 OPTION = "override_config.attn_implementation"
 FLASH = f"+actor_rollout_ref.model.{OPTION}=flash_attention_2"
 OURS = (
@@ -28,24 +29,8 @@ OURS = (
     ("actor_rollout_ref.actor.policy_loss.loss_mode=acr",),
     ("+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.sampler=stock",),
 )
+pytestmark = pytest.mark.usefixtures("without_flash_attn")
 each_of_ours = pytest.mark.parametrize("ours", OURS, ids=lambda options: options[0].rpartition(".")[2])
-
-
-class Base:
-    def __init__(self, config):
-        self.config = config
-
-
-class Trainer(NoiseMixin, Base):
-    pass
-
-
-@pytest.fixture(autouse=True)
-def _not_installed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
-    attention.has_flash_attn.cache_clear()
-    yield
-    attention.has_flash_attn.cache_clear()
 
 
 @pytest.fixture

@@ -8,23 +8,15 @@ from hydra import compose, initialize_config_module
 from verl.utils.config import validate_config
 
 from verl_qerl import vllm_plugin
+from verl_qerl.testing import load_beside
 from verl_qerl.verl_plugin.config.rollout_options import WORKER_EXTENSION, check_rollout
-from verl_qerl.verl_plugin.trainer.trainer import NoiseMixin
 
 RUN = ("actor_rollout_ref.model.path=model", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")
 RUN += ("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1", "actor_rollout_ref.rollout.name=vllm")
 RUN += ("actor_rollout_ref.model.lora_rank=8",)
 VLLM = "+actor_rollout_ref.rollout.engine_kwargs.vllm"
+Trainer = load_beside(__file__, "bare_trainer").Trainer
 OPTIONS = f"{VLLM}.additional_config.verl_qerl"
-
-
-class Base:
-    def __init__(self, config):
-        self.config = config
-
-
-class Trainer(NoiseMixin, Base):
-    pass
 
 
 def composed(*overrides):
