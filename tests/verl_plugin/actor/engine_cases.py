@@ -27,7 +27,7 @@ from verl_qerl.modules.packed_linear import PackedLinear
 from verl_qerl.testing import foreach_copy_as_cuda, set_linear
 from verl_qerl.verl_plugin.actor import engine as ours
 from verl_qerl.verl_plugin.config.base_options import CHECKSUM, DIGESTS, LAYOUT, QerlFSDPEngineConfig
-from verl_qerl.verl_plugin.trainer.sync_check import flat_adapter
+from verl_qerl.verl_plugin.weight_sync import flat_adapter
 from verl_qerl.vllm_plugin.adapter.buffers import num_elements, unflatten
 
 MODELS, OUT, *CASES = sys.argv[1:]
