@@ -253,15 +253,46 @@ def test_a_tools_answer_between_two_turns_is_no_token_of_the_models(workbench, i
 
 @pytest.fixture(scope="module")
 def int8_base_run(workbench):
-    """An adapter on a Qwen3, and verl's weights for what is sampled; the second of three steps has noise that shows."""
-    options = ["+rollout=int8", "+aqn.enabled=true", "+aqn.num_stages=3", "trainer.total_training_steps=3"]
+    """An adapter on a Qwen3, and verl's weights for what is sampled; the second of three steps has noise that shows.
+
+    The first answer that is scored in a fourth step takes the run's engine with it.
+    """
+    reward = workbench.folder / "deadly.py"
+    reward.write_text(
+        (workbench.folder / "reward.py").read_text() + "\n"
+        "import contextlib, os, time, psutil\n"
+        "from pathlib import Path\n"
+        "\n"
+        "score = compute_score\n"
+        "\n"
+        "def compute_score(*args, **kwargs):\n"
+        "    saved = Path('checkpoints/latest_checkpointed_iteration.txt').exists()\n"
+        "    for process in psutil.process_iter() if saved else ():\n"
+        "        with contextlib.suppress(psutil.Error):\n"
+        "            ours = process.cwd() == os.getcwd()\n"  # the folder of the run
+        "            if ours and 'EngineCore' in process.name() + ' '.join(process.cmdline()):\n"
+        "                process.kill()\n"
+        "                process.wait(60)\n"
+        "                time.sleep(3)\n"  # its server has seen it before the answers are counted
+        "    return score(*args, **kwargs)\n"
+    )
+    options = ["+rollout=int8", "+aqn.enabled=true", "+aqn.num_stages=4", "trainer.total_training_steps=4"]
+    options.append(f"reward.custom_reward_function.path={reward}")
     options += ["+aqn.sigma_start=0.1", "+aqn.sigma_end=1e-6", "+qerl.max_initial_kl=1e-3", "trainer.save_freq=3"]
     options += [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=2.0"]
-    return workbench.train("int8_base", *options, model=workbench.qwen3()).check()
+    run = workbench.train("int8_base", *options, model=workbench.qwen3())
+    assert len(run.steps) == 3, run.log[-6000:]
+    return run
+
+
+def test_an_engine_that_dies_ends_the_run(int8_base_run):
+    assert int8_base_run.code != 0
+    message = "vLLM's engine has ended in 1 of 1 rollout replicas; no update is made"
+    assert message in int8_base_run.log, int8_base_run.log[-6000:]
 
 
 def test_an_adapter_on_an_int8_base(workbench, int8_base_run):
-    assert [step["aqn/sigma"] for step in int8_base_run.steps] == pytest.approx([0.0, 0.1, 1e-6])
+    assert [step["aqn/sigma"] for step in int8_base_run.steps] == pytest.approx([0.0, 0.1, 1e-7**0.5])
     assert [step["aqn/noisy_norms"] for step in int8_base_run.steps] == [0, NUM_NORMS, NUM_NORMS]
     assert "packed base: 14 linears in int8" in int8_base_run.log
     for step in int8_base_run.steps:
