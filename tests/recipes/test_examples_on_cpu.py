@@ -5,7 +5,6 @@ The options are those of examples/ in verl's repository; paths and the names of 
 
 import re
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -16,7 +15,7 @@ from hydra import compose, initialize_config_module
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from verl_qerl.modules.varlen_attention import NAME
-from verl_qerl.testing import load_beside
+from verl_qerl.verl_plugin.trainer.trainer import prepare
 
 COMMON = """
     algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=False
@@ -74,11 +73,15 @@ EXAMPLES = {
         trainer.critic_warmup=0 trainer.n_gpus_per_node=1 trainer.total_epochs=1
     """,
 }
-BESIDE = Path(__file__).parents[1] / "verl_plugin" / "config" / "test_attention_on_cpu.py"
-Trainer = load_beside(str(BESIDE), "bare_trainer").Trainer
 OURS = ("+rollout=nvfp4", "+aqn.enabled=true")
 ONE_GPU = ("trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.tensor_model_parallel_size=1")
 each_example = pytest.mark.parametrize("name", EXAMPLES, ids=lambda name: name.rpartition("/")[2])
+
+
+def prepared(config):
+    """The configuration as verl's trainer gets it from ours."""
+    prepare(None, config)
+    return config
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +100,7 @@ def composed(name, *overrides):
 
 def checked(config):
     validate_config(config=config, use_reference_policy=True, use_critic=False)
-    return Trainer(config).config
+    return prepared(config)
 
 
 @each_example
