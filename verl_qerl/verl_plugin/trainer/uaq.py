@@ -106,8 +106,8 @@ def tell_workers_the_scale(config: DictConfig, scale: float) -> None:
     with open_dict(config):
         node = config.actor_rollout_ref.actor.fsdp_config
         if node.get("_target_", _STOCK_CONFIG) == _STOCK_CONFIG:
-            node._target_ = _OUR_CONFIG
-        node.uaq_scale = scale
+            node["_target_"] = _OUR_CONFIG
+        node["uaq_scale"] = scale
         if OmegaConf.select(config, "aqn.enabled", default=False):
             where = "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.uaq_scale"
             OmegaConf.update(config, where, scale)
