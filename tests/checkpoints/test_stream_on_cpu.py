@@ -153,6 +153,19 @@ def test_linears_that_targets_leave_out_pass_and_are_listed(tmp_path, name):
     assert all(torch.equal(items[f"{module}.weight"], dense()[f"{module}.weight"]) for module in kept)
 
 
+PARTS = [(name, part) for name in NAMES for part in get_format(name).parts]
+
+
+@pytest.mark.parametrize(("name", "part"), PARTS)
+def test_a_weight_without_one_of_its_tensors_is_refused(tmp_path, name, part):
+    source = stored(tmp_path, name, lambda tensors: tensors.pop(f"{LINEARS[3]}.{part}"))
+    sentence = rf"'{LINEARS[3]}' of .* lacks \['{part}'\]\. Download or quantize the model again"
+    if name in ("int8", "fp8") and part == "weight_scale":
+        sentence = f"holds codes and no scales of '{LINEARS[3]}'"
+    with pytest.raises(CheckpointFormatError, match=sentence):
+        list(packed_stream(source, get_format(name)))
+
+
 DAMAGE = {
     "no codes": (lambda t: t.pop(f"{LINEARS[3]}.weight"), r"lacks \['weight'\]"),
     "zero point": (

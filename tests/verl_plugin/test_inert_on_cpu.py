@@ -59,3 +59,12 @@ def test_a_driver_that_finds_an_option_of_ours_registers_ours_and_tells_the_work
 
 def test_a_worker_that_is_told_registers_ours(hosts):
     assert_ours(hosts(**ON))
+
+
+def test_ray_tells_the_workers_of_one_job_on_every_node_and_of_no_other(fresh_process):
+    """Of a cluster that was there before; beside what an actor's own runtime environment says, and to its children."""
+    script = Path(__file__).with_name("ray_jobs_cases.py")
+    ours, stock = (json.loads(line) for line in fresh_process(str(script)).stdout.splitlines()[-2:])
+    for told, expected in ((ours, "1"), (stock, "None")):
+        assert len({actor.pop("node") for actor in told}) == 2
+        assert told == [{"own": "1", "in a child": expected}] * 2

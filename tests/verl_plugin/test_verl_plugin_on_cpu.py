@@ -37,6 +37,7 @@ other = dict([sys.argv[1].split("=")])
 importlib.metadata.version = lambda name: other.get(name) or real(name)
 sys.argv = ["-m", *sys.argv[2:]]
 import verl
+from verl_qerl import verl_plugin
 print(type(verl_plugin.FAILURE).__name__, verl_plugin.hooks._waiting)
 """
 

@@ -269,6 +269,26 @@ def test_where_results_must_not_depend_on_the_batch_vllms_own_paths_stay(monkeyp
             prepare_model(worker, Config({"verl_qerl": option}))
 
 
+@pytest.mark.parametrize("option", [{"enable_dbo": True}, {"ubatch_size": 2}], ids=str)
+def test_packed_linears_do_not_run_on_two_streams(monkeypatch, option):
+    """vLLM would compute two halves of a batch at once, and the kernels' blocks exchange sums in one workspace."""
+    parallel = pytest.importorskip("vllm.config").ParallelConfig
+    monkeypatch.setattr(worker_module, "use_programmatic_launch", lambda *_, **__: None)
+    monkeypatch.setattr(worker_module, "use_decode_attention", lambda *_: None)
+    config = Config({})
+    config.compilation_config = SimpleNamespace(pass_config=SimpleNamespace(fuse_allreduce_rms=False))
+    for options, columns, refused in (({}, {128}, False), (option, set(), False), (option, {128}, True)):
+        monkeypatch.setattr(worker_module, "repacked_in_features", lambda _, found=columns: found)
+        config.parallel_config = parallel(**options)
+        worker = Worker(torch.nn.Linear(1, 1))
+        prepare_model(worker, config)
+        if refused:
+            with pytest.raises(ValueError, match=r"on two streams at once, .*: enable_dbo=\w+, ubatch_size=\d\."):
+                worker.load_model()
+        else:
+            worker.load_model()
+
+
 def test_options_of_the_noise_are_those_of_aqn():
     with pytest.raises(ValueError, match=r"unknown option aqn\.sigma"):
         prepare_model(Worker(None), Config({"verl_qerl": {"aqn": {"sigma": 1}}}))

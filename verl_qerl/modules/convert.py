@@ -35,12 +35,11 @@ def replace_linears(
         )
     replaced = {}
     for name, linear in found:
-        parent, _, leaf = name.rpartition(".")
         try:
             replaced[name] = kind.from_linear(linear)
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}") from error
-        setattr(model.get_submodule(parent), leaf, replaced[name])
+        model.set_submodule(name, replaced[name])
     return replaced
 
 

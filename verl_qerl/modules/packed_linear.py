@@ -64,6 +64,10 @@ class PackedLinear(nn.Linear):
             )
         return cls(linear.in_features, linear.out_features, linear.bias, linear.weight.device)
 
+    def leave_out_of_checkpoints(self) -> None:
+        """From now on `state_dict` does not hold the packed tensors."""
+        self.persistent = False
+
     def fill(self, packed: PackedWeight) -> None:
         """Take over the tensors of a packed weight (no copy; its device becomes the module's).
 

@@ -33,7 +33,7 @@ def _register() -> None:
         found = importlib.metadata.version(package)
         problem = f"{package} is {found}. verl_qerl works with {package}{accepted}. Install that release."
         fits = SpecifierSet(accepted).contains(found, prereleases=True)
-        if not fits and not upstream.goes_on_untested(problem, package, _replaced(package)):
+        if not fits and not upstream.goes_on_untested(problem, package, _changes()):
             raise UpstreamDriftError(problem)
     OmegaConf.register_new_resolver("verl_qerl.has_adapter", bool, replace=True)  # of config/rollout/nvfp4.yaml
     if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
@@ -56,12 +56,11 @@ def activate() -> None:
     hooks.when_imported("verl.trainer.ppo.v1", "verl_qerl.verl_plugin.trainer.trainer")
 
 
-def _replaced(package: str) -> dict[str, set[str]]:
-    """Functions of a host that shims replace -> the sources that they were written for."""
-    from verl_qerl.verl_plugin.shims import SHIMS
+def _changes() -> tuple[upstream.HostChange | upstream.Shim, ...]:
+    """What we change in verl, or repeat of its source."""
+    from verl_qerl.verl_plugin import hosts, shims
 
-    ours = (shim for shim in SHIMS if shim.target.startswith(f"{package}."))
-    return {shim.target: {shim.fingerprint, shim.patched} for shim in ours}
+    return *shims.SHIMS, *hosts.CHANGES
 
 
 try:

@@ -93,7 +93,7 @@ def tell_workers(config: DictConfig) -> None:
     name = verl_plugin.ACTIVE
     if not ray.is_initialized():
         OmegaConf.update(config, f"{_ENV_VARS}.{name}", "1", force_add=True)
-    elif os.environ.get(name) != "1" and name not in ray.get_runtime_context().runtime_env.get("env_vars", {}):
+    elif os.environ.get(name) != "1" and name not in (ray.get_runtime_context().runtime_env.get("env_vars") or {}):
         raise RuntimeError(
             f"this run sets options of verl_qerl, and Ray runs already: its workers would train without them. Accepted"
             f" is verl.trainer.main_ppo, which starts Ray after this check, or a Ray that was started with {name}=1."

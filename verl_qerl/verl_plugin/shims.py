@@ -96,7 +96,7 @@ ENTROPY = Shim(
     patch="verl/0006",
     wrap=_float32_entropy,
 )
-# In force everywhere: it decides whether anything else of ours is.
+# In force everywhere, with the patch too: it decides whether anything else of ours is (driver.py).
 CONFIG_CHECK = Shim(
     target="verl.utils.config:validate_config",
     versions="==0.9.1",

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 import verl_qerl
+from verl_qerl import upstream
 from verl_qerl.kernels.rollout import launch
-from verl_qerl.vllm_plugin import NAMES
+from verl_qerl.vllm_plugin import NAMES, hosts
 from verl_qerl.vllm_plugin.adapter.lora import compute_plain_logits, release_buffers, use_single_adapter
 from verl_qerl.vllm_plugin.decode.attention import use_decode_attention
 from verl_qerl.vllm_plugin.decode.elementwise import use_programmatic_launch
@@ -143,7 +144,7 @@ def _keep_weights(engine: Preparation) -> None:
     def pool_of_the_cache(tag: str) -> Any:
         return contextlib.nullcontext() if tag == "weights" else pool(tag)
 
-    worker._maybe_get_memory_pool_context = pool_of_the_cache
+    upstream.hang(hosts.MEMORY_POOL, worker, pool_of_the_cache)
 
 
 def _put_lora_on_one_path(engine: Preparation) -> None:
@@ -169,7 +170,7 @@ def _watch_owner(engine: Preparation) -> None:
         borrowed.check()
         return execute_model(*args, **kwargs)
 
-    worker.execute_model = check_then_execute
+    upstream.hang(hosts.EXECUTE_MODEL, worker, check_then_execute)
 
 
 def _make_norms(engine: Preparation) -> None:
@@ -179,6 +180,17 @@ def _make_norms(engine: Preparation) -> None:
 def _find_linears(engine: Preparation) -> None:
     engine.columns = repacked_in_features(engine.model)
     engine.told["linear"] = sorted(engine.columns)
+
+
+def _refuse_microbatches(engine: Preparation) -> None:
+    """Keep packed linears and attention on one stream: their thread blocks exchange sums in one workspace a device."""
+    parallel = getattr(engine.vllm_config, "parallel_config", None)
+    if parallel is not None and parallel.use_ubatching:
+        raise ValueError(
+            "vLLM would run packed linears on two streams at once, which share a workspace for sums:"
+            f" enable_dbo={parallel.enable_dbo}, ubatch_size={parallel.ubatch_size}. Accepted is one batch at a time,"
+            " or vLLM's own kernels. Leave these options out, or set additional_config.verl_qerl.linear=stock."
+        )
 
 
 def _replace_between_linears(engine: Preparation) -> None:
@@ -206,6 +218,7 @@ STEPS = (
     Step("owner of the weights", When.LOADED, _watch_owner, lambda e: is_borrowing(e.vllm_config)),
     Step("trained norms", When.LOADED, _make_norms, lambda e: e.options.train_norms),
     Step("linears", When.LOADED, _find_linears),
+    Step("one stream", When.LOADED, _refuse_microbatches, lambda e: e.columns),
     Step("between linears", When.LOADED, _replace_between_linears, lambda e: e.columns),
     Step("sampler", When.LOADED, _replace_sampler, lambda e: e.options.sampler != "stock"),
 )
@@ -216,7 +229,8 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
 
     Raises:
         ValueError: An option is unknown or out of range or does not go together with VLLM_BATCH_INVARIANT, or later
-            the head cannot be quantized or the sampler replaced, or draws of the noise do not fit the engine.
+            the head cannot be quantized or the sampler replaced, or draws of the noise do not fit the engine, or packed
+            linears would run on two streams at once.
     """
     worker._qerl_noise = worker._qerl_norms = None
     options = _batch_invariant(rollout_options(vllm_config), vllm_config)
@@ -234,7 +248,7 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
             load_model(*args, **kwargs)
         engine.take(When.LOADED)
 
-    worker.load_model = load_then_prepare
+    upstream.hang(hosts.LOAD_MODEL, worker, load_then_prepare)
 
 
 def _batch_invariant(options: RolloutOptions, vllm_config: Any) -> RolloutOptions:
@@ -259,7 +273,8 @@ def _compile_apart(vllm_config: Any) -> dict[str, Any]:
     """
     prepared: dict[str, Any] = {"version": verl_qerl.__version__}
     if vllm_config is not None:
-        vllm_config.additional_config = {**(vllm_config.additional_config or {}), PREPARED: prepared}
+        options = {**(vllm_config.additional_config or {}), PREPARED: prepared}
+        upstream.set_data(hosts.ADDITIONAL_CONFIG, vllm_config, additional_config=options)
     return prepared
 
 
@@ -276,11 +291,11 @@ def _taking_steps_in_pool(engine: Preparation) -> Iterator[None]:
         load_model(*args, **kwargs)
         engine.take(When.IN_POOL)
 
-    runner.load_model = load_then_take_steps
+    upstream.hang(hosts.LOAD_IN_POOL, runner, load_then_take_steps)
     try:
         yield
     finally:
-        del runner.load_model
+        upstream.unhang(hosts.LOAD_IN_POOL, runner)
 
 
 def _refuse_deep_sleep(worker: Any, vllm_config: Any) -> None:
@@ -298,4 +313,4 @@ def _refuse_deep_sleep(worker: Any, vllm_config: Any) -> None:
             )
         sleep(level)
 
-    worker.sleep = sleep_lightly
+    upstream.hang(hosts.SLEEP, worker, sleep_lightly)

@@ -56,7 +56,7 @@ def test_without_an_adapter_what_is_sent_is_what_the_rollout_was_loaded_from(req
 
 
 def test_a_quantized_directory_is_not_trained_in_full(alone):
-    expected = r"^CheckpointFormatError: .* is quantized already \(compressed-tensors\) and model\.lora_rank=0 trains"
+    expected = r"^CheckpointFormatError: .* is quantized already \(nvfp4\) and model\.lora_rank=0 trains"
     assert re.search(expected, alone["requantized"]["error"])
 
 

@@ -67,7 +67,7 @@ def test_a_quantized_directory_cannot_be_trained(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     check_unquantized(str(tmp_path), "nvfp4")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization_config()}))
-    with pytest.raises(CheckpointFormatError, match=r"is quantized already \(compressed-tensors\) and model\.lora_r"):
+    with pytest.raises(CheckpointFormatError, match=r"is quantized already \(nvfp4\) and model\.lora_r"):
         check_unquantized(str(tmp_path), "nvfp4")
 
 

@@ -94,6 +94,7 @@ ENGINES = [
     ("int8", "llama-tied"),
     ("fp8", "qwen3-tied"),
     ("nvfp4", "qwen3"),
+    ("nvfp4", "qwen2"),
     ("mxfp4", "mistral-tied"),
 ]
 

@@ -137,7 +137,7 @@ def _empty_model(folder: Path) -> Any:
 def _fill(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     for name, tensor in tensors:
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, torch.nn.Parameter(tensor, requires_grad=False))
+        model.get_submodule(parent).register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=False))
 
 
 def _log_probs(model: Any, tokens: Sequence[Sequence[int]], device: str) -> torch.Tensor:

@@ -164,7 +164,7 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
         if self._base is not None:
             digests = {name: weight_digest(weight) for name, weight in packed_weights(module)}
             for _, linear in packed_linears(module):
-                linear.persistent = False
+                linear.leave_out_of_checkpoints()
             first_rank = [digests]
             torch.distributed.broadcast_object_list(first_rank, src=0)
             check_same_base(first_rank[0], digests)

@@ -92,7 +92,7 @@ def load_packed(
             _check_shape(path, model, name, item.shape, places[name].shape)
             parent, _, leaf = name.rpartition(".")
             parameter = nn.Parameter(item.to("cpu", dtype), requires_grad=places[name].requires_grad)
-            setattr(model.get_submodule(parent), leaf, parameter)
+            model.get_submodule(parent).register_parameter(leaf, parameter)
     if waiting:
         raise _mismatch(
             path, model, f"holds no packed weight for {len(waiting)} linears, first {next(iter(waiting))!r}"

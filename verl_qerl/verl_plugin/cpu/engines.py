@@ -21,7 +21,7 @@ class CPUValueEngine(_Stock):
         """A token classifier with one label, as verl's."""
         options = self.model_config
         config = options.hf_config
-        config.num_labels, config.classifier_dropout = 1, 0.0
+        config.update({"num_labels": 1, "classifier_dropout": 0.0})
         dtype = PrecisionType.to_dtype(self.engine_config.model_dtype or "fp32")
         context = get_init_weight_context_manager(use_meta_tensor=not config.tie_word_embeddings, mesh=self.device_mesh)
         with context():

@@ -93,7 +93,7 @@ class Gate(Feature):
 
     def before_sample_end(self) -> None:
         """Have answers scored without noise if a limit needs it, where `MismatchParts` has not for its own ends."""
-        run = self._run
+        run: Run = self._run
         if self._gate.mismatch_sample:
             return
         run.rescored = None

@@ -31,7 +31,8 @@ class MismatchParts(Feature):
         """Have it scored while the rollout is awake."""
         gate = self._run.gate
         assert gate is not None
-        self._run.rescored = rescore(self._run, gate.mismatch_sample, wants_noisy=True)
+        run: Run = self._run
+        run.rescored = rescore(run, gate.mismatch_sample, wants_noisy=True)
 
     def after_old_log_prob(self, batch: Any, tags: dict[str, dict], metrics: dict[str, Any]) -> None:
         """Now the actor's log-probs are there too."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
 from verl_qerl.checkpoints.record import read_whole, write_whole
-from verl_qerl.verl_plugin.trainer.feature import Feature
+from verl_qerl.verl_plugin.trainer.feature import Feature, Run
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,8 @@ class NoiseSchedule(Feature):
 
     def after_load(self) -> None:
         """Compare, and go on with the sigmas that were found."""
-        run, trainer = self._run, self._run.config.trainer
+        run: Run = self._run
+        trainer = run.config.trainer
         if run.step:
             folder = Path(trainer.default_local_dir) / f"global_step_{run.step}"
             if trainer.resume_mode == "resume_path":

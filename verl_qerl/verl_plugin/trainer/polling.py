@@ -6,6 +6,8 @@ second on average for answers that are there. A look takes 3 ms at 864 keys and 
 
 from typing import Any
 
+from verl_qerl import upstream
+from verl_qerl.verl_plugin import hosts
 from verl_qerl.verl_plugin.trainer.feature import Feature, Run
 
 POLL_S = 0.2
@@ -26,4 +28,4 @@ class Polling(Feature):
     def on_replay_buffer(self, buffer: Any) -> None:
         """Shorten the interval; one that a sampler of the user's has chosen stays."""
         if getattr(buffer, "poll_interval", None) == _VERLS_S:
-            buffer.poll_interval = POLL_S
+            upstream.set_data(hosts.POLL_INTERVAL, buffer, poll_interval=POLL_S)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from verl.utils.debug import marked_timer
 
+from verl_qerl import upstream
+from verl_qerl.verl_plugin import hosts
 from verl_qerl.verl_plugin.rollout.engine_scores import Row, score_answers
 from verl_qerl.verl_plugin.trainer.feature import Rescored, Run
 from verl_qerl.verl_plugin.trainer.noise import switch_noise
@@ -25,7 +27,7 @@ def keep_sample(buffer: Any, run: Run) -> None:
         run.sampled = batch
         return batch, metrics
 
-    buffer.sample = sample_and_keep
+    upstream.hang(hosts.SAMPLE, buffer, sample_and_keep)
 
 
 def rescore(run: Run, count: int, wants_noisy: bool = False) -> Rescored:

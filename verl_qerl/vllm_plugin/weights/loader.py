@@ -64,7 +64,7 @@ class QuantizingModelLoader(BaseModelLoader):
         """As vLLM's; of a checkpoint without a quantization_config, with the linears in bf16 that `ignore` names."""
         config = vllm_config.quant_config
         if self._ignore is not None and getattr(config, "follows_loader", False):
-            config.ignore = list(self._ignore)
+            config.leave_dense(self._ignore)
         return super().load_model(vllm_config, model_config, prefix)
 
     def _stock(self) -> DefaultModelLoader:

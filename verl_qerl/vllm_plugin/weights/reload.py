@@ -21,10 +21,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from verl_qerl import upstream
 from verl_qerl.checkpoints.manifest import NAME as MANIFEST
 from verl_qerl.checkpoints.manifest import Manifest, checksum, read_checksums
 from verl_qerl.formats import WeightFormat
 from verl_qerl.formats.reference import dequantize
+from verl_qerl.vllm_plugin import hosts
 from verl_qerl.vllm_plugin.weights.held import Expected, holds, quantized_linears
 from verl_qerl.vllm_plugin.weights.loader import checkpoint_members, fused_members
 
@@ -262,4 +264,4 @@ def _keep_plain_tensors(name: str, linear: Any, before: dict[str, torch.Tensor])
                 " since CUDA graphs use it. Start the rollout with enforce_eager=True, and report this."
             )
         old.copy_(new)
-        setattr(linear, key, old)
+        upstream.set_data(hosts.RELOADED, linear, **{key: old})
