@@ -297,6 +297,18 @@ def stored_tensors(source: Source, device: str | torch.device = "cpu") -> Iterat
     yield from source.tensors(device)
 
 
+def read_tensors(source: Source, names: Iterable[str], device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
+    """Some tensors of an unquantized checkpoint as the files hold them, whatever shards they are in."""
+    by_file: dict[str, list[str]] = {}
+    for name in names:
+        by_file.setdefault(source.files[name], []).append(name)
+    found = {}
+    for file, held in by_file.items():
+        with _open(source.path / file, "cpu") as shard:
+            found |= {name: shard.get_tensor(name).to(device) for name in held}
+    return found
+
+
 def _read(path: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     if device.type == "cuda":
         yield from read_shard(path, device)
