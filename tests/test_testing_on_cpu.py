@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from verl_qerl.nvfp4.digest import weight_digest
+from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.testing import (
     assert_close,
     compare_greedy,

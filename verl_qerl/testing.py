@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from verl_qerl.nvfp4.format import PackedWeight
-from verl_qerl.nvfp4.reference import quantize
+from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats.reference import quantize
 
 _TINY: dict[str, Any] = {
     "vocab_size": 64,

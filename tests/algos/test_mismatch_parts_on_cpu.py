@@ -1,4 +1,4 @@
-"""The arithmetic of the parts; tests/verl_plugin/test_mismatch_parts_on_cpu.py feeds it as verl does."""
+"""The arithmetic of the parts; tests/verl_plugin/trainer/test_mismatch_parts_on_cpu.py feeds it as verl does."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The arithmetic of UAQ on tensors and names; tests/verl_plugin/test_uaq_engine_on_cpu.py has models."""
+"""The arithmetic of UAQ on tensors and names; tests/verl_plugin/actor/test_uaq_engine_on_cpu.py has models."""
 
 import json
 

@@ -10,11 +10,11 @@ from accelerate import init_empty_weights
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from verl_qerl.kernels.dequantize import dequantize
+from verl_qerl.formats.nvfp4_weight import BLOCK_SIZE, PackedWeight
+from verl_qerl.kernels.actor.dequantize import dequantize
 from verl_qerl.modules import NVFP4Linear, replace_linears
 from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.modules.convert import packed_linears
-from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
 
 # Of Qwen2.5; "tiny" is for a CPU.
 SHAPES = {

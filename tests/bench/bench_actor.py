@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint  # noqa: F401  (its first import is slow)
 
-from verl_qerl.algos.log_probs import log_probs_of_labels
+from verl_qerl.kernels.actor.log_probs import log_probs_of_labels
 from verl_qerl.testing import load_beside, rms_error_ratio
 
 models = load_beside(__file__, "actor_models")

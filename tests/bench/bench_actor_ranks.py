@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from verl_qerl.modules import NVFP4Linear
-from verl_qerl.modules.sharded_linear import ShardedNVFP4Linear
+from verl_qerl.modules.placement.sharded_linear import ShardedNVFP4Linear
 from verl_qerl.testing import load_beside, rms_error_ratio
 
 bench = load_beside(__file__, "bench_actor")

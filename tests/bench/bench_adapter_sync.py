@@ -85,7 +85,7 @@ def run_actor(pipe: Connection, model: str, rank: int, bucket_mb: int, job: str)
     from verl.utils.device import get_device_name, get_torch_device, is_support_ipc
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
-    from verl_qerl.verl_plugin.flat_adapter import FlatAdapter, adapter_checksum, pieces
+    from verl_qerl.verl_plugin.weight_sync.flat_adapter import FlatAdapter, adapter_checksum, pieces
 
     device = torch.device(get_device_name())
     dist.init_process_group(
@@ -169,7 +169,7 @@ def measure(args: argparse.Namespace, actor: Connection) -> dict[str, Any]:
         max_loras=1,
         max_lora_rank=max(8, args.rank),
         enable_sleep_mode=cuda,
-        worker_extension_cls="verl_qerl.verl_plugin.worker_extension.WorkerExtension",
+        worker_extension_cls="verl_qerl.verl_plugin.weight_sync.worker_extension.WorkerExtension",
         additional_config={"verl_qerl": additional},
     )
     assert actor.recv() == "ready"
@@ -208,8 +208,8 @@ def receive(worker: Any, arm: str, config: dict[str, Any], layout: Any, checksum
     from verl.utils.device import is_support_ipc
     from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-    from verl_qerl.verl_plugin import worker_extension
-    from verl_qerl.verl_plugin.config import CHECKSUM, LAYOUT
+    from verl_qerl.verl_plugin.config.base_options import CHECKSUM, LAYOUT
+    from verl_qerl.verl_plugin.trainer.sync_check import worker_extension
 
     worker = getattr(worker, "worker", worker)  # which vLLM wraps
     seconds: dict[str, float] = {}

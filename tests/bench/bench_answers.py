@@ -158,7 +158,7 @@ async def server_over(engine: Any, arm: str) -> Any:
     import verl.workers.rollout.replica as replica
     from verl.workers.rollout.vllm_rollout import vllm_async_server as verls
 
-    from verl_qerl.verl_plugin import rollout
+    from verl_qerl.verl_plugin.rollout import server as rollout
 
     rollout.install(replica)
     verls.vLLMReplica.__init__ = lambda self, *args: None

@@ -20,12 +20,14 @@ from pathlib import Path
 
 import torch
 
-from verl_qerl.kernels.tiled import dequantize_tiled
+from verl_qerl.kernels.rollout.tiled import dequantize_tiled
 from verl_qerl.testing import current_commit
 
 ROOT = Path(__file__).parents[2]
-GATE = ROOT / "tests" / "kernels" / "test_dequantize.py"
-kernel = importlib.import_module("verl_qerl.kernels.dequantize")  # its namesake, the function, hides it in the package
+GATE = ROOT / "tests" / "kernels" / "actor" / "test_dequantize.py"
+kernel = importlib.import_module(
+    "verl_qerl.kernels.actor.dequantize"
+)  # its namesake, the function, hides it in the package
 
 # (out_features, in_features). The actor decodes q, k, v, gate and up one by one; vLLM holds qkv and gate_up fused.
 SHAPES = {

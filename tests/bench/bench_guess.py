@@ -2,8 +2,8 @@
 
     python tests/bench/bench_guess.py --out tests/bench/results/<gpu>/guess.json
 
-For each linear of the shipped table: microseconds of `kernels.tiled_matmul` with an adapter under the launch of the
-table (`measured`), the model's guess with both ways to make X A^T (`guess`, `guess_each`), and the launch of the
+For each linear of the shipped table: microseconds of `kernels.rollout.tiled_matmul` with an adapter under the launch of
+the table (`measured`), the model's guess with both ways to make X A^T (`guess`, `guess_each`), and the launch of the
 nearest other linear of the table (`nearest`), if it is one for this linear too.
 """
 
@@ -15,9 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from verl_qerl.cli.tune import tiled_copies, time_with_adapter
-from verl_qerl.kernels import tiled_matmul
-from verl_qerl.kernels.tiled_launch import EACH, GATHERED, TOKENS, Launch, both_ways, guess_launch, launch_candidates
-from verl_qerl.vllm_plugin import plans
+from verl_qerl.kernels.rollout import tiled_matmul
+from verl_qerl.kernels.rollout.tiled_launch import (
+    EACH,
+    GATHERED,
+    TOKENS,
+    Launch,
+    both_ways,
+    guess_launch,
+    launch_candidates,
+)
+from verl_qerl.vllm_plugin.weights import plans
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from verl_qerl.kernels.attention import decode_attention
-from verl_qerl.kernels.elementwise import add_rms_norm, silu_mul
-from verl_qerl.kernels.lora import member_of_tile
-from verl_qerl.kernels.rotation import norm_rotate, rotate
-from verl_qerl.vllm_plugin.plans import make_plan
-from verl_qerl.vllm_plugin.tiled_ops import linear_tiled, lora_linear_tiled
+from verl_qerl.kernels.rollout.attention import decode_attention
+from verl_qerl.kernels.rollout.elementwise import add_rms_norm, silu_mul
+from verl_qerl.kernels.rollout.lora import member_of_tile
+from verl_qerl.kernels.rollout.rotation import norm_rotate, rotate
+from verl_qerl.vllm_plugin.weights.plans import make_plan
+from verl_qerl.vllm_plugin.weights.tiled_ops import linear_tiled, lora_linear_tiled
 
 sys.path.insert(0, str(Path(__file__).parent))
 

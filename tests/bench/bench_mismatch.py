@@ -173,7 +173,7 @@ def exact_entropies(actor: object, args: argparse.Namespace, samples: list[tuple
     The actor gets the very draws of the rollout, on norms in float32; contexts are their own controls.
     """
     from verl_qerl.algos.aqn import AQNConfig
-    from verl_qerl.vllm_plugin.noise import NormNoise
+    from verl_qerl.vllm_plugin.noise.norm_noise import NormNoise
 
     noise = NormNoise(actor.base_model.model, AQNConfig(enabled=True))
     contexts = samples[:: max(1, len(samples) // args.contexts)]
@@ -273,8 +273,8 @@ def build_actor(arm: str, model: str, adapter: Path):
         base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     else:
         from verl_qerl.modules.format_linear import PACKED_LINEARS
-        from verl_qerl.verl_plugin.config import BaseOptions
-        from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
+        from verl_qerl.verl_plugin.actor.packed_model import build_skeleton, load_packed
+        from verl_qerl.verl_plugin.config.base_options import BaseOptions
 
         config = AutoConfig.from_pretrained(model)
         with init_empty_weights(include_buffers=False):

@@ -24,9 +24,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from verl_qerl.checkpoints.source import INDEX, open_source, stream
 from verl_qerl.cli.quantize import quantize_checkpoint
-from verl_qerl.nvfp4 import SCALE_CHOICES
-from verl_qerl.nvfp4.stream import INDEX, open_source, stream
+from verl_qerl.formats.reference import SCALE_CHOICES
 from verl_qerl.testing import current_commit
 
 ROOT = Path(__file__).parents[2]

@@ -106,7 +106,7 @@ def actor(job: dict[str, Any]) -> None:
 
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
-    from verl_qerl.verl_plugin.requantize import quantized_for_rollout
+    from verl_qerl.verl_plugin.weight_sync.requantize import quantized_for_rollout
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shapes = tensor_shapes(job["model"])
@@ -229,7 +229,7 @@ def receive(worker: Any, handle: str, arm: str, num_before: int) -> dict[str, fl
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
-    from verl_qerl.vllm_plugin.reload import InPlaceReload
+    from verl_qerl.vllm_plugin.weights.reload import InPlaceReload
 
     cuda = torch.cuda.is_available()
     if cuda:

@@ -24,8 +24,9 @@ import host_time
 import rollout_report
 import torch
 
-from verl_qerl.nvfp4 import SCALE_CHOICES, PackedWeight, dequantize, quantize
-from verl_qerl.nvfp4 import reference as nvfp4
+from verl_qerl.formats import reference as nvfp4
+from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats.reference import SCALE_CHOICES, dequantize, quantize
 from verl_qerl.testing import rms_error_ratio
 
 Quantizer = Callable[[torch.Tensor], PackedWeight]

@@ -1,4 +1,4 @@
-"""What schedule() takes of a decode step: vLLM's scheduler by itself, and vllm_plugin/scheduler.py, which asks less.
+"""What schedule() takes of a decode step: vLLM's scheduler by itself, and ours (vllm_plugin/decode), which asks less.
 
     python tests/bench/bench_schedule.py --out tests/bench/results/cpu/schedule.json [--batches 1 32 256]
 

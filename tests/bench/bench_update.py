@@ -47,8 +47,8 @@ def build(arm: dict[str, bool], model: Path) -> Any:
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-    from verl_qerl.verl_plugin.config import QerlFSDPEngineConfig
-    from verl_qerl.verl_plugin.engine import QerlFSDPEngine
+    from verl_qerl.verl_plugin.actor.engine import QerlFSDPEngine
+    from verl_qerl.verl_plugin.config.base_options import QerlFSDPEngineConfig
 
     if not arm["ours"]:
         load_beside(__file__, "fused_head")  # without it verl's fused kernels do not run

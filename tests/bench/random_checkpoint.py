@@ -14,15 +14,15 @@ from pathlib import Path
 
 import torch
 
+from verl_qerl.checkpoints.writer import ShardedWriter, quantized_specs
 from verl_qerl.cli.chat_tokenizer import train_tokenizer
 from verl_qerl.cli.data import gsm8k_prompt
 from verl_qerl.cli.model_dir import check_free_space, store, total_bytes
 from verl_qerl.cli.word_problems import generate
-from verl_qerl.nvfp4.checkpoint import quantization_config
-from verl_qerl.nvfp4.format import PackedWeight
-from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE, is_packed_module
-from verl_qerl.nvfp4.reader import TensorSpec
-from verl_qerl.nvfp4.writer import ShardedWriter, quantized_specs
+from verl_qerl.formats.ignore import DEFAULT_IGNORE, is_packed_module
+from verl_qerl.formats.nvfp4_layout import quantization_config
+from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats.tensor_spec import TensorSpec
 from verl_qerl.testing import load_beside
 
 models = load_beside(__file__, "actor_models")

@@ -12,7 +12,7 @@ from typing import Any
 
 DUMMY_NVFP4 = "bench_dummy_nvfp4"  # load format
 EXTENSION = "verl_qerl.vllm_plugin.worker.NoiseWorkerExtension"
-SCHEDULER = "verl_qerl.vllm_plugin.scheduler.scheduler"
+SCHEDULER = "verl_qerl.vllm_plugin.decode.scheduler.scheduler"
 OURS = "verl_qerl_nvfp4"
 # Divisor of all weights. Block scales reach 448 and codes 6: weights stay below 448 * 6 / 2**20 = 2.6e-3.
 GLOBAL_SCALE = 2.0**20
@@ -87,7 +87,7 @@ ARMS = {
     "nvfp4_lora_stock_scheduler": Arm(ours() | {"scheduler_cls": None}, packed=True, linear_bytes=0.5625),
     "nvfp4_lora_stock_attention": Arm(ours(attention="stock"), packed=True, linear_bytes=0.5625),
 }
-# As in verl (verl_plugin.rollout.choose_runner).
+# As in verl (verl_plugin.rollout.server.choose_runner).
 ARMS |= {name: dataclasses.replace(arm, runner="0") for name, arm in ARMS.items() if is_ours(arm.options)}
 # Measured when they are named; for Qwen2.5 vLLM's choice is the runner of verl's runs.
 VARIANTS = {
@@ -184,7 +184,7 @@ SHAPES = {
 
 def write_model(folder: Path, shape: Shape, packed: bool) -> Path:
     """A directory with a config.json and nothing else."""
-    from verl_qerl.nvfp4.checkpoint import quantization_config
+    from verl_qerl.formats.nvfp4_layout import quantization_config
 
     config = {
         "architectures": [FAMILIES[shape.family]],

@@ -10,7 +10,7 @@ from typing import Any
 
 from rollout_worker import GIB
 
-from verl_qerl.vllm_plugin.graph_sizes import VLLMS, larger_sizes
+from verl_qerl.vllm_plugin.decode.graph_sizes import VLLMS, larger_sizes
 
 # Answer lengths of the realistic rollout: lognormal with this median and sigma, at least MIN, cut at MAX.
 LENGTHS = {"median": 400, "sigma": 0.8, "min": 16, "max": 2048, "seed": 0}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_qerl.kernels.tiled_launch import EACH, GATHERED, Launch, guess_launch
+from verl_qerl.kernels.rollout.tiled_launch import EACH, GATHERED, Launch, guess_launch
 from verl_qerl.testing import load_beside
 
 pytest.importorskip("vllm")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from verl_qerl.cli.chat_tokenizer import train_tokenizer
-from verl_qerl.nvfp4 import dequantize, quantize
+from verl_qerl.formats.reference import dequantize, quantize
 from verl_qerl.testing import load_beside, random_qwen2
 
 

@@ -8,10 +8,10 @@ pytest.importorskip("verl")
 
 from transformers import AutoConfig, AutoTokenizer, Qwen2ForCausalLM
 
-from verl_qerl.nvfp4.stream import PackedWeight, open_source, stream
+from verl_qerl.checkpoints.source import PackedWeight, open_source, stream
 from verl_qerl.testing import load_beside
-from verl_qerl.verl_plugin.config import BaseOptions
-from verl_qerl.verl_plugin.packed_model import build_skeleton, load_packed
+from verl_qerl.verl_plugin.actor.packed_model import build_skeleton, load_packed
+from verl_qerl.verl_plugin.config.base_options import BaseOptions
 
 generator = load_beside(__file__, "random_checkpoint")
 

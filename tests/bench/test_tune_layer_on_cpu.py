@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_qerl.kernels.tiled_launch import EACH, STREAM, TOKENS, Launch
+from verl_qerl.kernels.rollout.tiled_launch import EACH, STREAM, TOKENS, Launch
 from verl_qerl.testing import load_beside
-from verl_qerl.vllm_plugin import plans
+from verl_qerl.vllm_plugin.weights import plans
 
 bench = load_beside(__file__, "tune_layer")
 SLOW, FAST, NOISE = Launch(2, 1, 1, 2), Launch(2, 2, 1, 1), Launch(2, 1, 2, 2)

@@ -1,7 +1,7 @@
-"""Launches of kernels.tiled_matmul, chosen in a decode layer: the fastest ones alone are not so beside others.
+"""Launches of kernels/rollout/tiled_matmul, chosen in a decode layer: the fastest ones alone are not so beside others.
 
-    python tests/bench/tune_layer.py --out verl_qerl/vllm_plugin/tuned/nvidia_h200.json [--models 7B 14B] [--rows 8 64]
-        [--linears qkv o down] [--tried 4]
+    python tests/bench/tune_layer.py --out verl_qerl/vllm_plugin/weights/tuned/nvidia_h200.json [--models 7B 14B]
+        [--rows 8 64] [--linears qkv o down] [--tried 4]
 
 Starts from the table that the package has, of this GPU or an H200. Each linear of the layers of bench_layer.py, with an
 adapter, gets the launches that `fusing` of verl_qerl.cli.tune names first, with both ways to make X A^T, and keeps the
@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from verl_qerl.cli.tune import fusing
-from verl_qerl.kernels import tiled_matmul
-from verl_qerl.kernels.tiled_launch import TOKENS, Launch, both_ways
+from verl_qerl.kernels.rollout import tiled_matmul
+from verl_qerl.kernels.rollout.tiled_launch import TOKENS, Launch, both_ways
 from verl_qerl.testing import current_commit
-from verl_qerl.vllm_plugin import plans
+from verl_qerl.vllm_plugin.weights import plans
 
 sys.path.insert(0, str(Path(__file__).parent))
 

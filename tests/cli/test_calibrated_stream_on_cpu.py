@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from verl_qerl.checkpoints.digest import model_digest, weight_digest
+from verl_qerl.checkpoints.source import open_source, stored_tensors, stream
 from verl_qerl.cli import calibrated_stream, main
 from verl_qerl.cli.calibration import FAMILIES, Calibration
 from verl_qerl.cli.chat_tokenizer import train_tokenizer
 from verl_qerl.cli.quantize import quantize_checkpoint
 from verl_qerl.formats.gptq import InputMoments, calibrate
-from verl_qerl.nvfp4 import PackedWeight, dequantize, quantize_group
-from verl_qerl.nvfp4.checkpoint import quantization_config
-from verl_qerl.nvfp4.digest import model_digest, weight_digest
-from verl_qerl.nvfp4.stream import open_source, stored_tensors, stream
+from verl_qerl.formats.nvfp4_layout import quantization_config
+from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats.reference import dequantize, quantize_group
 from verl_qerl.testing import random_decoder
 
 transformers = pytest.importorskip("transformers")

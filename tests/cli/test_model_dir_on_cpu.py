@@ -3,11 +3,11 @@ import json
 import pytest
 import torch
 
+from verl_qerl.checkpoints.digest import weight_digest
+from verl_qerl.checkpoints.source import open_source
+from verl_qerl.checkpoints.writer import ShardedWriter
 from verl_qerl.cli.model_dir import copy_other_files, device_name, pick_device, store
-from verl_qerl.nvfp4.digest import weight_digest
-from verl_qerl.nvfp4.reader import TensorSpec
-from verl_qerl.nvfp4.stream import open_source
-from verl_qerl.nvfp4.writer import ShardedWriter
+from verl_qerl.formats.tensor_spec import TensorSpec
 from verl_qerl.testing import random_packed_weight
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from verl_qerl.checkpoints.digest import model_digest, weight_digest
+from verl_qerl.checkpoints.source import open_source
+from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli import main
 from verl_qerl.cli.quantize import quantize_checkpoint
 from verl_qerl.formats import get_format
 from verl_qerl.formats.packed import QuantizedWeight, dequantize
-from verl_qerl.formats.packed_stream import packed_stream
-from verl_qerl.nvfp4.digest import model_digest, weight_digest
-from verl_qerl.nvfp4.stream import open_source
 from verl_qerl.testing import random_qwen2
 
 transformers = pytest.importorskip("transformers")
@@ -102,7 +102,7 @@ def test_the_command_takes_a_format(model, tmp_path, capsys):
 
 def test_stock_vllm_computes_int8_as_the_dequantized_model(outputs, model):
     pytest.importorskip("vllm")
-    from verl_qerl.vllm_plugin.reference_kernels import onednn_multiplies_int8
+    from verl_qerl.vllm_plugin.weights.reference_kernels import onednn_multiplies_int8
 
     if not onednn_multiplies_int8():
         pytest.skip("vLLM's INT8 kernel computes wrong products on this CPU, which has no VNNI")

@@ -8,12 +8,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from verl_qerl.checkpoints.digest import model_digest, weight_digest
+from verl_qerl.checkpoints.source import INDEX, open_source, stream
 from verl_qerl.cli import main
 from verl_qerl.cli.quantize import quantize_checkpoint
-from verl_qerl.nvfp4 import PackedWeight, dequantize, quantize_group
-from verl_qerl.nvfp4.checkpoint import from_tensors, quantization_config
-from verl_qerl.nvfp4.digest import model_digest, weight_digest
-from verl_qerl.nvfp4.stream import INDEX, open_source, stream
+from verl_qerl.formats.nvfp4_layout import from_tensors, quantization_config
+from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats.reference import dequantize, quantize_group
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
@@ -287,7 +288,7 @@ def test_cuda_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_mixture_says_that_its_routers_are_not_packed(tmp_path):
-    from verl_qerl.nvfp4.ignore import ROUTER
+    from verl_qerl.formats.ignore import ROUTER
     from verl_qerl.testing import random_qwen3_moe
 
     random_qwen3_moe().save_pretrained(tmp_path / "moe")

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from verl_qerl.checkpoints.source import INDEX
 from verl_qerl.cli import main
 from verl_qerl.cli.quantize_arguments import parse_size
-from verl_qerl.nvfp4.stream import INDEX
 
 
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 mb", 1_500_000), ("700", 700)])

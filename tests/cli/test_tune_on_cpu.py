@@ -8,7 +8,7 @@ import torch
 from verl_qerl.cli import main, tune
 from verl_qerl.cli.tune import _adapter, crossings, describe, fusing, paths
 from verl_qerl.cli.tune_shapes import MODELS
-from verl_qerl.kernels.tiled_launch import EACH, GATHERED, LOW_ROWS, TOKENS, guess_launch
+from verl_qerl.kernels.rollout.tiled_launch import EACH, GATHERED, LOW_ROWS, TOKENS, guess_launch
 
 
 def times(*rows):
@@ -36,7 +36,7 @@ def test_the_line_for_the_terminal_names_the_crossings():
 
 def test_paths_are_those_that_a_rollout_takes(monkeypatch):
     pytest.importorskip("vllm")
-    from verl_qerl.vllm_plugin import tiled_ops
+    from verl_qerl.vllm_plugin.weights import tiled_ops
 
     launched = []
 
@@ -95,7 +95,7 @@ def test_shapes_are_what_the_kernel_takes():
 def asked(tmp_path, monkeypatch):
     """What `run` takes, on a GPU that measures at once."""
     pytest.importorskip("vllm")
-    monkeypatch.setattr("verl_qerl.vllm_plugin.plans.why_not", lambda: None)
+    monkeypatch.setattr("verl_qerl.vllm_plugin.weights.plans.why_not", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     fields = {"launches": {}, "dense_rows": 1, "decode_rows": 2}
     monkeypatch.setattr(tune, "measure", lambda N, K: {"N": N, "K": K, **fields})

@@ -17,10 +17,10 @@ from verl.trainer.config import CheckpointConfig
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.modules.convert import packed_weights
-from verl_qerl.nvfp4.digest import weight_digest
-from verl_qerl.verl_plugin.config import QerlFSDPEngineConfig, ScaledFSDPEngineConfig
-from verl_qerl.verl_plugin.engine import QerlFSDPEngine
+from verl_qerl.verl_plugin.actor.engine import QerlFSDPEngine
+from verl_qerl.verl_plugin.config.base_options import QerlFSDPEngineConfig, ScaledFSDPEngineConfig
 
 MODELS, OUT, *CASES = sys.argv[1:]
 TOKENS = torch.tensor([[(7 * i) % 300 for i in range(64)]])

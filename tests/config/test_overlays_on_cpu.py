@@ -11,9 +11,9 @@ pytest.importorskip("verl")
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from verl_qerl.nvfp4.checkpoint import quantization_config
-from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE
-from verl_qerl.verl_plugin.rollout import describe_checkpoint
+from verl_qerl.formats.ignore import DEFAULT_IGNORE
+from verl_qerl.formats.nvfp4_layout import quantization_config
+from verl_qerl.verl_plugin.rollout.server import describe_checkpoint
 
 RUN = (
     "actor_rollout_ref.model.path=model",
@@ -29,7 +29,7 @@ OURS = f"{ROLLOUT}.engine_kwargs.vllm"
 DIFFERENCE = {
     "aqn.enabled": True,
     f"{ACTOR}.strategy": "fsdp2",
-    f"{ACTOR}.fsdp_config._target_": "verl_qerl.verl_plugin.config.QerlFSDPEngineConfig",
+    f"{ACTOR}.fsdp_config._target_": "verl_qerl.verl_plugin.config.base_options.QerlFSDPEngineConfig",
     f"{ACTOR}.fsdp_config.model_dtype": None,  # null: bf16 under an adapter, fp32 without
     f"{ACTOR}.fsdp_config.qerl": None,
     "actor_rollout_ref.model.use_fused_kernels": True,
@@ -41,8 +41,8 @@ DIFFERENCE = {
     f"{OURS}.load_format": "verl_qerl_nvfp4",
     f"{OURS}.quantization": "verl_qerl_nvfp4",
     f"{OURS}.additional_config": {"verl_qerl": {"train_norms": False}},
-    f"{OURS}.worker_extension_cls": "verl_qerl.verl_plugin.worker_extension.WorkerExtension",
-    f"{OURS}.scheduler_cls": "verl_qerl.vllm_plugin.scheduler.scheduler",
+    f"{OURS}.worker_extension_cls": "verl_qerl.verl_plugin.weight_sync.worker_extension.WorkerExtension",
+    f"{OURS}.scheduler_cls": "verl_qerl.vllm_plugin.decode.scheduler.scheduler",
     f"{OURS}.model_loader_extra_config": {"scale": None, "share_base": False, "ignore": ["lm_head"]},
 }
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from verl_qerl.kernels import launch
-from verl_qerl.kernels.tiled_matmul import Adapter
+from verl_qerl.kernels.rollout import launch
+from verl_qerl.kernels.rollout.tiled_matmul import Adapter
 from verl_qerl.testing import load_beside
 
 
@@ -58,7 +58,7 @@ def mutate(gpu, monkeypatch) -> Callable[..., None]:
 @pytest.fixture(scope="session")
 def on_gpu() -> ModuleType:
     """What the tests of the kernel on a GPU build and assert."""
-    return load_beside(str(Path(__file__).parents[1] / "kernels" / "conftest.py"), "test_tiled_matmul")
+    return load_beside(str(Path(__file__).parents[1] / "kernels" / "rollout" / "unwritten.py"), "test_tiled_matmul")
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from verl_qerl.kernels import attention, elementwise, launch, low_rank, rotation, tiled_matmul
+from verl_qerl.kernels.rollout import attention, elementwise, launch, low_rank, rotation, tiled_matmul
 from verl_qerl.testing import load_beside
 
 translate = load_beside(__file__, "cuda_to_cpp").translate
@@ -82,7 +82,7 @@ class Emulator:
         return library
 
     def compile(self, source: str, name: str, **_: Any) -> Any:
-        """As torch.cuda._compile_kernel: a kernel for `Kernel` of kernels/launch.py."""
+        """As torch.cuda._compile_kernel: a kernel for `Kernel` of kernels/rollout/launch.py."""
         text = translate(source, name)
         path = self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:20]}.cpp"
         path.write_text(text)

@@ -7,7 +7,7 @@ import torch
 
 from verl_qerl.testing import load_beside
 
-cases = load_beside(str(Path(__file__).parents[1] / "kernels" / "conftest.py"), "attention_cases")
+cases = load_beside(str(Path(__file__).parents[1] / "kernels" / "rollout" / "unwritten.py"), "attention_cases")
 
 SHAPES = {
     "7B": (7, 1, 128),

@@ -5,12 +5,12 @@ import functools
 import pytest
 import torch
 
-from verl_qerl.kernels import attention, elementwise, rotation
-from verl_qerl.kernels import launch as launch_module
-from verl_qerl.kernels.attention import decode_attention
-from verl_qerl.kernels.launch import Kernel, read_source
-from verl_qerl.kernels.tiled_launch import EACH, STREAM, Launch
-from verl_qerl.kernels.tiled_matmul import tiled_matmul
+from verl_qerl.kernels.rollout import attention, elementwise, rotation
+from verl_qerl.kernels.rollout import launch as launch_module
+from verl_qerl.kernels.rollout.attention import decode_attention
+from verl_qerl.kernels.rollout.launch import Kernel, read_source
+from verl_qerl.kernels.rollout.tiled_launch import EACH, STREAM, Launch
+from verl_qerl.kernels.rollout.tiled_matmul import tiled_matmul
 from verl_qerl.testing import load_beside
 
 HIDDEN, HEAD, LAYERS = 384, 64, 2

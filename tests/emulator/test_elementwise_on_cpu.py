@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from verl_qerl.kernels import elementwise
-from verl_qerl.kernels.elementwise import add_rms_norm_rows, rms_norm_rows
+from verl_qerl.kernels.rollout import elementwise
+from verl_qerl.kernels.rollout.elementwise import add_rms_norm_rows, rms_norm_rows
 
 IDS = torch.tensor([3, 0, 2, 2, 1, 0], dtype=torch.int32)
 

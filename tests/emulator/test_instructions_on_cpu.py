@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from verl_qerl.kernels.launch import Kernel, read_source, tensor_map
-from verl_qerl.kernels.tiled_matmul import _wgmma
+from verl_qerl.kernels.rollout.launch import Kernel, read_source, tensor_map
+from verl_qerl.kernels.rollout.tiled_matmul import _wgmma
 
 HEAD = read_source(
     *("decode.cuh", "grid.cuh", "copies.cuh", "ring.cuh"),

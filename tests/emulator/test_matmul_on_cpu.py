@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from verl_qerl.kernels.low_rank import low_rank
-from verl_qerl.kernels.tiled_launch import EACH, STREAM, TOKENS, Launch, padded_rows
-from verl_qerl.kernels.tiled_matmul import _own_rows, can_fuse, tiled_matmul
+from verl_qerl.kernels.rollout.low_rank import low_rank
+from verl_qerl.kernels.rollout.tiled_launch import EACH, STREAM, TOKENS, Launch, padded_rows
+from verl_qerl.kernels.rollout.tiled_matmul import _own_rows, can_fuse, tiled_matmul
 
 # Rows, launch, K, columns of the members, rank: a ring that is filled once and several times, parts of unequal length,
 # columns that no block has, streams with fewer steps than blocks, low rank made by tasks of the kernel and by a launch

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from verl_qerl.kernels import tiled_matmul as module
-from verl_qerl.kernels.tiled_launch import EACH, STREAM, Launch
-from verl_qerl.kernels.tiled_matmul import tiled_matmul
+from verl_qerl.kernels.rollout import tiled_matmul as module
+from verl_qerl.kernels.rollout.tiled_launch import EACH, STREAM, Launch
+from verl_qerl.kernels.rollout.tiled_matmul import tiled_matmul
 
 LAST = "if (split > 1) cluster_sync();  // no block leaves while another still reads its memory\n"
 BOTH = "      cluster_sync();\n      cluster_sync();\n"

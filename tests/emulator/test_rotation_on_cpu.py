@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_qerl.kernels.rotation import _norm_rotate_cuda, _rotate_cuda, norm_rotate, rotate
+from verl_qerl.kernels.rollout.rotation import _norm_rotate_cuda, _rotate_cuda, norm_rotate, rotate
 from verl_qerl.testing import load_beside
 
-cases = load_beside(str(Path(__file__).parents[1] / "kernels" / "conftest.py"), "rotation_cases")
+cases = load_beside(str(Path(__file__).parents[1] / "kernels" / "rollout" / "unwritten.py"), "rotation_cases")
 
 # Heads' columns, heads of q and of k: with norms whole warps, since here all lanes of one add up together.
 SHAPES = [(128, 3, 1), (128, 6, 2), (64, 6, 2), (64, 12, 4), (16, 30, 2), (512, 2, 1)]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from verl_qerl.checkpoints.manifest import checksum
 from verl_qerl.formats import FORMATS, get_format
-from verl_qerl.formats.manifest import checksum
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

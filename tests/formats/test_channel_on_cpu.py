@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from verl_qerl.formats import FP8, INT8
-from verl_qerl.nvfp4 import reference
+from verl_qerl.formats import FP8, INT8, reference
 
 FORMATS = [INT8(), FP8()]
 TINY = torch.finfo(torch.float32).tiny

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from verl_qerl.formats.gptq import DAMPING, InputMoments, calibrate, output_error
-from verl_qerl.nvfp4.format import E2M1_VALUES, PackedWeight
-from verl_qerl.nvfp4.reference import dequantize, e2m1_codes, quantize_group, relative_error
+from verl_qerl.formats.nvfp4_weight import E2M1_VALUES, PackedWeight
+from verl_qerl.formats.reference import dequantize, e2m1_codes, quantize_group, relative_error
 
 
 def correlated(tokens: int, K: int, seed: int = 0) -> torch.Tensor:

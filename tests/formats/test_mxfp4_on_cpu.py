@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from verl_qerl.formats import MXFP4
-from verl_qerl.nvfp4.format import E2M1_VALUES
+from verl_qerl.formats.nvfp4_weight import E2M1_VALUES
 
 FORMAT = MXFP4()
 

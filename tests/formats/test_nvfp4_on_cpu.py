@@ -1,8 +1,7 @@
 import torch
 
-from verl_qerl.formats import NVFP4
-from verl_qerl.nvfp4 import reference
-from verl_qerl.nvfp4.checkpoint import to_tensors
+from verl_qerl.formats import NVFP4, reference
+from verl_qerl.formats.nvfp4_layout import to_tensors
 
 
 def test_it_is_the_format_of_the_packed_base():

@@ -1,11 +1,11 @@
 import pytest
 import torch
 
+from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.formats import FORMATS, INT8, get_format
+from verl_qerl.formats.nvfp4_weight import PackedWeight
 from verl_qerl.formats.packed import QuantizedWeight, dequantize, named_tensors, packed_from, relative_error
-from verl_qerl.nvfp4.digest import weight_digest
-from verl_qerl.nvfp4.format import PackedWeight
-from verl_qerl.nvfp4.reader import DTYPES
+from verl_qerl.formats.tensor_spec import DTYPES
 
 NAMES = sorted(FORMATS)
 
@@ -64,7 +64,7 @@ def test_digests_tell_formats_and_shapes_apart():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_relative_error_is_that_of_the_whole(name, monkeypatch):
-    from verl_qerl.nvfp4 import reference
+    from verl_qerl.formats import reference
 
     dense, found = weight(), packed(name)
     error = (dequantize(found, torch.float32).double() - dense.double()).norm() / dense.double().norm()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from verl_qerl.nvfp4.format import PackedWeight
+from verl_qerl.formats.nvfp4_weight import PackedWeight
 
 # Outputs are born as NaN, so that an element that no program writes is seen.
 SCRIPT = """

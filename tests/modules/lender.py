@@ -10,12 +10,12 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from verl_qerl.checkpoints.digest import weight_digest
+from verl_qerl.checkpoints.source import open_source, stream
+from verl_qerl.formats.nvfp4_weight import PackedWeight
 from verl_qerl.modules.convert import packed_weights, replace_linears
-from verl_qerl.modules.lending import Lender, meeting_place
-from verl_qerl.modules.shared_base import share_base
-from verl_qerl.nvfp4.digest import weight_digest
-from verl_qerl.nvfp4.format import PackedWeight
-from verl_qerl.nvfp4.stream import open_source, stream
+from verl_qerl.modules.placement.lending import Lender, meeting_place
+from verl_qerl.modules.placement.shared_base import share_base
 
 
 def main():

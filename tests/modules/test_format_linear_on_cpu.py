@@ -7,11 +7,11 @@ import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
+from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.formats import FORMATS, get_format
 from verl_qerl.formats.packed import dequantize, packed_from
 from verl_qerl.modules.convert import packed_weights, replace_linears
 from verl_qerl.modules.format_linear import PACKED_LINEARS, INT8Linear
-from verl_qerl.nvfp4.digest import weight_digest
 from verl_qerl.testing import rms_error_ratio
 
 peft = pytest.importorskip("peft")

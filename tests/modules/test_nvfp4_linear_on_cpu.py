@@ -5,10 +5,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from verl_qerl.kernels import linear
+from verl_qerl.checkpoints.digest import weight_digest
+from verl_qerl.formats.reference import dequantize, quantize
+from verl_qerl.kernels.actor import linear
 from verl_qerl.modules import NVFP4Linear
-from verl_qerl.nvfp4.digest import weight_digest
-from verl_qerl.nvfp4.reference import dequantize, quantize
 from verl_qerl.testing import random_packed_weight
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from verl_qerl.formats.reference import dequantize, quantize
 from verl_qerl.modules import NVFP4Linear, replace_linears
-from verl_qerl.nvfp4.reference import dequantize, quantize
 
 peft = pytest.importorskip("peft")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn as nn
 
+from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.formats import get_format
 from verl_qerl.formats.packed import dequantize, packed_from
 from verl_qerl.modules.format_linear import PACKED_LINEARS
-from verl_qerl.nvfp4.digest import weight_digest
 
 FORMS = sorted(PACKED_LINEARS)
 each_format = pytest.mark.parametrize("name", FORMS)

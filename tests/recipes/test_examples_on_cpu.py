@@ -15,8 +15,8 @@ from hydra import compose, initialize_config_module
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from verl_qerl.modules.varlen_attention import NAME
-from verl_qerl.verl_plugin import attention
-from verl_qerl.verl_plugin.trainer import NoiseMixin
+from verl_qerl.verl_plugin.config import attention
+from verl_qerl.verl_plugin.trainer.trainer import NoiseMixin
 
 COMMON = """
     algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=False

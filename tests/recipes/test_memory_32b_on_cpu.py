@@ -12,8 +12,8 @@ pytest.importorskip("verl")
 
 from hydra import compose, initialize_config_dir
 
-from verl_qerl.algos.memory_plan import GIB, Settings, plan, rollout_weights
-from verl_qerl.algos.model_shape import ModelShape
+from verl_qerl.planning.memory_plan import GIB, Settings, plan, rollout_weights
+from verl_qerl.planning.model_shape import ModelShape
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "qwen32b_80gb"

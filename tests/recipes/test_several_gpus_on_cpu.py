@@ -15,7 +15,7 @@ pytest.importorskip("verl")
 from hydra import compose, initialize_config_dir
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-from verl_qerl.verl_plugin import config as config_module
+from verl_qerl.verl_plugin.config import base_options as config_module
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 SECTION = (RECIPES / "README.md").read_text().partition("## Several GPUs, several nodes")[2].partition("\n## ")[0]

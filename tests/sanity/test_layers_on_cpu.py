@@ -11,10 +11,11 @@ PACKAGE = Path(__file__).parents[2] / "verl_qerl"
 LAYERS = [
     "errors",
     "upstream",
-    "nvfp4",
     "formats",
+    "checkpoints",
     "testing",
     "algos",
+    "planning",
     "kernels",
     "modules",
     "vllm_plugin",
@@ -22,11 +23,17 @@ LAYERS = [
     "cli",
 ]
 
+# Folders of a layer, in its own order. What lies beside them in the layer may import all of them.
+ROOMS = {
+    "vllm_plugin": ["weights", "adapter", "noise", "decode"],
+    "verl_plugin": ["config", "weight_sync", "actor", "rollout", "trainer"],
+}
+
 # The only layers that may import a dependency, anywhere in the file.
 HOMES = {
     "triton": {"kernels"},
-    "compressed_tensors": {"nvfp4"},
-    "safetensors": {"nvfp4"},
+    "compressed_tensors": {"formats"},
+    "safetensors": {"checkpoints"},
     "peft": {"modules", "verl_plugin"},
     "transformers": {"testing", "modules", "verl_plugin", "cli"},
     "vllm": {"vllm_plugin"},
@@ -80,6 +87,21 @@ def test_imports(path):
         assert layer in HOMES.get(top, {layer}), f"{layer} may not import {top}; only {sorted(HOMES[top])} may"
         if top == "verl_qerl" and rest:
             assert rest.split(".")[0] in allowed, f"{layer} may not import {name}: layers are {' < '.join(LAYERS)}"
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.relative_to(PACKAGE).parts[0] in ROOMS], ids=name_of)
+def test_imports_within_a_layer(path):
+    layer, room = path.relative_to(PACKAGE).parts[:2]
+    rooms = ROOMS[layer]
+    if room not in rooms:
+        return
+    allowed = rooms[: rooms.index(room) + 1]
+    for name in imported_modules(path):
+        _, _, rest = name.partition(f"verl_qerl.{layer}.")
+        entered = rest.split(".")[0]
+        assert entered not in rooms or entered in allowed, (
+            f"{layer}/{room} may not import {name}: its folders are {' < '.join(rooms)}"
+        )
 
 
 @pytest.mark.parametrize("name", ENTRY_FILES)

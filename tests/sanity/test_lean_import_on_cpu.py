@@ -67,8 +67,9 @@ def test_verl_plugin_does_not_resolve_the_platform():
     )
 
 
-def test_nvfp4_needs_neither_a_gpu_nor_the_hosts():
-    names = [f"verl_qerl.nvfp4.{path.stem}" for path in sorted((ROOT / "verl_qerl" / "nvfp4").glob("[!_]*.py"))]
+def test_formats_and_checkpoints_need_neither_a_gpu_nor_the_hosts():
+    files = [path for folder in ("formats", "checkpoints") for path in (ROOT / "verl_qerl" / folder).glob("[!_]*.py")]
+    names = [f"verl_qerl.{path.parent.name}.{path.stem}" for path in sorted(files)]
     run(
         f"import importlib, sys\nimport torch\nfor name in {names}: importlib.import_module(name)\n"
         "assert not torch.cuda.is_initialized()\n"

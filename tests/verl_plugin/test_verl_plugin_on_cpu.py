@@ -19,8 +19,8 @@ LORA = (
 def test_our_warnings_are_heard_beside_vllms_server(fresh_process):
     """It imports a package that silences the root logger and its handlers."""
     script = """
-import logging, verl, verl_qerl.verl_plugin.mismatch
-ours = logging.getLogger("verl_qerl.verl_plugin.mismatch")
+import logging, verl, verl_qerl.verl_plugin.trainer.mismatch
+ours = logging.getLogger("verl_qerl.verl_plugin.trainer.mismatch")
 ours.warning("before")
 logging.getLogger().setLevel(logging.ERROR)
 for handler in logging.getLogger().handlers:

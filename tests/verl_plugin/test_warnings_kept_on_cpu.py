@@ -17,7 +17,7 @@ def test_a_warning_is_written_once_whatever_the_root_takes(monkeypatch, capsys, 
     try:
         keep_warnings()
         keep_warnings()
-        logging.getLogger("verl_qerl.verl_plugin.noise_effect").warning("sigma is %g", 0.5)
+        logging.getLogger("verl_qerl.verl_plugin.trainer.noise_effect").warning("sigma is %g", 0.5)
     finally:
         ours.setLevel(held)
     assert capsys.readouterr().err.count("sigma is 0.5") == 1

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from verl_qerl import testing
-from verl_qerl.nvfp4.reference import dequantize
-from verl_qerl.nvfp4.stream import open_source, stream
+from verl_qerl.checkpoints.source import open_source, stream
+from verl_qerl.formats.reference import dequantize
 
 VOCABULARY = 512
 FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}

@@ -13,13 +13,13 @@ os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
-from verl_qerl.nvfp4.checkpoint import quantization_config
+from verl_qerl.formats.nvfp4_layout import quantization_config
 
 
 def place(worker, folder, number):
     from safetensors.torch import load_file
 
-    from verl_qerl.vllm_plugin.adapter import flatten, place_adapter
+    from verl_qerl.vllm_plugin.adapter.buffers import flatten, place_adapter
 
     manager = worker.model_runner.lora_manager._adapter_manager
     saved = load_file(folder + "/adapter_model.safetensors")
@@ -40,7 +40,7 @@ def kinds(worker):
 
 
 def digests(worker):
-    from verl_qerl.vllm_plugin.loader import base_digests
+    from verl_qerl.vllm_plugin.weights.loader import base_digests
 
     return base_digests(worker.model_runner.get_model())
 

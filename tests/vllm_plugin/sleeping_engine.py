@@ -7,7 +7,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 import torch
 from vllm import LLM, SamplingParams
 
-from verl_qerl.nvfp4.checkpoint import quantization_config
+from verl_qerl.formats.nvfp4_layout import quantization_config
 
 
 def start(model, additional, **options):

@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("peft")
 
 from verl_qerl.formats import FORMATS, get_format
-from verl_qerl.vllm_plugin.loader import base_digests
+from verl_qerl.vllm_plugin.weights.loader import base_digests
 
 ROOT = Path(__file__).parents[2]
 PROMPT = {"prompt_token_ids": [1, 2, 3]}
@@ -52,7 +52,7 @@ def test_the_loader_says_which_linears_stay_in_bf16(start, model_dir):
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_checkpoint_without_a_configuration_is_described_as_the_driver_does(form):
     from verl_qerl.vllm_plugin import PREFIX
-    from verl_qerl.vllm_plugin.quantization import CONFIGS
+    from verl_qerl.vllm_plugin.weights.quantization import CONFIGS
 
     kind = CONFIGS[f"{PREFIX}{form}"]
     default, described = kind(), kind.from_config(get_format(form).config())

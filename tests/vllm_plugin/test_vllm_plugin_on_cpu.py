@@ -102,7 +102,7 @@ def test_a_broken_dependency_raises():
     result = run(
         "import sys\n"
         "from verl_qerl.vllm_plugin import register\n"
-        "sys.modules['verl_qerl.nvfp4.stream'] = None\n"
+        "sys.modules['verl_qerl.checkpoints.source'] = None\n"
         "register()\n"
     )
     assert result.returncode != 0

@@ -52,7 +52,7 @@ from safetensors.torch import load_file
 from sleeping_engine import decode, start
 from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.lora.request import LoRARequest
-from verl_qerl.vllm_plugin.adapter import flatten, place_adapter
+from verl_qerl.vllm_plugin.adapter.buffers import flatten, place_adapter
 
 def main():
     model, one, two, options = sys.argv[1:]

@@ -8,7 +8,7 @@ import torch
 
 import verl_qerl
 from verl_qerl.algos.aqn import AQNConfig, draw_noise
-from verl_qerl.kernels import launch
+from verl_qerl.kernels.rollout import launch
 from verl_qerl.vllm_plugin import worker as worker_module
 from verl_qerl.vllm_plugin.options import rollout_options
 from verl_qerl.vllm_plugin.worker import PREPARED, NoiseWorkerExtension, prepare_model

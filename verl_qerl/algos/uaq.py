@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from verl_qerl.algos.options import read_switched
-from verl_qerl.nvfp4.record import read_whole, write_whole
+from verl_qerl.checkpoints.record import read_whole, write_whole
 
 RECORD = "verl_qerl_uaq.json"
 MAX_SCALE = 16.0

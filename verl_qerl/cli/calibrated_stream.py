@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from verl_qerl.cli.prompt_log_probs import empty_model, fill
+from verl_qerl.checkpoints.source import Source, linear_modules, read_tensors
+from verl_qerl.cli.export.prompt_log_probs import empty_model, fill
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import NVFP4, gptq
-from verl_qerl.nvfp4.checkpoint import fused_group
-from verl_qerl.nvfp4.format import PackedWeight
-from verl_qerl.nvfp4.reference import dequantize, quantize_group
-from verl_qerl.nvfp4.stream import Source, linear_modules, read_tensors
+from verl_qerl.formats.nvfp4_layout import fused_group
+from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats.reference import dequantize, quantize_group
 
 Observe = Callable[..., None]
 _EMBEDDING = "model.embed_tokens.weight"
@@ -42,7 +42,7 @@ def calibrated_stream(
         texts: Token ids.
 
     Yields:
-        As `nvfp4.stream.stream`.
+        As `checkpoints.source.stream`.
 
     Raises:
         CheckpointFormatError: The tensors are not those of the layers that config.json describes.

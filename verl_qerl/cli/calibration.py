@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_qerl.cli.prompt_log_probs import read_prompts, tokenize
+from verl_qerl.checkpoints.experts import is_expert
+from verl_qerl.checkpoints.source import Source, linear_modules
+from verl_qerl.cli.export.prompt_log_probs import read_prompts, tokenize
 from verl_qerl.cli.quantize_arguments import SAMPLES, TOKENS
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import NVFP4, WeightFormat
-from verl_qerl.nvfp4.experts import is_expert
-from verl_qerl.nvfp4.stream import Source, linear_modules
 
 # Whose layers transformers runs on embeddings as they are, by names that checkpoints have too.
 FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3")

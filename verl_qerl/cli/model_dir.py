@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from verl_qerl.checkpoints.digest import weight_digest
+from verl_qerl.checkpoints.writer import ShardedWriter
+from verl_qerl.formats.nvfp4_weight import Packed
 from verl_qerl.formats.packed import named_tensors
-from verl_qerl.nvfp4.digest import weight_digest
-from verl_qerl.nvfp4.format import Packed
-from verl_qerl.nvfp4.reader import TensorSpec
-from verl_qerl.nvfp4.writer import ShardedWriter
+from verl_qerl.formats.tensor_spec import TensorSpec
 
 EXPORT_REPORT, QUANTIZATION_REPORT = "export_report.json", "quantization_report.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from verl_qerl.cli.quantize_arguments import FORMATS
 
 if TYPE_CHECKING:
-    from verl_qerl.algos.memory_plan import Settings
-    from verl_qerl.algos.model_shape import ModelShape
+    from verl_qerl.planning.memory_plan import Settings
+    from verl_qerl.planning.model_shape import ModelShape
 
 
 def add_parser(subparsers: Any) -> None:
@@ -51,9 +51,9 @@ def run(args: argparse.Namespace) -> int:
     _check_ranges(args)
     _check_shared(args)
     # They import torch, which takes seconds.
-    from verl_qerl.algos.memory_plan import GIB, DoesNotFitError, Settings
-    from verl_qerl.algos.model_shape import ModelShape
-    from verl_qerl.nvfp4.model_config import read_config
+    from verl_qerl.checkpoints.model_config import read_config
+    from verl_qerl.planning.memory_plan import GIB, DoesNotFitError, Settings
+    from verl_qerl.planning.model_shape import ModelShape
 
     shape = ModelShape.from_config(read_config(args.model))
     switches = ("shard_base", "share_base", "param_offload", "optimizer_offload", "offload_policy")
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _judge(shape: "ModelShape", settings: "Settings", total: float) -> tuple[bool, str]:
     """Print the parts; whether they fit into `total` bytes, and the line that says so."""
-    from verl_qerl.algos.memory_plan import GIB, check, plan, rollout_weights, table, verdict
+    from verl_qerl.planning.memory_plan import GIB, check, plan, rollout_weights, table, verdict
 
     phases = plan(shape, settings, total)
     print(table(phases, total))

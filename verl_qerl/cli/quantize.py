@@ -17,6 +17,11 @@ import torch
 from tqdm import tqdm
 
 from verl_qerl import __version__
+from verl_qerl.checkpoints.dense_source import DenseSource, dense_source, left_dense
+from verl_qerl.checkpoints.digest import model_digest
+from verl_qerl.checkpoints.source import Source, open_source
+from verl_qerl.checkpoints.stream import check_held, packed_names, packed_stream
+from verl_qerl.checkpoints.writer import ShardedWriter, quantized_specs
 from verl_qerl.cli.calibrated_stream import calibrated_stream
 from verl_qerl.cli.calibration import Calibration, check_calibrated
 from verl_qerl.cli.model_dir import (
@@ -33,15 +38,10 @@ from verl_qerl.cli.output_dir import check_absent, new_directory
 from verl_qerl.cli.quantize_arguments import SAMPLES, TOKENS
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import WeightFormat, scaled_format
-from verl_qerl.formats.dense_source import DenseSource, dense_source, left_dense
+from verl_qerl.formats.ignore import DEFAULT_IGNORE, ROUTER, is_router
+from verl_qerl.formats.nvfp4_weight import Packed
 from verl_qerl.formats.packed import relative_error
-from verl_qerl.formats.packed_stream import check_held, packed_names, packed_stream
-from verl_qerl.nvfp4.digest import model_digest
-from verl_qerl.nvfp4.format import Packed
-from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE, ROUTER, is_router
-from verl_qerl.nvfp4.reader import TensorSpec
-from verl_qerl.nvfp4.stream import Source, open_source
-from verl_qerl.nvfp4.writer import ShardedWriter, quantized_specs
+from verl_qerl.formats.tensor_spec import TensorSpec
 
 # As packed_stream.
 Pack = Callable[..., Iterator[tuple[str, Packed | torch.Tensor]]]
@@ -83,7 +83,7 @@ def quantize_checkpoint(
         model: Directory in Hugging Face layout, unquantized.
         out: Absent or empty; on an error nothing is left.
         form: Name of the weight format.
-        scale: Scale choice of nvfp4, see `nvfp4.reference.quantize_group`; None is the default of the format.
+        scale: Scale choice of nvfp4, see `formats.reference.quantize_group`; None is the default of the format.
         ignore: Modules left as they are, besides lm_head.
         device: `auto`, `cpu` or `cuda`.
         max_shard_bytes: Of one output file.

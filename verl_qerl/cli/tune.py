@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from verl_qerl.checkpoints.record import write_whole
 from verl_qerl.cli.tune_shapes import Shape, shapes_of
-from verl_qerl.kernels.lora import member_of_tile
-from verl_qerl.kernels.tiled import Tiles, dequantize_tiled, tile
-from verl_qerl.kernels.tiled_launch import TOKENS, Launch, both_ways, launch_candidates
-from verl_qerl.kernels.tiled_matmul import Adapter, can_fuse, prepare, tiled_matmul
-from verl_qerl.nvfp4.record import write_whole
+from verl_qerl.kernels.rollout.lora import member_of_tile
+from verl_qerl.kernels.rollout.tiled import Tiles, dequantize_tiled, tile
+from verl_qerl.kernels.rollout.tiled_launch import TOKENS, Launch, both_ways, launch_candidates
+from verl_qerl.kernels.rollout.tiled_matmul import Adapter, can_fuse, prepare, tiled_matmul
 from verl_qerl.testing import random_packed_weight
 
 ROWS = (1, 8, 16, 24, 32, 48, 64, 96, 128, 176, 256, 512, 1024, 2048, 4096, 8192)
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError: The machine has no GPU on which there is a choice, the table is one of another GPU, or a model is
             not known.
     """
-    from verl_qerl.vllm_plugin.plans import table_path, why_not
+    from verl_qerl.vllm_plugin.weights.plans import table_path, why_not
 
     reason = why_not()
     if reason:
@@ -57,7 +57,7 @@ def _kept(path: Path, gpu: str, shapes: Sequence[Shape]) -> list[dict[str, Any]]
     Raises:
         ValueError: It is another GPU's.
     """
-    from verl_qerl.vllm_plugin.plans import read_table
+    from verl_qerl.vllm_plugin.weights.plans import read_table
 
     table = read_table(path) if path.exists() else None
     if table is None:
@@ -74,7 +74,7 @@ def measure(N: int, K: int) -> dict[str, Any]:
     """Times of every path for a weight [N, K] with an adapter, and where they cross.
 
     Returns:
-        The fields of vllm_plugin.plans.Plan, and `times`, microseconds by rows.
+        The fields of vllm_plugin.weights.plans.Plan, and `times`, microseconds by rows.
     """
     packed = tiled_copies(N, K)
     weight = dequantize_tiled(*packed[0])
@@ -123,8 +123,8 @@ def paths(
         dense: Decoded copies.
         launches: Of a Plan.
     """
-    from verl_qerl.vllm_plugin.plans import PLANS, Plan
-    from verl_qerl.vllm_plugin.tiled_ops import lora_linear_tiled
+    from verl_qerl.vllm_plugin.weights.plans import PLANS, Plan
+    from verl_qerl.vllm_plugin.weights.tiled_ops import lora_linear_tiled
 
     never, always = "tune: cuBLAS", "tune: tiled"
     PLANS[never], PLANS[always] = Plan(launches, 0, 0), Plan(launches, 1 << 30, 1 << 30)
@@ -164,7 +164,7 @@ def crossings(times: Sequence[dict[str, float]]) -> dict[str, int]:
         times: Microseconds by rows, ascending.
 
     Returns:
-        `dense_rows` and `decode_rows` of vllm_plugin.plans.Plan.
+        `dense_rows` and `decode_rows` of vllm_plugin.weights.plans.Plan.
     """
     found = {}
     for name, path in (("dense_rows", "dense_us"), ("decode_rows", "decoded_us")):

@@ -7,7 +7,7 @@ from verl_qerl.formats.fp8 import FP8
 from verl_qerl.formats.int8 import INT8
 from verl_qerl.formats.mxfp4 import MXFP4
 from verl_qerl.formats.nvfp4 import NVFP4
-from verl_qerl.nvfp4.reference import SCALE_CHOICES
+from verl_qerl.formats.reference import SCALE_CHOICES
 
 FORMATS: dict[str, WeightFormat] = {found.name: found for found in (FP8(), INT8(), MXFP4(), NVFP4())}
 

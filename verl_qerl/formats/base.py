@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE
-from verl_qerl.nvfp4.reader import TensorSpec
-from verl_qerl.nvfp4.reference import check_in_features, check_weight, chunk_rows
+from verl_qerl.formats.ignore import DEFAULT_IGNORE
+from verl_qerl.formats.reference import check_in_features, check_weight, chunk_rows
+from verl_qerl.formats.tensor_spec import TensorSpec
 
 
 @dataclass(frozen=True)

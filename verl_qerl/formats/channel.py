@@ -11,9 +11,9 @@ from typing import ClassVar
 import torch
 
 from verl_qerl.formats.base import WeightFormat
-from verl_qerl.nvfp4.checkpoint import compressed_tensors_config
-from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE
-from verl_qerl.nvfp4.reader import TensorSpec
+from verl_qerl.formats.ignore import DEFAULT_IGNORE
+from verl_qerl.formats.nvfp4_layout import compressed_tensors_config
+from verl_qerl.formats.tensor_spec import TensorSpec
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from verl_qerl.formats.channel import ChannelFormat, channel_scale
-from verl_qerl.nvfp4.format import E4M3_MAX
+from verl_qerl.formats.nvfp4_weight import E4M3_MAX
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 
 import torch
 
-from verl_qerl.nvfp4 import reference
-from verl_qerl.nvfp4.format import BLOCK_SIZE, E2M1_VALUES, PackedWeight
+from verl_qerl.formats import reference
+from verl_qerl.formats.nvfp4_weight import BLOCK_SIZE, E2M1_VALUES, PackedWeight
 
 DAMPING = 0.01  # of the mean second moment, added to all of them; as in the paper
 _COLUMNS = 128  # that are rounded before their errors are added to the rest in one product
@@ -53,7 +53,7 @@ def calibrate(
 
     Args:
         weights: name -> [N, K] floating point, finite; N may differ.
-        rounded: They, as `nvfp4.reference.quantize_group` packs them.
+        rounded: They, as `formats.reference.quantize_group` packs them.
         moments: [K, K] float32 on the weights' device, see `InputMoments`.
 
     Raises:

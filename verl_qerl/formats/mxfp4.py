@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from verl_qerl.formats.base import WeightFormat, power_of_two
-from verl_qerl.nvfp4.checkpoint import compressed_tensors_config
-from verl_qerl.nvfp4.ignore import DEFAULT_IGNORE
-from verl_qerl.nvfp4.reader import TensorSpec
-from verl_qerl.nvfp4.reference import e2m1_codes, e2m1_values, pack_codes
+from verl_qerl.formats.ignore import DEFAULT_IGNORE
+from verl_qerl.formats.nvfp4_layout import compressed_tensors_config
+from verl_qerl.formats.reference import e2m1_codes, e2m1_values, pack_codes
+from verl_qerl.formats.tensor_spec import TensorSpec
 
 BLOCK_SIZE = 32
 BIAS = 127  # of E8M0

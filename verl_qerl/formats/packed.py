@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
+from verl_qerl.formats import nvfp4_layout, reference
 from verl_qerl.formats.base import WeightFormat
-from verl_qerl.nvfp4 import checkpoint, reference
-from verl_qerl.nvfp4.format import Packed, PackedWeight
-from verl_qerl.nvfp4.reader import DTYPES
+from verl_qerl.formats.nvfp4_weight import Packed, PackedWeight
+from verl_qerl.formats.tensor_spec import DTYPES
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class QuantizedWeight(Packed):
 def packed_from(form: WeightFormat, tensors: Mapping[str, torch.Tensor]) -> Packed:
     """What `WeightFormat.quantize` gave, as a packed weight."""
     if form.name == "nvfp4":
-        return checkpoint.from_tensors("weight", dict(tensors), "compressed-tensors")
+        return nvfp4_layout.from_tensors("weight", dict(tensors), "compressed-tensors")
     return QuantizedWeight(form, tensors)
 
 
@@ -78,7 +78,7 @@ def named_tensors(module: str, weight: Packed, layout: str = "compressed-tensors
     if isinstance(weight, QuantizedWeight):
         return {f"{module}.{part}": weight.tensors[part] for part in weight.form.parts}
     assert isinstance(weight, PackedWeight)
-    return checkpoint.to_tensors(module, weight, layout)
+    return nvfp4_layout.to_tensors(module, weight, layout)
 
 
 def dequantize(weight: Packed, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -7,16 +7,16 @@ import torch
 import torch.nn as nn
 from peft.tuners.lora import Linear as LoraLinear
 
-from verl_qerl.kernels.adapted_linear import FrozenWeights, adapted_linears
+from verl_qerl.formats.nvfp4_layout import FUSED_GROUPS
+from verl_qerl.kernels.actor.adapted_linear import FrozenWeights, adapted_linears
 from verl_qerl.modules.packed_linear import PackedLinear
-from verl_qerl.nvfp4.checkpoint import FUSED_GROUPS
 
 
 class AdaptedLinear(LoraLinear):
     """peft.tuners.lora.Linear over a frozen PackedLinear or nn.Linear; made from one by `fuse_adapters`.
 
-    One active, plain adapter in the dtype of the products is computed by `kernels.adapted_linear`. For everything else
-    (no or several adapters, dropout, variants of LoRA, another dtype) this is PEFT's own forward pass.
+    One active, plain adapter in the dtype of the products is computed by `kernels.actor.adapted_linear`. For everything
+    else (no or several adapters, dropout, variants of LoRA, another dtype) this is PEFT's own forward pass.
     """
 
     _siblings: "Siblings | None" = None

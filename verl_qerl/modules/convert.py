@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 import torch.nn as nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from verl_qerl.formats.nvfp4_weight import Packed
 from verl_qerl.modules.nvfp4_experts import ExpertLinear, NVFP4Experts
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.modules.packed_linear import PackedLinear
-from verl_qerl.nvfp4.format import Packed
 
 
 def replace_linears(

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 import torch
 
 from verl_qerl.formats import FP8, INT8, MXFP4, WeightFormat
+from verl_qerl.formats.nvfp4_weight import Packed
 from verl_qerl.formats.packed import QuantizedWeight
-from verl_qerl.kernels.dequantize_formats import dequantize_format
-from verl_qerl.kernels.linear import frozen_linear
+from verl_qerl.formats.tensor_spec import DTYPES, TensorSpec
+from verl_qerl.kernels.actor.dequantize_formats import dequantize_format
+from verl_qerl.kernels.actor.linear import frozen_linear
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.modules.packed_linear import PackedLinear
-from verl_qerl.nvfp4.format import Packed
-from verl_qerl.nvfp4.reader import DTYPES, TensorSpec
 
 
 class FormatLinear(PackedLinear):

@@ -8,8 +8,8 @@ import torch
 import torch.nn as nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from verl_qerl.kernels.experts import experts_linear
-from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
+from verl_qerl.formats.nvfp4_weight import BLOCK_SIZE, PackedWeight
+from verl_qerl.kernels.actor.experts import experts_linear
 
 
 class PackedStack(nn.Module):

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from verl_qerl.kernels.dequantize import dequantize_nvfp4, dequantize_siblings
-from verl_qerl.kernels.linear import nvfp4_linear
+from verl_qerl.formats.nvfp4_weight import BLOCK_SIZE, PackedWeight
+from verl_qerl.kernels.actor.dequantize import dequantize_nvfp4, dequantize_siblings
+from verl_qerl.kernels.actor.linear import nvfp4_linear
 from verl_qerl.modules.packed_linear import PackedLinear
-from verl_qerl.nvfp4.format import BLOCK_SIZE, PackedWeight
 
 
 class NVFP4Linear(PackedLinear):

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from verl_qerl.nvfp4.format import Packed
+from verl_qerl.formats.nvfp4_weight import Packed
 
 
 class PackedLinear(nn.Linear):

@@ -37,12 +37,12 @@ def _register() -> None:
         from verl_qerl.verl_plugin import cpu
 
         cpu.register()
-    hooks.when_imported("verl.utils", "verl_qerl.verl_plugin.driver")
-    hooks.when_imported("verl.trainer.ppo.core_algos", "verl_qerl.verl_plugin.policy_loss")
-    hooks.when_imported("verl.workers.engine", "verl_qerl.verl_plugin.engine")
-    hooks.when_imported("verl.workers.rollout.replica", "verl_qerl.verl_plugin.rollout")
-    hooks.when_imported("verl.trainer.ppo.v1", "verl_qerl.verl_plugin.trainer")
-    from verl_qerl.verl_plugin import legacy  # which asks this module for `asks_for_qerl`
+    hooks.when_imported("verl.utils", "verl_qerl.verl_plugin.config.driver")
+    hooks.when_imported("verl.trainer.ppo.core_algos", "verl_qerl.verl_plugin.trainer.policy_loss")
+    hooks.when_imported("verl.workers.engine", "verl_qerl.verl_plugin.actor.engine")
+    hooks.when_imported("verl.workers.rollout.replica", "verl_qerl.verl_plugin.rollout.server")
+    hooks.when_imported("verl.trainer.ppo.v1", "verl_qerl.verl_plugin.trainer.trainer")
+    from verl_qerl.verl_plugin.config import legacy  # which asks this module for `asks_for_qerl`
 
     for program in legacy.PROGRAMS:
         hooks.when_imported(program, legacy.__name__)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from verl_qerl.algos.log_probs import log_probs_of_labels
+from verl_qerl.kernels.actor.log_probs import log_probs_of_labels
 from verl_qerl.upstream import Shim
 
 
@@ -56,16 +56,16 @@ def _policy_loss_checks(original: Callable[..., None]) -> Callable[..., None]:
     def validate_config(config: Any, use_reference_policy: bool, use_critic: bool) -> None:
         from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
-        from verl_qerl.verl_plugin.adapter_check import check_adapter
-        from verl_qerl.verl_plugin.attention import check_attention
-        from verl_qerl.verl_plugin.config import aqn_options
+        from verl_qerl.verl_plugin.actor.model_check import check_models
+        from verl_qerl.verl_plugin.config.adapter_check import check_adapter
+        from verl_qerl.verl_plugin.config.attention import check_attention
+        from verl_qerl.verl_plugin.config.base_options import aqn_options
+        from verl_qerl.verl_plugin.config.rollout_options import check_rollout
+        from verl_qerl.verl_plugin.config.spelling import check_spelling
         from verl_qerl.verl_plugin.cpu.activation_offload import check_offload
         from verl_qerl.verl_plugin.cpu.whole_model import check_sync
-        from verl_qerl.verl_plugin.mismatch import gate_options
-        from verl_qerl.verl_plugin.model_check import check_models
-        from verl_qerl.verl_plugin.rollout_options import check_rollout
-        from verl_qerl.verl_plugin.spelling import check_spelling
-        from verl_qerl.verl_plugin.uaq import uaq_options
+        from verl_qerl.verl_plugin.trainer.mismatch import gate_options
+        from verl_qerl.verl_plugin.trainer.uaq import uaq_options
 
         policy_loss = POLICY_LOSS_REGISTRY.get(config.actor_rollout_ref.actor.policy_loss.loss_mode)
         check_config = getattr(policy_loss, "check_config", None)
@@ -90,7 +90,7 @@ def _watched_sending(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """Have a sender of weights see that its receiver has gone: verl's waits for an answer without a limit."""
 
     def _init_socket(self: Any) -> None:
-        from verl_qerl.verl_plugin.transfer import WatchedSending
+        from verl_qerl.verl_plugin.weight_sync.transfer import WatchedSending
 
         original(self)
         self.socket = WatchedSending(self.socket)

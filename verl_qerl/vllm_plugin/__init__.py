@@ -49,8 +49,8 @@ def register() -> None:
 
     if NAME in QUANTIZATION_METHODS:
         return
-    from verl_qerl.vllm_plugin.loader import QuantizingModelLoader
-    from verl_qerl.vllm_plugin.quantization import CONFIGS
+    from verl_qerl.vllm_plugin.weights.loader import QuantizingModelLoader
+    from verl_qerl.vllm_plugin.weights.quantization import CONFIGS
 
     for name in NAMES:
         register_model_loader(name)(QuantizingModelLoader)

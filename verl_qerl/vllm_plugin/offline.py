@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from verl_qerl.checkpoints.json_object import read_object
+from verl_qerl.checkpoints.source import open_source
+from verl_qerl.checkpoints.stream import check_held, left_out
 from verl_qerl.formats import get_format
-from verl_qerl.formats.packed_stream import check_held, left_out
-from verl_qerl.nvfp4.json_object import read_object
-from verl_qerl.nvfp4.stream import open_source
 from verl_qerl.vllm_plugin import PREFIX, register, version_problem
 
 # What vLLM accepts as max_lora_rank.

@@ -8,7 +8,7 @@ from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.algos.options import read_options
 
 KEY = "verl_qerl"
-SCHEDULER = "verl_qerl.vllm_plugin.scheduler.scheduler"  # for vLLM's scheduler_cls
+SCHEDULER = "verl_qerl.vllm_plugin.decode.scheduler.scheduler"  # for vLLM's scheduler_cls
 _CHOICES = {
     "linear": ("auto", "stock"),
     "lora": ("single", "stock"),

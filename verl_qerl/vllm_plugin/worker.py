@@ -13,20 +13,20 @@ from typing import Any
 import torch
 
 import verl_qerl
-from verl_qerl.kernels import launch
+from verl_qerl.kernels.rollout import launch
 from verl_qerl.vllm_plugin import NAMES
-from verl_qerl.vllm_plugin.attention import use_decode_attention
-from verl_qerl.vllm_plugin.borrowed import borrowed_by, is_borrowing
-from verl_qerl.vllm_plugin.elementwise import use_early_starts
-from verl_qerl.vllm_plugin.head import quantize_head
-from verl_qerl.vllm_plugin.linear import tiled_columns
-from verl_qerl.vllm_plugin.lora import compute_plain_logits, release_buffers, use_single_adapter
-from verl_qerl.vllm_plugin.memory_share import can_sleep, stay_within_share, use_segments_again
-from verl_qerl.vllm_plugin.noise import NormNoise, check_model
-from verl_qerl.vllm_plugin.noise_rows import NoiseRows, check_draws
+from verl_qerl.vllm_plugin.adapter.lora import compute_plain_logits, release_buffers, use_single_adapter
+from verl_qerl.vllm_plugin.decode.attention import use_decode_attention
+from verl_qerl.vllm_plugin.decode.elementwise import use_early_starts
+from verl_qerl.vllm_plugin.decode.memory_share import can_sleep, stay_within_share, use_segments_again
+from verl_qerl.vllm_plugin.decode.sampling import use_fused_sampler
+from verl_qerl.vllm_plugin.noise.noise_rows import NoiseRows, check_draws
+from verl_qerl.vllm_plugin.noise.norm_noise import NormNoise, check_model
+from verl_qerl.vllm_plugin.noise.synced_norms import SyncedNorms
 from verl_qerl.vllm_plugin.options import RolloutOptions, asked_of_vllm, rollout_options
-from verl_qerl.vllm_plugin.sampling import use_fused_sampler
-from verl_qerl.vllm_plugin.synced_norms import SyncedNorms
+from verl_qerl.vllm_plugin.weights.borrowed import borrowed_by, is_borrowing
+from verl_qerl.vllm_plugin.weights.head import quantize_head
+from verl_qerl.vllm_plugin.weights.linear import tiled_columns
 
 logger = logging.getLogger(__name__)
 

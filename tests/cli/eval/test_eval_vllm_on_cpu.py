@@ -15,7 +15,7 @@ pytest.importorskip("math_verify")
 from safetensors.torch import load_file, save_file
 
 from verl_qerl.cli.eval.records import read_lines, read_settings
-from verl_qerl.cli.export import Options, export_checkpoint
+from verl_qerl.cli.export.command import Options, export_checkpoint
 
 SCRIPT = Path(__file__).with_name("evaluate_all.py")
 ROOT = Path(__file__).parents[3]

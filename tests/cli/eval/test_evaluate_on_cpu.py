@@ -11,10 +11,10 @@ pytest.importorskip("transformers")
 import torch
 
 from verl_qerl.cli import main
-from verl_qerl.cli.adapter import Adapter, write_peft
 from verl_qerl.cli.eval import evaluate
 from verl_qerl.cli.eval.records import read_lines
 from verl_qerl.cli.eval.served import check_applied
+from verl_qerl.cli.export.adapter import Adapter, write_peft
 
 ROWS = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(5)]
 

@@ -15,7 +15,7 @@ from verl_qerl.cli.eval.questions import SLOT, TASKS, Question, read_questions
 from verl_qerl.cli.eval.records import Answer, Answered, append, check_questions, open_records, read_lines
 from verl_qerl.cli.eval.report import report
 from verl_qerl.cli.eval.served import ADAPTER, CHECKED, Engine, Served, check_applied, served
-from verl_qerl.cli.fsdp_checkpoint import open_checkpoint
+from verl_qerl.cli.export.fsdp_checkpoint import open_checkpoint
 
 _SAMPLING = ("samples", "temperature", "top_p", "max_tokens", "prompt", "seed")
 

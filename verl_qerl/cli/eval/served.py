@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from verl_qerl.cli.adapter import read_adapter
+from verl_qerl.checkpoints.json_object import read_object
+from verl_qerl.checkpoints.source import open_source, read_specs
 from verl_qerl.cli.eval.arguments import STOCK
-from verl_qerl.cli.export import export_checkpoint
-from verl_qerl.cli.export_arguments import WITH_BASE
-from verl_qerl.cli.fsdp_checkpoint import open_checkpoint
-from verl_qerl.cli.merge import matrix_shapes, open_base
+from verl_qerl.cli.export.adapter import read_adapter
+from verl_qerl.cli.export.arguments import WITH_BASE
+from verl_qerl.cli.export.command import export_checkpoint
+from verl_qerl.cli.export.fsdp_checkpoint import open_checkpoint
+from verl_qerl.cli.export.merge import matrix_shapes, open_base
 from verl_qerl.formats import FORMATS
-from verl_qerl.nvfp4.json_object import read_object
-from verl_qerl.nvfp4.stream import open_source, read_specs
 from verl_qerl.vllm_plugin.offline import ADAPTER_CONFIG
 
 ADAPTER = "adapter_model.safetensors"

@@ -1,0 +1,81 @@
+"""Exports of runs that trained all weights under UAQ; test_export_on_cpu.py has those with adapters."""
+
+import json
+
+import pytest
+
+pytest.importorskip("verl")
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from verl_qerl.checkpoints.digest import weight_digest
+from verl_qerl.checkpoints.source import open_source, stored_tensors, stream
+from verl_qerl.cli import main
+from verl_qerl.cli.export.command import Options, export_checkpoint
+from verl_qerl.cli.quantize import quantize_checkpoint
+from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.formats.nvfp4_weight import PackedWeight
+
+TOKENS = torch.tensor([[(7 * i) % 300 for i in range(64)]])  # of train_checkpoint.py
+
+
+def log_probs(path):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        found = model(TOKENS).logits[0, :-1].float().log_softmax(-1)
+    return found.gather(1, TOKENS[0, 1:, None]).squeeze(1)
+
+
+def distance(a, b):
+    return (a - b).abs().mean().item()
+
+
+def exported(trained, case, form, out):
+    export_checkpoint(trained(case).run / "global_step_4", out, form, options=Options(device="cpu"))
+    return out
+
+
+@pytest.mark.parametrize("case", ["uaq-bf16-all", "uaq-tied-all"])
+def test_the_scaling_of_uaq_is_undone(trained, tmp_path, case):
+    found = trained(case)
+    out = exported(trained, case, "merged-bf16", tmp_path / "out")
+    report = json.loads((out / "export_report.json").read_text())
+    assert (report["uaq_scale"], report["base"], report["r"]) == (1.5, str(found.base), 0)
+    tied = found.base.name == "tied"
+    assert len(report["changed_besides_the_adapter"]) == (20 if tied else 27)
+    merged, trained_weights = (dict(stored_tensors(open_source(out))), found.found["adapter"])
+    for name, weight in trained_weights.items():
+        if tied and name == "lm_head.weight":
+            continue
+        leaf = name.rpartition(".")[0].rpartition(".")[2]
+        norm, linear = leaf in ("input_layernorm", "post_attention_layernorm"), name.endswith("_proj.weight")
+        factor = 1 / 1.5 if norm else 1.5 if linear and leaf[0] not in "od" else 1.0
+        assert torch.equal(merged[name], (weight.double() * factor).float().bfloat16()), name
+    # The exported model rounds its weights where the trainer rounded scaled ones; both are bf16.
+    assert distance(log_probs(out), found.found["log_probs"]) < 2e-2
+    assert distance(found.found["before"], found.found["log_probs"]) > 0.5, "training changed next to nothing"
+
+
+def test_a_run_of_all_weights_is_quantized_or_refused(trained, tmp_path, capsys):
+    case = "uaq-bf16-all"
+    out = exported(trained, case, "merged-nvfp4", tmp_path / "nvfp4")
+    report = json.loads((out / "export_report.json").read_text())
+    assert len(report["layers"]) == 14
+    assert all(0 < layer["relative_update"] < 1 for layer in report["layers"].values())
+    quantize_checkpoint(exported(trained, case, "merged-bf16", tmp_path / "bf16"), tmp_path / "expected", device="cpu")
+    expected = dict(stream(open_source(tmp_path / "expected")))
+    for name, item in stream(open_source(out)):
+        if isinstance(item, PackedWeight):
+            assert weight_digest(item) == weight_digest(expected[name])
+    with pytest.raises(ValueError, match=r"^the checkpoint holds no adapter: .* Use --to merged-bf16\.$"):
+        export_checkpoint(trained(case).actor, tmp_path / "out", "peft")
+    command = ["export", "--checkpoint", str(trained(case).actor), "--out", str(tmp_path / "again")]
+    assert main([*command, "--to", "merged-bf16"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("all weights: 14 linears; base not packed")
+    assert "the scaling of UAQ, 1.5, is undone" in told
+    with pytest.raises(
+        CheckpointFormatError, match=r"^the checkpoint does not fit the base: it holds 'model\..*q_proj\.bias'"
+    ):
+        export_checkpoint(trained(case).actor, tmp_path / "out", "merged-bf16", str(trained("ours-tied-full").base))

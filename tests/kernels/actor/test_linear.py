@@ -1,0 +1,61 @@
+"""The packed linear on a GPU: against float64 on the CPU, and what it holds between the passes."""
+
+import pytest
+import torch
+
+from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats.reference import dequantize
+from verl_qerl.kernels.actor.linear import nvfp4_linear
+from verl_qerl.testing import assert_close, random_packed_weight
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+# One rounding of the result, at most half a step of each element, and as much for cuBLAS's split sums.
+TOLERANCE = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+SHAPES = [(1, 16), (33, 48), (512, 3584), (18944, 3584), (3584, 18944)]  # ends with linears of a 7B
+
+
+def tensors(weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    weight = weight.to("cuda")
+    return weight.codes, weight.block_scale.view(torch.uint8), weight.global_decode_scale
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to("cuda", dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_forward_and_grad_x(shape, dtype):
+    N, K = shape
+    weight, x, grad_y = random_packed_weight(N, K), normal(17, K, dtype=dtype), normal(17, N, dtype=dtype, seed=1)
+    x.requires_grad_()
+    y = nvfp4_linear(x, *tensors(weight))
+    y.backward(grad_y)
+    dense = dequantize(weight, torch.float32).to("cuda").double()
+    assert_close(y.detach(), x.detach().double() @ dense.T, TOLERANCE[dtype])
+    assert_close(x.grad, grad_y.double() @ dense, TOLERANCE[dtype])
+
+
+def test_no_dense_weight_outlives_a_pass():
+    N, K = 18944, 3584
+    packed, x = tensors(random_packed_weight(N, K)), normal(16, K).requires_grad_()
+    nvfp4_linear(x, *packed).sum().backward()  # cuBLAS takes its workspace once
+    before = torch.cuda.memory_allocated()
+    y = nvfp4_linear(x, *packed)
+    assert torch.cuda.memory_allocated() - before < 2 * y.numel() * y.element_size()
+    y.sum().backward()
+    del y
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_under_torch_compile():
+    packed, grad_y = tensors(random_packed_weight(256, 384)), normal(8, 256, seed=1)
+    results = []
+    for function in (nvfp4_linear, torch.compile(nvfp4_linear, fullgraph=True)):
+        x = normal(8, 384).requires_grad_()
+        y = function(x, *packed)
+        y.backward(grad_y)
+        results.append((y.detach(), x.grad))
+    for eager, compiled in zip(*results, strict=True):
+        assert_close(compiled, eager, TOLERANCE[torch.bfloat16])

@@ -1,0 +1,126 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats.reference import dequantize
+from verl_qerl.kernels.actor import linear
+from verl_qerl.kernels.actor.linear import frozen_linear, nvfp4_linear
+from verl_qerl.testing import assert_close, random_packed_weight
+
+# One rounding of the result is at most half a step of each element. Products are summed in float32.
+HALF_STEP = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-21}
+SHAPES = [(1, 16), (33, 48), (128, 176)]
+
+
+def tensors(weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return weight.codes, weight.block_scale.view(torch.uint8), weight.global_decode_scale
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+each_dtype = pytest.mark.parametrize("dtype", HALF_STEP, ids=str)
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+@each_dtype
+@each_shape
+def test_forward_is_the_dense_product(shape, dtype):
+    N, K = shape
+    weight, x, bias = random_packed_weight(N, K), normal(2, 5, K, dtype=dtype), normal(N, dtype=dtype, seed=1)
+    y = nvfp4_linear(x, *tensors(weight), bias)
+    assert y.dtype == dtype
+    assert torch.equal(y, F.linear(x, dequantize(weight, dtype), bias))
+    assert_close(y, F.linear(x.double(), dequantize(weight, torch.float64), bias.double()), HALF_STEP[dtype])
+
+
+@each_dtype
+@each_shape
+def test_grad_x_is_the_dense_product(shape, dtype):
+    N, K = shape
+    weight, x, grad_y = random_packed_weight(N, K), normal(2, 5, K, dtype=dtype), normal(2, 5, N, dtype=dtype, seed=1)
+    x.requires_grad_()
+    nvfp4_linear(x, *tensors(weight)).backward(grad_y)
+    assert x.grad.dtype == dtype
+    assert_close(x.grad, grad_y.double() @ dequantize(weight, torch.float64), HALF_STEP[dtype])
+
+
+def test_backward_is_the_derivative_of_forward():
+    weight = random_packed_weight(5, 32)
+    x = normal(3, 32).double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: nvfp4_linear(x, *tensors(weight), normal(5).double()), (x,))
+
+
+def test_only_packed_tensors_are_saved():
+    weight, saved = random_packed_weight(128, 256), []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    x = normal(7, 256, dtype=torch.bfloat16).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        nvfp4_linear(x, *tensors(weight)).sum().backward()
+    held = [(tensor.dtype, tuple(tensor.shape)) for tensor in saved]
+    assert held == [(torch.uint8, (128, 128)), (torch.uint8, (128, 16)), (torch.float32, ())]
+
+
+def test_packed_tensors_get_no_gradient():
+    weight = random_packed_weight(8, 16)
+    decode = weight.global_decode_scale.clone().requires_grad_()
+    x = normal(2, 16).requires_grad_()
+    nvfp4_linear(x, weight.codes, weight.block_scale.view(torch.uint8), decode).sum().backward()
+    assert x.grad is not None
+    assert decode.grad is None
+
+
+def test_an_input_without_gradient_needs_no_backward():
+    assert not nvfp4_linear(normal(2, 16), *tensors(random_packed_weight(8, 16))).requires_grad
+
+
+def test_under_torch_compile():
+    weight, grad_y = random_packed_weight(24, 48), normal(4, 24, dtype=torch.bfloat16, seed=1)
+    compiled = torch.compile(nvfp4_linear, backend="aot_eager", fullgraph=True)
+    results = []
+    for function in (nvfp4_linear, compiled):
+        x = normal(4, 48, dtype=torch.bfloat16).requires_grad_()
+        y = function(x, *tensors(weight))
+        y.backward(grad_y)
+        results.append((y.detach(), x.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_under_gradient_checkpointing(monkeypatch):
+    weight, decoded = random_packed_weight(16, 32), []
+    operator = linear.dequantize_nvfp4
+    monkeypatch.setattr(linear, "dequantize_nvfp4", lambda *args: decoded.append(1) or operator(*args))
+    grads = []
+    for checkpointed in (False, True):
+        x = normal(4, 32).requires_grad_()
+        call = lambda x: nvfp4_linear(torch.sin(x), *tensors(weight)).square()  # noqa: E731
+        y = torch.utils.checkpoint.checkpoint(call, x, use_reentrant=False) if checkpointed else call(x)
+        y.sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+    # Forward and backward decode once each; a checkpoint runs forward once more.
+    assert len(decoded) == 2 + 3
+
+
+def test_a_weight_in_any_layout_gives_the_same_products():
+    weight, x, grad_y = random_packed_weight(64, 48), normal(2, 5, 48), normal(2, 5, 64, seed=1)
+    bias, found, decoded = normal(64, seed=2), [], []
+
+    def decode(dtype):
+        decoded.append(dtype)
+        return dequantize(weight, dtype)
+
+    for product in (lambda x: nvfp4_linear(x, *tensors(weight), bias), lambda x: frozen_linear(x, decode, bias)):
+        given = x.clone().requires_grad_()
+        y = product(given)
+        y.backward(grad_y)
+        found.append((y.detach(), given.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert decoded == [torch.float32] * 2, "once a pass: nothing dense is kept for backward"

@@ -1,0 +1,86 @@
+import pytest
+import torch
+
+from verl_qerl.planning.model_shape import ModelShape
+from verl_qerl.testing import random_qwen3_moe
+
+CONFIG_7B = {"vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
+CONFIG_7B |= {"num_attention_heads": 28, "num_key_value_heads": 4}
+# Qwen3-30B-A3B
+CONFIG_30B = {"vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48}
+CONFIG_30B |= {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "model_type": "qwen3_moe"}
+CONFIG_30B |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "mlp_only_layers": []}
+
+
+def test_sizes_of_a_model():
+    shape = ModelShape.from_config(CONFIG_7B)
+    assert shape.linears == ((3584, 3584), (512, 3584), (512, 3584), (3584, 3584), *[(18944, 3584)] * 2, (3584, 18944))
+    # Qwen2.5-7B has 7.6 B parameters, of them 1.09 B in the embedding and in the head each.
+    assert shape.packed_weights == shape.layers * shape.layer_weights == pytest.approx(6.53e9, rel=1e-3)
+    assert shape.head_weights == 2 * 152_064 * 3584
+    assert shape.decoded_weights == shape.layer_weights
+    assert shape.largest_linear == 18944 * 3584
+    assert ModelShape.from_config(CONFIG_7B | {"tie_word_embeddings": True}).head_weights == 152_064 * 3584
+    assert ModelShape.from_config(CONFIG_7B | {"head_dim": 64}).query == 28 * 64
+
+
+def test_sizes_of_a_mixture():
+    shape = ModelShape.from_config(CONFIG_30B)
+    assert shape.packed_weights + shape.head_weights == pytest.approx(30.5e9, rel=2e-3)
+    gates = 128 * 2 * 768 * 2048
+    assert shape.largest_linear == gates
+    assert shape.decoded_weights == gates + 2 * (4096 + 512) * 2048
+    assert shape.adapted_features == 48 * (2 * (4096 + 2048) + 2 * (512 + 2048))
+    assert ModelShape.from_config(CONFIG_30B | {"mlp_only_layers": [0], "decoder_sparse_step": 2}).sparse_layers == 24
+    dense = ModelShape.from_config(CONFIG_30B | {"mlp_only_layers": list(range(48))})
+    assert (dense.experts, dense.packed_weights) == (0, 48 * dense.layer_weights)
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [({**CONFIG_7B, "num_experts": 8, "model_type": "mixtral"}, "it is a mixture of experts with model_type=mixtral"),
+     ({"hidden_size": 8}, "its config.json lacks intermediate_size, num_hidden_layers"),
+     ({**CONFIG_30B, "num_experts": None}, "its config.json lacks num_experts")],
+    ids=["family", "missing", "missing of experts"],
+)  # fmt: skip
+def test_a_model_without_a_plan(config, sentence):
+    with pytest.raises(ValueError, match=f"^no plan for this model: {sentence}"):
+        ModelShape.from_config(config)
+
+
+@pytest.fixture(scope="module")
+def mixture():
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 768}
+    sizes |= {"moe_intermediate_size": 96, "num_experts": 16, "num_experts_per_tok": 4, "num_hidden_layers": 2}
+    return random_qwen3_moe(**sizes, vocab_size=128, attn_implementation="sdpa").requires_grad_(False)
+
+
+def test_weights_are_those_that_transformers_has(mixture):
+    shape = ModelShape.from_config(mixture.config.to_dict())
+    left = ("embed", "lm_head", ".gate.weight")
+    sizes = [p.numel() for name, p in mixture.named_parameters() if p.ndim > 1 and not any(x in name for x in left)]
+    assert shape.packed_weights == sum(sizes)
+    assert shape.sparse_layers == 1
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["dense", "experts"])
+def test_what_a_layer_saves_is_most_of_the_estimate(mixture, index):
+    """The rest is what backward and adapters need besides: the plans of whole steps are compared with measured ones."""
+    from verl_qerl.modules.nvfp4_experts import NVFP4Experts
+
+    layer, tokens, held = mixture.model.layers[index], 256, {}
+    if index:
+        layer.mlp.experts = NVFP4Experts.from_experts(layer.mlp.experts)
+    weights = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *layer.buffers())}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    x = torch.randn(1, tokens, 256, dtype=torch.bfloat16, requires_grad=True)
+    positions = mixture.model.rotary_emb(x, torch.arange(tokens)[None])
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        _ = layer(x, position_embeddings=positions, attention_mask=None)
+    saved = sum(size for place, size in held.items() if place not in weights)
+    estimate = ModelShape.from_config(mixture.config.to_dict()).saved_bytes()[index] * tokens
+    assert 0.6 < saved / estimate < 0.8

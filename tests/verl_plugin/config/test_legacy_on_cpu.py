@@ -1,0 +1,59 @@
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from verl_qerl.verl_plugin.config import legacy
+
+MODULE = ModuleType("verl.trainer.main_ppo_v0")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "+rollout=nvfp4",
+        "+aqn.enabled=true",
+        "++aqn.sigma_start=0.02",
+        "aqn.seed=1",
+        "+aqn={enabled: true}",
+        "+acr.max_ratio=4",
+        "+uaq.enabled=true",
+        "+qerl.max_initial_kl=0.1",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.lora=stock",
+    ],
+)
+def test_stops_a_run_that_asks_for_qerl(monkeypatch, option):
+    monkeypatch.setattr(sys, "argv", ["-m", "trainer.use_v1=False", option])
+    with pytest.raises(
+        SystemExit,
+        match=r"^trainer.use_v1=False has no AQN, no ACR, .*no additional_config\.verl_qerl\. Accepted is True\.",
+    ):
+        legacy.install(MODULE)
+
+
+@pytest.mark.parametrize("option", ["trainer.n_gpus_per_node=1", "+aqnx.enabled=true", "rollout=nvfp4x"])
+def test_leaves_other_runs_alone(monkeypatch, option):
+    monkeypatch.setattr(sys, "argv", ["-m", "trainer.use_v1=False", option])
+    legacy.install(MODULE)
+
+
+def test_each_program_that_has_a_sentence_is_waited_for():
+    imports = "from verl_qerl.verl_plugin import FAILURE, hooks, legacy"
+    code = f"{imports}; print(FAILURE, {{*legacy.PROGRAMS}} - {{*hooks._waiting}})"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert result.stdout == "None set()\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "option"),
+    [("one_step_off_policy.main_ppo", "+aqn.enabled=true"), ("fully_async_policy.fully_async_main", "+rollout=nvfp4")],
+)
+def test_programs_with_trainers_of_their_own_refuse_to_start(program, option):
+    pytest.importorskip("verl")
+    command = [sys.executable, "-m", f"verl.experimental.{program}", option]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 1
+    package = program.partition(".")[0]
+    assert f"verl.experimental.{package} has no AQN" in result.stderr
+    assert "Accepted is verl.trainer.main_ppo." in result.stderr

@@ -1,0 +1,60 @@
+"""Misspelled nodes, in the configuration that verl composes."""
+
+import pytest
+
+pytest.importorskip("verl")
+
+from verl_qerl.verl_plugin.config import spelling
+
+QUANTIZED = ("+rollout=nvfp4", "actor_rollout_ref.model.lora_rank=8")
+
+
+@pytest.mark.parametrize(
+    ("override", "node"),
+    [
+        ("+rolout=nvfp4", "+rollout"),
+        ("+aqm.enabled=true", "+uaq or +aqn"),
+        ("+aqm.sigma_start=0.1", "+aqn"),
+        ("+qrel.max_initial_kl=0.1", "+qerl"),
+        ("+uqa.scale=2", "+uaq"),
+        ("+platfrom=cpu", "+platform"),
+    ],
+)
+def test_a_likely_typo_beside_an_option_of_ours_is_a_warning(validate, override, node):
+    (message,) = validate("+qerl.mismatch_sample=0", override, of=spelling)
+    name = override.split("=")[0].split(".")[0]
+    assert message == (
+        f"{name} looks like a misspelled option of verl_qerl, which does not read it. If it is meant for verl_qerl,"
+        f" stop the run and write {node}. If it is an option of your own, nothing is to be done: the run goes on."
+    )
+
+
+@pytest.mark.parametrize(
+    "override", ["+agn.enabled=true", "+dqn.seed=0", "+my_platform=cpu", "+uar.scale=2", "+rolout=nvfp4"]
+)
+def test_a_stock_run_is_not_looked_at(validate, override):
+    assert validate(override, of=spelling) == []
+
+
+@pytest.mark.parametrize("override", ["+aqs.speed=3", "+my_rollout=fast", "+acl=2"])
+def test_what_is_the_users_own_is_not_mentioned(override, configuration, caplog):
+    spelling.check_spelling(configuration(*QUANTIZED, "+aqn.enabled=true", override))
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "uses"),
+    [
+        ([], False),
+        (["+agn.enabled=true"], False),
+        (["actor_rollout_ref.model.lora_rank=8"], False),
+        (["+aqn.enabled=true"], True),
+        (["+uaq.enabled=true"], True),
+        (["+qerl.mismatch_sample=2"], True),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=acr"], True),
+        (["+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.lora=stock"], True),
+        (["+rollout=int8"], True),
+    ],
+)
+def test_which_runs_use_an_option_of_ours(configuration, overrides, uses):
+    assert spelling.uses_qerl(configuration(*overrides)) == uses

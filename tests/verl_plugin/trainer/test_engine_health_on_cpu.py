@@ -1,0 +1,77 @@
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("verl")
+pytest.importorskip("transfer_queue")
+
+from omegaconf import OmegaConf
+from ray.exceptions import GetTimeoutError
+from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+from verl_qerl.algos.aqn import AQNConfig
+from verl_qerl.verl_plugin.trainer import engine_health
+from verl_qerl.verl_plugin.trainer.engine_health import EngineEndedError
+
+
+def server(ended):
+    return SimpleNamespace(qerl_ended=SimpleNamespace(remote=lambda: ended))
+
+
+@pytest.fixture
+def trainer(monkeypatch):
+    """A trainer of verl's registry with two engines, without a cluster; `answers` are what they say."""
+    monkeypatch.setattr(engine_health, "ray", SimpleNamespace(get=lambda answers, timeout: answers))
+    kind = get_trainer_cls("sync")
+    made = kind.__new__(kind)
+    rollout = {"calculate_log_probs": True, "engine_kwargs": {"vllm": {}}}
+    made.config = OmegaConf.create(
+        {"aqn": {"enabled": True}, "actor_rollout_ref": {"rollout": rollout}, "algorithm": {}}
+    )
+    made._servers = lambda: [server(answer) for answer in made.answers]
+    made.answers, made._num_to_rescore, made._aqn = [False, False], lambda: 0, AQNConfig()
+    return made
+
+
+@pytest.mark.parametrize("name", ["_step_once", "_validate"])
+def test_an_error_of_a_rollout_whose_engine_has_ended_names_that(trainer, monkeypatch, name):
+    def fail(self, *args):
+        raise RuntimeError("no materializable trajectories")
+
+    monkeypatch.setattr(PPOTrainer, name, fail)
+    with pytest.raises(RuntimeError, match=r"^no materializable"):
+        getattr(trainer, name)()
+    trainer.answers = [False, True]
+    with pytest.raises(EngineEndedError, match=r"^vLLM's engine has ended in 1 of 2 rollout replicas; ") as raised:
+        getattr(trainer, name)()
+    assert str(raised.value.__cause__) == "no materializable trajectories"
+
+
+def test_a_rollout_that_an_engine_left_in_parts_makes_no_update(trainer):
+    slept = []
+    trainer.checkpoint_manager = SimpleNamespace(sleep_replicas=lambda: slept.append(1))
+    trainer.curr_step_profile = False
+    trainer.on_sample_end()
+    assert slept == [1]
+    trainer.answers = [True, True]
+    with pytest.raises(EngineEndedError, match="in 2 of 2"):
+        trainer.on_sample_end()
+    assert slept == [1]
+
+
+def test_a_server_that_does_not_answer(trainer, monkeypatch):
+    def late(answers, timeout):
+        raise GetTimeoutError
+
+    monkeypatch.setattr(engine_health, "ray", SimpleNamespace(get=late))
+    with pytest.raises(EngineEndedError, match=r"^a rollout server does not answer any more \(GetTimeoutError\)\."):
+        trainer._require_engines()
+
+
+def test_servers_of_verls_own_and_runs_of_others_are_not_asked(trainer):
+    trainer._servers = lambda: [SimpleNamespace()]
+    trainer._require_engines()
+    trainer.answers = [True]
+    del trainer._servers, trainer.config.aqn
+    trainer._require_engines()

@@ -1,0 +1,100 @@
+"""UAQ as an option of verl's command: what is refused on the driver, and what reaches the workers."""
+
+import pytest
+
+pytest.importorskip("verl")
+
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+from verl_qerl.algos.uaq import UAQConfig
+from verl_qerl.verl_plugin import asks_for_qerl
+from verl_qerl.verl_plugin.config.base_options import ScaledFSDPEngineConfig
+from verl_qerl.verl_plugin.trainer.uaq import uaq_options
+from verl_qerl.vllm_plugin.options import rollout_options
+
+UAQ = "+uaq.enabled=true"
+RUN = (
+    "actor_rollout_ref.model.path=model",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.name=vllm",
+)
+VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+NO_EFFECT = r"Accepted is {}\. UAQ acts on weights that are trained and quantized again"
+BAD = {
+    ("actor_rollout_ref.model.lora_rank=8",): r"^actor_rollout_ref\.model\.lora_rank=8 does not go together with \+uaq",
+    ("+rollout=nvfp4", "actor_rollout_ref.model.lora_rank=8"): NO_EFFECT.format("0"),
+    ("actor_rollout_ref.model.lora_adapter_path=a",): NO_EFFECT.format("null"),
+    ("actor_rollout_ref.actor.fsdp_config._target_=my.Config",): r"Another one has no place for the scale",
+    ("actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]",): r"Accepted is a list without hf_model",
+    ("actor_rollout_ref.model.use_liger=True",): r"Its norms cannot be checked",
+    (
+        "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16",
+    ): r"^uaq\.scale=1\.5 cannot be undone in weights of bf16\.",
+    ("trainer.use_v1=False",): r"^trainer\.use_v1=False does not go together",
+    ("+uaq.scale=1",): r"^uaq\.scale=1 is out of range",
+    ("+uaq.s=2",): r"^unknown option uaq\.s=2",
+}
+
+
+def composed(*overrides):
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=[*RUN, *overrides])
+
+
+@pytest.fixture
+def trainer_config(monkeypatch):
+    """What a trainer of verl's registry makes of a configuration."""
+    monkeypatch.setattr(trainer_base.PPOTrainer, "__init__", lambda self, config: setattr(self, "config", config))
+    return lambda *overrides: get_trainer_cls("sync")(composed(*overrides)).config
+
+
+@pytest.mark.parametrize("overrides", BAD, ids=lambda overrides: overrides[0].partition(".")[2])
+def test_what_cannot_be_is_refused_on_the_driver_and_by_the_trainer(trainer_config, overrides):
+    with pytest.raises(ValueError, match=BAD[overrides]):
+        uaq_options(composed(UAQ, *overrides))
+    with pytest.raises(ValueError, match=BAD[overrides]):
+        trainer_config(UAQ, *overrides)
+
+
+def test_verl_asks_before_ray_starts():
+    with pytest.raises(ValueError, match="does not go together with"):
+        validate_config(
+            config=composed(UAQ, "actor_rollout_ref.model.use_liger=True"), use_reference_policy=False, use_critic=False
+        )
+    with pytest.raises(ValueError, match=r"^uaq\.scale=2 has no effect while UAQ is off"):
+        validate_config(config=composed("+uaq.scale=2"), use_reference_policy=False, use_critic=False)
+    assert asks_for_qerl([UAQ])
+
+
+def test_options_compose_from_the_command_line():
+    assert uaq_options(composed()) == UAQConfig(False)
+    assert uaq_options(composed(UAQ)) == UAQConfig(True, 1.5)
+    bf16 = "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16"
+    assert uaq_options(composed(UAQ, "+uaq.scale=2", bf16)) == UAQConfig(True, 2.0)
+    assert not uaq_options(composed("+uaq.enabled=false", "actor_rollout_ref.model.lora_rank=8")).enabled
+
+
+def test_the_scale_reaches_engine_and_noise(trainer_config):
+    config = trainer_config(UAQ, "+uaq.scale=2", "+aqn.enabled=true", "actor_rollout_ref.actor.strategy=fsdp2")
+    engine = omega_conf_to_dataclass(config.actor_rollout_ref.actor).engine
+    assert (type(engine), engine.uaq_scale, engine.strategy) == (ScaledFSDPEngineConfig, 2.0, "fsdp2")
+    assert config.actor_rollout_ref.ref.fsdp_config._target_ == "verl.workers.config.FSDPEngineConfig"
+    additional = OmegaConf.to_container(OmegaConf.select(config, f"{VLLM}.additional_config"))
+    vllm_config = type("VllmConfig", (), {"additional_config": additional})
+    assert rollout_options(vllm_config).uaq_scale == 2.0
+    assert rollout_options(vllm_config).aqn.enabled
+
+
+@pytest.mark.parametrize(
+    "overrides", [(), ("+aqn.enabled=true",), ("+uaq.enabled=false",)], ids=["stock", "aqn", "off"]
+)
+def test_without_it_nothing_changes(trainer_config, overrides):
+    config = trainer_config(*overrides)
+    fsdp = config.actor_rollout_ref.actor.fsdp_config
+    assert fsdp._target_ == "verl.workers.config.FSDPEngineConfig"
+    assert "uaq_scale" not in fsdp
+    assert OmegaConf.select(config, f"{VLLM}.additional_config.verl_qerl.uaq_scale") is None

@@ -1,0 +1,82 @@
+"""Which layers TiledKernel leaves to Marlin, and that it says so. The rest needs a GPU: test_linear.py."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
+
+from verl_qerl.kernels.rollout.tiled import untile
+from verl_qerl.testing import random_packed_weight
+from verl_qerl.vllm_plugin.weights import linear, plans
+
+CPU = "an unknown GPU"
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """Made without the question whether this machine has a GPU; `left` are the layers that went to Marlin."""
+    plans.say_once.cache_clear()
+    made = linear.TiledKernel.__new__(linear.TiledKernel)
+    made.config, made._resident, made.left = NvFp4LinearLayerConfig(), False, []
+    made._marlin = SimpleNamespace(process_weights_after_loading=made.left.append)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: CPU)
+    return made
+
+
+def layer_of(N: int, K: int, dtype: torch.dtype = torch.bfloat16, weight=None) -> SimpleNamespace:
+    weight = weight or random_packed_weight(N, K)
+    parameters = (torch.nn.Parameter(part, requires_grad=False) for part in (weight.codes, weight.block_scale))
+    codes, scale = parameters
+    return SimpleNamespace(
+        weight=codes,
+        weight_scale=scale,
+        weight_global_scale=torch.nn.Parameter(weight.global_decode_scale, requires_grad=False),
+        params_dtype=dtype,
+    )
+
+
+def test_it_asks_for_hopper():
+    assert linear.TiledKernel.is_supported() == (False, "there is no GPU")
+
+
+def test_a_layer_is_arranged_and_keeps_its_values(kernel, monkeypatch):
+    monkeypatch.setattr(linear, "make_plan", lambda N, K, gpu: f"{N}x{K}")
+    weight = random_packed_weight(192, 128)
+    layer = layer_of(192, 128, weight=weight)
+    kernel.process_weights_after_loading(layer)
+    assert layer.qerl_plan == "192x128"
+    back = untile(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
+    assert torch.equal(back.codes, weight.codes)
+    assert torch.equal(back.block_scale.view(torch.uint8), weight.block_scale.view(torch.uint8))
+    x = torch.randn(3, 128).bfloat16()
+    assert kernel.apply_weights(layer, x).shape == (3, 192)
+    assert not kernel.left
+
+
+def test_subnormal_scales_go_to_marlin_and_it_is_said_once(kernel, caplog):
+    layers = [layer_of(256, 128), layer_of(256, 128)]
+    for layer in layers:
+        layer.weight_scale.data.view(torch.uint8)[3, 2] = 7
+        kernel.process_weights_after_loading(layer)
+    assert kernel.left == layers
+    assert [record.message for record in caplog.records] == [
+        "verl_qerl: NVFP4 linears run on Marlin: 256 x 128 with block scales below 2**-6: the faster kernel takes none."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layer", "part"),
+    [((96, 128), "96 x 128"), ((128, 96), "128 x 96"), ((256, 128, torch.float16), "torch.float16")],
+    ids=str,
+)
+def test_what_the_kernel_does_not_take_goes_to_marlin(kernel, layer, part, caplog):
+    given = layer_of(*layer)
+    before = given.weight
+    kernel.process_weights_after_loading(given)
+    assert kernel.left == [given]
+    assert given.weight is before
+    assert part in caplog.text
+    assert not hasattr(given, "qerl_plan")

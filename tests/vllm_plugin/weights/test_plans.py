@@ -1,0 +1,40 @@
+"""Every launch of the table that this GPU has, and of every entry: the product with an adapter, against float64."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl_qerl.kernels.rollout.tiled_launch import TOKENS
+from verl_qerl.kernels.rollout.tiled_matmul import tiled_matmul
+from verl_qerl.testing import load_beside
+
+pytest.importorskip("vllm")
+from verl_qerl.vllm_plugin.weights import plans
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+SHIPPED = sorted((row["N"], row["K"]) for row in (plans.read_table(plans.shipped_path("NVIDIA H200")) or {})["rows"])
+# Each entry of TOKENS, full and not, and as many rows as take one several times.
+ROWS = (1, *TOKENS, 70, 140, 272, 288, 380, 600)
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    """What the tests of the kernel build and assert."""
+    return load_beside(str(Path(__file__).parents[2] / "kernels" / "rollout" / "unwritten.py"), "test_tiled_matmul")
+
+
+@pytest.mark.parametrize("weight", SHIPPED, ids=str)
+def test_launches_that_ship_give_the_product(weight, kernel):
+    N, K = weight
+    plan = plans.PLANS[plans.make_plan(N, K, torch.cuda.get_device_name())]
+    tensors, dense = kernel.build(K, (N,))
+    for rows in ROWS:
+        x, launch = torch.randn(rows, K, device="cuda").bfloat16(), plan.launch(rows)
+        adapter = kernel.build_adapter(K, (N,), 32, rows)
+        kernel.poison(rows, N)
+        out = tiled_matmul(x, *tensors, None, adapter, launch)
+        kernel.assert_adapted(out, x, x.double() @ dense.T, adapter, (N,), kernel.own_parts(launch))
+        assert torch.equal(out, tiled_matmul(x, *tensors, None, adapter, launch))
+    kernel.assert_flags_are_left_at_zero()

@@ -1,0 +1,248 @@
+"""What config.json says of how a checkpoint is quantized: each entry is honoured, said to be unused, or refused.
+
+An entry that is passed over may change the model (a rotation of the activations, another block size) on both sides of
+a run alike, so that no comparison between them sees it. Which linears are packed is not asked here: the files tell.
+"""
+
+import functools
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.formats.nvfp4_layout import FORMAT, SIBLINGS
+
+logger = logging.getLogger(__name__)
+
+# ModelOpt's names of what is read as NVFP4. Others scale activations (NVFP4_AWQ) or add matrices (NVFP4_SVDQUANT).
+_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
+# FP8 with a scale for each block of a weight, as DeepSeek has it and transformers calls it; `quantize` alone reads it.
+BLOCK_FP8 = "finegrained-fp8"
+_LAYOUTS = {FORMAT: "compressed-tensors", **SIBLINGS}
+# Entries that are read here or elsewhere, or that say nothing about the weights. All others must be empty.
+_KNOWN = {
+    "compressed-tensors": {
+        "quant_method",
+        "format",
+        "config_groups",
+        "ignore",
+        "quantization_status",
+        "global_compression_ratio",
+        "version",
+        "run_compressed",
+        "kv_cache_scheme",
+    },
+    "modelopt": {
+        "quant_method",
+        "quant_algo",
+        "group_size",
+        "config_groups",
+        "ignore",
+        "exclude_modules",
+        "producer",
+        "kv_cache_scheme",
+        "kv_cache_quant_algo",
+    },
+    "fp8": {
+        "quant_method",
+        "fmt",
+        "weight_block_size",
+        "activation_scheme",
+        "modules_to_not_convert",
+    },
+}
+_OF_A_GROUP = {"targets", "weights", "input_activations", "format"}
+# What of the arguments decides how codes and scales are read, with compressed-tensors' value where it is left out.
+_ARGUMENTS = {
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
+    "strategy": None,
+    "dynamic": False,
+    "group_size": None,
+}
+_OTHER_ARGUMENTS = {"observer", "observer_kwargs", "scale_dtype", "zp_dtype", "block_structure"}
+_REMEDY = "Point model.path at the original bf16 model"
+
+
+def described(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The `quantization_config` of a config.json; empty for a model that is not quantized.
+
+    Raises:
+        CheckpointFormatError: It is no object.
+    """
+    # vLLM reads the older name too.
+    found = config.get("quantization_config") or config.get("compression_config") or {}
+    if not isinstance(found, dict):
+        raise CheckpointFormatError(
+            f"config.json does not say how the checkpoint is quantized: quantization_config={found!r}. An object is"
+            " accepted. Download the model again."
+        )
+    return found
+
+
+def stored_format(config: Mapping[str, Any], where: str = "the checkpoint") -> str:
+    """What the linears of a checkpoint are stored as, from its config.json.
+
+    Args:
+        config: The config.json.
+        where: The checkpoint, for messages.
+
+    Returns:
+        `bf16` (any float, unquantized), `compressed-tensors` or `modelopt` (NVFP4), the name of a format among
+        SIBLINGS, or BLOCK_FP8.
+
+    Raises:
+        CheckpointFormatError: Quantized in a way that is not read here.
+    """
+    found = described(config)
+    if not found:
+        return "bf16"
+    method, form, algorithm = (found.get(name) for name in ("quant_method", "format", "quant_algo"))
+    if method == "compressed-tensors" and form in _LAYOUTS:
+        return _LAYOUTS[form]
+    if method == "modelopt" and algorithm in _ALGORITHMS:
+        return "modelopt"
+    if method == "fp8" and found.get("weight_block_size") and found.get("fmt", "e4m3") == "e4m3":
+        return BLOCK_FP8
+    names = ("quant_method", "format", "quant_algo", "fmt", "weight_block_size")
+    said = ", ".join(f"{name}={found[name]!r}" for name in names if found.get(name))
+    raise CheckpointFormatError(
+        f"{where} is quantized in a way that is not read: {said or 'quant_method=None'}. Accepted are"
+        f" unquantized weights, compressed-tensors {', '.join(_LAYOUTS)} and ModelOpt {', '.join(_ALGORITHMS)}."
+        f" {_REMEDY}."
+    )
+
+
+def check_described(where: str, config: Mapping[str, Any]) -> None:
+    """Require a config.json without entries on quantization that are not honoured, whatever the format.
+
+    Args:
+        where: The checkpoint, for messages.
+        config: Its config.json; `stored_format` has accepted it.
+
+    Raises:
+        CheckpointFormatError: There are some.
+    """
+    found = described(config)
+    if not found:
+        return
+    _check_empty(where, "", found, _KNOWN[found["quant_method"]], {"sparsity_config": _is_dense})
+    if found.get("quantization_status", "compressed") != "compressed":
+        raise _refused(where, f"quantization_status={found['quantization_status']!r}", "compressed, as the files are")
+    for name, group in _groups(where, found):
+        _check_empty(where, f"{name}.", group, _OF_A_GROUP)
+        form = group.get("format") or found.get("format")
+        if form != found.get("format"):
+            raise _refused(where, f"{name}.format={form!r}", f"one format for all groups, here {found.get('format')}")
+        weights = group.get("weights") or {}
+        known = {*_ARGUMENTS, *_OTHER_ARGUMENTS}
+        _check_empty(where, f"{name}.weights.", weights, known, {"actorder": _keeps_the_order})
+    unused = [name for name in ("kv_cache_scheme", "kv_cache_quant_algo") if found.get(name)]
+    if found.get("quant_algo") == "NVFP4":
+        unused.append("quant_algo=NVFP4 (of activations)")
+    elif stored_format(config) in ("compressed-tensors", "mxfp4"):
+        unused += [f"{name}.input_activations" for name, group in _groups(where, found) if _activations(group)]
+    if unused:
+        _say_unused(where, ", ".join(unused))
+
+
+def check_arguments(where: str, config: Mapping[str, Any], ours: Mapping[str, Any], form: str) -> None:
+    """Require groups with the arguments that a format has here.
+
+    Args:
+        where: The checkpoint, for messages.
+        config: Its config.json.
+        ours: The `quantization_config` that the format has here. Where its activations are not quantized, those of the
+            checkpoint may be.
+        form: Name of the format.
+
+    Raises:
+        CheckpointFormatError: An argument differs, or there is no group.
+    """
+    found = described(config)
+    groups, wanted = list(_groups(where, found)), ours["config_groups"]["group_0"]
+    modelopt = found.get("quant_method") == "modelopt"
+    if not groups and not modelopt:
+        raise CheckpointFormatError(
+            f"{where} does not say how it is quantized: config_groups={found.get('config_groups')}. A group of linears"
+            f" is accepted. {_quantize(form)}"
+        )
+    differing = {}
+    for name, group in groups:
+        for kind in ("weights", "input_activations"):
+            if kind == "weights" or wanted[kind] is not None:
+                # ModelOpt leaves out what its algorithm says.
+                has = {"strategy": wanted[kind]["strategy"]} | (group.get(kind) or {}) if modelopt else group.get(kind)
+                differing |= _differing(f"{name}.{kind}", has, wanted[kind])
+    size = wanted["weights"].get("group_size")
+    if modelopt and found.get("group_size", size) != size:
+        differing["group_size"] = (found["group_size"], size)
+    if differing:
+        said = ", ".join(f"{name}={has!r}" for name, (has, _) in differing.items())
+        accepted = ", ".join(f"{name}={wants!r}" for name, (_, wants) in differing.items())
+        raise CheckpointFormatError(
+            f"{where} is quantized with other arguments: {said}. Accepted with {form} are {accepted}. {_quantize(form)}"
+        )
+
+
+def _differing(name: str, has: Any, wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Argument -> (of the checkpoint, of ours), where they differ."""
+    if not has:
+        return {name: (has, {key: wanted[key] for key in _ARGUMENTS if wanted.get(key) is not None})}
+    pairs = {f"{name}.{key}": (has.get(key, default), wanted.get(key, default)) for key, default in _ARGUMENTS.items()}
+    return {key: (one, other) for key, (one, other) in pairs.items() if one != other}
+
+
+def _groups(where: str, found: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    groups = found.get("config_groups") or {}
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise CheckpointFormatError(
+            f"{where} does not say how it is quantized: config_groups={str(groups)[:80]}. An object of groups is"
+            f" accepted. {_REMEDY}, or download the model again."
+        )
+    yield from groups.items()
+
+
+def _check_empty(
+    where: str, prefix: str, found: Mapping[str, Any], known: set[str], allowed: Mapping[str, Any] | None = None
+) -> None:
+    """Refuse the first entry that is not known and says something; `allowed` has a test for some."""
+    for name, value in found.items():
+        if name in known or not value or (allowed and name in allowed and allowed[name](value)):
+            continue
+        raise _refused(where, f"{prefix}{name}={str(value)[:120]}", "an empty entry")
+
+
+def _is_dense(sparsity: Any) -> bool:
+    return isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense"
+
+
+def _keeps_the_order(actorder: Any) -> bool:
+    # Columns stored in the order in which GPTQ took them need an index beside the codes.
+    return actorder in ("weight", "static")
+
+
+def _activations(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("input_activations"))
+
+
+def _refused(where: str, what: str, accepted: str) -> CheckpointFormatError:
+    return CheckpointFormatError(
+        f"{where} asks for what is not done here, and would be another model without it: {what} in its"
+        f" quantization_config. Accepted is {accepted}. {_REMEDY}."
+    )
+
+
+def _quantize(form: str) -> str:
+    return f"Quantize the original model with `python -m verl_qerl quantize --format {form}`."
+
+
+@functools.cache  # once a process: a run opens its checkpoint many times
+def _say_unused(where: str, what: str) -> None:
+    logger.warning(
+        "%s was also made for quantized activations or a quantized KV cache (%s): both stay in bf16 here, the weights"
+        " are read as they are.",
+        where,
+        what,
+    )

@@ -1,0 +1,52 @@
+"""A digest of packed weights, to show that actor and rollout hold the same bits."""
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+
+from verl_qerl.formats.nvfp4_weight import Packed
+
+
+def weight_digest(weight: Packed) -> str:
+    """First 16 hex digits of the SHA-256 over label and tensors of `Packed.digested`, in this order."""
+    label, tensors = weight.digested
+    digest = hashlib.sha256(label.encode())
+    for tensor in tensors:
+        digest.update(tensor.detach().contiguous().view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def model_digest(weights: Mapping[str, str]) -> str:
+    """One digest of a model from `module -> weight_digest`, independent of order."""
+    lines = "\n".join(f"{module} {digest}" for module, digest in sorted(weights.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()[:16]
+
+
+def check_same_base(actor: Mapping[str, str], rollout: Mapping[str, str]) -> None:
+    """Require that both sides hold the same packed weights.
+
+    Args:
+        actor: module -> weight_digest of the trained model's base.
+        rollout: The same of the model that samples.
+
+    Raises:
+        ValueError: A weight is on one side only, or its bits differ.
+    """
+    if not actor:
+        raise ValueError(
+            "the actor holds no packed weights. A run with `+rollout=...` and an adapter needs some. Check model.path."
+        )
+    differing = differing_weights(actor, rollout)
+    if differing:
+        name = differing[0]
+        raise ValueError(
+            f"two processes hold different base weights: {len(differing)} of {len(actor.keys() | rollout.keys())} "
+            f"differ, first {name!r} ({actor.get(name)}, {rollout.get(name)}). Identical packed weights "
+            "are required. Load both from the same model.path with the same quantization options."
+        )
+
+
+def differing_weights(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """Modules, sorted, whose weight_digest differs or which one side lacks."""
+    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))

@@ -1,0 +1,90 @@
+"""Which linears of a model are quantized, and which of them come together."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+
+import torch
+
+from verl_qerl.checkpoints.experts import check_all_packed, linears_of_experts
+from verl_qerl.formats import nvfp4_layout
+from verl_qerl.formats.ignore import DEFAULT_IGNORE, check_rules, ignore_rules, is_linear_weight
+from verl_qerl.formats.nvfp4_weight import BLOCK_SIZE
+from verl_qerl.formats.reference import check_in_features
+
+
+def linears_among(
+    shapes: Mapping[str, Sequence[int]],
+    ignore: Sequence[str] | None,
+    where: str,
+    block_size: int = BLOCK_SIZE,
+    kind: str = "NVFP4",
+) -> set[str]:
+    """The modules whose weights are quantized.
+
+    Args:
+        shapes: tensor name -> shape, of a whole model.
+        ignore: Modules left in bf16 (default: lm_head).
+        where: What holds the tensors, for messages.
+        block_size: Of the format; it must divide every in_features.
+        kind: Name of the format, for messages.
+
+    Raises:
+        ValueError: There is none, `ignore` names no module, one has in_features that the format cannot hold, a fused
+            group is ignored in part, or experts are stacked or ignored.
+    """
+    rules = ignore_rules(ignore if ignore is not None else DEFAULT_IGNORE)
+    modules = {name.rpartition(".")[0] for name in shapes}
+    check_rules(rules, modules, where)
+    found = {
+        name.removesuffix(".weight"): shape for name, shape in shapes.items() if is_linear_weight(name, shape, rules)
+    }
+    if not found:
+        raise ValueError(
+            f"{where} holds no linear to quantize: ignore={list(rules)}. Matrices named "
+            "`...layers.<i>...weight` are quantized. Check the model family and `ignore`."
+        )
+    linears_of_experts(where, shapes)  # a full-precision actor stacks them
+    check_all_packed(where, modules - set(found))
+    for module, (_, in_features) in found.items():
+        check_in_features(module, in_features, block_size, kind)
+        members = [name for name in nvfp4_layout.fused_group(module)[1] if f"{name}.weight" in shapes]
+        left_out = sorted(set(members) - set(found))
+        if left_out:
+            raise ValueError(
+                f"a group of linears that vLLM runs as one is ignored in part: ignored={left_out} of {members}. "
+                "All or none of them are quantized. Name all of them in `ignore`, or none."
+            )
+    return set(found)
+
+
+def in_groups(
+    tensors: Iterable[tuple[str, torch.Tensor]], linears: Set[str], together: bool = True
+) -> Iterator[tuple[str, torch.Tensor | dict[str, torch.Tensor]]]:
+    """Collect the weights of `linears` that vLLM fuses; holds a group at a time when they come in order of layers.
+
+    Args:
+        tensors: (name, tensor), in any order; every weight of `linears` among them.
+        linears: Names of modules.
+        together: False makes every linear a group of its own.
+
+    Yields:
+        (key, {module: weight}) for a group that is whole, (name, tensor) for everything else.
+
+    Raises:
+        ValueError: The tensors ended and a group is not whole.
+    """
+    waiting: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors:
+        module = name.removesuffix(".weight")
+        if module == name or module not in linears:
+            yield name, tensor
+            continue
+        key, members = nvfp4_layout.fused_group(module) if together else (module, (module,))
+        group = waiting.setdefault(key, {})
+        group[module] = tensor
+        if set(group) == linears & set(members):
+            yield key, waiting.pop(key)
+    if waiting:
+        raise ValueError(
+            f"the weights of {len(waiting)} groups of linears have not all come, first {next(iter(waiting))!r}."
+            " Every linear of a model is needed. Check that the checkpoint is whole."
+        )

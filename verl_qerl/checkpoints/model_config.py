@@ -1,0 +1,37 @@
+"""config.json of a model, without its weights."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from verl_qerl.checkpoints.json_object import read_object
+from verl_qerl.errors import CheckpointFormatError
+
+
+def read_config(model: str | Path) -> dict[str, Any]:
+    """The object that config.json holds.
+
+    Args:
+        model: Directory, the file itself, or a hub id, of which this file alone is fetched.
+
+    Raises:
+        CheckpointFormatError: There is none, or it cannot be reached or read.
+    """
+    path = Path(model)
+    if path.exists() or not is_hub_id(model):
+        return read_object(path / "config.json" if path.is_dir() else path)
+    from huggingface_hub import hf_hub_download  # half a second to import
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return read_object(Path(hf_hub_download(str(model), "config.json")))
+    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise CheckpointFormatError(
+            f"{model} is neither a directory nor a model of the hub that can be reached ({type(error).__name__})."
+            " A directory in Hugging Face layout or a hub id is accepted. Check the name, or download it first."
+        ) from error
+
+
+def is_hub_id(model: str | Path) -> bool:
+    """Whether a name has the form of a hub id, `owner/name`."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)) is not None

@@ -1,0 +1,153 @@
+"""A checkpoint written in shards whose layout is known before the first tensor comes.
+
+So tensors are written where they belong as they come, in any order and from any thread, and none is kept: memory does
+not grow with the size of a shard, which it would if each were collected for `safetensors.torch.save_file`.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from safetensors.torch import save_file
+
+from verl_qerl.checkpoints.source import INDEX, SINGLE
+from verl_qerl.formats.nvfp4_layout import nvfp4_specs
+from verl_qerl.formats.tensor_spec import DTYPES, TensorSpec
+
+
+@dataclass(frozen=True)
+class _Slot:
+    file: str
+    position: int
+    spec: TensorSpec
+
+
+def quantized_specs(
+    dense: Mapping[str, TensorSpec],
+    linears: Iterable[str],
+    of_weight: Callable[[int, int], Mapping[str, TensorSpec]] = nvfp4_specs,
+) -> dict[str, TensorSpec]:
+    """What a checkpoint holds once `linears` are packed, in the order of `dense`, what it holds before.
+
+    Args:
+        dense: name -> dtype and shape.
+        linears: Modules whose `weight` is packed.
+        of_weight: The tensors that a weight [N, K] becomes, as `nvfp4_specs`.
+    """
+    packed = set(linears)
+    specs: dict[str, TensorSpec] = {}
+    for name, spec in dense.items():
+        module = name.removesuffix(".weight")
+        if module == name or module not in packed:
+            specs[name] = spec
+            continue
+        N, K = spec.shape
+        specs |= {f"{module}.{part}": held for part, held in of_weight(N, K).items()}
+    return specs
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write a few tensors that fit memory as one safetensors file."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+
+
+class ShardedWriter:
+    """`model.safetensors`, or `model-0000i-of-0000n.safetensors` and their index.
+
+    A context: leaving it without an error checks that every tensor has come, and writes the index.
+
+    Args:
+        folder: Exists and holds no weights.
+        specs: Name -> dtype and shape of every tensor to come.
+        max_shard_bytes: Of one file's data; a single larger tensor has a file of its own.
+    """
+
+    def __init__(self, folder: Path, specs: Mapping[str, TensorSpec], max_shard_bytes: int) -> None:
+        self._folder = folder
+        self._specs = dict(specs)
+        self._missing = set(specs)
+        self._slots: dict[str, _Slot] = {}
+        self._files: dict[str, int] = {}
+        shards = _split(self._specs, max_shard_bytes)
+        for i, names in enumerate(shards, start=1):
+            file = SINGLE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+            self._create(file, names)
+
+    def __enter__(self) -> "ShardedWriter":
+        """The writer."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the files; without an error, also write the index.
+
+        Raises:
+            ValueError: A tensor has not come.
+        """
+        for fd in self._files.values():
+            os.close(fd)
+        if error is not None:
+            return
+        if self._missing:
+            raise ValueError(f"{len(self._missing)} tensors were not written, first {min(self._missing)!r}.")
+        if len(self._files) > 1:
+            total = sum(spec.size_bytes for spec in self._specs.values())
+            weight_map = {name: self._slots[name].file for name in sorted(self._slots)}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Write one tensor. Threads may call this at the same time with different names.
+
+        Raises:
+            ValueError: The tensor is not among `specs`, is not as they say, or has come before.
+        """
+        slot = self._slots.get(name)
+        if slot is None or name not in self._missing:
+            raise ValueError(f"tensor {name!r} is {'not expected' if slot is None else 'written already'}.")
+        if (DTYPES[slot.spec.dtype], slot.spec.shape) != (tensor.dtype, tuple(tensor.shape)):
+            raise ValueError(f"tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}, not {slot.spec}.")
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data
+        _write(self._files[slot.file], data, slot.position)
+        self._missing.discard(name)
+
+    def _create(self, file: str, names: list[str]) -> None:
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        offsets: dict[str, int] = {}
+        end = 0
+        # Wide dtypes first, as safetensors does: every tensor starts at a multiple of its own width.
+        for name in sorted(names, key=lambda name: -DTYPES[self._specs[name].dtype].itemsize):
+            spec = self._specs[name]
+            offsets[name], end = end, end + spec.size_bytes
+            entries[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": (offsets[name], end)}
+        header = json.dumps(entries, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)
+        fd = os.open(self._folder / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._files[file] = fd
+        start = 8 + len(header)
+        _write(fd, memoryview(len(header).to_bytes(8, "little") + header), 0)
+        os.truncate(fd, start + end)
+        self._slots.update({name: _Slot(file, start + offsets[name], self._specs[name]) for name in names})
+
+
+def _split(specs: Mapping[str, TensorSpec], max_shard_bytes: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, spec in specs.items():
+        if shards[-1] and filled + spec.size_bytes > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += spec.size_bytes
+    return shards
+
+
+def _write(fd: int, data: memoryview, position: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], position + done)

@@ -1,0 +1,238 @@
+"""`export`: a LoRA checkpoint of a verl run, or one with UAQ, to what vLLM, transformers and PEFT load.
+
+The weights pass as a stream; what re-quantization costs is measured on the way.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from verl_qerl import __version__
+from verl_qerl.checkpoints.digest import model_digest
+from verl_qerl.checkpoints.source import pack
+from verl_qerl.checkpoints.writer import ShardedWriter, quantized_specs
+from verl_qerl.cli.export.adapter import Adapter, read_adapter, write_peft
+from verl_qerl.cli.export.arguments import FORMS, LAYOUTS, WITH_BASE
+from verl_qerl.cli.export.forms import check_base, check_trained
+from verl_qerl.cli.export.fsdp_checkpoint import Checkpoint, open_checkpoint
+from verl_qerl.cli.export.merge import Base, Merge, open_base
+from verl_qerl.cli.export.prompt_log_probs import Prompt, log_prob_change, read_prompts, tokenize
+from verl_qerl.cli.export.summary import summary
+from verl_qerl.cli.model_dir import (
+    EXPORT_REPORT,
+    check_free_space,
+    copy_other_files,
+    device_name,
+    pick_device,
+    store,
+    total_bytes,
+    write_json,
+)
+from verl_qerl.cli.output_dir import check_absent, new_directory
+from verl_qerl.formats.nvfp4_layout import modelopt_config, modelopt_legacy_config, nvfp4_specs, quantization_config
+from verl_qerl.formats.nvfp4_weight import Packed, PackedWeight
+from verl_qerl.formats.reference import DEFAULT_SCALE, relative_error
+from verl_qerl.formats.tensor_spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to export.
+
+    Attributes:
+        scale: Scale choice of a quantized export; None for the base's own, or the default where that is not known.
+        device: `auto`, `cpu` or `cuda`.
+        max_shard_bytes: Of one output file.
+        prompts: The log-prob change of a quantized export is measured on these.
+    """
+
+    scale: str | None = None
+    device: str = "auto"
+    max_shard_bytes: int = 5 * 10**9
+    prompts: tuple[Prompt, ...] = ()
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export, then print what it cost."""
+    prompts = tuple(read_prompts(args.prompts, args.num_prompts)) if args.prompts else ()
+    options = Options(args.scale, args.device, args.max_shard_size, prompts)
+    report = export_checkpoint(args.checkpoint, args.out, args.to, args.base, options)
+    print(summary(report))
+    print(f"wrote {args.out}")
+    return 0
+
+
+def export_checkpoint(
+    checkpoint: Path, out: Path, form: str, base: str | None = None, options: Options | None = None
+) -> dict[str, Any]:
+    """Export `checkpoint` into the new directory `out`, which appears when everything is written.
+
+    Args:
+        checkpoint: See `fsdp_checkpoint.open_checkpoint`.
+        out: Absent or empty; on an error nothing is left.
+        form: One of FORMS.
+        base: Directory or hub id, in place of the base that the checkpoint names; the bits must be the same.
+        options: See Options.
+
+    Returns:
+        What is also written to `export_report.json`.
+
+    Raises:
+        FileExistsError: `out` holds something.
+        FileNotFoundError: There is no checkpoint.
+        ValueError: Checkpoint and base do not go together, or one is damaged.
+    """
+    if form not in FORMS:
+        raise ValueError(f"unknown form of export: to={form!r}. Accepted are {', '.join(FORMS)}. Choose one of them.")
+    options = options or Options()
+    check_absent(out)
+    trained = open_checkpoint(checkpoint)
+    found = open_base(base, trained)
+    adapter = read_adapter(trained, found.shapes)
+    check_trained(form, trained, adapter)
+    check_base(form, found, bool(options.prompts))
+    started = time.perf_counter()
+    with new_directory(out) as folder:
+        export = _Export(folder, form, found, adapter, trained, options, pick_device(options.device))
+        layers = export.write(out)
+        report = export.report(layers) | {"seconds": round(time.perf_counter() - started, 3)}
+        write_json(folder / EXPORT_REPORT, report)
+    return report
+
+
+class _Export:
+    """One export into `folder`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        form: str,
+        base: Base,
+        adapter: Adapter,
+        checkpoint: Checkpoint,
+        options: Options,
+        device: str,
+    ) -> None:
+        self.folder, self.form, self.base, self.adapter = folder, form, base, adapter
+        self.checkpoint, self.options, self.device = checkpoint, options, device
+        self.scale = options.scale or (base.scale if form in LAYOUTS else None) or DEFAULT_SCALE
+        # Before the long work: a model without a tokenizer is refused here.
+        self.tokens = tokenize(base.source.path, options.prompts) if options.prompts else []
+        self.merge: Merge | None = None
+        self.log_probs: dict[str, Any] | None = None
+
+    def write(self, out: Path) -> dict[str, dict[str, Any]]:
+        """Write everything but the report, for the final place `out`; what is to be said of each layer."""
+        layers: dict[str, dict[str, Any]] = {}
+        with self._pass("export") as merge:
+            self.merge = merge
+            if self.form == "peft":
+                self._write_peft(merge)
+            elif self.form == WITH_BASE:
+                self._write_packed(merge.beside_the_adapter(), "compressed-tensors")
+                (self.folder / "adapter").mkdir()
+                write_peft(self.folder / "adapter", self.adapter, str(out.absolute()))
+            elif self.form == "merged-bf16":
+                config = {k: v for k, v in self.base.source.config.items() if k != "quantization_config"}
+                self._write_model(merge.tensors(), self.base.specs, config)
+            else:
+                layers = self._write_quantized(merge)
+        if self.tokens:
+            with self._pass("log-probs") as again:
+                self.log_probs = log_prob_change(again.tensors(), self.folder, self.tokens, self.device)
+        for module, update in merge.relative_update.items():
+            layers.setdefault(module, {})["relative_update"] = update
+        return dict(sorted(layers.items()))
+
+    def report(self, layers: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """What `export_report.json` holds, but for the time."""
+        assert self.merge is not None
+        report: dict[str, Any] = {
+            "verl_qerl": __version__,
+            "torch": torch.__version__,
+            "device": device_name(self.device),
+            "to": self.form,
+            "checkpoint": str(self.checkpoint.folder),
+            "world_size": self.checkpoint.world_size,
+            "base": self.base.name,
+            "base_digest": model_digest(self.merge.digests) if self.merge.digests else None,
+            "base_digest_checked": self.base.record is not None,
+            "r": self.adapter.r,
+            "lora_alpha": self.adapter.alpha,
+            "scaling": self.adapter.scaling,
+            "changed_besides_the_adapter": self.merge.changed,
+            "norms": {
+                name: {"update": update, "lost_in_bf16": lost}
+                for name, (update, lost) in sorted(self.merge.norm_updates.items())
+            },
+            "uaq_scale": self.checkpoint.uaq["scale"] if self.checkpoint.uaq else None,
+            "layers": layers,
+        }
+        if self.form in LAYOUTS:
+            report["scale"] = self.scale
+            report["log_probs"] = self.log_probs
+        return report
+
+    @contextmanager
+    def _pass(self, what: str) -> Iterator[Merge]:
+        """A Merge with a progress bar."""
+        with tqdm(total=total_bytes(self.base.source.specs), unit="B", unit_scale=True, desc=what) as bar:
+            observe: Callable[[int], object] = bar.update
+            trained = self.checkpoint
+            yield Merge(self.base, self.adapter, trained.others, self.device, observe, norms=trained.norms)
+
+    def _write_peft(self, merge: Merge) -> None:
+        merge.run()
+        if merge.changed:
+            raise ValueError(
+                f"an adapter alone cannot hold this checkpoint: {merge.changed[0]!r} was trained too "
+                f"({len(merge.changed)} tensors besides LoRA). Merged models can. Use --to merged-bf16."
+            )
+        name = self.base.name  # a directory is found from everywhere, a hub id is no path
+        write_peft(self.folder, self.adapter, str(Path(name).absolute()) if Path(name).is_dir() else name)
+
+    def _write_model(
+        self,
+        items: Iterable[tuple[str, Packed | torch.Tensor]],
+        specs: Mapping[str, TensorSpec],
+        config: dict[str, Any],
+        layout: str = "compressed-tensors",
+    ) -> dict[str, str]:
+        """Weights, configuration and tokenizer; the digests of packed weights."""
+        check_free_space(self.folder, total_bytes(specs))
+        with ShardedWriter(self.folder, specs, self.options.max_shard_bytes) as writer:
+            digests = store(writer, items, layout)
+        copy_other_files(self.base.source.path, self.folder)
+        dtype = "torch_dtype" if "torch_dtype" in config else "dtype"  # transformers 4 and 5
+        write_json(self.folder / "config.json", config | {dtype: "bfloat16"})
+        return digests
+
+    def _write_quantized(self, merge: Merge) -> dict[str, dict[str, Any]]:
+        layers: dict[str, dict[str, Any]] = {}
+
+        def observe(module: str, weight: torch.Tensor, packed: PackedWeight) -> None:
+            layers[module] = {"shape": packed.shape, "relative_error": relative_error(weight, packed)}
+
+        items = pack(merge.tensors(), self.base.linears, self.scale, observe)
+        digests = self._write_packed(items, LAYOUTS[self.form])
+        for module, layer in layers.items():
+            layer |= {"digest": digests[module], "relative_update": 0.0}
+        return layers
+
+    def _write_packed(self, items: Iterable[tuple[str, Packed | torch.Tensor]], layout: str) -> dict[str, str]:
+        """A quantized model in a layout; digests of its packed weights."""
+        make = modelopt_config if layout == "modelopt" else quantization_config
+        config = self.base.source.config | {"quantization_config": make(self.base.ignore)}
+        specs = quantized_specs(self.base.specs, self.base.linears, partial(nvfp4_specs, layout=layout))
+        digests = self._write_model(items, specs, config, layout)
+        if layout == "modelopt":
+            write_json(self.folder / "hf_quant_config.json", modelopt_legacy_config(self.base.ignore))
+        return digests

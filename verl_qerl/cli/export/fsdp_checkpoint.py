@@ -1,0 +1,146 @@
+"""A checkpoint of verl's FSDP2 engine: the shards of all ranks put together, and what lies beside them.
+
+Weights that UAQ scaled come out as they are without it: nothing that reads a Checkpoint sees the scaling.
+
+`verl.model_merger` writes a whole model and rounds adapters to bf16; LoRA-only checkpoints have no model to write.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_qerl.algos.trained_norms import split_norms
+from verl_qerl.algos.uaq import read_record as read_uaq_record
+from verl_qerl.algos.uaq import scaled_parameters, unfold_
+from verl_qerl.checkpoints.json_object import read_object
+from verl_qerl.checkpoints.record import BaseRecord, read_record
+from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.modules.placement.shards import join_shards, unfit
+
+_LATEST = "latest_checkpointed_iteration.txt"
+_OTHER_STEP = "It may be cut short: export another step."
+_PREFIX = "base_model.model."
+_FACTOR = re.compile(r"(.+)\.lora_([AB])\.default\.weight")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What one step of a run has trained.
+
+    Attributes:
+        folder: Of the shards.
+        world_size: Ranks that wrote it.
+        factors: module -> (A [r, in], B [out, r]) as trained; none in a run of all weights, which UAQ's are.
+        others: name in the base model -> tensor, for a checkpoint that is not LoRA-only.
+        record: What our engine says of base and adapter; None when another engine wrote it.
+        lora_meta: verl's own lora_train_meta.json: r and lora_alpha.
+        uaq: `scale` and `base` of a run with UAQ, else None.
+        norms: module -> what training added to the weight of a norm, [K] float32; see algos/trained_norms.py.
+    """
+
+    folder: Path
+    world_size: int
+    factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(repr=False)
+    others: Mapping[str, torch.Tensor] = field(repr=False)
+    record: BaseRecord | None
+    lora_meta: Mapping[str, Any]
+    uaq: Mapping[str, Any] | None = None
+    norms: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint.
+
+    Args:
+        path: The folder of the shards (`actor`), a step's folder, or a run's, whose latest step is taken.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint.
+        CheckpointFormatError: A rank is missing, a file is cut, or the shards do not fit together.
+    """
+    folder = _folder(path)
+    world_size = _world_size(folder)
+    files = [folder / f"model_world_size_{world_size}_rank_{rank}.pt" for rank in range(world_size)]
+    missing = [rank for rank, file in enumerate(files) if not file.is_file()]
+    if missing:
+        raise CheckpointFormatError(
+            f"the checkpoint lacks the shards of some ranks: missing={missing} of world_size={world_size} in {folder}. "
+            "The files of all ranks are needed. Copy those of the other nodes here."
+        )
+    tensors, norms = split_norms(join_shards(files))
+    factors, others = _sort(folder, tensors)
+    uaq = read_uaq_record(folder)
+    if uaq:
+        for name, role in scaled_parameters(others).items():
+            others[name] = unfold_(role, others[name].clone(), uaq["scale"])
+    elif not factors:
+        raise CheckpointFormatError(
+            f"the checkpoint holds no adapter: {folder}. One of a run with model.lora_rank > 0, or with UAQ, is "
+            "accepted. For another run of all weights, use `python -m verl.model_merger merge --backend fsdp`."
+        )
+    meta_file = folder / "lora_train_meta.json"
+    meta = read_object(meta_file, _OTHER_STEP) if meta_file.is_file() else {}
+    record = read_record(folder)
+    _check_norms(folder, norms, record)
+    return Checkpoint(folder, world_size, factors, others, record, meta, uaq, norms)
+
+
+def _check_norms(folder: Path, norms: Mapping[str, torch.Tensor], record: BaseRecord | None) -> None:
+    if record and set(record.trained_norms) != {name.rpartition(".")[2] for name in norms}:
+        raise unfit(folder, f"{len(norms)} norms are trained, of {list(record.trained_norms)} by its record")
+    for name, shift in norms.items():
+        if not bool(shift.isfinite().all()):
+            raise unfit(folder, f"what {name!r} has learned holds NaN or infinite values")
+
+
+def _folder(path: Path) -> Path:
+    candidates = [path, path / "actor"]
+    if (path / _LATEST).is_file():
+        candidates.append(path / f"global_step_{(path / _LATEST).read_text(encoding='utf-8').strip()}" / "actor")
+    for folder in candidates:
+        if folder.is_dir() and any(folder.glob("model_world_size_*_rank_*.pt")):
+            return folder
+    raise FileNotFoundError(
+        f"no checkpoint is found: checkpoint={path}. A folder with model_world_size_*_rank_*.pt, the global_step_N "
+        f"above it, or a run's folder with {_LATEST} is accepted. Check the path."
+    )
+
+
+def _world_size(folder: Path) -> int:
+    if not (folder / "fsdp_config.json").is_file():
+        raise CheckpointFormatError(
+            f"the checkpoint is half-written: {folder} lacks fsdp_config.json. verl writes it after the shards. "
+            "Export another step."
+        )
+    size = read_object(folder / "fsdp_config.json", _OTHER_STEP).get("world_size")
+    if not isinstance(size, int) or size < 1:
+        raise CheckpointFormatError(
+            f"fsdp_config.json names no number of ranks: world_size={size!r} in {folder}. A positive integer is "
+            "accepted. Export another step."
+        )
+    return size
+
+
+def _sort(
+    folder: Path, tensors: dict[str, torch.Tensor]
+) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], dict[str, torch.Tensor]]:
+    """(factors of the adapter by module, other tensors under their names in the base model)."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    others: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        plain = name.removeprefix(_PREFIX)
+        factor = _FACTOR.fullmatch(plain)
+        if factor:
+            found.setdefault(factor[1], {})[factor[2]] = tensor
+        elif "lora_" in plain or ".modules_to_save." in plain:
+            raise unfit(folder, f"{name!r} is no lora_A or lora_B of a linear")
+        else:
+            others[plain.replace(".base_layer.", ".").replace(".original_module.", ".")] = tensor
+    for module, parts in found.items():
+        if len(parts) != 2:
+            raise unfit(folder, f"{module!r} has lora_{next(iter(parts))} alone")
+    return {module: (parts["A"], parts["B"]) for module, parts in sorted(found.items())}, others

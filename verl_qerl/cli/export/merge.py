@@ -1,0 +1,311 @@
+"""Base and adapter as one stream of bf16 tensors; memory: a few tensors, whatever the size of the model."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_qerl.checkpoints.digest import weight_digest
+from verl_qerl.checkpoints.record import BaseRecord, read_whole
+from verl_qerl.checkpoints.source import Source, check_format, open_source, stored_tensors
+from verl_qerl.checkpoints.stream import packed_names, packed_stream
+from verl_qerl.cli.export.adapter import Adapter
+from verl_qerl.cli.export.fsdp_checkpoint import Checkpoint
+from verl_qerl.cli.model_dir import QUANTIZATION_REPORT
+from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.formats import scaled_format
+from verl_qerl.formats.ignore import DEFAULT_IGNORE, is_packed_module, is_router
+from verl_qerl.formats.nvfp4_layout import PART_NAMES, is_activation_scale
+from verl_qerl.formats.nvfp4_weight import Packed
+from verl_qerl.formats.packed import dequantize
+from verl_qerl.formats.tensor_spec import DTYPES, TensorSpec
+
+
+@dataclass(frozen=True)
+class Base:
+    """The frozen model that a checkpoint was trained on.
+
+    Attributes:
+        name: Directory or hub id, as given or recorded.
+        source: Its files.
+        record: What the checkpoint says of it; None when another engine than ours wrote the checkpoint.
+        linears: Modules that were packed in training (`is_packed`), or are in a quantized export.
+        is_packed: Whether training saw those packed.
+        specs: name -> dtype and shape of every tensor of the model once it is bf16.
+    """
+
+    name: str
+    source: Source
+    record: BaseRecord | None
+    linears: set[str] = field(repr=False)
+    is_packed: bool
+    specs: dict[str, TensorSpec] = field(repr=False)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Module -> (out, in) of every matrix."""
+        return _matrices(self.specs)
+
+    @property
+    def ignore(self) -> list[str]:
+        """The linears of decoder layers that no quantized export packs, in full, and lm_head."""
+        kept = (name for name in self.shapes if is_router(name) or is_packed_module(name, self.linears))
+        return [*DEFAULT_IGNORE, *kept]
+
+    @property
+    def scale(self) -> str | None:
+        """The scale choice that NVFP4 was made with, where the run or `quantize` wrote it down.
+
+        Weights that are quantized again with another one lose more than a step of the grid.
+        """
+        if self.source.layout == "bf16":
+            return self.record.scale if self.record else None
+
+        def make(report: Any) -> set[str]:
+            return {layer["scale"] for layer in report["layers"].values()}
+
+        remedy = "Name --scale and remove the file."
+        found = read_whole(self.source.path / QUANTIZATION_REPORT, make, "the report beside the base", remedy)
+        return found.pop() if found and len(found) == 1 else None
+
+    @property
+    def format(self) -> str:
+        """Name of the weight format of `linears`: as training saw them, nvfp4 where that was not packed."""
+        return _format(self.source, self.record)
+
+    def items(self, device: str) -> Iterator[tuple[str, Packed | torch.Tensor]]:
+        """The model as training saw it; see `checkpoints.stream`."""
+        if not self.is_packed:
+            return stored_tensors(self.source, device)
+        if self.record is None:
+            return packed_stream(self.source, scaled_format(self.format), device=device)
+        form = scaled_format(self.format, self.record.scale)
+        return packed_stream(self.source, form, self.record.ignore, device)
+
+
+def open_base(path: str | Path | None, checkpoint: Checkpoint) -> Base:
+    """The base of a checkpoint.
+
+    Args:
+        path: Directory or hub id, in place of the one that the checkpoint names.
+        checkpoint: From `open_checkpoint`.
+
+    Raises:
+        ValueError: No base is named, it cannot be read, or it is packed and that of the run was not.
+    """
+    record = checkpoint.record
+    named = record.base if record else (checkpoint.uaq or {}).get("base")
+    if path is None and named is None:
+        raise ValueError(
+            f"the checkpoint does not name its base: checkpoint={checkpoint.folder}. One that verl_qerl's engine wrote "
+            "does. Give the model.path of the run with --base."
+        )
+    name = str(path or named)
+    source = open_source(name)
+    form = scaled_format(_format(source, record))
+    check_format(source, form.name)
+    linears = packed_names(source, form, record.ignore if record else None)
+    if source.format is None:
+        return Base(name, source, record, linears, record is not None, _bf16(source.specs))
+    if record is None:
+        raise ValueError(
+            f"the checkpoint was not trained on a packed base: base={name} is in {source.format}, with"
+            f" {checkpoint.folder}. The bf16 model is accepted. Name the model.path of the run with --base."
+        )
+    return Base(name, source, record, linears, True, _dense_specs(source, linears))
+
+
+def matrix_shapes(source: Source) -> dict[str, tuple[int, ...]]:
+    """Module -> (out, in) of every matrix of a model in bf16 or in a format of ours."""
+    if source.format is None:
+        return _matrices(source.specs)
+    return _matrices(_dense_specs(source, packed_names(source, scaled_format(source.format))))
+
+
+def _matrices(specs: Mapping[str, TensorSpec]) -> dict[str, tuple[int, ...]]:
+    return {
+        name.removesuffix(".weight"): spec.shape
+        for name, spec in specs.items()
+        if name.endswith(".weight") and len(spec.shape) == 2
+    }
+
+
+def _format(source: Source, record: BaseRecord | None) -> str:
+    return record.format if record else source.format or "nvfp4"
+
+
+def _bf16(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    return {
+        name: TensorSpec("BF16", spec.shape) if DTYPES[spec.dtype].is_floating_point else spec
+        for name, spec in specs.items()
+    }
+
+
+def _dense_specs(source: Source, packed: set[str]) -> dict[str, TensorSpec]:
+    form = scaled_format(source.format or "nvfp4")
+    parts = PART_NAMES.get(source.layout, form.parts)
+    specs = {}
+    for name, spec in source.specs.items():
+        module, _, kind = name.rpartition(".")
+        if module in packed and kind == parts[0]:
+            specs[f"{module}.weight"] = TensorSpec("BF16", (spec.shape[0], spec.shape[1] * form.codes_per_byte))
+        elif not is_activation_scale(name) and not (module in packed and kind in parts):
+            specs[name] = spec
+    return _bf16(specs)
+
+
+@dataclass
+class Merge:
+    """One pass over base and checkpoint.
+
+    Attributes:
+        relative_update: module -> ||merged - base|| / ||merged||, Frobenius norms, filled by `tensors`.
+        changed: Names of tensors besides the adapter that training changed, filled by `tensors`.
+        digests: module -> digest of the packed base, filled by `tensors`.
+        norms: module -> what training added to a norm.
+        norm_updates: module -> (||trained - base||, ||trained - bf16(trained)||), filled by `tensors`.
+    """
+
+    base: Base
+    adapter: Adapter
+    others: Mapping[str, torch.Tensor]
+    device: str
+    observe: Callable[[int], object]
+    relative_update: dict[str, float] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+    norms: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    norm_updates: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of the merged model: bf16(base + scaling * B A) or of a norm's sum, taken in float32.
+
+        `observe` is called with the bytes of each tensor that was read.
+
+        Raises:
+            CheckpointFormatError: The base is not the one that the checkpoint was trained on.
+        """
+        for name, _, merged in self._walk():
+            yield name, merged
+
+    def beside_the_adapter(self) -> Iterator[tuple[str, Packed | torch.Tensor]]:
+        """(linear, packed weight) and (name, tensor): the base with trained norms, for the adapter to be put on.
+
+        The rest is as in `tensors`.
+        """
+        for name, item, _ in self._walk():
+            yield name.removesuffix(".weight") if isinstance(item, Packed) else name, item
+
+    def _walk(self) -> Iterator[tuple[str, Packed | torch.Tensor, torch.Tensor]]:
+        """(name, what the adapter is put on, the merged tensor)."""
+        self._check_others()
+        for name, item in self.base.items(self.device):
+            if isinstance(item, Packed):
+                self._check_digest(name, item)
+                self.observe(item.size_bytes)
+                yield f"{name}.weight", item, self._merge(name, dequantize(item, torch.float32))
+                continue
+            self.observe(item.nbytes)
+            if not item.is_floating_point():
+                yield name, item, item
+                continue
+            weight = self._trained(name, item)
+            module = name.removesuffix(".weight")
+            if module in self.norms:
+                weight = self._shifted(module, weight)
+            rounded = weight.to(torch.bfloat16)
+            yield name, rounded, self._merge(module, weight) if module in self.adapter.factors else rounded
+        self._check_all_came()
+
+    def run(self) -> None:
+        """Check the base and find what changed, without keeping the result."""
+        for _ in self.tensors():
+            pass
+
+    def _merge(self, module: str, weight: torch.Tensor) -> torch.Tensor:
+        if module not in self.adapter.factors:
+            return weight.to(torch.bfloat16)
+        weight = weight.float()
+        merged = (weight + self.adapter.delta(module, weight.device)).to(torch.bfloat16)
+        norm = float(merged.float().norm(dtype=torch.float64))
+        difference = float((merged.float() - weight).norm(dtype=torch.float64))
+        self.relative_update[module] = difference / norm if norm > 0 else 0.0
+        return merged
+
+    def _trained(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The checkpoint's own tensor, where it holds one."""
+        trained = self.others.get(name)
+        if trained is None:
+            return tensor
+        trained = trained.to(tensor.device)
+        if not bool(trained.isfinite().all()):
+            raise CheckpointFormatError(
+                f"the checkpoint holds NaN or infinite values: {name!r}. Numbers are accepted. Export an earlier step."
+            )
+        if not torch.equal(trained, tensor.to(trained.dtype)):
+            self.changed.append(name)
+            module = name.removesuffix(".weight")
+            if module in self.base.linears:
+                self.relative_update[module] = float((trained - tensor).norm() / trained.norm())
+        return trained
+
+    def _shifted(self, module: str, weight: torch.Tensor) -> torch.Tensor:
+        """The trained weight of a norm, in bf16."""
+        shift = self.norms[module].to(weight.device)
+        trained = weight.float() + shift
+        written = trained.to(torch.bfloat16)
+        self.norm_updates[module] = float(shift.norm()), float((written.float() - trained).norm())
+        if shift.any():
+            self.changed.append(f"{module}.weight")
+        return written
+
+    def _check_others(self) -> None:
+        for name, shift in self.norms.items():
+            spec = self.base.specs.get(f"{name}.weight")
+            if spec is None or spec.shape != tuple(shift.shape):
+                raise CheckpointFormatError(
+                    f"the checkpoint does not fit the base: it trains the norm {name!r} of {tuple(shift.shape)}, the"
+                    f" base has {'none' if spec is None else spec.shape}. The same norms are accepted. Name the right"
+                    " base with --base."
+                )
+        tied = bool(self.base.source.config.get("tie_word_embeddings", False))
+        if not self.adapter.factors:
+            lacking = sorted(self.base.specs.keys() - self.others.keys() - ({"lm_head.weight"} if tied else set()))
+            if lacking:
+                raise CheckpointFormatError(
+                    f"the checkpoint does not fit the base: it lacks {lacking[0]!r} ({len(lacking)} tensors). All of"
+                    " the base's are needed without an adapter. Name the right base with --base."
+                )
+        for name, tensor in self.others.items():
+            spec = self.base.specs.get(name)
+            if spec is None and tied and name == "lm_head.weight":
+                embedding = self.others.get("model.embed_tokens.weight", tensor)
+                if torch.equal(tensor, embedding):
+                    continue  # the embedding once more
+            if spec is None or spec.shape != tuple(tensor.shape):
+                raise CheckpointFormatError(
+                    f"the checkpoint does not fit the base: it holds {name!r} of {tuple(tensor.shape)}, the base "
+                    f"{'none' if spec is None else spec.shape}. The same tensors are accepted. Name the right base with"
+                    " --base."
+                )
+
+    def _check_digest(self, module: str, weight: Packed) -> None:
+        self.digests[module] = weight_digest(weight)
+        if self.base.record and self.base.record.digests.get(module) != self.digests[module]:
+            raise self._other_base(module)
+
+    def _check_all_came(self) -> None:
+        if self.base.record:
+            missing = sorted(self.base.record.digests.keys() - self.digests.keys())
+            if missing:
+                raise self._other_base(missing[0])
+
+    def _other_base(self, module: str) -> CheckpointFormatError:
+        digests = self.base.record.digests if self.base.record else {}
+        return CheckpointFormatError(
+            f"the base is not the one of the checkpoint: {self.base.source.path} holds {module!r} with digest "
+            f"{self.digests.get(module)}, the checkpoint names {digests.get(module)}. The same bits are accepted. "
+            "Name the model.path of the run with --base."
+        )

@@ -1,0 +1,149 @@
+"""Rotary positions of q and k, and before them the norm of each head, where a model has one (Qwen3).
+
+In the arithmetic of vLLM's and transformers' modules (as `kernels.rollout.elementwise`, whose source has the kernel).
+"""
+
+import ctypes
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from verl_qerl.kernels.rollout.elementwise import CHUNK, can_normalize, normalized, source
+from verl_qerl.kernels.rollout.launch import Kernel
+
+_THREADS = 256
+_MAX_HEAD = 32 * 2 * CHUNK  # that the threads of a warp share
+
+
+def can_rotate(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, head_size: int) -> bool:
+    """Whether `rotate` takes heads like these on a GPU."""
+    of_tokens = q.ndim == k.ndim == 2 and positions.ndim == 1 and positions.dtype == torch.int64
+    whole = table.shape[1] == head_size and head_size % (2 * CHUNK) == 0
+    dealt_out = whole and _THREADS % (head_size // (2 * CHUNK)) == 0  # threads of a head, in whole heads
+    return of_tokens and dealt_out and {q.dtype, k.dtype, table.dtype} == {torch.bfloat16}
+
+
+def can_normalize_heads(q_weight: torch.Tensor, k_weight: torch.Tensor) -> bool:
+    """Whether `norm_rotate` takes weights like these on a GPU, where `can_rotate` holds."""
+    same = q_weight.dtype == k_weight.dtype and q_weight.shape == k_weight.shape
+    return same and can_normalize(q_weight) and q_weight.shape[0] <= _MAX_HEAD
+
+
+@torch.library.custom_op("verl_qerl::rotate", mutates_args=())
+def rotate(
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, head_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary positions: (x1, x2) of each head, its halves, become (x1 cos - x2 sin, x2 cos + x1 sin).
+
+    Args:
+        q: [T, heads * head_size] bf16.
+        k: [T, heads * head_size] bf16; its number of heads may be another.
+        positions: [T] int64.
+        table: [positions, head_size] bf16, cosines and then sines.
+        head_size: One that `can_rotate` accepts.
+
+    Returns:
+        As q and as k, contiguous.
+    """
+    cosine, sine = table.index_select(0, positions)[:, None].chunk(2, dim=-1)
+    return _rotated(q, cosine, sine, head_size), _rotated(k, cosine, sine, head_size)
+
+
+@torch.library.custom_op("verl_qerl::norm_rotate", mutates_args=())
+def norm_rotate(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    epsilon: float,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    head_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rms_norm` of each head, and `rotate` of what that gives.
+
+    Args:
+        q: As in `rotate`.
+        k: As there.
+        q_weight: [head_size] bf16 or float32, of the heads of q.
+        k_weight: As q_weight, of those of k.
+        epsilon: As in `rms_norm`.
+        positions: As in `rotate`.
+        table: As there.
+        head_size: As there, up to 512.
+
+    Returns:
+        As `rotate`.
+    """
+    heads = [
+        normalized(x.unflatten(-1, (-1, head_size)).float(), weight, epsilon).to(x.dtype).flatten(-2)
+        for x, weight in ((q, q_weight), (k, k_weight))
+    ]
+    return rotate(*heads, positions, table, head_size)
+
+
+def prepare(norms: Iterable[torch.dtype] = ()) -> None:
+    """Compile the rotation now, not on first use.
+
+    Args:
+        norms: dtypes of the weights of `norm_rotate`.
+    """
+    torch.cuda.synchronize()  # the device has a context
+    for dtype in (None, *norms):
+        _kernel(dtype)
+
+
+def _rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, head_size: int) -> torch.Tensor:
+    first, second = x.unflatten(-1, (-1, head_size)).chunk(2, dim=-1)
+    turned = (first * cosine - second * sine, second * cosine + first * sine)
+    return torch.cat(turned, dim=-1).flatten(-2)
+
+
+@rotate.register_kernel("cuda")
+def _rotate_cuda(q: torch.Tensor, k: torch.Tensor, *places: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _launch(q, k, None, 0.0, *places)
+
+
+@norm_rotate.register_kernel("cuda")
+def _norm_rotate_cuda(
+    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, epsilon: float, *places: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _launch(q, k, (q_weight, k_weight), epsilon, *places)
+
+
+def _in_chunks(x: torch.Tensor) -> torch.Tensor:
+    """X itself when its rows can be loaded 8 columns at a time, as those of a slice of q, k and v."""
+    can = x.stride(1) == 1 and x.stride(0) % CHUNK == 0 and x.data_ptr() % (2 * CHUNK) == 0
+    return x if can else x.contiguous()
+
+
+@rotate.register_fake
+@norm_rotate.register_fake
+def _rotate_fake(q: torch.Tensor, k: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+def _launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor] | None,
+    epsilon: float,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    head_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k = _in_chunks(q), _in_chunks(k)
+    turned = _rotate_fake(q, k)
+    heads = [x.shape[1] // head_size for x in (q, k)]
+    strides = [x.stride(0) // CHUNK for x in (q, k)]
+    norms = [*(weights or (table, table)), ctypes.c_float(epsilon)]  # without norms any address will do
+    args = [q, k, table.contiguous(), positions.contiguous(), *turned, head_size // 2 // CHUNK, *heads, *strides]
+    _kernel(None if weights is None else weights[0].dtype)(q.shape[0], _THREADS, args + norms)
+    return turned
+
+
+@functools.cache
+def _kernel(norms: torch.dtype | None) -> Kernel:
+    return Kernel(source(_THREADS, 1, norms == torch.float32, norms is not None), "rotate")

@@ -1,0 +1,1 @@
+"""How much memory a run needs, from the sizes of its model."""

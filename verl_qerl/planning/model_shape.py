@@ -1,0 +1,155 @@
+"""Sizes of a decoder, as config.json has them, and what follows for its weights and for the passes of an actor."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verl_qerl.checkpoints.experts import FAMILIES, number_of_experts
+
+_OTHERS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder, dense or a mixture of experts. Norms, biases and routers are left out.
+
+    Attributes:
+        hidden, intermediate, layers, vocabulary: As in config.json.
+        query, key_value: Outputs of q and of k, heads times their size.
+        tied: Whether embedding and head are one tensor.
+        sparse_layers: How many of the layers have experts in the place of gate, up and down.
+        experts, experts_per_token: In such a layer, and of them for a token.
+        expert_intermediate: Outputs of the gate of one.
+    """
+
+    hidden: int
+    intermediate: int
+    layers: int
+    vocabulary: int
+    query: int
+    key_value: int
+    tied: bool = False
+    sparse_layers: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
+        """Read config.json.
+
+        Raises:
+            ValueError: A size is missing, or the experts are of a family that is not supported.
+        """
+        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
+        family = config.get("model_type")
+        sparse = family in FAMILIES
+        if sparse:
+            config = {**config, "num_experts": number_of_experts(config)}
+        missing = [name for name in (*names, *(_EXPERTS if sparse else ())) if not config.get(name)]
+        if missing:
+            raise ValueError(
+                f"no plan for this model: its config.json lacks {', '.join(missing)}. A decoder's sizes are accepted."
+                " Check the file."
+            )
+        if not sparse and any(config.get(name) for name in _OTHERS):
+            raise ValueError(
+                f"no plan for this model: it is a mixture of experts with model_type={family}. Dense decoders and"
+                f" {', '.join(FAMILIES)} are accepted. Use one of them."
+            )
+        heads = config["num_attention_heads"]
+        size = config.get("head_dim") or config["hidden_size"] // heads
+        return cls(
+            *(config[name] for name in names[:4]),
+            query=heads * size,
+            key_value=(config.get("num_key_value_heads") or heads) * size,
+            tied=bool(config.get("tie_word_embeddings")),
+            **_sizes_of_experts(config) if sparse else {},
+        )
+
+    @property
+    def attention(self) -> tuple[tuple[int, int], ...]:
+        """(out_features, in_features) of q, k, v and o."""
+        h, q, kv = self.hidden, self.query, self.key_value
+        return (q, h), (kv, h), (kv, h), (h, q)
+
+    @property
+    def linears(self) -> tuple[tuple[int, int], ...]:
+        """(out_features, in_features) of q, k, v, o, gate, up and down of a layer without experts."""
+        h, i = self.hidden, self.intermediate
+        return (*self.attention, (i, h), (i, h), (h, i))
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of the packed linears of a layer without experts."""
+        return sum(N * K for N, K in self.linears)
+
+    @property
+    def attention_weights(self) -> int:
+        """Weights of q, k, v and o of a layer."""
+        return sum(N * K for N, K in self.attention)
+
+    @property
+    def gate_up_weights(self) -> int:
+        """Weights of the gates and ups of a layer's experts, which are decoded together; 0 without experts."""
+        return self.experts * 2 * self.expert_intermediate * self.hidden
+
+    @property
+    def packed_weights(self) -> int:
+        """Weights of all packed linears."""
+        downs = self.gate_up_weights // 2
+        sparse = self.attention_weights + self.gate_up_weights + downs
+        return (self.layers - self.sparse_layers) * self.layer_weights + self.sparse_layers * sparse
+
+    @property
+    def head_weights(self) -> int:
+        """Weights of embedding and head."""
+        return self.vocabulary * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def adapted(self) -> tuple[tuple[int, int], ...]:
+        """(out_features, in_features) of the linears of a layer that may carry an adapter, ordered as `linears`."""
+        return self.attention if self.experts else self.linears
+
+    @property
+    def adapted_features(self) -> int:
+        """Inputs and outputs of all linears that carry an adapter: with experts, those of the attention."""
+        return self.layers * sum(N + K for N, K in self.adapted)
+
+    @property
+    def decoded_weights(self) -> int:
+        """The most weights that are decoded at once in a checkpointed layer: its own, of experts all gates and ups."""
+        found = []
+        if self.sparse_layers < self.layers:
+            found.append(self.layer_weights)
+        if self.sparse_layers:
+            found.append(self.attention_weights + self.gate_up_weights)
+        return max(found)
+
+    @property
+    def largest_linear(self) -> int:
+        """The most weights that are decoded at once where each linear is decoded by itself, gates and ups together."""
+        dense = self.linears if self.sparse_layers < self.layers else self.attention
+        return max(*(N * K for N, K in dense), self.gate_up_weights)
+
+    def saved_bytes(self) -> list[int]:
+        """Bytes a token that each layer saves for backward: an estimate, of transformers' Qwen2, Llama and Qwen3-MoE.
+
+        Two norms (float32 twice, bf16 once), q, k and v before and after the rotation, what attention gives, gate, its
+        activation, up and their product; of each expert of a token also what goes in and comes out.
+        """
+        h, kv = self.hidden, self.key_value
+        attention = 2 * 10 * h + 2 * (3 * self.query + 4 * kv)
+        dense = attention + 4 * 2 * self.intermediate
+        sparse = attention + self.experts_per_token * (4 * 2 * self.expert_intermediate + 2 * 2 * h)
+        return [dense] * (self.layers - self.sparse_layers) + [sparse] * self.sparse_layers
+
+
+def _sizes_of_experts(config: Mapping[str, Any]) -> dict[str, int]:
+    """What transformers makes of them, and in which layers."""
+    step, dense = config.get("decoder_sparse_step") or 1, set(config.get("mlp_only_layers") or ())
+    sparse = [i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0]
+    names = ("experts", "experts_per_token", "expert_intermediate")
+    found = dict(zip(names, (config[name] for name in _EXPERTS), strict=True))
+    return found | {"sparse_layers": len(sparse)} if sparse else {}

@@ -1,0 +1,34 @@
+"""The actor's side of `share_base`: one copy of the packed base on a GPU, for the rollout of the same rank."""
+
+import logging
+
+import ray
+import torch.nn as nn
+from verl.utils.device import get_torch_device, set_expandable_segments
+
+from verl_qerl.modules.placement.lending import Lender, meeting_place
+from verl_qerl.modules.placement.shared_base import share_base
+from verl_qerl.verl_plugin.weight_sync.run_name import run_name
+
+logger = logging.getLogger(__name__)
+
+
+def lend_base(module: nn.Module, rank: int) -> Lender:
+    """Move the packed base where the rollout can map it, and wait for the rollout to ask.
+
+    Args:
+        module: Of the engine, on its device.
+        rank: Of the actor: the number of the rollout replica on its GPU.
+
+    Raises:
+        RuntimeError: As Lender.
+        ValueError: As `share_base`.
+    """
+    # Expandable segments have no CUDA IPC handle; verl switches them on after the first weight sync.
+    set_expandable_segments(False)
+    get_torch_device().empty_cache()
+    run = run_name() if ray.is_initialized() else "0"
+    lender = Lender(share_base(module), meeting_place(run, rank))
+    if rank == 0:
+        logger.warning("packed base: one copy a GPU, %.2f GiB", lender.base.flat.numel() / 2**30)
+    return lender

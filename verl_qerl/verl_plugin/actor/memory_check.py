@@ -1,0 +1,100 @@
+"""Whether a run fits its GPUs, said by each worker before it reads a weight."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from verl.utils.fs import copy_to_local
+
+from verl_qerl.planning.memory_plan import GIB, Settings, check, plan, table
+from verl_qerl.planning.model_shape import ModelShape
+from verl_qerl.verl_plugin.config.nodes import plain
+
+logger = logging.getLogger(__name__)
+
+# Of a layer, in the order of ModelShape.linears.
+_LINEARS = (
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
+
+
+def check_memory(engine: Any, run: Mapping[str, Any]) -> None:
+    """Refuse a run that certainly does not fit; else rank 0 logs the plan.
+
+    Args:
+        engine: The FSDP2 engine, its configurations read and nothing built.
+        run: Values of other nodes (`agrees_with`).
+
+    Raises:
+        ValueError: It does not fit.
+    """
+    if not torch.cuda.is_available():
+        return
+    try:
+        shape = ModelShape.from_config(engine.model_config.hf_config.to_dict())
+    except ValueError as error:
+        logger.warning("%s", error)
+        return
+    free, total = torch.cuda.mem_get_info()
+    phases = plan(shape, settings_of(engine, run, shape), total)
+    check(phases, total)
+    if engine.rank == 0:
+        others = (total - free) / GIB
+        logger.warning("memory of each GPU, %.1f GiB taken by others now:\n%s", others, table(phases, total))
+
+
+def settings_of(engine: Any, run: Mapping[str, Any], shape: ModelShape) -> Settings:
+    """What the configurations say; a value that a run lacks counts as nothing."""
+    model, config = engine.model_config, engine.engine_config
+    adapter = _adapter(model)
+    if run.get("actor.use_dynamic_bsz"):
+        tokens = run.get("actor.ppo_max_token_len_per_gpu") or 0  # each of those that share sequences gets so many
+    else:
+        length = (run.get("data.max_prompt_length") or 0) + (run.get("data.max_response_length") or 0)
+        sequences = run.get("actor.ppo_micro_batch_size_per_gpu") or 0  # of all of them together
+        tokens = -(-sequences * length // config.ulysses_sequence_parallel_size)
+    return Settings(
+        rank=adapter.r,
+        adapted_features=_adapted_features(adapter, shape),
+        gpus=engine.device_mesh.size(engine.device_mesh.ndim - 1),  # the last dimension shards
+        tokens=tokens,
+        checkpointing=model.enable_gradient_checkpointing,
+        whole_logits=not model.use_fused_kernels,
+        shard_base=config.qerl.shard_base,
+        share_base=config.qerl.share_base,
+        param_offload=config.param_offload,
+        optimizer_offload=config.optimizer_offload,
+        offload_policy=config.offload_policy,
+        utilization=run.get("rollout.gpu_memory_utilization") or 0.0,
+        tensor_parallel=run.get("rollout.tensor_model_parallel_size") or 1,
+        sleeps=bool(run.get("rollout.free_cache_engine", True)),
+        format=config.qerl.format,
+    )
+
+
+def _adapter(model: Any) -> Any:
+    """PEFT's configuration of the adapter that verl will make, or read."""
+    if model.lora_adapter_path is not None:
+        return PeftConfig.from_pretrained(copy_to_local(model.lora_adapter_path, use_shm=model.use_shm))
+    targets, left_out = plain(model.target_modules), plain(model.exclude_modules)
+    return LoraConfig(r=model.lora_rank, target_modules=targets, exclude_modules=left_out)
+
+
+def _adapted_features(adapter: Any, shape: ModelShape) -> int:
+    """Inputs and outputs of the linears of layers that PEFT puts adapters on; others are not counted."""
+    every = adapter.target_modules == "all-linear"
+    adapter = replace(adapter, target_modules=".*") if every else adapter
+    if not adapter.target_modules:
+        return 0  # PEFT's choice for the family
+    sizes = dict(zip(_LINEARS, shape.adapted, strict=False))
+    return sum(
+        N + K
+        for layer in range(shape.layers)
+        for name, (N, K) in sizes.items()
+        if check_target_module_exists(adapter, f"model.layers.{layer}.{name}")
+    )

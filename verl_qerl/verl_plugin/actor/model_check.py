@@ -1,0 +1,72 @@
+"""What the driver can say of a run's models before Ray starts, from their config.json."""
+
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_qerl.checkpoints.model_config import read_config
+from verl_qerl.verl_plugin.actor.liger import check_liger
+from verl_qerl.verl_plugin.config.nodes import plain
+from verl_qerl.verl_plugin.config.spelling import uses_qerl
+
+_MODEL = "actor_rollout_ref.model"
+_BASE = "actor_rollout_ref.rollout.custom.qerl.base"
+# Parts of the configurations of models that see or hear.
+_SENSES = ("vision_config", "audio_config", "thinker_config")
+
+
+def check_models(config: DictConfig, use_critic: bool) -> None:
+    """Refuse models that a run cannot train or sample with; without an option of ours nothing is looked at.
+
+    Args:
+        config: Of the whole run. Models that the driver cannot reach are looked at by the workers alone.
+        use_critic: Whether verl trains a critic.
+
+    Raises:
+        ValueError: With `+rollout=...`, model.path is no text model, override_config has options of its position
+            embedding, or `check_liger` refuses; or the critic's path is quantized.
+    """
+    if OmegaConf.select(config, _BASE) is not None:
+        path = str(OmegaConf.select(config, f"{_MODEL}.path"))
+        _check_text(path)
+        if OmegaConf.select(config, f"{_MODEL}.lora_rank") or OmegaConf.select(config, f"{_MODEL}.lora.rank"):
+            check_liger(config, (_config_of(path) or {}).get("model_type"))
+        _check_override(plain(OmegaConf.select(config, f"{_MODEL}.override_config")) or {})
+    if use_critic and uses_qerl(config):
+        _check_critic(str(OmegaConf.select(config, "critic.model.path")))
+
+
+def _config_of(path: str) -> dict[str, Any] | None:
+    try:
+        return read_config(path)
+    except (ValueError, OSError):
+        return None  # the workers may reach it, and say what is wrong with it if they cannot
+
+
+def _check_text(path: str) -> None:
+    found = _config_of(path) or {}
+    parts = [name for name in _SENSES if found.get(name)]
+    if parts:
+        raise ValueError(
+            f"model.path={path} is a {(found.get('architectures') or ['model'])[0]} with {parts[0]}, which +rollout=..."
+            " does not quantize. Models of text alone are accepted. Choose one, or leave out +rollout=..."
+        )
+
+
+def _check_override(override: dict[str, Any]) -> None:
+    options = override.get("model_config") or override  # as verl reads it
+    rope = [name for name in options if name.startswith("rope_")]
+    if rope:
+        raise ValueError(
+            f"model.override_config.{rope[0]}={options[rope[0]]} does not go together with +rollout=...: it would reach"
+            " the actor alone, and verl 0.9.1 cannot set an option that is a mapping. A model whose config.json says so"
+            " is accepted, which both sides read. Write it there and leave the option out."
+        )
+
+
+def _check_critic(path: str) -> None:
+    if (_config_of(path) or {}).get("quantization_config"):
+        raise ValueError(
+            f"critic.model.path={path} is quantized: verl trains all weights of a critic, and cannot train packed ones."
+            " A bf16 model is accepted. Set critic.model.path to the one that this was made of."
+        )

@@ -1,0 +1,205 @@
+"""Whether an engine may load a checkpoint, decided by all ranks together and before anything is read into the model.
+
+verl reads `model_world_size_W_rank_R.pt` and its neighbours into whatever model it has. The record that our engine
+writes last, after the files of all ranks, tells a whole checkpoint from one that a crash cut short.
+"""
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from verl_qerl.checkpoints.digest import differing_weights
+from verl_qerl.checkpoints.record import RECORD, BaseRecord, damaged_file, read_record
+from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.modules.placement.shards import cut_like, join_optimizer, join_shards
+
+logger = logging.getLogger(__name__)
+
+# verl's name for a part of a checkpoint -> how the files of a rank begin.
+_FILES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
+# Of rank 0; written by verl after the shards.
+_BESIDE = ("fsdp_config.json", "lora_train_meta.json")
+
+
+def file_name(part: str, world_size: int, rank: int) -> str:
+    """File of a rank, as verl names it; `part` is model, optimizer or extra."""
+    return f"{_FILES[part]}_world_size_{world_size}_rank_{rank}.pt"
+
+
+def saved_files(folder: Path, parts: Sequence[str]) -> dict[str, int]:
+    """Name -> bytes of what all ranks have saved; each rank looks at its own, which may be on another node."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    names = [file_name(part, world_size, rank) for part in parts if part in _FILES]
+    names += [name for name in _BESIDE if rank == 0 and (folder / name).is_file()]
+    of_ranks: list[Any] = [None] * world_size
+    dist.all_gather_object(of_ranks, {name: (folder / name).stat().st_size for name in names})
+    return {name: size for files in of_ranks for name, size in files.items()}
+
+
+def check_checkpoint(folder: Path, held: BaseRecord, parts: Sequence[str]) -> BaseRecord:
+    """Require that the checkpoint is whole and belongs to this model.
+
+    Args:
+        folder: Of the shards.
+        held: What the engine would write of its own base, adapter and ranks.
+        parts: What is to be loaded: of model, optimizer, extra.
+
+    Returns:
+        The record of the checkpoint, the same on every rank.
+
+    Raises:
+        CheckpointFormatError: It is half-written, cut, or of another base, adapter or number of ranks; on every rank.
+    """
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:  # the record is on its node alone
+        try:
+            record = read_record(folder)
+            found[0] = record if record and record.files else _no_mark(folder)
+        except CheckpointFormatError as error:
+            found[0] = str(error)
+    dist.broadcast_object_list(found, src=0)
+    record = found[0]
+    if isinstance(record, str):
+        raise CheckpointFormatError(record)
+    problem = (
+        _other_model(folder, record, held) or _other_ranks(folder, record, held) or _cut(folder, record, held, parts)
+    )
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for told in problems:
+        if told:
+            raise CheckpointFormatError(told)
+    return record
+
+
+@contextmanager
+def for_these_ranks(
+    folder: Path,
+    record: BaseRecord,
+    held: BaseRecord,
+    parts: Sequence[str],
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+) -> Iterator[Path]:
+    """A folder with the files that verl looks for on this rank.
+
+    `folder` itself when as many ranks wrote it, each its own part. Otherwise a temporary one: each rank puts the shards
+    together and cuts its own parts out, of adapters and their optimizer alone, which are small.
+    """
+    if record.lies_as(held):
+        yield folder
+        return
+    rank = dist.get_rank()
+    with tempfile.TemporaryDirectory(prefix="verl_qerl_resume_") as name:
+        for part in parts:
+            files = [folder / file_name(part, record.world_size, r) for r in range(record.world_size)]
+            target = Path(name) / file_name(part, held.world_size, rank)
+            if part == "model":
+                own = module.state_dict()
+                torch.save({key: cut_like(whole, own[key]) for key, whole in join_shards(files).items()}, target)
+            elif part == "optimizer" and optimizer is not None:
+                torch.save(_cut_optimizer(join_optimizer(files), optimizer), target)
+            elif part == "extra":
+                # The scheduler is the same on every rank. A generator belongs to one rank: more ranks share them.
+                shutil.copy(files[rank % record.world_size], target)
+        if rank == 0:
+            was, now = ((one.world_size, one.sharded_over) for one in (record, held))
+            logger.warning("resuming a checkpoint of %d ranks (fsdp_size=%d) on %d (%d)", *was, *now)
+        yield Path(name)
+
+
+def _cut_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    cut = {}
+    for index, entries in state["state"].items():
+        target = parameters[index]
+        cut[index] = {
+            key: cut_like(whole, target) if whole.shape == target.shape else whole for key, whole in entries.items()
+        }
+    return {**state, "state": cut}
+
+
+def _no_mark(folder: Path) -> str:
+    return (
+        f"the checkpoint is half-written, or not of this engine: {folder} has no {RECORD} that lists its files. "
+        "It is written after everything else. Resume from an earlier step."
+    )
+
+
+def _other_model(folder: Path, record: BaseRecord, held: BaseRecord) -> str | None:
+    if record.format != held.format:
+        return (
+            f"the checkpoint is of a base in another format: {record.format}, now {held.format}, in {folder}. The same"
+            f" format is accepted. Use +rollout={record.format}."
+        )
+    differing = differing_weights(record.digests, held.digests)
+    if differing:
+        name, total = differing[0], len(record.digests.keys() | held.digests.keys())
+        return (
+            f"the checkpoint is of another base: {len(differing)} of {total} weights differ, first {name!r} "
+            f"({record.digests.get(name)}, now {held.digests.get(name)}), in {folder}. That of {record.base!r} with "
+            f"qerl.scale={record.scale}, qerl.ignore={list(record.ignore)} is accepted. Set model.path and both."
+        )
+    if record.trained_norms != held.trained_norms:
+        was, now = (f"qerl.train_norms={bool(norms)}" for norms in (record.trained_norms, held.trained_norms))
+        return (
+            f"the checkpoint has other trained norms: {was}, now {now}, in {folder}. The same is accepted. Set"
+            f" +actor_rollout_ref.actor.fsdp_config.{was}."
+        )
+    for name in sorted(record.adapter.keys() | held.adapter.keys()):
+        saved, now = record.adapter.get(name), held.adapter.get(name)
+        if saved != now:
+            return (
+                f"the checkpoint is of another adapter: {name}={_brief(saved, now)}, now {_brief(now, saved)}, in "
+                f"{folder}. The same options of LoRA are accepted. Set actor_rollout_ref.model.* to them."
+            )
+    return None
+
+
+def _brief(value: Any, other: Any) -> str:
+    # Target modules are listed one by one: what they have in common says nothing.
+    if isinstance(value, list) and isinstance(other, list):
+        return f"{len(value)} entries ({', '.join(map(str, [v for v in value if v not in other][:3])) or 'none'} alone)"
+    return repr(value)
+
+
+def _other_ranks(folder: Path, record: BaseRecord, held: BaseRecord) -> str | None:
+    if record.lies_as(held) or record.lora_only:
+        return None
+    if record.world_size == held.world_size:
+        return (
+            f"the checkpoint is spread over other ranks: fsdp_size={record.sharded_over}, now {held.sharded_over}, in"
+            f" {folder}. A LoRA-only checkpoint (+actor.checkpoint.save_lora_only=true) resumes with any, one with the"
+            f" whole model with its own. Set actor.fsdp_config.fsdp_size={record.sharded_over}."
+        )
+    return (
+        f"the checkpoint is of another number of ranks: world_size={record.world_size}, now {held.world_size}, in "
+        f"{folder}. A LoRA-only checkpoint (+actor.checkpoint.save_lora_only=true) resumes on any number, one with the "
+        f"whole model on its own. Resume on {record.world_size} ranks."
+    )
+
+
+def _cut(folder: Path, record: BaseRecord, held: BaseRecord, parts: Sequence[str]) -> str | None:
+    """What is wrong with the files that this rank reads."""
+    ranks = [dist.get_rank()] if record.lies_as(held) else range(record.world_size)
+    names = [file_name(part, record.world_size, rank) for part in parts for rank in ranks]
+    unsaved = [name for name in names if name not in record.files]
+    if unsaved:
+        return (
+            f"the checkpoint was saved without a part that is to be loaded: {unsaved[0]} of {folder}. Parts of "
+            "checkpoint.save_contents are accepted. Set checkpoint.load_contents to them."
+        )
+    read: Mapping[str, int] = {name: record.files[name] for name in names}
+    problem = damaged_file(folder, read)
+    return problem and (
+        f"the checkpoint is cut short: {problem} in {folder}. The files that {RECORD} lists are needed, whole. "
+        "Copy them again or resume from an earlier step."
+    )

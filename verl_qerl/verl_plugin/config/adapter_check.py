@@ -1,0 +1,107 @@
+"""What the driver can say of a run's adapter and critic before Ray starts; stock verl fails minutes later, in a worker.
+
+Without an option of ours nothing is looked at. Where the base is packed, an adapter on the head or the embeddings is
+refused: those are no packed linears, FSDP2 cannot shard them with an adapter on, and the rollout has no place for one.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_qerl.checkpoints.json_object import read_object
+from verl_qerl.verl_plugin.config.nodes import plain
+from verl_qerl.verl_plugin.config.spelling import uses_qerl
+
+logger = logging.getLogger(__name__)
+
+_MODEL = "actor_rollout_ref.model"
+_BASE = "actor_rollout_ref.rollout.custom.qerl.base"
+# As PEFT sees them in the models of transformers.
+_NO_LAYERS = ("lm_head", "model.embed_tokens")
+_UNSET = {"target_modules": "all-linear", "exclude_modules": None}  # verl's defaults
+
+
+def check_adapter(config: DictConfig) -> None:
+    """Refuse an adapter that the run cannot train or sample with; warn of options that its file overrules.
+
+    Args:
+        config: Of the whole run. An adapter that is not a local directory is looked at by the workers alone.
+
+    Raises:
+        ValueError: It is on the head or the embeddings of a packed base, or of a rank above `model.lora_rank`.
+    """
+    model = plain(OmegaConf.select(config, _MODEL))
+    if not uses_qerl(config) or not model.get("lora_rank"):
+        return
+    is_packed = OmegaConf.select(config, _BASE) is not None
+    path = model.get("lora_adapter_path")
+    if not path:
+        if is_packed:
+            _check_targets(model, "model.target_modules", "Leave them out.")
+        return
+    file = Path(path) / "adapter_config.json"
+    if not file.is_file():
+        return
+    saved = {"r": 8, **read_object(file, "Save the adapter again.")}  # 8 is PEFT's default
+    if is_packed:
+        _check_targets(saved, f"in {file}, target_modules", "Train an adapter without them.")
+    if saved["r"] > model["lora_rank"]:
+        raise ValueError(
+            f"model.lora_rank={model['lora_rank']} is below the rank of the adapter in {path}, r={saved['r']}: the"
+            f" rollout would have no room for it. {saved['r']} or more is accepted. Set"
+            f" actor_rollout_ref.model.lora_rank={saved['r']}."
+        )
+    _warn_of_overruled(path, saved, model)
+    _warn_of_reference(path, config)
+
+
+def _check_targets(options: Mapping[str, Any], where: str, remedy: str) -> None:
+    from peft import LoraConfig  # seconds to import, and this module is imported for stock runs too
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    targets = options.get("target_modules")
+    if not targets or targets == "all-linear":  # PEFT leaves the head out of all-linear
+        return
+    adapter = LoraConfig(target_modules=targets, exclude_modules=options.get("exclude_modules"))
+    named = [name for name in _NO_LAYERS if check_target_module_exists(adapter, name)]
+    if named:
+        raise ValueError(
+            f"{where}={targets!r} puts an adapter on {' and '.join(named)}, which a run with +rollout=... can neither"
+            " train nor sample with. Linears of the layers are accepted, for example [q_proj,v_proj], or all-linear."
+            f" {remedy}"
+        )
+
+
+def _warn_of_overruled(path: str, saved: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    """Where verl reads an adapter it takes that one's options, and those of the command have no effect."""
+    names = ("lora_alpha", *(name for name, unset in _UNSET.items() if model.get(name) != unset))
+    overruled = [name for name in names if _as_set(model.get(name)) != _as_set(saved.get(name))]
+    if overruled:
+        logger.warning(
+            "%s has no effect beside model.lora_adapter_path: the adapter in %s is trained on as its"
+            " adapter_config.json says, with r=%s, %s.",
+            ", ".join(f"model.{name}={model.get(name)}" for name in overruled),
+            path,
+            saved["r"],
+            ", ".join(f"{name}={saved.get(name)}" for name in overruled),
+        )
+
+
+def _as_set(value: Any) -> Any:
+    return frozenset(value) if isinstance(value, list) else value
+
+
+def _warn_of_reference(path: str, config: DictConfig) -> None:
+    switches = ("actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward")
+    on = [name for name in switches if OmegaConf.select(config, name)]
+    if on:
+        logger.warning(
+            "the reference of %s is the base without the adapter in %s, as in stock verl: the KL is above 0 from the"
+            " first step on, and pulls the policy towards the base. For a KL to the policy you start from, merge the"
+            " adapter into the model.",
+            " and ".join(f"{name}=True" for name in on),
+            path,
+        )

@@ -1,0 +1,209 @@
+"""verl's vLLM replica with a server that adapts to our checkpoints and returns what its workers answer."""
+
+import json
+import logging
+import os
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from verl_qerl.checkpoints.source import open_source
+from verl_qerl.checkpoints.stream import check_held, left_out
+from verl_qerl.formats import get_format
+from verl_qerl.verl_plugin.config.rollout_options import WORKER_EXTENSION
+from verl_qerl.vllm_plugin.decode.final_outputs import FinalOutputs
+from verl_qerl.vllm_plugin.decode.graph_sizes import VLLMS, larger_sizes
+from verl_qerl.vllm_plugin.options import KEY as OPTIONS
+from verl_qerl.vllm_plugin.options import asked_of_vllm
+
+if TYPE_CHECKING:
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer as _Server
+else:
+    _Server = object  # mixed into verl's, whose import brings vLLM
+
+logger = logging.getLogger(__name__)
+
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # of the environment
+# Ray calls this group beside the requests, however many wait for their turn.
+_HEALTH = "verl_qerl_health"
+
+
+def install(module: ModuleType) -> None:
+    """Have the rollout name `vllm` resolve to our replica, and to our sender of its weights.
+
+    vLLM is imported by the process that asks for it only.
+    """
+    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+
+    module.RolloutReplicaRegistry.register("vllm", _load_replica)
+    _ROLLOUT_REGISTRY["vllm", "async"] = "verl_qerl.verl_plugin.weight_sync.server_adapter.QerlServerAdapter"
+
+
+def _load_replica() -> type:
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
+
+    server = _load_server()
+    remote: Any = ray.remote  # its overloads for type checkers lack the groups
+
+    class QerlReplica(vLLMReplica):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.server_class = remote(concurrency_groups={_HEALTH: 1})(server)
+
+    return QerlReplica
+
+
+class Asked:
+    """What our trainers ask of a server beside verl's own methods.
+
+    Attributes:
+        engine: vLLM's.
+    """
+
+    engine: Any
+
+    @ray.method(concurrency_group=_HEALTH)
+    def qerl_ended(self) -> bool:
+        """Whether vLLM's engine has ended, which its server outlives."""
+        return self.engine.errored
+
+    async def qerl_clear_kv_cache(self) -> None:
+        """As verl's clear_kv_cache, but also while requests run: vLLM then clears nothing and verl does not look.
+
+        They lose no token: vLLM takes them back into its queue and computes their keys and values again.
+
+        Raises:
+            RuntimeError: Some were kept.
+        """
+        server: Any = self
+        await server.clear_kv_cache()
+        if not await self.engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+            raise RuntimeError(
+                "vLLM did not clear its prefix cache: reset_prefix_cache=False. Accepted is True: what follows would"
+                " read keys and values of other weights. Look for the reason in its log above."
+            )
+
+
+class AskingOnce(_Server):
+    """Asks the engine for an answer once, when it is whole, in runs with a format of ours."""
+
+    _final_outputs: FinalOutputs | None = None
+
+    @property
+    def qerl_base(self) -> str | None:
+        """Name of the rollout's weight format, if it is ours."""
+        return ((self.config.custom or {}).get("qerl") or {}).get("base")
+
+    def qerl_ask_once(self) -> None:
+        """From now on, if the format is ours."""
+        self._final_outputs = FinalOutputs(self.engine) if self.qerl_base else None
+
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **more: Any
+    ) -> Any:
+        """As verl's."""
+        if self._final_outputs is None:
+            return await super().generate(prompt_ids, sampling_params, request_id, **more)
+        with self._final_outputs.asking(request_id, sampling_params) as params:
+            return await super().generate(prompt_ids, params, request_id, **more)
+
+
+def _load_server() -> type:
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    from verl_qerl.verl_plugin.rollout.adapter_listing import AdapterListing
+    from verl_qerl.verl_plugin.weight_sync.run_name import ENV, run_name
+
+    class QerlServer(Asked, AskingOnce, vLLMHttpServer):
+        """vLLMHttpServer; as stock unless `rollout.custom.qerl` is set, but for its sockets and listed adapters."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            os.environ[ENV] = run_name()  # launch_server starts the engine, which inherits it
+
+        async def run_server(self, args: Any) -> None:
+            await super().run_server(args)
+            AdapterListing(self.engine)
+            self.qerl_ask_once()
+
+        async def collective_rpc(
+            self,
+            method: Any,
+            timeout: float | None = None,
+            args: tuple = (),
+            kwargs: dict[str, Any] | None = None,
+        ) -> list[Any]:
+            """As verl's, with the result of every worker (patches/verl/0004)."""
+            return await self.engine.collective_rpc(method=method, timeout=timeout, args=args, kwargs=kwargs)
+
+        def _preprocess_engine_kwargs(self, engine_kwargs: dict) -> None:
+            super()._preprocess_engine_kwargs(engine_kwargs)
+            if engine_kwargs.get("worker_extension_cls") == WORKER_EXTENSION:
+                choose_runner()
+            if self.qerl_base is not None:
+                describe_checkpoint(engine_kwargs, self.model_config.local_path, self.qerl_base)
+                if self.model_config.lora_rank:
+                    cover_batches(engine_kwargs, self.config)
+
+    return QerlServer
+
+
+def choose_runner() -> None:
+    """Have the engines of this process run vLLM's V1 model runner, unless the environment names one.
+
+    vLLM 0.24.0 would run Qwen3, Llama and Mistral on the other one, which does not take our sampler.
+    """
+    if RUNNER not in os.environ:
+        os.environ[RUNNER] = "0"
+        logger.info("verl_qerl: %s=0, for the sampler of ours; 1 is vLLM's other runner.", RUNNER)
+
+
+def cover_batches(engine_kwargs: dict, config: Any) -> None:
+    """Have CUDA graphs of every batch that decodes; vLLM's list ends at 512, whatever `max_num_seqs`.
+
+    Beside vLLM's kernels for LoRA the list stays vLLM's, which takes larger graphs there for 30 GiB that they do not
+    fill (7B; tests/bench/results/h200/rollout_7b_1024.json).
+
+    Args:
+        engine_kwargs: Of an engine with an adapter. Changed in place, unless they or the rollout name sizes of graphs.
+        config: verl's, of the rollout.
+    """
+    ours = _mapping(engine_kwargs, "additional_config").get(OPTIONS) or {}
+    several = engine_kwargs.get("max_loras", 1) != 1  # verl sets 1
+    if ours.get("lora") == "stock" or several or asked_of_vllm(None):
+        return
+    compilation = _mapping(engine_kwargs, "compilation_config")
+    named = {*compilation, *engine_kwargs} & {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
+    if config.enforce_eager or config.cudagraph_capture_sizes or named:
+        return
+    at_once = (engine_kwargs.get(name) or getattr(config, name) for name in ("max_num_seqs", "max_num_batched_tokens"))
+    larger = larger_sizes(min(at_once))
+    if larger:
+        engine_kwargs["compilation_config"] = {**compilation, "cudagraph_capture_sizes": [*VLLMS, *larger]}
+
+
+def _mapping(engine_kwargs: dict, name: str) -> dict:
+    """An argument of vLLM's that is a dictionary, or JSON of one as some scripts pass it; empty where there is none."""
+    value = engine_kwargs.get(name) or {}
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def describe_checkpoint(engine_kwargs: dict, path: str, form: str = "nvfp4") -> None:
+    """Tell vLLM how the linears of the rollout are quantized, and which modules are not.
+
+    Args:
+        engine_kwargs: Changed in place. The modules left out are those that a packed directory names or holds
+            unpacked, and for a bf16 one those of `model_loader_extra_config`.
+        path: Of the model.
+        form: Name of the weight format.
+
+    Raises:
+        CheckpointFormatError: The model is stored in another format, or this one does not hold its experts.
+    """
+    source = open_source(path)
+    check_held(source, get_format(form))
+    of_the_run = (engine_kwargs.get("model_loader_extra_config") or {}).get("ignore")
+    overrides = _mapping(engine_kwargs, "hf_overrides")
+    described = get_format(form).config(left_out(source, get_format(form), of_the_run))
+    engine_kwargs["hf_overrides"] = {**overrides, "quantization_config": described}

@@ -1,0 +1,311 @@
+"""The rollout against the actor: metrics of every step, a gate at the first one, and a limit for the others.
+
+Both log-probs of the sampled tokens are there once verl has computed `old_log_probs`, which is before any update. So a
+rollout that is not the actor's model stops the run at its first step, also at the first after a resume. In the metrics
+`rollout` is the model as it sampled, noise included (`aqn/sigma` says how much) and as old as its answers are.
+
+The limits are for models that should be equal. So noise is left out, where there is some: the engine scores a few
+answers without it. Where the rollout is quantized at every sync the actor scores them with its linears rounded alike.
+And answers that older weights began do not count. In later steps both are done only when the difference as sampled is
+above the limit; for a score without noise it is too late then, and the next step has one.
+
+A rollout whose log-probs are not finite stops a run at any step: a correction by them (TIS, ACR) would go into the
+loss.
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from verl_qerl.algos.mismatch import (
+    LATER_STEPS,
+    SAME_WEIGHTS_KL,
+    Mismatch,
+    MismatchConfig,
+    Undefined,
+    rollout_mismatch,
+    undefined_log_probs,
+)
+from verl_qerl.algos.mismatch_parts import PARTS
+from verl_qerl.verl_plugin.config.base_options import aqn_options
+from verl_qerl.verl_plugin.config.nodes import plain
+from verl_qerl.verl_plugin.rollout.engine_scores import UnscoredError
+from verl_qerl.verl_plugin.trainer.rescoring import Rescored, RescoringMixin, evenly, padded
+from verl_qerl.verl_plugin.weight_sync.requantize import requantizes
+
+logger = logging.getLogger(__name__)
+
+NODE = "qerl"
+_SAMPLE = 16  # sequences, where the gate has some scored again
+_EXACT = ("nvfp4", "mxfp4")  # formats whose dense weights are bf16: actor and rollout multiply by the same ones
+_NO_LIMITS = "the limits of KL(rollout || actor) do not hold in steps with noise: %s."
+_CHECK_WEIGHTS = "Check that both have the same weights and versions"
+# Option, its default, and the values with which the log-probs of both policies can be compared.
+_NEEDS = (
+    ("actor_rollout_ref.rollout.calculate_log_probs", True, (True,)),
+    ("algorithm.rollout_correction.bypass_mode", False, (False,)),  # takes the rollout's log-probs for the actor's
+    ("trainer.use_v1", True, (True,)),  # verl's first trainer has no gate
+)
+# With others the rollout's log-probs are of what is left of the distribution, scaled up to 1: sound models differ by
+# what was cut, which the gate would take for an error.
+_GATE_NEEDS = (
+    ("actor_rollout_ref.rollout.top_p", 1.0, (1.0,)),
+    ("actor_rollout_ref.rollout.top_k", -1, (-1, 0)),
+)
+# The same for `mismatch_sample`, and for limits in steps with noise: the rollout engine scores given tokens at
+# temperature 1 and over the whole vocabulary.
+_PARTS_NEED = (
+    ("actor_rollout_ref.rollout.name", "vllm", ("vllm",)),
+    ("actor_rollout_ref.rollout.temperature", 1.0, (1.0,)),
+    *_GATE_NEEDS,
+    ("trainer.v1.trainer_mode", "sync", ("sync", "colocate_async")),
+)
+
+
+def gate_options(config: DictConfig) -> MismatchConfig | None:
+    """Options of a run, with the limits in force; None where it neither sets any nor has a rollout of ours.
+
+    Args:
+        config: Of the whole run.
+
+    Raises:
+        ValueError: An option is unknown, out of range, or set where the log-probs cannot be compared.
+    """
+    options = plain(OmegaConf.select(config, NODE))
+    gate = MismatchConfig.from_mapping(options)
+    given = options or {}
+    obstacle, cut = obstacle_of(config), _first_of(_GATE_NEEDS, config)
+    for name in ("max_initial_kl", "max_kl"):
+        if (obstacle or cut) and given.get(name) is not None:
+            raise _unfit(obstacle or cut, f"{name}={given[name]}")
+    if gate.mismatch_sample:
+        obstacle = obstacle or _first_of(_PARTS_NEED, config)
+        if obstacle:
+            raise _unfit(obstacle, f"mismatch_sample={gate.mismatch_sample}")
+    base = OmegaConf.select(config, "actor_rollout_ref.rollout.custom.qerl.base")
+    if cut:
+        gate = replace(gate, max_initial_kl=None, max_kl=None)
+    else:
+        if "max_initial_kl" not in given and base in _EXACT:
+            gate = replace(gate, max_initial_kl=SAME_WEIGHTS_KL)
+        if "max_kl" not in given:
+            first = gate.max_initial_kl
+            gate = replace(gate, max_kl=None if first is None else LATER_STEPS * first)
+    return gate if options is not None or base is not None or aqn_options(config).enabled else None
+
+
+def obstacle_of(config: DictConfig) -> str | None:
+    """The setting that keeps a run from comparing the two, with what is accepted; None where nothing does."""
+    return _first_of(_NEEDS, config)
+
+
+def _first_of(needs: Sequence[tuple[str, Any, tuple]], config: DictConfig) -> str | None:
+    for name, default, accepted in needs:
+        found = OmegaConf.select(config, name, default=default)
+        if found not in accepted:
+            return f"{name}={found} (accepted is {' or '.join(map(str, accepted))})"
+    return None
+
+
+def _unfit(obstacle: str | None, option: str) -> ValueError:
+    return ValueError(
+        f"{obstacle} does not go together with qerl.{option}, which compares the log-probs of the rollout with those of"
+        " the actor. Leave out one of the two."
+    )
+
+
+class MismatchMixin(RescoringMixin):
+    """Hooks of verl's PPOTrainer; does nothing unless one of our options is set."""
+
+    def __init__(self, config: DictConfig) -> None:
+        gate, obstacle = gate_options(config), obstacle_of(config)
+        self._gate = gate or MismatchConfig()
+        self._compares = gate is not None and obstacle is None
+        self._engine_obstacle = _first_of(_PARTS_NEED, config)
+        if gate is not None:
+            self._tell_obstacles(config, obstacle)
+        self._rounds_actor = requantizes(config)
+        # The third of verl's modes updates the actor several times between two syncs.
+        self._watches = OmegaConf.select(config, "trainer.v1.trainer_mode") in ("sync", "colocate_async")
+        self._first_step = True
+        self._looks_closely = False  # the last step was above the limit
+        self._kl_before: float | None = None  # of the last step, if it was above the limit with all set apart
+        super().__init__(config)
+
+    def _tell_obstacles(self, config: DictConfig, obstacle: str | None) -> None:
+        if obstacle is not None:
+            logger.warning("the gate at the first step cannot look, and qerl/rollout_* are not logged: %s.", obstacle)
+        elif cut := _first_of(_GATE_NEEDS, config):
+            logger.warning("the gate at the first step does not look, and qerl/rollout_* contain the cut of %s.", cut)
+        elif aqn_options(config).enabled and self._engine_obstacle and self._gate.max_initial_kl is not None:
+            logger.warning(_NO_LIMITS, self._engine_obstacle)
+
+    def _may_rescore(self) -> bool:
+        return super()._may_rescore() or (self._compares and self._engine_obstacle is None)
+
+    def _num_to_rescore(self) -> int:
+        asked = super()._num_to_rescore()
+        if asked or not self._may_rescore() or not self._sigma(self.global_steps):
+            return asked
+        wanted = self._gate.max_initial_kl is not None if self._first_step else self._looks_closely
+        return _SAMPLE if wanted else 0
+
+    def _rescore(self, batch: Any, count: int) -> Rescored | None:
+        """As that of the mixin; where only the limits ask, what cannot be scored is left out."""
+        try:
+            return super()._rescore(batch, count)
+        except UnscoredError:
+            if self._gate.mismatch_sample:
+                raise
+            self._engine_obstacle = "the engine scores prompts of text alone"
+            logger.warning(_NO_LIMITS, self._engine_obstacle)
+            return None
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
+        """As verl's, and the parts of the difference where they are asked for; then compare, before any update."""
+        tags = dict(zip(batch.keys, batch.tags, strict=True))
+        batch = super()._compute_old_log_prob(batch, metrics)
+        if self._compares:
+            data = _log_probs_of(batch.keys, batch.partition_id)
+            rollout, actor, mask = data
+            found, undefined = rollout_mismatch(*data), undefined_log_probs(rollout, mask)
+            if undefined is not None:
+                raise RuntimeError(_broken(undefined, found.num_tokens, self.global_steps))
+            if found.num_tokens:
+                metrics["qerl/rollout_kl_k3"] = found.kl_k3
+                metrics["qerl/rollout_log_prob_abs_diff"] = found.log_prob_abs_diff
+                began = [tags[key].get("min_global_steps") for key in batch.keys]
+                counts = [begin is None or begin == self.global_steps - 1 for begin in began]
+                sampled = rollout_mismatch(rollout, actor, mask * torch.tensor(counts)[:, None])
+                if sampled.num_tokens:
+                    fresh = [key for key, counted in zip(batch.keys, counts, strict=True) if counted]
+                    self._judge(batch, fresh, sampled, metrics)
+        return batch
+
+    def _judge(self, batch: Any, fresh: list[str], sampled: Mismatch, metrics: dict[str, Any]) -> None:
+        """Hold a step against its limit.
+
+        Args:
+            batch: Of the step.
+            fresh: Keys of the answers that the present weights sampled.
+            sampled: Their difference.
+            metrics: Of the step, changed in place.
+        """
+        first, self._first_step = self._first_step, False
+        limit = self._gate.max_initial_kl if first else self._gate.max_kl
+        if limit is None or not (first or self._watches):
+            return
+        if not first and sampled.kl_k3 <= limit:
+            self._looks_closely, self._kl_before = False, None
+            return
+        found, how = self._set_apart(batch, fresh, sampled)
+        self._looks_closely = not first
+        if found is None:
+            return
+        if how:
+            metrics["qerl/clean_kl_k3"] = found.kl_k3
+        if first:
+            _pass_gate(found, limit, self.global_steps, how, metrics)
+        else:
+            self._pass_later(found, limit, how)
+
+    def _set_apart(self, batch: Any, fresh: list[str], sampled: Mismatch) -> tuple[Mismatch | None, str]:
+        """The difference without noise and with weights rounded alike, None where it is not known; and in words."""
+        sigma = self._sigma(self.global_steps)
+        if not sigma and not self._rounds_actor:
+            return sampled, ""
+        rescored = self._rescored if sigma else None
+        if sigma and rescored is None:
+            return None, ""
+        keys = rescored.keys if rescored is not None else evenly(fresh, self._gate.mismatch_sample or _SAMPLE)
+        rollout, actor, mask = _log_probs_of(keys, batch.partition_id)
+        if not mask.any():
+            return None, ""
+        how = f" of {len(keys)} answers"
+        if rescored is not None:
+            how += f" scored without the noise (aqn.sigma is {sigma:g})"
+            rollout = padded(rescored.clean, mask.shape[1])
+            mask = mask.bool() & ~rollout.isnan()  # behind a cut
+        if self._rounds_actor:
+            how += ", with the actor's linears rounded as the rollout's are"
+            actor = self._score_rounded(batch, keys)[: len(keys), : mask.shape[1]]
+        return rollout_mismatch(rollout, actor, mask), how
+
+    def _pass_later(self, found: Mismatch, limit: float, how: str) -> None:
+        before, self._kl_before = self._kl_before, None
+        if found.kl_k3 <= limit:
+            return
+        self._kl_before = found.kl_k3
+        told = f"KL(rollout || actor)={found.kl_k3:.3g} nats per token over {found.num_tokens} tokens{how}"
+        raised = "raise the limit by `+qerl.max_kl=...` (null: it never stops the run)"
+        if before is None:
+            logger.warning(
+                "%s at step %d is above qerl.max_kl=%g. The run stops when the next step is too. %s, or %s.",
+                told,
+                self.global_steps,
+                limit,
+                _CHECK_WEIGHTS,
+                raised,
+            )
+            return
+        raise RuntimeError(
+            f"the rollout is not the actor's model any more: {told} at step {self.global_steps}, {before:.3g} at the"
+            f" one before. Accepted is at most qerl.max_kl={limit:g}. {_CHECK_WEIGHTS}, or {raised}."
+        )
+
+
+def _pass_gate(found: Mismatch, limit: float, step: int, how: str, metrics: Mapping[str, float]) -> None:
+    told = f"KL(rollout || actor)={found.kl_k3:.3g} nats per token over {found.num_tokens} tokens{how} at step {step}"
+    if found.kl_k3 <= limit:  # the actor's NaN does not pass
+        logger.warning(
+            "%s, mean absolute difference %.3g: both hold the same weights, so this is the floor of this model, what"
+            " arithmetic alone makes. Later steps without noise stay near it. Accepted was at most"
+            " qerl.max_initial_kl=%g.",
+            told,
+            found.log_prob_abs_diff,
+            limit,
+        )
+        return
+    raise RuntimeError(
+        f"the rollout is not the actor's model: {told}.{_parts_told(metrics)} Accepted is at most"
+        f" qerl.max_initial_kl={limit:g}. {_CHECK_WEIGHTS}, or raise it by"
+        " `+qerl.max_initial_kl=...` (null switches the gate off)."
+    )
+
+
+def _parts_told(metrics: Mapping[str, float]) -> str:
+    """What the difference as sampled is made of, the largest share first; nothing without `mismatch_sample`."""
+    found = [
+        (metrics[f"qerl/mismatch_{name}_share"], metrics[f"qerl/mismatch_{name}"], name)
+        for name in PARTS
+        if f"qerl/mismatch_{name}" in metrics
+    ]
+    if not found or not all(math.isfinite(share) for share, _, _ in found):
+        return ""
+    told = ", ".join(f"{name} {size:.3g} ({share:.0%})" for share, size, name in sorted(found, reverse=True))
+    count = metrics["qerl/mismatch_num_tokens"]
+    return f" As sampled and taken apart over {count} tokens, in nats per token and share of the square: {told}."
+
+
+def _broken(undefined: Undefined, num_tokens: int, step: int) -> str:
+    return (
+        f"the rollout's log-probs are not finite at {undefined.num_tokens} of {num_tokens} tokens at step {step}, in"
+        f" {undefined.num_answers} answers, first at token {undefined.first} of one. Finite ones are needed: its"
+        " weights or its kernels are broken. Try"
+        " `+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.linear=stock`, and report this."
+    )
+
+
+def _log_probs_of(keys: list[str], partition_id: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(rollout_log_probs, old_log_probs, response_mask) in the TransferQueue, [sequences, tokens] padded."""
+    import transfer_queue as tq  # not on the driver, which asks for options only
+
+    fields = ("rollout_log_probs", "old_log_probs", "response_mask")
+    data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=list(fields)).to_padded_tensor()
+    rollout, actor, mask = (data[name] for name in fields)
+    return rollout, actor, mask

@@ -1,0 +1,195 @@
+"""ACR under verl's name for it: `actor_rollout_ref.actor.policy_loss.loss_mode=acr`.
+
+verl hands a policy loss everything but the log-probs of the rollout, which its batch holds (patches/verl/0008). So the
+trainer gives the actor a loss function of ours, by the method verl has for it: it lays them beside the options in a
+copy of the actor's configuration and calls verl's own loss, which looks up ours. Sums over the batch, entropy and KL
+stay verl's.
+"""
+
+import copy
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from verl.utils.config import omega_conf_to_dataclass
+
+from verl_qerl.algos.acr import ACRConfig, ClipRange, LogProbs, acr_loss
+from verl_qerl.verl_plugin.config.nodes import plain
+
+NAME = "acr"
+_LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
+_CORRECTION = "algorithm.rollout_correction"
+# Option, its default, what ACR accepts, and what to do otherwise.
+_RULES = (
+    (
+        "actor_rollout_ref.rollout.calculate_log_probs",
+        True,
+        True,
+        "ACR needs the log-probs of the rollout. Set actor_rollout_ref.rollout.calculate_log_probs=True.",
+    ),
+    (
+        f"{_CORRECTION}.rollout_is",
+        None,
+        None,
+        "ACR weighs by the truncated pi_prox / pi_behav itself, and a second weight would count it twice."
+        " Leave the option out and set C by +acr.max_ratio; rejection (rollout_rs) may stay.",
+    ),
+    (
+        f"{_CORRECTION}.bypass_mode",
+        False,
+        False,
+        "It takes the rollout's log-probs for those of the proximal policy: their ratio is 1 and ACR is the vanilla"
+        f" loss. Leave the option out, or set {_LOSS_MODE}=vanilla.",
+    ),
+    ("distillation.enabled", False, False, "The distillation loss gets no log-probs of the rollout. Leave it out."),
+    ("trainer.use_v1", True, True, "verl's first trainer hands on no log-probs of the rollout. Leave the option out."),
+)
+
+
+def acr_options(config: DictConfig) -> ACRConfig | None:
+    """Options of a run, None where its policy loss is another one.
+
+    Args:
+        config: Of the whole run.
+
+    Raises:
+        ValueError: An option of ACR is unknown, out of range or without effect, or another one rules ACR out.
+    """
+    options = plain(OmegaConf.select(config, NAME))
+    loss_mode = OmegaConf.select(config, _LOSS_MODE)
+    if loss_mode != NAME:
+        if options is not None:
+            raise ValueError(
+                f"acr={options!r} has no effect with {_LOSS_MODE}={loss_mode}. Accepted is {_LOSS_MODE}={NAME}."
+                " Set it, or leave out +acr."
+            )
+        return None
+    for name, default, accepted, remedy in _RULES:
+        found = OmegaConf.select(config, name, default=default)
+        if found != accepted:
+            accepted = "null" if accepted is None else accepted
+            raise ValueError(
+                f"{name}={found} does not go together with {_LOSS_MODE}={NAME}. Accepted is {accepted}. {remedy}"
+            )
+    return ACRConfig.from_mapping(options)
+
+
+class PolicyLoss:
+    """The function verl calls for `loss_mode=acr`."""
+
+    def check_config(self, config: DictConfig) -> None:
+        """Refuse a run on the driver (patches/verl/0007).
+
+        Raises:
+            ValueError: As `acr_options`.
+        """
+        acr_options(config)
+
+    def __call__(
+        self,
+        old_log_prob: torch.Tensor,
+        log_prob: torch.Tensor,
+        advantages: torch.Tensor,
+        response_mask: torch.Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: torch.Tensor | None = None,
+        rollout_log_probs: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Loss of a micro-batch and its metrics; see `algos.acr`.
+
+        Args:
+            old_log_prob: Of the proximal policy, [batch, tokens], as all tensors here.
+            log_prob: Of the policy that is trained.
+            advantages: Per token.
+            response_mask: 1 where a token counts.
+            loss_agg_mode: How the tokens' losses become one number, by verl's `agg_loss`.
+            config: verl's ActorConfig.
+            rollout_log_probs: Of the rollout's policy; by default those that `hand_over` left in `config`.
+            rollout_is_weights: verl's rollout correction, which must be off.
+
+        Raises:
+            ValueError: The rollout's log-probs are missing, or its weights are there.
+        """
+        from verl.trainer.ppo.core_algos import agg_loss  # whose import runs our hook, which imports this module
+
+        options, handed = getattr(config, "verl_qerl_acr", (ACRConfig(), None))
+        behav = handed if rollout_log_probs is None else rollout_log_probs
+        if behav is None:
+            raise ValueError(
+                "policy_loss.loss_mode=acr got rollout_log_probs=None. Accepted are the log-probs of the rollout."
+                " Set actor_rollout_ref.rollout.calculate_log_probs=True and use verl's V1 trainer."
+            )
+        if rollout_is_weights is not None:
+            raise ValueError(
+                "policy_loss.loss_mode=acr got the weights of algorithm.rollout_correction.rollout_is. Accepted is"
+                " rollout_is=null, since ACR weighs by itself. Leave the option out."
+            )
+        log_probs = LogProbs(log_prob, old_log_prob, behav)
+        matrix, metrics = acr_loss(log_probs, advantages, response_mask, _clip_range(config), options.max_ratio)
+        loss = agg_loss(
+            loss_mat=matrix, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info
+        )
+        return loss, metrics
+
+
+def _clip_range(config: Any) -> ClipRange:
+    low, high = (
+        config.clip_ratio if bound is None else bound for bound in (config.clip_ratio_low, config.clip_ratio_high)
+    )
+    return ClipRange(low, high, config.clip_ratio_c)
+
+
+def hand_over(options: ACRConfig, config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+    """Call verl's `ppo_loss`, whose policy loss finds the rollout's log-probs in its configuration.
+
+    Args:
+        options: Of ACR.
+        config: verl's ActorConfig.
+        model_output: As `ppo_loss` takes it, the rest as well.
+        data: The micro-batch, a TensorDict.
+        dp_group: Of data-parallel ranks.
+
+    Raises:
+        ValueError: The batch holds no log-probs of the rollout.
+    """
+    from verl.workers.utils.losses import ppo_loss  # imports verl's workers, which import the module we hook
+
+    if "rollout_log_probs" not in data:
+        raise ValueError(
+            "the batch holds no rollout_log_probs, which policy_loss.loss_mode=acr needs. Accepted is a rollout that"
+            " sends them. Set actor_rollout_ref.rollout.calculate_log_probs=True."
+        )
+    padded = data.select("rollout_log_probs").to_padded_tensor()["rollout_log_probs"]  # as ppo_loss pads the others
+    config = copy.copy(config)
+    config.verl_qerl_acr = (options, padded)
+    return ppo_loss(config, model_output, data, dp_group)
+
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Trainer
+else:
+    _Trainer = object  # mixed into whichever trainers verl has
+
+
+class PolicyLossMixin(_Trainer):
+    """Hooks of verl's PPOTrainer; does nothing unless the policy loss is ACR."""
+
+    def __init__(self, config: DictConfig) -> None:
+        self._acr = acr_options(config)
+        super().__init__(config)
+
+    def on_init_end(self) -> None:
+        """Give the actor its loss function, before the first batch."""
+        if self._acr is not None:
+            actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
+            self.actor_rollout_wg.set_loss_fn(partial(hand_over, self._acr, actor))
+        super().on_init_end()
+
+
+def install(module: ModuleType) -> None:
+    """Register the loss with verl's `core_algos`; a second call does nothing."""
+    if NAME not in module.POLICY_LOSS_REGISTRY:
+        module.register_policy_loss(NAME)(PolicyLoss())

@@ -1,0 +1,86 @@
+"""After each weight sync: do all rollout workers hold what the actor sent, and this time's?
+
+A worker looks itself at what a sync left in its engine, and counts the syncs that passed: an adapter and trained norms
+are read back, quantized weights have checksums and `vllm_plugin.weights.reload` asks the kernels, a packed base never
+changes after its digests were compared. Here the workers are asked: one that skipped a sync, or took other weights than
+the rest, would sample from another policy and only the KL of later steps would tell.
+"""
+
+import time
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_qerl.verl_plugin.config.rollout_options import WORKER_EXTENSION
+from verl_qerl.verl_plugin.cpu.activation_offload import check_offload
+from verl_qerl.verl_plugin.cpu.whole_model import check_sync
+from verl_qerl.verl_plugin.trainer.rollout_workers import RolloutWorkersMixin
+from verl_qerl.verl_plugin.weight_sync.requantize import requantizes
+
+# Trainers whose weight sync runs in `on_init_end` and `on_step_end`.
+_MODES = ("sync", "colocate_async")
+
+
+def can_ask(config: DictConfig) -> bool:
+    """Whether a run's rollout workers are ours, and answer.
+
+    Args:
+        config: Of the whole run, with the worker extension that its options ask for.
+    """
+    rollout = "actor_rollout_ref.rollout"
+    extension = OmegaConf.select(config, f"{rollout}.engine_kwargs.vllm.worker_extension_cls")
+    # Disaggregated, the servers are verl's own, which drop the answers.
+    elsewhere = OmegaConf.select(config, f"{rollout}.disaggregation.enabled", default=False)
+    mode = OmegaConf.select(config, "trainer.v1.trainer_mode", default="sync")
+    return extension == WORKER_EXTENSION and not elsewhere and mode in _MODES
+
+
+class WeightSyncMixin(RolloutWorkersMixin):
+    """Hooks of verl's PPOTrainer; does nothing in runs whose rollout workers are not ours."""
+
+    def __init__(self, config: DictConfig) -> None:
+        check_sync(config)
+        check_offload(config)
+        self._requantizes = requantizes(config)
+        self._asks_workers = self._requantizes or can_ask(config)
+        self._num_syncs = 0
+        super().__init__(config)
+
+    def on_init_end(self) -> None:
+        """As verl's, which syncs; then ask the workers."""
+        super().on_init_end()
+        if self._asks_workers:
+            self._check_sync()
+
+    def on_step_end(self) -> None:
+        """As verl's, which syncs; then ask the workers."""
+        start = time.perf_counter()
+        super().on_step_end()
+        took_s = time.perf_counter() - start
+        if self._asks_workers:
+            report = self._check_sync()
+            if self._requantizes:
+                found = {f"qerl/{name}": value for name, value in report.items() if name.startswith("sync_")}
+                self._add_metrics({**found, "qerl/sync_s": took_s})
+
+    def _check_sync(self) -> dict[str, Any]:
+        """The answer of all workers.
+
+        Raises:
+            RuntimeError: They differ, or one has not taken the weights of this sync.
+        """
+        reports = self._ask_workers("qerl_last_sync")
+        numbers = sorted({report.get("number", 0) for report in reports})
+        if not reports or numbers[0] <= self._num_syncs:
+            raise RuntimeError(
+                f"the weights of step {self.global_steps} did not reach all of {len(reports)} rollout workers: they"
+                f" have taken {numbers} syncs, and {self._num_syncs} came before. Each must take every one. Look for an"
+                " error of a worker in the log above, and check that every node has the same verl_qerl installed."
+            )
+        if any(report != reports[0] for report in reports):
+            raise RuntimeError(
+                f"the rollout workers hold different weights after a sync: {reports}. All must have received the"
+                " same. Check that every node has the same verl_qerl installed."
+            )
+        self._num_syncs = numbers[0]
+        return reports[0]

@@ -1,0 +1,199 @@
+"""The path for one adapter: vLLM's LoRA layers with the operators of `kernels.rollout.lora`.
+
+It is taken when `max_loras` is 1. Then a token has the one adapter or none, which a mask tells, under CUDA graphs too;
+vLLM never schedules a second adapter into a batch. A and B of a fused linear are stacked into one tensor each, of which
+vLLM's own buffers become views, so that its ways of loading an adapter keep working.
+"""
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from vllm.lora.layers import (
+    ColumnParallelLinearWithLoRA,
+    LogitsProcessorWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithLoRA,
+    QKVParallelLinearWithLoRA,
+    ReplicatedLinearWithLoRA,
+    RowParallelLinearWithLoRA,
+)
+from vllm.lora.layers.base import BaseLayerWithLoRA
+from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+
+from verl_qerl.kernels.rollout.lora import lora_expand, lora_shrink, member_of_tile
+from verl_qerl.vllm_plugin.weights.linear import tiled_tensors
+from verl_qerl.vllm_plugin.weights.tiled_ops import lora_linear_tiled
+
+logger = logging.getLogger(__name__)
+
+_CONVERTED = (
+    ColumnParallelLinearWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithLoRA,
+    QKVParallelLinearWithLoRA,
+    ReplicatedLinearWithLoRA,
+    RowParallelLinearWithLoRA,
+)
+
+# Of linears that compute what their quantization method does, and nothing else.
+_FORWARDS = (ColumnParallelLinear.forward, ReplicatedLinear.forward, RowParallelLinear.forward)
+
+
+def release_buffers(model: torch.nn.Module, lora_config: Any) -> int:
+    """Free vLLM's own buffers of the linears that `use_single_adapter` will take; they have a shape alone then.
+
+    Call it where they were allocated: in the memory of sleep mode, of which only what is free when loading ends is
+    given back; the rest is copied to the host whenever the engine falls asleep.
+
+    Args:
+        model: vLLM's, with its LoRA layers and no adapter.
+        lora_config: vLLM's.
+
+    Returns:
+        Bytes freed.
+    """
+    freed = 0
+    for layer in _taken(model, lora_config):
+        parts = (*layer.lora_a_stacked, *layer.lora_b_stacked)
+        freed += sum(part.nbytes for part in parts)
+        layer.lora_a_stacked, layer.lora_b_stacked = (
+            tuple(part.to("meta") for part in stacked) for stacked in (layer.lora_a_stacked, layer.lora_b_stacked)
+        )
+    return freed
+
+
+def use_single_adapter(model: torch.nn.Module, lora_config: Any) -> int:
+    """Put the LoRA linears of `model` on the path for one adapter.
+
+    Call it after loading, before an adapter comes and before anything is compiled. Linears that it does not take keep
+    vLLM's path; why is said once.
+
+    Args:
+        model: vLLM's, with its LoRA layers.
+        lora_config: vLLM's.
+
+    Returns:
+        Number of linears converted.
+    """
+    layers = [module for module in model.modules() if isinstance(module, BaseLayerWithLoRA)]
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no LoRA layers although LoRA is enabled. Its linears must be among those that"
+            " vLLM can adapt. Check lora_target_modules."
+        )
+    reason = _why_not(lora_config)
+    if reason:
+        logger.warning("verl_qerl: LoRA runs on vLLM's kernels for many adapters: %s.", reason)
+        return 0
+    linears = _taken(model, lora_config)
+    left = [layer for layer in layers if layer not in linears]
+    if left:
+        names = ", ".join(sorted({type(layer).__name__ for layer in left}))
+        logger.warning("verl_qerl: %s stay on vLLM's kernels for many adapters.", names)
+    # One wrapper holds the batch of all layers that see the same tokens: a model with images has several.
+    wrappers = {id(layer.punica_wrapper): layer.punica_wrapper for layer in linears}
+    stock = {id(getattr(layer, "punica_wrapper", None)) for layer in left}
+    active = {key: _watch(wrapper, only_ours=key not in stock) for key, wrapper in wrappers.items()}
+    for layer in linears:
+        _convert(layer, active[id(layer.punica_wrapper)])
+    return len(linears)
+
+
+def compute_plain_logits(model: torch.nn.Module) -> int:
+    """Have vLLM compute logits without its LoRA for the head, which verl has no way to train.
+
+    Its kernels take a row for each request. The logits of a whole prompt (prompt_logprobs) have a row for each token,
+    which ends an engine on the CPU.
+
+    Returns:
+        Number of logits processors that were wrapped.
+    """
+    found = [
+        (parent, name, child.base_layer)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, LogitsProcessorWithLoRA)
+    ]
+    for parent, name, processor in found:
+        setattr(parent, name, processor)
+    return len(found)
+
+
+def _taken(model: torch.nn.Module, lora_config: Any) -> list[Any]:
+    """The LoRA layers that go on our path."""
+    layers = [] if _why_not(lora_config) else model.modules()
+    return [layer for layer in layers if type(layer) in _CONVERTED and not _is_odd(layer)]
+
+
+def _why_not(lora_config: Any) -> str | None:
+    if lora_config.max_loras != 1:
+        return f"max_loras is {lora_config.max_loras}, and the faster path is for one adapter"
+    if lora_config.fully_sharded_loras:
+        return "fully_sharded_loras is on"
+    if lora_config.lora_dtype != torch.bfloat16:
+        return f"the adapter is {lora_config.lora_dtype}, and the faster path is for bfloat16"
+    return None
+
+
+def _is_odd(layer: Any) -> bool:
+    """Whether our operators do not take its columns, or its base computes in a way of its own (GateLinear)."""
+    return any(size % 16 for size in layer.output_slices) or type(layer.base_layer).forward not in _FORWARDS
+
+
+def _watch(wrapper: Any, only_ours: bool) -> torch.Tensor:
+    """A bool on the CPU that `wrapper` keeps: true while no token of the batch has an adapter."""
+    wrapper.qerl_none_active = torch.ones(1, dtype=torch.bool)
+    wrapper.__class__ = _watching(type(wrapper), only_ours)
+    return wrapper.qerl_none_active
+
+
+@functools.cache
+def _watching(base: type, only_ours: bool) -> type:
+    class Watching(base):
+        def update_metadata(
+            self, mapping: Any, lora_index_to_id: list, max_loras: int, vocab_size: int, **kwargs: Any
+        ) -> None:
+            """As vLLM's; without its sorting of tokens by adapter when none of its kernels is left."""
+            if only_ours:
+                self.is_prefill = mapping.is_prefill
+                self._update_base_metadata(mapping, lora_index_to_id, max_loras, vocab_size)
+            else:
+                super().update_metadata(mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)
+            self.qerl_none_active.fill_(not any(mapping.index_mapping))
+
+    return Watching
+
+
+def _convert(layer: Any, none_active: torch.Tensor) -> None:
+    a, b = layer.lora_a_stacked, layer.lora_b_stacked
+    rank, slices = b[0].shape[-1], tuple(part.shape[2] for part in b)
+    where = {"dtype": a[0].dtype, "device": layer.device}
+    layer.qerl_a = torch.zeros(len(a) * rank, a[0].shape[-1], **where)
+    layer.qerl_b = torch.zeros(sum(slices), rank, **where)
+    layer.qerl_members = member_of_tile(slices, layer.qerl_b.device)
+    layer.qerl_none_active = none_active
+    layer.lora_a_stacked = tuple(part[None, None] for part in layer.qerl_a.split(rank))
+    layer.lora_b_stacked = tuple(part[None, None] for part in layer.qerl_b.split(slices))
+    layer.__class__ = _single(type(layer))
+
+
+@functools.cache
+def _single(base: type) -> type:
+    class Single(base):
+        def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            """The base product and the adapter's; x [..., K], result [..., N]."""
+            flat = x.reshape(-1, x.shape[-1])
+            adapter = (self.qerl_b, self.qerl_members, self.punica_wrapper._token_lora_indices, self.qerl_none_active)
+            if hasattr(self.base_layer, "qerl_plan"):
+                tensors = tiled_tensors(self.base_layer)
+                out = lora_linear_tiled(flat, *tensors, bias, self.base_layer.qerl_plan, self.qerl_a, *adapter)
+            else:
+                partial = lora_shrink(flat, self.qerl_a, self.qerl_none_active)
+                y = self._get_quant_method().apply(self.base_layer, flat, bias)
+                out = lora_expand(y, partial, *adapter, None, flat.shape[-1])
+            return out.view(*x.shape[:-1], out.shape[-1])
+
+    Single.__name__ = Single.__qualname__ = f"Single{base.__name__}"
+    return Single

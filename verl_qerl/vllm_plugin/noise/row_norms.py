@@ -1,0 +1,65 @@
+"""A norm of vLLM that takes each token's weight from a table: the clean one, or one with a draw of the noise.
+
+Tables are changed in place, so that captured CUDA graphs and compiled code see it.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.layernorm import RMSNorm
+
+from verl_qerl.algos.aqn import NUM_DRAWS
+from verl_qerl.kernels.rollout.elementwise import add_rms_norm_rows, prepare_rows, rms_norm_rows
+
+
+class RowRMSNorm(RMSNorm):
+    """`give_table` makes it of vLLM's.
+
+    Attributes:
+        table: [1 + NUM_DRAWS, K] float32. Row 0 is the clean weight, and the storage of `weight`.
+        ids: [M] int32, the row of each token of the batch.
+    """
+
+    table: torch.Tensor
+    ids: torch.Tensor
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """As vLLM's `forward_native`: the normalized x, or that of the sum and the sum."""
+        if residual is None:
+            return rms_norm_rows(x, self.table, self.ids, self.variance_epsilon)
+        return add_rms_norm_rows(x, residual, self.table, self.ids, self.variance_epsilon)
+
+
+def give_table(name: str, norm: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Make a norm of vLLM a RowRMSNorm, all rows of its table the weight it has.
+
+    Args:
+        name: Of the module.
+        norm: Its weight in float32; before anything is compiled or captured.
+        ids: [M] int32, filled before each step, for at least as many tokens as a step has.
+
+    Returns:
+        [NUM_DRAWS, K] float32: the rows with noise, to be written in place.
+
+    Raises:
+        ValueError: The norm computes something else than vLLM's RMSNorm.
+    """
+    if type(norm) is not RMSNorm or not norm.has_weight or norm.variance_size_override is not None:
+        raise ValueError(
+            f"aqn.draw other than batch does not go together with {name}, which is a {type(norm).__name__} with an"
+            " arithmetic of its own. Accepted are norms that are vLLM's RMSNorm over whole rows. Set `+aqn.draw=batch`"
+            " or name other norms with `+aqn.targets=[...]`."
+        )
+    table = norm.weight.data.repeat(1 + NUM_DRAWS, 1)
+    norm.weight.data = table[0]
+    norm.__class__ = RowRMSNorm
+    norm.table, norm.ids = table, ids
+    return table[1:]
+
+
+def compile_norms(tables: Iterable[torch.Tensor]) -> None:
+    """Compile what norms with these tables launch on a GPU now, not while a graph is captured."""
+    found = list(tables)
+    if found and found[0].is_cuda:
+        prepare_rows({table.shape[1] for table in found}, found[0].device)

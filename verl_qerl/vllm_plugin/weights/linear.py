@@ -1,0 +1,111 @@
+"""The kernel of a packed linear: one copy of the weight, multiplied as its Plan says for the number of rows.
+
+Few rows go to `kernels.rollout.tiled_matmul`, many to cuBLAS, over a bf16 copy when there is one (`resident`) and over
+one decoded on the spot otherwise. Every path multiplies by the same bf16 values.
+"""
+
+from typing import Any
+
+import torch
+from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
+from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKernel
+
+from verl_qerl.formats.nvfp4_weight import BLOCK_SIZE, PackedWeight
+from verl_qerl.kernels.rollout.tiled import Tiles, dequantize_tiled, tile
+from verl_qerl.kernels.rollout.tiled_launch import MULTIPLE
+from verl_qerl.vllm_plugin.weights.plans import make_plan, say_once, why_not
+from verl_qerl.vllm_plugin.weights.tiled_ops import linear_tiled
+
+_LEAST_NORMAL = 8  # bits of 2**-6 in E4M3
+
+
+class TiledKernel(NvFp4LinearKernel):
+    """Chooses by rows; a linear that our kernels do not take stays with Marlin."""
+
+    def __init__(self, config: NvFp4LinearLayerConfig, resident: bool = False) -> None:
+        super().__init__(config)
+        self._resident = resident
+        self._marlin = MarlinNvFp4LinearKernel(config)
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        """On Hopper."""
+        reason = why_not()
+        return reason is None, reason
+
+    @classmethod
+    def can_implement(cls, config: NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
+        """Every NVFP4 layer, some of them by Marlin."""
+        return True, None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Arrange the weight; vLLM's names hold the tiled tensors afterwards."""
+        packed = PackedWeight(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
+        plan = self._plan(packed, layer.params_dtype)
+        if plan is None:
+            self._marlin.process_weights_after_loading(layer)
+            return
+        hold_tiles(layer, tile(packed), plan, self._resident)
+
+    def _plan(self, packed: PackedWeight, dtype: torch.dtype) -> str | None:
+        """Key of a plan; None, with the reason said once, for a layer that stays with Marlin."""
+        try:
+            return plan_for(*packed.shape, dtype, packed.block_scale)
+        except ValueError as error:
+            say_once(f"NVFP4 linears run on Marlin: {error}")
+            return None
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """X W^T + bias; x [..., K], result [..., N]."""
+        if not hasattr(layer, "qerl_plan"):
+            return self._marlin.apply_weights(layer, x, bias)
+        return multiply(layer, x, bias)
+
+
+def plan_for(N: int, K: int, dtype: torch.dtype, block_scale: torch.Tensor) -> str:
+    """Key of the plan for a weight [N, K] on the GPU of its block scales.
+
+    Raises:
+        ValueError: Our kernels do not take it.
+    """
+    if N % MULTIPLE or K % MULTIPLE or dtype != torch.bfloat16:
+        raise ValueError(f"{N} x {K} in {dtype}: the faster kernel takes bf16 and multiples of {MULTIPLE}.")
+    if not bool((block_scale.view(torch.uint8) >= _LEAST_NORMAL).all()):
+        raise ValueError(f"{N} x {K} with block scales below 2**-6: the faster kernel takes none.")
+    return make_plan(N, K, torch.cuda.get_device_name(block_scale.device))
+
+
+def hold_tiles(layer: Any, tiles: Tiles, plan: str, resident: bool) -> None:
+    """Give a layer what `multiply` reads, under vLLM's names.
+
+    Args:
+        layer: Of vLLM.
+        tiles: Of the weight; not copied.
+        plan: Key of a Plan.
+        resident: Decode a bf16 copy as well.
+    """
+    layer.qerl_plan = plan
+    layer.weight, layer.weight_scale, layer.weight_global_scale = map(frozen, tiles)
+    layer.qerl_dense = frozen(dequantize_tiled(*tiles)) if resident else None
+
+
+def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """X W^T + bias over what `hold_tiles` prepared; x [..., K], result [..., N]."""
+    y = linear_tiled(x.reshape(-1, x.shape[-1]), *tiled_tensors(layer), bias, layer.qerl_plan)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def tiled_tensors(layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """What `hold_tiles` prepared of a layer: words, scale, global_decode_scale and dense of `linear_tiled`."""
+    return layer.weight, layer.weight_scale, layer.weight_global_scale, layer.qerl_dense
+
+
+def tiled_columns(model: torch.nn.Module) -> set[int]:
+    """in_features of the linears of a model that choose a kernel by rows, as `hold_tiles` prepared them on a GPU."""
+    layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "qerl_plan", "")]
+    return {layer.weight.shape[0] * BLOCK_SIZE for layer in layers}
+
+
+def frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
+    """`tensor` itself as a parameter that is not trained."""
+    return torch.nn.Parameter(tensor, requires_grad=False)

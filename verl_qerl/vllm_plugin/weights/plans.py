@@ -1,0 +1,194 @@
+"""Which kernel multiplies by a packed linear, by the number of rows: plans and measured tables.
+
+Where the paths cross is measured (`python -m verl_qerl tune`).
+"""
+
+import functools
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_qerl.kernels.rollout import tiled_matmul
+from verl_qerl.kernels.rollout.tiled_launch import (
+    GATHERED,
+    TOKENS,
+    Launch,
+    for_rows,
+    guess_launch,
+    launch_candidates,
+    padded_rows,
+    twins,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to multiply by a weight of one shape.
+
+    Attributes:
+        launches: Of `kernels.rollout.tiled_matmul`, by entries of its TOKENS.
+        dense_rows: From here on cuBLAS over a resident copy beats `kernels.rollout.tiled_matmul`.
+        decode_rows: From here on decoding and cuBLAS beat it.
+    """
+
+    launches: tuple[Launch, ...]
+    dense_rows: int
+    decode_rows: int
+
+    def launch(self, rows: int) -> Launch:
+        """The launch of `kernels.rollout.tiled_matmul` for a batch."""
+        return for_rows(self.launches[TOKENS.index(padded_rows(rows))], rows)
+
+    def kernels(self) -> list[tuple[int, Launch]]:
+        """What batches of any size launch: entries of TOKENS and a launch for each."""
+        found = list(zip(TOKENS, self.launches, strict=True))
+        many = [(tokens, for_rows(launch, TOKENS[-1] + 1)) for tokens, launch in found if twins(tokens) > 1]
+        return list(dict.fromkeys(found + many))
+
+    def is_tiled(self, rows: int, resident: bool) -> bool:
+        """Whether `kernels.rollout.tiled_matmul` takes a batch, beside a resident copy or without one."""
+        return rows < (self.dense_rows if resident else self.decode_rows)
+
+
+PLANS: dict[str, Plan] = {}
+_OTHERWISE = "NVIDIA H200"  # whose table is used where there is none
+# Weights closer than that have the same fastest launch more often than a guess is right, others less often: one of
+# another size may not fill the GPU.
+_ALIKE = 1.0
+_FIELDS = {"N", "K", "launches", "dense_rows", "decode_rows"}  # of a row of a table
+
+
+def make_plan(N: int, K: int, gpu: str) -> str:
+    """Key of the plan for a weight [N, K] on a GPU, made on first use.
+
+    Args:
+        N: out_features.
+        K: in_features.
+        gpu: As CUDA names it.
+    """
+    key = f"{N}x{K}"
+    if key not in PLANS:
+        row = nearest(N, K, gpu)
+        launches = tuple(choose_launch(row, N, K, tokens) for tokens in TOKENS)
+        PLANS[key] = Plan(launches, row["dense_rows"], row["decode_rows"])
+        tiled_matmul.prepare(PLANS[key].kernels())
+    return key
+
+
+def choose_launch(row: dict[str, Any], N: int, K: int, tokens: int) -> Launch:
+    """For a weight [N, K] and an entry of TOKENS: what was measured, for it or one alike, or a guess.
+
+    Args:
+        row: Of `nearest`.
+        N: out_features.
+        K: in_features.
+        tokens: Entry of TOKENS.
+    """
+    apart = distance((row["N"], row["K"]), (N, K))
+    if apart < _ALIKE and str(tokens) in row["launches"]:
+        launch = Launch(*row["launches"][str(tokens)])
+        if not apart or launch._replace(low=GATHERED) in launch_candidates(N, K, tokens):
+            return launch
+    return guess_launch(N, K, tokens)
+
+
+def why_not() -> str | None:
+    """Why the kernel choice by rows cannot be used on this machine, or None."""
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) != (9, 0):
+        return f"it is measured on compute capability 9.0 only and this GPU has {major}.{minor}"
+    return None
+
+
+def nearest(N: int, K: int, gpu: str) -> dict[str, Any]:
+    """What was measured for a weight [N, K] or the nearest shape: N, K and the fields of Plan.
+
+    An H200's table has what that of the GPU lacks.
+    """
+    own = _tuned(gpu)
+    found = _tuned(_OTHERWISE) | own
+    shape = closest(found, (N, K))
+    if not own:
+        say_once(f"there is no table of kernels for {gpu!r}; the one of an H200 is used.")
+    if shape != (N, K):
+        say_once(
+            f"no table of kernels has linears of {N} x {K}: what is known of {shape[0]} x {shape[1]}, and guesses,"
+            " stand in."
+        )
+        say_once(
+            "`python -m verl_qerl tune --models DIR_OF_THE_MODEL` measures what the tables lack (with"
+            " --tensor-parallel, if GPUs share the rollout)."
+        )
+    elif own and shape not in own:
+        say_once(f"the table of kernels for {gpu!r} lacks linears of {N} x {K}; the one of an H200 is used.")
+    return found[shape]
+
+
+def distance(one: tuple[int, int], other: tuple[int, int]) -> float:
+    """Between two weights [N, K]: factors of two in N and in K, added."""
+    return sum(abs(math.log2(size / its)) for size, its in zip(one, other, strict=True))
+
+
+def closest(shapes: Iterable[tuple[int, int]], shape: tuple[int, int]) -> tuple[int, int]:
+    """Of some weights [N, K], the one nearest to another."""
+    return min(shapes, key=lambda one: distance(one, shape))
+
+
+def table_path(gpu: str) -> Path:
+    """Where `tune` writes the table of a GPU, which goes before the one that ships."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "verl_qerl" / _file_name(gpu)
+
+
+def shipped_path(gpu: str) -> Path:
+    """Where the package has the table of a GPU, if it has one."""
+    return Path(__file__).parent / "tuned" / _file_name(gpu)
+
+
+def _file_name(gpu: str) -> str:
+    return f"{gpu.lower().replace(' ', '_')}.json"
+
+
+@functools.cache
+def _tuned(gpu: str) -> dict[tuple[int, int], dict[str, Any]]:
+    """N and K -> row of a GPU: what the user measured, and what ships of other shapes."""
+    found: dict[tuple[int, int], dict[str, Any]] = {}
+    for path in (table_path(gpu), shipped_path(gpu)):
+        table = read_table(path) if path.exists() else {"rows": []}
+        if table is None:
+            say_once(
+                f"{path} is cut short or of another version and left out: run `python -m verl_qerl tune` again, or"
+                " delete it."
+            )
+            continue
+        found = {(row["N"], row["K"]): row for row in table["rows"]} | found
+    return found
+
+
+def read_table(path: Path) -> dict[str, Any] | None:
+    """What `tune` wrote, or None for a file that is no such table: cut short, or of another version."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # no JSON, or no text
+        return None
+    rows = content.get("rows") if isinstance(content, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and row.keys() >= _FIELDS for row in rows):
+        return None
+    return content
+
+
+@functools.cache
+def say_once(message: str) -> None:
+    """Log a warning unless it was logged before."""
+    logger.warning("verl_qerl: %s", message)

@@ -1,0 +1,136 @@
+"""Linears for a machine without a GPU, where vLLM has no kernel for a format: exact, dense and slow.
+
+The same loader, reload, LoRA layers and noise run with them on a laptop. INT8 needs one only where vLLM's own kernel
+for CPUs computes something else (`onednn_multiplies_int8`).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm import _custom_ops as ops
+from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearKernel
+from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import Int8ScaledMMLinearKernel
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
+from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
+
+from verl_qerl.formats import FP8, INT8, MXFP4
+from verl_qerl.formats.channel import ChannelFormat
+from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats.reference import dequantize
+from verl_qerl.vllm_plugin.weights.linear import frozen
+
+
+class _Everywhere:
+    """What vLLM asks a kernel before it takes it; the schemes of `quantization` make ours where they fit."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        """On every machine."""
+        return True, None
+
+    @classmethod
+    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+        """Every layer."""
+        return True, None
+
+
+class ReferenceKernel(_Everywhere, NvFp4LinearKernel):
+    """Decodes the whole weight after loading and multiplies densely: exact, and as large as bf16."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Replace the packed weight [N, K / 2] by the dense one [N, K] of the layer's dtype."""
+        packed = PackedWeight(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
+        layer.weight = frozen(dequantize(packed, layer.params_dtype))
+        del layer.weight_scale, layer.weight_global_scale
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """X W^T + bias; x [..., K], result [..., N]."""
+        return torch.nn.functional.linear(x, layer.weight, bias)
+
+
+class MXFP4ReferenceKernel(_Everywhere, MxFp4LinearKernel):
+    """`ReferenceKernel` for MXFP4."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Replace the packed weight [N, K / 2] by the dense one [N, K] of the layer's dtype."""
+        tensors = {"weight_packed": layer.weight.data, "weight_scale": layer.weight_scale.data}
+        layer.weight = frozen(MXFP4().dequantize(tensors, layer.params_dtype))
+        del layer.weight_scale
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """X W^T + bias; x [..., K], result [..., N]."""
+        return torch.nn.functional.linear(x, layer.weight, bias)
+
+
+class _W8A8:
+    """Weights per channel and activations per token, with sums in float32."""
+
+    form: ChannelFormat
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Keep the codes as float32, exactly."""
+        layer.weight = frozen(layer.weight.data.float())
+        layer.weight_scale = frozen(layer.weight_scale.data)
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """X W^T + bias; x [..., K], result [..., N] of x's dtype."""
+        codes, scale = self.form.quantize_rows(x.reshape(-1, x.shape[-1]))
+        y = codes.float() @ layer.weight.t() * (scale * layer.weight_scale.t())
+        y = y.to(x.dtype).view(*x.shape[:-1], -1)
+        return y if bias is None else y + bias
+
+
+class W8A8FP8Reference(_W8A8, CompressedTensorsScheme):
+    """FP8 weights per channel and activations per token, as vLLM's GPU kernels compute, with sums in float32."""
+
+    form = FP8()
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """No GPU is needed."""
+        return 0
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        params_dtype: torch.dtype,
+        weight_loader: Callable,
+        **kwargs: Any,
+    ) -> None:
+        """`weight` [N, K] float8_e4m3fn and `weight_scale` [N, 1] float32."""
+        N = sum(output_partition_sizes)
+        layer.logical_widths = output_partition_sizes
+        weight = torch.empty(N, input_size_per_partition, dtype=torch.float8_e4m3fn)
+        scale = torch.empty(N, 1, dtype=torch.float32)
+        layer.register_parameter(
+            "weight", ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=weight_loader)
+        )
+        layer.register_parameter(
+            "weight_scale", ChannelQuantScaleParameter(data=scale, output_dim=0, weight_loader=weight_loader)
+        )
+
+
+class INT8ReferenceKernel(_Everywhere, _W8A8, Int8ScaledMMLinearKernel):
+    """INT8 weights per channel and activations per token, with sums in float32."""
+
+    form = INT8()
+
+
+@functools.cache
+def onednn_multiplies_int8() -> bool:
+    """Whether vLLM's INT8 kernel for CPUs gives the sum of the products here.
+
+    Without VNNI oneDNN (of vLLM 0.27) adds pairs of products in 16 bits, which saturate.
+    """
+    K, N = 64, 32
+    largest, scales = torch.full((N, K), 127, dtype=torch.int8), torch.ones(N, 1, dtype=torch.float32)
+    # `scales` has to live as long as the handler, which reads them where they are.
+    handler = ops.create_onednn_scaled_mm(largest.t(), scales, torch.float32, True, False, 1)
+    found = torch.empty(1, N, dtype=torch.float32)
+    ops.onednn_scaled_mm(handler, largest[:1], found, scales[:1], None, None, None)
+    return bool((found == K * 127.0**2).all())
