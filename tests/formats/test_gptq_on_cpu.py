@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from verl_qerl.formats.gptq import DAMPING, InputMoments, calibrate, output_error
+from verl_qerl.formats.gptq import DAMPING, InputMoments, calibrate, output_errors
 from verl_qerl.formats.nvfp4_weight import E2M1_VALUES, PackedWeight
 from verl_qerl.formats.reference import dequantize, e2m1_codes, quantize_group, relative_error
 
@@ -69,7 +69,8 @@ def test_outputs_change_less_than_with_the_nearest_codes() -> None:
         expected = some.double() @ weight.double().t()
         return float((some.double() @ dequantize(packed).double().t() - expected).norm() / expected.norm())
 
-    assert output_error(weight, found, moments) == pytest.approx(measured(found, inputs[:800]), rel=1e-3)
+    expected = [measured(one, inputs[:800]) for one in (found, rounded)]
+    assert output_errors(weight, (found, rounded), moments) == pytest.approx(expected, rel=1e-3)
     assert measured(found, inputs[:800]) < 0.75 * measured(rounded, inputs[:800])
     assert measured(found, inputs[800:]) < 0.8 * measured(rounded, inputs[800:])  # and on others
     assert relative_error(weight, found) > relative_error(weight, rounded)
@@ -101,12 +102,13 @@ def test_fewer_tokens_than_columns_are_enough_for_the_arithmetic() -> None:
     weights, moments = group(128, 32), moments_of(correlated(20, 128))
     rounded = quantize_group(weights)
     (name,), found = weights, calibrate(weights, rounded, moments)
-    assert output_error(weights[name], found[name], moments) < output_error(weights[name], rounded[name], moments) / 2
+    few, nearest = output_errors(weights[name], (found[name], rounded[name]), moments)
+    assert few < nearest / 2
 
 
 def test_outputs_of_a_weight_of_zeros_have_no_error() -> None:
     weight = torch.zeros(16, 32)
-    assert output_error(weight, quantize_group({"w": weight})["w"], torch.eye(32)) == 0.0
+    assert output_errors(weight, [quantize_group({"w": weight})["w"]], torch.eye(32)) == [0.0]
 
 
 def test_inputs_that_are_not_finite_are_refused() -> None:

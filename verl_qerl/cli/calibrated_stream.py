@@ -37,7 +37,7 @@ def calibrated_stream(
         form: With the choice of block scales.
         ignore: Modules left unquantized.
         device: Where layers run and weights are quantized.
-        observe: Called for each linear with module, original and packed weight, and by name the `gptq.output_error` of
+        observe: Called for each linear with module, original and packed weight, and by name the `gptq.output_errors` of
             its codes and of the nearest ones.
         texts: Token ids.
 
@@ -147,9 +147,9 @@ def _layer(
         seen = moments.pop(members[0]).matrix()
         rounded = quantize_group(weights, scale)
         for module, packed in gptq.calibrate(weights, rounded, seen).items():
-            answers = {"output_error": packed, "rtn_output_error": rounded[module]}
             weight = weights[module]
-            observe(module, weight, packed, **{key: gptq.output_error(weight, it, seen) for key, it in answers.items()})
+            found, nearest = gptq.output_errors(weight, (packed, rounded[module]), seen)
+            observe(module, weight, packed, output_error=found, rtn_output_error=nearest)
             tensors[f"{module}.weight"] = dequantize(packed)
             yield module, packed
     if i + 1 < len(walk.names):

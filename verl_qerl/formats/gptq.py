@@ -10,7 +10,7 @@ H = (U + I) D (U + I)^T, U strictly upper triangular,
 Sums are matrix products here, so that a CPU and a GPU may differ in a few codes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -73,13 +73,19 @@ def calibrate(
     }
 
 
-def output_error(weight: torch.Tensor, packed: PackedWeight, moments: torch.Tensor) -> float:
-    """||X W'^T - X W^T|| / ||X W^T|| over the inputs that `moments` are of; 0 where the linear answers with zeros."""
-    error, norm = (
-        float(((part @ moments) * part).sum(dtype=torch.float64))
-        for part in (reference.dequantize(packed, torch.float32) - weight.float(), weight.float())
-    )
-    return max(error / norm, 0.0) ** 0.5 if norm > 0 else 0.0
+def output_errors(weight: torch.Tensor, packed: Sequence[PackedWeight], moments: torch.Tensor) -> list[float]:
+    """||X W'^T - X W^T|| / ||X W^T|| of each W', over the inputs that `moments` are of.
+
+    It is 0 where the linear answers with zeros.
+    """
+
+    def squares(part: torch.Tensor) -> float:
+        return max(float(((part @ moments) * part).sum(dtype=torch.float64)), 0.0)
+
+    weight = weight.float()
+    norm = squares(weight)
+    errors = (squares(reference.dequantize(one, torch.float32) - weight) for one in packed)
+    return [(error / norm) ** 0.5 if norm > 0 else 0.0 for error in errors]
 
 
 def _codes(weight: torch.Tensor, scales: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
