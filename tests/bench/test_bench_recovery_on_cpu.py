@@ -31,7 +31,11 @@ def command(bench: ModuleType, tmp_path_factory) -> list[str]:
     tokenizer = train_tokenizer([row["question"] for row in rows], 320)
     random_qwen2(gain=3.0, vocab_size=len(tokenizer)).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    files = [f"--train={folder / 'train.jsonl'}", f"--data={folder / 'test.jsonl'}", f"--out={folder / 'recovery.json'}"]
+    files = [
+        f"--train={folder / 'train.jsonl'}",
+        f"--data={folder / 'test.jsonl'}",
+        f"--out={folder / 'recovery.json'}",
+    ]
     return [f"--model={folder / 'model'}", *files, "--train-texts=30", "--texts=4", "--input-tokens=60"]
 
 
