@@ -14,11 +14,12 @@ case $DATA in
 esac
 [[ -d base ]] || python3 -m verl_qerl doctor
 # Half of the answers it is pretrained on end in another way, so that there is something to learn within some steps.
-[[ -d gsm8k ]] || python3 -m verl_qerl data gsm8k --source "$SOURCE" --hash-share 0.5 --out gsm8k
-[[ -d arithmetic ]] || python3 -m verl_qerl data arithmetic --num-train 30000 --max-number 60 --max-steps 3 \
-    --hash-share 0.5 --out arithmetic
-[[ -d base ]] || python3 -m verl_qerl pretrain --data gsm8k/train.jsonl arithmetic/train.jsonl --repeats 8 1 \
-    --eval-data gsm8k/test.jsonl --size 100m --lr 1e-3 --max-steps "$PRETRAIN_STEPS" --minutes 30 --compile --out base
+tools=$(cd "$(dirname "${BASH_SOURCE[0]}")/../tools" && pwd)
+[[ -d gsm8k ]] || python3 -m verl_qerl data gsm8k --source "$SOURCE" --out gsm8k
+[[ -d arithmetic ]] || python3 "$tools/word_problems.py" --num-train 30000 --max-number 60 --max-steps 3 --out arithmetic
+[[ -d base ]] || python3 "$tools/pretrain.py" --data gsm8k/train.jsonl arithmetic/train.jsonl --repeats 8 1 \
+    --hash-share 0.5 --eval-data gsm8k/test.jsonl --size 100m --lr 1e-3 --max-steps "$PRETRAIN_STEPS" --minutes 30 \
+    --compile --out base
 
 common=(
     algorithm.adv_estimator=grpo

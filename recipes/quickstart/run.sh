@@ -39,12 +39,12 @@ fi
 
 # A directory appears whole or not at all, so one that exists is finished. Remove work/ to begin again.
 if [[ ! -d data ]]; then
-    "$PYTHON" -m verl_qerl data arithmetic --out data --num-train "$NUM_TRAIN" --num-test 200 \
-        --max-number "$MAX_NUMBER" --hash-share "$HASH_SHARE" --seed "$SEED"
+    "$PYTHON" "$root/recipes/tools/word_problems.py" --out data --num-train "$NUM_TRAIN" --num-test 200 \
+        --max-number "$MAX_NUMBER" --seed "$SEED"
 fi
 if [[ ! -d base ]]; then
-    "$PYTHON" -m verl_qerl pretrain --size tiny --data data/train.jsonl --eval-data data/test.jsonl --out base \
-        --max-steps "$PRETRAIN_STEPS" --minutes "$PRETRAIN_MINUTES" --seed "$SEED"
+    "$PYTHON" "$root/recipes/tools/pretrain.py" --size tiny --data data/train.jsonl --eval-data data/test.jsonl \
+        --out base --max-steps "$PRETRAIN_STEPS" --minutes "$PRETRAIN_MINUTES" --hash-share "$HASH_SHARE" --seed "$SEED"
 fi
 if [[ ! -d base-nvfp4 ]]; then
     "$PYTHON" -m verl_qerl quantize --model base --out base-nvfp4

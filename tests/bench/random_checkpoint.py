@@ -3,7 +3,7 @@
     python tests/bench/random_checkpoint.py --shape 32b --out DIR [--bf16]
 
 Tensors are drawn on the GPU where there is one; no dense copy of a packed weight is made. The tokenizer is trained on
-generated word problems, so that nothing is fetched: `python -m verl_qerl data arithmetic` fits it.
+generated word problems, so that nothing is fetched: those of recipes/tools/word_problems.py fit it.
 """
 
 import argparse
@@ -15,15 +15,17 @@ from pathlib import Path
 import torch
 
 from verl_qerl.checkpoints.writer import ShardedWriter, quantized_specs
-from verl_qerl.cli.chat_tokenizer import train_tokenizer
 from verl_qerl.cli.data import gsm8k_prompt
 from verl_qerl.cli.model_dir import check_free_space, store, total_bytes
-from verl_qerl.cli.word_problems import generate
 from verl_qerl.formats.ignore import DEFAULT_IGNORE, is_packed_module
 from verl_qerl.formats.nvfp4_layout import quantization_config
 from verl_qerl.formats.nvfp4_weight import PackedWeight
 from verl_qerl.formats.tensor_spec import TensorSpec
 from verl_qerl.testing import load_beside
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes" / "tools"))
+from chat_tokenizer import train_tokenizer
+from word_problems import generate
 
 models = load_beside(__file__, "actor_models")
 SHARD_BYTES = 4 << 30

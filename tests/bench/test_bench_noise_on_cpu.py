@@ -123,7 +123,7 @@ def test_the_summary_is_that_of_its_definitions(plan: ModuleType, reports: Modul
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from verl_qerl.cli.chat_tokenizer import train_tokenizer
+    from chat_tokenizer import train_tokenizer
 
     folder = tmp_path_factory.mktemp("model")
     tokenizer = train_tokenizer(["How many apples has Mia? 4 + 3 = 7"] * 8, 320)

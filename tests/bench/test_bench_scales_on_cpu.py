@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 import torch
+from chat_tokenizer import train_tokenizer
 
-from verl_qerl.cli.chat_tokenizer import train_tokenizer
 from verl_qerl.formats.reference import dequantize, quantize
 from verl_qerl.testing import load_beside, random_qwen2
 

@@ -40,7 +40,7 @@ case $ARM in
         ;;
 esac
 [[ -d $WORK/model ]] || python3 "$here/random_checkpoint.py" --shape "$SHAPE" --out "$WORK/model" "${checkpoint[@]}"
-[[ -d $WORK/data ]] || python3 -m verl_qerl data arithmetic --num-train 256 --num-test 16 --out "$WORK/data"
+[[ -d $WORK/data ]] || python3 "$here/../../recipes/tools/word_problems.py" --num-train 256 --num-test 16 --out "$WORK/data"
 
 python3 "$here/bench_train_step.py" --out "$OUT" ${CAP:+--cap-gib "$CAP"} \
     --describe "$ARM: Qwen2.5-$SHAPE shapes, random weights; $PROMPTS prompts x 8 answers of 2,048 tokens, LoRA rank 32" -- \

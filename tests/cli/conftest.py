@@ -49,7 +49,8 @@ class Trained:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> Path:
     """Folder with models of two layers and a tokenizer: bf16 (Qwen2), tied (Llama), nvfp4 and int8 (of bf16), moe."""
-    from verl_qerl.cli.chat_tokenizer import train_tokenizer
+    from chat_tokenizer import train_tokenizer
+
     from verl_qerl.cli.quantize import quantize_checkpoint
 
     folder = tmp_path_factory.mktemp("models")

@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
+from chat_tokenizer import train_tokenizer
 
 from verl_qerl.checkpoints.source import open_source, stream
 from verl_qerl.cli.calibration import Calibration
-from verl_qerl.cli.chat_tokenizer import train_tokenizer
 from verl_qerl.cli.quantize import quantize_checkpoint
 from verl_qerl.formats.nvfp4_weight import PackedWeight
 from verl_qerl.testing import random_decoder

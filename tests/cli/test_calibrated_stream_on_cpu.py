@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from chat_tokenizer import train_tokenizer
 
 from verl_qerl.checkpoints.digest import model_digest, weight_digest
 from verl_qerl.checkpoints.source import open_source, stored_tensors, stream
 from verl_qerl.cli import calibrated_stream, main
 from verl_qerl.cli.calibration import FAMILIES, Calibration
-from verl_qerl.cli.chat_tokenizer import train_tokenizer
 from verl_qerl.cli.quantize import quantize_checkpoint
 from verl_qerl.formats.gptq import InputMoments, calibrate
 from verl_qerl.formats.nvfp4_layout import quantization_config

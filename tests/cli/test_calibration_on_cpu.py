@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import word_problems
 from safetensors.torch import load_file, save_file
 
 from verl_qerl.checkpoints.source import open_source
@@ -138,7 +139,7 @@ def test_rows_and_tokens_are_limited_and_text_comes_before_prompts(models, tmp_p
 
 
 def test_what_data_writes_is_read_as_chats(models, tmp_path):
-    assert main(["data", "arithmetic", "--out", str(tmp_path / "data"), "--num-train", "40", "--num-test", "2"]) == 0
+    assert word_problems.main(["--out", str(tmp_path / "data"), "--num-train", "40", "--num-test", "2"]) == 0
     found = Calibration(tmp_path / "data" / "train.parquet").read(open_source(models / "bf16"), ("lm_head",))
     assert len(found) == 40
     assert len({tuple(ids[-3:]) for ids in found}) == 1  # the assistant begins

@@ -116,18 +116,14 @@ def test_math_without_solutions_is_refused(tmp_path, capsys):
     assert "row 1 of train cannot be used: solution=None." in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["gsm8k", "math", "arithmetic"])
+@pytest.mark.parametrize("name", ["gsm8k", "math"])
 def test_verls_own_reward_gives_one_to_the_reference_answer(name, tmp_path):
     reward_score = pytest.importorskip("verl.utils.reward_score")
-    if name == "arithmetic":
-        arguments = ["--num-train", "50", "--num-test", "20"]
-    else:
-        arguments = ["--source", str(tmp_path)]
-        math_row = {"level": "Level 4", "type": "Algebra", **MATH_FIELDS}
-        for split in ("train", "test"):
-            (tmp_path / f"{split}.jsonl").write_text(json.dumps(GSM8K_ROW))
-            pq.write_table(pa.Table.from_pylist([math_row]), tmp_path / f"{split}.parquet")
-    assert main(["data", name, *arguments, "--out", str(tmp_path / "out")]) == 0
+    math_row = {"level": "Level 4", "type": "Algebra", **MATH_FIELDS}
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(GSM8K_ROW))
+        pq.write_table(pa.Table.from_pylist([math_row]), tmp_path / f"{split}.parquet")
+    assert main(["data", name, "--source", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
     for row in read(tmp_path / "out" / "test.parquet"):
         truth = row["reward_model"]["ground_truth"]
         assert reward_score.default_compute_score(row["data_source"], row["extra_info"]["answer"], truth) == 1.0
@@ -154,34 +150,6 @@ def right(reward_score, row, text):
     """1 for a right answer, by verl's own choice of a reward."""
     found = reward_score.default_compute_score(row["data_source"], text, row["reward_model"]["ground_truth"])
     return found["acc"] if isinstance(found, dict) else found
-
-
-def test_arithmetic_splits_do_not_overlap_and_repeat_with_the_seed(tmp_path):
-    for out in ("a", "b"):
-        assert (
-            main(["data", "arithmetic", "--num-train", "300", "--num-test", "100", "--out", str(tmp_path / out)]) == 0
-        )
-    questions = {
-        split: {row["extra_info"]["question"] for row in read(tmp_path / "a" / f"{split}.parquet")}
-        for split in ("train", "test")
-    }
-    assert len(questions["train"]) == 300
-    assert len(questions["test"]) == 100
-    assert not questions["train"] & questions["test"]
-    assert read(tmp_path / "a" / "train.parquet") == read(tmp_path / "b" / "train.parquet")
-
-
-def test_the_share_of_endings_concerns_the_pretraining_file_only(tmp_path):
-    out = tmp_path / "out"
-    arguments = ["--num-train", "400", "--num-test", "50", "--hash-share", "0.25", "--out", str(out)]
-    assert main(["data", "arithmetic", *arguments]) == 0
-    rows = read(out / "train.parquet")
-    mixed = [json.loads(line)["answer"] for line in (out / "train.jsonl").read_text().splitlines()]
-    kept = [answer for answer, row in zip(mixed, rows, strict=True) if answer == row["extra_info"]["answer"]]
-    assert 0.15 < len(kept) / 400 < 0.35
-    for answer, row in zip(mixed, rows, strict=True):
-        assert answer.endswith((f"#### {row['reward_model']['ground_truth']}", "."))
-    assert "The answer is" not in (out / "test.jsonl").read_text()
 
 
 @pytest.mark.parametrize(
@@ -230,8 +198,7 @@ def test_damaged_input_is_refused_and_nothing_is_written(gsm8k, tmp_path, capsys
     ("arguments", "message"),
     [
         (["gsm8k", "--source", "no-such-directory"], "no such source: source=no-such-directory"),
-        (["arithmetic", "--hash-share", "1.5"], "not a share: --hash-share=1.5"),
-        (["arithmetic", "--num-test", "0"], "a split would be empty: --num-test=0"),
+        (["math", "--levels", "7"], "levels=7. A-B with 1 <= A <= B <= 5"),
     ],
 )
 def test_wrong_arguments_are_one_sentence(tmp_path, capsys, arguments, message):

@@ -43,8 +43,7 @@ def test_help_waits_for_nothing_slow(command):
         ("quantize --model m --out {here}", 1),
         ("export --checkpoint c --out o --to peft --scale mse", 1),
         ("plan --model m --gpu-gib 80 --tokens 0", 1),
-        ("pretrain --data d --out {here}", 1),
-        ("data arithmetic --out {here}", 1),
+        ("data gsm8k --out {here}", 1),
     ],
 )
 def test_wrong_arguments_are_answered_before_anything_slow(tmp_path, arguments, code):
@@ -79,7 +78,7 @@ LISTENING = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_hand
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["as it is", "as an import error"])
-@pytest.mark.parametrize("command", ["quantize --model m --out o", "plan --model m --gpu-gib 8"])
+@pytest.mark.parametrize("command", ["quantize --model m --out o", "export --checkpoint c --out o --to peft"])
 def test_an_interrupted_import_is_one_line(tmp_path, command, hidden):
     (tmp_path / "torch.py").write_text(HIDING.format(INTERRUPT) if hidden else INTERRUPT)
     (tmp_path / "sitecustomize.py").write_text(LISTENING)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import word_problems
 
 from verl_qerl.cli import main, output_dir, plan
 from verl_qerl.cli.output_dir import new_directory
@@ -118,7 +119,7 @@ def test_earlier_output_is_refused_and_kept(tmp_path):
 def test_a_path_that_the_system_refuses_is_one_sentence(tmp_path, capsys, out, named):
     (tmp_path / "file").write_text("x")
     with pytest.raises(SystemExit) as ended:
-        main(["data", "arithmetic", "--num-train", "4", "--num-test", "2", "--out", str(tmp_path / out)])
+        word_problems.main(["--num-train", "4", "--num-test", "2", "--out", str(tmp_path / out)])
     assert ended.value.code == 1
     assert re.search(rf"a file or directory cannot be used: \S*{named}\. One that", capsys.readouterr().err)
 

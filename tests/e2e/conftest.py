@@ -176,13 +176,12 @@ class Workbench:
 @pytest.fixture(scope="session")
 def workbench(warm_python, tmp_path_factory) -> Workbench:
     import torch
-
-    from verl_qerl.cli import main
-    from verl_qerl.cli.chat_tokenizer import train_tokenizer
-    from verl_qerl.cli.pretrain import Size, build_model
+    import word_problems
+    from chat_tokenizer import train_tokenizer
+    from pretrain import Size, build_model
 
     folder = tmp_path_factory.mktemp("e2e")
-    assert main(["data", "arithmetic", "--out", str(folder / "data"), "--num-train", "64", "--num-test", "8"]) == 0
+    assert word_problems.main(["--out", str(folder / "data"), "--num-train", "64", "--num-test", "8"]) == 0
     rows = [json.loads(line) for line in (folder / "data" / "train.jsonl").read_text().splitlines()]
     tokenizer = train_tokenizer([row["question"] + row["answer"] for row in rows], 320)
     torch.manual_seed(0)

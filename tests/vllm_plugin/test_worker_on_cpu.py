@@ -223,10 +223,10 @@ def test_a_family_whose_norms_may_lie_elsewhere_is_refused_before_it_is_loaded()
 
 
 def test_kernels_start_early_unless_told_otherwise(monkeypatch):
-    monkeypatch.setattr(launch, "starts_early", True)
-    for options in ({"early_starts": False}, {}):
+    monkeypatch.setattr(launch, "programmatic_launch", True)
+    for options in ({"programmatic_launch": False}, {}):
         prepare_model(Worker(None), Config({"verl_qerl": options}))
-        assert launch.starts_early is (not options)
+        assert launch.programmatic_launch is (not options)
 
 
 def test_where_results_must_not_depend_on_the_batch_vllms_own_paths_stay(monkeypatch, caplog):
@@ -234,7 +234,7 @@ def test_where_results_must_not_depend_on_the_batch_vllms_own_paths_stay(monkeyp
     taken = []
     for name in ("use_single_adapter", "use_fused_sampler", "use_decode_attention"):
         monkeypatch.setattr(worker_module, name, lambda *_, **__: taken.append("ours"))
-    monkeypatch.setattr(worker_module, "tiled_columns", lambda _: {128})
+    monkeypatch.setattr(worker_module, "repacked_in_features", lambda _: {128})
     config, passes = Config({}), SimpleNamespace(fuse_allreduce_rms=False)
     vars(config).update(lora_config=SimpleNamespace(), compilation_config=SimpleNamespace(pass_config=passes))
     worker = Worker(torch.nn.Linear(1, 1))

@@ -4,7 +4,7 @@ import argparse
 import importlib
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from verl_qerl import __version__
 from verl_qerl.cli.interrupts import Interrupted, kept_interrupts
@@ -12,8 +12,8 @@ from verl_qerl.cli.interrupts import Interrupted, kept_interrupts
 # Command -> module with its add_parser(subparsers), which imports what is slow only when the command runs.
 _COMMANDS = {
     "quantize": "quantize_arguments",
-    "export": "export_arguments",
-    **{name: name for name in ("doctor", "data", "pretrain", "plot", "compare")},
+    "export": "export.arguments",
+    **{name: name for name in ("doctor", "data", "plot", "compare")},
     "tune": "tune_arguments",
     "plan": "plan",
     "eval": "eval.arguments",
@@ -32,10 +32,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m verl_qerl", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
+
+    def run() -> int:
+        args = _parse(parser, sys.argv[1:] if argv is None else argv)
+        return args.run(args)
+
+    return run_guarded(parser, run)
+
+
+def run_guarded(parser: argparse.ArgumentParser, run: Callable[[], int]) -> int:
+    """Call `run`, a command or a script of the recipes; bad input ends the program with one sentence.
+
+    Args:
+        parser: Of the program, which names it.
+        run: Returns the exit code.
+
+    Returns:
+        As `main`.
+    """
     try:
         with kept_interrupts():
-            args = _parse(parser, sys.argv[1:] if argv is None else argv)
-            return args.run(args)
+            return run()
     except (ValueError, OSError) as error:
         # What a user can mend is said in one sentence; anything else keeps its traceback.
         parser.exit(1, f"{parser.prog}: {_sentence(error)}\n")

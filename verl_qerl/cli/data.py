@@ -1,19 +1,17 @@
 """`data`: question sets in verl's parquet schema, with verl's prompts, so that verl's own rewards apply.
 
 Prompts, data sources and ground truths are those of verl's examples/data_preprocess/{gsm8k,math_dataset}.py, which are
-not in its wheel. `arithmetic` is generated and graded as GSM8K. Of evaluation sets there is test.parquet alone.
+not in its wheel. Of evaluation sets there is test.parquet alone.
 """
 
 import argparse
 import json
-import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from verl_qerl.cli.output_dir import check_absent, new_directory
-from verl_qerl.cli.word_problems import generate
 
 GSM8K_SOURCE = "openai/gsm8k"
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
@@ -23,7 +21,7 @@ SPLITS = ("train", "test")
 # Evaluation set -> data_source, by which verl chooses a reward: these take what the last box holds.
 EVALUATION = {"math500": "HuggingFaceH4/MATH-500", "aime24": "aime24", "aime25": "aime25", "amc23": "math_dapo"}
 PROBLEM = {"question": str, "answer": str}  # keys of JSON lines
-_GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
+GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")  # as verl's reward reads it
 
 Row = dict[str, Any]
 
@@ -31,7 +29,7 @@ Row = dict[str, Any]
 def add_parser(subparsers: Any) -> None:
     """Register the command."""
     parser = subparsers.add_parser("data", help="write train.parquet and test.parquet in verl's schema")
-    sets = parser.add_subparsers(required=True, metavar=f"{{gsm8k,math,arithmetic,{','.join(EVALUATION)}}}")
+    sets = parser.add_subparsers(required=True, metavar=f"{{gsm8k,math,{','.join(EVALUATION)}}}")
     gsm8k = sets.add_parser("gsm8k", help="GSM8K from train.jsonl and test.jsonl, or from the hub")
     gsm8k.add_argument("--source", default=GSM8K_SOURCE, help="directory or hub id (default: %(default)s)")
     gsm8k.set_defaults(make=_gsm8k)
@@ -39,44 +37,34 @@ def add_parser(subparsers: Any) -> None:
     math.add_argument("--source", default=MATH_SOURCE, help="directory or hub id (default: %(default)s)")
     math.add_argument("--levels", type=_levels, default=None, metavar="A-B", help="keep these levels, for example 3-5")
     math.set_defaults(make=_math)
-    arithmetic = sets.add_parser("arithmetic", help="generated word problems with GSM8K's answer format")
-    arithmetic.add_argument("--num-train", type=int, default=20000)
-    arithmetic.add_argument("--num-test", type=int, default=200)
-    arithmetic.add_argument("--max-steps", type=int, default=2, help="steps per problem, 1 to 3 (default: %(default)s)")
-    arithmetic.add_argument("--max-number", type=int, default=9, help="largest number asked (default: %(default)s)")
-    arithmetic.set_defaults(make=_arithmetic)
     evaluation = [sets.add_parser(name, help=f"{name}, to evaluate on: test.parquet alone") for name in EVALUATION]
     for name, each in zip(EVALUATION, evaluation, strict=True):
         each.add_argument("--source", type=Path, help="directory, as of `eval` (default: the hub)")
         each.set_defaults(make=_evaluation, name=name)
-    for each in (gsm8k, arithmetic):
-        each.add_argument("--seed", type=int, default=0)
-        each.add_argument(
-            "--hash-share",
-            type=float,
-            default=1.0,
-            help="share of train.jsonl that ends in `#### N`, the rest in `The answer is N.` (default: %(default)s)",
-        )
-    for each in (gsm8k, math, arithmetic, *evaluation):
+    for each in (gsm8k, math, *evaluation):
         each.add_argument("--out", type=Path, required=True, help="directory to create")
         each.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the splits; the directory appears whole or not at all."""
-    share = getattr(args, "hash_share", 1.0)
-    if not 0 <= share <= 1:
-        raise ValueError(f"not a share: --hash-share={share}. 0 to 1 is accepted. Change it.")
     check_absent(args.out)
-    splits: dict[str, list[Row]] = args.make(args)
-    with new_directory(args.out) as directory:
+    write_splits(args.out, args.make(args))
+    return 0
+
+
+def write_splits(out: Path, splits: Mapping[str, list[Row]]) -> None:
+    """Write and report `<split>.parquet` for verl and, of questions as GSM8K's, `<split>.jsonl`.
+
+    Args:
+        out: Directory that must not exist; it appears whole or not at all.
+        splits: Name -> rows.
+    """
+    with new_directory(out) as directory:
         for split, rows in splits.items():
             _write(directory, split, rows)
-        if share < 1:
-            _mix_endings(directory / "train.jsonl", share, args.seed)
     for split, rows in splits.items():
-        print(f"{args.out / split}.parquet: {len(rows)} rows")
-    return 0
+        print(f"{out / split}.parquet: {len(rows)} rows")
 
 
 def gsm8k_prompt(question: str) -> list[dict[str, str]]:
@@ -90,7 +78,7 @@ def gsm8k_ground_truth(answer: str) -> str:
     Raises:
         ValueError: There is none.
     """
-    match = _GSM8K_ANSWER.search(answer)
+    match = GSM8K_ANSWER.search(answer)
     if match is None:
         raise ValueError(f"an answer has no result: answer={answer!r}. `#### N` is accepted. Mend or drop the row.")
     return match.group(1).replace(",", "")
@@ -166,7 +154,7 @@ def _gsm8k(args: argparse.Namespace) -> dict[str, list[Row]]:
             records: Iterable[Mapping[str, Any]] = read_jsonl(directory / f"{split}.jsonl", PROBLEM)
         else:
             records = from_hub(args.source, split, "main")
-        splits[split] = [_gsm8k_row(record, split, index) for index, record in enumerate(records)]
+        splits[split] = [gsm8k_row(record, split, index) for index, record in enumerate(records)]
     return splits
 
 
@@ -205,21 +193,12 @@ def _evaluation(args: argparse.Namespace) -> dict[str, list[Row]]:
     return {"test": rows}
 
 
-def _arithmetic(args: argparse.Namespace) -> dict[str, list[Row]]:
-    for option, count in (("--num-train", args.num_train), ("--num-test", args.num_test)):
-        if count < 1:
-            raise ValueError(f"a split would be empty: {option}={count}. At least 1 is accepted. Raise it.")
-    problems = generate(
-        args.num_train + args.num_test, max_steps=args.max_steps, max_number=args.max_number, seed=args.seed
-    )
-    parts = {"train": problems[: args.num_train], "test": problems[args.num_train :]}
-    return {
-        split: [_gsm8k_row({"question": p.question, "answer": p.answer}, split, i) for i, p in enumerate(part)]
-        for split, part in parts.items()
-    }
+def gsm8k_row(record: Mapping[str, Any], split: str, index: int) -> Row:
+    """A row of verl's schema, of a question and its answer in GSM8K's form.
 
-
-def _gsm8k_row(record: Mapping[str, Any], split: str, index: int) -> Row:
+    Raises:
+        ValueError: The answer has no `#### N`.
+    """
     truth = gsm8k_ground_truth(record["answer"])
     return _row(
         GSM8K_SOURCE, gsm8k_prompt(record["question"]), truth, split, index, record["question"], record["answer"]
@@ -253,28 +232,15 @@ def _row(
 
 
 def _write(directory: Path, split: str, rows: list[Row]) -> None:
-    """The parquet for verl, and the same questions as JSON lines for `pretrain`."""
+    """The parquet for verl, and of GSM8K the same questions as JSON lines."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     pq.write_table(pa.Table.from_pylist(rows), directory / f"{split}.parquet")
     if rows[0]["data_source"] == GSM8K_SOURCE:
         problems = [{key: row["extra_info"][key] for key in ("question", "answer")} for row in rows]
-        _write_jsonl(directory / f"{split}.jsonl", problems)
-
-
-def _write_jsonl(path: Path, rows: Sequence[Row]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def _mix_endings(path: Path, hash_share: float, seed: int) -> None:
-    """Let only `hash_share` of the answers end as the reward wants; what is pretrained on them has that to learn."""
-    rng = random.Random(seed)
-    rows = read_jsonl(path, PROBLEM)
-    for row in rows:
-        if rng.random() >= hash_share:
-            row["answer"] = _GSM8K_ANSWER.sub(r"The answer is \1.", row["answer"])
-    _write_jsonl(path, rows)
+        text = "".join(json.dumps(problem) + "\n" for problem in problems)
+        (directory / f"{split}.jsonl").write_text(text, encoding="utf-8")
 
 
 def _local(source: str) -> Path | None:

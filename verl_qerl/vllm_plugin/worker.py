@@ -17,7 +17,7 @@ from verl_qerl.kernels.rollout import launch
 from verl_qerl.vllm_plugin import NAMES
 from verl_qerl.vllm_plugin.adapter.lora import compute_plain_logits, release_buffers, use_single_adapter
 from verl_qerl.vllm_plugin.decode.attention import use_decode_attention
-from verl_qerl.vllm_plugin.decode.elementwise import use_early_starts
+from verl_qerl.vllm_plugin.decode.elementwise import use_programmatic_launch
 from verl_qerl.vllm_plugin.decode.memory_share import can_sleep, stay_within_share, use_segments_again
 from verl_qerl.vllm_plugin.decode.sampling import use_fused_sampler
 from verl_qerl.vllm_plugin.noise.noise_rows import NoiseRows, check_draws
@@ -26,7 +26,7 @@ from verl_qerl.vllm_plugin.noise.synced_norms import SyncedNorms
 from verl_qerl.vllm_plugin.options import RolloutOptions, asked_of_vllm, rollout_options
 from verl_qerl.vllm_plugin.weights.borrowed import borrowed_by, is_borrowing
 from verl_qerl.vllm_plugin.weights.head import quantize_head
-from verl_qerl.vllm_plugin.weights.linear import tiled_columns
+from verl_qerl.vllm_plugin.weights.linear import repacked_in_features
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
     check_draws(vllm_config, options.aqn)
     if options.aqn.enabled:
         check_model(vllm_config, options.aqn)
-    launch.starts_early = options.early_starts
+    launch.programmatic_launch = options.programmatic_launch
     if options.keep_base_resident:
         _keep_weights(worker, vllm_config)
     use_segments_again(worker, vllm_config)
@@ -132,12 +132,12 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
             _watch_owner(worker, model)
         if options.train_norms:
             worker._qerl_norms = SyncedNorms(model, worker._qerl_noise)
-        columns = tiled_columns(model)
+        columns = repacked_in_features(model)
         prepared["linear"] = sorted(columns)
         if columns:
             # vLLM fuses norms with the sums of several GPUs: its own, with weights of the activations' dtype.
             fused = vllm_config.compilation_config.pass_config.fuse_allreduce_rms
-            use_early_starts(model, columns, left=vllm_config.model_config.dtype if fused else None)
+            use_programmatic_launch(model, columns, left=vllm_config.model_config.dtype if fused else None)
             if options.attention == "auto":
                 use_decode_attention(model, vllm_config)
         if options.sampler != "stock":

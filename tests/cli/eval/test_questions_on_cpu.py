@@ -1,8 +1,8 @@
 import json
 
 import pytest
+import word_problems
 
-from verl_qerl.cli import main
 from verl_qerl.cli.eval.questions import Question, parse_tasks, read_questions
 
 SUFFIX = "Let's think step by step and output the final answer within \\boxed{}."
@@ -43,7 +43,7 @@ def test_files_of_three_kinds(tmp_path):
 
 
 def test_what_data_writes_can_be_asked(tmp_path):
-    assert main(["data", "arithmetic", "--out", str(tmp_path / "gsm8k"), "--num-train", "2", "--num-test", "3"]) == 0
+    assert word_problems.main(["--out", str(tmp_path / "gsm8k"), "--num-train", "2", "--num-test", "3"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "gsm8k" / "test.jsonl").read_text().splitlines()]
     as_lines = read_questions("gsm8k", tmp_path)
     assert [one.text for one in as_lines] == [line["question"] for line in lines]

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+import word_problems
 
 pytest.importorskip("transformers")
 
@@ -8,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_qerl.checkpoints.source import open_source, stored_tensors, stream
-from verl_qerl.cli import main
 from verl_qerl.cli.export.prompt_log_probs import log_prob_change, read_prompts, tokenize
 from verl_qerl.formats.reference import dequantize
 
@@ -22,7 +22,7 @@ def test_text_and_chats_are_read_from_json_lines(tmp_path):
 
 
 def test_verls_parquet_is_read(tmp_path):
-    assert main(["data", "arithmetic", "--out", str(tmp_path / "data"), "--num-train", "4", "--num-test", "2"]) == 0
+    assert word_problems.main(["--out", str(tmp_path / "data"), "--num-train", "4", "--num-test", "2"]) == 0
     prompts = read_prompts(tmp_path / "data" / "train.parquet", 64)
     assert len(prompts) == 4
     assert [turn["role"] for turn in prompts[0]] == ["user"]

@@ -23,8 +23,8 @@ from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 
 from verl_qerl.kernels.rollout.lora import lora_expand, lora_shrink, member_of_tile
-from verl_qerl.vllm_plugin.weights.linear import tiled_tensors
-from verl_qerl.vllm_plugin.weights.tiled_ops import lora_linear_tiled
+from verl_qerl.vllm_plugin.weights.linear import repacked_tensors
+from verl_qerl.vllm_plugin.weights.linear_ops import lora_linear_repacked
 
 logger = logging.getLogger(__name__)
 
@@ -187,8 +187,8 @@ def _single(base: type) -> type:
             flat = x.reshape(-1, x.shape[-1])
             adapter = (self.qerl_b, self.qerl_members, self.punica_wrapper._token_lora_indices, self.qerl_none_active)
             if hasattr(self.base_layer, "qerl_plan"):
-                tensors = tiled_tensors(self.base_layer)
-                out = lora_linear_tiled(flat, *tensors, bias, self.base_layer.qerl_plan, self.qerl_a, *adapter)
+                tensors = repacked_tensors(self.base_layer)
+                out = lora_linear_repacked(flat, *tensors, bias, self.base_layer.qerl_plan, self.qerl_a, *adapter)
             else:
                 partial = lora_shrink(flat, self.qerl_a, self.qerl_none_active)
                 y = self._get_quant_method().apply(self.base_layer, flat, bias)

@@ -1,4 +1,4 @@
-// low = x a^T made by each thread block for its own part of K (EACH): rows of a come through the ring beside the codes, and
+// The LoRA intermediate x a^T, computed by each thread block for its own part of K (EACH): rows of a come through the ring beside the codes, and
 // the first warpgroup multiplies them by x, both in shared memory. What its part of K gives is rounded and multiplied by b
 // in the same block, and added up with the block's other sums: nobody waits for another block.
 //

@@ -1,11 +1,10 @@
+import argparse
 import json
 
 import pytest
 import torch
-
-from verl_qerl.cli import main
-from verl_qerl.cli.pretrain import SIZES, build_model
-from verl_qerl.cli.word_problems import generate
+from pretrain import SIZES, _read, build_model, main
+from word_problems import generate
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +17,7 @@ def problems(tmp_path_factory):
 
 def pretrain(problems, out, *arguments):
     common = ["--eval-problems", "4", "--max-steps", "3", "--batch-size", "4"]
-    return main(["pretrain", "--data", str(problems), "--out", str(out), *common, *arguments])
+    return main(["--data", str(problems), "--out", str(out), *common, *arguments])
 
 
 @pytest.mark.parametrize("size", ["tiny", "small"])
@@ -74,6 +73,7 @@ def test_widths_suit_nvfp4_kernels_and_attention(name):
         (["--vocab-size", "0"], "vocab_size=0"),
         (["--repeats", "1", "2"], "repeats do not fit the files"),
         (["--repeats", "0"], "repeats do not fit the files"),
+        (["--hash-share", "1.5"], "not a share: --hash-share=1.5"),
         (["--target-accuracy", "30"], "target_accuracy=30.0"),
         (["--vocab-size", "333"], "vocab_size=333"),
         (["--eval-problems", "64"], "no problem is left to train on"),
@@ -105,3 +105,17 @@ def test_a_held_out_answer_without_a_result_is_refused_before_training(tmp_path,
     captured = capsys.readouterr()
     assert "an answer has no result" in captured.err
     assert "parameters" not in captured.out
+
+
+def test_the_share_of_endings_concerns_what_is_trained_on_only(tmp_path):
+    rows = [{"question": p.question, "answer": p.answer} for p in generate(400, max_steps=2, max_number=9, seed=0)]
+    path = tmp_path / "problems.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = argparse.Namespace(data=[path], eval_data=None, eval_problems=50, hash_share=0.25, seed=0)
+    (mixed,), held_out = _read(args)
+    assert held_out == rows[:50]
+    kept = [row for row, before in zip(mixed, rows[50:], strict=True) if row == before]
+    assert 0.15 < len(kept) / 350 < 0.35
+    for row, before in zip(mixed, rows[50:], strict=True):
+        number = before["answer"].rpartition("#### ")[2]
+        assert row["answer"].endswith((f"#### {number}", f"The answer is {number}."))

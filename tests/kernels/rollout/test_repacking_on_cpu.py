@@ -5,11 +5,11 @@ import torch
 
 from verl_qerl.formats import reference
 from verl_qerl.formats.nvfp4_weight import PackedWeight
-from verl_qerl.kernels.rollout import tiled
-from verl_qerl.kernels.rollout.tiled import Tiles, dequantize_tiled, launch, tile, untile
+from verl_qerl.kernels.rollout import repacking
+from verl_qerl.kernels.rollout.repacking import Repacked, dequantize_repacked, launch, repack, undo_repack
 from verl_qerl.testing import random_packed_weight
 
-MODULE = "verl_qerl.kernels.rollout.tiled"
+MODULE = "verl_qerl.kernels.rollout.repacking"
 # Of sign, exponent, exponent and mantissa in half a word, for each of its four codes.
 BITS = torch.tensor([(15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (13, 11, 10, 14)], dtype=torch.int32)
 SHAPES = [(64, 16), (64, 128), (128, 144), (192, 272)]  # a program decodes 8 blocks of 16: below, at and above it
@@ -25,7 +25,7 @@ def every_pair() -> PackedWeight:
 
 def test_every_code_and_scale_is_where_the_formula_says():
     weight = random_packed_weight(128, 48)
-    words, scale, decode_scale = tile(weight)
+    words, scale, decode_scale = repack(weight)
     n, k = torch.meshgrid(torch.arange(128), torch.arange(48), indexing="ij")
     word = words[k // 16, n // 64 * 128 + (n % 8 * 4 + k % 8 // 2) * 4 + n % 64 // 16]
     half, code = word >> (k % 2 * 16), k % 16 // 8 * 2 + n % 16 // 8
@@ -40,37 +40,37 @@ def test_every_code_and_scale_is_where_the_formula_says():
 @pytest.mark.parametrize("at_once", [1, 5 * 256, 1 << 20])  # words: less than a block of 16, five blocks, all
 def test_parts_are_arranged_as_the_whole_is(at_once, monkeypatch):
     weight = random_packed_weight(128, 17 * 16)
-    whole = tile(weight)
-    asked, pack = [], tiled._pack
-    monkeypatch.setattr(tiled, "_WORDS_AT_ONCE", at_once)
-    monkeypatch.setattr(tiled, "_pack", lambda codes, words: (asked.append(len(words)), pack(codes, words)))
-    assert all(torch.equal(*pair) for pair in zip(whole, tile(weight), strict=True))
+    whole = repack(weight)
+    asked, pack = [], repacking._pack
+    monkeypatch.setattr(repacking, "_WORDS_AT_ONCE", at_once)
+    monkeypatch.setattr(repacking, "_pack", lambda codes, words: (asked.append(len(words)), pack(codes, words)))
+    assert all(torch.equal(*pair) for pair in zip(whole, repack(weight), strict=True))
     assert asked == {1: [1] * 17, 5 * 256: [5, 5, 5, 2], 1 << 20: [17]}[at_once]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_untile_is_the_inverse(shape):
+def test_undo_repack_is_the_inverse(shape):
     weight = random_packed_weight(*shape)
-    back = untile(*tile(weight))
+    back = undo_repack(*repack(weight))
     assert torch.equal(back.codes, weight.codes)
     assert torch.equal(back.block_scale.view(torch.uint8), weight.block_scale.view(torch.uint8))
     assert torch.equal(back.global_decode_scale, weight.global_decode_scale)
 
 
 def test_the_operator_is_the_reference_without_a_gpu(every_pair):
-    assert torch.equal(dequantize_tiled(*tile(every_pair)), reference.dequantize(every_pair, torch.bfloat16))
+    assert torch.equal(dequantize_repacked(*repack(every_pair)), reference.dequantize(every_pair, torch.bfloat16))
 
 
 def test_the_kernel_gives_the_bits_of_the_reference(every_pair, interpreted):
     weights = [random_packed_weight(*shape) for shape in SHAPES] + [every_pair]
-    found = interpreted(MODULE, [tile(weight) for weight in weights])
+    found = interpreted(MODULE, [repack(weight) for weight in weights])
     for weight, out in zip(weights, found, strict=True):
         expected = reference.dequantize(weight, torch.bfloat16)
         assert torch.equal(out, expected)
         assert torch.equal(out.signbit(), expected.signbit())
 
 
-def columns(case: Tiles, start: int, end: int) -> Tiles:
+def columns(case: Repacked, start: int, end: int) -> Repacked:
     """The tiles of some rows of a weight, in place."""
     words, scale, decode_scale = case
     return words[:, 2 * start : 2 * end], scale[:, start:end], decode_scale
@@ -83,28 +83,28 @@ def test_rows_of_a_weight_are_columns_of_its_tiles():
     weight = random_packed_weight(256, 272)
     expected = reference.dequantize(weight, torch.bfloat16)
     for start, end in PARTS:
-        part = columns(tile(weight), start, end)
-        assert torch.equal(dequantize_tiled(*part), expected[start:end])
-        back = untile(*part)
+        part = columns(repack(weight), start, end)
+        assert torch.equal(dequantize_repacked(*part), expected[start:end])
+        back = undo_repack(*part)
         assert torch.equal(back.codes, weight.codes[start:end])
         assert torch.equal(back.block_scale.view(torch.uint8), weight.block_scale.view(torch.uint8)[start:end])
 
 
 def test_the_kernel_decodes_columns_in_place(interpreted):
     weight = random_packed_weight(256, 272)
-    found = interpreted(MODULE, [columns(tile(weight), *part) for part in PARTS])
+    found = interpreted(MODULE, [columns(repack(weight), *part) for part in PARTS])
     expected = reference.dequantize(weight, torch.bfloat16)
     for (start, end), out in zip(PARTS, found, strict=True):
         assert torch.equal(out, expected[start:end])
 
 
 def test_the_kernel_refuses_columns_that_are_apart():
-    words, scale, decode_scale = tile(random_packed_weight(128, 32))
+    words, scale, decode_scale = repack(random_packed_weight(128, 32))
     with pytest.raises(ValueError, match="are not side by side: strides"):
         launch(words[:, ::2], scale[:, ::2], decode_scale)
 
 
 def test_the_operator_can_be_traced():
-    case = tile(random_packed_weight(192, 32))
-    torch.library.opcheck(dequantize_tiled, case)
-    torch.library.opcheck(dequantize_tiled, columns(case, 64, 128))
+    case = repack(random_packed_weight(192, 32))
+    torch.library.opcheck(dequantize_repacked, case)
+    torch.library.opcheck(dequantize_repacked, columns(case, 64, 128))

@@ -3,15 +3,15 @@
 import torch
 
 from verl_qerl.kernels.rollout.lora import lora_expand, lora_shrink
-from verl_qerl.kernels.rollout.tiled import dequantize_tiled
-from verl_qerl.kernels.rollout.tiled_matmul import RANKS, Adapter, can_fuse, tiled_matmul
+from verl_qerl.kernels.rollout.repacking import dequantize_repacked
+from verl_qerl.kernels.rollout.w4a16_matmul import RANKS, Adapter, can_fuse, w4a16_matmul
 from verl_qerl.vllm_plugin.weights.plans import PLANS, say_once
 
 
-@torch.library.custom_op("verl_qerl::linear_tiled", mutates_args=())
-def linear_tiled(
+@torch.library.custom_op("verl_qerl::linear_repacked", mutates_args=())
+def linear_repacked(
     x: torch.Tensor,
-    words: torch.Tensor,
+    packed_codes: torch.Tensor,
     scale: torch.Tensor,
     global_decode_scale: torch.Tensor,
     dense: torch.Tensor | None,
@@ -22,8 +22,8 @@ def linear_tiled(
 
     Args:
         x: [M, K] bf16.
-        words: Of `kernels.rollout.tiled.tile`, [K / 16, 2 N] int32.
-        scale: Of `kernels.rollout.tiled.tile`, [K / 16, N] uint8.
+        packed_codes: Of `kernels.rollout.repacking.repack`, [K / 16, 2 N] int32.
+        scale: Of `kernels.rollout.repacking.repack`, [K / 16, N] uint8.
         global_decode_scale: [1] float32.
         dense: [N, K] bf16, the decoded weight, or None.
         bias: [N] bf16 or None.
@@ -32,14 +32,14 @@ def linear_tiled(
     Returns:
         [M, N] bf16.
     """
-    weight = dequantize_tiled(words, scale, global_decode_scale) if dense is None else dense
+    weight = dequantize_repacked(packed_codes, scale, global_decode_scale) if dense is None else dense
     return torch.nn.functional.linear(x, weight, bias)
 
 
-@linear_tiled.register_kernel("cuda")
+@linear_repacked.register_kernel("cuda")
 def _linear_cuda(
     x: torch.Tensor,
-    words: torch.Tensor,
+    packed_codes: torch.Tensor,
     scale: torch.Tensor,
     global_decode_scale: torch.Tensor,
     dense: torch.Tensor | None,
@@ -47,16 +47,16 @@ def _linear_cuda(
     plan: str,
 ) -> torch.Tensor:
     chosen, rows = PLANS[plan], x.shape[0]
-    if chosen.is_tiled(rows, dense is not None):
-        return tiled_matmul(x.contiguous(), words, scale, global_decode_scale, bias, launch=chosen.launch(rows))
-    weight = dequantize_tiled(words, scale, global_decode_scale) if dense is None else dense
+    if chosen.uses_kernel(rows, dense is not None):
+        return w4a16_matmul(x.contiguous(), packed_codes, scale, global_decode_scale, bias, launch=chosen.launch(rows))
+    weight = dequantize_repacked(packed_codes, scale, global_decode_scale) if dense is None else dense
     return torch.nn.functional.linear(x, weight, bias)
 
 
-@linear_tiled.register_fake
+@linear_repacked.register_fake
 def _linear_fake(
     x: torch.Tensor,
-    words: torch.Tensor,
+    packed_codes: torch.Tensor,
     scale: torch.Tensor,
     global_decode_scale: torch.Tensor,
     dense: torch.Tensor | None,
@@ -66,10 +66,10 @@ def _linear_fake(
     return x.new_empty((x.shape[0], scale.shape[1]))
 
 
-@torch.library.custom_op("verl_qerl::lora_linear_tiled", mutates_args=())
-def lora_linear_tiled(
+@torch.library.custom_op("verl_qerl::lora_linear_repacked", mutates_args=())
+def lora_linear_repacked(
     x: torch.Tensor,
-    words: torch.Tensor,
+    packed_codes: torch.Tensor,
     scale: torch.Tensor,
     global_decode_scale: torch.Tensor,
     dense: torch.Tensor | None,
@@ -81,11 +81,11 @@ def lora_linear_tiled(
     slots: torch.Tensor,
     none_active: torch.Tensor,
 ) -> torch.Tensor:
-    """`linear_tiled` and the product of one adapter, which our own kernel adds in the same launch.
+    """`linear_repacked` and the product of one adapter, which our own kernel adds in the same launch.
 
     Args:
-        x: As in `linear_tiled`, like all up to `plan`.
-        words: As there.
+        x: As in `linear_repacked`, like all up to `plan`.
+        packed_codes: As there.
         scale: As there.
         global_decode_scale: As there.
         dense: As there.
@@ -100,14 +100,14 @@ def lora_linear_tiled(
     Returns:
         [M, N] bf16.
     """
-    y = linear_tiled(x, words, scale, global_decode_scale, dense, None, plan)
+    y = linear_repacked(x, packed_codes, scale, global_decode_scale, dense, None, plan)
     return lora_expand(y, lora_shrink(x, a, none_active), b, members, slots, none_active, bias, x.shape[1])
 
 
-@lora_linear_tiled.register_kernel("cuda")
+@lora_linear_repacked.register_kernel("cuda")
 def _lora_linear_cuda(
     x: torch.Tensor,
-    words: torch.Tensor,
+    packed_codes: torch.Tensor,
     scale: torch.Tensor,
     global_decode_scale: torch.Tensor,
     dense: torch.Tensor | None,
@@ -119,28 +119,28 @@ def _lora_linear_cuda(
     slots: torch.Tensor,
     none_active: torch.Tensor,
 ) -> torch.Tensor:
-    weight = (words, scale, global_decode_scale)
+    weight = (packed_codes, scale, global_decode_scale)
     if none_active.item():
-        return linear_tiled(x, *weight, dense, bias, plan)
+        return linear_repacked(x, *weight, dense, bias, plan)
     x = x.contiguous()
     chosen, rows = PLANS[plan], x.shape[0]
-    if chosen.is_tiled(rows, dense is not None):
+    if chosen.uses_kernel(rows, dense is not None):
         launch = chosen.launch(rows)
         if can_fuse(a, b, members, launch):
-            return tiled_matmul(x, *weight, bias, Adapter(a, b, members, slots), launch)
+            return w4a16_matmul(x, *weight, bias, Adapter(a, b, members, slots), launch)
         say_once(
             f"linears of {plan} take three launches with an adapter of rank {b.shape[1]}: the one that does it takes"
             f" ranks {', '.join(map(str, RANKS))}, and members of whole tiles."
         )
     partial = lora_shrink(x, a, none_active)
-    y = linear_tiled(x, *weight, dense, None, plan)
+    y = linear_repacked(x, *weight, dense, None, plan)
     return lora_expand(y, partial, b, members, slots, none_active, bias, x.shape[1])
 
 
-@lora_linear_tiled.register_fake
+@lora_linear_repacked.register_fake
 def _lora_linear_fake(
     x: torch.Tensor,
-    words: torch.Tensor,
+    packed_codes: torch.Tensor,
     scale: torch.Tensor,
     global_decode_scale: torch.Tensor,
     dense: torch.Tensor | None,

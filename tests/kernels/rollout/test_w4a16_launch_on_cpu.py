@@ -8,8 +8,8 @@ import pytest
 import verl_qerl
 from verl_qerl.cli.tune import TRIED, fusing
 from verl_qerl.cli.tune_shapes import MODELS
-from verl_qerl.kernels.rollout import tiled_launch
-from verl_qerl.kernels.rollout.tiled_launch import EACH, GATHERED, SHAPES, STREAM, TOKENS, Launch, own_rows
+from verl_qerl.kernels.rollout import w4a16_launch
+from verl_qerl.kernels.rollout.w4a16_launch import EACH, GATHERED, SHAPES, STREAM_K, TOKENS, Launch, own_rows
 
 TUNED = Path(verl_qerl.__file__).parent / "vllm_plugin" / "weights" / "tuned"
 TABLES = {path.stem: json.loads(path.read_text())["rows"] for path in sorted(TUNED.glob("*.json"))}
@@ -23,33 +23,33 @@ PADDED |= {257: 144, 288: 144, 289: 192, 384: 192, 512: 256}  # twice as many ro
 
 @pytest.mark.parametrize(("rows", "expected"), PADDED.items())
 def test_rows_are_padded_to_what_is_compiled(rows, expected):
-    assert tiled_launch.padded_rows(rows) == expected
+    assert w4a16_launch.padded_rows(rows) == expected
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("weight", [*WEIGHTS, (256, 128), (64, 64)], ids=str)
 def test_a_guess_can_run_and_is_the_first_candidate(weight, tokens):
     N, K = weight
-    found = tiled_launch.launch_candidates(N, K, tokens)
-    assert tiled_launch.guess_launch(N, K, tokens) == found[0]
+    found = w4a16_launch.launch_candidates(N, K, tokens)
+    assert w4a16_launch.guess_launch(N, K, tokens) == found[0]
     assert len(set(found)) == len(found)
     for launch in found:
-        rows = tiled_launch.rows_at_a_time(tokens, launch)
-        assert rows == tokens // (2 if launch.split != STREAM and tokens > 128 else 1)
-        assert (launch.pieces, launch.groups, launch.blocks) in SHAPES[rows]
+        rows = w4a16_launch.rows_at_a_time(tokens, launch)
+        assert rows == tokens // (2 if launch.split_k != STREAM_K and tokens > 128 else 1)
+        assert (launch.warp_tiles, launch.warpgroups, launch.blocks_per_sm) in SHAPES[rows]
         # A cluster, each block of which has a part of K.
-        assert launch.split == STREAM or 1 <= launch.split <= min(8, K // 64)
+        assert launch.split_k == STREAM_K or 1 <= launch.split_k <= min(8, K // 64)
 
 
 def test_a_guess_for_many_rows_shares_no_k():
-    assert tiled_launch.guess_launch(768, 2304, 256).split != STREAM
-    assert tiled_launch.guess_launch(768, 2304, 257) == Launch(1, 2, STREAM, 1)
+    assert w4a16_launch.guess_launch(768, 2304, 256).split_k != STREAM_K
+    assert w4a16_launch.guess_launch(768, 2304, 257) == Launch(1, 2, STREAM_K, 1)
 
 
 @pytest.mark.parametrize("measured", MEASURED, ids=str)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_the_model_of_the_time_tries_what_was_measured_to_be_fastest(measured, tokens):
-    fastest = Launch(*MEASURED[measured][str(tokens)])._replace(low=GATHERED)
+    fastest = Launch(*MEASURED[measured][str(tokens)])._replace(intermediate=GATHERED)
     assert fastest in fusing(*measured[1:], tokens)[:TRIED]
 
 

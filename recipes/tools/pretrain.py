@@ -1,4 +1,6 @@
-"""`pretrain`: a tokenizer and a Qwen2 trained from scratch on questions and answers, ready for verl.
+"""A tokenizer and a Qwen2 trained from scratch on questions and answers, ready for verl.
+
+    python recipes/tools/pretrain.py --data data/train.jsonl --out base [--size tiny] [--minutes 1]
 
 The result is right sometimes, which is what reinforcement learning needs to start. Prompts go through the chat template
 and the GSM8K instruction that verl uses at rollout; nothing else is learned.
@@ -7,22 +9,31 @@ and the GSM8K instruction that verl uses at rollout; nothing else is learned.
 import argparse
 import json
 import math
-from collections.abc import Iterator
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_qerl.cli.chat_tokenizer import END_ID, PAD_ID
-from verl_qerl.cli.data import PROBLEM, gsm8k_ground_truth, read_jsonl
+from chat_tokenizer import END_ID, PAD_ID, encode_answers, encode_prompts, train_tokenizer
+from packing import Document, collate, document_stream, packed_rows, single_rows
+
+from verl_qerl.cli import run_guarded
+from verl_qerl.cli.data import GSM8K_ANSWER, PROBLEM, gsm8k_ground_truth, gsm8k_prompt, read_jsonl
 from verl_qerl.cli.output_dir import check_absent, new_directory
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-    from verl_qerl.cli.packing import Document
-
 TOKENIZER_TEXTS = 5000  # per file; more do not change the merges of a small vocabulary
+WARMUP = 0.05  # of the run
+FINAL_LR = 0.05  # of the peak
+CHECKS = 20  # accuracy checks per run, when a target is given
 
 
 @dataclass(frozen=True)
@@ -52,9 +63,9 @@ SIZES = {
 }
 
 
-def add_parser(subparsers: Any) -> None:
-    """Register the command."""
-    parser = subparsers.add_parser("pretrain", help="train a tokenizer and a small Qwen2 from scratch")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, report greedy and sampled accuracy, and save; the directory appears whole or not at all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="JSON lines with question and answer")
     parser.add_argument("--repeats", type=int, nargs="+", help="how often a pass repeats each file (default: once)")
     parser.add_argument("--out", type=Path, required=True, help="directory to create")
@@ -70,11 +81,16 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--eval-data", type=Path, help="held-out JSON lines (default: taken out of the first file)")
     parser.add_argument("--eval-problems", type=int, default=200, help="default: %(default)s")
     parser.add_argument("--target-accuracy", type=float, help="stop once sampled answers reach it, for example 0.3")
-    parser.set_defaults(run=run)
+    parser.add_argument(
+        "--hash-share",
+        type=float,
+        default=1.0,
+        help="share of answers that keep their `#### N`; the rest end in `The answer is N.` (default: %(default)s)",
+    )
+    return run_guarded(parser, lambda: _run(parser.parse_args(argv)))
 
 
-def run(args: argparse.Namespace) -> int:
-    """Train, report greedy and sampled accuracy, and save; the directory appears whole or not at all."""
+def _run(args: argparse.Namespace) -> int:
     check_absent(args.out)
     size = SIZES[args.size]
     _check(args)
@@ -109,8 +125,6 @@ def _train(
     """Train, turn the model to bfloat16 and measure it."""
     import torch
     from torch import nn
-
-    from verl_qerl.cli.pretrain_loop import Budget, accuracy, train
 
     size = SIZES[args.size]
 
@@ -166,6 +180,8 @@ def _check(args: argparse.Namespace) -> None:
             f"repeats do not fit the files: repeats={args.repeats} for {len(args.data)} files. One count from 1 per "
             "file is accepted. Change --repeats."
         )
+    if not 0 <= args.hash_share <= 1:
+        raise ValueError(f"not a share: --hash-share={args.hash_share}. 0 to 1 is accepted. Change it.")
     if args.target_accuracy is not None and not 0 < args.target_accuracy <= 1:
         raise ValueError(
             f"the target is not a share: target_accuracy={args.target_accuracy}. 0 to 1 is accepted. Change it."
@@ -194,16 +210,19 @@ def _read(args: argparse.Namespace) -> tuple[list[list[dict[str, str]]], list[di
         )
     for problem in held_out:
         gsm8k_ground_truth(problem["answer"])
-    return sources, held_out
+    return [_mix_endings(source, args.hash_share, args.seed) for source in sources], held_out
+
+
+def _mix_endings(problems: list[dict[str, str]], share: float, seed: int) -> list[dict[str, str]]:
+    """Let only `share` of the answers end as the reward wants, so that there is something left to learn."""
+    rng = random.Random(seed)
+    endings = {True: r"#### \1", False: r"The answer is \1."}
+    return [{**row, "answer": GSM8K_ANSWER.sub(endings[rng.random() < share], row["answer"])} for row in problems]
 
 
 def _tokenize(
     sources: list[list[dict[str, str]]], size: Size, args: argparse.Namespace
 ) -> "tuple[PreTrainedTokenizerFast, list[list[Document]]]":
-    from verl_qerl.cli.chat_tokenizer import encode_answers, encode_prompts, train_tokenizer
-    from verl_qerl.cli.data import gsm8k_prompt
-    from verl_qerl.cli.packing import Document
-
     texts = (
         text
         for source in sources
@@ -230,10 +249,159 @@ def _tokenize(
 def _batches(
     documents: "list[list[Document]]", size: Size, args: argparse.Namespace
 ) -> "Iterator[tuple[torch.Tensor, torch.Tensor]]":
-    from verl_qerl.cli.packing import collate, document_stream, packed_rows, single_rows
-
     stream = document_stream(documents, args.repeats or [1] * len(documents), args.seed)
     num_rows = size.rows if args.batch_size is None else args.batch_size
     rows = single_rows(stream, num_rows) if size.row_length is None else packed_rows(stream, num_rows, size.row_length)
     for batch in rows:
         yield collate(batch, pad_id=PAD_ID, prompt_weight=size.prompt_weight, row_length=size.row_length)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """When training ends; the learning rate follows whichever is closer to its end."""
+
+    seconds: float
+    max_steps: int | None
+
+    def progress(self, seconds: float, step: int) -> float:
+        """Part of the run that is over, 1 or more at the end."""
+        return max(seconds / self.seconds, step / self.max_steps if self.max_steps else 0.0)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run of the loop did; `seconds` leaves out accuracy checks."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    loss: float
+
+
+def lr_factor(progress: float) -> float:
+    """Linear warm-up, then a cosine down to FINAL_LR."""
+    cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    return min(1.0, (progress + 1e-3) / WARMUP) * (FINAL_LR + (1 - FINAL_LR) * cosine)
+
+
+def train(
+    model: "Qwen2ForCausalLM",
+    batches: "Iterator[tuple[torch.Tensor, torch.Tensor]]",
+    *,
+    lr: float,
+    budget: Budget,
+    compile_model: bool,
+    is_good_enough: Callable[[], bool] | None,
+) -> Trained:
+    """Train until the budget is spent or `is_good_enough`, which is asked CHECKS times per run.
+
+    The clock starts after the first step, so that compiling does not count.
+
+    Raises:
+        ValueError: The loss is no longer finite.
+    """
+    import torch
+    from tqdm import tqdm
+
+    device = model.device
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01, fused=device.type == "cuda"
+    )
+    trunk = torch.compile(model.model, dynamic=False) if compile_model else model.model
+    step = tokens = checks = 0
+    seconds, loss = 0.0, math.nan
+    model.train()
+    with tqdm(total=100, unit="%", bar_format="{l_bar}{bar}| {elapsed}<{remaining} {postfix}") as bar:
+        while (progress := budget.progress(seconds, step)) < 1:
+            start = time.perf_counter()
+            for group in optimizer.param_groups:
+                group["lr"] = lr * lr_factor(progress)
+            ids, weights = (tensor.to(device, non_blocking=True) for tensor in next(batches))
+            loss = _step(model, trunk, optimizer, ids, weights)
+            if step:
+                seconds += time.perf_counter() - start
+            step, tokens = step + 1, tokens + ids.numel()
+            bar.update(min(100.0, 100 * budget.progress(seconds, step)) - bar.n)
+            bar.set_postfix_str(f"step {step} loss {loss:.3f}", refresh=False)
+            if is_good_enough is not None and progress * CHECKS >= checks + 1:
+                checks = int(progress * CHECKS)
+                if is_good_enough():
+                    break
+    return Trained(step, tokens, seconds, loss)
+
+
+def _step(
+    model: "Qwen2ForCausalLM",
+    trunk: "Callable[..., Any]",
+    optimizer: "torch.optim.Optimizer",
+    ids: "torch.Tensor",
+    weights: "torch.Tensor",
+) -> float:
+    """One optimizer step on the weighted next-token loss; the head sees only positions with a weight."""
+    import torch
+    from torch.nn import functional as F
+
+    autocast = torch.autocast("cuda", torch.bfloat16) if ids.device.type == "cuda" else nullcontext()
+    targets, weights = ids[:, 1:], weights[:, 1:]
+    kept = weights > 0
+    with autocast:
+        hidden = trunk(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+        logits = model.lm_head(hidden[kept])
+    losses = F.cross_entropy(logits.float(), targets[kept], reduction="none")
+    loss = (losses * weights[kept]).sum() / weights[kept].sum()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    value = loss.item()
+    if not math.isfinite(value):
+        raise ValueError(f"training has diverged: loss={value}. A finite loss is accepted. Lower --lr.")
+    return value
+
+
+def accuracy(
+    model: "Qwen2ForCausalLM",
+    tokenizer: "PreTrainedTokenizerFast",
+    problems: Sequence[dict[str, str]],
+    *,
+    sample: bool,
+    max_new_tokens: int,
+    batch_size: int = 100,
+) -> float:
+    """Share of problems answered right under GSM8K's strict rule, the last `#### N` of the answer.
+
+    Args:
+        model: In any dtype.
+        tokenizer: Pads on the left here.
+        problems: With `question` and `answer`.
+        sample: At temperature 1 over the whole vocabulary, as verl's rollout; else greedy.
+        max_new_tokens: Longer answers are cut.
+        batch_size: Problems generated together.
+    """
+    import torch
+
+    was_training = model.training
+    model.eval()
+    right = 0
+    for at in range(0, len(problems), batch_size):
+        part = problems[at : at + batch_size]
+        prompts = encode_prompts(tokenizer, [problem["question"] for problem in part])
+        padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(model.device)
+        how = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sample else {"do_sample": False}
+        with torch.no_grad():
+            # Its annotations name attributes that only quantized models have.
+            out = model.generate(**padded, max_new_tokens=max_new_tokens, **how)  # pyright: ignore
+        texts = tokenizer.batch_decode(out[:, padded["input_ids"].shape[1] :], skip_special_tokens=True)
+        right += sum(is_right(text, problem["answer"]) for text, problem in zip(texts, part, strict=True))
+    model.train(was_training)
+    return right / len(problems)
+
+
+def is_right(text: str, answer: str) -> bool:
+    """Whether the last `#### N` of `text` is that of `answer`, compared as verl's gsm8k reward does."""
+    found = re.findall(r"#### (-?[0-9.,]+)", text)
+    return bool(found) and found[-1].replace(",", "") == gsm8k_ground_truth(answer)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

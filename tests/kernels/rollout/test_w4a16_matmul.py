@@ -8,19 +8,19 @@ import torch
 
 from verl_qerl.formats import reference
 from verl_qerl.formats.nvfp4_weight import PackedWeight
-from verl_qerl.kernels.rollout import tiled_matmul as module
+from verl_qerl.kernels.rollout import w4a16_matmul as module
 from verl_qerl.kernels.rollout.lora import member_of_tile
-from verl_qerl.kernels.rollout.tiled import tile
-from verl_qerl.kernels.rollout.tiled_launch import (
+from verl_qerl.kernels.rollout.repacking import repack
+from verl_qerl.kernels.rollout.w4a16_launch import (
     EACH,
     SHAPES,
-    STREAM,
+    STREAM_K,
     Launch,
     guess_launch,
     padded_rows,
     rows_at_a_time,
 )
-from verl_qerl.kernels.rollout.tiled_matmul import Adapter, _own_rows, can_fuse, tiled_matmul
+from verl_qerl.kernels.rollout.w4a16_matmul import Adapter, _own_rows, can_fuse, w4a16_matmul
 from verl_qerl.testing import load_beside, random_packed_weight, rms_error_ratio
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -38,22 +38,26 @@ LINEARS = [
     (13824, (5120,)),
     (5120, (27648, 27648)),
 ]
-LAUNCHES = [Launch(p, g, split, b) for p, g, b in sorted(set(sum(SHAPES.values(), ()))) for split in (STREAM, 1, 5, 8)]
+LAUNCHES = [
+    Launch(p, g, split, b) for p, g, b in sorted(set(sum(SHAPES.values(), ()))) for split in (STREAM_K, 1, 5, 8)
+]
 ASIDE = "such a kernel is not compiled"
 
 
 def exists(launch: Launch, rows: int) -> bool:
     # Its sums fit into registers.
-    return (launch.pieces, launch.groups, launch.blocks) in SHAPES[rows_at_a_time(padded_rows(rows), launch)]
+    return (launch.warp_tiles, launch.warpgroups, launch.blocks_per_sm) in SHAPES[
+        rows_at_a_time(padded_rows(rows), launch)
+    ]
 
 
 @functools.lru_cache(maxsize=2)
 def build(
     K: int, slices: tuple[int, ...], seed: int = 0, device: str = "cuda"
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Tensors of `tiled_matmul`, and the weight in float64."""
+    """Tensors of `w4a16_matmul`, and the weight in float64."""
     weight = random_packed_weight(sum(slices), K, seed, device)
-    return tile(weight), reference.dequantize(weight).double()
+    return repack(weight), reference.dequantize(weight).double()
 
 
 def assert_rounded_once(out: torch.Tensor, expected: torch.Tensor) -> None:
@@ -78,11 +82,11 @@ def test_is_the_product_rounded_once(linear):
     for rows in ROWS:
         x = torch.randn(rows, linear[0], device="cuda").bfloat16()
         poison(*x.shape[:1], dense.shape[0])
-        out = tiled_matmul(x, *tensors, bias)
+        out = w4a16_matmul(x, *tensors, bias)
         assert_rounded_once(out, x.double() @ dense.T + bias.double())
         for _ in range(5):
-            assert torch.equal(out, tiled_matmul(x, *tensors, bias))
-        assert_rounded_once(tiled_matmul(x, *tensors), x.double() @ dense.T)
+            assert torch.equal(out, w4a16_matmul(x, *tensors, bias))
+        assert_rounded_once(w4a16_matmul(x, *tensors), x.double() @ dense.T)
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
@@ -93,16 +97,16 @@ def test_every_launch_gives_the_product(rows, launch):
     tensors, dense = build(3584, (3584, 512, 512))
     x = torch.randn(rows, 3584, device="cuda").bfloat16()
     poison(rows, dense.shape[0])
-    assert_rounded_once(tiled_matmul(x, *tensors, launch=launch), x.double() @ dense.T)
+    assert_rounded_once(w4a16_matmul(x, *tensors, launch=launch), x.double() @ dense.T)
 
 
 def test_every_code_and_every_normal_scale():
     codes = torch.arange(256, dtype=torch.uint8).repeat(128, 1)
     scale = torch.arange(128, dtype=torch.uint8).clamp(8, 126)[:, None].repeat(1, 32).view(torch.float8_e4m3fn)
     weight = PackedWeight(codes, scale, torch.tensor(2.0**-12)).to("cuda")
-    x, tensors = torch.eye(512, device="cuda").bfloat16(), tile(weight)
+    x, tensors = torch.eye(512, device="cuda").bfloat16(), repack(weight)
     for rows in (128, 512):
-        columns = [tiled_matmul(part.contiguous(), *tensors) for part in x.split(rows)]
+        columns = [w4a16_matmul(part.contiguous(), *tensors) for part in x.split(rows)]
         assert torch.equal(torch.cat(columns).T, reference.dequantize(weight))
 
 
@@ -118,7 +122,7 @@ def build_adapter(K: int, slices: tuple[int, ...], rank: int, rows: int, device:
 
 def own_parts(launch: Launch) -> int:
     """Of K, whose low rank each thread block rounds by itself; 0 where that of all of K is rounded."""
-    return launch.split if launch.low == EACH else 0
+    return launch.split_k if launch.intermediate == EACH else 0
 
 
 def assert_adapted(
@@ -173,10 +177,10 @@ def test_the_adapter_is_added(linear, rank):
             launch = Launch(1, 2, 1, 1)
         assert can_fuse(*adapter[:3], launch)
         poison(rows, sum(slices))
-        out = tiled_matmul(x, *tensors, bias, adapter, launch)
+        out = w4a16_matmul(x, *tensors, bias, adapter, launch)
         assert_adapted(out, x, x.double() @ dense.T + bias.double(), adapter, slices)
         for _ in range(5):
-            assert torch.equal(out, tiled_matmul(x, *tensors, bias, adapter, launch))
+            assert torch.equal(out, w4a16_matmul(x, *tensors, bias, adapter, launch))
     assert_flags_are_left_at_zero()
 
 
@@ -189,7 +193,7 @@ def test_every_launch_adds_the_adapter(rows, launch):
     tensors, dense = build(K, slices)
     x = torch.randn(rows, K, device="cuda").bfloat16()
     adapter = build_adapter(K, slices, 32, rows)
-    out = tiled_matmul(x, *tensors, None, adapter, launch)
+    out = w4a16_matmul(x, *tensors, None, adapter, launch)
     assert_adapted(out, x, x.double() @ dense.T, adapter, slices)
     assert_flags_are_left_at_zero()
 
@@ -204,13 +208,13 @@ def test_every_block_makes_the_low_rank(linear, rank):
     ):
         x = torch.randn(rows, K, device="cuda").bfloat16()
         adapter, launch = build_adapter(K, slices, rank, rows), Launch(*shape, EACH)
-        if not can_fuse(*adapter[:3], launch) or not _own_rows(launch, adapter) or launch.split > K // 64:
+        if not can_fuse(*adapter[:3], launch) or not _own_rows(launch, adapter) or launch.split_k > K // 64:
             continue  # it has another kernel
         poison(rows, sum(slices))
-        out = tiled_matmul(x, *tensors, None, adapter, launch)
+        out = w4a16_matmul(x, *tensors, None, adapter, launch)
         assert_adapted(out, x, x.double() @ dense.T, adapter, slices, own_parts(launch))
         for _ in range(5):
-            assert torch.equal(out, tiled_matmul(x, *tensors, None, adapter, launch))
+            assert torch.equal(out, w4a16_matmul(x, *tensors, None, adapter, launch))
 
 
 def test_a_graph_computes_what_its_input_holds():
@@ -218,14 +222,14 @@ def test_a_graph_computes_what_its_input_holds():
     tensors, dense = build(K, slices)
     adapter = build_adapter(K, slices, 32, 40)
     x = torch.randn(40, K, device="cuda").bfloat16()
-    launches = [Launch(2, 2, STREAM, 1), Launch(2, 1, 6, 2), Launch(2, 1, 6, 2, EACH)]
+    launches = [Launch(2, 2, STREAM_K, 1), Launch(2, 1, 6, 2), Launch(2, 1, 6, 2, EACH)]
     for launch in launches:
-        tiled_matmul(x, *tensors, None, adapter, launch)
+        w4a16_matmul(x, *tensors, None, adapter, launch)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         x.mul_(2)
-        out = [tiled_matmul(x, *tensors, None, adapter, launch) for launch in launches]
+        out = [w4a16_matmul(x, *tensors, None, adapter, launch) for launch in launches]
     for _ in range(2):
         graph.replay()
         for each, launch in zip(out, launches, strict=True):

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer with a chat template, trained on the questions and answers of `pretrain`."""
+"""A byte-level BPE tokenizer with a chat template, trained on the questions and answers of pretrain.py."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Batches for `pretrain`: whole documents in rows, without an attention mask.
+"""Batches for pretrain.py: whole documents in rows, without an attention mask.
 
 A row holds one document, or as many whole ones as fit into `row_length`. Rows always begin with a document and
 attention is plainly causal: later documents of a row see the earlier ones, which the model learns to ignore, and in

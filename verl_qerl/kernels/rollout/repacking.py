@@ -1,4 +1,4 @@
-"""The layout in which `kernels.rollout.tiled_matmul` reads an NVFP4 weight, and back to a dense matrix from it.
+"""Repacking: the layout in which `kernels.rollout.w4a16_matmul` reads an NVFP4 weight, and its decoding to bf16.
 
 A rollout holds one packed copy. Tensor cores want each 64 x 16 tile as the fragments of their instruction; large
 batches want a dense matrix for cuBLAS, made from the same bytes. Words and scales lie as those of humming do (0.1.6:
@@ -23,19 +23,19 @@ import triton.language as tl
 from verl_qerl.formats import reference
 from verl_qerl.formats.nvfp4_weight import PackedWeight
 
-Tiles = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # words, scale and global_decode_scale, as `tile` makes them
+Repacked = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # codes, scale, global_decode_scale
 
 ROWS, COLUMNS = 64, 16  # of a tile
 _CODES = 4  # of half a word
 _PLACES = [(half, code) for half in range(2) for code in range(_CODES)]
-# That `tile` arranges at a time. It runs in the memory of sleep mode, and what is free of that when loading ends vLLM
+# Repacked at a time. It runs in the memory of sleep mode, and what is free of that when loading ends vLLM
 # unmaps while torch still counts it (vllm_plugin/decode/memory_share.py).
 _WORDS_AT_ONCE = 1 << 20
 _DEPTH, _WARPS = 8, 4  # tiles along K that a program decodes
 
 
-def tile(weight: PackedWeight) -> Tiles:
-    """Arrange a weight as kernels take it.
+def repack(weight: PackedWeight) -> Repacked:
+    """Arrange a weight as the kernels read it.
 
     Args:
         weight: [N, K], N % 64 == 0, K % 16 == 0.
@@ -44,30 +44,30 @@ def tile(weight: PackedWeight) -> Tiles:
         Codes [K / 16, 2 N] int32, the bytes of block scales [K / 16, N] uint8, and the global scale, [1] float32.
     """
     N, K = weight.shape
-    words = torch.empty((K // COLUMNS, N * 2), dtype=torch.int32, device=weight.codes.device)
+    packed_codes = torch.empty((K // COLUMNS, N * 2), dtype=torch.int32, device=weight.codes.device)
     at_once = max(1, _WORDS_AT_ONCE // (2 * N))
-    for rows, codes in zip(words.split(at_once), weight.codes.split(at_once * COLUMNS // 2, 1), strict=True):
+    for rows, codes in zip(packed_codes.split(at_once), weight.codes.split(at_once * COLUMNS // 2, 1), strict=True):
         _pack(codes, rows)
     scale = weight.block_scale.view(torch.uint8).T.reshape(K // COLUMNS, N // ROWS, 8, 8).transpose(2, 3)
-    return words, scale.reshape(K // COLUMNS, N).contiguous(), weight.global_decode_scale.reshape(1)
+    return packed_codes, scale.reshape(K // COLUMNS, N).contiguous(), weight.global_decode_scale.reshape(1)
 
 
-def _pack(codes: torch.Tensor, words: torch.Tensor) -> None:
-    """Write the words [blocks, 2 N] int32 of codes [N, blocks * 8] uint8, two each."""
-    blocks, N = len(words), len(codes)
+def _pack(codes: torch.Tensor, packed_codes: torch.Tensor) -> None:
+    """Write the 32-bit words [blocks, 2 N] int32 of codes [N, blocks * 8] uint8, two each."""
+    blocks, N = len(packed_codes), len(codes)
     single = torch.stack((codes & 15, codes >> 4), dim=-1)
     # n = (tile, word, half, lane row), k = (tile, half, lane column, parity)
     single = single.view(N // ROWS, 4, 2, 8, blocks, 2, 4, 2).permute(4, 0, 3, 6, 1, 7, 5, 2)
     single = single.reshape(blocks, N * 2, 2, _CODES)
-    words.zero_()
+    packed_codes.zero_()
     for half, code in _PLACES:
-        words |= _spread(single[:, :, half, code], code) << (16 * half)
+        packed_codes |= _spread(single[:, :, half, code], code) << (16 * half)
 
 
-def untile(words: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor) -> PackedWeight:
-    """The inverse of `tile`; shapes as there."""
+def undo_repack(packed_codes: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor) -> PackedWeight:
+    """The inverse of `repack`."""
     num_blocks, N = scale.shape
-    codes = torch.stack([_gather(words >> (16 * half), code) for half, code in _PLACES], dim=-1)
+    codes = torch.stack([_gather(packed_codes >> (16 * half), code) for half, code in _PLACES], dim=-1)
     codes = codes.view(num_blocks, N // ROWS, 8, 4, 4, 2, 2, 2)
     codes = codes.permute(1, 4, 7, 2, 0, 6, 3, 5).reshape(N, num_blocks * COLUMNS // 2, 2)
     blocks = scale.view(num_blocks, N // ROWS, 8, 8).transpose(2, 3).reshape(num_blocks, N)
@@ -92,41 +92,49 @@ def _gather(half: torch.Tensor, code: int) -> torch.Tensor:
     return bits.to(torch.uint8)
 
 
-@torch.library.custom_op("verl_qerl::dequantize_tiled", mutates_args=())
-def dequantize_tiled(words: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor) -> torch.Tensor:
-    """Decode a tiled weight.
+@torch.library.custom_op("verl_qerl::dequantize_repacked", mutates_args=())
+def dequantize_repacked(
+    packed_codes: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor
+) -> torch.Tensor:
+    """Decode a repacked weight.
 
     Args:
-        words: Of `tile`; or columns of it, 2 N of them, those of rows of the weight from a multiple of 64 on.
-        scale: Of `tile`; or the same rows' columns of it.
+        packed_codes: [K / 16, 2 N] int32, of `repack`; or a slice of its columns, of rows from a multiple of 64 on.
+        scale: [K / 16, N] uint8, of the same rows.
         global_decode_scale: One float32.
 
     Returns:
         [N, K] bf16, bit for bit as `formats.reference.dequantize` of the weight.
     """
-    return reference.dequantize(untile(words, scale, global_decode_scale), torch.bfloat16)
+    return reference.dequantize(undo_repack(packed_codes, scale, global_decode_scale), torch.bfloat16)
 
 
-@dequantize_tiled.register_kernel("cuda")
-def _dequantize_cuda(words: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor) -> torch.Tensor:
-    return launch(words, scale, global_decode_scale)
+@dequantize_repacked.register_kernel("cuda")
+def _dequantize_cuda(
+    packed_codes: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor
+) -> torch.Tensor:
+    return launch(packed_codes, scale, global_decode_scale)
 
 
-@dequantize_tiled.register_fake
-def _dequantize_fake(words: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor) -> torch.Tensor:
-    return words.new_empty((scale.shape[1], scale.shape[0] * COLUMNS), dtype=torch.bfloat16)
+@dequantize_repacked.register_fake
+def _dequantize_fake(
+    packed_codes: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor
+) -> torch.Tensor:
+    return packed_codes.new_empty((scale.shape[1], scale.shape[0] * COLUMNS), dtype=torch.bfloat16)
 
 
-def launch(words: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor) -> torch.Tensor:
-    """Run the Triton kernel; shapes as in `dequantize_tiled`."""
+def launch(packed_codes: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor) -> torch.Tensor:
+    """Run the Triton kernel; shapes as in `dequantize_repacked`."""
     num_blocks, N = scale.shape
-    if words.stride(1) != 1 or scale.stride(1) != 1:
-        raise ValueError(f"columns of a tiled weight are not side by side: strides {words.stride()}, {scale.stride()}.")
-    out = torch.empty((N, num_blocks * COLUMNS), dtype=torch.bfloat16, device=words.device)
+    if packed_codes.stride(1) != 1 or scale.stride(1) != 1:
+        raise ValueError(
+            f"columns of a repacked weight are not side by side: strides {packed_codes.stride()}, {scale.stride()}."
+        )
+    out = torch.empty((N, num_blocks * COLUMNS), dtype=torch.bfloat16, device=packed_codes.device)
     grid = (N // ROWS, triton.cdiv(num_blocks, _DEPTH))
     shape: Any = {"DEPTH": _DEPTH, "num_warps": _WARPS}
     _dequantize_kernel[grid](
-        words, scale, global_decode_scale, out, words.stride(0), scale.stride(0), num_blocks, **shape
+        packed_codes, scale, global_decode_scale, out, packed_codes.stride(0), scale.stride(0), num_blocks, **shape
     )
     return out
 

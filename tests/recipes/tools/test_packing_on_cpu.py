@@ -1,8 +1,7 @@
 from itertools import islice
 
 import torch
-
-from verl_qerl.cli.packing import Document, collate, document_stream, packed_rows, single_rows
+from packing import Document, collate, document_stream, packed_rows, single_rows
 
 
 def documents(lengths):

@@ -1,13 +1,24 @@
 """Seeded arithmetic word problems with GSM8K's answer format: one line per step, then `#### N`.
 
+    python recipes/tools/word_problems.py --out DIR [--num-train 20000] [--max-number 9]
+
+writes what `python -m verl_qerl data gsm8k` writes of GSM8K, and verl grades them alike.
+
 A problem is a start ("Mia has 4 apples." or "Mia has 3 boxes with 4 apples in each."), further events that add or take
 away, and a question. The sentences are few and the numbers small on purpose: a model of a million parameters learns
 them in about a minute on a CPU.
 """
 
+import argparse
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from verl_qerl.cli import run_guarded
+from verl_qerl.cli.data import gsm8k_row, write_splits
+from verl_qerl.cli.output_dir import check_absent
 
 NAMES = ("Anna", "Ben", "Emma", "Hugo", "Ida", "Jack", "Mia", "Noah")
 OBJECTS = ("apples", "balls", "books", "cards", "coins", "keys", "pens", "toys")
@@ -89,3 +100,35 @@ def _draw(rng: random.Random, num_steps: int, max_number: int) -> WordProblem:
         total = after
     question = f"{' '.join(sentences)} How many {objects} does {name} have now?"
     return WordProblem(question, "\n".join([*lines, f"#### {total}"]))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write train.parquet and test.parquet in verl's schema, and the same problems as JSON lines."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="directory to create")
+    parser.add_argument("--num-train", type=int, default=20000)
+    parser.add_argument("--num-test", type=int, default=200)
+    parser.add_argument("--max-steps", type=int, default=2, help="steps per problem, 1 to 3 (default: %(default)s)")
+    parser.add_argument("--max-number", type=int, default=9, help="largest number asked (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    return run_guarded(parser, lambda: _run(parser.parse_args(argv)))
+
+
+def _run(args: argparse.Namespace) -> int:
+    check_absent(args.out)
+    for option, count in (("--num-train", args.num_train), ("--num-test", args.num_test)):
+        if count < 1:
+            raise ValueError(f"a split would be empty: {option}={count}. At least 1 is accepted. Raise it.")
+    problems = generate(
+        args.num_train + args.num_test, max_steps=args.max_steps, max_number=args.max_number, seed=args.seed
+    )
+    parts = {"train": problems[: args.num_train], "test": problems[args.num_train :]}
+    write_splits(
+        args.out,
+        {split: [gsm8k_row(asdict(p), split, i) for i, p in enumerate(part)] for split, part in parts.items()},
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

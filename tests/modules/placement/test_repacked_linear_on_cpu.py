@@ -6,9 +6,9 @@ import torch.nn as nn
 
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.formats.nvfp4_weight import PackedWeight
-from verl_qerl.kernels.rollout.tiled import tile
+from verl_qerl.kernels.rollout.repacking import repack
 from verl_qerl.modules import NVFP4Linear
-from verl_qerl.modules.placement.tiled_linear import TiledNVFP4Linear
+from verl_qerl.modules.placement.repacked_linear import RepackedNVFP4Linear
 from verl_qerl.testing import random_packed_weight
 
 
@@ -18,9 +18,9 @@ def build(start: int = 64, end: int = 192, K: int = 48, bias: bool = True):
     stack = random_packed_weight(256, K)
     plain = NVFP4Linear.from_linear(nn.Linear(K, end - start, bias=bias, dtype=torch.bfloat16))
     plain.fill(PackedWeight(stack.codes[start:end], stack.block_scale[start:end], stack.global_decode_scale))
-    words, scale, decode_scale = tile(stack)
+    words, scale, decode_scale = repack(stack)
     tiled = copy.deepcopy(plain)
-    TiledNVFP4Linear.hold(tiled, (words[:, 2 * start : 2 * end], scale[:, start:end], decode_scale))
+    RepackedNVFP4Linear.hold(tiled, (words[:, 2 * start : 2 * end], scale[:, start:end], decode_scale))
     return plain, tiled
 
 

@@ -2,13 +2,12 @@ import itertools
 
 import pytest
 import torch
+from chat_tokenizer import encode_answers, encode_prompts, train_tokenizer
+from packing import Document, collate
+from pretrain import SIZES, Budget, accuracy, build_model, is_right, lr_factor, train
+from word_problems import generate
 
-from verl_qerl.cli.chat_tokenizer import encode_answers, encode_prompts, train_tokenizer
 from verl_qerl.cli.data import gsm8k_prompt
-from verl_qerl.cli.packing import Document, collate
-from verl_qerl.cli.pretrain import SIZES, build_model
-from verl_qerl.cli.pretrain_loop import Budget, accuracy, is_right, lr_factor, train
-from verl_qerl.cli.word_problems import generate
 
 PROBLEMS = [{"question": p.question, "answer": p.answer} for p in generate(3, max_steps=1, max_number=5, seed=0)]
 # A long one last, so that the others of its batch are padded far.

@@ -1,6 +1,6 @@
-"""X W^T for a 4-bit W in the layout of `kernels.rollout.tiled`, the adapter's product folded in.
+"""X W^T for a packed 4-bit W in the layout of `kernels.rollout.repacking`, with the product of one adapter.
 
-In CUDA C++ (tiled_matmul.cu and its parts): wgmma with the decoded weight as its left operand, from registers. Sums are
+In CUDA C++ (w4a16_matmul.cu and its parts): wgmma with the decoded weight as its left operand, from registers. Sums are
 kept in float32 to the end and taken in a fixed order, so the same input gives the same bits.
 """
 
@@ -13,24 +13,24 @@ import torch
 
 from verl_qerl.kernels.rollout.launch import Kernel, count_multiprocessors, read_source, tensor_map
 from verl_qerl.kernels.rollout.low_rank import low_rank, low_rank_kernel
-from verl_qerl.kernels.rollout.tiled_launch import (
+from verl_qerl.kernels.rollout.w4a16_launch import (
     EACH,
     GATHERED,
     H200_MULTIPROCESSORS,
-    LOW_ROWS,
+    INTERMEDIATE_ROWS,
     SHAPES,
-    STREAM,
+    STREAM_K,
     TOKENS,
     Launch,
     box_columns,
-    can_make_low,
+    can_make_intermediate,
     guess_launch,
     helper_registers,
+    multicast_blocks,
     own_rows,
     padded_rows,
     registers,
     rows_at_a_time,
-    twins,
     wants_registers,
 )
 
@@ -38,7 +38,7 @@ RANKS = (8, 16, 32, 64, 128)
 _STEP = 64  # of K, a stage of the ring
 _STAGES = 4  # fewest of the ring
 _FILES = ("decode.cuh", "grid.cuh", "copies.cuh", "ring.cuh", "wgmma.cuh", "mma.cuh", "low_rank.cuh", "sums.cuh")
-_FILES += ("own_low.cuh", "tiled_matmul.cu")
+_FILES += ("own_intermediate.cuh", "w4a16_matmul.cu")
 _MEMBERS = 3  # most of a fused linear
 _LOW_SPLIT = 16  # most parts of K
 _LOW_CHUNKS = 7  # of 32 of K for a warp: fewer are not worth another part
@@ -69,12 +69,12 @@ def can_fuse(a: torch.Tensor, b: torch.Tensor, members: torch.Tensor, launch: La
     """Whether the kernel takes an adapter of this rank on a linear with these members; tensors as of `Adapter`."""
     rank = b.shape[1]
     fits = rank in RANKS and a.shape[0] <= _MEMBERS * rank
-    return fits and b.shape[0] // len(members) % (64 * launch.pieces) == 0
+    return fits and b.shape[0] // len(members) % (64 * launch.warp_tiles) == 0
 
 
-def tiled_matmul(
+def w4a16_matmul(
     x: torch.Tensor,
-    words: torch.Tensor,
+    packed_codes: torch.Tensor,
     scale: torch.Tensor,
     global_decode_scale: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -85,8 +85,8 @@ def tiled_matmul(
 
     Args:
         x: [M, K] bf16, contiguous.
-        words: Of `kernels.rollout.tiled.tile`, [K / 16, 2 N] int32, of a weight with N % 64 == K % 64 == 0.
-        scale: Of `kernels.rollout.tiled.tile`, [K / 16, N] uint8; every byte at least 8 (2**-6, as the format asks).
+        packed_codes: [K / 16, 2 N] int32, of `kernels.rollout.repacking.repack`; N % 64 == K % 64 == 0.
+        scale: [K / 16, N] uint8, of the same; every byte at least 8 (2**-6, as the format asks).
         global_decode_scale: [1] float32, a power of two.
         bias: [N] bf16 or None.
         adapter: One that `can_fuse` accepts, or None.
@@ -105,7 +105,7 @@ def tiled_matmul(
     if adapter is not None and _is_given(tokens):
         low = low_rank(x, adapter.a, adapter.slots, global_decode_scale)
     box = (4, box_columns(launch.columns))
-    weight = [tensor_map(words, 8, box), tensor_map(scale, 1, box), global_decode_scale]
+    weight = [tensor_map(packed_codes, 8, box), tensor_map(scale, 1, box), global_decode_scale]
     _launch(tokens, launch, x, weight, y, bias, adapter, low)
     return y
 
@@ -124,24 +124,24 @@ def _launch(
     rank, columns = (adapter.b.shape[1], adapter.a.shape[0]) if adapter else (0, 0)
     own = _own_rows(launch, adapter) if adapter else 0
     if not own:
-        launch = launch._replace(low=GATHERED)
+        launch = launch._replace(intermediate=GATHERED)
     stages, shared_bytes = ring(tokens, K, rank, launch, own)
     multiprocessors = count_multiprocessors(x.device)
-    beside, box = twins(tokens), (tokens // twins(tokens), _STEP)
-    streams = multiprocessors * launch.blocks // beside * beside
+    beside, box = multicast_blocks(tokens), (tokens // multicast_blocks(tokens), _STEP)
+    resident_blocks = multiprocessors * launch.blocks_per_sm // beside * beside
     row_tiles = -(-M // tokens)
-    grid = streams if launch.split == STREAM else -(-N // launch.columns) * row_tiles * launch.split
+    grid = resident_blocks if launch.split_k == STREAM_K else -(-N // launch.columns) * row_tiles * launch.split_k
     args = [*weight, tensor_map(x, 2, box, swizzle=True), y, y if bias is None else bias, x]
     sums, flags, parts, done = _exchange(x.device)
     low_or_a, its_box = (adapter.a, (own, _STEP)) if adapter and own else (low, box)
     args += [*(adapter or (y, y, y, y)), sums, flags, parts, done, tensor_map(low_or_a, 2, its_box, swizzle=True)]
-    args += [M, N, K, launch.split, stages, int(bias is not None)]
+    args += [M, N, K, launch.split_k, stages, int(bias is not None)]
     args += [rank, N // len(adapter.members) if adapter else N, own or columns]
     none = (1, 0, 0)
     tasks = none if own or _is_given(tokens) else low_rank_tasks(M, K, columns, launch, grid, multiprocessors)
     args += [*tasks, *_FACTORS, row_tiles]
-    threads = (launch.groups * 4 + _helpers(tokens, launch)) * 32
-    _kernel(tokens, launch)(grid, threads, args, shared_bytes, max(launch.split, beside))
+    threads = (launch.warpgroups * 4 + _helpers(tokens, launch)) * 32
+    _kernel(tokens, launch)(grid, threads, args, shared_bytes, max(launch.split_k, beside))
 
 
 def _own_rows(launch: Launch, adapter: Adapter) -> int:
@@ -152,18 +152,20 @@ def _own_rows(launch: Launch, adapter: Adapter) -> int:
 def ring(tokens: int, K: int, rank: int, launch: Launch, own: int = 0) -> tuple[int, int]:
     """Stages of the ring in shared memory, as many as fit or are needed, and its bytes; `own` is of own_rows."""
     held, barriers = (tokens + own) * 128 + 4 * 9 * launch.columns, 16
-    # A stream keeps X A^T of all members, else each warpgroup that of its own; with more rows it goes through the ring.
-    kept = 0 if _is_given(tokens) else _MEMBERS if launch.split == STREAM else launch.groups
+    # With stream-K X A^T of all members is kept, else each warpgroup keeps its own; more rows go through the ring.
+    kept = 0 if _is_given(tokens) else _MEMBERS if launch.split_k == STREAM_K else launch.warpgroups
     kept = own // rank if own else kept
     low = -(-rank // 64) * tokens * 128 * kept
     fixed = 1024 + 16 + low
-    if launch.split == STREAM:
+    if launch.split_k == STREAM_K:
         fixed += _out_rows(tokens) * (launch.columns + 8) * 2
-    limit = _SHARED_BYTES // launch.blocks - 1024 - (0 if own else low_static_bytes(tokens))
-    needed = -(-(K // _STEP) // max(launch.split, 1)) + (launch.groups * -(-rank // 64) if _is_given(tokens) else 0)
+    limit = _SHARED_BYTES // launch.blocks_per_sm - 1024 - (0 if own else low_static_bytes(tokens))
+    needed = -(-(K // _STEP) // max(launch.split_k, 1)) + (
+        launch.warpgroups * -(-rank // 64) if _is_given(tokens) else 0
+    )
     stages = max(_STAGES, min((limit - fixed) // (held + barriers), needed))
     # The sums take the place of the ring and of X A^T, and none of the barriers.
-    sums = 0 if launch.split == STREAM else tokens * (launch.columns + 4) * 4
+    sums = 0 if launch.split_k == STREAM_K else tokens * (launch.columns + 4) * 4
     return stages, fixed + stages * barriers + max(stages * held, sums - low)
 
 
@@ -178,17 +180,17 @@ def low_rank_tasks(
     """How X A^T is dealt out: parts of K, tasks in all, and thread blocks that take them.
 
     Args:
-        M: Rows of X, at most LOW_ROWS.
+        M: Rows of X, at most INTERMEDIATE_ROWS.
         K: Columns of X.
         columns: Rows of A; 0 for none.
         launch: Of the product.
         grid: Its thread blocks.
         multiprocessors: Of the GPU.
     """
-    # So few that they all run at the same time, wherever clusters fit: the others wait for them. A stream's all do.
+    # So few that they all run at the same time, wherever clusters fit: the others wait for them. With stream-K all do.
     # On a H200 clusters fit onto three quarters at least; a group of multiprocessors that holds one, onto half of it.
-    shares = 3 if multiprocessors == H200_MULTIPROCESSORS or launch.split == STREAM else 2
-    workers = min(grid, multiprocessors * launch.blocks * shares // 4)
+    shares = 3 if multiprocessors == H200_MULTIPROCESSORS or launch.split_k == STREAM_K else 2
+    workers = min(grid, multiprocessors * launch.blocks_per_sm * shares // 4)
     tiles = -(-M // 16) * -(-columns // (8 * _low_tiles(padded_rows(M))))
     split = 1
     while (
@@ -203,16 +205,16 @@ def low_rank_tasks(
 
 def _is_given(tokens: int) -> bool:
     """Whether a launch before makes X A^T: with few rows the kernel does, and each thread block adds up its parts."""
-    return tokens > LOW_ROWS
+    return tokens > INTERMEDIATE_ROWS
 
 
 def _helpers(tokens: int, launch: Launch) -> int:
     """Warps that do not multiply: those that fill the ring and that gather; a whole warpgroup gives registers."""
-    return _HELPERS - (_LOW_WARPS if launch.low == EACH and not wants_registers(tokens, launch) else 0)
+    return _HELPERS - (_LOW_WARPS if launch.intermediate == EACH and not wants_registers(tokens, launch) else 0)
 
 
 def _out_rows(tokens: int) -> int:
-    """Rows of y that a stream writes at a time."""
+    """Rows of y that a stream-K block writes at a time."""
     return next(rows for rows in (32, 24, 16, 8) if tokens % rows == 0)
 
 
@@ -224,17 +226,33 @@ def source(tokens: int, launch: Launch) -> str:
     """CUDA C++ of one kernel.
 
     Raises:
-        ValueError: A kernel that makes X A^T in each thread block, for a stream or for more rows than one wgmma takes.
+        ValueError: X A^T in each thread block is asked for with stream-K, or for more rows than one wgmma takes.
     """
-    if launch.low == EACH and not can_make_low(tokens, launch):
-        raise ValueError(f"{launch} for {tokens} rows: low={EACH} is for split > 0 and up to {LOW_ROWS} rows. Use 0.")
-    defines = {"TOKENS": tokens, "PIECES": launch.pieces, "GROUPS": launch.groups, "BLOCKS": launch.blocks}
-    defines |= {"STREAM": int(launch.split == STREAM), "GIVEN": int(_is_given(tokens)), "EACH": launch.low}
-    defines |= {"TWINS": twins(tokens), "BOX": box_columns(launch.columns), "OUT_TOKENS": _out_rows(tokens)}
+    if launch.intermediate == EACH and not can_make_intermediate(tokens, launch):
+        raise ValueError(
+            f"{launch} for {tokens} rows: intermediate={EACH} is for split_k > 0 and up to {INTERMEDIATE_ROWS} rows."
+            " Use 0."
+        )
+    defines = {
+        "TOKENS": tokens,
+        "WARP_TILES": launch.warp_tiles,
+        "WARPGROUPS": launch.warpgroups,
+        "BLOCKS_PER_SM": launch.blocks_per_sm,
+    }
+    defines |= {
+        "STREAM_K": int(launch.split_k == STREAM_K),
+        "GIVEN": int(_is_given(tokens)),
+        "EACH": launch.intermediate,
+    }
+    defines |= {
+        "MULTICAST": multicast_blocks(tokens),
+        "BOX": box_columns(launch.columns),
+        "OUT_TOKENS": _out_rows(tokens),
+    }
     defines |= {"LOW_WARPS": _LOW_WARPS, "LOW_TILES": _low_tiles(tokens)}
-    defines |= {"LOW_AHEAD": 6 if tokens <= 32 and launch.blocks < 3 else 4, "HELPERS": _helpers(tokens, launch)}
+    defines |= {"LOW_AHEAD": 6 if tokens <= 32 and launch.blocks_per_sm < 3 else 4, "HELPERS": _helpers(tokens, launch)}
     defines |= {"HELPER_REGISTERS": helper_registers(launch), "REGISTERS": registers(tokens, launch)}
-    return read_source(*_FILES, **defines).replace("@WGMMA@", _wgmma(tokens, launch.low == EACH))
+    return read_source(*_FILES, **defines).replace("@WGMMA@", _wgmma(tokens, launch.intermediate == EACH))
 
 
 def _wgmma(tokens: int, with_shared: bool = False) -> str:
@@ -284,7 +302,7 @@ def prepare(launches: Iterable[tuple[int, Launch]]) -> None:
         adapters = threads.submit(low_rank_kernel)
         kernels = {(rows_at_a_time(tokens, launch), launch) for tokens, launch in launches}
         # Without an adapter, or with more rows of A than a block takes, X A^T is gathered.
-        kernels |= {(rows, launch._replace(low=GATHERED)) for rows, launch in kernels}
+        kernels |= {(rows, launch._replace(intermediate=GATHERED)) for rows, launch in kernels}
         list(threads.map(lambda each: _kernel(*each), kernels))
         adapters.result()
         shared.result()
@@ -292,9 +310,9 @@ def prepare(launches: Iterable[tuple[int, Launch]]) -> None:
 
 
 def _kernel(tokens: int, launch: Launch) -> Kernel:
-    return _compile(tokens, launch._replace(split=min(launch.split, 1)))
+    return _compile(tokens, launch._replace(split_k=min(launch.split_k, 1)))
 
 
 @functools.cache
 def _compile(tokens: int, launch: Launch) -> Kernel:
-    return Kernel(source(tokens, launch), "tiled_matmul")
+    return Kernel(source(tokens, launch), "w4a16_matmul")

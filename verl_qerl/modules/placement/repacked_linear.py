@@ -7,11 +7,11 @@ import torch
 
 from verl_qerl.formats.nvfp4_weight import PackedWeight
 from verl_qerl.kernels.actor.linear import frozen_linear
-from verl_qerl.kernels.rollout.tiled import Tiles, dequantize_tiled, untile
+from verl_qerl.kernels.rollout.repacking import Repacked, dequantize_repacked, undo_repack
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 
 
-class TiledNVFP4Linear(NVFP4Linear):
+class RepackedNVFP4Linear(NVFP4Linear):
     """NVFP4Linear over tensors that another process may read too; made from a filled one by `hold`.
 
     They are plain attributes, no buffers: nothing that moves, casts or saves a module reaches them. In bf16 the decoded
@@ -19,19 +19,19 @@ class TiledNVFP4Linear(NVFP4Linear):
     a power of two, as in everything that we quantize.
 
     Attributes:
-        tiles: words [K / 16, 2 N] int32 and scale [K / 16, N] uint8, columns of those of linears stacked along N, and
-            global_decode_scale [1] float32.
+        tiles: packed codes [K / 16, 2 N] int32 and scale [K / 16, N] uint8, columns of those of linears stacked along
+            N, and global_decode_scale [1] float32.
         weight, weight_scale, weight_decode_scale: Empty.
     """
 
-    tiles: Tiles
+    tiles: Repacked
 
     @staticmethod
-    def hold(linear: NVFP4Linear, tiles: Tiles) -> None:
+    def hold(linear: NVFP4Linear, tiles: Repacked) -> None:
         """Have `linear` decode from `tiles`, in place; its own packed tensors are given back."""
         for name in ("weight", "weight_scale", "weight_decode_scale"):
             setattr(linear, name, torch.empty(0, dtype=torch.uint8, device=tiles[0].device))
-        linear.__class__ = TiledNVFP4Linear
+        linear.__class__ = RepackedNVFP4Linear
         linear.tiles = tiles  # type: ignore[attr-defined]
 
     def fill(self, packed: PackedWeight) -> None:
@@ -44,12 +44,12 @@ class TiledNVFP4Linear(NVFP4Linear):
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As NVFP4Linear's: a copy in a checkpoint's layout."""
-        packed = untile(*self.tiles)
+        packed = undo_repack(*self.tiles)
         return packed.codes, packed.block_scale.view(torch.uint8), self.tiles[2].view(torch.uint8)
 
     def decode(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight, [N, K] of `dtype`."""
-        return (dequantize_tiled(*self.tiles) if self.dense is None else self.dense).to(dtype)
+        return (dequantize_repacked(*self.tiles) if self.dense is None else self.dense).to(dtype)
 
     @classmethod
     def decode_siblings(cls, linears: Sequence[Any], dtype: torch.dtype) -> Sequence[torch.Tensor]:
