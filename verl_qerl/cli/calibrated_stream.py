@@ -1,8 +1,7 @@
 """A checkpoint as a stream of NVFP4 weights that are calibrated on texts, layer by layer.
 
 Each layer sees what the quantized layers before it answer. Memory: the hidden states of the texts (2 bytes times their
-tokens times the hidden size), one layer, and 20 bytes times the square of the inputs of its widest
-linear.
+tokens times the hidden size), one layer, and 20 bytes times the square of its widest linear's inputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
