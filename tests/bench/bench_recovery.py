@@ -3,7 +3,7 @@
     python tests/bench/bench_recovery.py --model DIR --train gsm8k/train.jsonl --data gsm8k/test.jsonl \
         --out tests/bench/results/<gpu>/recovery.json
 
-Texts are questions of GSM8K with their solutions, without a chat. `gptq` is calibrated on those of --train, all is
+Texts are questions with their answers, without a chat. `gptq` is calibrated on those of --train, all is
 measured on those of --data, by transformers in bf16 with dequantized weights; int8 and fp8 round the inputs of their
 linears too, a scale a token, as their rollouts do. Errors of outputs are ||X W'^T - X W^T|| / ||X W^T|| over the inputs
 X of a linear in the bf16 model, of the first texts. Differences and KL are those of a token's log-probs beside bf16's;
@@ -49,8 +49,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="bf16 model directory with a tokenizer")
     parser.add_argument("--describe", default="", help="what the model is, for the result file")
-    parser.add_argument("--train", type=Path, required=True, help="GSM8K's train.jsonl, to calibrate on")
-    parser.add_argument("--data", type=Path, required=True, help="GSM8K's test.jsonl, to measure on")
+    parser.add_argument("--train", type=Path, required=True, help="JSON lines of question and answer, to calibrate on")
+    parser.add_argument("--data", type=Path, required=True, help="the same, to measure on")
     parser.add_argument("--train-texts", type=int, default=128)
     parser.add_argument("--texts", type=int, default=24)
     parser.add_argument("--input-tokens", type=int, default=512, help="to measure errors of outputs on")
@@ -65,7 +65,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = {name: value for name, value in vars(args).items() if name not in ("model", "train", "data", "out")}
     run = {"model": args.describe or args.model.name} | rollout_report.header(options)
     run["versions"] |= {name: version(name) for name in ("transformers", "compressed-tensors")}
-    run |= {"tokens": sum(len(text) - 1 for text in texts), "calibration_tokens": sum(map(len, train)), "rows": []}
+    run |= {"shapes": shapes(args.model), "tokens": sum(len(text) - 1 for text in texts)}
+    run |= {"calibration_tokens": sum(map(len, train)), "rows": []}
     found = json.loads(args.out.read_text()) if args.out.exists() else {"op": "recovery", "runs": []}
     found["runs"] = [one for one in found["runs"] if one["model"] != run["model"]] + [run]
     for row in Recovery(model, args.model, texts, train, args).rows():
@@ -172,6 +173,13 @@ class Recovery:
         ):
             row[name], row[f"{name}_error"] = token_mean(values)
         return row
+
+
+def shapes(folder: Path) -> dict[str, int]:
+    """The sizes in config.json."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    ends = ("_size", "_layers", "_heads", "head_dim")
+    return {name: value for name, value in config.items() if name.endswith(ends) and isinstance(value, int)}
 
 
 def of_losses(losses: list[torch.Tensor]) -> dict[str, Any]:

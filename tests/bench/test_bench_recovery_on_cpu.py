@@ -44,6 +44,7 @@ def test_each_method_has_a_row_and_the_calibrated_one_the_least_error_of_its_siz
     (run,) = json.loads(Path(command[3].removeprefix("--out=")).read_text())["runs"]
     found = {row["method"]: row for row in run["rows"]}
     assert list(found) == ["bf16", *bench.METHODS]
+    assert (run["shapes"]["hidden_size"], run["shapes"]["num_hidden_layers"]) == (128, 2)
     errors = {method: row["output_error"] for method, row in found.items() if method != "bf16"}
     assert errors["nvfp4 gptq"] < 0.9 * errors["nvfp4 mse"] < 0.9 * errors["nvfp4 minmax"] < 0.9 * errors["mxfp4"]
     assert 0 < errors["int8"] < errors["fp8"] < errors["nvfp4 mse"]
