@@ -31,7 +31,7 @@ from verl_qerl.checkpoints.source import Source, open_source
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli.calibrated_stream import calibrated_stream
 from verl_qerl.formats import WeightFormat, scaled_format
-from verl_qerl.formats.packed import dequantize, relative_error
+from verl_qerl.formats.reference import dequantize, relative_error
 
 # Method -> format and scale choice; None is that of the format.
 METHODS = {

@@ -6,10 +6,11 @@ import pytest
 import torch
 from chat_tokenizer import train_tokenizer
 
-from verl_qerl.checkpoints.source import open_source, stream
+from verl_qerl.checkpoints.source import open_source
+from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli.calibration import Calibration
 from verl_qerl.cli.quantize import quantize_checkpoint
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats import PackedWeight
 from verl_qerl.testing import random_decoder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -26,7 +27,7 @@ def test_outputs_are_kept_as_on_a_cpu(tmp_path, family):
     for device in ("cpu", "cuda"):
         out = tmp_path / device
         reports[device] = quantize_checkpoint(tmp_path / "bf16", out, device=device, calibration=Calibration(texts))
-        items = stream(open_source(out))
+        items = packed_stream(open_source(out))
         codes[device] = {name: one.codes for name, one in items if isinstance(one, PackedWeight)}
     for name, layer in reports["cuda"]["layers"].items():
         assert layer["output_error"] == pytest.approx(reports["cpu"]["layers"][name]["output_error"], rel=0.1)

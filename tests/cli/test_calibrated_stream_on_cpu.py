@@ -9,13 +9,14 @@ import torch
 from chat_tokenizer import train_tokenizer
 
 from verl_qerl.checkpoints.digest import model_digest, weight_digest
-from verl_qerl.checkpoints.source import open_source, stored_tensors, stream
+from verl_qerl.checkpoints.source import open_source, stored_tensors
+from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli import calibrated_stream, main
 from verl_qerl.cli.calibration import FAMILIES, Calibration
 from verl_qerl.cli.quantize import quantize_checkpoint
+from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.gptq import InputMoments, calibrate
 from verl_qerl.formats.nvfp4_layout import quantization_config
-from verl_qerl.formats.nvfp4_weight import PackedWeight
 from verl_qerl.formats.reference import dequantize, quantize_group
 from verl_qerl.testing import random_decoder
 
@@ -41,7 +42,7 @@ def write_model(folder: Path, family: str, **sizes) -> Path:
 
 
 def packed(folder: Path) -> dict[str, PackedWeight]:
-    return {name: item for name, item in stream(open_source(folder)) if isinstance(item, PackedWeight)}
+    return {name: item for name, item in packed_stream(open_source(folder)) if isinstance(item, PackedWeight)}
 
 
 def inputs_of(model, modules: list[str]) -> dict[str, InputMoments]:

@@ -79,7 +79,7 @@ def test_a_file_without_enough_text(models, tmp_path, capsys, rows, sentence):
 @pytest.mark.parametrize(
     ("model", "more", "sentence"),
     [
-        ("nvfp4", [], "is quantized (compressed-tensors), and --method gptq calibrates on the answers of the original"),
+        ("nvfp4", [], "is quantized (nvfp4), and --method gptq calibrates on the answers of the original"),
         ("int8", ["--requantize"], "is quantized (int8), and --method gptq calibrates"),
         ("moe", [], "a mixture of experts is not calibrated: 'model.layers.1.mlp.experts.0.down_proj.weight' of"),
     ],

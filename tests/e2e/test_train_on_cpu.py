@@ -310,6 +310,7 @@ def test_a_stock_command_stays_stock(workbench):
     assert len(run.steps) == 1
     assert not [key for key in run.steps[0] if key.startswith(("aqn/", "qerl/"))]
     assert "packed base" not in run.log
+    assert "VERL_QERL_ACTIVE" not in run.log  # verl prints what it hands to ray.init
 
 
 def test_bad_input_is_refused_before_ray_starts(workbench):

@@ -16,7 +16,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from verl_qerl.modules.varlen_attention import NAME
 from verl_qerl.verl_plugin.config import attention
-from verl_qerl.verl_plugin.trainer.trainer import NoiseMixin
+from verl_qerl.verl_plugin.trainer.trainer import prepare
 
 COMMON = """
     algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=False
@@ -79,13 +79,10 @@ ONE_GPU = ("trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.tensor_model_
 each_example = pytest.mark.parametrize("name", EXAMPLES, ids=lambda name: name.rpartition("/")[2])
 
 
-class Base:
-    def __init__(self, config):
-        self.config = config
-
-
-class Trainer(NoiseMixin, Base):
-    pass
+def prepared(config):
+    """The configuration as verl's trainer gets it from ours."""
+    prepare(None, config)
+    return config
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +105,7 @@ def composed(name, *overrides):
 
 def checked(config):
     validate_config(config=config, use_reference_policy=True, use_critic=False)
-    return Trainer(config).config
+    return prepared(config)
 
 
 @each_example

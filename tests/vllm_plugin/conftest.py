@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from verl_qerl import testing
-from verl_qerl.checkpoints.source import open_source, stream
+from verl_qerl.checkpoints.source import open_source
+from verl_qerl.checkpoints.stream import packed_stream
+from verl_qerl.formats import NVFP4
 from verl_qerl.formats.reference import dequantize
 
 VOCABULARY = 512
@@ -130,7 +132,7 @@ def start(vllm):
             enforce_eager=True,
             load_format=f"verl_qerl_{form}",
             quantization=f"verl_qerl_{form}",
-            worker_extension_cls="verl_qerl.vllm_plugin.worker.NoiseWorkerExtension",
+            worker_extension_cls="verl_qerl.vllm_plugin.worker.RolloutWorkerExtension",
             **extra,
         )
 
@@ -189,7 +191,7 @@ def reference_model(model_dir):
     def build(scale: str | None = "minmax", dtype: torch.dtype = torch.float32):
         model = transformers.Qwen2ForCausalLM.from_pretrained(model_dir("qwen2"), dtype=torch.bfloat16).eval()
         if scale is not None:
-            for name, item in stream(open_source(model_dir("qwen2")), scale):
+            for name, item in packed_stream(open_source(model_dir("qwen2")), NVFP4(scale=scale)):
                 if not isinstance(item, torch.Tensor):
                     model.get_submodule(name).weight.data = dequantize(item)
         return model.to(dtype)

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from verl_qerl.checkpoints.source import Source, linear_modules, read_tensors
+from verl_qerl.checkpoints.source import Source, read_tensors
+from verl_qerl.checkpoints.stream import linear_modules
 from verl_qerl.cli.export.prompt_log_probs import empty_model, fill
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats import NVFP4, gptq
+from verl_qerl.formats import NVFP4, PackedWeight, gptq
 from verl_qerl.formats.nvfp4_layout import fused_group
-from verl_qerl.formats.nvfp4_weight import PackedWeight
-from verl_qerl.formats.reference import dequantize, quantize_group
+from verl_qerl.formats.reference import dequantize
 
 Observe = Callable[..., None]
 _EMBEDDING = "model.embed_tokens.weight"
@@ -41,21 +41,21 @@ def calibrated_stream(
         texts: Token ids.
 
     Yields:
-        As `checkpoints.source.stream`.
+        As `checkpoints.stream.packed_stream`.
 
     Raises:
         CheckpointFormatError: The tensors are not those of the layers that config.json describes.
         ValueError: A weight or the inputs of a linear cannot be used.
     """
     walk = _Walk(source, device)
-    groups = _in_layers(walk, linear_modules(source, ignore))
+    groups = _in_layers(walk, linear_modules(source, ignore, form))
     inside = {name for names in walk.names for name in names}
     for name in source.files:
         if name not in inside:
             yield from read_tensors(source, [name]).items()
     hidden = walk.embed(texts)
     for i in range(len(walk.names)):
-        yield from _layer(walk, i, groups[i], hidden, form.scale, observe)
+        yield from _layer(walk, i, groups[i], hidden, form, observe)
 
 
 class _Walk:
@@ -136,7 +136,7 @@ def _in_layers(walk: _Walk, linears: set[str]) -> list[list[list[str]]]:
 
 
 def _layer(
-    walk: _Walk, i: int, groups: list[list[str]], hidden: list[torch.Tensor], scale: str, observe: Observe
+    walk: _Walk, i: int, groups: list[list[str]], hidden: list[torch.Tensor], form: NVFP4, observe: Observe
 ) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
     """The tensors of a layer; `hidden` becomes what the next one gets."""
     tensors = walk.read(i)
@@ -144,7 +144,7 @@ def _layer(
     for members in groups:
         weights = {module: tensors[f"{module}.weight"] for module in members}
         seen = moments.pop(members[0]).matrix()
-        rounded = quantize_group(weights, scale)
+        rounded = form.quantize_group(weights)
         for module, packed in gptq.calibrate(weights, rounded, seen).items():
             weight = weights[module]
             found, nearest = gptq.output_errors(weight, (packed, rounded[module]), seen)

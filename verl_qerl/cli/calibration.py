@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_qerl.checkpoints.experts import is_expert
-from verl_qerl.checkpoints.source import Source, linear_modules
+from verl_qerl.checkpoints.source import Source
+from verl_qerl.checkpoints.stream import linear_modules
 from verl_qerl.cli.export.prompt_log_probs import read_prompts, tokenize
 from verl_qerl.cli.quantize_arguments import SAMPLES, TOKENS
 from verl_qerl.errors import CheckpointFormatError
@@ -58,9 +59,9 @@ def check_calibrated(source: Source, form: WeightFormat) -> None:
     """
     if not isinstance(form, NVFP4):
         raise ValueError(f"{form.name} is not calibrated: --method gptq. nvfp4 is accepted. Use --method rtn.")
-    if source.layout != "bf16":
+    if source.format is not None:
         raise CheckpointFormatError(
-            f"{source.path} is quantized ({source.layout}), and --method gptq calibrates on the answers of the original"
+            f"{source.path} is quantized ({source.format}), and --method gptq calibrates on the answers of the original"
             " model. An unquantized checkpoint is accepted. Name the original model, or use --method rtn."
         )
     expert = next((name for name in source.files if is_expert(name.rpartition(".")[0])), None)

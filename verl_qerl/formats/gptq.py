@@ -11,11 +11,14 @@ Sums are matrix products here, so that a CPU and a GPU may differ in a few codes
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
-from verl_qerl.formats import reference
-from verl_qerl.formats.nvfp4_weight import BLOCK_SIZE, E2M1_VALUES, PackedWeight
+from verl_qerl.formats.base import PackedWeight
+from verl_qerl.formats.e2m1 import E2M1_VALUES, e2m1_codes, pack_codes
+from verl_qerl.formats.nvfp4_layout import BLOCK_SIZE
+from verl_qerl.formats.reference import dequantize
 
 DAMPING = 0.01  # of the mean second moment, added to all of them; as in the paper
 _COLUMNS = 128  # that are rounded before their errors are added to the rest in one product
@@ -53,7 +56,7 @@ def calibrate(
 
     Args:
         weights: name -> [N, K] floating point, finite; N may differ.
-        rounded: They, as `formats.reference.quantize_group` packs them.
+        rounded: They, as `NVFP4.quantize_group` packs them.
         moments: [K, K] float32 on the weights' device, see `InputMoments`.
 
     Raises:
@@ -66,9 +69,9 @@ def calibrate(
         )
     scales = torch.cat([packed.block_scale.float() * packed.global_decode_scale for packed in rounded.values()])
     codes = _codes(torch.cat([weights[name].float() for name in rounded]), scales, moments)
-    parts = reference.pack_codes(codes).split([packed.shape[0] for packed in rounded.values()])
+    parts = pack_codes(codes).split([packed.shape[0] for packed in rounded.values()])
     return {
-        name: PackedWeight(part.contiguous(), packed.block_scale, packed.global_decode_scale)
+        name: replace(packed, tensors=(part.contiguous(), *packed.tensors[1:]))
         for (name, packed), part in zip(rounded.items(), parts, strict=True)
     }
 
@@ -84,7 +87,7 @@ def output_errors(weight: torch.Tensor, packed: Sequence[PackedWeight], moments:
 
     weight = weight.float()
     norm = squares(weight)
-    errors = (squares(reference.dequantize(one, torch.float32) - weight) for one in packed)
+    errors = (squares(dequantize(one, torch.float32) - weight) for one in packed)
     return [(error / norm) ** 0.5 if norm > 0 else 0.0 for error in errors]
 
 
@@ -103,7 +106,7 @@ def _codes(weight: torch.Tensor, scales: torch.Tensor, moments: torch.Tensor) ->
         for k in range(start, stop):
             scale = scales[blocks[k]]
             target = targets[k - start] + inside[k - start, : k - start] @ errors[start:k]
-            codes[k] = reference.e2m1_codes(target / scale)
+            codes[k] = e2m1_codes(target / scale)
             errors[k] = columns[k] - values[codes[k].int()] * scale
     return codes[order.argsort()].t()
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from verl_qerl.formats import reference
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats import PackedWeight, reference
+from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.kernels.rollout import repacking
 from verl_qerl.kernels.rollout.repacking import Repacked, dequantize_repacked, launch, repack, undo_repack
 from verl_qerl.testing import random_packed_weight
@@ -20,7 +20,7 @@ def every_pair() -> PackedWeight:
     """[128, 512]: every finite E4M3 byte (one twice) times every byte of two codes."""
     codes = torch.arange(256, dtype=torch.uint8).repeat(128, 1)
     scale = torch.arange(128, dtype=torch.uint8).clamp(max=126)[:, None].repeat(1, 32).view(torch.float8_e4m3fn)
-    return PackedWeight(codes, scale, torch.tensor(2.0**-12))
+    return nvfp4_weight(codes, scale, torch.tensor(2.0**-12))
 
 
 def test_every_code_and_scale_is_where_the_formula_says():

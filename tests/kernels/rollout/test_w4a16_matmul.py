@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from verl_qerl.formats import reference
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.kernels.rollout import w4a16_matmul as module
 from verl_qerl.kernels.rollout.lora import member_of_tile
 from verl_qerl.kernels.rollout.repacking import repack
@@ -103,7 +103,7 @@ def test_every_launch_gives_the_product(rows, launch):
 def test_every_code_and_every_normal_scale():
     codes = torch.arange(256, dtype=torch.uint8).repeat(128, 1)
     scale = torch.arange(128, dtype=torch.uint8).clamp(8, 126)[:, None].repeat(1, 32).view(torch.float8_e4m3fn)
-    weight = PackedWeight(codes, scale, torch.tensor(2.0**-12)).to("cuda")
+    weight = nvfp4_weight(codes, scale, torch.tensor(2.0**-12)).to("cuda")
     x, tensors = torch.eye(512, device="cuda").bfloat16(), repack(weight)
     for rows in (128, 512):
         columns = [w4a16_matmul(part.contiguous(), *tensors) for part in x.split(rows)]

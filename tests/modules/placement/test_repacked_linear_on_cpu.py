@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 
 from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.kernels.rollout.repacking import repack
 from verl_qerl.modules import NVFP4Linear
 from verl_qerl.modules.placement.repacked_linear import RepackedNVFP4Linear
@@ -17,7 +17,7 @@ def build(start: int = 64, end: int = 192, K: int = 48, bias: bool = True):
     torch.manual_seed(0)
     stack = random_packed_weight(256, K)
     plain = NVFP4Linear.from_linear(nn.Linear(K, end - start, bias=bias, dtype=torch.bfloat16))
-    plain.fill(PackedWeight(stack.codes[start:end], stack.block_scale[start:end], stack.global_decode_scale))
+    plain.fill(nvfp4_weight(stack.codes[start:end], stack.block_scale[start:end], stack.global_decode_scale))
     words, scale, decode_scale = repack(stack)
     tiled = copy.deepcopy(plain)
     RepackedNVFP4Linear.hold(tiled, (words[:, 2 * start : 2 * end], scale[:, start:end], decode_scale))

@@ -3,7 +3,7 @@ import torch
 import torch.nn as nn
 
 from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.modules import NVFP4Linear
 from verl_qerl.modules.convert import packed_linears, replace_experts
 from verl_qerl.modules.placement.repacked_linear import RepackedNVFP4Linear
@@ -22,7 +22,7 @@ def attention(kind: type[NVFP4Linear] = NVFP4Linear, K: int = 48, **rows: int) -
         linear = kind.from_linear(nn.Linear(K, N, bias=False))
         weight = random_packed_weight(N, K, seed)
         scale = torch.tensor(2.0**-9 if name == "o_proj" else 2.0**-11)
-        linear.fill(PackedWeight(weight.codes, weight.block_scale, scale))
+        linear.fill(nvfp4_weight(weight.codes, weight.block_scale, scale))
         model.self_attn.add_module(name, linear)
     return model
 

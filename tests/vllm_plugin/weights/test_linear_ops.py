@@ -22,7 +22,7 @@ def main(path, options, count, length):
               gpu_memory_utilization=0.02, kv_cache_memory_bytes=4 << 30, logprobs_mode="processed_logprobs",
               load_format="verl_qerl_nvfp4", quantization="verl_qerl_nvfp4",
               hf_overrides={"quantization_config": quantization_config()},
-              worker_extension_cls="verl_qerl.vllm_plugin.worker.NoiseWorkerExtension",
+              worker_extension_cls="verl_qerl.vllm_plugin.worker.RolloutWorkerExtension",
               additional_config={"verl_qerl": options})
     prompts = [{"prompt_token_ids": [(7 * i + 31 * (j // 8)) % 1000 for i in range(40 + j // 8 % 90)]}
                for j in range(count)]

@@ -17,7 +17,13 @@ _CLUSTER, _PDL = 4, 6  # CU_LAUNCH_ATTRIBUTE_: CLUSTER_DIMENSION, PROGRAMMATIC_S
 _UNSIGNED = {1: 0, 2: 1, 8: 4}  # CUtensorMapDataType by bytes
 _SWIZZLE_128, _PROMOTE_256 = 3, 3  # of CUtensorMapSwizzle and CUtensorMapL2promotion
 
-programmatic_launch = True  # `programmatic_launch` of the rollout's options
+programmatic_launch = True
+
+
+def set_programmatic_launch(on: bool) -> None:
+    """Have the kernels of this process start early in CUDA graphs, as they do by default, or not."""
+    global programmatic_launch
+    programmatic_launch = on
 
 
 class _Attribute(ctypes.Structure):

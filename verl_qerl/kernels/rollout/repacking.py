@@ -20,8 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from verl_qerl.formats import reference
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats import PackedWeight, reference
+from verl_qerl.formats.nvfp4 import nvfp4_weight
 
 Repacked = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # codes, scale, global_decode_scale
 
@@ -72,7 +72,7 @@ def undo_repack(packed_codes: torch.Tensor, scale: torch.Tensor, global_decode_s
     codes = codes.permute(1, 4, 7, 2, 0, 6, 3, 5).reshape(N, num_blocks * COLUMNS // 2, 2)
     blocks = scale.view(num_blocks, N // ROWS, 8, 8).transpose(2, 3).reshape(num_blocks, N)
     block_scale = blocks.T.contiguous().view(torch.float8_e4m3fn)
-    return PackedWeight(codes[..., 0] | codes[..., 1] << 4, block_scale, global_decode_scale.reshape(()))
+    return nvfp4_weight(codes[..., 0] | codes[..., 1] << 4, block_scale, global_decode_scale)
 
 
 def _spread(nibble: torch.Tensor, code: int) -> torch.Tensor:

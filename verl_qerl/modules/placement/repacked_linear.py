@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats import PackedWeight
 from verl_qerl.kernels.actor.linear import frozen_linear
 from verl_qerl.kernels.rollout.repacking import Repacked, dequantize_repacked, undo_repack
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 
+from verl_qerl.formats.nvfp4 import BLOCK_SIZE, nvfp4_weight
 from verl_qerl.formats.nvfp4_layout import fused_group
-from verl_qerl.formats.nvfp4_weight import BLOCK_SIZE, PackedWeight
 from verl_qerl.kernels.rollout.repacking import ROWS, Repacked, repack
 from verl_qerl.modules.convert import packed_linears
 from verl_qerl.modules.nvfp4_experts import NVFP4Experts
@@ -97,7 +97,7 @@ def share_base(model: nn.Module) -> SharedBase:
         members = [linears[name] for name in group.members]
         codes, scales, decode_scales = zip(*(linear.tensors() for linear in members), strict=True)
         scale_of_all = decode_scales[0].view(torch.float32)
-        stacked = PackedWeight(torch.cat(codes), torch.cat(scales).view(torch.float8_e4m3fn), scale_of_all)
+        stacked = nvfp4_weight(torch.cat(codes), torch.cat(scales).view(torch.float8_e4m3fn), scale_of_all)
         for there, part in zip(group.tiles(flat), repack(stacked), strict=True):
             there.copy_(part)
         for linear, tiles in zip(members, group.member_tiles(flat), strict=True):

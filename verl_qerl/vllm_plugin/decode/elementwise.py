@@ -12,9 +12,12 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.models.qwen3 import Qwen3Attention
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeAttention
 
+from verl_qerl import upstream
 from verl_qerl.kernels.rollout import elementwise, rotation
 from verl_qerl.kernels.rollout.elementwise import add_rms_norm, can_normalize, can_silu, rms_norm, silu_mul
 from verl_qerl.kernels.rollout.rotation import can_normalize_heads, can_rotate, norm_rotate, rotate
+from verl_qerl.upstream import HostChange
+from verl_qerl.vllm_plugin import hosts
 
 
 class PDLRMSNorm(RMSNorm):
@@ -75,12 +78,12 @@ class EarlyQwen3MoeAttention(_PDLHeads, Qwen3MoeAttention):
     """Of a mixture of experts."""
 
 
-_PDL: dict[type, type] = {
-    RMSNorm: PDLRMSNorm,
-    SiluAndMul: PDLSiluAndMul,
-    RotaryEmbedding: PDLRotaryEmbedding,
-    Qwen3Attention: EarlyQwen3Attention,
-    Qwen3MoeAttention: EarlyQwen3MoeAttention,
+_PDL: dict[type, tuple[HostChange, type]] = {
+    RMSNorm: (hosts.RMS_NORM, PDLRMSNorm),
+    SiluAndMul: (hosts.SILU_AND_MUL, PDLSiluAndMul),
+    RotaryEmbedding: (hosts.ROTARY, PDLRotaryEmbedding),
+    Qwen3Attention: (hosts.QWEN3_ATTENTION, EarlyQwen3Attention),
+    Qwen3MoeAttention: (hosts.QWEN3_MOE_ATTENTION, EarlyQwen3MoeAttention),
 }
 
 
@@ -102,7 +105,8 @@ def use_programmatic_launch(model: torch.nn.Module, columns: set[int], left: tor
         module: kind for module in model.modules() if columns and (kind := _kind(module, columns, left))
     }
     for module, kind in found.items():
-        module.__class__ = _PDL[kind]
+        change, ours = _PDL[kind]
+        upstream.swap_class(change, module, ours)
     if found and next(model.parameters()).is_cuda:
         weights = [module.weight for module in found if isinstance(module, RMSNorm)]
         elementwise.prepare({(weight.shape[0], weight.dtype) for weight in weights})

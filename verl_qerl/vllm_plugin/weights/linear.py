@@ -10,7 +10,8 @@ import torch
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
 from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKernel
 
-from verl_qerl.formats.nvfp4_weight import BLOCK_SIZE, PackedWeight
+from verl_qerl.formats import PackedWeight
+from verl_qerl.formats.nvfp4 import BLOCK_SIZE, nvfp4_weight
 from verl_qerl.kernels.rollout.repacking import Repacked, dequantize_repacked, repack
 from verl_qerl.kernels.rollout.w4a16_launch import MULTIPLE
 from verl_qerl.vllm_plugin.weights.linear_ops import linear_repacked
@@ -40,7 +41,7 @@ class W4A16Kernel(NvFp4LinearKernel):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Arrange the weight; vLLM's names hold the tiled tensors afterwards."""
-        packed = PackedWeight(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
+        packed = nvfp4_weight(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
         plan = self._plan(packed, layer.params_dtype)
         if plan is None:
             self._marlin.process_weights_after_loading(layer)

@@ -5,6 +5,7 @@ activations in bf16; INT8 and FP8 on vLLM's own kernels. Where the CPU build of 
 `reference_kernels` has.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -74,6 +75,10 @@ class RolloutConfig(CompressedTensorsConfig):
             schemes = self._quantization_scheme_map_from_config(described)
             options = {"target_scheme_map": schemes, "ignore": described["ignore"], "quant_format": described["format"]}
         super().__init__(**options)
+
+    def leave_dense(self, names: Iterable[str]) -> None:
+        """Have these modules, and no others, stay in bf16."""
+        self.ignore = list(names)
 
     def get_name(self) -> Any:
         """`verl_qerl_<format>`."""

@@ -1,4 +1,4 @@
-"""verl's critic on the CPU platform, registered once verl's engines exist."""
+"""verl's FSDP engines on the CPU platform, which it registers for GPUs alone."""
 
 from types import ModuleType
 from typing import Any
@@ -9,7 +9,7 @@ from verl.models.transformers.monkey_patch import apply_monkey_patch
 from verl.utils.fsdp_utils import get_init_weight_context_manager
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 _Stock: Any = FSDPEngineWithValueHead  # verl's untyped decorator hides the class from type checkers
 
@@ -21,7 +21,7 @@ class CPUValueEngine(_Stock):
         """A token classifier with one label, as verl's."""
         options = self.model_config
         config = options.hf_config
-        config.num_labels, config.classifier_dropout = 1, 0.0
+        config.update({"num_labels": 1, "classifier_dropout": 0.0})
         dtype = PrecisionType.to_dtype(self.engine_config.model_dtype or "fp32")
         context = get_init_weight_context_manager(use_meta_tensor=not config.tie_word_embeddings, mesh=self.device_mesh)
         with context():
@@ -40,6 +40,8 @@ class CPUValueEngine(_Stock):
 
 
 def install(module: ModuleType) -> None:
-    """Register the engine; a second call does nothing."""
-    if CPUValueEngine not in EngineRegistry._engines["value_model"]["fsdp2"].values():
-        EngineRegistry.register("value_model", ["fsdp", "fsdp2"], "cpu")(CPUValueEngine)
+    """Register verl's own engine of language models, and the critic; a second call does nothing."""
+    if CPUValueEngine in EngineRegistry._engines["value_model"]["fsdp2"].values():
+        return
+    for kind, engine in (("language_model", FSDPEngineWithLMHead), ("value_model", CPUValueEngine)):
+        EngineRegistry.register(kind, ["fsdp", "fsdp2"], "cpu")(engine)

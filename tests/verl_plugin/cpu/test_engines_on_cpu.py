@@ -7,4 +7,4 @@ pytest.importorskip("verl")
 
 def test_a_critic_with_the_attention_that_is_asked_for(fresh_process, models):
     """verl's loads with flash-attn whatever override_config says, and has none registered for a CPU."""
-    fresh_process(str(Path(__file__).with_name("value_head_cases.py")), str(models / "bf16"))
+    fresh_process(str(Path(__file__).with_name("engines_cases.py")), str(models / "bf16"))

@@ -1,6 +1,6 @@
-"""Started by test_value_head_on_cpu.py: the critic that verl's registry gives on the CPU platform, on one rank.
+"""Started by test_engines_on_cpu.py: the critic that verl's registry gives on the CPU platform, on one rank.
 
-python value_head_cases.py <model>
+python engines_cases.py <model>
 """
 
 import sys
