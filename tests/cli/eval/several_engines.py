@@ -8,16 +8,24 @@ import os
 import sys
 import time
 from contextlib import closing
-from pathlib import Path
+from dataclasses import dataclass
 
 from verl_qerl.cli.eval.engines import Work, in_processes
 from verl_qerl.cli.eval.records import Answer
-from verl_qerl.vllm_plugin.offline import EngineOptions
+
+
+@dataclass(frozen=True)
+class Options:
+    """In the place of EngineOptions, whose module imports torch."""
+
+    seed: int
 
 
 def answers(work):
     """Says of each question by whom it was answered; the engine with question 1 misbehaves."""
     who = {"pid": os.getpid(), "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "seed": work.options.seed}
+    if not work.prompts:
+        raise ValueError("an engine has nothing to do")
     ours = [1] in work.prompts
     for number, prompt in reversed(list(enumerate(work.prompts))):
         text = json.dumps({"asked": prompt, "truth": work.truths[number], **who})
@@ -32,8 +40,7 @@ def answers(work):
 
 def main(devices, questions, behaviour):
     numbers = range(questions)
-    options = EngineOptions(str(Path.cwd()), seed=5)
-    work = Work(options, [[n] for n in numbers], [str(n) for n in numbers], {"behaviour": behaviour})
+    work = Work(Options(seed=5), [[n] for n in numbers], [str(n) for n in numbers], {"behaviour": behaviour})
     try:
         with closing(in_processes(work, devices, answers)) as found:
             for number, (answer,) in found:

@@ -6,13 +6,15 @@ import signal
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl_qerl.cli.eval.answers import judge
 from verl_qerl.cli.eval.records import Answer
-from verl_qerl.cli.eval.served import Engine, check_applied
 from verl_qerl.cli.interrupts import end_with_the_parent
-from verl_qerl.vllm_plugin.offline import EngineOptions
+
+if TYPE_CHECKING:
+    from verl_qerl.cli.eval.served import Engine
+    from verl_qerl.vllm_plugin.offline import EngineOptions
 
 Judged = Generator[tuple[int, tuple[Answer, ...]], None, None]
 
@@ -28,7 +30,7 @@ class Work:
         sampling: Of vLLM's SamplingParams.
     """
 
-    options: EngineOptions
+    options: "EngineOptions"
     prompts: Sequence[list[int]]
     truths: Sequence[str]
     sampling: dict[str, Any]
@@ -45,6 +47,8 @@ def judged(work: Work) -> Judged:
     Raises:
         ValueError: See served.check_applied.
     """
+    from verl_qerl.cli.eval.served import check_applied
+
     engine = _start(work.options)
     if work.options.adapter is not None:
         change = check_applied(engine, work.prompts[0])
@@ -54,7 +58,7 @@ def judged(work: Work) -> Judged:
         yield number, tuple(Answer(s.text, len(s.tokens), s.cut, *judge(s.text, truth, s.cut)) for s in found)
 
 
-def _start(options: EngineOptions) -> Engine:
+def _start(options: "EngineOptions") -> "Engine":
     from verl_qerl.vllm_plugin.offline import OfflineEngine
 
     return OfflineEngine(options)
