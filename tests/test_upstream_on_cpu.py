@@ -1,5 +1,6 @@
 """A shim replaces what it was written for, gives it back, and refuses everything else."""
 
+import dataclasses
 import importlib
 import sys
 
@@ -7,12 +8,18 @@ import pytest
 
 from verl_qerl.errors import UpstreamDriftError
 from verl_qerl.upstream import (
+    HostChange,
     Shim,
     differing,
     fingerprint,
     fingerprint_in,
     goes_on_untested,
+    hang,
     install,
+    overrides,
+    set_data,
+    swap_class,
+    unhang,
     uninstall,
 )
 
@@ -182,19 +189,24 @@ def test_a_fingerprint_of_files_is_that_of_the_function(upstream, tmp_path):
     assert fingerprint_in(tmp_path, "toyhost.model:Model.run") == fingerprint(Model.run)
     assert fingerprint_in(tmp_path, "toyhost.model:scale") == fingerprint(scale)
     assert fingerprint_in(tmp_path, "toyhost.model:Model.build") == fingerprint(Model.build)
-    for gone in ("toyhost.model:Model.walk", "toyhost.model:Model", "toyhost.nowhere:run", "toyhost.model:None.run"):
+    assert fingerprint_in(tmp_path, "toyhost.model:Model") == fingerprint(Model)
+    for gone in ("toyhost.model:Model.walk", "toyhost.model:functools", "toyhost.nowhere:run", "toyhost.model:No.run"):
         assert fingerprint_in(tmp_path, gone) is None
 
 
 def test_what_differs_is_found_without_an_import(upstream, tmp_path):
-    known = {
-        "toyhost.model:scale": {fingerprint(upstream.scale)},
-        "toyhost.model:Model.run": {"000000000000"},
-        "toyhost.model:gone": {"000000000000"},
-    }
+    scale, run, gone = changes = [
+        record("toyhost.model:scale", fingerprint(upstream.scale)),
+        record("toyhost.model:Model.run", "000000000000"),
+        record("toyhost.model:gone", "000000000000"),
+    ]
+    either = record("toyhost.model:scale", f"000000000000 {fingerprint(upstream.scale)}")
+    missing = record("nosuchhost.model:gone", "000000000000")
+    shims = [make_shim(upstream), make_shim(upstream, target="toyhost.patched:Model.run")]
+    shims += [make_shim(upstream, fingerprint="000000000000")]
     del sys.modules["toyhost.model"]
-    assert differing("toyhost", known) == ["toyhost.model:Model.run", "toyhost.model:gone"]
-    assert differing("nosuchhost", known) == sorted(known)
+    assert differing([*changes, either, missing, *shims]) == [run, gone, missing, shims[2]]
+    assert differing([scale], tmp_path / "elsewhere") == [scale]
     assert "toyhost.model" not in sys.modules
 
 
@@ -210,15 +222,81 @@ def test_untested_versions_are_a_warning_where_that_is_asked_for(upstream, monke
 
 
 def test_the_warning_comes_once_and_lists_what_differs(upstream, monkeypatch, caplog):
-    known = {"toyhost.model:scale": {"0" * 12}, "toyhost.model:Model.run": {fingerprint(upstream.Model.run)}}
+    changes = overrides(
+        ("1.2",), "toyhost.model:Model", "Why.", {"run": fingerprint(upstream.Model.run), "build": "0" * 12}
+    )
+    changes += (record("toyhost.model:scale", "0" * 12), record("otherhost.model:scale", "0" * 12))
     problem = "toyhost is 9.9. Install 1.2."
-    assert not goes_on_untested(problem, "toyhost", known)
+    assert not goes_on_untested(problem, "toyhost", changes)
     monkeypatch.setenv("VERL_QERL_UNTESTED_VERSIONS", "0")
-    assert not goes_on_untested(problem, "toyhost", known)
+    assert not goes_on_untested(problem, "toyhost", changes)
     monkeypatch.setenv("VERL_QERL_UNTESTED_VERSIONS", "1")
-    assert goes_on_untested(problem, "toyhost", known)
-    assert goes_on_untested(problem, "toyhost", known)
+    assert goes_on_untested(problem, "toyhost", changes)
+    assert goes_on_untested(problem, "toyhost", changes)
     assert caplog.messages == [
-        "toyhost is 9.9. Install 1.2. VERL_QERL_UNTESTED_VERSIONS=1: going on, untested. 1 of the 2 functions of"
-        " toyhost that verl_qerl replaces or overrides are not those of the tested versions: toyhost.model:scale."
+        "toyhost is 9.9. Install 1.2. VERL_QERL_UNTESTED_VERSIONS=1: going on, untested. 2 of the 3 places of toyhost"
+        " that verl_qerl changes or follows are not those of the tested versions: toyhost.model:Model.build,"
+        " toyhost.model:scale."
     ]
+
+
+def record(target, sources="000000000000", kind="override"):
+    return HostChange(("1.2",), kind, target, "Because.", sources)
+
+
+def test_an_object_gets_another_class_and_keeps_its_attributes(upstream):
+    class Fast(upstream.Model):
+        def run(self, x):
+            return x * self.factor
+
+    model = upstream.Model()
+    model.factor = 7
+    assert swap_class(record("toyhost.model:Model", kind="class"), model, Fast) is model
+    assert model.run(1) == 7
+    assert upstream.Model().run(1) == 3
+
+
+def test_a_function_is_hung_on_an_object_and_taken_off(upstream):
+    model, change = upstream.Child(), record("toyhost.model:Model.run", kind="method")
+    hang(change, model, lambda x: x + 1)
+    assert (model.run(1), upstream.Child().run(1)) == (2, 3)
+    unhang(change, model)
+    assert model.run(1) == 3
+
+
+def test_attributes_are_set_on_frozen_objects_too(upstream):
+    @dataclasses.dataclass(frozen=True)
+    class Frozen(upstream.Model):
+        x: int = 1
+        y: int = 1
+
+    frozen, model, change = Frozen(), upstream.Model(), record("toyhost.model:Model.build", kind="data")
+    for instance in (frozen, model):
+        set_data(change, instance, x=2, y=3)
+        assert (instance.x, instance.y) == (2, 3)
+
+
+@pytest.mark.parametrize("kind", ["class", "method", "data"])
+def test_an_object_of_another_class_of_the_host_is_refused(upstream, kind, monkeypatch):
+    from toyhost import patched
+
+    change = {
+        "class": lambda changes, model: swap_class(changes, model, type("Fast", (type(model),), {})),
+        "method": lambda changes, model: hang(changes, model, lambda x: 1),
+        "data": lambda changes, model: set_data(changes, model, run=lambda x: 1),
+    }[kind]
+    here, model = record("toyhost.model:Model.run", kind=kind), patched.Model()
+    with pytest.raises(UpstreamDriftError, match=r"^toyhost.patched.Model is not what verl_qerl changes"):
+        change(here, model)
+    assert (type(model), vars(model)) == (patched.Model, {})
+    if kind != "data":
+        change((here, record("toyhost.patched:Model.run", kind=kind)), model)
+    change(here, upstream.Child())
+    change(here, type("Double", (), {})())  # of no host
+    monkeypatch.setenv("VERL_QERL_UNTESTED_VERSIONS", "1")
+    change(here, patched.Model())
+
+
+def test_a_record_of_another_kind_is_refused(upstream):
+    with pytest.raises(AssertionError, match="not registered as class"):
+        swap_class(record("toyhost.model:Model", kind="override"), upstream.Model(), upstream.Child)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.reference import quantize
 
 _TINY: dict[str, Any] = {

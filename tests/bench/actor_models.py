@@ -10,7 +10,8 @@ from accelerate import init_empty_weights
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from verl_qerl.formats.nvfp4_weight import BLOCK_SIZE, PackedWeight
+from verl_qerl.formats import PackedWeight
+from verl_qerl.formats.nvfp4 import BLOCK_SIZE, nvfp4_weight
 from verl_qerl.kernels.actor.dequantize import dequantize
 from verl_qerl.modules import NVFP4Linear, replace_linears
 from verl_qerl.modules.adapted_linear import fuse_adapters
@@ -130,7 +131,7 @@ def random_packed(N: int, K: int, generator: torch.Generator) -> PackedWeight:
     device = generator.device
     codes = torch.randint(256, (N, K // 2), dtype=torch.uint8, device=device, generator=generator)
     scale = torch.randint(0x70, 0x7F, (N, K // BLOCK_SIZE), dtype=torch.uint8, device=device, generator=generator)
-    return PackedWeight(codes, scale.view(torch.float8_e4m3fn), torch.tensor(2.0**-15, device=device))
+    return nvfp4_weight(codes, scale.view(torch.float8_e4m3fn), torch.tensor(2.0**-15, device=device))
 
 
 def build(base: Base, arm: Arm, device: str, kind: type[NVFP4Linear] = NVFP4Linear) -> nn.Module:

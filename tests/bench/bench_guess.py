@@ -2,7 +2,7 @@
 
     python tests/bench/bench_guess.py --out tests/bench/results/<gpu>/guess.json
 
-For each linear of the shipped table: microseconds of `kernels.rollout.tiled_matmul` with an adapter under the launch of
+For each linear of the shipped table: microseconds of `kernels.rollout.w4a16_matmul` with an adapter under the launch of
 the table (`measured`), the model's guess with both ways to make X A^T (`guess`, `guess_each`), and the launch of the
 nearest other linear of the table (`nearest`), if it is one for this linear too.
 """
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from verl_qerl.cli.tune import tiled_copies, time_with_adapter
-from verl_qerl.kernels.rollout import tiled_matmul
-from verl_qerl.kernels.rollout.tiled_launch import (
+from verl_qerl.kernels.rollout import w4a16_matmul
+from verl_qerl.kernels.rollout.w4a16_launch import (
     EACH,
     GATHERED,
     TOKENS,
@@ -39,11 +39,11 @@ def choices(row: dict[str, Any], others: list[dict[str, Any]], tokens: int) -> d
     near = launches[plans.closest(launches, (N, K))]
     guess = guess_launch(N, K, tokens)
     found = {"measured": Launch(*row["launches"][str(tokens)]), "guess": guess}
-    each = guess._replace(low=EACH)
+    each = guess._replace(intermediate=EACH)
     if each in both_ways(tokens, guess):
         found["guess_each"] = each
     nearest = Launch(*near[str(tokens)])
-    can = nearest._replace(low=GATHERED) in launch_candidates(N, K, tokens)
+    can = nearest._replace(intermediate=GATHERED) in launch_candidates(N, K, tokens)
     return found | ({"nearest": nearest} if can else {})
 
 
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         for row in table["rows"]
         for tokens in TOKENS
     }
-    tiled_matmul.prepare((tokens, launch) for (_, _, tokens), found in of_all.items() for launch in found.values())
+    w4a16_matmul.prepare((tokens, launch) for (_, _, tokens), found in of_all.items() for launch in found.values())
     result: dict[str, Any] = {**rollout_report.header({}), "rows": []}
     for N, K in sorted({(N, K) for N, K, _ in of_all}):
         packed = tiled_copies(N, K)

@@ -24,8 +24,8 @@ from verl_qerl.kernels.rollout.attention import decode_attention
 from verl_qerl.kernels.rollout.elementwise import add_rms_norm, silu_mul
 from verl_qerl.kernels.rollout.lora import member_of_tile
 from verl_qerl.kernels.rollout.rotation import norm_rotate, rotate
+from verl_qerl.vllm_plugin.weights.linear_ops import linear_repacked, lora_linear_repacked
 from verl_qerl.vllm_plugin.weights.plans import make_plan
-from verl_qerl.vllm_plugin.weights.tiled_ops import linear_tiled, lora_linear_tiled
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -82,8 +82,8 @@ def run_layer(
         of = layer[name]
         weight = (x, of["words"], of["scale"], of["of_all"], None, None, of["plan"])
         if not adapted:
-            return linear_tiled(*weight)
-        return lora_linear_tiled(*weight, *of["adapter"], inputs["slots"], inputs["none_active"])
+            return linear_repacked(*weight)
+        return lora_linear_repacked(*weight, *of["adapter"], inputs["slots"], inputs["none_active"])
 
     x, residual = add_rms_norm(x, residual, layer["norm"], 1e-6)
     q, k, v = multiply("qkv", x).split(parts(shape)["qkv"][1], 1)

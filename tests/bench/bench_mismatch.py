@@ -118,7 +118,7 @@ def run_arm(arm: str, args: argparse.Namespace, prompts: list[list[int]], adapte
         "max_lora_rank": args.rank,
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": "verl_qerl.vllm_plugin.worker.NoiseWorkerExtension",
+        "worker_extension_cls": "verl_qerl.vllm_plugin.worker.RolloutWorkerExtension",
     }
     if arm != "bf16":
         common |= {"load_format": f"verl_qerl_{form}", "quantization": f"verl_qerl_{form}"}
@@ -255,8 +255,8 @@ def unrounded(actor: object) -> None:
     from verl_qerl.modules.convert import packed_linears
 
     def multiply(linear: object, x: object, bias: object) -> object:
-        tensors = linear.packed().tensors
-        y = (x.float() @ tensors["weight"].float().t()) * tensors["weight_scale"].t()
+        codes, scale = linear.packed().tensors
+        y = (x.float() @ codes.float().t()) * scale.t()
         return (y if bias is None else y + bias.float()).to(x.dtype)
 
     for _, linear in packed_linears(actor):

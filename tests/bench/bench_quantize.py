@@ -24,13 +24,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from verl_qerl.checkpoints.source import INDEX, open_source, stream
+from verl_qerl.checkpoints.source import INDEX, open_source
+from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli.quantize import quantize_checkpoint
-from verl_qerl.formats.reference import SCALE_CHOICES
+from verl_qerl.formats import NVFP4
+from verl_qerl.formats.nvfp4 import SCALE_CHOICES
 from verl_qerl.testing import current_commit
 
 ROOT = Path(__file__).parents[2]
-GATES = ("tests/nvfp4", "tests/cli/test_quantize_on_cpu.py")
+GATES = ("tests/formats", "tests/checkpoints", "tests/cli/test_quantize_on_cpu.py")
 # Qwen2.5-7B: (out_features, in_features)
 LINEARS = {
     "self_attn.q_proj": (3584, 3584),
@@ -90,7 +92,7 @@ def read_with_safetensors(path: Path, device: str) -> None:
 
 def read_and_quantize(path: Path, device: str, scale: str) -> None:
     """What the actor and the vLLM loader do: nothing is written."""
-    for _ in stream(open_source(path), scale, device=device):
+    for _ in packed_stream(open_source(path), NVFP4(scale=scale), device=device):
         pass
     synchronize(device)
 

@@ -24,9 +24,11 @@ import host_time
 import rollout_report
 import torch
 
-from verl_qerl.formats import reference as nvfp4
-from verl_qerl.formats.nvfp4_weight import PackedWeight
-from verl_qerl.formats.reference import SCALE_CHOICES, dequantize, quantize
+from verl_qerl.formats import PackedWeight, nvfp4
+from verl_qerl.formats.base import in_chunks
+from verl_qerl.formats.e2m1 import E2M1_VALUES, e2m1_codes, pack_codes
+from verl_qerl.formats.nvfp4 import SCALE_CHOICES
+from verl_qerl.formats.reference import dequantize, quantize
 from verl_qerl.testing import rms_error_ratio
 
 Quantizer = Callable[[torch.Tensor], PackedWeight]
@@ -149,10 +151,8 @@ def _to_e4m3(scale: torch.Tensor) -> torch.Tensor:
 def _search(weight: torch.Tensor, power: float, scales: Callable[[torch.Tensor], list[torch.Tensor]]) -> PackedWeight:
     """[N, K] quantized, each block with the one of its scales that has the least sum of |error| ** power."""
     encode = nvfp4._power_of_two_below(256.0 * 6.0 / float(weight.abs().amax()))
-    parts = [_search_rows(rows, encode, power, scales) for rows in weight.split(nvfp4.chunk_rows(weight))]
-    return PackedWeight(
-        *(torch.cat([part[i] for part in parts]) for i in range(2)), weight.new_tensor(1.0 / encode).float()
-    )
+    codes, scale = in_chunks(weight, lambda rows: _search_rows(rows, encode, power, scales))
+    return nvfp4.nvfp4_weight(codes, scale, weight.new_tensor(1.0 / encode).float())
 
 
 def _search_rows(
@@ -163,17 +163,17 @@ def _search_rows(
     errors = []
     for scale in tried:
         scaled = blocks / scale.float()[..., None]
-        difference = (_values(nvfp4.e2m1_codes(scaled)) - scaled).abs() * scale.float()[..., None]
+        difference = (_values(e2m1_codes(scaled)) - scaled).abs() * scale.float()[..., None]
         errors.append(difference.pow(power).sum(-1))
     best = torch.stack(errors).argmin(0)
     chosen = torch.stack([scale.view(torch.uint8) for scale in tried]).gather(0, best[None])[0]
     chosen = chosen.view(torch.float8_e4m3fn)
-    codes = nvfp4.e2m1_codes(blocks / chosen.float()[..., None])
-    return nvfp4.pack_codes(codes.view(rows.shape)), chosen
+    codes = e2m1_codes(blocks / chosen.float()[..., None])
+    return pack_codes(codes.view(rows.shape)), chosen
 
 
 def _values(codes: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(nvfp4.E2M1_VALUES, device=codes.device)[codes.int()]
+    return torch.tensor(E2M1_VALUES, device=codes.device)[codes.int()]
 
 
 def _choice(scale: str) -> Quantizer:

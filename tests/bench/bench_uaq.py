@@ -26,6 +26,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl_qerl.algos.uaq import fold_, scaled_parameters, unfold_
 from verl_qerl.formats.int8 import INT8
+from verl_qerl.formats.reference import dequantize
 from verl_qerl.testing import current_commit
 
 VOCAB, LENGTH, BATCH = 61, 32, 16
@@ -77,8 +78,8 @@ def groups_of(model, roles: dict[str, str], arm: str, scale: float, lr: float) -
 
 def int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes, decoded weight) of symmetric INT8 per output channel."""
-    parts = INT8().quantize(weight)
-    return parts["weight"], INT8().dequantize(parts, weight.dtype)
+    packed = INT8().quantize(weight)
+    return packed.codes, dequantize(packed, weight.dtype)
 
 
 @torch.no_grad()

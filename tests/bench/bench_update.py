@@ -42,14 +42,15 @@ ARMS = {
 
 def build(arm: dict[str, bool], model: Path) -> Any:
     """verl's engine as its actor worker makes it, on one rank."""
-    import verl  # noqa: F401  (its plugins come with it, ours among them)
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+    from verl_qerl import verl_plugin
     from verl_qerl.verl_plugin.actor.engine import QerlFSDPEngine
     from verl_qerl.verl_plugin.config.base_options import QerlFSDPEngineConfig
 
+    verl_plugin.activate()  # both arms compute with our attention
     if not arm["ours"]:
         load_beside(__file__, "fused_head")  # without it verl's fused kernels do not run
     options = {"lora_rank": 32, "lora_alpha": 64, "use_fused_kernels": True, "enable_gradient_checkpointing": True}

@@ -4,12 +4,12 @@ import dataclasses
 from typing import Any
 
 from verl_qerl.vllm_plugin import register
-from verl_qerl.vllm_plugin.worker import NoiseWorkerExtension
+from verl_qerl.vllm_plugin.worker import RolloutWorkerExtension
 
 register()  # workers are processes, which have nothing registered
 
 
-class Noise(NoiseWorkerExtension):
+class Noise(RolloutWorkerExtension):
     """Noise whose mode can be changed while there is a draw a batch: weights are all that it sets."""
 
     def bench_set_mode(self: Any, mode: str) -> None:

@@ -17,9 +17,9 @@ import torch
 from verl_qerl.checkpoints.writer import ShardedWriter, quantized_specs
 from verl_qerl.cli.data import gsm8k_prompt
 from verl_qerl.cli.model_dir import check_free_space, store, total_bytes
+from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.ignore import DEFAULT_IGNORE, is_packed_module
 from verl_qerl.formats.nvfp4_layout import quantization_config
-from verl_qerl.formats.nvfp4_weight import PackedWeight
 from verl_qerl.formats.tensor_spec import TensorSpec
 from verl_qerl.testing import load_beside
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 DUMMY_NVFP4 = "bench_dummy_nvfp4"  # load format
-EXTENSION = "verl_qerl.vllm_plugin.worker.NoiseWorkerExtension"
+EXTENSION = "verl_qerl.vllm_plugin.worker.RolloutWorkerExtension"
 SCHEDULER = "verl_qerl.vllm_plugin.decode.scheduler.scheduler"
 OURS = "verl_qerl_nvfp4"
 # Divisor of all weights. Block scales reach 448 and codes 6: weights stay below 448 * 6 / 2**20 = 2.6e-3.

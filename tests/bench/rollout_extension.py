@@ -3,7 +3,7 @@
 import rollout_arms
 
 from verl_qerl.vllm_plugin import register
-from verl_qerl.vllm_plugin.worker import NoiseWorkerExtension
+from verl_qerl.vllm_plugin.worker import RolloutWorkerExtension
 
 register()
 rollout_arms.register_dummy_nvfp4()
@@ -13,5 +13,5 @@ class Stock:
     """Leaves vLLM's worker as it is."""
 
 
-class Ours(NoiseWorkerExtension):
+class Ours(RolloutWorkerExtension):
     """Does what the options of an arm ask for."""

@@ -18,7 +18,7 @@ GROUPS = (
     (LORA, re.compile(r"shrink|expand|low_rank", re.IGNORECASE)),
     (
         LINEARS,
-        re.compile(r"tiled_matmul|marlin|dequantize|scaled_mm|c3x|cutlass_3x|fp8", re.IGNORECASE),
+        re.compile(r"w4a16_matmul|marlin|dequantize|scaled_mm|c3x|cutlass_3x|fp8", re.IGNORECASE),
     ),
     (CUBLAS, re.compile(r"nvjet|cublas|gemm|gemv|splitk", re.IGNORECASE)),
     ("sampler", re.compile(r"softmax|argmax|distribution|topk|sort|reduce_kernel", re.IGNORECASE)),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_qerl.kernels.rollout.tiled_launch import EACH, GATHERED, Launch, guess_launch
+from verl_qerl.kernels.rollout.w4a16_launch import EACH, GATHERED, Launch, guess_launch
 from verl_qerl.testing import load_beside
 
 pytest.importorskip("vllm")
@@ -20,7 +20,7 @@ def test_the_nearest_linear_stands_in_where_its_launch_can():
     assert found == {
         "measured": Launch(2, 2, 8, 1),
         "guess": expected,
-        "guess_each": expected._replace(low=EACH),
+        "guess_each": expected._replace(intermediate=EACH),
         "nearest": Launch(2, 1, 4, 2, EACH),
     }
     assert set(guess.choices(row(4608, 3584, 1, 3, 3, 1), [row(4096, 4096, 1, 2, 7, 1)], 256)) == {"measured", "guess"}

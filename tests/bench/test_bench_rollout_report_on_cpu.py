@@ -183,7 +183,7 @@ def test_a_plan_takes_what_the_file_lacks(bench, tmp_path, capsys):
 
 def test_a_step_is_taken_apart_by_groups_of_kernels(bench):
     kernels = {
-        "tiled_matmul": 700.0,
+        "w4a16_matmul": 700.0,
         "marlin::Marlin<1, 2>": 50.0,
         "triton_red_fused_fused_add_rms_norm_lora_linear_tiled_2": 30.0,
         "low_rank": 20.0,

@@ -8,7 +8,9 @@ pytest.importorskip("verl")
 
 from transformers import AutoConfig, AutoTokenizer, Qwen2ForCausalLM
 
-from verl_qerl.checkpoints.source import PackedWeight, open_source, stream
+from verl_qerl.checkpoints.source import open_source
+from verl_qerl.checkpoints.stream import packed_stream
+from verl_qerl.formats import PackedWeight
 from verl_qerl.testing import load_beside
 from verl_qerl.verl_plugin.actor.packed_model import build_skeleton, load_packed
 from verl_qerl.verl_plugin.config.base_options import BaseOptions
@@ -45,7 +47,7 @@ def test_a_bf16_one_is_a_plain_model(tmp_path):
 def test_packed_weights_are_as_the_format_asks(folder):
     source = open_source(str(folder))
     assert source.layout != "bf16"
-    packed = [item for _, item in stream(source) if isinstance(item, PackedWeight)]
+    packed = [item for _, item in packed_stream(source) if isinstance(item, PackedWeight)]
     assert len(packed) == 14
     for weight in packed:
         scale = weight.block_scale.float()

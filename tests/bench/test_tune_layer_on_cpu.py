@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_qerl.kernels.rollout.tiled_launch import EACH, STREAM, TOKENS, Launch
+from verl_qerl.kernels.rollout.w4a16_launch import EACH, STREAM_K, TOKENS, Launch
 from verl_qerl.testing import load_beside
 from verl_qerl.vllm_plugin.weights import plans
 
@@ -19,7 +19,7 @@ def layers(monkeypatch):
     monkeypatch.setattr(plans, "PLANS", {key: plans.Plan((SLOW,) * len(TOKENS), 1, 2) for key in "ab"})
     monkeypatch.setattr(bench, "fusing", lambda N, K, tokens: [SLOW, FAST, NOISE])
     prepared = []
-    monkeypatch.setattr(bench.tiled_matmul, "prepare", lambda launches: prepared.extend(launches))
+    monkeypatch.setattr(bench.w4a16_matmul, "prepare", lambda launches: prepared.extend(launches))
     times = {("a", FAST): 0.9, ("b", NOISE): 0.999, ("b", FAST): 2.0}
 
     def microseconds(models, rows):
@@ -36,13 +36,13 @@ def test_the_fastest_is_kept_and_noise_is_none(layers):
         expected = [SLOW] * len(TOKENS)
         expected[AT] = chosen
         assert list(plans.PLANS[key].launches) == expected
-    own = [(32, launch._replace(low=EACH)) for launch in (SLOW, FAST, NOISE)]
+    own = [(32, launch._replace(intermediate=EACH)) for launch in (SLOW, FAST, NOISE)]
     others = [own[0], (32, FAST), own[1], (32, NOISE), own[2]]  # the present one is compiled
     assert layers.prepared == others * 2
 
 
 def test_both_ways_are_tried_where_they_can_be(monkeypatch):
-    stream, own = Launch(2, 3, STREAM, 1), FAST._replace(low=EACH)
+    stream, own = Launch(2, 3, STREAM_K, 1), FAST._replace(intermediate=EACH)
     monkeypatch.setattr(bench, "fusing", lambda N, K, tokens: [stream, FAST, NOISE])
     assert bench.candidates(256, 128, 64, stream, 2) == [FAST, own]
     assert bench.candidates(256, 128, 64, own, 1) == [FAST, stream]

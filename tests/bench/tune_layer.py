@@ -1,4 +1,4 @@
-"""Launches of kernels/rollout/tiled_matmul, chosen in a decode layer: the fastest ones alone are not so beside others.
+"""Launches of kernels/rollout/w4a16_matmul, chosen in a decode layer: the fastest ones alone are not so beside others.
 
     python tests/bench/tune_layer.py --out verl_qerl/vllm_plugin/weights/tuned/nvidia_h200.json [--models 7B 14B]
         [--rows 8 64] [--linears qkv o down] [--tried 4]
@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from verl_qerl.cli.tune import fusing
-from verl_qerl.kernels.rollout import tiled_matmul
-from verl_qerl.kernels.rollout.tiled_launch import TOKENS, Launch, both_ways
+from verl_qerl.kernels.rollout import w4a16_matmul
+from verl_qerl.kernels.rollout.w4a16_launch import TOKENS, Launch, both_ways
 from verl_qerl.testing import current_commit
 from verl_qerl.vllm_plugin.weights import plans
 
@@ -101,7 +101,7 @@ def choose(layers: Layers, tokens: int, tried: int = TRIED) -> Iterator[tuple[st
     for key, ((N, K), models) in layers.linears().items():
         present = plans.PLANS[key].launches[TOKENS.index(tokens)]
         others = candidates(N, K, tokens, present, tried)
-        tiled_matmul.prepare((tokens, launch) for launch in others)
+        w4a16_matmul.prepare((tokens, launch) for launch in others)
         before = least = layers.microseconds(models, tokens if tokens > TOKENS[0] else 1)
         best = present
         for launch in others:

@@ -11,8 +11,9 @@ from verl_qerl.checkpoints.source import open_source, stored_tensors
 from verl_qerl.checkpoints.stream import check_held, packed_stream
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import FORMATS, get_format
+from verl_qerl.formats.base import named_tensors
 from verl_qerl.formats.nvfp4_layout import modelopt_config
-from verl_qerl.formats.packed import dequantize, named_tensors, packed_from
+from verl_qerl.formats.reference import dequantize
 
 LINEAR = "model.layers.0.mlp.down_proj"
 DEEPSEEK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 16]}
@@ -37,7 +38,7 @@ def values(seed=0):
 @pytest.mark.parametrize("name", [*sorted(FORMATS), "modelopt"])
 def test_each_format_stands_for_what_it_dequantizes_to(write, name):
     form = get_format("nvfp4" if name == "modelopt" else name)
-    packed = packed_from(form, form.quantize(values()))
+    packed = form.quantize(values())
     layout, config = ("modelopt", modelopt_config(["lm_head"])) if name == "modelopt" else ("", form.config())
     tensors = named_tensors(LINEAR, packed, layout or "compressed-tensors")
     source = dense_source(write(tensors | {f"{LINEAR}.input_scale": torch.ones(1)}, config))
@@ -99,7 +100,7 @@ def test_a_packed_head_is_dense_again(write):
     form = get_format("nvfp4")
     tensors = {}
     for module in (LINEAR, "lm_head"):
-        tensors |= named_tensors(module, packed_from(form, form.quantize(values())))
+        tensors |= named_tensors(module, form.quantize(values()))
     source = dense_source(write(tensors, form.config([])))
     items = dict(packed_stream(source, form, ["lm_head", "re:.*o_proj"]))
     assert items["lm_head.weight"].dtype == torch.bfloat16

@@ -12,8 +12,8 @@ from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import check_held, left_out, packed_stream
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import get_format
+from verl_qerl.formats.base import named_tensors
 from verl_qerl.formats.nvfp4_layout import modelopt_config, quantization_config
-from verl_qerl.formats.packed import named_tensors, packed_from
 
 LINEAR = "model.layers.0.mlp.down_proj"
 ROTATED = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"targets": ["re:.*down_proj$"]}]}}}
@@ -34,7 +34,7 @@ def write(tmp_path):
         layout = "modelopt" if form == "modelopt" else "compressed-tensors"
         chosen = get_format("nvfp4" if form == "modelopt" else form)
         weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
-        tensors = named_tensors(LINEAR, packed_from(chosen, chosen.quantize(weight)), layout)
+        tensors = named_tensors(LINEAR, chosen.quantize(weight), layout)
         save_file(tensors | {"lm_head.weight": torch.ones(8, 64).bfloat16()}, tmp_path / "model.safetensors")
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
         return tmp_path
@@ -195,21 +195,30 @@ def test_the_older_name_of_the_entry_is_read(write):
 
 
 @pytest.mark.parametrize(
-    ("found", "layout"),
+    ("found", "stored"),
     [
-        ({}, "bf16"),
-        ({"quantization_config": None}, "bf16"),
-        ({"quantization_config": quantization_config()}, "compressed-tensors"),
-        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "modelopt"),
-        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}}, "modelopt"),
-        ({"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}}, "int8"),
-        ({"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"}}, "fp8"),
-        ({"quantization_config": {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}}, "mxfp4"),
-        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "finegrained-fp8"),
+        ({}, (None, "bf16")),
+        ({"quantization_config": None}, (None, "bf16")),
+        ({"quantization_config": quantization_config()}, ("nvfp4", "compressed-tensors")),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, ("nvfp4", "modelopt")),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}}, ("nvfp4", "modelopt")),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}},
+            ("int8", "compressed-tensors"),
+        ),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"}},
+            ("fp8", "compressed-tensors"),
+        ),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}},
+            ("mxfp4", "compressed-tensors"),
+        ),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, ("finegrained-fp8",) * 2),
     ],
 )
-def test_layout_follows_the_config(found: dict, layout: str) -> None:
-    assert stored_format(found) == layout
+def test_format_and_layout_follow_the_config(found: dict, stored: tuple) -> None:
+    assert stored_format(found) == stored
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from verl_qerl.checkpoints.digest import check_same_base, differing_weights, model_digest, weight_digest
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.testing import random_packed_weight
 
 
 def test_digest_is_sha256_of_shape_codes_block_scales_and_global_scale() -> None:
-    weight = PackedWeight(
+    weight = nvfp4_weight(
         torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]], dtype=torch.uint8),
         torch.tensor([[0x38]], dtype=torch.uint8).view(torch.float8_e4m3fn),
         torch.tensor(1.0),
@@ -25,11 +25,11 @@ def test_one_flipped_nibble_one_scale_or_the_shape_changes_the_digest() -> None:
     scale[3, 2] ^= 1
     digests = [
         weight_digest(weight),
-        weight_digest(PackedWeight(codes, weight.block_scale, weight.global_decode_scale)),
-        weight_digest(PackedWeight(weight.codes, scale.view(torch.float8_e4m3fn), weight.global_decode_scale)),
-        weight_digest(PackedWeight(weight.codes, weight.block_scale, weight.global_decode_scale * 2)),
+        weight_digest(nvfp4_weight(codes, weight.block_scale, weight.global_decode_scale)),
+        weight_digest(nvfp4_weight(weight.codes, scale.view(torch.float8_e4m3fn), weight.global_decode_scale)),
+        weight_digest(nvfp4_weight(weight.codes, weight.block_scale, weight.global_decode_scale * 2)),
         weight_digest(
-            PackedWeight(weight.codes.view(8, 64), weight.block_scale.view(8, 8), weight.global_decode_scale)
+            nvfp4_weight(weight.codes.view(8, 64), weight.block_scale.view(8, 8), weight.global_decode_scale)
         ),
     ]
     assert len(set(digests)) == len(digests)
@@ -39,7 +39,7 @@ def test_views_and_one_element_scales_have_the_digest_of_their_values() -> None:
     weight = random_packed_weight(16, 64)
     wide = torch.stack((weight.codes, weight.codes), dim=-1)[..., 0]
     assert not wide.is_contiguous()
-    same = PackedWeight(wide, weight.block_scale, weight.global_decode_scale.reshape(1))
+    same = nvfp4_weight(wide, weight.block_scale, weight.global_decode_scale.reshape(1))
     assert weight_digest(same) == weight_digest(weight)
 
 

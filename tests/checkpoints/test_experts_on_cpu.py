@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.experts import is_expert
 from verl_qerl.checkpoints.groups import linears_among
-from verl_qerl.checkpoints.source import Source, linear_modules, open_source, stream
+from verl_qerl.checkpoints.source import Source, open_source
+from verl_qerl.checkpoints.stream import linear_modules, packed_stream
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.reference import quantize_group
 from verl_qerl.testing import random_qwen3_moe
 
@@ -47,7 +48,7 @@ def changed(tmp_path, model_dir):
 
 
 def packed(source: Source) -> dict[str, PackedWeight]:
-    return {name: item for name, item in stream(source) if isinstance(item, PackedWeight)}
+    return {name: item for name, item in packed_stream(source) if isinstance(item, PackedWeight)}
 
 
 def test_every_linear_of_every_expert_is_packed_and_the_router_is_not(model_dir):
@@ -55,7 +56,7 @@ def test_every_linear_of_every_expert_is_packed_and_the_router_is_not(model_dir)
     assert sum(is_expert(name) for name in found) == 4 * 3
     assert len(found) == 4 * 3 + 3 + 2 * 4  # experts, the dense layer's MLP, attention
     assert "model.layers.1.mlp.gate" not in found
-    rest = [name for name, item in stream(open_source(model_dir)) if isinstance(item, torch.Tensor)]
+    rest = [name for name, item in packed_stream(open_source(model_dir)) if isinstance(item, torch.Tensor)]
     assert "model.layers.1.mlp.gate.weight" in rest
     # Also with rules that do not name it, as an actor's.
     assert "model.layers.1.mlp.gate" not in linear_modules(open_source(model_dir), ["lm_head"])
@@ -147,7 +148,7 @@ def test_experts_that_an_nvfp4_checkpoint_left_dense(model_dir, tmp_path):
     shutil.copytree(tmp_path / "nvfp4", tmp_path / "mixed")
     save_file(tensors | {f"{EXPERTS}.2.down_proj.weight": torch.ones(128, 96)}, tmp_path / "mixed/model.safetensors")
     with pytest.raises(ValueError, match=rf"^experts are not packed: 1 of .* first '{EXPERTS}\.2\.down_proj'\."):
-        list(stream(open_source(tmp_path / "mixed")))
+        list(packed_stream(open_source(tmp_path / "mixed")))
 
 
 def test_the_stacked_experts_of_a_full_precision_actor():

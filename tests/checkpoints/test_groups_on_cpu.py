@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from verl_qerl.checkpoints.groups import in_groups, linears_among
+from verl_qerl.formats import MXFP4
 from verl_qerl.formats.ignore import ROUTER
 
 Q, K, V, OUT = (f"model.layers.0.self_attn.{name}_proj" for name in "qkvo")
@@ -32,7 +35,7 @@ def test_matrices_of_the_layers_are_quantized():
 )
 def test_what_cannot_be_quantized_is_refused(ignore, block_size, sentence):
     with pytest.raises(ValueError, match=sentence):
-        linears_among(SHAPES, ignore, "the model", block_size, "MXFP4")
+        linears_among(SHAPES, ignore, "the model", replace(MXFP4(), block_size=block_size))
 
 
 def test_a_model_without_a_head_takes_the_default():

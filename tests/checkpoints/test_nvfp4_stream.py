@@ -9,8 +9,9 @@ from safetensors.torch import save_file
 
 from verl_qerl.checkpoints import reader
 from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.checkpoints.source import open_source, stream
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.checkpoints.source import open_source
+from verl_qerl.checkpoints.stream import packed_stream
+from verl_qerl.formats import PackedWeight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -24,8 +25,8 @@ def test_gpu_and_cpu_stream_the_same_tensors(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "config.json").write_text(json.dumps({}))
     save_file(tensors, tmp_path / "model.safetensors")
     source = open_source(tmp_path)
-    expected = dict(stream(source))
-    found = dict(stream(source, device="cuda"))
+    expected = dict(packed_stream(source))
+    found = dict(packed_stream(source, device="cuda"))
     assert set(found) == set(expected)
     for name, item in expected.items():
         if isinstance(item, PackedWeight):

@@ -7,10 +7,13 @@ import torch
 from safetensors.torch import save_file
 
 from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.checkpoints.source import INDEX, Source, linear_modules, open_source, stream
+from verl_qerl.checkpoints.source import INDEX, Source, open_source
+from verl_qerl.checkpoints.stream import linear_modules, packed_stream
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats.nvfp4_layout import quantization_config, to_tensors
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats import NVFP4, PackedWeight
+from verl_qerl.formats.base import named_tensors
+from verl_qerl.formats.nvfp4 import nvfp4_weight
+from verl_qerl.formats.nvfp4_layout import quantization_config
 from verl_qerl.formats.reference import dequantize, quantize, quantize_group
 
 QKV = tuple(f"model.layers.0.self_attn.{kind}_proj" for kind in "qkv")
@@ -58,7 +61,7 @@ def spread(tensors: dict[str, torch.Tensor], num_shards: int) -> list[dict[str, 
 
 def digests(source: Source, **options: object) -> dict[str, str]:
     """Of every packed weight; each comes once."""
-    found = [(name, item) for name, item in stream(source, **options) if isinstance(item, PackedWeight)]
+    found = [(name, item) for name, item in packed_stream(source, **options) if isinstance(item, PackedWeight)]
     assert len(found) == len({name for name, _ in found})
     return {name: weight_digest(item) for name, item in found}
 
@@ -72,14 +75,14 @@ def test_shards_in_any_order_give_the_same_bits(tmp_path: Path, num_shards: int,
     shards = spread(bf16_tensors(), num_shards)
     source = open_source(save(tmp_path / "m", shards[::-1] if reverse else shards))
     assert digests(source) == EXPECTED
-    rest = {name: item for name, item in stream(source) if isinstance(item, torch.Tensor)}
+    rest = {name: item for name, item in packed_stream(source) if isinstance(item, torch.Tensor)}
     assert set(rest) == set(PLAIN)
     assert all(torch.equal(rest[name], bf16_tensors()[name]) for name in PLAIN)
 
 
 def test_fused_members_use_the_scale_of_the_group_and_others_their_own(tmp_path: Path) -> None:
     source = open_source(save(tmp_path / "m", spread(bf16_tensors(), 3)))
-    found = {name: item for name, item in stream(source) if isinstance(item, PackedWeight)}
+    found = {name: item for name, item in packed_stream(source) if isinstance(item, PackedWeight)}
     assert len({float(found[name].global_decode_scale) for name in QKV}) == 1
     alone = quantize(bf16_tensors()[f"{QKV[0]}.weight"])
     assert weight_digest(alone) != EXPECTED[QKV[0]]
@@ -89,7 +92,7 @@ def test_fused_members_use_the_scale_of_the_group_and_others_their_own(tmp_path:
 def test_scale_choice_is_passed_on(tmp_path: Path) -> None:
     source = open_source(save(tmp_path / "m", [bf16_tensors()]))
     expected = weight_digest(quantize(bf16_tensors()[f"{OTHERS[0]}.weight"], "minmax"))
-    assert digests(source, scale="minmax")[OTHERS[0]] == expected != EXPECTED[OTHERS[0]]
+    assert digests(source, form=NVFP4(scale="minmax"))[OTHERS[0]] == expected != EXPECTED[OTHERS[0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -99,21 +102,21 @@ def test_input_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     expected = quantize_group({m: tensors[f"{m}.weight"] for m in QKV})
     found = digests(source)
     assert {m: found[m] for m in QKV} == {m: weight_digest(item) for m, item in expected.items()}
-    rest = dict(stream(source))
+    rest = dict(packed_stream(source))
     assert rest["model.norm.weight"].dtype == dtype
 
 
 def test_observer_sees_each_original_beside_its_packed_weight(tmp_path: Path) -> None:
     source = open_source(save(tmp_path / "m", spread(bf16_tensors(), 2)))
     seen = {}
-    list(stream(source, observe=lambda module, weight, item: seen.update({module: (weight, item)})))
+    list(packed_stream(source, observe=lambda module, weight, item: seen.update({module: (weight, item)})))
     assert {module: weight_digest(item) for module, (_, item) in seen.items()} == EXPECTED
     assert all(torch.equal(weight, bf16_tensors()[f"{module}.weight"]) for module, (weight, _) in seen.items())
 
 
 def compressed_tensors_file() -> dict[str, torch.Tensor]:
     plain = {name: bf16_tensors()[name] for name in PLAIN}
-    return plain | {key: part for module, item in packed().items() for key, part in to_tensors(module, item).items()}
+    return plain | {key: part for module, item in packed().items() for key, part in named_tensors(module, item).items()}
 
 
 def modelopt_file() -> dict[str, torch.Tensor]:
@@ -138,18 +141,18 @@ def test_packed_checkpoints_pass_as_they_are(
 ) -> None:
     source = open_source(save(tmp_path / "m", spread(tensors, num_shards), config))
     assert digests(source) == EXPECTED
-    rest = {name: item for name, item in stream(source) if isinstance(item, torch.Tensor)}
+    rest = {name: item for name, item in packed_stream(source) if isinstance(item, torch.Tensor)}
     assert set(rest) == set(PLAIN)
     assert torch.equal(rest[f"{QKV[0]}.bias"], bf16_tensors()[f"{QKV[0]}.bias"])
 
 
 def test_global_scales_that_are_no_powers_of_two_are_said_once(tmp_path: Path, caplog) -> None:
     tensors = compressed_tensors_file()
-    list(stream(open_source(save(tmp_path / "ours", spread(tensors, 1), COMPRESSED))))
+    list(packed_stream(open_source(save(tmp_path / "ours", spread(tensors, 1), COMPRESSED))))
     assert not caplog.messages
     for module in OTHERS:
         tensors[f"{module}.weight_global_scale"] = tensors[f"{module}.weight_global_scale"] * 1.5
-    list(stream(open_source(save(tmp_path / "theirs", spread(tensors, 1), COMPRESSED))))
+    list(packed_stream(open_source(save(tmp_path / "theirs", spread(tensors, 1), COMPRESSED))))
     (message,) = caplog.messages
     assert f"the global scales of {len(OTHERS)} linears are no powers of two" in message
 
@@ -158,8 +161,8 @@ def test_a_packed_weight_without_its_global_scale_is_refused(tmp_path: Path) -> 
     tensors = compressed_tensors_file()
     del tensors[f"{QKV[2]}.weight_global_scale"]
     source = open_source(save(tmp_path / "m", [tensors], COMPRESSED))
-    with pytest.raises(CheckpointFormatError, match=rf"'{QKV[2]}' lacks \['weight_global_scale'\]"):
-        list(stream(source))
+    with pytest.raises(CheckpointFormatError, match=rf"'{QKV[2]}' of .* lacks \['weight_global_scale'\]"):
+        list(packed_stream(source))
 
 
 @pytest.mark.parametrize("part", ["weight_packed", "weight_scale", "weight_scale_2"])
@@ -169,8 +172,8 @@ def test_a_packed_weight_without_any_one_part_is_refused(tmp_path: Path, part: s
     )
     del tensors[f"{OTHERS[0]}.{part}"]
     source = open_source(save(tmp_path / "m", [tensors], config))
-    with pytest.raises(CheckpointFormatError, match=rf"'{OTHERS[0]}' lacks"):
-        list(stream(source))
+    with pytest.raises(CheckpointFormatError, match=rf"'{OTHERS[0]}' of .* lacks"):
+        list(packed_stream(source))
 
 
 @pytest.mark.parametrize("factor", [2.0, 2.0**-5, 1.5], ids=str)
@@ -180,17 +183,17 @@ def test_fused_members_that_differ_by_a_power_of_two_share_a_scale_without_loss(
 ) -> None:
     weights = packed()
     other = weights[QKV[2]]
-    weights[QKV[2]] = PackedWeight(other.codes, other.block_scale, other.global_decode_scale * factor)
+    weights[QKV[2]] = nvfp4_weight(other.codes, other.block_scale, other.global_decode_scale * factor)
     tensors = {name: bf16_tensors()[name] for name in PLAIN}
     for module, weight in weights.items():
-        tensors |= to_tensors(module, weight, layout)
+        tensors |= named_tensors(module, weight, layout)
     config = COMPRESSED if layout == "compressed-tensors" else MODELOPT
     source = open_source(save(tmp_path / "m", spread(tensors, 3), config))
     if factor == 1.5:
         with pytest.raises(CheckpointFormatError, match=r"different global scales: .* Accepted is one scale for a gr"):
-            list(stream(source))
+            list(packed_stream(source))
         return
-    found = {name: item for name, item in stream(source) if isinstance(item, PackedWeight)}
+    found = {name: item for name, item in packed_stream(source) if isinstance(item, PackedWeight)}
     assert len({float(found[name].global_decode_scale) for name in QKV}) == 1
     for name, weight in weights.items():
         assert torch.equal(dequantize(found[name], torch.float32), dequantize(weight, torch.float32)), name
@@ -201,7 +204,7 @@ def test_a_tensor_that_two_shards_hold_comes_once(tmp_path: Path) -> None:
     shards[0] |= shards[1]
     source = open_source(save(tmp_path / "m", shards))
     assert digests(source) == EXPECTED
-    names = [name for name, item in stream(source) if isinstance(item, torch.Tensor)]
+    names = [name for name, item in packed_stream(source) if isinstance(item, torch.Tensor)]
     assert sorted(names) == sorted(PLAIN)
 
 
@@ -215,7 +218,7 @@ def test_of_a_tensor_that_two_shards_hold_the_one_counts_that_the_index_names(tm
     source = open_source(path)
     assert digests(source) == EXPECTED
     assert source.specs["model.norm.weight"].shape == (64,)
-    rest = {name: item for name, item in stream(source) if isinstance(item, torch.Tensor)}
+    rest = {name: item for name, item in packed_stream(source) if isinstance(item, torch.Tensor)}
     assert all(torch.equal(rest[name], tensors[name]) for name in PLAIN)
 
 
@@ -334,7 +337,7 @@ def test_in_features_are_checked_before_anything_is_read(tmp_path: Path) -> None
     tensors = bf16_tensors() | {f"{OTHERS[0]}.weight": torch.zeros(4, 24)}
     source = open_source(save(tmp_path / "m", [tensors]))
     with pytest.raises(ValueError, match=f"in_features=24 of '{OTHERS[0]}' is not a multiple of 16"):
-        next(stream(source))
+        next(packed_stream(source))
 
 
 def test_nan_is_refused_with_its_module(tmp_path: Path) -> None:
@@ -342,7 +345,7 @@ def test_nan_is_refused_with_its_module(tmp_path: Path) -> None:
     tensors[f"{OTHERS[0]}.weight"][0, 0] = torch.nan
     source = open_source(save(tmp_path / "m", [tensors]))
     with pytest.raises(ValueError, match=f"'{OTHERS[0]}' holds 1 NaN"):
-        list(stream(source))
+        list(packed_stream(source))
 
 
 def test_a_name_that_is_no_directory_is_looked_up_as_a_hub_id(monkeypatch):

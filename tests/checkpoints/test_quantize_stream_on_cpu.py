@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from verl_qerl.checkpoints.quantize_stream import quantize_stream
+from verl_qerl.checkpoints.stream import quantize_stream
 from verl_qerl.formats import FORMATS, get_format
 
 Q, K = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
@@ -21,8 +21,8 @@ def test_linears_are_quantized_from_bf16_and_the_rest_is_rounded(name):
     found = dict(quantize_stream(tensors.items(), {Q, K}, form))
     assert set(found) == {f"{module}.{part}" for module in (Q, K) for part in form.parts} | {f"{Q}.bias", "step"}
     expected = form.quantize_group({module: tensors[f"{module}.weight"].bfloat16() for module in (Q, K)})
-    for module, parts in expected.items():
-        for part, tensor in parts.items():
+    for module, packed in expected.items():
+        for part, tensor in form.to_tensors(packed).items():
             assert torch.equal(found[f"{module}.{part}"].view(torch.uint8), tensor.view(torch.uint8))
     assert torch.equal(found[f"{Q}.bias"], tensors[f"{Q}.bias"].bfloat16())
     assert found["step"].dtype == torch.int64

@@ -5,11 +5,12 @@ import torch
 from safetensors.torch import save_file
 
 from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.checkpoints.source import open_source, stream
+from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import check_held, left_out, packed_names, packed_stream
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import FORMATS, NVFP4, get_format
-from verl_qerl.formats.packed import dequantize, named_tensors, packed_from
+from verl_qerl.formats.base import named_tensors
+from verl_qerl.formats.reference import dequantize
 
 NAMES = sorted(FORMATS)
 SIBLINGS = [name for name in NAMES if name != "nvfp4"]
@@ -40,7 +41,7 @@ def stored(folder, name, change=None, **config):
     tensors = dense()
     weights = {module: tensors.pop(f"{module}.weight") for module in LINEARS}
     for module, parts in form.quantize_group(weights).items():
-        tensors |= named_tensors(module, packed_from(form, parts))
+        tensors |= named_tensors(module, parts)
     if change:
         change(tensors)
     return write(folder, tensors, form.config() | config)
@@ -59,24 +60,18 @@ def test_a_bf16_source_is_quantized_and_the_rest_passes(tmp_path, name):
     assert packed_names(source, form) == set(LINEARS) == set(seen)
     parts = form.quantize_group({module: tensors[f"{module}.weight"] for module in LINEARS[:3]})
     for module, found in parts.items():
-        assert weight_digest(items[module]) == weight_digest(packed_from(form, found))
+        assert weight_digest(items[module]) == weight_digest(found)
         assert torch.equal(seen[module][0], tensors[f"{module}.weight"])
         assert seen[module][1] is items[module]
     for key in tensors.keys() - {f"{module}.weight" for module in LINEARS}:
         assert torch.equal(items[key], tensors[key])
 
 
-def test_nvfp4_is_the_stream_of_nvfp4(tmp_path):
-    source = write(tmp_path, dense())
-    assert digests(packed_stream(source, NVFP4(scale="minmax"))) == digests(stream(source, "minmax"))
-    assert digests(packed_stream(source, NVFP4())) != digests(stream(source, "minmax"))
-
-
 @pytest.mark.parametrize("name", SIBLINGS)
 def test_values_are_quantized_as_they_are_stored(tmp_path, name):
     form, tensors = get_format(name), dense(torch.float32)
     items = dict(packed_stream(write(tmp_path, tensors), form))
-    expected = form.dequantize(form.quantize(tensors[f"{LINEARS[3]}.weight"]), torch.float32)
+    expected = dequantize(form.quantize(tensors[f"{LINEARS[3]}.weight"]), torch.float32)
     assert torch.equal(dequantize(items[LINEARS[3]], torch.float32), expected)
 
 
@@ -107,7 +102,7 @@ def test_scales_that_other_tools_write_in_bf16_are_read(tmp_path):
                 tensors[key] = tensors[key].bfloat16()
 
     found = dict(packed_stream(stored(tmp_path, "int8", halve), get_format("int8")))
-    scale = found[LINEARS[0]].tensors["weight_scale"]
+    scale = found[LINEARS[0]].block_scale
     assert scale.dtype == torch.float32
     assert torch.equal(scale, scale.bfloat16().float())
 
@@ -125,8 +120,7 @@ def test_a_packed_head_is_refused(tmp_path, name):
     form = get_format(name)
 
     def pack(tensors):
-        parts = form.quantize(tensors.pop("lm_head.weight"))
-        tensors |= {f"lm_head.{part}": tensor for part, tensor in parts.items()}
+        tensors |= named_tensors("lm_head", form.quantize(tensors.pop("lm_head.weight")))
 
     sentence = rf"packs 'lm_head', and only linears inside the layers may be packed: .*--format {name}`, which leaves"
     with pytest.raises(CheckpointFormatError, match=sentence):
@@ -159,9 +153,25 @@ def test_linears_that_targets_leave_out_pass_and_are_listed(tmp_path, name):
     assert all(torch.equal(items[f"{module}.weight"], dense()[f"{module}.weight"]) for module in kept)
 
 
+PARTS = [(name, part) for name in NAMES for part in get_format(name).parts]
+
+
+@pytest.mark.parametrize(("name", "part"), PARTS)
+def test_a_weight_without_one_of_its_tensors_is_refused(tmp_path, name, part):
+    source = stored(tmp_path, name, lambda tensors: tensors.pop(f"{LINEARS[3]}.{part}"))
+    sentence = rf"'{LINEARS[3]}' of .* lacks \['{part}'\]\. Download or quantize the model again"
+    if name in ("int8", "fp8") and part == "weight_scale":
+        sentence = f"holds codes and no scales of '{LINEARS[3]}'"
+    with pytest.raises(CheckpointFormatError, match=sentence):
+        list(packed_stream(source, get_format(name)))
+
+
 DAMAGE = {
-    "no codes": (lambda t: t.pop(f"{LINEARS[3]}.weight"), r"holds a weight as weight, weight_scale, not as weight_sc"),
-    "zero point": (lambda t: t.update({f"{LINEARS[3]}.weight_zero_point": torch.zeros(64, 1)}), "weight_zero_point"),
+    "no codes": (lambda t: t.pop(f"{LINEARS[3]}.weight"), r"lacks \['weight'\]"),
+    "zero point": (
+        lambda t: t.update({f"{LINEARS[3]}.weight_zero_point": torch.zeros(64, 1)}),
+        r"has \['weight_zero_point'\] beside",
+    ),
     "scale": (lambda t: t[f"{LINEARS[3]}.weight_scale"].neg_(), "its scales are not all positive numbers"),
     "shape": (
         lambda t: t.update({f"{LINEARS[3]}.weight_scale": torch.ones(1)}),
@@ -173,7 +183,7 @@ DAMAGE = {
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_weight_is_refused_by_name(tmp_path, kind):
     change, sentence = DAMAGE[kind]
-    with pytest.raises(CheckpointFormatError, match=rf"o_proj' of .* is no weight in int8: .*{sentence}.*again\.$"):
+    with pytest.raises(CheckpointFormatError, match=rf"o_proj' of .*{sentence}.*\.$"):
         list(packed_stream(stored(tmp_path, "int8", change), get_format("int8")))
 
 

@@ -127,6 +127,7 @@ def test_flash_attn_that_is_missing_or_broken_is_no_failure(
 def test_hosts_that_are_not_installed_are_skipped(installed: Callable[[dict[str, str]], None]) -> None:
     installed({"verl-qerl": "0.1.0"})
     rows = [*doctor.verl_rows(), *doctor.vllm_rows(), *doctor.hydra_rows(), *doctor.shim_rows()]
+    rows += doctor.host_rows()
     assert len(rows) >= 4
     assert {row.status for row in rows} == {SKIP}
 
@@ -170,6 +171,26 @@ def test_shims_that_fit_stand_down_or_drifted_are_told_apart(monkeypatch: pytest
     ]
 
 
+def test_a_host_with_another_source_is_marked_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    upstream = importlib.import_module("verl_qerl.upstream")
+    changes = [
+        upstream.HostChange(("1",), "method", "json:loads", "First reason.", "0" * 12, "json/0001"),
+        upstream.HostChange(("1",), "class", "json:JSONEncoder", "Second reason.", "0" * 12),
+        upstream.HostChange(("1",), "class", "json:JSONDecoder", "Third reason.", "0" * 12),
+    ]
+    monkeypatch.setattr(doctor, "_version", lambda name: "1")
+    expected = "sources that ours were written for"
+    row = doctor._host_row("json", changes, changes[1:2])
+    assert row == Row("changes in json", "3, 1 differ", expected, doctor.LOOK, row.more)
+    assert row.more.splitlines() == [
+        "3 changes in json, or parts of it that ours follow (1 method, 2 class):",
+        "  class  json:JSONDecoder: Third reason.",
+        "  DIFFERS  class  json:JSONEncoder: Second reason.",
+        "  method  json:loads (patches/json/0001): First reason.",
+    ]
+    assert doctor._host_row("json", changes, []).status == OK
+
+
 def test_a_check_whose_process_dies_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     row = Row("good", "yes", "yes", OK)
     command = {
@@ -197,7 +218,7 @@ def test_a_check_without_an_answer_fails(monkeypatch: pytest.MonkeyPatch) -> Non
     assert doctor._in_child("GPU") == [Row("GPU", "no answer in 0.01 s", "an answer", FAIL)]
 
 
-@pytest.mark.parametrize(("status", "code"), [(OK, 0), (SKIP, 0), (FAIL, 1)])
+@pytest.mark.parametrize(("status", "code"), [(OK, 0), (SKIP, 0), ("look", 0), (FAIL, 1)])
 def test_exit_code_and_full_text_of_failures(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: str, code: int
 ) -> None:

@@ -56,7 +56,7 @@ def test_wrong_arguments_are_answered_before_anything_slow(tmp_path, arguments, 
 def test_choices_are_those_of_the_modules_that_import_torch():
     from verl_qerl.cli.tune_shapes import MODELS
     from verl_qerl.formats import FORMATS
-    from verl_qerl.formats.reference import SCALE_CHOICES
+    from verl_qerl.formats.nvfp4 import SCALE_CHOICES
     from verl_qerl.planning.memory_plan import BYTES_PER_WEIGHT
 
     assert list(quantize_arguments.FORMATS) == sorted(FORMATS) == sorted(BYTES_PER_WEIGHT)

@@ -15,8 +15,8 @@ from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli import main
 from verl_qerl.cli.quantize import quantize_checkpoint
-from verl_qerl.formats import get_format
-from verl_qerl.formats.packed import QuantizedWeight, dequantize
+from verl_qerl.formats import PackedWeight, get_format
+from verl_qerl.formats.reference import dequantize
 from verl_qerl.testing import random_qwen2
 
 transformers = pytest.importorskip("transformers")
@@ -48,7 +48,7 @@ def outputs(model, tmp_path_factory):
 
 def weights(folder, name):
     items = packed_stream(open_source(folder), get_format(name))
-    return {module: item for module, item in items if isinstance(item, QuantizedWeight)}
+    return {module: item for module, item in items if isinstance(item, PackedWeight)}
 
 
 @pytest.mark.parametrize("name", SIBLINGS)
@@ -63,7 +63,7 @@ def test_compressed_tensors_decompresses_to_our_values_bit_for_bit(outputs, name
     ours = weights(folder, name)
     assert len(ours) == 14
     for module, weight in ours.items():
-        theirs = compressor.decompress(dict(weight.tensors), scheme)["weight"]
+        theirs = compressor.decompress(weight.form.to_tensors(weight), scheme)["weight"]
         assert torch.equal(theirs, dequantize(weight, theirs.dtype)), module
 
 
@@ -100,6 +100,7 @@ def test_the_command_takes_a_format(model, tmp_path, capsys):
     assert os.listdir(tmp_path) == ["out"]
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_stock_vllm_computes_int8_as_the_dequantized_model(outputs, model):
     pytest.importorskip("vllm")
     from verl_qerl.vllm_plugin.weights.reference_kernels import onednn_multiplies_int8

@@ -9,11 +9,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from verl_qerl.checkpoints.digest import model_digest, weight_digest
-from verl_qerl.checkpoints.source import INDEX, open_source, stream
+from verl_qerl.checkpoints.source import INDEX, open_source
+from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli import main
 from verl_qerl.cli.quantize import quantize_checkpoint
-from verl_qerl.formats.nvfp4_layout import from_tensors, quantization_config
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats import NVFP4, PackedWeight
+from verl_qerl.formats.nvfp4_layout import quantization_config
 from verl_qerl.formats.reference import dequantize, quantize_group
 
 transformers = pytest.importorskip("transformers")
@@ -55,7 +56,7 @@ def quantized(model: Path, out: Path, **options: object) -> tuple[dict, dict[str
 
 
 def packed_weights(path: Path) -> dict[str, PackedWeight]:
-    return {name: item for name, item in stream(open_source(path)) if isinstance(item, PackedWeight)}
+    return {name: item for name, item in packed_stream(open_source(path)) if isinstance(item, PackedWeight)}
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -307,7 +308,7 @@ def test_a_quantized_model_that_cannot_be_used_as_it_is_is_quantized_anew(tmp_pa
         tensors[f"model.layers.{i}.self_attn.k_proj.weight_global_scale"] *= 1.5
     save_file(tensors, file)
     with pytest.raises(ValueError, match=r"different global scales: .* or this one with --requantize too\."):
-        list(stream(open_source(packed)))
+        list(packed_stream(open_source(packed)))
     with pytest.raises(SystemExit):
         main(["quantize", "--model", str(packed), "--out", str(out), "--device", "cpu"])
     assert "name the original model, or add --requantize." in capsys.readouterr().err
@@ -321,7 +322,7 @@ def test_a_quantized_model_that_cannot_be_used_as_it_is_is_quantized_anew(tmp_pa
     assert torch.equal(stored[f"{left_out[0]}.weight"], tensors_of(bf16)[f"{left_out[0]}.weight"])
     for module, weight in again.items():
         parts = ("weight_packed", "weight_scale", "weight_global_scale")
-        was = from_tensors(module, {part: tensors[f"{module}.{part}"] for part in parts}, "compressed-tensors")
+        was = NVFP4().from_tensors(module, {part: tensors[f"{module}.{part}"] for part in parts})
         found, expected = dequantize(weight, torch.float32), dequantize(was, torch.float32)
         error = float((found - expected).norm() / expected.norm())
         assert error == pytest.approx(report["layers"][module]["relative_error"], abs=3e-3)

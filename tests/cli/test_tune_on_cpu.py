@@ -8,7 +8,7 @@ import torch
 from verl_qerl.cli import main, tune
 from verl_qerl.cli.tune import _adapter, crossings, describe, fusing, paths
 from verl_qerl.cli.tune_shapes import MODELS
-from verl_qerl.kernels.rollout.tiled_launch import EACH, GATHERED, LOW_ROWS, TOKENS, guess_launch
+from verl_qerl.kernels.rollout.w4a16_launch import EACH, GATHERED, INTERMEDIATE_ROWS, TOKENS, guess_launch
 
 
 def times(*rows):
@@ -36,7 +36,7 @@ def test_the_line_for_the_terminal_names_the_crossings():
 
 def test_paths_are_those_that_a_rollout_takes(monkeypatch):
     pytest.importorskip("vllm")
-    from verl_qerl.vllm_plugin.weights import tiled_ops
+    from verl_qerl.vllm_plugin.weights import linear_ops
 
     launched = []
 
@@ -44,11 +44,11 @@ def test_paths_are_those_that_a_rollout_takes(monkeypatch):
         return lambda *args, **kwargs: launched.append(name) or result
 
     y, weight = torch.zeros(5, 128).bfloat16(), torch.zeros(128, 64).bfloat16()
-    monkeypatch.setattr(tiled_ops, "tiled_matmul", record("tiled", y))
-    monkeypatch.setattr(tiled_ops, "dequantize_tiled", record("decode", weight))
-    monkeypatch.setattr(tiled_ops, "lora_expand", record("expand", y))
-    monkeypatch.setattr(tiled_ops, "linear_tiled", tiled_ops._linear_cuda)
-    monkeypatch.setattr(tiled_ops, "lora_linear_tiled", tiled_ops._lora_linear_cuda)
+    monkeypatch.setattr(linear_ops, "w4a16_matmul", record("tiled", y))
+    monkeypatch.setattr(linear_ops, "dequantize_repacked", record("decode", weight))
+    monkeypatch.setattr(linear_ops, "lora_expand", record("expand", y))
+    monkeypatch.setattr(linear_ops, "linear_repacked", linear_ops._linear_cuda)
+    monkeypatch.setattr(linear_ops, "lora_linear_repacked", linear_ops._lora_linear_cuda)
     packed = [(torch.zeros(4, 256, dtype=torch.int32), torch.zeros(4, 128, dtype=torch.uint8), torch.ones(1))] * 3
     launches = tuple(guess_launch(128, 64, tokens) for tokens in TOKENS)
     calls = paths(torch.zeros(5, 64).bfloat16(), packed, [weight] * 2, launches)
@@ -74,7 +74,10 @@ def test_the_adapter_s_tiles_are_those_of_a_rollout(N):
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_only_launches_that_add_an_adapter_are_compared(tokens):
     found = fusing(37888, 3584, tokens)
-    assert {launch.pieces for launch in found} <= {1, 2}  # four take 256 columns, of more than one tile of an adapter
+    assert {launch.warp_tiles for launch in found} <= {
+        1,
+        2,
+    }  # 4 take more than one tile of an adapter
     assert found
 
 
@@ -162,15 +165,17 @@ def test_a_table_is_whole_or_as_it_was(asked, monkeypatch):
 def test_both_ways_to_make_the_adapter_s_part_are_timed(monkeypatch):
     prepared, nothing = [], torch.zeros(1)
     monkeypatch.setattr(tune, "random_packed_weight", lambda N, K, device: None)
-    monkeypatch.setattr(tune, "tile", lambda weight: (nothing, nothing, nothing))
-    monkeypatch.setattr(tune, "dequantize_tiled", lambda *tensors: nothing)
+    monkeypatch.setattr(tune, "repack", lambda weight: (nothing, nothing, nothing))
+    monkeypatch.setattr(tune, "dequantize_repacked", lambda *tensors: nothing)
     monkeypatch.setattr(tune, "prepare", prepared.extend)
     monkeypatch.setattr(tune, "ROWS", ())
     for fastest in (EACH, GATHERED):
         prepared.clear()
-        monkeypatch.setattr(tune, "time_with_adapter", lambda tokens, packed, launch, low=fastest: launch.low != low)
+        monkeypatch.setattr(
+            tune, "time_with_adapter", lambda tokens, packed, launch, way=fastest: launch.intermediate != way
+        )
         launches = tune.measure(4608, 3584)["launches"]
-        wanted = {tokens: fastest if tokens <= LOW_ROWS else GATHERED for tokens in TOKENS}
-        assert {int(tokens): launch.low for tokens, launch in launches.items()} == wanted
-        assert {low for tokens, (*_, low) in prepared if tokens > LOW_ROWS} == {GATHERED}
+        wanted = {tokens: fastest if tokens <= INTERMEDIATE_ROWS else GATHERED for tokens in TOKENS}
+        assert {int(tokens): launch.intermediate for tokens, launch in launches.items()} == wanted
+        assert {low for tokens, (*_, low) in prepared if tokens > INTERMEDIATE_ROWS} == {GATHERED}
         assert set(prepared) >= {(int(tokens), launch) for tokens, launch in launches.items()}

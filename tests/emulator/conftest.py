@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from verl_qerl.kernels.rollout import launch
-from verl_qerl.kernels.rollout.tiled_matmul import Adapter
+from verl_qerl.kernels.rollout.w4a16_matmul import Adapter
 from verl_qerl.testing import load_beside
 
 
@@ -58,12 +58,12 @@ def mutate(gpu, monkeypatch) -> Callable[..., None]:
 @pytest.fixture(scope="session")
 def on_gpu() -> ModuleType:
     """What the tests of the kernel on a GPU build and assert."""
-    return load_beside(str(Path(__file__).parents[1] / "kernels" / "rollout" / "unwritten.py"), "test_tiled_matmul")
+    return load_beside(str(Path(__file__).parents[1] / "kernels" / "rollout" / "unwritten.py"), "test_w4a16_matmul")
 
 
 @pytest.fixture(scope="session")
 def linear(on_gpu) -> Callable[..., tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
-    """Of K, columns of the members and a seed: tensors of `tiled_matmul`, and the weight in float64."""
+    """Of K, columns of the members and a seed: tensors of `w4a16_matmul`, and the weight in float64."""
     return functools.partial(on_gpu.build, device="cpu")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from verl_qerl.kernels.rollout import attention, elementwise, launch, low_rank, rotation, tiled_matmul
+from verl_qerl.kernels.rollout import attention, elementwise, launch, low_rank, rotation, w4a16_matmul
 from verl_qerl.testing import load_beside
 
 translate = load_beside(__file__, "cuda_to_cpp").translate
@@ -26,7 +26,7 @@ MACHINE = ("schedule.cpp", "grids.cpp", "memory.cpp", "tensor_core.cpp")
 # Registers of a wgmma are read late: what lies in them must not be given to another variable.
 FLAGS = ["-std=c++20", "-fPIC", "-shared", f"-I{HERE}"]
 FLAGS += ["-ffp-contract=off", "-fno-strict-aliasing", "-fstack-reuse=none"]
-_EARLY, _CLUSTER, _SWIZZLE_128 = 6, 4, 3
+_PDL, _CLUSTER, _SWIZZLE_128 = 6, 4, 3
 _ELEMENT_BYTES = {0: 1, 1: 2, 4: 8}  # by CUtensorMapDataType
 _MAGIC = 0xBA881E55BA881E55
 
@@ -103,7 +103,7 @@ class Emulator:
         """Of the driver: while a graph is captured the kernel waits for the end of that, else it runs now."""
         of, (code, name) = config._obj, func
         attributes = {one.id: list(one.value) for one in of.attributes[: of.num_attributes]}
-        cluster, early = attributes[_CLUSTER][0], int(_EARLY in attributes)
+        cluster, early = attributes[_CLUSTER][0], int(_PDL in attributes)
         if of.grid[0] % cluster or of.shared_bytes > 227 << 10 or of.block[0] > 1024 or of.block[0] % 32:
             return 1
         shape = (of.grid[0], of.block[0], of.shared_bytes, cluster, early)
@@ -139,10 +139,10 @@ class Emulator:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         monkeypatch.setattr(launch, "_driver", lambda: self)
-        for module in (attention, tiled_matmul):
+        for module in (attention, w4a16_matmul):
             monkeypatch.setattr(module, "count_multiprocessors", lambda device: self.multiprocessors)
         launch._encode.cache_clear()
-        for module in (attention, elementwise, low_rank, rotation, tiled_matmul):
+        for module in (attention, elementwise, low_rank, rotation, w4a16_matmul):
             for made in vars(module).values():
                 if hasattr(made, "cache_clear") and getattr(made, "__module__", "") == module.__name__:
                     made.cache_clear()

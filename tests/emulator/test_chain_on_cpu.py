@@ -9,8 +9,8 @@ from verl_qerl.kernels.rollout import attention, elementwise, rotation
 from verl_qerl.kernels.rollout import launch as launch_module
 from verl_qerl.kernels.rollout.attention import decode_attention
 from verl_qerl.kernels.rollout.launch import Kernel, read_source
-from verl_qerl.kernels.rollout.tiled_launch import EACH, STREAM, Launch
-from verl_qerl.kernels.rollout.tiled_matmul import tiled_matmul
+from verl_qerl.kernels.rollout.w4a16_launch import EACH, STREAM_K, Launch
+from verl_qerl.kernels.rollout.w4a16_matmul import w4a16_matmul
 from verl_qerl.testing import load_beside
 
 HIDDEN, HEAD, LAYERS = 384, 64, 2
@@ -47,10 +47,10 @@ def forward(gpu, linear, adapter, monkeypatch):
 
     def attend_stock(pool, q, k):
         out = pool.empty(*q.shape)
-        early, launch_module.starts_early = launch_module.starts_early, False
+        early, launch_module.programmatic_launch = launch_module.programmatic_launch, False
         kernel = Kernel(read_source("decode.cuh") + ATTENTION, "attention")
         kernel(-(-out.numel() // 128), 128, [q, k, out, q.shape[1], k.shape[1], out.numel()])
-        launch_module.starts_early = early
+        launch_module.programmatic_launch = early
         return out
 
     def attend(pool, cache, q, k, v):
@@ -61,7 +61,7 @@ def forward(gpu, linear, adapter, monkeypatch):
 
     def multiply(pool, launch, adapted, x, name):
         with pool.scratch() as kept:
-            kept.append(tiled_matmul(x, *weights[name], adapter=adapters[name] if adapted else None, launch=launch))
+            kept.append(w4a16_matmul(x, *weights[name], adapter=adapters[name] if adapted else None, launch=launch))
         return kept[0]
 
     def layer(pool, launch, adapted, cache, norm, x, residual, positions):
@@ -101,7 +101,7 @@ def forward(gpu, linear, adapter, monkeypatch):
         tensors = tuple(pool.empty(rows, HIDDEN).copy_(tensor) for tensor in tensors)
         positions = torch.arange(rows) % 100
         with monkeypatch.context() as patch:
-            patch.setattr(launch_module, "starts_early", early)
+            patch.setattr(launch_module, "programmatic_launch", early)
             patch.setattr(torch, "empty", pool.empty)
             patch.setattr(torch, "empty_like", lambda like: pool.empty(like.shape))
             patch.setattr(rotation, "_rotate_fake", lambda q, k, *_: (pool.empty(q.shape), pool.empty(k.shape)))
@@ -125,15 +125,15 @@ def forward(gpu, linear, adapter, monkeypatch):
         (3, Launch(2, 1, 4, 2, EACH)),
         (40, Launch(2, 1, 3, 2, EACH)),
         (70, Launch(1, 1, 2, 2)),
-        (140, Launch(1, 3, STREAM, 1)),
-        (200, Launch(1, 2, STREAM, 1)),
+        (140, Launch(1, 3, STREAM_K, 1)),
+        (200, Launch(1, 2, STREAM_K, 1)),
     ],
 )
 def test_a_graph_gives_the_bits_of_kernels_one_after_the_other(forward, gpu, monkeypatch, rows, launch):
     expected = forward(rows, launch, early=False)
     assert not expected.isnan().any()
     for seed, multiprocessors in enumerate([4, 16, 40, 16]):
-        if launch.split != STREAM:  # whose scratch has a place for each multiprocessor
+        if launch.split_k != STREAM_K:  # whose scratch has a place for each multiprocessor
             monkeypatch.setattr(gpu, "multiprocessors", multiprocessors)
         assert torch.equal(expected, forward(rows, launch, seed=seed))
 
@@ -159,7 +159,7 @@ def test_so_do_norms_with_a_weight_for_each_token(forward, gpu, monkeypatch):
 
 
 AWAIT = "await_inputs();\n"
-EARLY = {
+PDL = {
     "x": ("      await_inputs();\n      for (int at_step", "      for (int at_step"),
     "norm": (f"  {AWAIT}  uint4 loaded", "  uint4 loaded"),
     "rotation": (f"  {AWAIT}  for (int head", "  for (int head"),
@@ -167,12 +167,12 @@ EARLY = {
 }
 
 
-@pytest.mark.parametrize("change", EARLY)
+@pytest.mark.parametrize("change", PDL)
 def test_an_input_read_too_early_is_seen(forward, mutate, monkeypatch, gpu, change):
     """Without an adapter, whose counters two linears at the same time would leave in a state that has no end."""
     forward = functools.partial(forward, 3, Launch(2, 1, 4, 2), adapted=False)
     expected = forward(early=False)
-    mutate(EARLY[change])
+    mutate(PDL[change])
     monkeypatch.setattr(gpu, "multiprocessors", 16)
     assert any(not torch.equal(expected, forward(seed=seed)) for seed in range(6))
     assert all(mutate.found.values())

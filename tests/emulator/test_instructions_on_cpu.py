@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from verl_qerl.kernels.rollout.launch import Kernel, read_source, tensor_map
-from verl_qerl.kernels.rollout.tiled_matmul import _wgmma
+from verl_qerl.kernels.rollout.w4a16_matmul import _wgmma
 
 HEAD = read_source(
     *("decode.cuh", "grid.cuh", "copies.cuh", "ring.cuh"),
     TOKENS=8,
-    PIECES=1,
-    GROUPS=1,
+    WARP_TILES=1,
+    WARPGROUPS=1,
     BOX=64,
-    STREAM=0,
+    STREAM_K=0,
     GIVEN=0,
     EACH=0,
-    TWINS=1,
+    MULTICAST=1,
 )
 KERNEL = """
 __device__ __forceinline__ u32 load(u32 at) {

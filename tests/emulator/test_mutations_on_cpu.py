@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from verl_qerl.kernels.rollout import tiled_matmul as module
-from verl_qerl.kernels.rollout.tiled_launch import EACH, STREAM, Launch
-from verl_qerl.kernels.rollout.tiled_matmul import tiled_matmul
+from verl_qerl.kernels.rollout import w4a16_matmul as module
+from verl_qerl.kernels.rollout.w4a16_launch import EACH, STREAM_K, Launch
+from verl_qerl.kernels.rollout.w4a16_matmul import w4a16_matmul
 
 LAST = "if (split > 1) cluster_sync();  // no block leaves while another still reads its memory\n"
 BOTH = "      cluster_sync();\n      cluster_sync();\n"
@@ -44,7 +44,7 @@ CHANGES = {
         [("wait_for(at.low_ready, 0);", "")],
     ),
     "low is added up too early in a stream": (
-        Launch(2, 1, STREAM, 2),
+        Launch(2, 1, STREAM_K, 2),
         40,
         8,
         [("if (thread == 0) await_count(low_done, low_tasks);", "")],
@@ -85,30 +85,30 @@ CHANGES = {
         16,
         [("at.low + (member - first_member) * low_bytes", "at.low")],
     ),
-    "a flag stays": (Launch(2, 1, STREAM, 2), 8, 0, [("flags[place] = 0;", "")]),
-    "a twin does not wait for the other's ring": (
-        Launch(1, 2, STREAM, 1),
+    "a flag stays": (Launch(2, 1, STREAM_K, 2), 8, 0, [("flags[place] = 0;", "")]),
+    "a block does not wait for the other's ring": (
+        Launch(1, 2, STREAM_K, 1),
         140,
         0,
-        [("arrive_at(empty, twin);", "arrive_at(empty, blockIdx.x % 2);")],
+        [("arrive_at(empty, rank);", "arrive_at(empty, blockIdx.x % 2);")],
     ),
-    "a twin copies before the other has begun": (
-        Launch(1, 2, STREAM, 1),
+    "a block copies before the other has begun": (
+        Launch(1, 2, STREAM_K, 1),
         140,
         0,
-        [("if (TWINS > 1) cluster_sync(); else __syncthreads();", "__syncthreads();")],
+        [("if (MULTICAST > 1) cluster_sync(); else __syncthreads();", "__syncthreads();")],
     ),
-    "a twin leaves at once": (
-        Launch(1, 2, STREAM, 1),
+    "a block leaves its multicast cluster at once": (
+        Launch(1, 2, STREAM_K, 1),
         140,
         0,
         [
-            ("    if (TWINS > 1) cluster_sync();  // no block", "    // no block"),
-            ("    if (TWINS > 1) cluster_sync();\n", ""),
+            ("    if (MULTICAST > 1) cluster_sync();  // the other block", "    // the other block"),
+            ("    if (MULTICAST > 1) cluster_sync();\n", ""),
         ],
     ),
     "sums are handed over before all are there": (
-        Launch(1, 2, STREAM, 1),
+        Launch(1, 2, STREAM_K, 1),
         70,
         0,
         [("  join_workers();\n  if (threadIdx.x == 0) asm", "  if (threadIdx.x == 0) asm")],
@@ -123,7 +123,7 @@ def is_right(linear, adapter, on_gpu, launch, rows, rank) -> bool:
     its = adapter(K, slices, rank, rows) if rank else None
     expected = x.double() @ dense.T
     try:
-        out = tiled_matmul(x, *tensors, None, its, launch)
+        out = w4a16_matmul(x, *tensors, None, its, launch)
         if its:
             on_gpu.assert_adapted(out, x, expected, its, slices, on_gpu.own_parts(launch))
     except (RuntimeError, AssertionError):

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.manifest import checksum
 from verl_qerl.formats import FORMATS, get_format
+from verl_qerl.formats.reference import dequantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -17,8 +19,8 @@ def test_a_gpu_gives_the_same_bits(name, scale):
     weight[3] = 0
     weight[4, ::2] = -0.0
     one, other = form.quantize(weight), form.quantize(weight.cuda())
-    for part in form.parts:
-        assert torch.equal(one[part].view(torch.uint8), other[part].cpu().view(torch.uint8)), part
-        assert int(checksum(one[part])) == int(checksum(other[part]))
-    decoded = form.dequantize(other)
-    assert torch.equal(form.dequantize(one).view(torch.uint8), decoded.cpu().view(torch.uint8))
+    assert weight_digest(one) == weight_digest(other)
+    for part, there in zip(one.tensors, other.tensors, strict=True):
+        assert int(checksum(part)) == int(checksum(there))
+    decoded = dequantize(other)
+    assert torch.equal(dequantize(one).view(torch.uint8), decoded.cpu().view(torch.uint8))

@@ -5,12 +5,13 @@ import pytest
 import torch
 
 from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.checkpoints.source import open_source, stream
+from verl_qerl.checkpoints.source import open_source
+from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.checkpoints.writer import ShardedWriter, quantized_specs, write_tensors
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats import nvfp4_layout
+from verl_qerl.formats import DEFAULT_FORMAT, nvfp4_layout
+from verl_qerl.formats.base import named_tensors
 from verl_qerl.formats.ignore import ignored_modules
-from verl_qerl.formats.nvfp4_layout import nvfp4_specs
 from verl_qerl.testing import random_packed_weight
 
 MODULE = "model.layers.0.mlp.down_proj"
@@ -18,12 +19,12 @@ MODULE = "model.layers.0.mlp.down_proj"
 
 def test_modelopt_names_and_convention():
     weight = random_packed_weight(32, 64)
-    tensors = nvfp4_layout.to_tensors(MODULE, weight, "modelopt")
+    tensors = named_tensors(MODULE, weight, "modelopt")
     assert list(tensors) == [f"{MODULE}.weight", f"{MODULE}.weight_scale", f"{MODULE}.weight_scale_2"]
     scale = tensors[f"{MODULE}.weight_scale_2"]
     # A multiplier, where compressed-tensors stores the divisor.
     assert (scale.shape, scale.item()) == ((), weight.global_decode_scale.item())
-    assert scale.item() * nvfp4_layout.to_tensors(MODULE, weight)[f"{MODULE}.weight_global_scale"].item() == 1
+    assert scale.item() * named_tensors(MODULE, weight)[f"{MODULE}.weight_global_scale"].item() == 1
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
@@ -32,16 +33,16 @@ def test_both_layouts_are_read_back_to_the_same_bits(tmp_path, layout):
     write_tensors(tmp_path / "dense.safetensors", {f"{MODULE}.weight": torch.zeros(32, 64, dtype=torch.bfloat16)})
     (tmp_path / "dense.safetensors").rename(tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    specs = quantized_specs(open_source(tmp_path).specs, [MODULE], partial(nvfp4_specs, layout=layout))
+    specs = quantized_specs(open_source(tmp_path).specs, [MODULE], partial(DEFAULT_FORMAT.specs, layout=layout))
     (tmp_path / "model.safetensors").unlink()
     with ShardedWriter(tmp_path, specs, 10**9) as writer:
-        for name, tensor in nvfp4_layout.to_tensors(MODULE, weight, layout).items():
+        for name, tensor in named_tensors(MODULE, weight, layout).items():
             writer.add(name, tensor)
     make = nvfp4_layout.modelopt_config if layout == "modelopt" else nvfp4_layout.quantization_config
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": make(["lm_head"])}))
     source = open_source(tmp_path)
     assert source.layout == layout
-    ((name, found),) = stream(source)
+    ((name, found),) = packed_stream(source)
     assert (name, weight_digest(found)) == (MODULE, weight_digest(weight))
 
 
@@ -61,7 +62,7 @@ def older(tmp_path):
 
     def write(quantization: dict):
         weight = random_packed_weight(32, 64)
-        write_tensors(tmp_path / "model.safetensors", nvfp4_layout.to_tensors(MODULE, weight, "modelopt"))
+        write_tensors(tmp_path / "model.safetensors", named_tensors(MODULE, weight, "modelopt"))
         (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
         (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
         return tmp_path, weight
@@ -74,7 +75,7 @@ def test_an_older_directory_of_modelopt_is_read(older):
     source = open_source(path)
     assert (source.layout, source.config["model_type"]) == ("modelopt", "qwen2")
     assert ignored_modules(source.config) == ("lm_head", "a")
-    ((name, found),) = stream(source)
+    ((name, found),) = packed_stream(source)
     assert (name, weight_digest(found)) == (MODULE, weight_digest(weight))
 
 

@@ -5,16 +5,15 @@ import torch
 
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.formats import NVFP4, PackedWeight
+from verl_qerl.formats.base import named_tensors
+from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.formats.nvfp4_layout import (
     FORMAT,
-    from_tensors,
     fused_group,
     is_activation_scale,
     quantization_config,
-    share_scale,
-    to_tensors,
 )
-from verl_qerl.formats.nvfp4_weight import PackedWeight
 from verl_qerl.formats.reference import dequantize, quantize
 from verl_qerl.testing import random_packed_weight
 
@@ -30,47 +29,48 @@ def modelopt(weight: PackedWeight) -> dict[str, torch.Tensor]:
 def test_stored_global_scale_multiplies_to_encode() -> None:
     # amax 6 gives the encode scale 256, which is what compressed-tensors stores; we hold its inverse.
     weight = quantize(torch.tensor([[6.0, *[0.0] * 15]]))
-    tensors = to_tensors("m", weight)
+    tensors = named_tensors("m", weight)
     assert sorted(tensors) == ["m.weight_global_scale", "m.weight_packed", "m.weight_scale"]
     assert tensors["m.weight_global_scale"].tolist() == [256.0]
     assert tensors["m.weight_packed"] is weight.codes
-    assert from_tensors("m", without_module(tensors, "m"), "compressed-tensors").global_decode_scale == 1 / 256
+    assert NVFP4().from_tensors("m", without_module(tensors, "m"), "compressed-tensors").global_decode_scale == 1 / 256
 
 
 def test_compressed_tensors_names_round_trip() -> None:
     weight = random_packed_weight(32, 64)
-    back = from_tensors("a.b", without_module(to_tensors("a.b", weight), "a.b"), "compressed-tensors")
+    back = NVFP4().from_tensors("a.b", without_module(named_tensors("a.b", weight), "a.b"), "compressed-tensors")
     assert weight_digest(back) == weight_digest(weight)
 
 
 def test_modelopt_names_hold_the_decode_scale() -> None:
     weight = random_packed_weight(32, 64)
-    assert weight_digest(from_tensors("m", modelopt(weight), "modelopt")) == weight_digest(weight)
+    assert weight_digest(NVFP4().from_tensors("m", modelopt(weight), "modelopt")) == weight_digest(weight)
 
 
 @pytest.mark.parametrize("name", ["weight", "weight_scale", "weight_scale_2"])
 def test_a_missing_part_is_named(name: str) -> None:
     tensors = modelopt(random_packed_weight(16, 32))
     del tensors[name]
-    ours = {"weight": "weight_packed", "weight_scale": "weight_scale", "weight_scale_2": "weight_global_scale"}[name]
-    with pytest.raises(CheckpointFormatError, match=rf"'m' lacks \['{ours}'\]"):
-        from_tensors("m", tensors, "modelopt")
+    with pytest.raises(CheckpointFormatError, match=rf"^m lacks \['{name}'\]"):
+        NVFP4().from_tensors("m", tensors, "modelopt")
 
 
 def test_parts_that_do_not_fit_name_the_module() -> None:
     tensors = modelopt(random_packed_weight(16, 32))
     tensors["weight_scale"] = tensors["weight_scale"].float()
-    with pytest.raises(CheckpointFormatError, match=r"'layer\.3': an NVFP4 weight holds"):
-        from_tensors("layer.3", tensors, "modelopt")
+    with pytest.raises(
+        CheckpointFormatError, match=r"layer\.3 is no weight in NVFP4: weight_scale of NVFP4 is torch.float8_e4m3fn"
+    ):
+        NVFP4().from_tensors("layer.3", tensors, "modelopt")
 
 
 def test_subnormal_block_scales_are_read_as_zero_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     weight = random_packed_weight(4, 48)
     scale = weight.block_scale.float()
     scale[1, 0], scale[2, 2], scale[3, 1] = 2.0**-9, 2.0**-7, 2.0**-6  # the last is normal
-    stored = PackedWeight(weight.codes, scale.to(torch.float8_e4m3fn), weight.global_decode_scale)
+    stored = nvfp4_weight(weight.codes, scale.to(torch.float8_e4m3fn), weight.global_decode_scale)
     with caplog.at_level(logging.WARNING):
-        found = from_tensors("m", modelopt(stored), "modelopt")
+        found = NVFP4().from_tensors("m", modelopt(stored), "modelopt")
     expected = dequantize(stored)
     expected[1, :16], expected[2, 32:] = 0, 0
     assert torch.equal(dequantize(found), expected)
@@ -80,7 +80,7 @@ def test_subnormal_block_scales_are_read_as_zero_with_a_warning(caplog: pytest.L
 
 
 def test_normal_block_scales_are_read_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    from_tensors("m", modelopt(random_packed_weight(4, 48)), "modelopt")
+    NVFP4().from_tensors("m", modelopt(random_packed_weight(4, 48)), "modelopt")
     assert caplog.text == ""
 
 
@@ -116,30 +116,31 @@ def test_activation_scales_are_recognized() -> None:
 
 @pytest.mark.parametrize("value", [[0.0], [-1.0], [float("nan")], [float("inf")], [1.0, 1.0, 1.0], []], ids=str)
 def test_a_damaged_global_scale_is_refused(value):
-    tensors = to_tensors("m", random_packed_weight(2, 16))
+    tensors = named_tensors("m", random_packed_weight(2, 16))
     parts = {name.removeprefix("m."): tensor for name, tensor in tensors.items()}
     parts["weight_global_scale"] = torch.tensor(value)
-    with pytest.raises(CheckpointFormatError, match="global scale of 'm'"):
-        from_tensors("m", parts, "compressed-tensors")
+    with pytest.raises(CheckpointFormatError, match="m is no weight in NVFP4: its global scale is"):
+        NVFP4().from_tensors("m", parts, "compressed-tensors")
 
 
 @pytest.mark.parametrize("byte", [0x7F, 0xB8], ids=["nan", "negative"])
 def test_a_damaged_block_scale_is_refused(byte):
     packed = random_packed_weight(2, 32)
-    parts = {name.removeprefix("m."): tensor.clone() for name, tensor in to_tensors("m", packed).items()}
+    parts = {name.removeprefix("m."): tensor.clone() for name, tensor in named_tensors("m", packed).items()}
     parts["weight_scale"].view(torch.uint8)[1, 1] = byte
-    with pytest.raises(CheckpointFormatError, match="negative or NaN"):
-        from_tensors("m", parts, "compressed-tensors")
+    with pytest.raises(CheckpointFormatError, match="its block scales are not all numbers from 0 to 448"):
+        NVFP4().from_tensors("m", parts, "compressed-tensors")
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
 @pytest.mark.parametrize("part", ["weight_g_idx", "pre_quant_scale", "weight_zero_point"])
 def test_a_tensor_beside_the_weight_is_refused(layout, part):
     parts = {
-        name.removeprefix("m."): tensor for name, tensor in to_tensors("m", random_packed_weight(2, 16), layout).items()
+        name.removeprefix("m."): tensor
+        for name, tensor in named_tensors("m", random_packed_weight(2, 16), layout).items()
     }
-    with pytest.raises(CheckpointFormatError, match=rf"'m' has \['{part}'\] beside what an NVFP4 weight is made of"):
-        from_tensors("m", parts | {part: torch.ones(2)}, layout)
+    with pytest.raises(CheckpointFormatError, match=rf"m has \['{part}'\] beside what a weight in NVFP4 is made of"):
+        NVFP4().from_tensors("m", parts | {part: torch.ones(2)}, layout)
 
 
 def with_blocks(low, high, decode):
@@ -147,7 +148,7 @@ def with_blocks(low, high, decode):
     codes = torch.arange(2 * 32, dtype=torch.uint8).view(2, 32) * 3
     codes[1, 8:16] = 0x80  # 0.0 and -0.0
     scale = torch.tensor([[low, high, low, high], [high, 2.0**-6, high, low]]).to(torch.float8_e4m3fn)
-    return PackedWeight(codes, scale, torch.tensor(decode))
+    return nvfp4_weight(codes, scale, torch.tensor(decode))
 
 
 # (least and largest block scale, global scale) of two members; the last two span more than E4M3 has.
@@ -167,9 +168,9 @@ def test_global_scales_that_differ_by_powers_of_two_go_into_the_block_scales(cas
     weights = {name: with_blocks(*numbers) for name, numbers in zip("ab", members, strict=True)}
     if not exact:
         with pytest.raises(CheckpointFormatError, match=r"different global scales: \{'a': 1\.0, 'b': 0\."):
-            share_scale(weights)
+            NVFP4().with_shared_scale(weights)
         return
-    found = share_scale(weights)
+    found = NVFP4().with_shared_scale(weights)
     assert found["a"].global_decode_scale == found["b"].global_decode_scale
     for name, weight in weights.items():
         assert torch.equal(dequantize(found[name], torch.float32), dequantize(weight, torch.float32))
@@ -180,10 +181,10 @@ def test_global_scales_that_differ_by_powers_of_two_go_into_the_block_scales(cas
 def test_a_group_of_zeros_shares_a_scale():
     zero = random_packed_weight(2, 16)
     zero.codes.zero_()
-    other = PackedWeight(zero.codes, zero.block_scale, zero.global_decode_scale * 4)
-    found = share_scale({"a": zero, "b": other})
+    other = nvfp4_weight(zero.codes, zero.block_scale, zero.global_decode_scale * 4)
+    found = NVFP4().with_shared_scale({"a": zero, "b": other})
     assert found["a"].global_decode_scale == found["b"].global_decode_scale
     assert not dequantize(found["a"]).any()
     one = random_packed_weight(2, 16, seed=1)
-    found = share_scale({"a": other, "b": one})
+    found = NVFP4().with_shared_scale({"a": other, "b": one})
     assert torch.equal(dequantize(found["b"]), dequantize(one))

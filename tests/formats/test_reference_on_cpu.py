@@ -2,9 +2,10 @@ import pytest
 import torch
 
 from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.formats import reference
-from verl_qerl.formats.nvfp4_weight import E2M1_VALUES, PackedWeight
-from verl_qerl.formats.reference import SCALE_CHOICES, dequantize, quantize, quantize_group, relative_error
+from verl_qerl.formats import PackedWeight, base
+from verl_qerl.formats.e2m1 import E2M1_VALUES
+from verl_qerl.formats.nvfp4 import SCALE_CHOICES
+from verl_qerl.formats.reference import dequantize, quantize, quantize_group, relative_error
 from verl_qerl.testing import sqnr_db
 
 
@@ -168,10 +169,11 @@ def test_minmax_equals_compressed_tensors_quantization_with_our_scales() -> None
     from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
     from compressed_tensors.quantization import QuantizationScheme
 
-    from verl_qerl.formats.nvfp4_layout import quantization_config, to_tensors
+    from verl_qerl.formats.base import named_tensors
+    from verl_qerl.formats.nvfp4_layout import quantization_config
 
     values = gaussian(64, 256).float()
-    ours = to_tensors("m", quantize(values))
+    ours = named_tensors("m", quantize(values))
     scheme = QuantizationScheme.model_validate(quantization_config()["config_groups"]["group_0"])
     state = {
         "weight": values,
@@ -189,7 +191,7 @@ def test_chunking_changes_nothing(monkeypatch: pytest.MonkeyPatch, scale: str, c
     values = gaussian(37, 64)
     whole = quantize(values, scale)
     error = relative_error(values, whole)
-    monkeypatch.setitem(reference._CHUNK_ELEMENTS, "cpu", chunk)
+    monkeypatch.setitem(base._CHUNK_ELEMENTS, "cpu", chunk)
     assert weight_digest(quantize(values, scale)) == weight_digest(whole)
     assert relative_error(values, whole) == pytest.approx(error, rel=1e-6)
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats import PackedWeight
+from verl_qerl.formats.nvfp4 import nvfp4_weight
 
 # Outputs are born as NaN, so that an element that no program writes is seen.
 SCRIPT = """
@@ -32,7 +33,7 @@ def every_byte() -> PackedWeight:
     """[127, 512]: every finite, non-negative E4M3 byte, subnormals too, times every byte of two codes."""
     codes = torch.arange(256, dtype=torch.uint8).repeat(127, 1)
     scale = torch.arange(127, dtype=torch.uint8)[:, None].repeat(1, 32).view(torch.float8_e4m3fn)
-    return PackedWeight(codes, scale, torch.tensor(2.0**-12))
+    return nvfp4_weight(codes, scale, torch.tensor(2.0**-12))
 
 
 @pytest.fixture

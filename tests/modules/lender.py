@@ -11,8 +11,9 @@ from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.checkpoints.source import open_source, stream
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.checkpoints.source import open_source
+from verl_qerl.checkpoints.stream import packed_stream
+from verl_qerl.formats import NVFP4, PackedWeight
 from verl_qerl.modules.convert import packed_weights, replace_linears
 from verl_qerl.modules.placement.lending import Lender, meeting_place
 from verl_qerl.modules.placement.shared_base import share_base
@@ -24,7 +25,11 @@ def main():
     config.quantization_config = None
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config)
-    packed = {name: item for name, item in stream(open_source(path), "minmax") if isinstance(item, PackedWeight)}
+    packed = {
+        name: item
+        for name, item in packed_stream(open_source(path), NVFP4(scale="minmax"))
+        if isinstance(item, PackedWeight)
+    }
     for name, linear in replace_linears(model, packed.__contains__).items():
         linear.fill(packed[name].to("cuda" if torch.cuda.is_available() else "cpu"))
     flat = Lender(share_base(model), meeting_place(job, 0)).base.flat

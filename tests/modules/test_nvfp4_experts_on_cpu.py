@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.checkpoints.source import PackedWeight, open_source, stream
+from verl_qerl.checkpoints.source import open_source
+from verl_qerl.checkpoints.stream import packed_stream
+from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.ignore import is_packed_module
 from verl_qerl.formats.reference import dequantize, quantize
 from verl_qerl.modules import NVFP4Linear
@@ -27,7 +29,7 @@ def build(source, dtype):
     """(packed model, the same with dense weights), both of `dtype`."""
     packed, dense = random_qwen3_moe(), random_qwen3_moe()
     places = {**replace_linears(packed, lambda name: is_packed_module(name, ())), **replace_experts(packed)}
-    for name, item in stream(source):
+    for name, item in packed_stream(source):
         if isinstance(item, PackedWeight):
             places.pop(name).fill(item)
             set_linear(dense, name, dequantize(item))
@@ -116,7 +118,7 @@ def test_no_dense_expert_and_no_parameter_is_left(source):
 def test_packed_weights_are_named_and_digested_as_the_checkpoint(source):
     peft = pytest.importorskip("peft")
     packed, _ = build(source, torch.bfloat16)
-    expected = {name: weight_digest(item) for name, item in stream(source) if isinstance(item, PackedWeight)}
+    expected = {name: weight_digest(item) for name, item in packed_stream(source) if isinstance(item, PackedWeight)}
     assert {name: weight_digest(weight) for name, weight in packed_weights(packed)} == expected
     wrapped = peft.get_peft_model(packed, peft.LoraConfig(target_modules=["q_proj", "o_proj"]))
     assert {name: weight_digest(weight) for name, weight in packed_weights(wrapped)} == expected

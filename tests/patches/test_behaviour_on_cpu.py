@@ -124,7 +124,7 @@ def test_the_shim_stands_down_where_the_patch_is(run, script, tmp_path):
 
 def test_both_ends_of_our_weight_sync_meet_where_the_patch_is(run, tmp_path):
     overlay("verl", list(PATCHES.glob("verl/0013-*.patch")), tmp_path, "verl/*")
-    result = run(ROOT / "tests" / "verl_plugin" / "server_adapter_cases.py", first_on_path=tmp_path)
+    result = run(ROOT / "tests" / "verl_plugin" / "weight_sync" / "server_adapter_cases.py", first_on_path=tmp_path)
     assert result.returncode == 0, result.stderr
     first, second = json.loads(result.stdout.splitlines()[-1])
     for what in ("ends", "base", "split"):

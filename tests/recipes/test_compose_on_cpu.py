@@ -24,13 +24,13 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"
 SCRIPTS = sorted(RECIPES.glob("*/run_qwen2_5_*.sh"))
 FOLDERS = sorted({script.parent for script in SCRIPTS})
-TWINS = ("nvfp4", "bf16")
+MULTICAST = ("nvfp4", "bf16")
 SCRIPT_IDS = [f"{script.parent.name}/{script.stem}" for script in SCRIPTS]
 # Recipes name the folder of the metrics after the time. FAIL: the recorder's python3 has no flash-attn, as this one.
 FIXED = {"OMP_NUM_THREADS": "1", "VERL_FILE_LOGGER_ROOT": "/metrics", "FAIL": "import flash_attn"}
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=SCRIPT_IDS)
 each_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-each_twin = pytest.mark.parametrize("twin", TWINS)
+each_twin = pytest.mark.parametrize("twin", MULTICAST)
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def test_table_4(recorder: Path, script: Path, twin: str) -> None:
 
 @each_script
 def test_twins_differ_only_in_what_is_declared(recorder: Path, script: Path) -> None:
-    nvfp4, bf16 = (flat(composed(recorder, script, twin)) for twin in TWINS)
+    nvfp4, bf16 = (flat(composed(recorder, script, twin)) for twin in MULTICAST)
     declared = {"actor_rollout_ref.actor.optim.lr", "trainer.experiment_name"}
     declared |= {f"aqn.{key}" for key in ("enabled", "sigma_start", "sigma_end", "num_stages", "schedule")}
     if script.parent.name == "qwen32b_80gb":  # bf16 does not fit on one such GPU

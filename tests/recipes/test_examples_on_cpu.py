@@ -15,8 +15,7 @@ from hydra import compose, initialize_config_module
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from verl_qerl.modules.varlen_attention import NAME
-from verl_qerl.verl_plugin.config import attention
-from verl_qerl.verl_plugin.trainer.trainer import NoiseMixin
+from verl_qerl.verl_plugin.trainer.trainer import prepare
 
 COMMON = """
     algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=False
@@ -79,25 +78,18 @@ ONE_GPU = ("trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.tensor_model_
 each_example = pytest.mark.parametrize("name", EXAMPLES, ids=lambda name: name.rpartition("/")[2])
 
 
-class Base:
-    def __init__(self, config):
-        self.config = config
-
-
-class Trainer(NoiseMixin, Base):
-    pass
+def prepared(config):
+    """The configuration as verl's trainer gets it from ours."""
+    prepare(None, config)
+    return config
 
 
 @pytest.fixture(autouse=True)
-def _machine(monkeypatch):
+def _machine(monkeypatch, without_flash_attn):
     """Without flash-attn; verl's check imports vLLM to round the rank of the adapter, nothing else of it."""
     package = "verl.workers.rollout.vllm_rollout"
     monkeypatch.setitem(sys.modules, package, ModuleType(package))
     monkeypatch.setitem(sys.modules, f"{package}.utils", SimpleNamespace(get_vllm_max_lora_rank=lambda rank: rank))
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
-    attention.has_flash_attn.cache_clear()
-    yield
-    attention.has_flash_attn.cache_clear()
 
 
 def composed(name, *overrides):
@@ -108,7 +100,7 @@ def composed(name, *overrides):
 
 def checked(config):
     validate_config(config=config, use_reference_policy=True, use_critic=False)
-    return Trainer(config).config
+    return prepared(config)
 
 
 @each_example

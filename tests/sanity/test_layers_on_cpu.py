@@ -1,6 +1,7 @@
-"""Imports follow the layer order, each heavy dependency has one home, and only upstream.py modifies foreign code."""
+"""Imports follow the layer order, each heavy dependency has one home, and only upstream.py modifies hosts."""
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
@@ -122,53 +123,135 @@ def test_config_holds_only_yaml():
     assert code[0].read_text() == "", "config/__init__.py only makes the folder a package for Hydra's pkg:// paths"
 
 
-def foreign_names(tree: ast.Module) -> set[str]:
-    """Names that imports bind to something outside verl_qerl."""
+# Attributes of ours on objects of a host displace nothing of it.
+OUR_PREFIXES = ("qerl_", "_qerl_", "verl_qerl_")
+# The numbers of a tensor, and the frames of an error.
+CONTENTS = {"data", "__traceback__"}
+# vLLM hands them a layer to put its weights in.
+FILLS_A_LAYER = {"create_weights", "process_weights_after_loading", "hold_repacked"}
+
+
+def is_ours(module: str) -> bool:
+    top = module.partition(".")[0]
+    return top == "verl_qerl" or top in sys.stdlib_module_names
+
+
+def our_imports(tree: ast.Module) -> set[str]:
+    """Names that imports bind to something of verl_qerl or the standard library."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            module_and_alias = [(alias.name, alias) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            module_and_alias = [(node.module, alias) for alias in node.names]
-        else:
-            continue
-        for module, alias in module_and_alias:
-            if module.partition(".")[0] != "verl_qerl":
-                names.add(alias.asname or alias.name.partition(".")[0])
+            names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names if is_ours(alias.name)}
+        elif isinstance(node, ast.ImportFrom) and is_ours(node.module or ""):
+            names |= {alias.asname or alias.name for alias in node.names if node.module != "typing"}
     return names
 
 
-def root_name(node: ast.expr) -> str | None:
-    """`a` of the expression `a.b.c`."""
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else None
+def root_name(node: ast.AST | None) -> str:
+    """`a` of the expressions `a.b.c`, `a.b[c]` and `a.b | None`."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.BinOp):
+        node = node.left if isinstance(node, ast.BinOp) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
-def foreign_assignments(tree: ast.Module) -> list[int]:
-    """Lines that set or delete an attribute of an imported module, class or function.
+def makes_an_object(value: ast.AST | None) -> bool:
+    """Whether an expression is a call of a class, a copy, or an object whose class is one of ours from there on."""
+    if not isinstance(value, ast.Call):
+        return False
+    func = value.func
+    name = func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
+    return name.lstrip("_")[:1].isupper() or name in ("copy", "deepcopy", "swap_class")
 
-    An object made by foreign code and kept in a local name is not seen, so nothing is flagged without reason.
+
+class ForeignWrites(ast.NodeVisitor):
+    """Lines that write an attribute of a host: of its modules, classes and functions, and of objects that came from it.
+
+    An object counts as ours where the function made it by calling a class, copied it, or says by an annotation that it
+    is of a class of ours or of the standard library.
     """
-    foreign = foreign_names(tree)
-    lines = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
-            target = node.value
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
-            target = node.args[0]
-        else:
-            continue
-        if root_name(target) in foreign:
-            lines.append(node.lineno)
-    return lines
+
+    def __init__(self, tree: ast.Module) -> None:
+        classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+        self.imports, self.types = our_imports(tree), our_imports(tree) | classes
+        self.constants = {
+            node.targets[0].id: node.value.value
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Constant)
+        }
+        self.scopes: list[set[str]] = []
+        self.functions: list[str] = []
+        self.lines: list[int] = []
+        self.visit(tree)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        ours = {arg.arg for arg in every if root_name(arg.annotation) in self.types or arg.arg == "ctx"}
+        if node.name in FILLS_A_LAYER:
+            ours.add("layer")
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name):
+                if root_name(inner.annotation) in self.types or makes_an_object(inner.value):
+                    ours.add(inner.target.id)
+            elif isinstance(inner, ast.Assign) and makes_an_object(inner.value):
+                ours |= {target.id for target in inner.targets if isinstance(target, ast.Name)}
+            elif (isinstance(inner, ast.ExceptHandler) and inner.name) or isinstance(inner, ast.ClassDef):
+                ours.add(inner.name)
+        self.scopes.append(ours)
+        self.functions.append(node.name)
+        self.generic_visit(node)
+        self.scopes.pop()
+        self.functions.pop()
+
+    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
+
+    def is_our_object(self, node: ast.AST) -> bool:
+        if isinstance(node, ast.Call):
+            return makes_an_object(node)
+        if not isinstance(node, ast.Name):
+            return False
+        return node.id in ("self", "cls") or node.id in self.imports or any(node.id in scope for scope in self.scopes)
+
+    def look(self, target: ast.AST, attribute: str, line: int) -> None:
+        if not (attribute.startswith(OUR_PREFIXES) or attribute in CONTENTS or self.is_our_object(target)):
+            self.lines.append(line)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if isinstance(node.ctx, ast.Store | ast.Del):
+            self.look(node.value, node.attr, node.lineno)
+        self.generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        holder = node.value
+        if isinstance(node.ctx, ast.Store | ast.Del):
+            if isinstance(holder, ast.Attribute) and holder.attr == "__dict__":
+                self.look(holder.value, "", node.lineno)
+            elif isinstance(holder, ast.Call) and root_name(holder.func) == "vars" and holder.args:
+                self.look(holder.args[0], "", node.lineno)
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if name in ("setattr", "delattr", "__setattr__", "__delattr__") and len(node.args) > 1:
+            given = node.args[1]
+            attribute = given.value if isinstance(given, ast.Constant) else self.constants.get(root_name(given))
+            self.look(node.args[0], str(attribute or ""), node.lineno)
+        self.generic_visit(node)
+
+
+def foreign_writes(tree: ast.Module) -> list[int]:
+    return sorted(ForeignWrites(tree).lines)
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.name != "upstream.py"], ids=name_of)
-def test_only_upstream_modifies_foreign_code(path):
+def test_only_upstream_modifies_hosts(path):
     tree = parse(path)
-    lines = foreign_assignments(tree)
-    assert not lines, f"{name_of(path)} sets attributes of foreign code in lines {lines}; that is a Shim's work"
+    lines = foreign_writes(tree)
+    assert not lines, (
+        f"{name_of(path)} writes to what is not ours in lines {lines}. What changes a host goes through upstream.py,"
+        " with a record in hosts.py; an attribute of our own is named qerl_...; what is ours is annotated so."
+    )
     assert not any(name.startswith("unittest") for name in imported_modules(path)), "unittest.mock patches foreign code"
 
 
@@ -179,20 +262,39 @@ def test_only_upstream_modifies_foreign_code(path):
         "from vllm import LLM\nLLM.generate = g",
         "import torch\nsetattr(torch.nn.Linear, 'forward', g)",
         "def f():\n    import verl\n    del verl.utils.config.f",
+        "def f(norm):\n    norm.__class__ = Ours",
+        "def f(worker: Any):\n    worker.load_model = g",
+        "from typing import Any\ndef f(worker):\n    found: Any = worker\n    found.load_model = g",
+        "def f(model):\n    for layer in model.modules():\n        layer.forward = g",
+        "def f(runner):\n    del runner.load_model",
+        "def f(engine, name):\n    setattr(engine, name, g)",
+        "def f(engine):\n    delattr(engine, 'add_lora')",
+        "def f(config):\n    object.__setattr__(config, 'target_modules', [])",
+        "class A:\n    def f(self):\n        self._runner._prepare_inputs = g",
+        "def f(buffer):\n    buffer.poll_interval, buffer.x = 1, 2",
+        "def f(buffer):\n    vars(buffer)['sample'] = g",
+        "def f(buffer):\n    buffer.__dict__['sample'] = g",
+        "import vllm\ndef f(config: vllm.LoRAConfig):\n    config.target_modules = []",
     ],
 )
-def test_a_foreign_assignment_is_seen(line):
-    assert foreign_assignments(ast.parse(line))
+def test_a_foreign_write_is_seen(line):
+    assert foreign_writes(ast.parse(line))
 
 
 @pytest.mark.parametrize(
     "line",
     [
         "import os\nos.environ['A'] = 'b'",
-        "import torch\nlayer = torch.nn.Linear(1, 1)\nlayer.weight = None",
-        "class A:\n    def __init__(self):\n        self.x = 1",
+        "import torch\ndef f():\n    layer = torch.nn.Linear(1, 1)\n    layer.weight = None",
+        "class A:\n    def __init__(self):\n        self.x = 1\n        object.__setattr__(self, 'y', 1)",
         "from verl_qerl.modules import convert\nconvert.x = 1",
+        "from verl_qerl.a import B\ndef f(b: B):\n    b.__class__ = C\n    b.x = 1",
+        "from verl_qerl.a import B\ndef f(found):\n    b: B\n    for b in found:\n        b.x = 1",
+        "import copy\ndef f(config):\n    config = copy.copy(config)\n    config.x = 1",
+        "_OURS = 'verl_qerl_digests'\ndef f(model):\n    setattr(model, _OURS, 1)\n    model.qerl_plan = 1",
+        "def f(change, head):\n    upstream.swap_class(change, head, Ours).fused = True",
+        "def f(norm):\n    norm.weight.data = norm.weight.data.float()",
     ],
 )
-def test_our_own_assignments_are_not_flagged(line):
-    assert not foreign_assignments(ast.parse(line))
+def test_our_own_writes_are_not_flagged(line):
+    assert not foreign_writes(ast.parse(line))

@@ -47,6 +47,18 @@ def test_installs_after_the_import_and_not_before(write):
     assert calls("installer") == [("hooked", 2)]
 
 
+def test_the_finder_goes_when_nothing_is_waited_for(write):
+    write(hooked="LAST = 1\n", other="LAST = 2\n", installer=INSTALLER)
+    for name in ("hooked", "other"):
+        hooks.when_imported(name, "installer")
+    left = []
+    for name in ("hooked", "other"):
+        importlib.import_module(name)
+        left.append(sum(isinstance(finder, hooks._Finder) for finder in sys.meta_path))
+    assert left == [1, 0]
+    assert calls("installer") == [("hooked", 1), ("other", 2)]
+
+
 def test_installs_at_once_in_an_imported_module(write):
     write(hooked="LAST = 3\n", installer=INSTALLER)
     importlib.import_module("hooked")
@@ -58,10 +70,10 @@ def test_installs_once_a_name(write):
     write(hooked="LAST = 4\n", installer=INSTALLER)
     hooks.when_imported("hooked", "installer")
     hooks.when_imported("hooked", "installer")
+    assert sum(isinstance(finder, hooks._Finder) for finder in sys.meta_path) == 1
     importlib.import_module("hooked")
     importlib.import_module("hooked")
     assert calls("installer") == [("hooked", 4)]
-    assert sum(isinstance(finder, hooks._Finder) for finder in sys.meta_path) == 1
 
 
 def test_installers_of_one_module_run_in_order(write):

@@ -2,11 +2,9 @@ import importlib.util
 
 import pytest
 
-from verl_qerl import verl_plugin
 from verl_qerl.verl_plugin.shims import SHIMS
 
 needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
-ADDITIONAL = "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config"
 LORA = (
     "actor_rollout_ref.model.path=model",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
@@ -30,32 +28,6 @@ ours.info("too much")
 """
     heard = fresh_process("-c", script).stderr
     assert (heard.count(":before"), heard.count(":after"), heard.count("too much")) == (1, 1, 0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "asks"),
-    [
-        (["+rollout=nvfp4"], True),
-        (["+rollout=int8"], True),
-        (["trainer.nnodes=1", "+aqn.enabled=true"], True),
-        (["++aqn.seed=1"], True),
-        (["+aqn={enabled: true}"], True),
-        (["+acr.max_ratio=4"], True),
-        (["+qerl.max_initial_kl=0.1"], True),
-        (["actor_rollout_ref.actor.policy_loss.loss_mode=acr"], True),
-        (['actor_rollout_ref.actor.policy_loss.loss_mode="acr"'], True),
-        (["++actor_rollout_ref.actor.policy_loss.loss_mode='acr'"], True),
-        (["+rollout='nvfp4'"], True),
-        ([f"+{ADDITIONAL}.verl_qerl.lora=stock"], True),
-        ([f"+{ADDITIONAL}={{verl_qerl: {{lora: stock}}}}"], True),
-        ([f"+{ADDITIONAL}.other=1"], False),
-        (["actor_rollout_ref.actor.policy_loss.loss_mode=vanilla"], False),
-        (["actor_rollout_ref.rollout.name=vllm", "+aqnx=1", "rollout=nvfp4x"], False),
-        ([], False),
-    ],
-)
-def test_asks_for_qerl(arguments, asks):
-    assert verl_plugin.asks_for_qerl(arguments) == asks
 
 
 OTHER_VERSION = """

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +9,9 @@ import pytest
 import torch
 
 from verl_qerl import testing
-from verl_qerl.checkpoints.source import open_source, stream
+from verl_qerl.checkpoints.source import open_source
+from verl_qerl.checkpoints.stream import packed_stream
+from verl_qerl.formats import NVFP4
 from verl_qerl.formats.reference import dequantize
 
 VOCABULARY = 512
@@ -130,7 +130,7 @@ def start(vllm):
             enforce_eager=True,
             load_format=f"verl_qerl_{form}",
             quantization=f"verl_qerl_{form}",
-            worker_extension_cls="verl_qerl.vllm_plugin.worker.NoiseWorkerExtension",
+            worker_extension_cls="verl_qerl.vllm_plugin.worker.RolloutWorkerExtension",
             **extra,
         )
 
@@ -189,7 +189,7 @@ def reference_model(model_dir):
     def build(scale: str | None = "minmax", dtype: torch.dtype = torch.float32):
         model = transformers.Qwen2ForCausalLM.from_pretrained(model_dir("qwen2"), dtype=torch.bfloat16).eval()
         if scale is not None:
-            for name, item in stream(open_source(model_dir("qwen2")), scale):
+            for name, item in packed_stream(open_source(model_dir("qwen2")), NVFP4(scale=scale)):
                 if not isinstance(item, torch.Tensor):
                     model.get_submodule(name).weight.data = dequantize(item)
         return model.to(dtype)
@@ -261,7 +261,7 @@ def random_adapter(random_qwen2, tmp_path) -> Callable[[int], Path]:
 
 
 @pytest.fixture
-def run_script(tmp_path) -> Callable[..., object]:
+def run_script(tmp_path, warm_python) -> Callable[..., object]:
     """Run source code with arguments in a process of its own; what it prints after `RESULT `, decoded.
 
     It may import modules of this folder.
@@ -271,10 +271,10 @@ def run_script(tmp_path) -> Callable[..., object]:
     def run(source: str, *arguments: str, plugins: str | None = None) -> object:
         env = {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
         env |= {"PYTHONPATH": path} if plugins is None else {"PYTHONPATH": path, "VLLM_PLUGINS": plugins}
+        env["TORCH_COMPILE_DISABLE"] = "1"  # vLLM's sampler, for up to eight seconds of a core
         script = tmp_path / "script.py"
         script.write_text(source)
-        command = [sys.executable, str(script), *arguments]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
+        done = warm_python(str(script), *arguments, env=env)
         lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
         assert lines, done.stdout[-2000:] + done.stderr[-4000:]
         return json.loads(lines[0].removeprefix("RESULT "))

@@ -61,7 +61,7 @@ def main():
         enable_lora=True,
         max_loras=1,
         max_lora_rank=16,
-        worker_extension_cls="verl_qerl.vllm_plugin.worker.NoiseWorkerExtension",
+        worker_extension_cls="verl_qerl.vllm_plugin.worker.RolloutWorkerExtension",
         additional_config={"verl_qerl": json.loads(ours)},
         **json.loads(options),
     )

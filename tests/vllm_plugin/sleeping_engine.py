@@ -23,7 +23,7 @@ def start(model, additional, **options):
         quantization="verl_qerl_nvfp4",
         enable_sleep_mode=True,
         hf_overrides={"quantization_config": quantization_config()},
-        worker_extension_cls="verl_qerl.vllm_plugin.worker.NoiseWorkerExtension",
+        worker_extension_cls="verl_qerl.vllm_plugin.worker.RolloutWorkerExtension",
         additional_config={"verl_qerl": additional},
         **options,
     )

@@ -9,7 +9,7 @@ from verl_qerl.cli.quantize import quantize_checkpoint
 from verl_qerl.testing import random_decoder
 from verl_qerl.vllm_plugin.offline import EngineOptions, OfflineEngine, Sampled, engine_options
 
-EXTENSION = "verl_qerl.vllm_plugin.worker.NoiseWorkerExtension"
+EXTENSION = "verl_qerl.vllm_plugin.worker.RolloutWorkerExtension"
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from sleeping_engine import decode, noise, norms, same, start
 def main():
     def kinds(worker):
         names = [type(module).__name__ for module in worker.model_runner.get_model().modules()]
-        return names.count("EarlyRMSNorm"), names.count("EarlySiluAndMul")
+        return names.count("PDLRMSNorm"), names.count("PDLSiluAndMul")
 
     llm = start(sys.argv[1], {"aqn": {"enabled": True}})
     clean, clean_norms = decode(llm), norms(llm)

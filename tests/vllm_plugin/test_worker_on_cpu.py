@@ -11,7 +11,7 @@ from verl_qerl.algos.aqn import AQNConfig, draw_noise
 from verl_qerl.kernels.rollout import launch
 from verl_qerl.vllm_plugin import worker as worker_module
 from verl_qerl.vllm_plugin.options import rollout_options
-from verl_qerl.vllm_plugin.worker import PREPARED, NoiseWorkerExtension, prepare_model
+from verl_qerl.vllm_plugin.worker import PREPARED, RolloutWorkerExtension, Step, When, prepare_model
 
 NAMES = [
     f"model.layers.{index}.{kind}" for index in range(2) for kind in ("input_layernorm", "post_attention_layernorm")
@@ -200,6 +200,26 @@ def test_the_key_tells_which_layers_are_ours(engine, packed_engine):
         assert found == {"version": verl_qerl.__version__, "linear": []} | ({"lora": layers} if layers else {})
 
 
+@pytest.mark.parametrize("pooled", [True, False])
+def test_steps_that_are_needed_are_taken_at_their_moment(monkeypatch, pooled):
+    taken = []
+    steps = [
+        Step(when.name, when, lambda engine, when=when: taken.append((when.name, engine.worker)), needed)
+        for when in reversed(When)
+        for needed in (lambda engine, when=when: pooled or when is not When.IN_POOL, lambda engine: False)
+    ]
+    monkeypatch.setattr(worker_module, "STEPS", steps)
+    runner = SimpleNamespace(load_model=lambda: taken.append("loaded"), get_model=lambda: None)
+    stock = runner.load_model
+    worker = SimpleNamespace(model_runner=runner, load_model=lambda: (runner.load_model(), taken.append("pool ends")))
+    prepare_model(worker, None)
+    assert taken == [("BEFORE", worker)]
+    worker.load_model()
+    in_pool = [("IN_POOL", worker)] if pooled else []
+    assert taken == [("BEFORE", worker), "loaded", *in_pool, "pool ends", ("LOADED", worker)]
+    assert pooled or runner.load_model is stock
+
+
 def test_noise_is_prepared_after_loading():
     model = torch.nn.ModuleDict({"input_layernorm": torch.nn.LayerNorm(4, bias=False)})
     worker = Worker(model)
@@ -208,9 +228,9 @@ def test_noise_is_prepared_after_loading():
     worker.load_model(1, load_dummy_weights=False)
     assert worker.calls == [((1,), {"load_dummy_weights": False})]
     assert worker._qerl_noise.names == ["input_layernorm"]
-    assert NoiseWorkerExtension.qerl_set_noise(worker, 0.1, 1)[0] == 1
-    assert NoiseWorkerExtension.qerl_num_noisy(worker) == 1
-    assert NoiseWorkerExtension.qerl_norm_sizes(worker) == {"input_layernorm": 1.0}
+    assert RolloutWorkerExtension.qerl_set_noise(worker, 0.1, 1)[0] == 1
+    assert RolloutWorkerExtension.qerl_num_noisy(worker) == 1
+    assert RolloutWorkerExtension.qerl_norm_sizes(worker) == {"input_layernorm": 1.0}
 
 
 def test_a_family_whose_norms_may_lie_elsewhere_is_refused_before_it_is_loaded():
@@ -223,10 +243,10 @@ def test_a_family_whose_norms_may_lie_elsewhere_is_refused_before_it_is_loaded()
 
 
 def test_kernels_start_early_unless_told_otherwise(monkeypatch):
-    monkeypatch.setattr(launch, "starts_early", True)
-    for options in ({"early_starts": False}, {}):
+    monkeypatch.setattr(launch, "programmatic_launch", True)
+    for options in ({"programmatic_launch": False}, {}):
         prepare_model(Worker(None), Config({"verl_qerl": options}))
-        assert launch.starts_early is (not options)
+        assert launch.programmatic_launch is (not options)
 
 
 def test_where_results_must_not_depend_on_the_batch_vllms_own_paths_stay(monkeypatch, caplog):
@@ -234,7 +254,7 @@ def test_where_results_must_not_depend_on_the_batch_vllms_own_paths_stay(monkeyp
     taken = []
     for name in ("use_single_adapter", "use_fused_sampler", "use_decode_attention"):
         monkeypatch.setattr(worker_module, name, lambda *_, **__: taken.append("ours"))
-    monkeypatch.setattr(worker_module, "tiled_columns", lambda _: {128})
+    monkeypatch.setattr(worker_module, "repacked_in_features", lambda _: {128})
     config, passes = Config({}), SimpleNamespace(fuse_allreduce_rms=False)
     vars(config).update(lora_config=SimpleNamespace(), compilation_config=SimpleNamespace(pass_config=passes))
     worker = Worker(torch.nn.Linear(1, 1))
@@ -247,6 +267,26 @@ def test_where_results_must_not_depend_on_the_batch_vllms_own_paths_stay(monkeyp
             ValueError, match=r"^additional_config\.verl_qerl\.\w+='\w+' does not go together with VLLM_B"
         ):
             prepare_model(worker, Config({"verl_qerl": option}))
+
+
+@pytest.mark.parametrize("option", [{"enable_dbo": True}, {"ubatch_size": 2}], ids=str)
+def test_packed_linears_do_not_run_on_two_streams(monkeypatch, option):
+    """vLLM would compute two halves of a batch at once, and the kernels' blocks exchange sums in one workspace."""
+    parallel = pytest.importorskip("vllm.config").ParallelConfig
+    monkeypatch.setattr(worker_module, "use_programmatic_launch", lambda *_, **__: None)
+    monkeypatch.setattr(worker_module, "use_decode_attention", lambda *_: None)
+    config = Config({})
+    config.compilation_config = SimpleNamespace(pass_config=SimpleNamespace(fuse_allreduce_rms=False))
+    for options, columns, refused in (({}, {128}, False), (option, set(), False), (option, {128}, True)):
+        monkeypatch.setattr(worker_module, "repacked_in_features", lambda _, found=columns: found)
+        config.parallel_config = parallel(**options)
+        worker = Worker(torch.nn.Linear(1, 1))
+        prepare_model(worker, config)
+        if refused:
+            with pytest.raises(ValueError, match=r"on two streams at once, .*: enable_dbo=\w+, ubatch_size=\d\."):
+                worker.load_model()
+        else:
+            worker.load_model()
 
 
 def test_options_of_the_noise_are_those_of_aqn():
@@ -293,7 +333,7 @@ def test_weights_that_cannot_leave_are_said_to(caplog):
     assert "keep_base_resident changes nothing: sleep mode is off" in caplog.text
 
 
-class Extended(NoiseWorkerExtension, SleepyWorker):
+class Extended(RolloutWorkerExtension, SleepyWorker):
     def __init__(self, vllm_config):
         self.slept = []
 

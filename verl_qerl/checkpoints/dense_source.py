@@ -11,17 +11,16 @@ from typing import Any
 import torch
 
 from verl_qerl.checkpoints.described import check_arguments, described
-from verl_qerl.checkpoints.source import Source, stored_tensors
+from verl_qerl.checkpoints.source import Source, whole_weights
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats import get_format, reference
+from verl_qerl.formats import FORMATS, WeightFormat, reference
 from verl_qerl.formats.ignore import is_linear_weight
-from verl_qerl.formats.nvfp4_layout import from_tensors, is_activation_scale
+from verl_qerl.formats.nvfp4_layout import is_activation_scale
 from verl_qerl.formats.tensor_spec import TensorSpec
 
 _CODES = ("weight_packed", "weight")
 # Tensors that only a quantized weight has.
 _SCALES = (".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale", ".weight_packed")
-_CODES_PER_BYTE = {"nvfp4": 2, "mxfp4": 2}
 
 
 @dataclass(frozen=True)
@@ -41,21 +40,11 @@ class DenseSource(Source):
         Raises:
             CheckpointFormatError: A weight lacks a tensor, or has one that is not known.
         """
-        wanted: dict[str, set[str]] = {}
-        for name in self.origin.files:
-            module, _, part = name.rpartition(".")
-            if module in self.modules and part != "bias" and not is_activation_scale(name):
-                wanted.setdefault(module, set()).add(part)
-        waiting: dict[str, dict[str, torch.Tensor]] = {}
-        for name, tensor in stored_tensors(self.origin, device):
-            module, _, part = name.rpartition(".")
-            if part in wanted.get(module, ()):
-                held = waiting.setdefault(module, {})
-                held[part] = tensor
-                if set(held) == wanted[module]:
-                    yield f"{module}.weight", _dense(self.origin, module, waiting.pop(module))
-            elif not is_activation_scale(name):
-                yield name, tensor
+        for name, item in whole_weights(self.origin, self.modules, device, drops_activation_scales=True):
+            if isinstance(item, torch.Tensor):
+                yield name, item
+            else:
+                yield f"{name}.weight", _dense(self.origin, name, item)
 
 
 def dense_source(source: Source) -> DenseSource:
@@ -64,9 +53,9 @@ def dense_source(source: Source) -> DenseSource:
     Raises:
         CheckpointFormatError: Its blocks are others than the format has here, or a weight has no codes.
     """
-    form = source.format or ""
-    if form in _CODES_PER_BYTE:
-        check_arguments(str(source.path), source.config, get_format(form).config(), form)
+    form = _in_blocks(source)
+    if form:
+        check_arguments(str(source.path), source.config, form.config(), form.name)
     modules = {name.rpartition(".")[0] for name in source.files if name.endswith(_SCALES)}
     specs = {}
     for name, spec in source.specs.items():
@@ -76,7 +65,7 @@ def dense_source(source: Source) -> DenseSource:
                 specs[name] = spec
         elif part in _CODES:
             N, K = spec.shape
-            specs[f"{module}.weight"] = TensorSpec("BF16", (N, K * _CODES_PER_BYTE.get(form, 1)))
+            specs[f"{module}.weight"] = TensorSpec("BF16", (N, K * (form.codes_per_byte if form else 1)))
     lost = sorted(name for name in modules if f"{name}.weight" not in specs)
     if lost:
         raise CheckpointFormatError(
@@ -84,23 +73,26 @@ def dense_source(source: Source) -> DenseSource:
         )
     files = {name: source.files.get(name, "") for name in specs}
     config = {name: value for name, value in source.config.items() if name != "quantization_config"}
-    return DenseSource(source.path, config, "bf16", files, specs, source, frozenset(modules))
+    return DenseSource(source.path, config, None, "bf16", files, specs, source, frozenset(modules))
 
 
 def _dense(source: Source, module: str, parts: dict[str, torch.Tensor]) -> torch.Tensor:
-    if source.format == "nvfp4":
-        return reference.dequantize(from_tensors(module, parts, source.layout))
+    if form := _in_blocks(source):
+        return reference.dequantize(form.from_tensors(f"{module!r} of {source.path}", parts, source.layout))
     scale_name = "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
-    codes_name = "weight_packed" if source.format == "mxfp4" else "weight"
-    if set(parts) != {codes_name, scale_name}:
+    if set(parts) != {"weight", scale_name}:
         raise CheckpointFormatError(
-            f"{module!r} of {source.path} is stored as {', '.join(sorted(parts))}. Accepted are {codes_name} and"
+            f"{module!r} of {source.path} is stored as {', '.join(sorted(parts))}. Accepted are weight and"
             f" {scale_name}. Quantize the original bf16 model."
         )
-    if source.format == "mxfp4":
-        return get_format("mxfp4").dequantize(parts)
-    codes, scale = parts["weight"], parts[scale_name].float()
-    return (codes.float() * _spread(source, module, scale, codes.shape)).bfloat16()
+    scale = parts[scale_name].float()
+    return (parts["weight"].float() * _spread(source, module, scale, parts["weight"].shape)).bfloat16()
+
+
+def _in_blocks(source: Source) -> WeightFormat | None:
+    """The format of a source whose blocks are the format's own; those of INT8 and FP8 may be any."""
+    form = FORMATS.get(source.format or "")
+    return form if form and form.block_size > 1 else None
 
 
 def _spread(source: Source, module: str, scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats.nvfp4_layout import FORMAT, SIBLINGS
+from verl_qerl.formats import FORMATS
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
 # FP8 with a scale for each block of a weight, as DeepSeek has it and transformers calls it; `quantize` alone reads it.
 BLOCK_FP8 = "finegrained-fp8"
-_LAYOUTS = {FORMAT: "compressed-tensors", **SIBLINGS}
+_NAMES = {form.config()["format"]: name for name, form in FORMATS.items()}  # by compressed-tensors' names
 # Entries that are read here or elsewhere, or that say nothing about the weights. All others must be empty.
 _KNOWN = {
     "compressed-tensors": {
@@ -81,7 +81,7 @@ def described(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def stored_format(config: Mapping[str, Any], where: str = "the checkpoint") -> str:
+def stored_format(config: Mapping[str, Any], where: str = "the checkpoint") -> tuple[str | None, str]:
     """What the linears of a checkpoint are stored as, from its config.json.
 
     Args:
@@ -89,27 +89,26 @@ def stored_format(config: Mapping[str, Any], where: str = "the checkpoint") -> s
         where: The checkpoint, for messages.
 
     Returns:
-        `bf16` (any float, unquantized), `compressed-tensors` or `modelopt` (NVFP4), the name of a format among
-        SIBLINGS, or BLOCK_FP8.
+        (name of the format, or BLOCK_FP8; layout of its tensors), (None, `bf16`) of what is not quantized.
 
     Raises:
         CheckpointFormatError: Quantized in a way that is not read here.
     """
     found = described(config)
     if not found:
-        return "bf16"
+        return None, "bf16"
     method, form, algorithm = (found.get(name) for name in ("quant_method", "format", "quant_algo"))
-    if method == "compressed-tensors" and form in _LAYOUTS:
-        return _LAYOUTS[form]
+    if method == "compressed-tensors" and form in _NAMES:
+        return _NAMES[form], "compressed-tensors"
     if method == "modelopt" and algorithm in _ALGORITHMS:
-        return "modelopt"
+        return "nvfp4", "modelopt"
     if method == "fp8" and found.get("weight_block_size") and found.get("fmt", "e4m3") == "e4m3":
-        return BLOCK_FP8
+        return BLOCK_FP8, BLOCK_FP8
     names = ("quant_method", "format", "quant_algo", "fmt", "weight_block_size")
     said = ", ".join(f"{name}={found[name]!r}" for name in names if found.get(name))
     raise CheckpointFormatError(
         f"{where} is quantized in a way that is not read: {said or 'quant_method=None'}. Accepted are"
-        f" unquantized weights, compressed-tensors {', '.join(_LAYOUTS)} and ModelOpt {', '.join(_ALGORITHMS)}."
+        f" unquantized weights, compressed-tensors {', '.join(_NAMES)} and ModelOpt {', '.join(_ALGORITHMS)}."
         f" {_REMEDY}."
     )
 
@@ -141,7 +140,7 @@ def check_described(where: str, config: Mapping[str, Any]) -> None:
     unused = [name for name in ("kv_cache_scheme", "kv_cache_quant_algo") if found.get(name)]
     if found.get("quant_algo") == "NVFP4":
         unused.append("quant_algo=NVFP4 (of activations)")
-    elif stored_format(config) in ("compressed-tensors", "mxfp4"):
+    elif (form := FORMATS.get(stored_format(config)[0] or "")) and not form.quantizes_activations:
         unused += [f"{name}.input_activations" for name, group in _groups(where, found) if _activations(group)]
     if unused:
         _say_unused(where, ", ".join(unused))

@@ -5,15 +5,14 @@ from collections.abc import Mapping
 
 import torch
 
-from verl_qerl.formats.nvfp4_weight import Packed
+from verl_qerl.formats import PackedWeight
 
 
-def weight_digest(weight: Packed) -> str:
-    """First 16 hex digits of the SHA-256 over label and tensors of `Packed.digested`, in this order."""
-    label, tensors = weight.digested
-    digest = hashlib.sha256(label.encode())
-    for tensor in tensors:
-        digest.update(tensor.detach().contiguous().view(torch.uint8).cpu().numpy().data)
+def weight_digest(weight: PackedWeight) -> str:
+    """First 16 hex digits of the SHA-256 over `WeightFormat.digest_label` and the tensors, in their order."""
+    digest = hashlib.sha256(weight.form.digest_label(weight.shape).encode())
+    for tensor in weight.tensors:
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()[:16]
 
 

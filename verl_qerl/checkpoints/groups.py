@@ -1,22 +1,20 @@
 """Which linears of a model are quantized, and which of them come together."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-
-import torch
+from typing import Any
 
 from verl_qerl.checkpoints.experts import check_all_packed, linears_of_experts
-from verl_qerl.formats import nvfp4_layout
+from verl_qerl.formats import DEFAULT_FORMAT, WeightFormat
+from verl_qerl.formats.base import check_in_features
 from verl_qerl.formats.ignore import DEFAULT_IGNORE, check_rules, ignore_rules, is_linear_weight
-from verl_qerl.formats.nvfp4_weight import BLOCK_SIZE
-from verl_qerl.formats.reference import check_in_features
+from verl_qerl.formats.nvfp4_layout import fused_group
 
 
 def linears_among(
     shapes: Mapping[str, Sequence[int]],
     ignore: Sequence[str] | None,
     where: str,
-    block_size: int = BLOCK_SIZE,
-    kind: str = "NVFP4",
+    form: WeightFormat = DEFAULT_FORMAT,
 ) -> set[str]:
     """The modules whose weights are quantized.
 
@@ -24,8 +22,7 @@ def linears_among(
         shapes: tensor name -> shape, of a whole model.
         ignore: Modules left in bf16 (default: lm_head).
         where: What holds the tensors, for messages.
-        block_size: Of the format; it must divide every in_features.
-        kind: Name of the format, for messages.
+        form: The format.
 
     Raises:
         ValueError: There is none, `ignore` names no module, one has in_features that the format cannot hold, a fused
@@ -45,8 +42,8 @@ def linears_among(
     linears_of_experts(where, shapes)  # a full-precision actor stacks them
     check_all_packed(where, modules - set(found))
     for module, (_, in_features) in found.items():
-        check_in_features(module, in_features, block_size, kind)
-        members = [name for name in nvfp4_layout.fused_group(module)[1] if f"{name}.weight" in shapes]
+        check_in_features(module, in_features, form.block_size, form.kind)
+        members = [name for name in fused_group(module)[1] if f"{name}.weight" in shapes]
         left_out = sorted(set(members) - set(found))
         if left_out:
             raise ValueError(
@@ -57,12 +54,12 @@ def linears_among(
 
 
 def in_groups(
-    tensors: Iterable[tuple[str, torch.Tensor]], linears: Set[str], together: bool = True
-) -> Iterator[tuple[str, torch.Tensor | dict[str, torch.Tensor]]]:
+    tensors: Iterable[tuple[str, Any]], linears: Set[str], together: bool = True
+) -> Iterator[tuple[str, Any]]:
     """Collect the weights of `linears` that vLLM fuses; holds a group at a time when they come in order of layers.
 
     Args:
-        tensors: (name, tensor), in any order; every weight of `linears` among them.
+        tensors: (name, tensor), in any order; every weight of `linears` among them, as a tensor or packed.
         linears: Names of modules.
         together: False makes every linear a group of its own.
 
@@ -72,13 +69,13 @@ def in_groups(
     Raises:
         ValueError: The tensors ended and a group is not whole.
     """
-    waiting: dict[str, dict[str, torch.Tensor]] = {}
+    waiting: dict[str, dict[str, Any]] = {}
     for name, tensor in tensors:
         module = name.removesuffix(".weight")
         if module == name or module not in linears:
             yield name, tensor
             continue
-        key, members = nvfp4_layout.fused_group(module) if together else (module, (module,))
+        key, members = fused_group(module) if together else (module, (module,))
         group = waiting.setdefault(key, {})
         group[module] = tensor
         if set(group) == linears & set(members):

@@ -1,31 +1,20 @@
-"""A checkpoint as a stream of packed weights and other tensors: the one reader of the command line, actor and rollout.
+"""A model directory: opened by its headers, found on the hub, and its tensors as the files hold them."""
 
-A bf16 checkpoint is quantized on the way, an NVFP4 one passes as it is. Memory: one tensor of a shard, plus the members
-of a fused group (q, k, v; gate, up) that are still waiting for each other.
-"""
-
-import logging
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from verl_qerl.checkpoints.described import BLOCK_FP8, check_arguments, check_described, described, stored_format
-from verl_qerl.checkpoints.experts import check_all_packed, check_experts
-from verl_qerl.checkpoints.groups import in_groups, linears_among
+from verl_qerl.checkpoints.described import check_described, described, stored_format
+from verl_qerl.checkpoints.experts import check_experts
 from verl_qerl.checkpoints.json_object import read_object
 from verl_qerl.checkpoints.reader import read_shard
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats import nvfp4_layout
-from verl_qerl.formats.nvfp4_weight import BLOCK_SIZE, PackedWeight
-from verl_qerl.formats.reference import DEFAULT_SCALE, quantize_group
+from verl_qerl.formats.nvfp4_layout import is_activation_scale
 from verl_qerl.formats.tensor_spec import DTYPES, TensorSpec
-
-logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -40,13 +29,15 @@ class Source:
     Attributes:
         path: The directory.
         config: Its config.json.
-        layout: `bf16`, `compressed-tensors` or `modelopt`, or the name of another format; see `stored_format`.
+        format: Name of the weight format of its linears, or BLOCK_FP8; None: they are not quantized.
+        layout: How their tensors are named: `bf16`, `compressed-tensors` or `modelopt`.
         files: tensor name -> shard file name.
         specs: tensor name -> dtype and shape as stored.
     """
 
     path: Path
     config: dict
+    format: str | None
     layout: str
     files: dict[str, str]
     specs: dict[str, TensorSpec] = field(repr=False)
@@ -55,11 +46,6 @@ class Source:
     def shards(self) -> list[str]:
         """Shard file names in order."""
         return sorted(set(self.files.values()))
-
-    @property
-    def format(self) -> str | None:
-        """Name of the weight format of its linears; None: they are not quantized."""
-        return {"bf16": None, "compressed-tensors": "nvfp4", "modelopt": "nvfp4"}.get(self.layout, self.layout)
 
     def tensors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) as the files hold them, shard by shard; a GPU is given with its index."""
@@ -94,11 +80,11 @@ def open_source(path: str | Path, revision: str | None = None, cache_dir: str | 
     if found := described(config):
         config = {name: value for name, value in config.items() if name != "compression_config"}
         config["quantization_config"] = found
-    layout = stored_format(config, str(path))
+    form, layout = stored_format(config, str(path))
     check_described(str(path), config)
     files, specs = _read_headers(path)
     check_experts(str(path), config, files)
-    return Source(path, config, layout, files, specs)
+    return Source(path, config, form, layout, files, specs)
 
 
 def _read_headers(path: Path) -> tuple[dict[str, str], dict[str, TensorSpec]]:
@@ -149,21 +135,6 @@ def _weight_map(path: Path) -> dict[str, str]:
     return found
 
 
-def check_format(source: Source, form: str) -> None:
-    """Require weights that are not quantized, or in `form`.
-
-    Raises:
-        CheckpointFormatError: They are in another format.
-    """
-    if source.format not in (None, form):
-        use = "" if source.format == BLOCK_FP8 else f"Use +rollout={source.format}, or point"
-        raise CheckpointFormatError(
-            f"{source.path} is quantized in another format: {source.format}, and {form} is asked for. Accepted are"
-            f" unquantized weights and {form}. {use or 'Point'} model.path at the original bf16 model, or at what"
-            f" `python -m verl_qerl quantize --requantize --format {form}` makes of this one."
-        )
-
-
 def _local(path: str | Path, revision: str | None, cache_dir: str | None) -> Path:
     if Path(path).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         return Path(path)
@@ -181,121 +152,45 @@ def _local(path: str | Path, revision: str | None, cache_dir: str | None) -> Pat
         ) from error
 
 
-def linear_modules(
-    source: Source, ignore: Sequence[str] | None = None, block_size: int = BLOCK_SIZE, kind: str = "NVFP4"
-) -> set[str]:
-    """The modules of a bf16 source that `stream` quantizes; see `linears_among`."""
-    shapes = {name: spec.shape for name, spec in source.specs.items()}
-    return linears_among(shapes, ignore, str(source.path), block_size, kind)
-
-
-def stream(
-    source: Source,
-    scale: str = DEFAULT_SCALE,
-    ignore: Sequence[str] | None = None,
-    device: str | torch.device = "cpu",
-    observe: Callable[[str, torch.Tensor, PackedWeight], None] | None = None,
-) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
-    """Every tensor of the checkpoint, linears packed.
-
-    Args:
-        source: From `open_source`.
-        scale: Scale choice for a bf16 source; see `formats.reference.quantize_group`.
-        ignore: Modules of a bf16 source left unquantized (default: lm_head). An NVFP4 source brings its own list.
-        device: Where weights are read to and quantized.
-        observe: Called with module, original and packed weight of each linear that is quantized here.
-
-    Yields:
-        (module name, PackedWeight) for a quantized linear, (tensor name, tensor) for everything else.
-
-    Raises:
-        ValueError: A weight is incomplete or cannot be held by NVFP4, or a group disagrees; see `linear_modules`. Or
-            the source is quantized in another format.
-    """
-    check_format(source, "nvfp4")
-    if source.layout != "bf16":
-        check_arguments(str(source.path), source.config, nvfp4_layout.quantization_config(), "nvfp4")
-        yield from _stream_packed(source, device)
-    else:
-        yield from pack(stored_tensors(source, device), linear_modules(source, ignore), scale, observe)
-
-
-def pack(
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    linears: Set[str],
-    scale: str = DEFAULT_SCALE,
-    observe: Callable[[str, torch.Tensor, PackedWeight], None] | None = None,
-) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
-    """Quantize the weights of `linears` as they come; see `stream`.
-
-    Args:
-        tensors: (name, tensor), in any order; every weight of `linears` among them.
-        linears: Modules whose `weight` is packed.
-        scale: Scale choice.
-        observe: As `stream`'s.
-    """
-    for name, item in in_groups(tensors, linears):
-        if isinstance(item, torch.Tensor):
-            yield name, item
-            continue
-        packed = quantize_group(item, scale)
-        for member in packed:
-            if observe:
-                observe(member, item[member], packed[member])
-        yield from packed.items()
-
-
-def _stream_packed(source: Source, device: str | torch.device) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
-    modules = packed_modules(source)
-    check_all_packed(str(source.path), {name.rpartition(".")[0] for name in source.files} - modules)
-    wanted: dict[str, set[str]] = {}
-    for name in source.files:
-        module = name.rpartition(".")[0]
-        if module in modules and "bias" not in name and not nvfp4_layout.is_activation_scale(name):
-            wanted.setdefault(module, set()).add(name.rpartition(".")[2])
-    parts: dict[str, dict[str, torch.Tensor]] = {}
-    fused: dict[str, dict[str, PackedWeight]] = {}
-    rounded = 0
-    for name, tensor in stored_tensors(source, device):
-        module, _, kind = name.rpartition(".")
-        if nvfp4_layout.is_activation_scale(name):
-            continue
-        if kind not in wanted.get(module, ()):
-            yield name, tensor
-            continue
-        held = parts.setdefault(module, {})
-        held[kind] = tensor
-        if set(held) != wanted[module]:
-            continue
-        key, members = nvfp4_layout.fused_group(module)
-        group = fused.setdefault(key, {})
-        group[module] = nvfp4_layout.from_tensors(module, parts.pop(module), source.layout)
-        if set(group) == modules.intersection(members):
-            shared = nvfp4_layout.share_scale(fused.pop(key))
-            rounded += sum(math.frexp(float(weight.global_decode_scale))[0] != 0.5 for weight in shared.values())
-            yield from shared.items()
-    if rounded:
-        logger.warning(
-            "%s: the global scales of %d linears are no powers of two, so that their dense weights are rounded to bf16,"
-            " by the actor and not by every kernel of the rollout: they differ by up to 2**-8 of a weight. Quantize the"
-            " bf16 model with `python -m verl_qerl quantize` for the same weights on both sides.",
-            source.path,
-            rounded,
-        )
-
-
-def packed_modules(source: Source) -> set[str]:
-    """The modules whose weights an NVFP4 source holds packed, in whole or in part."""
-    # Any part makes a module a packed one, so that a missing part is noticed.
-    return {name.rpartition(".")[0] for name in source.files if name.endswith(nvfp4_layout.PARTS[source.layout])}
-
-
 def stored_tensors(source: Source, device: str | torch.device = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) as the files hold them, shard by shard."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     yield from source.tensors(device)
+
+
+def whole_weights(
+    source: Source, modules: Set[str], device: str | torch.device, drops_activation_scales: bool
+) -> Iterator[tuple[str, torch.Tensor | dict[str, torch.Tensor]]]:
+    """The tensors of a checkpoint, those of one packed weight together.
+
+    Args:
+        source: From `open_source`.
+        modules: Those with packed weights.
+        device: Where tensors are read to.
+        drops_activation_scales: Leave out what scales activations or a KV cache.
+
+    Yields:
+        (module, {name without the module: tensor}) once all but the bias of one of `modules` have come, (name, tensor)
+        for everything else.
+    """
+    names = [name for name in source.files if not (drops_activation_scales and is_activation_scale(name))]
+    wanted: dict[str, set[str]] = {}
+    for name in names:
+        module, _, part = name.rpartition(".")
+        if module in modules and part != "bias":
+            wanted.setdefault(module, set()).add(part)
+    kept, waiting = set(names), dict[str, dict[str, torch.Tensor]]()
+    for name, tensor in stored_tensors(source, device):
+        module, _, part = name.rpartition(".")
+        if part in wanted.get(module, ()):
+            held = waiting.setdefault(module, {})
+            held[part] = tensor
+            if set(held) == wanted[module]:
+                yield module, waiting.pop(module)
+        elif name in kept:
+            yield name, tensor
 
 
 def _read(path: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,36 +1,37 @@
-"""`checkpoints.source.stream` for every format: a checkpoint as packed weights and other tensors, quantized on the way.
+"""A checkpoint as a stream of packed weights and other tensors: the one reader of command line, actor and rollout.
 
-The one reader of command line, actor and rollout for a frozen base: from a bf16 checkpoint all of them quantize the
-values as they are stored, with the same code, and from a packed one they take the bits as they are.
+From a bf16 checkpoint all of them quantize the values as they are stored, with the same code, and from a packed one
+they take the bits as they are. Memory: one tensor of a shard, plus the members of a fused group (q, k, v; gate, up)
+that are still waiting for each other.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
 import torch
 
-from verl_qerl.checkpoints import source as nvfp4
-from verl_qerl.checkpoints.described import check_arguments
-from verl_qerl.checkpoints.experts import is_expert
-from verl_qerl.checkpoints.groups import in_groups
-from verl_qerl.checkpoints.source import Source, check_format, linear_modules, stored_tensors
+from verl_qerl.checkpoints.described import BLOCK_FP8, check_arguments
+from verl_qerl.checkpoints.experts import check_all_packed, is_expert
+from verl_qerl.checkpoints.groups import in_groups, linears_among
+from verl_qerl.checkpoints.source import Source, stored_tensors, whole_weights
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats.base import WeightFormat
+from verl_qerl.formats import DEFAULT_FORMAT, FORMATS, PackedWeight, WeightFormat
+from verl_qerl.formats.base import named_tensors
 from verl_qerl.formats.ignore import DEFAULT_IGNORE, ignored_modules, is_ignored, is_linear_weight, is_packed_module
-from verl_qerl.formats.nvfp4 import NVFP4
-from verl_qerl.formats.nvfp4_weight import Packed
-from verl_qerl.formats.packed import QuantizedWeight
+from verl_qerl.formats.tensor_spec import DTYPES
 
-Observe = Callable[[str, torch.Tensor, Any], None]
+logger = logging.getLogger(__name__)
+
+Observe = Callable[[str, torch.Tensor, PackedWeight], None]
 
 
 def packed_stream(
     source: Source,
-    form: WeightFormat,
+    form: WeightFormat = DEFAULT_FORMAT,
     ignore: Sequence[str] | None = None,
     device: str | torch.device = "cpu",
     observe: Observe | None = None,
-) -> Iterator[tuple[str, Packed | torch.Tensor]]:
+) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
     """Every tensor of the checkpoint, linears packed in `form`.
 
     Args:
@@ -44,33 +45,126 @@ def packed_stream(
         (module name, packed weight) for a quantized linear, (tensor name, tensor) for everything else.
 
     Raises:
-        ValueError: A weight is incomplete or cannot be held, the source is in another format or in this one with
-            other arguments, or holds experts in a format other than NVFP4.
+        ValueError: A weight is incomplete or cannot be held, a group cannot share a scale, the source is in another
+            format or in this one with other arguments, or holds experts in a format that does not.
     """
     check_held(source, form)
-    if isinstance(form, NVFP4):
-        yield from nvfp4.stream(source, form.scale, ignore, device, observe)
-        return
-    if source.format is not None:
+    if source.format is None:
+        yield from pack(stored_tensors(source, device), linear_modules(source, ignore, form), form, observe)
+    else:
         yield from _stored(source, form, device)
-        return
-    linears = linear_modules(source, ignore, form.block_size, form.kind)
-    for name, item in in_groups(stored_tensors(source, device), linears, form.shares_scale):
+
+
+def pack(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    linears: Set[str],
+    form: WeightFormat = DEFAULT_FORMAT,
+    observe: Observe | None = None,
+) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
+    """Quantize the weights of `linears` as they come; see `packed_stream`.
+
+    Args:
+        tensors: (name, tensor), in any order; every weight of `linears` among them.
+        linears: Modules whose `weight` is packed; see `groups.linears_among`.
+        form: The format.
+        observe: As `packed_stream`'s.
+    """
+    for name, item in in_groups(tensors, linears, form.shares_scale):
         if isinstance(item, torch.Tensor):
             yield name, item
             continue
-        for module, parts in form.quantize_group(item).items():
-            packed = QuantizedWeight(form, parts)
+        for module, packed in form.quantize_group(item).items():
             if observe:
                 observe(module, item[module], packed)
             yield module, packed
 
 
-def packed_names(source: Source, form: WeightFormat, ignore: Sequence[str] | None = None) -> set[str]:
+def quantize_stream(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    linears: Set[str],
+    form: WeightFormat,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a checkpoint in `form`, one by one, as a sync sends them.
+
+    Each weight is quantized where it is (on the actor's GPU, before it goes through CUDA IPC: a half or a quarter of
+    bf16's bytes), from its bf16 value, which is what the actor's forward pass multiplies by.
+
+    Args:
+        tensors: As `pack`'s.
+        linears: As `pack`'s.
+        form: The format.
+        dtype: Everything is rounded to it first, and what is not quantized stays in it.
+
+    Yields:
+        (`<module>.<part>`, tensor) for each part of a quantized linear, (name, tensor) for everything else.
+
+    Raises:
+        ValueError: A weight holds NaN or infinite values, or a group has not come whole.
+    """
+    rounded = ((name, tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in tensors)
+    for name, item in pack(rounded, linears, form):
+        yield from ((name, item),) if isinstance(item, torch.Tensor) else named_tensors(name, item).items()
+
+
+def _stored(
+    source: Source, form: WeightFormat, device: str | torch.device
+) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
+    modules, rounded = packed_names(source, form), 0
+
+    def weights() -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
+        for name, item in whole_weights(source, modules, device, not form.quantizes_activations):
+            if isinstance(item, torch.Tensor):
+                yield name, item
+            else:
+                yield f"{name}.weight", form.from_tensors(f"{name!r} of {source.path}", item, source.layout)
+
+    for name, item in in_groups(weights(), modules, form.shares_scale):
+        if not isinstance(item, dict):
+            yield name, item
+            continue
+        shared = form.with_shared_scale(item)
+        rounded += sum(not form.is_exact(weight) for weight in shared.values())
+        yield from shared.items()
+    if rounded:
+        logger.warning(
+            "%s: the global scales of %d linears are no powers of two, so that their dense weights are rounded to bf16,"
+            " by the actor and not by every kernel of the rollout: they differ by up to 2**-8 of a weight. Quantize the"
+            " bf16 model with `python -m verl_qerl quantize` for the same weights on both sides.",
+            source.path,
+            rounded,
+        )
+
+
+def packed_names(source: Source, form: WeightFormat = DEFAULT_FORMAT, ignore: Sequence[str] | None = None) -> set[str]:
     """The modules that `packed_stream` packs."""
     if source.format is None:
-        return linear_modules(source, ignore, form.block_size, form.kind)
-    return nvfp4.packed_modules(source) if isinstance(form, NVFP4) else _stored_modules(source)
+        return linear_modules(source, ignore, form)
+    # Any part but codes with the name of a dense weight makes a module a packed one, so that a missing part is noticed.
+    marks = tuple(f".{part}" for part in form.layouts[source.layout] if part != "weight")
+    return {name.rpartition(".")[0] for name in source.files if name.endswith(marks)}
+
+
+def linear_modules(
+    source: Source, ignore: Sequence[str] | None = None, form: WeightFormat = DEFAULT_FORMAT
+) -> set[str]:
+    """The modules of a source that is not quantized whose weights are packed; see `linears_among`."""
+    return linears_among({name: spec.shape for name, spec in source.specs.items()}, ignore, str(source.path), form)
+
+
+def check_format(source: Source, form: str) -> None:
+    """Require weights that are not quantized, or in `form`.
+
+    Raises:
+        CheckpointFormatError: They are in another format.
+    """
+    if source.format not in (None, form):
+        use = "" if source.format == BLOCK_FP8 else f"Use +rollout={source.format}, or point"
+        raise CheckpointFormatError(
+            f"{source.path} is quantized in another format: {source.format}, and {form} is asked for. Accepted are"
+            f" unquantized weights and {form}. {use or 'Point'} model.path at the original bf16 model, or at what"
+            f" `python -m verl_qerl quantize --requantize --format {form}` makes of this one."
+        )
 
 
 def check_held(source: Source, form: WeightFormat) -> None:
@@ -78,19 +172,19 @@ def check_held(source: Source, form: WeightFormat) -> None:
 
     Raises:
         CheckpointFormatError: It is in another format, in this one with other arguments or other modules, or holds
-            experts, which NVFP4 alone holds.
+            experts, and the format does not.
+        ValueError: It is in this format, and experts are left out.
     """
     check_format(source, form.name)
     if source.format is not None:
         check_arguments(str(source.path), source.config, form.config(), form.name)
         _check_modules(source, form)
-    if isinstance(form, NVFP4):
-        return
     experts = sorted(name for name in source.files if is_expert(name.rpartition(".")[0]))
-    if experts:
+    if experts and not form.holds_experts:
         raise CheckpointFormatError(
             f"a mixture of experts is packed in another format: {form.name}, first {experts[0]!r} of {source.path}."
-            " Accepted is nvfp4. Use it, or a model without experts."
+            f" Accepted is {', '.join(name for name, other in FORMATS.items() if other.holds_experts)}. Use it, or a"
+            " model without experts."
         )
 
 
@@ -116,6 +210,16 @@ def _check_modules(source: Source, form: WeightFormat) -> None:
             f"{source.path} packs {ignored[0]!r}, which its config.json leaves out: ignore={list(named)}. One of them"
             " is needed. Check that config.json belongs to these weights."
         )
+    codes = {
+        name.removesuffix(".weight")
+        for name, spec in source.specs.items()
+        if is_linear_weight(name, spec.shape, named) and DTYPES[spec.dtype].itemsize < 2
+    }
+    if lost := sorted(codes - packed):
+        raise CheckpointFormatError(
+            f"{source.path} holds codes and no scales of {lost[0]!r}. Both are needed. Download the model again."
+        )
+    check_all_packed(str(source.path), {name.rpartition(".")[0] for name in source.files} - packed)
 
 
 def left_out(source: Source, form: WeightFormat, ignore: Sequence[str] | None = None) -> tuple[str, ...]:
@@ -136,44 +240,3 @@ def left_out(source: Source, form: WeightFormat, ignore: Sequence[str] | None = 
         name.rpartition(".")[0] for name, spec in source.specs.items() if is_linear_weight(name, spec.shape, named)
     }
     return (*named, *sorted(linears - packed))
-
-
-def _stored_modules(source: Source) -> set[str]:
-    # A scale makes a module a packed one, so that missing codes are noticed.
-    return {name.removesuffix(".weight_scale") for name in source.files if name.endswith(".weight_scale")}
-
-
-def _stored(
-    source: Source, form: WeightFormat, device: str | torch.device
-) -> Iterator[tuple[str, QuantizedWeight | torch.Tensor]]:
-    modules = _stored_modules(source)
-    wanted: dict[str, set[str]] = {}
-    for name in source.files:
-        module, _, part = name.rpartition(".")
-        if module in modules and part != "bias":
-            wanted.setdefault(module, set()).add(part)
-    waiting: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in stored_tensors(source, device):
-        module, _, part = name.rpartition(".")
-        if part not in wanted.get(module, ()):
-            yield name, tensor
-            continue
-        held = waiting.setdefault(module, {})
-        held[part] = tensor
-        if set(held) == wanted[module]:
-            yield module, _weight(source, module, form, waiting.pop(module))
-
-
-def _weight(source: Source, module: str, form: WeightFormat, tensors: dict[str, torch.Tensor]) -> QuantizedWeight:
-    scale = tensors.get("weight_scale")
-    if scale is not None and scale.is_floating_point():  # other tools write it in bf16; kernels read float32
-        tensors["weight_scale"] = scale.float()
-    try:
-        weight = QuantizedWeight(form, tensors)
-        form.check_values(tensors)
-    except ValueError as error:
-        raise CheckpointFormatError(
-            f"{module!r} of {source.path} is no weight in {form.name}: {error} What `python -m verl_qerl quantize"
-            f" --format {form.name}` writes is accepted. Download or quantize the model again."
-        ) from error
-    return weight

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from verl_qerl.checkpoints.source import INDEX, SINGLE
-from verl_qerl.formats.nvfp4_layout import nvfp4_specs
+from verl_qerl.formats import DEFAULT_FORMAT
 from verl_qerl.formats.tensor_spec import DTYPES, TensorSpec
 
 
@@ -29,14 +29,14 @@ class _Slot:
 def quantized_specs(
     dense: Mapping[str, TensorSpec],
     linears: Iterable[str],
-    of_weight: Callable[[int, int], Mapping[str, TensorSpec]] = nvfp4_specs,
+    of_weight: Callable[[int, int], Mapping[str, TensorSpec]] = DEFAULT_FORMAT.specs,
 ) -> dict[str, TensorSpec]:
     """What a checkpoint holds once `linears` are packed, in the order of `dense`, what it holds before.
 
     Args:
         dense: name -> dtype and shape.
         linears: Modules whose `weight` is packed.
-        of_weight: The tensors that a weight [N, K] becomes, as `nvfp4_specs`.
+        of_weight: The tensors that a weight [N, K] becomes, as `WeightFormat.specs`.
     """
     packed = set(linears)
     specs: dict[str, TensorSpec] = {}

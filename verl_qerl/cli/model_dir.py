@@ -12,8 +12,8 @@ import torch
 
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.writer import ShardedWriter
-from verl_qerl.formats.nvfp4_weight import Packed
-from verl_qerl.formats.packed import named_tensors
+from verl_qerl.formats import PackedWeight
+from verl_qerl.formats.base import named_tensors
 from verl_qerl.formats.tensor_spec import TensorSpec
 
 EXPORT_REPORT, QUANTIZATION_REPORT = "export_report.json", "quantization_report.json"
@@ -26,7 +26,7 @@ _MAX_WAITING = 8  # results between arithmetic and disk; bounds memory when the 
 
 def store(
     writer: ShardedWriter,
-    items: Iterable[tuple[str, Packed | torch.Tensor]],
+    items: Iterable[tuple[str, PackedWeight | torch.Tensor]],
     layout: str = "compressed-tensors",
 ) -> dict[str, str]:
     """Write tensors, and packed weights in `layout`, while the next ones are computed.
@@ -46,7 +46,9 @@ def store(
     return digests
 
 
-def _store(writer: ShardedWriter, digests: dict[str, str], name: str, item: Packed | torch.Tensor, layout: str) -> None:
+def _store(
+    writer: ShardedWriter, digests: dict[str, str], name: str, item: PackedWeight | torch.Tensor, layout: str
+) -> None:
     """Runs in a thread."""
     if isinstance(item, torch.Tensor):
         writer.add(name, item)

@@ -31,10 +31,9 @@ from verl_qerl.cli.model_dir import (
 )
 from verl_qerl.cli.output_dir import check_absent, new_directory
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats import WeightFormat, scaled_format
+from verl_qerl.formats import PackedWeight, WeightFormat, scaled_format
 from verl_qerl.formats.ignore import DEFAULT_IGNORE, ROUTER, is_router
-from verl_qerl.formats.nvfp4_weight import Packed
-from verl_qerl.formats.packed import relative_error
+from verl_qerl.formats.reference import relative_error
 from verl_qerl.formats.tensor_spec import TensorSpec
 
 
@@ -144,11 +143,11 @@ def _write_tensors(
     layers: dict[str, dict[str, Any]] = {}
     with tqdm(total=total_bytes(source.specs), unit="B", unit_scale=True, desc="quantize") as bar:
 
-        def observe(module: str, weight: torch.Tensor, packed: Packed) -> None:
-            layers[module] = _layer(weight, packed, getattr(form, "scale", "minmax"))
+        def observe(module: str, weight: torch.Tensor, packed: PackedWeight) -> None:
+            layers[module] = _layer(weight, packed)
             bar.update(weight.nbytes)
 
-        def items() -> Iterator[tuple[str, Packed | torch.Tensor]]:
+        def items() -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
             for name, item in packed_stream(source, form, ignore, device, observe):
                 if isinstance(item, torch.Tensor):
                     bar.update(item.nbytes)
@@ -159,19 +158,19 @@ def _write_tensors(
     return dict(sorted(layers.items()))
 
 
-def _layer(weight: torch.Tensor, packed: Packed, scale: str) -> dict[str, Any]:
+def _layer(weight: torch.Tensor, packed: PackedWeight) -> dict[str, Any]:
     return {
         "shape": packed.shape,
-        "scale": scale,
+        "scale": packed.form.scale,
         "bits_per_weight": round(8 * packed.size_bytes / weight.numel(), 4),
         "relative_error": relative_error(weight, packed),
     }
 
 
 def _check(source: Source) -> None:
-    if source.layout != "bf16":
+    if source.format is not None:
         raise CheckpointFormatError(
-            f"the model is quantized already: {source.path} ({source.layout}). An unquantized checkpoint is accepted. "
+            f"the model is quantized already: {source.path} ({source.format}). An unquantized checkpoint is accepted. "
             "Use this directory as it is, name the original model, or add --requantize."
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from verl_qerl.cli.output_dir import check_absent
 
-# Those of formats and formats.reference, which import torch.
+# Those of formats, which imports torch.
 FORMATS = ("fp8", "int8", "mxfp4", "nvfp4")
 SCALE_CHOICES = ("mse", "minmax")  # the first is the default
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}

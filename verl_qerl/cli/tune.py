@@ -12,13 +12,13 @@ import torch
 from verl_qerl.checkpoints.record import write_whole
 from verl_qerl.cli.tune_shapes import Shape, shapes_of
 from verl_qerl.kernels.rollout.lora import member_of_tile
-from verl_qerl.kernels.rollout.tiled import Tiles, dequantize_tiled, tile
-from verl_qerl.kernels.rollout.tiled_launch import TOKENS, Launch, both_ways, launch_candidates
-from verl_qerl.kernels.rollout.tiled_matmul import Adapter, can_fuse, prepare, tiled_matmul
+from verl_qerl.kernels.rollout.repacking import Repacked, dequantize_repacked, repack
+from verl_qerl.kernels.rollout.w4a16_launch import TOKENS, Launch, both_ways, launch_candidates
+from verl_qerl.kernels.rollout.w4a16_matmul import Adapter, can_fuse, prepare, w4a16_matmul
 from verl_qerl.testing import random_packed_weight
 
 ROWS = (1, 8, 16, 24, 32, 48, 64, 96, 128, 176, 256, 512, 1024, 2048, 4096, 8192)
-TRIED = 12  # launches of tiled_matmul, the most promising ones, each with both ways to make X A^T
+TRIED = 12  # launches of w4a16_matmul, the most promising ones, each with both ways to make X A^T
 _RANK = 32  # of the adapter with which they are compared
 _CACHE_BYTES = 400 << 20  # read between two uses of a weight, several times the L2 cache of an H200
 
@@ -77,7 +77,7 @@ def measure(N: int, K: int) -> dict[str, Any]:
         The fields of vllm_plugin.weights.plans.Plan, and `times`, microseconds by rows.
     """
     packed = tiled_copies(N, K)
-    weight = dequantize_tiled(*packed[0])
+    weight = dequantize_repacked(*packed[0])
     dense = [weight] + [weight.clone() for _ in range(_CACHE_BYTES // (N * K * 2))]
     tried = {
         tokens: [way for launch in fusing(N, K, tokens)[:TRIED] for way in both_ways(tokens, launch)]
@@ -101,9 +101,9 @@ def measure(N: int, K: int) -> dict[str, Any]:
     }
 
 
-def tiled_copies(N: int, K: int) -> list[Tiles]:
+def tiled_copies(N: int, K: int) -> list[Repacked]:
     """A random weight [N, K] on the GPU as often as the L2 cache cannot hold it."""
-    packed = [tile(random_packed_weight(N, K, device="cuda"))]
+    packed = [repack(random_packed_weight(N, K, device="cuda"))]
     words, scale, scale_of_all = packed[0]
     clones = range(_CACHE_BYTES // (N * K * 9 // 16))
     return packed + [(words.clone(), scale.clone(), scale_of_all) for _ in clones]
@@ -119,20 +119,20 @@ def paths(
 
     Args:
         x: [M, K] bf16.
-        packed: Tiled copies of a weight, as `lora_linear_tiled` takes them.
+        packed: Tiled copies of a weight, as `lora_linear_repacked` takes them.
         dense: Decoded copies.
         launches: Of a Plan.
     """
+    from verl_qerl.vllm_plugin.weights.linear_ops import lora_linear_repacked
     from verl_qerl.vllm_plugin.weights.plans import PLANS, Plan
-    from verl_qerl.vllm_plugin.weights.tiled_ops import lora_linear_tiled
 
     never, always = "tune: cuBLAS", "tune: tiled"
     PLANS[never], PLANS[always] = Plan(launches, 0, 0), Plan(launches, 1 << 30, 1 << 30)
     adapter = (*_adapter(x, packed[0][1].shape[1]), torch.tensor([False]))
     return {
-        "dense_us": [partial(lora_linear_tiled, x, *packed[0], copy, None, never, *adapter) for copy in dense],
-        "tiled_us": [partial(lora_linear_tiled, x, *tensors, None, None, always, *adapter) for tensors in packed],
-        "decoded_us": [partial(lora_linear_tiled, x, *tensors, None, None, never, *adapter) for tensors in packed],
+        "dense_us": [partial(lora_linear_repacked, x, *packed[0], copy, None, never, *adapter) for copy in dense],
+        "tiled_us": [partial(lora_linear_repacked, x, *tensors, None, None, always, *adapter) for tensors in packed],
+        "decoded_us": [partial(lora_linear_repacked, x, *tensors, None, None, never, *adapter) for tensors in packed],
     }
 
 
@@ -150,11 +150,11 @@ def _adapter(x: torch.Tensor, N: int) -> Adapter:
 
 
 def time_with_adapter(tokens: int, packed: Sequence[tuple[torch.Tensor, ...]], launch: Launch) -> float:
-    """Microseconds of `tiled_matmul` of so many rows with an adapter, over the copies of a weight."""
+    """Microseconds of `w4a16_matmul` of so many rows with an adapter, over the copies of a weight."""
     scale = packed[0][1]
     x = torch.randn(tokens, scale.shape[0] * 16, device="cuda").bfloat16()
     adapter = _adapter(x, scale.shape[1])
-    return time_us([partial(tiled_matmul, x, *tensors, None, adapter, launch) for tensors in packed])
+    return time_us([partial(w4a16_matmul, x, *tensors, None, adapter, launch) for tensors in packed])
 
 
 def crossings(times: Sequence[dict[str, float]]) -> dict[str, int]:

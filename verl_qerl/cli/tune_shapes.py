@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from verl_qerl.checkpoints.json_object import read_object
-from verl_qerl.kernels.rollout.tiled_launch import MULTIPLE
+from verl_qerl.kernels.rollout.w4a16_launch import MULTIPLE
 from verl_qerl.planning.model_shape import ModelShape
 
 Shape = tuple[int, int]  # (out_features, in_features) of a fused linear as vLLM holds it

@@ -2,14 +2,14 @@
 
 from dataclasses import replace
 
-from verl_qerl.formats.base import WeightFormat
+from verl_qerl.formats.base import PackedWeight, WeightFormat
 from verl_qerl.formats.fp8 import FP8
 from verl_qerl.formats.int8 import INT8
 from verl_qerl.formats.mxfp4 import MXFP4
 from verl_qerl.formats.nvfp4 import NVFP4
-from verl_qerl.formats.reference import SCALE_CHOICES
 
 FORMATS: dict[str, WeightFormat] = {found.name: found for found in (FP8(), INT8(), MXFP4(), NVFP4())}
+DEFAULT_FORMAT: WeightFormat = FORMATS["nvfp4"]
 
 
 def get_format(name: str) -> WeightFormat:
@@ -25,25 +25,25 @@ def get_format(name: str) -> WeightFormat:
     return FORMATS[name]
 
 
-def scale_choices(name: str) -> tuple[str, ...]:
-    """How the format of that name can choose its scales, the default first; NVFP4 alone has more than one way."""
-    return SCALE_CHOICES if name == NVFP4.name else ("minmax",)
-
-
 def scaled_format(name: str, scale: str | None = None) -> WeightFormat:
     """The format of that name with a choice of scale; None is its default.
 
     Raises:
         ValueError: There is no such format or choice.
     """
-    form, choices = get_format(name), scale_choices(name)
-    if scale is None:
-        return form
-    if scale not in choices:
-        raise ValueError(
-            f"unknown scale choice: scale={scale!r} of {name}. Accepted are {', '.join(choices)}. Choose one of them."
-        )
-    return replace(form, scale=scale) if isinstance(form, NVFP4) else form
+    form = get_format(name)
+    return form if scale is None else replace(form, scale=scale)
 
 
-__all__ = ["FORMATS", "FP8", "INT8", "MXFP4", "NVFP4", "WeightFormat", "get_format", "scale_choices", "scaled_format"]
+__all__ = [
+    "DEFAULT_FORMAT",
+    "FORMATS",
+    "FP8",
+    "INT8",
+    "MXFP4",
+    "NVFP4",
+    "PackedWeight",
+    "WeightFormat",
+    "get_format",
+    "scaled_format",
+]

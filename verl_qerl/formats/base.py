@@ -1,14 +1,76 @@
-"""What a weight format is: tensors of a compressed-tensors checkpoint, and the arithmetic between them and a weight."""
+"""What a weight format is, and a weight that is packed in one."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
+from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats.ignore import DEFAULT_IGNORE
-from verl_qerl.formats.reference import check_in_features, check_weight, chunk_rows
-from verl_qerl.formats.tensor_spec import TensorSpec
+from verl_qerl.formats.tensor_spec import DTYPES, TensorSpec
+
+# Bounds temporaries: to a few hundred MB on a GPU, and to what a core's caches keep on a CPU.
+_CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """One weight [N, K] in a format.
+
+    Attributes:
+        form: The format.
+        tensors: One for each of its parts, as `WeightFormat.held` describes them.
+    """
+
+    form: "WeightFormat"
+    tensors: tuple[torch.Tensor, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse tensors that do not fit together.
+
+        Raises:
+            ValueError: A dtype or a shape is not the one the format asks for.
+        """
+        if self.codes.ndim != 2:
+            raise ValueError(f"codes of {self.form.kind} are a matrix, not {tuple(self.codes.shape)}.")
+        for part, spec, tensor in zip(self.form.parts, self.form.held(*self.shape), self.tensors, strict=True):
+            dtype, shape = DTYPES[spec.dtype], spec.shape
+            if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
+                raise ValueError(
+                    f"{part} of {self.form.kind} is {dtype} {shape} for a weight {self.shape}, not {tensor.dtype}"
+                    f" {tuple(tensor.shape)}."
+                )
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """The first tensor: [N, K / codes in a byte]."""
+        return self.tensors[0]
+
+    @property
+    def block_scale(self) -> torch.Tensor:
+        """The second tensor: a scale for each block of a row, [N, K / block size], or for each row, [N, 1]."""
+        return self.tensors[1]
+
+    @property
+    def global_decode_scale(self) -> torch.Tensor:
+        """The third tensor, [] float32; NVFP4 alone has one."""
+        return self.tensors[2]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K) = (out_features, in_features)."""
+        return self.codes.shape[0], self.codes.shape[1] * self.form.codes_per_byte
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def to(self, device: torch.device | str) -> "PackedWeight":
+        """The same weight on `device`."""
+        return PackedWeight(self.form, tuple(tensor.to(device) for tensor in self.tensors))
 
 
 @dataclass(frozen=True)
@@ -18,11 +80,13 @@ class WeightFormat(ABC):
     Attributes:
         name: As in `+rollout=<name>`.
         kind: For messages.
-        parts: Names of the tensors a weight becomes, as checkpoints have them behind `<module>.`; the codes first.
-        codes_per_byte: Codes in a byte of the first part.
+        parts: Names of the tensors a weight becomes, as compressed-tensors has them behind `<module>.`; codes first.
         block_size: K must be a multiple of it.
+        codes_per_byte: Codes in a byte of the first part.
         quantizes_activations: Whether the rollout multiplies by quantized activations (W8A8); else they stay in bf16.
         shares_scale: Whether linears that vLLM fuses (q, k, v; gate, up) must be quantized together.
+        holds_experts: Whether the experts of a mixture can be held, by the actor and by vLLM.
+        scale: How scales are chosen, one of `scale_choices`, whose first is the default.
     """
 
     name: str
@@ -32,8 +96,28 @@ class WeightFormat(ABC):
     codes_per_byte: int = 1
     quantizes_activations: bool = False
     shares_scale: bool = False
+    holds_experts: bool = False
+    scale: str = "minmax"
+    scale_choices: ClassVar[tuple[str, ...]] = ("minmax",)
 
-    def quantize(self, weight: torch.Tensor, name: str = "weight") -> dict[str, torch.Tensor]:
+    def __post_init__(self) -> None:
+        """Check the choice of scale.
+
+        Raises:
+            ValueError: There is no such choice.
+        """
+        if self.scale not in self.scale_choices:
+            raise ValueError(
+                f"unknown scale choice: scale={self.scale!r} of {self.name}. Accepted are"
+                f" {', '.join(self.scale_choices)}. Choose one of them."
+            )
+
+    @property
+    def layouts(self) -> Mapping[str, tuple[str, ...]]:
+        """Layout of a checkpoint -> what `parts` are called there."""
+        return {"compressed-tensors": self.parts}
+
+    def quantize(self, weight: torch.Tensor, name: str = "weight") -> PackedWeight:
         """Quantize one weight.
 
         Args:
@@ -41,14 +125,14 @@ class WeightFormat(ABC):
             name: For messages.
 
         Returns:
-            One tensor for each of `parts`, on the weight's device; the same bits on every device.
+            The weight, packed, on its device; the same bits on every device.
 
         Raises:
             ValueError: No matrix of floats, NaN or infinite values, or a K that the blocks do not divide.
         """
         return self.quantize_group({name: weight})[name]
 
-    def quantize_group(self, weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    def quantize_group(self, weights: Mapping[str, torch.Tensor]) -> dict[str, PackedWeight]:
         """Quantize the linears of a group that vLLM fuses; see `quantize`.
 
         Args:
@@ -57,31 +141,85 @@ class WeightFormat(ABC):
         for name, weight in weights.items():
             check_weight(name, weight, self.kind)
             check_in_features(name, weight.shape[1], self.block_size, self.kind)
-        return {name: self._quantize_in_chunks(weight) for name, weight in weights.items()}
+        return self._quantize_group(weights)
 
-    def _quantize_in_chunks(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        chunks = [self._quantize(rows) for rows in weight.split(chunk_rows(weight))]
-        return {part: torch.cat([chunk[part] for chunk in chunks]) for part in self.parts}
+    def _quantize_group(self, weights: Mapping[str, torch.Tensor]) -> dict[str, PackedWeight]:
+        return {name: PackedWeight(self, in_chunks(weight, self._quantize)) for name, weight in weights.items()}
 
-    @abstractmethod
-    def _quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """`quantize` of a weight that is known to fit, or of some of its rows."""
-
-    @abstractmethod
-    def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """The weight [N, K] that the tensors stand for: a product in float32, rounded once to `dtype`."""
+    def _quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The tensors of some rows of a weight that is known to fit."""
+        raise NotImplementedError
 
     @abstractmethod
-    def specs(self, N: int, K: int) -> dict[str, TensorSpec]:
-        """Part -> dtype and shape, of a weight [N, K]."""
+    def dequantize(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """The weight [N, K] that `PackedWeight.tensors` stand for: a product in float32, rounded once to `dtype`."""
 
     @abstractmethod
-    def check_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuse tensors of `specs` with values that no quantizer writes.
+    def held(self, N: int, K: int) -> tuple[TensorSpec, ...]:
+        """Dtype and shape of `PackedWeight.tensors`, of a weight [N, K]."""
+
+    def specs(self, N: int, K: int, layout: str = "compressed-tensors") -> dict[str, TensorSpec]:
+        """Name -> dtype and shape of the tensors that a weight [N, K] becomes in a checkpoint, without its module."""
+        return dict(zip(self.layouts[layout], self.held(N, K), strict=True))
+
+    def to_tensors(self, weight: PackedWeight, layout: str = "compressed-tensors") -> dict[str, torch.Tensor]:
+        """The tensors of `specs`, of a weight."""
+        return dict(zip(self.layouts[layout], weight.tensors, strict=True))
+
+    def from_tensors(
+        self, where: str, tensors: Mapping[str, torch.Tensor], layout: str = "compressed-tensors"
+    ) -> PackedWeight:
+        """The inverse of `to_tensors`.
+
+        Args:
+            where: What the weight belongs to, for messages.
+            tensors: Of one weight, by their names without the module.
+            layout: Of the checkpoint.
 
         Raises:
-            ValueError: There are some.
+            CheckpointFormatError: A tensor is missing or unknown, of another dtype or shape, or holds what no
+                quantizer writes.
         """
+        names = self.layouts[layout]
+        missing, unknown = sorted(set(names) - set(tensors)), sorted(set(tensors) - set(names))
+        if missing:
+            raise CheckpointFormatError(f"{where} lacks {missing}. Download or quantize the model again.")
+        if unknown:
+            raise CheckpointFormatError(
+                f"{where} has {unknown} beside what a weight in {self.kind} is made of, and they may change it."
+                f" Accepted are {', '.join(names)}. Quantize the original model with `python -m verl_qerl quantize`."
+            )
+        try:
+            return self._read(where, tuple(tensors[name] for name in names), layout)
+        except ValueError as error:
+            raise CheckpointFormatError(
+                f"{where} is no weight in {self.kind}: {error} What `python -m verl_qerl quantize --format {self.name}`"
+                " writes is accepted. Download or quantize the model again."
+            ) from error
+
+    @abstractmethod
+    def _read(self, where: str, tensors: tuple[torch.Tensor, ...], layout: str) -> PackedWeight:
+        """`from_tensors` of all parts, in their order.
+
+        Raises:
+            ValueError: They do not fit together, or hold what no quantizer writes.
+        """
+
+    def with_shared_scale(self, weights: dict[str, PackedWeight]) -> dict[str, PackedWeight]:
+        """Weights of a group that vLLM fuses, read from a checkpoint, as they are where one kernel multiplies by them.
+
+        Raises:
+            CheckpointFormatError: They must share a scale and cannot.
+        """
+        return weights
+
+    def is_exact(self, weight: PackedWeight) -> bool:
+        """Whether bf16 holds the decoded weight as every kernel of the rollout computes with it."""
+        return True
+
+    def digest_label(self, shape: tuple[int, int]) -> str:
+        """What a digest of a weight [N, K] begins with."""
+        return f"{self.name} {shape!r}"
 
     @abstractmethod
     def config(self, ignore: Sequence[str] = DEFAULT_IGNORE) -> dict:
@@ -90,6 +228,95 @@ class WeightFormat(ABC):
         Args:
             ignore: Modules left in bf16: exact names, or `re:` and a regular expression.
         """
+
+
+def named_tensors(module: str, weight: PackedWeight, layout: str = "compressed-tensors") -> dict[str, torch.Tensor]:
+    """`<module>.<part>` -> tensor, as a checkpoint holds a packed weight."""
+    return {f"{module}.{part}": tensor for part, tensor in weight.form.to_tensors(weight, layout).items()}
+
+
+def compressed_tensors_config(
+    layout: str, weights: dict, input_activations: dict | None, ignore: Sequence[str]
+) -> dict:
+    """A `quantization_config` with one group of all linears that `ignore` does not name.
+
+    Args:
+        layout: compressed-tensors' name of the format, e.g. `int-quantized`.
+        weights: compressed-tensors' QuantizationArgs.
+        input_activations: The same, or None where activations stay as they are.
+        ignore: As `WeightFormat.config`'s.
+    """
+    group = {
+        "targets": ["Linear"],
+        "format": layout,
+        "weights": weights,
+        "input_activations": input_activations,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "ignore": list(ignore),
+        "config_groups": {"group_0": group},
+        "kv_cache_scheme": None,
+    }
+
+
+def check_in_features(name: str, in_features: int, block_size: int, kind: str) -> None:
+    """Require in_features that a format can hold.
+
+    Args:
+        name: Of the weight, for messages.
+        in_features: K.
+        block_size: Of the format.
+        kind: Its name, for messages.
+
+    Raises:
+        ValueError: It is no multiple of the block size.
+    """
+    if in_features % block_size:
+        raise ValueError(
+            f"in_features={in_features} of {name!r} is not a multiple of {block_size}."
+            f" {kind} cannot hold this weight. Add {name!r} to `ignore`."
+        )
+
+
+def check_weight(name: str, weight: torch.Tensor, kind: str) -> None:
+    """Require a finite matrix of floating point numbers that are not codes of a quantized weight: of 16 bits or more.
+
+    Args:
+        name: For messages.
+        weight: To be quantized.
+        kind: Name of the format, for messages.
+
+    Raises:
+        ValueError: It is not one.
+    """
+    if weight.ndim != 2 or not weight.is_floating_point() or weight.element_size() < 2:
+        raise ValueError(
+            f"{name!r} is {weight.dtype} with shape {tuple(weight.shape)}. {kind} holds float matrices, of 16 bits or"
+            " more a number. Name the original bf16 model."
+        )
+    bad = weight.numel() - int(torch.isfinite(weight).sum())
+    if bad:
+        raise ValueError(
+            f"{name!r} holds {bad} NaN or infinite values. {kind} holds finite weights only."
+            " Repair the checkpoint and quantize again."
+        )
+
+
+def chunk_rows(weight: torch.Tensor) -> int:
+    """How many rows of `weight` [N, K] to work on at a time."""
+    return max(1, _CHUNK_ELEMENTS[weight.device.type] // weight.shape[1])
+
+
+def in_chunks(
+    weight: torch.Tensor, quantize_rows: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+) -> tuple[torch.Tensor, ...]:
+    """What `quantize_rows` makes of `weight` [N, K], some rows at a time."""
+    chunks = [quantize_rows(rows) for rows in weight.split(chunk_rows(weight))]
+    return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
 
 
 def power_of_two(exponent: torch.Tensor) -> torch.Tensor:

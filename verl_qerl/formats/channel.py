@@ -4,15 +4,14 @@ w[n, k] = weight[n, k] * weight_scale[n]        weight_scale[n] = max_k |w[n, k]
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from verl_qerl.formats.base import WeightFormat
+from verl_qerl.formats.base import PackedWeight, WeightFormat, compressed_tensors_config
 from verl_qerl.formats.ignore import DEFAULT_IGNORE
-from verl_qerl.formats.nvfp4_layout import compressed_tensors_config
 from verl_qerl.formats.tensor_spec import TensorSpec
 
 
@@ -35,23 +34,25 @@ class ChannelFormat(WeightFormat):
     def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(codes [M, K], scales [M, 1] float32) of rows [M, K]: channels of a weight, or tokens."""
 
-    def _quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        codes, scale = self.quantize_rows(weight)
-        return {"weight": codes, "weight_scale": scale}
+    def _quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.quantize_rows(rows)
 
-    def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    def dequantize(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """See `WeightFormat.dequantize`."""
-        return (tensors["weight"].float() * tensors["weight_scale"]).to(dtype)
+        codes, scale = tensors
+        return (codes.float() * scale).to(dtype)
 
-    def specs(self, N: int, K: int) -> dict[str, TensorSpec]:
-        """See `WeightFormat.specs`."""
-        return {"weight": TensorSpec(self.codes, (N, K)), "weight_scale": TensorSpec("F32", (N, 1))}
+    def held(self, N: int, K: int) -> tuple[TensorSpec, ...]:
+        """See `WeightFormat.held`."""
+        return TensorSpec(self.codes, (N, K)), TensorSpec("F32", (N, 1))
 
-    def check_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See `WeightFormat.check_values`."""
-        scale = tensors["weight_scale"]
+    def _read(self, where: str, tensors: tuple[torch.Tensor, ...], layout: str) -> PackedWeight:
+        codes, scale = tensors
+        # Other tools write scales in bf16; kernels read float32.
+        weight = PackedWeight(self, (codes, scale.float() if scale.is_floating_point() else scale))
         if not bool((torch.isfinite(scale) & (scale > 0)).all()):
             raise ValueError("its scales are not all positive numbers.")
+        return weight
 
     def config(self, ignore: Sequence[str] = DEFAULT_IGNORE) -> dict:
         """See `WeightFormat.config`."""

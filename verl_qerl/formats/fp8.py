@@ -1,13 +1,14 @@
 """FP8 E4M3 with one scale an output channel: |weight| <= 448."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
+from verl_qerl.formats.base import PackedWeight
 from verl_qerl.formats.channel import ChannelFormat, channel_scale
-from verl_qerl.formats.nvfp4_weight import E4M3_MAX
+
+E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448.0
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class FP8(ChannelFormat):
         # E4M3 has no infinity: above 464 would be NaN. The largest quotient is 448 but for a rounding of float32.
         return (rows.float() / scale).to(torch.float8_e4m3fn), scale
 
-    def check_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See `WeightFormat.check_values`."""
-        super().check_values(tensors)
-        if bool((tensors["weight"].view(torch.uint8) & 0x7F == 0x7F).any()):  # NaN
+    def _read(self, where: str, tensors: tuple[torch.Tensor, ...], layout: str) -> PackedWeight:
+        weight = super()._read(where, tensors, layout)
+        if bool((weight.codes.view(torch.uint8) & 0x7F == 0x7F).any()):  # NaN
             raise ValueError("its codes are not all numbers.")
+        return weight

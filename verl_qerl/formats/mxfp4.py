@@ -6,15 +6,14 @@ The product is exact in bf16. OCP leaves the choice of the exponent open: here i
 magnitude of the block below 7, which E2M1 rounds to 6 or less (compressed-tensors and torchao's `even` do the same).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from verl_qerl.formats.base import WeightFormat, power_of_two
+from verl_qerl.formats.base import PackedWeight, WeightFormat, compressed_tensors_config, power_of_two
+from verl_qerl.formats.e2m1 import e2m1_codes, e2m1_values, pack_codes
 from verl_qerl.formats.ignore import DEFAULT_IGNORE
-from verl_qerl.formats.nvfp4_layout import compressed_tensors_config
-from verl_qerl.formats.reference import e2m1_codes, e2m1_values, pack_codes
 from verl_qerl.formats.tensor_spec import TensorSpec
 
 BLOCK_SIZE = 32
@@ -32,38 +31,33 @@ class MXFP4(WeightFormat):
     block_size: int = BLOCK_SIZE
     codes_per_byte: int = 2
 
-    def _quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        N, K = weight.shape
-        blocks = weight.float().reshape(N, K // BLOCK_SIZE, BLOCK_SIZE)
+    def _quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        N, K = rows.shape
+        blocks = rows.float().reshape(N, K // BLOCK_SIZE, BLOCK_SIZE)
         # amax = mantissa * 2**exponent with a mantissa in [1/2, 1), and 7 = 0.875 * 2**3: scaled by 2**(3 - exponent),
         # a mantissa of 0.875 or more would be 7 or more.
         mantissa, exponent = torch.frexp(blocks.abs().amax(dim=-1))
         exponent = torch.where(mantissa >= 0.875, exponent - 2, exponent - 3)
         exponent = exponent.masked_fill(mantissa == 0, 0).clamp(-MAX_EXPONENT, MAX_EXPONENT)
         codes = e2m1_codes(blocks * power_of_two(-exponent)[..., None])
-        return {
-            "weight_packed": pack_codes(codes.view(N, K)),
-            "weight_scale": (exponent + BIAS).to(torch.uint8),
-        }
+        return pack_codes(codes.view(N, K)), (exponent + BIAS).to(torch.uint8)
 
-    def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    def dequantize(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """See `WeightFormat.dequantize`."""
-        values = e2m1_values(tensors["weight_packed"])
-        exponent = tensors["weight_scale"].int() - BIAS
+        codes, scale = tensors
+        values, exponent = e2m1_values(codes), scale.int() - BIAS
         blocks = values.view(*exponent.shape, BLOCK_SIZE) * power_of_two(exponent)[..., None]
         return blocks.view(values.shape).to(dtype)
 
-    def specs(self, N: int, K: int) -> dict[str, TensorSpec]:
-        """See `WeightFormat.specs`."""
-        return {
-            "weight_packed": TensorSpec("U8", (N, K // 2)),
-            "weight_scale": TensorSpec("U8", (N, K // BLOCK_SIZE)),
-        }
+    def held(self, N: int, K: int) -> tuple[TensorSpec, ...]:
+        """See `WeightFormat.held`."""
+        return TensorSpec("U8", (N, K // 2)), TensorSpec("U8", (N, K // BLOCK_SIZE))
 
-    def check_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See `WeightFormat.check_values`."""
-        if bool(((tensors["weight_scale"].int() - BIAS).abs() > MAX_EXPONENT).any()):
+    def _read(self, where: str, tensors: tuple[torch.Tensor, ...], layout: str) -> PackedWeight:
+        weight = PackedWeight(self, tensors)
+        if bool(((weight.block_scale.int() - BIAS).abs() > MAX_EXPONENT).any()):
             raise ValueError(f"its exponents are not all within {MAX_EXPONENT} of 0, where bf16 holds the product.")
+        return weight
 
     def config(self, ignore: Sequence[str] = DEFAULT_IGNORE) -> dict:
         """See `WeightFormat.config`."""

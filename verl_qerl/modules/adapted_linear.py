@@ -7,8 +7,10 @@ import torch
 import torch.nn as nn
 from peft.tuners.lora import Linear as LoraLinear
 
+from verl_qerl import upstream
 from verl_qerl.formats.nvfp4_layout import FUSED_GROUPS
 from verl_qerl.kernels.actor.adapted_linear import FrozenWeights, adapted_linears
+from verl_qerl.modules import hosts
 from verl_qerl.modules.packed_linear import PackedLinear
 
 
@@ -123,11 +125,12 @@ def fuse_adapters(model: nn.Module) -> int:
     for parent in model.modules():
         found = {name: child for name, child in parent.named_children() if _can_be_fused(child)}
         for child in found.values():
-            child.__class__ = AdaptedLinear
+            upstream.swap_class(hosts.LORA_LINEAR, child, AdaptedLinear)
         groups = [group for group in FUSED_GROUPS if all(name in found for name in group)]
         grouped = {name for group in groups for name in group}
         for names in [*groups, *([name] for name in found if name not in grouped)]:
             siblings = Siblings([found[name] for name in names])  # type: ignore[misc]
+            member: AdaptedLinear
             for member in siblings.members:
                 member._siblings = siblings
         count += len(found)

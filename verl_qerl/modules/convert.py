@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch.nn as nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from verl_qerl.formats.nvfp4_weight import Packed
+from verl_qerl.formats import PackedWeight
 from verl_qerl.modules.nvfp4_experts import ExpertLinear, NVFP4Experts
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.modules.packed_linear import PackedLinear
@@ -35,12 +35,11 @@ def replace_linears(
         )
     replaced = {}
     for name, linear in found:
-        parent, _, leaf = name.rpartition(".")
         try:
             replaced[name] = kind.from_linear(linear)
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}") from error
-        setattr(model.get_submodule(parent), leaf, replaced[name])
+        model.set_submodule(name, replaced[name])
     return replaced
 
 
@@ -62,7 +61,7 @@ def replace_experts(model: nn.Module) -> dict[str, ExpertLinear]:
     return places
 
 
-def packed_weights(model: nn.Module) -> Iterator[tuple[str, Packed]]:
+def packed_weights(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
     """(name as in a checkpoint, weight) of every PackedLinear and of every expert's linears."""
     for name, linear in packed_linears(model):
         yield name, linear.packed()

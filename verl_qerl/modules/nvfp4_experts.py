@@ -8,7 +8,8 @@ import torch
 import torch.nn as nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from verl_qerl.formats.nvfp4_weight import BLOCK_SIZE, PackedWeight
+from verl_qerl.formats import PackedWeight
+from verl_qerl.formats.nvfp4 import BLOCK_SIZE, nvfp4_weight
 from verl_qerl.kernels.actor.experts import experts_linear
 
 
@@ -58,7 +59,7 @@ class PackedStack(nn.Module):
     def packed(self, g: int) -> PackedWeight:
         """Weight g over the stack's own storage."""
         decode_scale = self.decode_scale.view(torch.float32)[g]
-        return PackedWeight(self.codes[g], self.scale[g].view(torch.float8_e4m3fn), decode_scale)
+        return nvfp4_weight(self.codes[g], self.scale[g].view(torch.float8_e4m3fn), decode_scale)
 
     def extra_repr(self) -> str:
         """Number and shape of the weights."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from verl_qerl.formats.nvfp4_weight import BLOCK_SIZE, PackedWeight
+from verl_qerl.formats import NVFP4
 from verl_qerl.kernels.actor.dequantize import dequantize_nvfp4, dequantize_siblings
 from verl_qerl.kernels.actor.linear import nvfp4_linear
 from verl_qerl.modules.packed_linear import PackedLinear
@@ -20,31 +20,7 @@ class NVFP4Linear(PackedLinear):
         weight_decode_scale: [4] uint8, the bytes of one float32.
     """
 
-    block_size = BLOCK_SIZE
-    kind = "NVFP4"
-    weight_scale: torch.Tensor
-    weight_decode_scale: torch.Tensor
-
-    @classmethod
-    def byte_shapes(cls, N: int, K: int) -> dict[str, tuple[int, ...]]:
-        """See `PackedLinear.byte_shapes`."""
-        return {"weight": (N, K // 2), "weight_scale": (N, K // BLOCK_SIZE), "weight_decode_scale": (4,)}
-
-    def fill(self, packed: PackedWeight) -> None:
-        """Take over the tensors of `packed` (no copy; its device becomes the module's).
-
-        Raises:
-            ValueError: The shapes differ.
-        """
-        self.check_shape(packed)
-        self.weight = packed.codes
-        self.weight_scale = packed.block_scale.view(torch.uint8)
-        self.weight_decode_scale = packed.global_decode_scale.reshape(1).view(torch.uint8)
-
-    def packed(self) -> PackedWeight:
-        """The weight as a PackedWeight over the module's own storage."""
-        codes, scale, decode_scale = self.tensors()
-        return PackedWeight(codes, scale.view(torch.float8_e4m3fn), decode_scale.view(torch.float32).reshape(()))
+    form = NVFP4()
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(weight, weight_scale, weight_decode_scale)."""

@@ -5,13 +5,16 @@ device placement, state-dict keys), and needs no wrapper class of its own.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from verl_qerl.formats.nvfp4_weight import Packed
+from verl_qerl.formats import PackedWeight, WeightFormat
+from verl_qerl.formats.tensor_spec import DTYPES, TensorSpec
+
+_BUFFERS = ("weight", "weight_scale", "weight_decode_scale")  # in the order of `PackedWeight.tensors`
 
 
 class PackedLinear(nn.Linear):
@@ -21,17 +24,19 @@ class PackedLinear(nn.Linear):
     parameters. Every rank holds all of them. They are not persistent: a checkpoint names the base, it does not copy it.
 
     Attributes:
-        block_size: Of the format; in_features must be a multiple of it.
-        kind: Name of the format, for messages.
+        form: The format.
         dense: A copy of the weight, [N, K] bfloat16, that `decode` and `forward` read instead; None: there is none.
         persistent: Whether `state_dict` holds the packed tensors.
-        weight: [N, ...] uint8, the codes.
+        weight: [N, ...] uint8, the bytes of the codes.
+        weight_scale: [N, ...] uint8, those of the scales.
+        weight_decode_scale: [4] uint8, those of the global scale, where the format has one.
         bias: [N] floating point, frozen, or None.
     """
 
-    block_size = 1
-    kind = ""
+    form: ClassVar[WeightFormat]
     weight: torch.Tensor  # type: ignore[assignment]
+    weight_scale: torch.Tensor
+    weight_decode_scale: torch.Tensor
     persistent = False
     dense: torch.Tensor | None = None
 
@@ -41,8 +46,8 @@ class PackedLinear(nn.Linear):
         nn.Module.__init__(self)  # nn.Linear's own would allocate a dense weight
         self.in_features = in_features
         self.out_features = out_features
-        for name, shape in self.byte_shapes(out_features, in_features).items():
-            self.register_buffer(name, torch.zeros(shape, dtype=torch.uint8, device=device), persistent=False)
+        for name, spec in zip(_BUFFERS, self.form.held(out_features, in_features), strict=False):
+            self.register_buffer(name, torch.zeros(_in_bytes(spec), dtype=torch.uint8, device=device), persistent=False)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
 
     @classmethod
@@ -52,29 +57,41 @@ class PackedLinear(nn.Linear):
         Raises:
             ValueError: in_features is not a multiple of the block size.
         """
-        if linear.in_features % cls.block_size:
+        if linear.in_features % cls.form.block_size:
             raise ValueError(
-                f"in_features={linear.in_features} is not a multiple of {cls.block_size}. {cls.kind} cannot hold this"
-                " weight. Leave the module out of the match."
+                f"in_features={linear.in_features} is not a multiple of {cls.form.block_size}. {cls.form.kind} cannot"
+                " hold this weight. Leave the module out of the match."
             )
         return cls(linear.in_features, linear.out_features, linear.bias, linear.weight.device)
 
-    @classmethod
-    def byte_shapes(cls, N: int, K: int) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of each buffer of bytes, for a weight [N, K]; `weight` among them."""
-        raise NotImplementedError
+    def leave_out_of_checkpoints(self) -> None:
+        """From now on `state_dict` does not hold the packed tensors."""
+        self.persistent = False
 
-    def fill(self, packed: Any) -> None:
+    def fill(self, packed: PackedWeight) -> None:
         """Take over the tensors of a packed weight (no copy; its device becomes the module's).
 
         Raises:
             ValueError: The shapes or formats differ.
         """
-        raise NotImplementedError
+        self.check_packed(packed)
+        for name, spec, tensor in zip(_BUFFERS, self.form.held(*packed.shape), packed.tensors, strict=False):
+            setattr(self, name, (tensor if spec.shape else tensor.reshape(1)).view(torch.uint8))
 
-    def packed(self) -> Packed:
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The buffers of bytes."""
+        return tuple(getattr(self, name) for name in _BUFFERS[: len(self.form.parts)])
+
+    def held(self) -> tuple[torch.Tensor, ...]:
+        """The same as `PackedWeight.tensors`, over the module's own storage."""
+        specs = self.form.held(self.out_features, self.in_features)
+        return tuple(
+            data.view(DTYPES[spec.dtype]).view(spec.shape) for data, spec in zip(self.tensors(), specs, strict=True)
+        )
+
+    def packed(self) -> PackedWeight:
         """The weight, over the module's own storage."""
-        raise NotImplementedError
+        return PackedWeight(self.form, self.held())
 
     def decode_packed(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight, [N, K] of `dtype`, from the packed tensors."""
@@ -84,12 +101,17 @@ class PackedLinear(nn.Linear):
         """X W^T + bias, [..., N] of x's dtype, from the packed tensors."""
         raise NotImplementedError
 
-    def check_shape(self, packed: Packed) -> None:
-        """Refuse a weight of another shape.
+    def check_packed(self, packed: PackedWeight) -> None:
+        """Refuse a weight of another format or shape.
 
         Raises:
-            ValueError: The shapes differ.
+            ValueError: It is one.
         """
+        if packed.form.name != self.form.name:
+            raise ValueError(
+                f"the packed weight is in another format than the linear, {self.form.name}: {packed.form.name}. Both"
+                " must be the same. Check +rollout=... and model.path."
+            )
         if packed.shape != (self.out_features, self.in_features):
             raise ValueError(
                 f"the packed weight is {packed.shape}, the linear {(self.out_features, self.in_features)}."
@@ -118,4 +140,9 @@ class PackedLinear(nn.Linear):
     def extra_repr(self) -> str:
         """As nn.Linear's, with the format."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, bias={self.bias is not None}, {self.kind.lower()}"
+        return f"{sizes}, bias={self.bias is not None}, {self.form.name}"
+
+
+def _in_bytes(spec: TensorSpec) -> tuple[int, ...]:
+    *rows, last = spec.shape or (1,)
+    return (*rows, last * DTYPES[spec.dtype].itemsize)

@@ -12,6 +12,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from verl_qerl import upstream
+from verl_qerl.modules import hosts
+
 # Weights of linears that are rounded together, by name -> the same, rounded.
 RoundGroup = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
@@ -39,12 +42,12 @@ def rounded_linears(model: nn.Module, groups: Sequence[Sequence[str]], round_gro
     for group in groups:
         members = {name: linears[name] for name in group}
         for name, linear in members.items():
-            linear.forward = _forward(name, members, round_group)  # of the instance: hides that of the class
+            upstream.hang(hosts.LINEAR_FORWARD, linear, _forward(name, members, round_group))
     try:
         yield
     finally:
         for linear in linears.values():
-            del linear.forward
+            upstream.unhang(hosts.LINEAR_FORWARD, linear)
 
 
 def _forward(name: str, members: Mapping[str, Any], round_group: RoundGroup) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -77,7 +77,7 @@ def train_norms(model: nn.Module) -> int:
                 raise _unknown(f"{layer}.{name} has the parameters {shapes}")
     for layer, norms in layers.items():
         for name, norm in norms.items():
-            setattr(model.get_submodule(layer), name, TrainedNorm(norm))
+            model.set_submodule(f"{layer}.{name}", TrainedNorm(norm))
     return len(layers) * len(NORMS)
 
 

@@ -48,7 +48,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
                 continue
-            spec = finder.find_spec(fullname, path, target)
+            spec: importlib.machinery.ModuleSpec | None = finder.find_spec(fullname, path, target)
             if spec is not None and spec.loader is not None:
                 spec.loader = _Loader(spec.loader, fullname)
                 return spec
@@ -68,6 +68,8 @@ class _Loader(importlib.abc.Loader):
         for then in _waiting.get(self._name, []):
             _install(then, module)
         _waiting.pop(self._name, None)  # not before: an import that is tried again after an error must install again
+        if not _waiting:
+            sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
 
     def __getattr__(self, name: str) -> Any:  # the rest of the loader's protocol, e.g. get_source
         return getattr(self._loader, name)

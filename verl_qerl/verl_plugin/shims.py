@@ -45,42 +45,13 @@ def _float32_entropy(original: Callable[..., torch.Tensor]) -> Callable[..., tor
     return entropy_from_logits
 
 
-def _policy_loss_checks(original: Callable[..., None]) -> Callable[..., None]:
-    """Let a registered policy loss refuse the configuration: verl calls it for the first time in the first update.
-
-    Our gate, AQN, UAQ, the options of the rollout, the attention, models, adapter and the CPU platform are asked at the
-    same place. Where the patch is applied and this stands down, the trainer asks, but for models, adapter and CPU
-    platform, whose workers then fail.
-    """
+def _looked_at(original: Callable[..., None]) -> Callable[..., None]:
+    """Let the driver look at the configuration first (driver.py), which verl asks no registered policy loss about."""
 
     def validate_config(config: Any, use_reference_policy: bool, use_critic: bool) -> None:
-        from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+        from verl_qerl.verl_plugin.driver import look_at
 
-        from verl_qerl.verl_plugin.actor.model_check import check_models
-        from verl_qerl.verl_plugin.config.adapter_check import check_adapter
-        from verl_qerl.verl_plugin.config.attention import check_attention
-        from verl_qerl.verl_plugin.config.base_options import aqn_options
-        from verl_qerl.verl_plugin.config.rollout_options import check_rollout
-        from verl_qerl.verl_plugin.config.spelling import check_spelling
-        from verl_qerl.verl_plugin.cpu.activation_offload import check_offload
-        from verl_qerl.verl_plugin.cpu.whole_model import check_sync
-        from verl_qerl.verl_plugin.trainer.mismatch import gate_options
-        from verl_qerl.verl_plugin.trainer.uaq import uaq_options
-
-        policy_loss = POLICY_LOSS_REGISTRY.get(config.actor_rollout_ref.actor.policy_loss.loss_mode)
-        check_config = getattr(policy_loss, "check_config", None)
-        if check_config is not None:
-            check_config(config)
-        check_spelling(config)
-        gate_options(config)
-        aqn_options(config)
-        uaq_options(config)
-        check_sync(config)
-        check_offload(config)
-        check_rollout(config)
-        check_models(config, use_critic)
-        check_adapter(config)
-        check_attention(config)
+        look_at(config, use_critic)
         original(config=config, use_reference_policy=use_reference_policy, use_critic=use_critic)
 
     return validate_config
@@ -125,14 +96,14 @@ ENTROPY = Shim(
     patch="verl/0006",
     wrap=_float32_entropy,
 )
-# Asked by ACR and the gate; verl's own policy losses check nothing.
+# In force everywhere, with the patch too: it decides whether anything else of ours is (driver.py).
 CONFIG_CHECK = Shim(
     target="verl.utils.config:validate_config",
     versions="==0.9.1",
     fingerprint="ab4096deecfe",
     patched="f62545372c47",
     patch="verl/0007",
-    wrap=_policy_loss_checks,
+    wrap=_looked_at,
     bindings=("verl.utils",),
 )
 # In force where an actor has a rollout to send to.

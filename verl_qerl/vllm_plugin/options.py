@@ -33,8 +33,8 @@ class RolloutOptions:
             `fused` on a GPU where vLLM's sampler can be replaced.
         attention: `auto` has a kernel of ours attend where each sequence gets one token, beside linears of ours;
             `stock` is vLLM's FlashAttention.
-        early_starts: In CUDA graphs our kernels bring their weights while the ones before them still run (programmatic
-            dependent launch). For the whole process.
+        programmatic_launch: In CUDA graphs our kernels load weights while the kernel before them still runs
+            (programmatic dependent launch). For the whole process.
         resident: Keep a bf16 copy of the packed linears beside them (two bytes a weight) for batches at which a 4-bit
             kernel is slower; without it those are decoded when they are used.
         keep_base_resident: A sleeping engine gives up its KV cache alone. Otherwise vLLM copies its weights to the host
@@ -49,7 +49,7 @@ class RolloutOptions:
     lm_head: str = "bf16"
     sampler: str = "auto"
     attention: str = "auto"
-    early_starts: bool = True
+    programmatic_launch: bool = True
     resident: bool = False
     keep_base_resident: bool = False
     uaq_scale: float = 1.0
@@ -67,7 +67,7 @@ class RolloutOptions:
                     f"unknown choice: additional_config.{KEY}.{name}={getattr(self, name)!r}. Accepted are"
                     f" {', '.join(choices)}. Choose one of them."
                 )
-        for name in ("early_starts", "resident", "keep_base_resident", "train_norms"):
+        for name in ("programmatic_launch", "resident", "keep_base_resident", "train_norms"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(
                     f"not a switch: additional_config.{KEY}.{name}={getattr(self, name)!r}. Accepted are true and"

@@ -7,17 +7,19 @@ after loading is hung on the instance.
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
 
 import verl_qerl
+from verl_qerl import upstream
 from verl_qerl.kernels.rollout import launch
-from verl_qerl.vllm_plugin import NAMES
+from verl_qerl.vllm_plugin import NAMES, hosts
 from verl_qerl.vllm_plugin.adapter.lora import compute_plain_logits, release_buffers, use_single_adapter
 from verl_qerl.vllm_plugin.decode.attention import use_decode_attention
-from verl_qerl.vllm_plugin.decode.elementwise import use_early_starts
+from verl_qerl.vllm_plugin.decode.elementwise import use_programmatic_launch
 from verl_qerl.vllm_plugin.decode.memory_share import can_sleep, stay_within_share, use_segments_again
 from verl_qerl.vllm_plugin.decode.sampling import use_fused_sampler
 from verl_qerl.vllm_plugin.noise.noise_rows import NoiseRows, check_draws
@@ -26,16 +28,15 @@ from verl_qerl.vllm_plugin.noise.synced_norms import SyncedNorms
 from verl_qerl.vllm_plugin.options import RolloutOptions, asked_of_vllm, rollout_options
 from verl_qerl.vllm_plugin.weights.borrowed import borrowed_by, is_borrowing
 from verl_qerl.vllm_plugin.weights.head import quantize_head
-from verl_qerl.vllm_plugin.weights.linear import tiled_columns
+from verl_qerl.vllm_plugin.weights.linear import repacked_in_features
 
 logger = logging.getLogger(__name__)
 
-_Step = Callable[[torch.nn.Module], Any]
 PREPARED = "verl_qerl_prepared"  # of additional_config, which vLLM's key of compiled code is made of
 
 
-class NoiseWorkerExtension:
-    """Adds noise to a worker whose `additional_config.verl_qerl.aqn` holds the options of AQNConfig."""
+class RolloutWorkerExtension:
+    """Prepares the model of a worker as `additional_config.verl_qerl` asks, with `aqn` for noise that can be set."""
 
     _qerl_noise: NormNoise | None
     _qerl_norms: SyncedNorms | None
@@ -87,63 +88,167 @@ def _noise_of(worker: Any) -> NormNoise:
     return worker._qerl_noise
 
 
-def prepare_model(worker: Any, vllm_config: Any) -> None:
-    """Do what the options ask for, now or after `worker.load_model`.
+@dataclass
+class Preparation:
+    """An engine that is being prepared, as the steps see it.
 
-    LoRA goes on the path for one adapter, norms are prepared for noise and for syncs, weights stay where they are
-    during sleep and the KV cache within the worker's share, the head is quantized, the sampler replaced. What lies
-    between linears on our kernels goes on our kernels too.
+    Attributes:
+        lora_config: vLLM's, where LoRA goes on the path for one adapter; else None.
+        told: What vLLM keeps compiled code apart by.
+        columns: Input features of the linears on our kernels, known once they are loaded.
+    """
+
+    worker: Any
+    vllm_config: Any
+    options: RolloutOptions
+    lora_config: Any
+    told: dict[str, Any]
+    columns: set[int] = field(default_factory=set)
+
+    @property
+    def model(self) -> Any:
+        """It must have been loaded."""
+        return self.worker.model_runner.get_model()
+
+    def take(self, when: "When") -> None:
+        """Take the steps of a moment that this engine needs."""
+        for step in STEPS:
+            if step.when is when and step.needed(self):
+                logger.debug("verl_qerl: %s", step.name)
+                step.function(self)
+
+
+class When(Enum):
+    """Before loading; after it, in the memory that sleep mode keeps weights in; after it, outside of that memory."""
+
+    BEFORE, IN_POOL, LOADED = range(3)
+
+
+class Step(NamedTuple):
+    """One thing that is done to an engine, where it is needed."""
+
+    name: str
+    when: When
+    function: Callable[[Preparation], Any]
+    needed: Callable[[Preparation], Any] = lambda e: True
+
+
+def _keep_weights(engine: Preparation) -> None:
+    """Allocate weights, and LoRA's buffers with them, outside of the memory that sleep mode unmaps."""
+    worker = engine.worker
+    if not can_sleep(engine.vllm_config):
+        logger.warning("verl_qerl: keep_base_resident changes nothing: sleep mode is off, so that weights never leave.")
+        return
+    pool = worker._maybe_get_memory_pool_context
+
+    def pool_of_the_cache(tag: str) -> Any:
+        return contextlib.nullcontext() if tag == "weights" else pool(tag)
+
+    upstream.hang(hosts.MEMORY_POOL, worker, pool_of_the_cache)
+
+
+def _put_lora_on_one_path(engine: Preparation) -> None:
+    compute_plain_logits(engine.model)
+    engine.told["lora"] = use_single_adapter(engine.model, engine.lora_config)
+
+
+def _make_noise(engine: Preparation) -> None:
+    options, worker = engine.options, engine.worker
+    rows = NoiseRows(worker.model_runner, options.aqn.draw) if options.aqn.draw != "batch" else None
+    worker._qerl_noise = NormNoise(engine.model, options.aqn, options.uaq_scale, rows)
+    if rows is not None:
+        rows.watch()
+
+
+def _watch_owner(engine: Preparation) -> None:
+    """Compute no step with memory whose owner has ended."""
+    worker = engine.worker
+    borrowed: Any = borrowed_by(engine.model)
+    execute_model = worker.execute_model
+
+    def check_then_execute(*args: Any, **kwargs: Any) -> Any:
+        borrowed.check()
+        return execute_model(*args, **kwargs)
+
+    upstream.hang(hosts.EXECUTE_MODEL, worker, check_then_execute)
+
+
+def _make_norms(engine: Preparation) -> None:
+    engine.worker._qerl_norms = SyncedNorms(engine.model, engine.worker._qerl_noise)
+
+
+def _find_linears(engine: Preparation) -> None:
+    engine.columns = repacked_in_features(engine.model)
+    engine.told["linear"] = sorted(engine.columns)
+
+
+def _refuse_microbatches(engine: Preparation) -> None:
+    """Keep packed linears and attention on one stream: their thread blocks exchange sums in one workspace a device."""
+    parallel = getattr(engine.vllm_config, "parallel_config", None)
+    if parallel is not None and parallel.use_ubatching:
+        raise ValueError(
+            "vLLM would run packed linears on two streams at once, which share a workspace for sums:"
+            f" enable_dbo={parallel.enable_dbo}, ubatch_size={parallel.ubatch_size}. Accepted is one batch at a time,"
+            " or vLLM's own kernels. Leave these options out, or set additional_config.verl_qerl.linear=stock."
+        )
+
+
+def _replace_between_linears(engine: Preparation) -> None:
+    # vLLM fuses norms with the sums of several GPUs: its own, with weights of the activations' dtype.
+    fused = engine.vllm_config.compilation_config.pass_config.fuse_allreduce_rms
+    use_programmatic_launch(engine.model, engine.columns, left=engine.vllm_config.model_config.dtype if fused else None)
+    if engine.options.attention == "auto":
+        use_decode_attention(engine.model, engine.vllm_config)
+
+
+def _replace_sampler(engine: Preparation) -> None:
+    use_fused_sampler(engine.worker.model_runner, required=engine.options.sampler == "fused")
+
+
+# In their order. Norms are synced onto the noise, so noise is made first; what lies between linears is replaced where
+# there are some on our kernels.
+STEPS = (
+    Step("weights stay", When.BEFORE, _keep_weights, lambda e: e.options.keep_base_resident),
+    Step("memory segments", When.BEFORE, lambda e: use_segments_again(e.worker, e.vllm_config)),
+    Step("share of the memory", When.BEFORE, lambda e: stay_within_share(e.worker, e.vllm_config)),
+    Step("head", When.IN_POOL, lambda e: quantize_head(e.model), lambda e: e.options.lm_head == "fp8"),
+    Step("LoRA's buffers", When.IN_POOL, lambda e: release_buffers(e.model, e.lora_config), lambda e: e.lora_config),
+    Step("LoRA", When.LOADED, _put_lora_on_one_path, lambda e: e.lora_config),
+    Step("noise", When.LOADED, _make_noise, lambda e: e.options.aqn.enabled),
+    Step("owner of the weights", When.LOADED, _watch_owner, lambda e: is_borrowing(e.vllm_config)),
+    Step("trained norms", When.LOADED, _make_norms, lambda e: e.options.train_norms),
+    Step("linears", When.LOADED, _find_linears),
+    Step("one stream", When.LOADED, _refuse_microbatches, lambda e: e.columns),
+    Step("between linears", When.LOADED, _replace_between_linears, lambda e: e.columns),
+    Step("sampler", When.LOADED, _replace_sampler, lambda e: e.options.sampler != "stock"),
+)
+
+
+def prepare_model(worker: Any, vllm_config: Any) -> None:
+    """Do what the options ask for: `STEPS`, now and after `worker.load_model`.
 
     Raises:
         ValueError: An option is unknown or out of range or does not go together with VLLM_BATCH_INVARIANT, or later
-            the head cannot be quantized or the sampler replaced, or draws of the noise do not fit the engine.
+            the head cannot be quantized or the sampler replaced, or draws of the noise do not fit the engine, or packed
+            linears would run on two streams at once.
     """
     worker._qerl_noise = worker._qerl_norms = None
     options = _batch_invariant(rollout_options(vllm_config), vllm_config)
     check_draws(vllm_config, options.aqn)
     if options.aqn.enabled:
         check_model(vllm_config, options.aqn)
-    launch.starts_early = options.early_starts
-    if options.keep_base_resident:
-        _keep_weights(worker, vllm_config)
-    use_segments_again(worker, vllm_config)
-    stay_within_share(worker, vllm_config)
+    launch.set_programmatic_launch(options.programmatic_launch)
     lora_config = getattr(vllm_config, "lora_config", None) if options.lora == "single" else None
-    borrows = is_borrowing(vllm_config)
-    prepared = _compile_apart(vllm_config)
+    engine = Preparation(worker, vllm_config, options, lora_config, _compile_apart(vllm_config))
+    engine.take(When.BEFORE)
     load_model = worker.load_model
-    in_pool: list[_Step] = [quantize_head] if options.lm_head == "fp8" else []
-    in_pool += [lambda model: release_buffers(model, lora_config)] if lora_config is not None else []
 
     def load_then_prepare(*args: Any, **kwargs: Any) -> None:
-        with _ending_with(worker.model_runner, in_pool) if in_pool else contextlib.nullcontext():
+        with _taking_steps_in_pool(engine):
             load_model(*args, **kwargs)
-        # Before anything is compiled, and outside of the sleep-mode pool: what stays readable while the engine sleeps.
-        model = worker.model_runner.get_model()
-        if lora_config is not None:
-            compute_plain_logits(model)
-            prepared["lora"] = use_single_adapter(model, lora_config)
-        if options.aqn.enabled:
-            rows = NoiseRows(worker.model_runner, options.aqn.draw) if options.aqn.draw != "batch" else None
-            worker._qerl_noise = NormNoise(model, options.aqn, options.uaq_scale, rows)
-            if rows is not None:
-                rows.watch()
-        if borrows:
-            _watch_owner(worker, model)
-        if options.train_norms:
-            worker._qerl_norms = SyncedNorms(model, worker._qerl_noise)
-        columns = tiled_columns(model)
-        prepared["linear"] = sorted(columns)
-        if columns:
-            # vLLM fuses norms with the sums of several GPUs: its own, with weights of the activations' dtype.
-            fused = vllm_config.compilation_config.pass_config.fuse_allreduce_rms
-            use_early_starts(model, columns, left=vllm_config.model_config.dtype if fused else None)
-            if options.attention == "auto":
-                use_decode_attention(model, vllm_config)
-        if options.sampler != "stock":
-            use_fused_sampler(worker.model_runner, required=options.sampler == "fused")
+        engine.take(When.LOADED)
 
-    worker.load_model = load_then_prepare
+    upstream.hang(hosts.LOAD_MODEL, worker, load_then_prepare)
 
 
 def _batch_invariant(options: RolloutOptions, vllm_config: Any) -> RolloutOptions:
@@ -168,37 +273,29 @@ def _compile_apart(vllm_config: Any) -> dict[str, Any]:
     """
     prepared: dict[str, Any] = {"version": verl_qerl.__version__}
     if vllm_config is not None:
-        vllm_config.additional_config = {**(vllm_config.additional_config or {}), PREPARED: prepared}
+        options = {**(vllm_config.additional_config or {}), PREPARED: prepared}
+        upstream.set_data(hosts.ADDITIONAL_CONFIG, vllm_config, additional_config=options)
     return prepared
 
 
-def _watch_owner(worker: Any, model: torch.nn.Module) -> None:
-    """Compute no step with memory whose owner has ended."""
-    borrowed: Any = borrowed_by(model)
-    execute_model = worker.execute_model
-
-    def check_then_execute(*args: Any, **kwargs: Any) -> Any:
-        borrowed.check()
-        return execute_model(*args, **kwargs)
-
-    worker.execute_model = check_then_execute
-
-
 @contextlib.contextmanager
-def _ending_with(runner: Any, steps: list[_Step]) -> Iterator[None]:
-    """Take steps on what is loaded meanwhile, in the memory that sleep mode keeps weights in."""
+def _taking_steps_in_pool(engine: Preparation) -> Iterator[None]:
+    """Take them on what the runner loads meanwhile; its method stays as it is where none is needed."""
+    if not any(step.when is When.IN_POOL and step.needed(engine) for step in STEPS):
+        yield
+        return
+    runner = engine.worker.model_runner
     load_model = runner.load_model
 
     def load_then_take_steps(*args: Any, **kwargs: Any) -> None:
         load_model(*args, **kwargs)
-        for step in steps:
-            step(runner.get_model())
+        engine.take(When.IN_POOL)
 
-    runner.load_model = load_then_take_steps
+    upstream.hang(hosts.LOAD_IN_POOL, runner, load_then_take_steps)
     try:
         yield
     finally:
-        del runner.load_model
+        upstream.unhang(hosts.LOAD_IN_POOL, runner)
 
 
 def _refuse_deep_sleep(worker: Any, vllm_config: Any) -> None:
@@ -216,17 +313,4 @@ def _refuse_deep_sleep(worker: Any, vllm_config: Any) -> None:
             )
         sleep(level)
 
-    worker.sleep = sleep_lightly
-
-
-def _keep_weights(worker: Any, vllm_config: Any) -> None:
-    """Allocate weights, and LoRA's buffers with them, outside of the memory that sleep mode unmaps."""
-    if not can_sleep(vllm_config):
-        logger.warning("verl_qerl: keep_base_resident changes nothing: sleep mode is off, so that weights never leave.")
-        return
-    pool = worker._maybe_get_memory_pool_context
-
-    def pool_of_the_cache(tag: str) -> Any:
-        return contextlib.nullcontext() if tag == "weights" else pool(tag)
-
-    worker._maybe_get_memory_pool_context = pool_of_the_cache
+    upstream.hang(hosts.SLEEP, worker, sleep_lightly)

@@ -16,8 +16,8 @@ from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli import main
 from verl_qerl.cli.export.command import Options, export_checkpoint
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats import INT8
-from verl_qerl.formats.packed import QuantizedWeight, dequantize
+from verl_qerl.formats import INT8, PackedWeight
+from verl_qerl.formats.reference import dequantize
 from verl_qerl.modules.adapted_linear import fuse_adapters
 
 TOKENS = torch.tensor([[(7 * i) % 300 for i in range(64)]])  # of train_checkpoint.py
@@ -28,7 +28,7 @@ def base_model(found, models, dtype=torch.bfloat16):
     """The bf16 model with the weights of the base, dense."""
     model = AutoModelForCausalLM.from_pretrained(models / "bf16", dtype=dtype, attn_implementation="sdpa").eval()
     for name, item in packed_stream(open_source(found.base), INT8()):
-        if isinstance(item, QuantizedWeight):
+        if isinstance(item, PackedWeight):
             model.get_submodule(name).weight.data = dequantize(item, dtype)
     return model
 

@@ -12,7 +12,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.checkpoints.source import open_source, stored_tensors, stream
+from verl_qerl.checkpoints.source import open_source, stored_tensors
+from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli import main
 from verl_qerl.cli.export.command import Options, export_checkpoint
 from verl_qerl.cli.export.fsdp_checkpoint import open_checkpoint
@@ -35,7 +36,7 @@ def shifts(found) -> dict[str, torch.Tensor]:
 
 def weights(path) -> dict[str, torch.Tensor]:
     source = open_source(path)
-    items = stored_tensors(source) if source.layout == "bf16" else stream(source)
+    items = stored_tensors(source) if source.layout == "bf16" else packed_stream(source)
     return {name: item for name, item in items if isinstance(item, torch.Tensor)}
 
 
@@ -103,8 +104,8 @@ def test_the_base_has_them_and_the_adapter_is_beside_it(trained, tmp_path, capsy
     arguments = ["export", "--checkpoint", str(found.actor), "--out", str(out), "--to", "base-and-adapter"]
     assert main([*arguments, "--device", "cpu"]) == 0
     assert "4 trained norms" in capsys.readouterr().out
-    base = dict(stream(open_source(found.base)))
-    for name, item in stream(open_source(out)):
+    base = dict(packed_stream(open_source(found.base)))
+    for name, item in packed_stream(open_source(out)):
         if name.removesuffix(".weight") in NORMS:
             assert torch.equal(item, (base[name].float() + shifts(found)[name.removesuffix(".weight")]).bfloat16())
         elif isinstance(item, torch.Tensor):

@@ -12,12 +12,13 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
 from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.checkpoints.source import open_source, stream
+from verl_qerl.checkpoints.source import open_source
+from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli import main
 from verl_qerl.cli.export.command import Options, export_checkpoint
 from verl_qerl.cli.export.forms import FORMS
 from verl_qerl.cli.quantize import quantize_checkpoint
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats import NVFP4, PackedWeight
 from verl_qerl.formats.reference import dequantize, quantize, relative_error
 from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.testing import set_linear
@@ -54,7 +55,7 @@ def load(path, dtype=torch.bfloat16, **options):
 def with_weights(path, packed_path, scale="mse"):
     """The model at `path` with the NVFP4 weights of another directory, dense in bf16."""
     model = load(path)
-    for name, item in stream(open_source(packed_path), scale):
+    for name, item in packed_stream(open_source(packed_path), NVFP4(scale=scale)):
         if isinstance(item, PackedWeight):
             set_linear(model, name, dequantize(item))
     return model
@@ -137,10 +138,10 @@ def test_the_merged_model_is_a_plain_bf16_model(trained, exported):
 def test_a_quantized_export_is_the_quantized_merged_model(exported, tmp_path, form):
     # With the scale choice of the base, `minmax`.
     quantize_checkpoint(exported(CASE, "merged-bf16"), tmp_path / "expected", scale="minmax", device="cpu")
-    expected = dict(stream(open_source(tmp_path / "expected")))
+    expected = dict(packed_stream(open_source(tmp_path / "expected")))
     source = open_source(exported(CASE, form))
     assert source.layout == ("modelopt" if form == "modelopt" else "compressed-tensors")
-    found = dict(stream(source))
+    found = dict(packed_stream(source))
     assert found.keys() == expected.keys()
     for name, item in found.items():
         if isinstance(item, PackedWeight):
@@ -209,7 +210,7 @@ def test_an_update_that_quantization_takes_back_is_announced(trained, tmp_path, 
         torch.save(shard, file)
     assert main(["export", "--checkpoint", str(actor), "--out", str(packed), "--to", "merged-nvfp4"]) == 0
     assert "quantization takes the training back" in capsys.readouterr().out
-    base, found = (dict(stream(open_source(path))) for path in (trained(CASE).base, packed))
+    base, found = (dict(packed_stream(open_source(path))) for path in (trained(CASE).base, packed))
     for name in LINEARS:
         same = (dequantize(found[name]) == dequantize(base[name])).float().mean()
         assert same > 0.97, f"nearly every weight of {name} is the base's again"
@@ -219,7 +220,7 @@ def stream_of(path):
     from verl_qerl.checkpoints.source import stored_tensors
 
     source = open_source(path)
-    return stored_tensors(source) if source.layout == "bf16" else stream(source)
+    return stored_tensors(source) if source.layout == "bf16" else packed_stream(source)
 
 
 @pytest.mark.parametrize("form", FORMS)

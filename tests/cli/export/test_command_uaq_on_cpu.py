@@ -10,12 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.checkpoints.source import open_source, stored_tensors, stream
+from verl_qerl.checkpoints.source import open_source, stored_tensors
+from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli import main
 from verl_qerl.cli.export.command import Options, export_checkpoint
 from verl_qerl.cli.quantize import quantize_checkpoint
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats import PackedWeight
 
 TOKENS = torch.tensor([[(7 * i) % 300 for i in range(64)]])  # of train_checkpoint.py
 
@@ -64,8 +65,8 @@ def test_a_run_of_all_weights_is_quantized_or_refused(trained, tmp_path, capsys)
     assert len(report["layers"]) == 14
     assert all(0 < layer["relative_update"] < 1 for layer in report["layers"].values())
     quantize_checkpoint(exported(trained, case, "merged-bf16", tmp_path / "bf16"), tmp_path / "expected", device="cpu")
-    expected = dict(stream(open_source(tmp_path / "expected")))
-    for name, item in stream(open_source(out)):
+    expected = dict(packed_stream(open_source(tmp_path / "expected")))
+    for name, item in packed_stream(open_source(out)):
         if isinstance(item, PackedWeight):
             assert weight_digest(item) == weight_digest(expected[name])
     with pytest.raises(ValueError, match=r"^the checkpoint holds no adapter: .* Use --to merged-bf16\.$"):

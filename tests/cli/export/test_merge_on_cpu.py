@@ -7,12 +7,13 @@ pytest.importorskip("verl")
 
 import torch
 
-from verl_qerl.checkpoints.source import open_source, stored_tensors, stream
+from verl_qerl.checkpoints.source import open_source, stored_tensors
+from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli.export.adapter import read_adapter
 from verl_qerl.cli.export.fsdp_checkpoint import open_checkpoint
 from verl_qerl.cli.export.merge import Merge, open_base
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats import NVFP4, PackedWeight
 from verl_qerl.formats.reference import dequantize
 
 
@@ -29,7 +30,7 @@ def dense_base(case, path):
         f"{name}.weight" if isinstance(item, PackedWeight) else name: dequantize(item, torch.float32)
         if isinstance(item, PackedWeight)
         else item
-        for name, item in stream(open_source(path), "minmax")
+        for name, item in packed_stream(open_source(path), NVFP4(scale="minmax"))
     }
 
 

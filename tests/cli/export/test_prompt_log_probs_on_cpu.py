@@ -8,7 +8,8 @@ pytest.importorskip("transformers")
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl_qerl.checkpoints.source import open_source, stored_tensors, stream
+from verl_qerl.checkpoints.source import open_source, stored_tensors
+from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli.export.prompt_log_probs import log_prob_change, read_prompts, tokenize
 from verl_qerl.formats.reference import dequantize
 
@@ -86,7 +87,7 @@ def test_the_change_is_that_of_the_two_models(models):
         return torch.cat(found)
 
     before = log_probs()
-    for name, item in stream(open_source(models / "nvfp4")):
+    for name, item in packed_stream(open_source(models / "nvfp4")):
         if not isinstance(item, torch.Tensor):
             model.get_submodule(name).weight.data = dequantize(item)
     change = log_probs() - before

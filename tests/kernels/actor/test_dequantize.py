@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from verl_qerl.formats import reference
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats import PackedWeight, reference
+from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.kernels.actor.dequantize import dequantize, dequantize_siblings
 from verl_qerl.testing import random_packed_weight
 
@@ -16,7 +16,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def with_global(weight: PackedWeight, value: float) -> PackedWeight:
-    return PackedWeight(weight.codes, weight.block_scale, torch.tensor(value))
+    return nvfp4_weight(weight.codes, weight.block_scale, torch.tensor(value))
 
 
 def check(weight: PackedWeight, dtype: torch.dtype) -> None:
@@ -45,7 +45,7 @@ def test_shapes_of_a_7b(shape):
 def test_more_elements_than_an_int32_counts():
     rows = random_packed_weight(8, 16384)
     codes, scale = rows.codes.cuda().repeat(16385, 1), rows.block_scale.view(torch.uint8).cuda().repeat(16385, 1)
-    weight = PackedWeight(codes, scale.view(torch.float8_e4m3fn), rows.global_decode_scale.cuda())
+    weight = nvfp4_weight(codes, scale.view(torch.float8_e4m3fn), rows.global_decode_scale.cuda())
     assert weight.shape[0] * weight.shape[1] > 2**31
     assert torch.equal(dequantize(weight)[-8:].cpu(), reference.dequantize(rows))
 
@@ -65,7 +65,7 @@ def test_any_global_scale_is_rounded_once(every_byte, value, dtype):
 def test_column_major_tensors():
     weight = random_packed_weight(6, 64)
     scale = weight.block_scale.view(torch.uint8).cuda().T.contiguous().T.view(torch.float8_e4m3fn)
-    moved = PackedWeight(weight.codes.cuda().T.contiguous().T, scale, weight.global_decode_scale.cuda())
+    moved = nvfp4_weight(weight.codes.cuda().T.contiguous().T, scale, weight.global_decode_scale.cuda())
     assert torch.equal(dequantize(moved).cpu(), reference.dequantize(weight))
 
 
@@ -73,7 +73,7 @@ def test_tensors_that_start_at_an_odd_byte():
     weight = random_packed_weight(3, 48)
     codes, scale = weight.codes.flatten().cuda(), weight.block_scale.view(torch.uint8).flatten().cuda()
     pad = torch.zeros(1, dtype=torch.uint8, device="cuda")
-    moved = PackedWeight(
+    moved = nvfp4_weight(
         torch.cat((pad, codes))[1:].view(3, 24),
         torch.cat((pad, scale))[1:].view(3, 3).view(torch.float8_e4m3fn),
         weight.global_decode_scale.cuda(),

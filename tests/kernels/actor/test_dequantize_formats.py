@@ -16,8 +16,8 @@ SHAPES = [(1, 32), (3, 96), (5, 1056), (9, 3072), (3584, 3584), (512, 3584), (18
 @pytest.mark.parametrize("name", ["fp8", "int8", "mxfp4"])
 def test_the_kernel_gives_the_bits_of_the_format(name, shape, dtype):
     form = get_format(name)
-    tensors = form.quantize(torch.randn(*shape, generator=torch.Generator().manual_seed(0)))
-    on_gpu = {part: tensor.cuda() for part, tensor in tensors.items()}
+    tensors = form.quantize(torch.randn(*shape, generator=torch.Generator().manual_seed(0))).tensors
+    on_gpu = [tensor.cuda() for tensor in tensors]
     # The allocator gives the freed block to the next tensor of this size.
     torch.full(shape, float("nan"), dtype=dtype, device="cuda")
     out = dequantize_format(form, on_gpu, dtype).cpu()

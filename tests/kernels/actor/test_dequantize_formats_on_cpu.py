@@ -12,25 +12,25 @@ SHAPES = [(1, 32), (1, 512), (3, 96), (4, 1024), (5, 1056), (9, 1568), (64, 160)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-def quantized(name: str, N: int, K: int) -> dict[str, torch.Tensor]:
+def quantized(name: str, N: int, K: int) -> tuple[torch.Tensor, ...]:
     weight = torch.randn(N, K, generator=torch.Generator().manual_seed(N))
-    return get_format(name).quantize(weight)
+    return get_format(name).quantize(weight).tensors
 
 
-def every_code(name: str) -> dict[str, torch.Tensor]:
+def every_code(name: str) -> tuple[torch.Tensor, ...]:
     """Every byte that stands for numbers, with scales from the smallest to the largest that quantizers write."""
     codes = torch.arange(256, dtype=torch.uint8)
     if name == "fp8":
         codes = codes[codes & 0x7F != 0x7F]  # without NaN
     if name == "mxfp4":
         exponents = torch.arange(2, 253, dtype=torch.uint8)[:, None].repeat(1, 16)
-        return {"weight_packed": codes.repeat(len(exponents), 1), "weight_scale": exponents}
+        return codes.repeat(len(exponents), 1), exponents
     scales = torch.tensor([[2.0**-126], [0.0123], [1.0], [3.7]])
     dtype = torch.int8 if name == "int8" else torch.float8_e4m3fn
-    return {"weight": codes.repeat(4, 1).view(dtype), "weight_scale": scales}
+    return codes.repeat(4, 1).view(dtype), scales
 
 
-def build_cases() -> dict[str, tuple[str, dict[str, torch.Tensor], torch.dtype]]:
+def build_cases() -> dict[str, tuple[str, tuple[torch.Tensor, ...], torch.dtype]]:
     cases = {}
     for name in FORMS:
         for dtype in DTYPES:
@@ -42,7 +42,7 @@ def build_cases() -> dict[str, tuple[str, dict[str, torch.Tensor], torch.dtype]]
             # Products beyond half's numbers would depend on how an overflow is converted.
             if dtype == torch.float32 or (dtype == torch.bfloat16 and name == "mxfp4"):
                 cases[f"{name}-every_code-{kind}"] = name, every_code(name), dtype
-    strided = {part: tensor.T.contiguous().T for part, tensor in quantized("int8", 6, 64).items()}
+    strided = tuple(tensor.T.contiguous().T for tensor in quantized("int8", 6, 64))
     cases["int8-strided"] = "int8", strided, torch.float32
     return cases
 
@@ -54,7 +54,7 @@ NAMES = list(build_cases())
 def decoded(interpreted):
     """Case -> (format, tensors, dtype, what the kernel made of them)."""
     cases = build_cases()
-    launches = [(name, *tensors.values(), dtype) for name, tensors, dtype in cases.values()]
+    launches = [(name, *tensors, dtype) for name, tensors, dtype in cases.values()]
     outputs = interpreted("verl_qerl.kernels.actor.dequantize_formats", launches)
     return {name: (*case, out) for (name, case), out in zip(cases.items(), outputs, strict=True)}
 

@@ -5,8 +5,8 @@ import importlib
 import pytest
 import torch
 
-from verl_qerl.formats import reference
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats import PackedWeight, reference
+from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.kernels.actor.dequantize import dequantize, dequantize_nvfp4, dequantize_siblings
 from verl_qerl.testing import random_packed_weight
 
@@ -24,13 +24,13 @@ def arguments(weight: PackedWeight, dtype: torch.dtype) -> tuple:
 
 
 def with_global(weight: PackedWeight, value: float) -> PackedWeight:
-    return PackedWeight(weight.codes, weight.block_scale, torch.tensor(value))
+    return nvfp4_weight(weight.codes, weight.block_scale, torch.tensor(value))
 
 
 def strided(weight: PackedWeight) -> PackedWeight:
     """The same weight, its tensors column-major."""
     scale = weight.block_scale.view(torch.uint8).T.contiguous().T.view(torch.float8_e4m3fn)
-    return PackedWeight(weight.codes.T.contiguous().T, scale, weight.global_decode_scale)
+    return nvfp4_weight(weight.codes.T.contiguous().T, scale, weight.global_decode_scale)
 
 
 def build_cases(every_byte: PackedWeight) -> dict[str, tuple[PackedWeight, torch.dtype]]:
@@ -93,7 +93,7 @@ def test_the_kernel_gives_the_bits_of_the_reference(name, decoded):
 def test_stacked_weights_have_their_own_global_scales(decoded, i):
     codes, scale, decode_scales, dtype = stacked(DTYPES[i])
     rows = [slice(2 * g, 2 * g + 2) for g in range(3)]
-    weights = [PackedWeight(codes[r], scale[r].view(torch.float8_e4m3fn), decode_scales[g]) for g, r in enumerate(rows)]
+    weights = [nvfp4_weight(codes[r], scale[r].view(torch.float8_e4m3fn), decode_scales[g]) for g, r in enumerate(rows)]
     expected = torch.cat([reference.dequantize(weight, dtype) for weight in weights])
     assert torch.equal(decoded["stacked"][i], expected)
     assert torch.equal(dequantize_nvfp4(codes, scale, decode_scales, dtype), expected)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from verl_qerl.formats import reference
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.kernels.actor.dequantize import dequantize_nvfp4
 from verl_qerl.kernels.actor.experts import experts_linear
 from verl_qerl.testing import assert_close
@@ -33,7 +33,7 @@ def test_each_weight_is_decoded_with_its_global_scale(sizes):
     for g in (0, 1, E * parts // 2, E * parts - 1):
         of_g = slice(g * rows, (g + 1) * rows)
         bits = codes.flatten(0, 1)[of_g].cpu(), scale.flatten(0, 1)[of_g].cpu().view(torch.float8_e4m3fn)
-        assert torch.equal(dense[g].cpu(), reference.dequantize(PackedWeight(*bits, decode[g].cpu())))
+        assert torch.equal(dense[g].cpu(), reference.dequantize(nvfp4_weight(*bits, decode[g].cpu())))
 
 
 @pytest.mark.parametrize("sizes", STACKS.values(), ids=STACKS.keys())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.reference import dequantize
 from verl_qerl.kernels.actor.linear import nvfp4_linear
 from verl_qerl.testing import assert_close, random_packed_weight

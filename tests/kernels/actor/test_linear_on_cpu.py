@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.reference import dequantize
 from verl_qerl.kernels.actor import linear
 from verl_qerl.kernels.actor.linear import frozen_linear, nvfp4_linear

@@ -9,10 +9,10 @@ import torch
 from verl_qerl.kernels.rollout import launch
 from verl_qerl.kernels.rollout.elementwise import add_rms_norm, silu_mul
 from verl_qerl.kernels.rollout.lora import member_of_tile
+from verl_qerl.kernels.rollout.repacking import repack
 from verl_qerl.kernels.rollout.rotation import rotate
-from verl_qerl.kernels.rollout.tiled import tile
-from verl_qerl.kernels.rollout.tiled_launch import EACH, SHAPES, STREAM, Launch, padded_rows, twins
-from verl_qerl.kernels.rollout.tiled_matmul import Adapter, _exchange, can_fuse, tiled_matmul
+from verl_qerl.kernels.rollout.w4a16_launch import EACH, SHAPES, STREAM_K, Launch, multicast_blocks, padded_rows
+from verl_qerl.kernels.rollout.w4a16_matmul import Adapter, _exchange, can_fuse, w4a16_matmul
 from verl_qerl.testing import random_packed_weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -25,15 +25,15 @@ def launches() -> list[tuple[int, Launch]]:
     found = []
     for rows in (1, 16, 64, 128, 192, 256):
         streams = SHAPES[padded_rows(rows)]
-        clusters = SHAPES[padded_rows(rows) // twins(padded_rows(rows))]
-        found += [(rows, Launch(p, g, STREAM, b)) for p, g, b in streams]
+        clusters = SHAPES[padded_rows(rows) // multicast_blocks(padded_rows(rows))]
+        found += [(rows, Launch(p, g, STREAM_K, b)) for p, g, b in streams]
         found += [(rows, Launch(p, g, split, b)) for p, g, b in clusters for split in (1, 4)]
     return [*found, (16, Launch(2, 1, 4, 2, EACH)), (64, Launch(2, 1, 4, 2, EACH)), (64, Launch(2, 2, 4, 1, EACH))]
 
 
 def tiles(N: int, columns: int, seed: int) -> tuple[torch.Tensor, ...]:
-    """Tensors of a weight as `tiled_matmul` takes them."""
-    return tile(random_packed_weight(N, columns, seed, "cuda"))
+    """Tensors of a weight as `w4a16_matmul` takes them."""
+    return repack(random_packed_weight(N, columns, seed, "cuda"))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def layers():
 
 def captured(run, early, monkeypatch):
     """(graph of `run`, what it writes)"""
-    monkeypatch.setattr(launch, "starts_early", early)
+    monkeypatch.setattr(launch, "programmatic_launch", early)
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -70,7 +70,7 @@ def capture(layers, x, residual, how, adapted, early, monkeypatch):
             y, total = add_rms_norm(y, total, norm, 1e-6)
             for (tensors, adapter), then in ((gate_up, silu_mul), (down, torch.Tensor.contiguous)):
                 fits = adapted and can_fuse(*adapter[:3], how)
-                y = then(tiled_matmul(y, *tensors, None, adapter if fits else None, how))
+                y = then(w4a16_matmul(y, *tensors, None, adapter if fits else None, how))
         return y, total
 
     return captured(run, early, monkeypatch)
@@ -103,7 +103,7 @@ HIDDEN, HEADS, MIDDLE, DEPTH = 768, 12, 2304, 12  # so small that several kernel
 
 
 def make_small_model():
-    """Tensors of DEPTH layers: norms, and linears as `tiled_matmul` takes them."""
+    """Tensors of DEPTH layers: norms, and linears as `w4a16_matmul` takes them."""
     torch.manual_seed(1)
     shapes = [(3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (2 * MIDDLE, HIDDEN), (HIDDEN, MIDDLE)]
     norms = torch.rand(DEPTH, 2, HIDDEN, device="cuda").bfloat16()
@@ -119,10 +119,10 @@ def decode_step(model, x, residual, positions, table):
     """All that a decode step launches of ours, with a kernel of torch in the place of attention."""
     for before, after, qkv, o, gate_up, down in model:
         x, residual = add_rms_norm(x, residual, before, 1e-6)
-        q, k, v = tiled_matmul(x, *qkv).chunk(3, 1)
+        q, k, v = w4a16_matmul(x, *qkv).chunk(3, 1)
         q, k = rotate(q, k, positions, table, HIDDEN // HEADS)
-        x, residual = add_rms_norm(tiled_matmul(q + k + v, *o), residual, after, 1e-6)
-        x = tiled_matmul(silu_mul(tiled_matmul(x, *gate_up)), *down)
+        x, residual = add_rms_norm(w4a16_matmul(q + k + v, *o), residual, after, 1e-6)
+        x = w4a16_matmul(silu_mul(w4a16_matmul(x, *gate_up)), *down)
     return x, residual
 
 

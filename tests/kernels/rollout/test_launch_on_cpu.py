@@ -26,7 +26,7 @@ def test_kernels_start_early_in_a_graph_alone(monkeypatch, capturing):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     attributes = launch._attributes(6)
     assert [(one.id, *one.value[:3]) for one in attributes] == [(4, 6, 1, 1), (6, 1, 0, 0)][: 1 + capturing]
-    monkeypatch.setattr(launch, "starts_early", False)
+    monkeypatch.setattr(launch, "programmatic_launch", False)
     assert [one.id for one in launch._attributes(1)] == [4]
 
 

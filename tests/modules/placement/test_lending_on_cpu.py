@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.kernels.rollout.tiled import untile
+from verl_qerl.kernels.rollout.repacking import undo_repack
 from verl_qerl.modules.placement import lending
 from verl_qerl.modules.placement.lending import Lender, borrow, meeting_place
-from verl_qerl.modules.placement.shared_base import SharedBase, TiledGroup
+from verl_qerl.modules.placement.shared_base import RepackedGroup, SharedBase
 from verl_qerl.testing import random_qwen2
 
 pytestmark = pytest.mark.usefixtures("sockets")
@@ -34,7 +34,7 @@ def owner(lend, model):
 
 def small_base() -> SharedBase:
     """64 rows of 16, in shared memory."""
-    group = TiledGroup(("o_proj",), (64,), 16, 0)
+    group = RepackedGroup(("o_proj",), (64,), 16, 0)
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     flat = torch.zeros(group.num_bytes, dtype=torch.uint8).share_memory_()
@@ -48,7 +48,7 @@ def test_two_processes_see_the_same_bytes(owner):
     assert borrowed.pid == owner.process.pid
     whole = owner.tell("whole")
     found = {
-        name: weight_digest(untile(*tiles))
+        name: weight_digest(undo_repack(*tiles))
         for group in borrowed.base.groups
         for name, tiles in zip(group.members, group.member_tiles(flat), strict=True)
     }

@@ -3,12 +3,12 @@ import torch
 import torch.nn as nn
 
 from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.modules import NVFP4Linear
 from verl_qerl.modules.convert import packed_linears, replace_experts
+from verl_qerl.modules.placement.repacked_linear import RepackedNVFP4Linear
 from verl_qerl.modules.placement.sharded_linear import ShardedNVFP4Linear
-from verl_qerl.modules.placement.shared_base import TiledGroup, share_base
-from verl_qerl.modules.placement.tiled_linear import TiledNVFP4Linear
+from verl_qerl.modules.placement.shared_base import RepackedGroup, share_base
 from verl_qerl.testing import random_packed_weight, random_qwen3_moe
 
 ROWS = {"q_proj": 128, "k_proj": 64, "v_proj": 64, "o_proj": 192}
@@ -22,7 +22,7 @@ def attention(kind: type[NVFP4Linear] = NVFP4Linear, K: int = 48, **rows: int) -
         linear = kind.from_linear(nn.Linear(K, N, bias=False))
         weight = random_packed_weight(N, K, seed)
         scale = torch.tensor(2.0**-9 if name == "o_proj" else 2.0**-11)
-        linear.fill(PackedWeight(weight.codes, weight.block_scale, scale))
+        linear.fill(nvfp4_weight(weight.codes, weight.block_scale, scale))
         model.self_attn.add_module(name, linear)
     return model
 
@@ -41,7 +41,7 @@ def test_linears_read_the_bytes_that_are_shared_and_hold_the_weights_they_held()
         ("self_attn.o_proj",),
     ]
     linears = dict(packed_linears(model))
-    assert all(type(linear) is TiledNVFP4Linear for linear in linears.values())
+    assert all(type(linear) is RepackedNVFP4Linear for linear in linears.values())
     storage = base.flat.untyped_storage()
     assert all(t.untyped_storage().data_ptr() == storage.data_ptr() for one in linears.values() for t in one.tiles)
     assert base.flat.is_shared()
@@ -61,7 +61,7 @@ def test_groups_lie_one_after_the_other_and_what_vllm_stacks_is_contiguous():
     assert words.is_contiguous()
     assert scale.is_contiguous()
     assert [part[0].shape[1] for part in first.member_tiles(flat)] == [256, 128, 128]
-    assert TiledGroup(("a",), (64,), 32, 0).num_bytes == 64 * 18 + 256 - 64 * 18 % 256
+    assert RepackedGroup(("a",), (64,), 32, 0).num_bytes == 64 * 18 + 256 - 64 * 18 % 256
 
 
 def test_torch_goes_on_sharing_other_tensors_as_it_did():

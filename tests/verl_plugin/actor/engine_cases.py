@@ -18,18 +18,20 @@ from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelCo
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from verl_qerl import verl_plugin
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.experts import ADAPTED
-from verl_qerl.formats.packed import dequantize
+from verl_qerl.formats.reference import dequantize
 from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.modules.convert import packed_weights
 from verl_qerl.modules.packed_linear import PackedLinear
 from verl_qerl.testing import foreach_copy_as_cuda, set_linear
 from verl_qerl.verl_plugin.actor import engine as ours
 from verl_qerl.verl_plugin.config.base_options import CHECKSUM, DIGESTS, LAYOUT, QerlFSDPEngineConfig
-from verl_qerl.verl_plugin.trainer.sync_check import flat_adapter
+from verl_qerl.verl_plugin.weight_sync import flat_adapter
 from verl_qerl.vllm_plugin.adapter.buffers import num_elements, unflatten
 
+verl_plugin.activate()
 MODELS, OUT, *CASES = sys.argv[1:]
 TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(3))
 torch._foreach_copy_ = foreach_copy_as_cuda

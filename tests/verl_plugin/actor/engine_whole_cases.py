@@ -13,6 +13,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_qerl.algos.uaq import read_record
 from verl_qerl.formats import get_format
+from verl_qerl.formats.reference import dequantize
 from verl_qerl.verl_plugin.actor import engine as ours
 from verl_qerl.verl_plugin.config.base_options import QerlFSDPEngineConfig, ScaledFSDPEngineConfig
 
@@ -99,9 +100,9 @@ def rounded():
             groups = ([attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj])
             for group in (*groups, [attention.o_proj], [mlp.down_proj]):
                 weights = {str(at): linear.weight.data for at, linear in enumerate(group)}
-                parts = get_format(form).quantize_group(weights)
+                packed = get_format(form).quantize_group(weights)
                 for at, linear in enumerate(group):
-                    linear.weight.data = get_format(form).dequantize(parts[str(at)])
+                    linear.weight.data = dequantize(packed[str(at)])
         outputs = [engine.forward_backward_batch(data) for data in (plain, asked, plain)]
         found[form] = [logits(with_weights), *outputs]
     _Stock.forward_backward_batch = original

@@ -10,7 +10,7 @@ import torch
 from engine_cases import OUT, base, build, main, resume, step
 
 from verl_qerl.modules.placement.lending import borrow, meeting_place
-from verl_qerl.modules.placement.tiled_linear import TiledNVFP4Linear
+from verl_qerl.modules.placement.repacked_linear import RepackedNVFP4Linear
 
 tempfile.tempdir = OUT
 SHARED = {"share_base": True}
@@ -40,7 +40,7 @@ def shared():
     except RuntimeError as caught:
         error = str(caught)
     taken(engine)
-    linears = [module for module in engine.module.modules() if isinstance(module, TiledNVFP4Linear)]
+    linears = [module for module in engine.module.modules() if isinstance(module, RepackedNVFP4Linear)]
     storage = engine._lender.base.flat.untyped_storage().data_ptr()
     pointers = [linear.tiles[0].data_ptr() for linear in linears]
     engine.to("cpu", model=True, optimizer=True, grad=True)

@@ -9,7 +9,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.checkpoints.source import PackedWeight, open_source, stream
+from verl_qerl.checkpoints.source import open_source
+from verl_qerl.checkpoints.stream import packed_stream
+from verl_qerl.formats import NVFP4, PackedWeight
 from verl_qerl.testing import assert_close, random_qwen2
 from verl_qerl.verl_plugin.config.base_options import BaseOptions
 
@@ -49,7 +51,7 @@ def ranks(models, fresh_process, tmp_path_factory):
 
 
 def expected_digests(path, scale="mse"):
-    items = stream(open_source(path), scale)
+    items = packed_stream(open_source(path), NVFP4(scale=scale))
     return {name: weight_digest(item) for name, item in items if isinstance(item, PackedWeight)}
 
 

@@ -10,8 +10,8 @@ import torch
 from verl_qerl.algos.uaq import scaled_parameters, unfold_
 from verl_qerl.checkpoints.manifest import NAME as MANIFEST
 from verl_qerl.checkpoints.manifest import Manifest
-from verl_qerl.checkpoints.quantize_stream import quantize_stream
-from verl_qerl.checkpoints.source import linear_modules, open_source, stored_tensors
+from verl_qerl.checkpoints.source import open_source, stored_tensors
+from verl_qerl.checkpoints.stream import linear_modules, quantize_stream
 from verl_qerl.formats import get_format
 
 SCRIPT = Path(__file__).with_name("engine_whole_cases.py")
@@ -35,7 +35,7 @@ def ranks(models, fresh_process, tmp_path_factory):
 def expected_stream(path, form):
     source = open_source(path)
     form = get_format(form)
-    return dict(quantize_stream(stored_tensors(source), linear_modules(source, None, form.block_size, form.kind), form))
+    return dict(quantize_stream(stored_tensors(source), linear_modules(source, None, form), form))
 
 
 @pytest.mark.parametrize(("name", "form"), [("bf16", "int8"), ("tied", "nvfp4")])
@@ -56,7 +56,7 @@ def test_without_an_adapter_what_is_sent_is_what_the_rollout_was_loaded_from(req
 
 
 def test_a_quantized_directory_is_not_trained_in_full(alone):
-    expected = r"^CheckpointFormatError: .* is quantized already \(compressed-tensors\) and model\.lora_rank=0 trains"
+    expected = r"^CheckpointFormatError: .* is quantized already \(nvfp4\) and model\.lora_rank=0 trains"
     assert re.search(expected, alone["requantized"]["error"])
 
 

@@ -13,7 +13,7 @@ from verl.utils.config import validate_config
 
 from verl_qerl.modules.varlen_attention import NAME
 from verl_qerl.verl_plugin.config import attention
-from verl_qerl.verl_plugin.trainer.trainer import NoiseMixin
+from verl_qerl.verl_plugin.trainer.trainer import prepare
 
 RUN = ("actor_rollout_ref.model.path=model", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")
 RUN += ("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1", "actor_rollout_ref.rollout.name=vllm")
@@ -28,24 +28,14 @@ OURS = (
     ("actor_rollout_ref.actor.policy_loss.loss_mode=acr",),
     ("+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.sampler=stock",),
 )
+pytestmark = pytest.mark.usefixtures("without_flash_attn")
 each_of_ours = pytest.mark.parametrize("ours", OURS, ids=lambda options: options[0].rpartition(".")[2])
 
 
-class Base:
-    def __init__(self, config):
-        self.config = config
-
-
-class Trainer(NoiseMixin, Base):
-    pass
-
-
-@pytest.fixture(autouse=True)
-def _not_installed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
-    attention.has_flash_attn.cache_clear()
-    yield
-    attention.has_flash_attn.cache_clear()
+def prepared(config):
+    """The configuration as verl's trainer gets it from ours."""
+    prepare(None, config)
+    return config
 
 
 @pytest.fixture
@@ -61,7 +51,7 @@ def composed(*overrides):
 
 def attention_of(*overrides):
     """Of actor and reference, and of the critic, as verl's workers get it."""
-    config = Trainer(composed(*overrides)).config
+    config = prepared(composed(*overrides))
     return [OmegaConf.select(config, f"{node}.{OPTION}") for node in ("actor_rollout_ref.model", "critic.model")]
 
 
@@ -82,7 +72,7 @@ def test_what_the_user_names_stays():
 def test_a_stock_run_stays_as_it_is():
     before = composed()
     assert attention_of() == [None, None]
-    assert Trainer(composed()).config == before
+    assert prepared(composed()) == before
     attention.check_attention(composed(FLASH))
 
 
@@ -96,7 +86,7 @@ def test_other_engines_are_left_alone():
 @each_of_ours
 def test_flash_attn_that_is_asked_for_and_not_there_is_refused_on_the_driver(ours):
     said = r"^actor_rollout_ref\.model\.override_config\.attn_implementation=flash_attention_2 needs flash-attn, .* Lea"
-    for check in (lambda config: validate_config(config, False, False), Trainer):
+    for check in (lambda config: validate_config(config, False, False), prepared):
         with pytest.raises(ValueError, match=said):
             check(composed(*ours, FLASH))
 

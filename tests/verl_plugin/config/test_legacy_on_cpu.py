@@ -6,7 +6,7 @@ import pytest
 
 from verl_qerl.verl_plugin.config import legacy
 
-MODULE = ModuleType("verl.trainer.main_ppo_v0")
+MODULE = ModuleType("verl.experimental.fully_async_policy")
 
 
 @pytest.mark.parametrize(
@@ -24,25 +24,30 @@ MODULE = ModuleType("verl.trainer.main_ppo_v0")
     ],
 )
 def test_stops_a_run_that_asks_for_qerl(monkeypatch, option):
-    monkeypatch.setattr(sys, "argv", ["-m", "trainer.use_v1=False", option])
+    monkeypatch.setattr(sys, "argv", ["-m", option])
     with pytest.raises(
         SystemExit,
-        match=r"^trainer.use_v1=False has no AQN, no ACR, .*no additional_config\.verl_qerl\. Accepted is True\.",
+        match=r"^verl\.experimental\.fully_async_policy has no AQN, .*additional_config\.verl_qerl\. Accepted is",
     ):
         legacy.install(MODULE)
 
 
 @pytest.mark.parametrize("option", ["trainer.n_gpus_per_node=1", "+aqnx.enabled=true", "rollout=nvfp4x"])
 def test_leaves_other_runs_alone(monkeypatch, option):
-    monkeypatch.setattr(sys, "argv", ["-m", "trainer.use_v1=False", option])
+    monkeypatch.setattr(sys, "argv", ["-m", option])
     legacy.install(MODULE)
 
 
-def test_each_program_that_has_a_sentence_is_waited_for():
-    imports = "from verl_qerl.verl_plugin import FAILURE, hooks, legacy"
-    code = f"{imports}; print(FAILURE, {{*legacy.PROGRAMS}} - {{*hooks._waiting}})"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
-    assert result.stdout == "None set()\n"
+@pytest.mark.parametrize("option", ["+aqn.enabled=true", "trainer.n_gpus_per_node=1"])
+def test_programs_are_waited_for_where_the_command_line_asks_for_qerl(option):
+    code = """
+import sys
+from verl_qerl.verl_plugin import FAILURE, hooks, legacy
+print(FAILURE, {*legacy.PROGRAMS} <= {*hooks._waiting})
+"""
+    command = [sys.executable, "-c", code, option]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert result.stdout == f"None {option.startswith('+aqn')}\n"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from verl.utils.config import validate_config
 
 from verl_qerl import vllm_plugin
 from verl_qerl.verl_plugin.config.rollout_options import WORKER_EXTENSION, check_rollout
-from verl_qerl.verl_plugin.trainer.trainer import NoiseMixin
+from verl_qerl.verl_plugin.trainer.trainer import prepare
 
 RUN = ("actor_rollout_ref.model.path=model", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")
 RUN += ("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1", "actor_rollout_ref.rollout.name=vllm")
@@ -18,13 +18,10 @@ VLLM = "+actor_rollout_ref.rollout.engine_kwargs.vllm"
 OPTIONS = f"{VLLM}.additional_config.verl_qerl"
 
 
-class Base:
-    def __init__(self, config):
-        self.config = config
-
-
-class Trainer(NoiseMixin, Base):
-    pass
+def prepared(config):
+    """The configuration as verl's trainer gets it from ours."""
+    prepare(None, config)
+    return config
 
 
 def composed(*overrides):
@@ -34,7 +31,7 @@ def composed(*overrides):
 
 def extension_of(*overrides):
     """What verl's server names to vLLM after our trainer has seen the run; None: its own."""
-    config = Trainer(composed(*overrides)).config
+    config = prepared(composed(*overrides))
     return config.actor_rollout_ref.rollout.engine_kwargs.vllm.get("worker_extension_cls")
 
 
@@ -80,4 +77,4 @@ def test_a_stock_run_keeps_verls():
 
 def test_a_trainer_refuses_what_a_driver_did_not():
     with pytest.raises(ValueError, match=r"^unknown choice: additional_config\.verl_qerl\.lora="):
-        Trainer(composed(f"{OPTIONS}.lora=singel"))
+        prepared(composed(f"{OPTIONS}.lora=singel"))

@@ -40,21 +40,3 @@ def test_a_stock_run_is_not_looked_at(validate, override):
 def test_what_is_the_users_own_is_not_mentioned(override, configuration, caplog):
     spelling.check_spelling(configuration(*QUANTIZED, "+aqn.enabled=true", override))
     assert caplog.messages == []
-
-
-@pytest.mark.parametrize(
-    ("overrides", "uses"),
-    [
-        ([], False),
-        (["+agn.enabled=true"], False),
-        (["actor_rollout_ref.model.lora_rank=8"], False),
-        (["+aqn.enabled=true"], True),
-        (["+uaq.enabled=true"], True),
-        (["+qerl.mismatch_sample=2"], True),
-        (["actor_rollout_ref.actor.policy_loss.loss_mode=acr"], True),
-        (["+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.lora=stock"], True),
-        (["+rollout=int8"], True),
-    ],
-)
-def test_which_runs_use_an_option_of_ours(configuration, overrides, uses):
-    assert spelling.uses_qerl(configuration(*overrides)) == uses

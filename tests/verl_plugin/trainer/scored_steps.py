@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 
+from verl_qerl.verl_plugin.trainer.noise_effect import NoiseEffect
 from verl_qerl.verl_plugin.weight_sync.requantize import ROUNDED
 
 AQN = ("+aqn.enabled=true", "+aqn.num_stages=2", "+aqn.sigma_start=0.1", "+aqn.sigma_end=0.1")
@@ -85,7 +86,8 @@ def scored_step(monkeypatch):
         buffer = SimpleNamespace(sample=lambda **kwargs: (batch, {}))
         monkeypatch.setattr(trainer_base.PPOTrainer, "_build_replay_buffer", lambda self: buffer)
         trainer = get_trainer_cls("sync")(composed(*overrides))
-        trainer._look_at_noise = lambda: None  # asks the engine for itself: test_noise_effect
+        # NoiseEffect asks the engine for itself: test_noise_effect.
+        trainer.features = [feature for feature in trainer.features if not isinstance(feature, NoiseEffect)]
         servers = servers or [Server(), Server()]
         replicas = [SimpleNamespace(servers=[server]) for server in servers]
         trainer.llm_server_manager = SimpleNamespace(get_replicas=lambda: replicas)
@@ -139,7 +141,7 @@ def scored_step(monkeypatch):
             trainer.global_steps = number
             fill(move)
             for server in servers:
-                server.sigma = trainer._sigma(number) or None
+                server.sigma = trainer.run.sigma(number) or None
             metrics = {}
             batch, _ = trainer.replay_buffer.sample(global_steps=number, partition_id="train", batch_size=6)
             trainer.on_sample_end()

@@ -21,22 +21,32 @@ from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.verl_plugin.trainer.checkpoints import TRACKER, CheckpointMixin, check_kept, check_step, check_tracker
+from verl_qerl.testing import load_beside
+from verl_qerl.verl_plugin.trainer.checkpoints import TRACKER, WholeCheckpoints, check_kept, check_step, check_tracker
 
+featured = load_beside(__file__, "featured")
 NUM_BATCHES = 5
 
 
-class Trainer(CheckpointMixin, PPOTrainerSync):
-    pass
+def config_of(qerl, **options):
+    """Of a run whose base is packed, or is not."""
+    return OmegaConf.create({"actor_rollout_ref": {"actor": {"fsdp_config": {"qerl": qerl}}}, **options})
+
+
+@pytest.fixture(autouse=True)
+def _no_workers(monkeypatch):
+    monkeypatch.setattr(PPOTrainerSync, "__init__", lambda self, config: setattr(self, "config", config))
+
+
+Trainer = featured.trainer_of(WholeCheckpoints, base=PPOTrainerSync)
 
 
 def trainer(run, guarded=True, **options):
     """A trainer without workers, in step 0."""
-    made = object.__new__(Trainer)
     settings = {"default_local_dir": str(run), "default_hdfs_dir": None, "resume_mode": "auto"}
     settings |= {"resume_from_path": None, "del_local_ckpt_after_load": False, "v1": {"trainer_mode": "sync"}} | options
-    made.config = OmegaConf.create({"trainer": settings, "actor_rollout_ref": {"actor": {}}})
-    made._guarded, made.global_steps, made.use_critic, made.trainer_mode = guarded, 0, False, "sync"
+    made = Trainer(config_of({} if guarded else None, trainer=settings, critic={"enable": False}))
+    made.global_steps, made.use_critic, made.trainer_mode = 0, False, "sync"
     made.checkpoint_callback = SimpleNamespace(on_save=lambda **kwargs: None)
     loaded = made.loaded = {}
 
@@ -244,18 +254,9 @@ def test_a_stock_run_is_left_alone(tmp_path):
 @pytest.mark.parametrize("who", ["actor", "critic"])
 @pytest.mark.parametrize(("qerl", "told"), [({}, True), (None, False)])
 def test_options_are_checked_when_the_base_is_packed(qerl, told, who):
-    config = {"trainer": {f"max_{who}_ckpt_to_keep": 1}, "critic": {"enable": who == "critic"}}
-    config |= {"actor_rollout_ref": {"actor": {"fsdp_config": {"qerl": qerl}}}}
-
-    class Base:
-        def __init__(self, config):
-            self.config = config
-
-    class Other(CheckpointMixin, Base):
-        pass
-
+    made = config_of(qerl, trainer={f"max_{who}_ckpt_to_keep": 1}, critic={"enable": who == "critic"})
     if told:
         with pytest.raises(ValueError, match="a crash could leave no checkpoint"):
-            Other(OmegaConf.create(config))
+            Trainer(made)
     else:
-        assert not Other(OmegaConf.create(config))._guarded
+        assert not Trainer(made).features

@@ -6,7 +6,12 @@ import pytest
 
 pytest.importorskip("verl")
 
-from verl_qerl.verl_plugin.trainer.critic import CriticMixin
+from omegaconf import OmegaConf
+
+from verl_qerl.testing import load_beside
+from verl_qerl.verl_plugin.trainer.critic import CriticWithoutMark
+
+featured = load_beside(__file__, "featured")
 
 
 def test_the_critic_is_not_asked_to_leave_out_an_adapter():
@@ -14,8 +19,8 @@ def test_the_critic_is_not_asked_to_leave_out_an_adapter():
 
     asked = []
 
-    class Trainer(CriticMixin, trainer_base.PPOTrainer):
-        def __init__(self):
+    class Stock(trainer_base.PPOTrainer):
+        def __init__(self, config):
             self.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(temperature=1.0)))
             self.critic_wg = SimpleNamespace(infer_batch=self.infer)
 
@@ -28,14 +33,7 @@ def test_the_critic_is_not_asked_to_leave_out_an_adapter():
         def on_step_end(self): ...
 
     with pytest.raises(KeyboardInterrupt):
-        Trainer()._compute_values(SimpleNamespace(extra_info={"no_lora_adapter": True}), {})
+        featured.trainer_of(CriticWithoutMark, base=Stock)(OmegaConf.create({}))._compute_values(
+            SimpleNamespace(extra_info={"no_lora_adapter": True}), {}
+        )
     assert asked == [{"compute_loss": False, "temperature": 1.0}]
-
-
-def test_verls_trainers_have_it():
-    from verl.trainer.ppo import v1
-
-    import verl_qerl.verl_plugin.trainer.trainer
-
-    verl_qerl.verl_plugin.trainer.trainer.install(v1)
-    assert all(issubclass(trainer, CriticMixin) for trainer in v1.trainer_base.TRAINER_REGISTRY.values())

@@ -10,9 +10,8 @@ from ray.exceptions import GetTimeoutError
 from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.verl_plugin.trainer import engine_health
-from verl_qerl.verl_plugin.trainer.engine_health import EngineEndedError
+from verl_qerl.verl_plugin.trainer.engine_health import EngineEndedError, EngineHealth
 
 
 def server(ended):
@@ -20,18 +19,27 @@ def server(ended):
 
 
 @pytest.fixture
-def trainer(monkeypatch):
+def make(monkeypatch):
     """A trainer of verl's registry with two engines, without a cluster; `answers` are what they say."""
     monkeypatch.setattr(engine_health, "ray", SimpleNamespace(get=lambda answers, timeout: answers))
-    kind = get_trainer_cls("sync")
-    made = kind.__new__(kind)
-    rollout = {"calculate_log_probs": True, "engine_kwargs": {"vllm": {}}}
-    made.config = OmegaConf.create(
-        {"aqn": {"enabled": True}, "actor_rollout_ref": {"rollout": rollout}, "algorithm": {}}
-    )
-    made._servers = lambda: [server(answer) for answer in made.answers]
-    made.answers, made._num_to_rescore, made._aqn = [False, False], lambda: 0, AQNConfig()
-    return made
+    monkeypatch.setattr(PPOTrainer, "__init__", lambda self, config: setattr(self, "config", config))
+
+    def build(**nodes):
+        kwargs = {"custom": None, "calculate_log_probs": True, "engine_kwargs": {"vllm": {}}}
+        nodes |= {"actor_rollout_ref": {"rollout": {"name": "vllm", **kwargs}}, "algorithm": {}}
+        config = OmegaConf.create(nodes | {"trainer": {"v1": {"trainer_mode": "sync"}}})
+        made = get_trainer_cls("sync")(config)
+        made.features = [feature for feature in made.features if isinstance(feature, EngineHealth)]
+        made.run.servers = lambda: [server(answer) for answer in made.answers]
+        made.answers = [False, False]
+        return made
+
+    return build
+
+
+@pytest.fixture
+def trainer(make):
+    return make(aqn={"enabled": True})
 
 
 @pytest.mark.parametrize("name", ["_step_once", "_validate"])
@@ -66,12 +74,10 @@ def test_a_server_that_does_not_answer(trainer, monkeypatch):
 
     monkeypatch.setattr(engine_health, "ray", SimpleNamespace(get=late))
     with pytest.raises(EngineEndedError, match=r"^a rollout server does not answer any more \(GetTimeoutError\)\."):
-        trainer._require_engines()
+        trainer.features[0].require_engines()
 
 
-def test_servers_of_verls_own_and_runs_of_others_are_not_asked(trainer):
-    trainer._servers = lambda: [SimpleNamespace()]
-    trainer._require_engines()
-    trainer.answers = [True]
-    del trainer._servers, trainer.config.aqn
-    trainer._require_engines()
+def test_servers_of_verls_own_and_runs_of_others_are_not_asked(trainer, make):
+    trainer.run.servers = lambda: [SimpleNamespace()]
+    trainer.features[0].require_engines()
+    assert not make().features

@@ -9,8 +9,8 @@ from verl.utils.config import validate_config
 
 from verl_qerl.testing import load_beside
 from verl_qerl.verl_plugin.rollout.engine_scores import answer_log_probs
+from verl_qerl.verl_plugin.trainer import mismatch_parts
 from verl_qerl.verl_plugin.trainer.mismatch import gate_options
-from verl_qerl.verl_plugin.trainer.mismatch_parts import MismatchPartsMixin
 
 steps = load_beside(__file__, "scored_steps")
 AQN, Server, composed, scored_step = steps.AQN, steps.Server, steps.composed, steps.scored_step
@@ -120,14 +120,14 @@ def test_rounded_weights_show_as_quantization(step, micro_batch):
 @pytest.mark.parametrize(("micro_batch", "num"), [(1, 4), (3, 6)])
 def test_the_actor_is_asked_for_what_its_ranks_can_share(step, monkeypatch, micro_batch, num):
     seen = []
-    original = MismatchPartsMixin._score_rounded
+    original = mismatch_parts.score_rounded
 
-    def score(self, batch, keys):
-        found = original(self, batch, keys)
-        seen.append((keys, self.asked[-1][0], found.shape[0]))
+    def score(run, batch, keys):
+        found = original(run, batch, keys)
+        seen.append((keys, run.trainer.asked[-1][0], found.shape[0]))
         return found
 
-    monkeypatch.setattr(MismatchPartsMixin, "_score_rounded", score)
+    monkeypatch.setattr(mismatch_parts, "score_rounded", score)
     step(PARTS, NO_GATE, *INT8, f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={micro_batch}")
     ((keys, asked, count),) = seen
     assert (len(keys), asked[:3], len(asked), len(set(asked)), count) == (3, keys, num, num, num)  # two ranks

@@ -14,12 +14,14 @@ import transfer_queue
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 
+from verl_qerl.testing import load_beside
 from verl_qerl.verl_plugin.rollout.engine_scores import UnscoredError
 from verl_qerl.verl_plugin.trainer import noise_effect
-from verl_qerl.verl_plugin.trainer.noise_effect import NoiseEffectMixin
-from verl_qerl.verl_plugin.trainer.noise_schedule import NoiseScheduleMixin
-from verl_qerl.verl_plugin.trainer.trainer import NoiseMixin
+from verl_qerl.verl_plugin.trainer.noise import Noise, set_noise
+from verl_qerl.verl_plugin.trainer.noise_effect import NoiseEffect
+from verl_qerl.verl_plugin.trainer.noise_schedule import NoiseSchedule
 
+featured = load_beside(__file__, "featured")
 VOCABULARY, NUM_ANSWERS, LENGTH = 32, 48, 80
 NORMS = {f"layers.{i}.{kind}": 0.5 + i for i in range(2) for kind in ("input_layernorm", "post_attention_layernorm")}
 
@@ -60,38 +62,17 @@ class Server:
         return SimpleNamespace(extra_fields=fields | {"prompt_ids": [*fields["prompt_ids"], [0]]})
 
 
-class Base:
-    """What the mixins see of verl's PPOTrainer."""
-
-    def __init__(self, config):
-        self.config, self.timing_raw, self.events = config, {}, []
-        self.total_training_steps = 8
-        self.replay_buffer = self._build_replay_buffer()
-
-    def _build_replay_buffer(self):
-        return SimpleNamespace(sample=lambda **_: (self.batch, {}))
-
-    def on_init_end(self):
-        self.events.append("sync")
-
-    on_step_end = on_init_end
+class Base(featured.Base):
+    """Its rollout falls asleep with the noise of the step."""
 
     def on_sample_end(self):
-        self.events.append("sleep")
-        assert (self.server.sigma, self.server.step if self.server.sigma else 0) == (
-            self._sigma(self.global_steps),
-            self.global_steps if self.server.sigma else 0,
-        ), "the rollout falls asleep with other noise than its step's"
-
-    def _save_checkpoint(self):
-        self.events.append("save")
-
-    def _load_checkpoint(self):
-        self.events.append("load")
+        super().on_sample_end()
+        now = (self.server.sigma, self.server.step if self.server.sigma else 0)
+        sigma = self.run.sigma(self.global_steps)
+        assert now == (sigma, self.global_steps if sigma else 0), "it falls asleep with other noise than its step's"
 
 
-class Trainer(NoiseEffectMixin, NoiseScheduleMixin, NoiseMixin, Base):
-    pass
+Trainer = featured.trainer_of(Noise, NoiseEffect, NoiseSchedule, base=Base)
 
 
 @pytest.fixture
@@ -104,7 +85,7 @@ def make(monkeypatch, tmp_path):
         trainer = {"v1": {"trainer_mode": "sync"}, "resume_mode": "auto", "default_local_dir": str(tmp_path)}
         nodes = {"actor_rollout_ref": {"rollout": rollout}, "trainer": trainer}
         made = Trainer(OmegaConf.create(nodes | {"aqn": {"enabled": True, "num_stages": 4} | aqn}))
-        made.global_steps, made.server = start, Server()
+        made.global_steps, made.total_training_steps, made.server = start, 8, Server()
         made.llm_server_manager = SimpleNamespace(get_replicas=lambda: [SimpleNamespace(servers=[made.server])])
         made._load_checkpoint()
         made.on_init_end()
@@ -139,8 +120,7 @@ def step(monkeypatch):
         made.on_sample_end()
         made._save_checkpoint()
         made.on_step_end()
-        metrics, made._pending_sync_metrics = made._pending_sync_metrics, {}
-        return metrics
+        return made._consume_sync_metrics()
 
     return run
 
@@ -215,11 +195,11 @@ def test_a_sigma_is_found_for_each_stage_in_the_step_before_it(make, step, targe
     made = make(target_kl=target, sigma_start=1e-2, sigma_end=1e-2)
     seen = [step(made) for _ in range(8)]
     assert [metrics["aqn/sigma"] > 0 for metrics in seen] == [False, False, *[True] * 6]
-    assert made._aqn_searched.keys() == {1, 2, 3}
+    assert made.run.searched.keys() == {1, 2, 3}
     for at in (3, 5, 7):
         assert seen[at - 1]["aqn/kl"] == pytest.approx(target, rel=0.2)
         assert exact_kl(made.server, seen[at - 1]["aqn/sigma"], at) == pytest.approx(target, rel=0.15)
-    assert made._aqn_searched[2][1] < 0.6 * made._aqn_searched[1][1]  # the model has become more sensitive
+    assert made.run.searched[2][1] < 0.6 * made.run.searched[1][1]  # the model has become more sensitive
     tried = [call for call in made.server.calls if isinstance(call[0], float) and call[0]]
     assert {at for _, at in tried} == {3, 4, 5, 6, 7, 8}
     assert len(tried) <= 6 + 3 * 5 + 3  # six steps with noise, few tries before each stage, and back from them
@@ -229,7 +209,7 @@ def test_the_noise_falls_from_the_sigma_that_was_found_as_the_schedule_does(make
     made = make(target_kl=1e-2, sigma_start=1e-2, sigma_end=1e-3)
     seen = [step(made) for _ in range(8)]
     sigmas = [seen[at - 1]["aqn/sigma"] for at in (3, 5, 7)]
-    assert [sigma / made._aqn_searched[stage][1] for stage, sigma in enumerate(sigmas, 1)] == pytest.approx(
+    assert [sigma / made.run.searched[stage][1] for stage, sigma in enumerate(sigmas, 1)] == pytest.approx(
         [1, 0.1**0.5, 0.1]
     )
     kls = [seen[at - 1]["aqn/kl"] for at in (3, 5, 7)]
@@ -240,7 +220,7 @@ def test_a_resumed_run_goes_on_with_the_sigma_that_was_found(make, step):
     made = make(target_kl=1e-2)
     seen = [step(made) for _ in range(4)]
     resumed = make(start=3, target_kl=1e-2)
-    assert resumed.server.sigma == seen[3]["aqn/sigma"] == made._aqn_searched[1][1]
+    assert resumed.server.sigma == seen[3]["aqn/sigma"] == made.run.searched[1][1]
     assert step(resumed)["aqn/sigma"] == seen[3]["aqn/sigma"]
     at_once = make(start=2, target_kl=1e-2)  # the checkpoint of the step that searched
     assert step(at_once)["aqn/sigma"] == seen[2]["aqn/sigma"]
@@ -260,7 +240,7 @@ def test_a_resumed_run_that_lacks_a_sigma_takes_one_step_to_find_it(make, step, 
     )
     first, second = step(resumed), step(resumed)
     assert (first["aqn/sigma"], first["aqn/noisy_norms"]) == (0.0, 0)
-    assert resumed._aqn_searched[1] == (4, second["aqn/sigma"])
+    assert resumed.run.searched[1] == (4, second["aqn/sigma"])
     assert second["aqn/kl"] == pytest.approx(1e-2, rel=0.2)
 
 
@@ -269,7 +249,7 @@ def test_a_target_out_of_reach_names_the_bound(make, step, caplog):
     made.server.log_probs = lambda: Server().log_probs()  # noise changes nothing
     with caplog.at_level(logging.WARNING, logger=noise_effect.__name__):
         metrics = step(made)
-        assert made._aqn_searched == {1: (3, 1.0)}
+        assert made.run.searched == {1: (3, 1.0)}
     assert metrics["aqn/sigma"] == 0.0
     assert (
         "aqn.target_kl=0.01 is out of reach in stage 1: at the bound sigma=1 the noise causes KL=0. That sigma is used."
@@ -292,7 +272,7 @@ def test_noise_that_does_not_reach_the_norms_or_stays_in_them_ends_the_run(make,
     with pytest.raises(RuntimeError) as caught:
         step(made)
     assert str(caught.value).startswith(told)
-    assert "sleep" not in made.events
+    assert "sleep" not in made.log
 
 
 def test_the_size_of_the_noise_is_told_for_each_target(make, step, caplog):
@@ -353,7 +333,7 @@ def test_what_the_engine_cannot_score_is_told_once_and_ends_a_search(make, step,
     with caplog.at_level(logging.WARNING, logger=noise_effect.__name__):
         made = make(start=2, sigma_start=0.1)
         made.server = Blind()
-        made._set_noise(3)
+        set_noise(made.run, 0.1, 3)
         seen = [step(made) for _ in range(3)]
     assert not any("aqn/kl" in metrics for metrics in seen)
     (told,) = [message for message in caplog.messages if "not measured" in message]
@@ -373,4 +353,4 @@ def test_without_noise_nothing_is_asked(make):
     made.on_sample_end()
     made.on_step_end()
     assert made.server.calls == []
-    assert not getattr(made, "_pending_sync_metrics", None)
+    assert made._consume_sync_metrics() == {"weight_sync/seconds": 0.5}

@@ -12,29 +12,28 @@ from omegaconf import OmegaConf
 
 from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
 from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.testing import load_beside
 from verl_qerl.verl_plugin.trainer import noise_schedule
-from verl_qerl.verl_plugin.trainer.noise_schedule import RECORD, NoiseScheduleMixin, read_schedule
+from verl_qerl.verl_plugin.trainer.noise_schedule import RECORD, NoiseSchedule, read_schedule
+
+featured = load_beside(__file__, "featured")
 
 AQN = AQNConfig(enabled=True, num_stages=4)
 OFF = AQNConfig()
 
 
-class Base:
-    """Saves and loads as verl's PPOTrainer does, as far as the mixin sees it."""
-
-    def _save_checkpoint(self):
-        self.log.append("saved")
+class Base(featured.Base):
+    """Loads as verl's PPOTrainer does, as far as the feature sees it."""
 
     def _load_checkpoint(self):
-        self.log.append("loaded")
+        super()._load_checkpoint()
         mode, trainer = self.config.trainer.resume_mode, self.config.trainer
         self.global_steps = {"disable": 0, "auto": 40}.get(mode, 0)
         if mode == "resume_path":
             self.global_steps = int(trainer.resume_from_path.split("global_step_")[-1])
 
 
-class Trainer(NoiseScheduleMixin, Base):
-    pass
+Trainer = featured.trainer_of(NoiseSchedule, base=Base)
 
 
 @pytest.fixture
@@ -43,10 +42,8 @@ def run(tmp_path):
 
     def make(aqn, total, **options):
         settings = {"default_local_dir": str(tmp_path), "resume_mode": "auto", "resume_from_path": None} | options
-        made = object.__new__(Trainer)
-        made.config = OmegaConf.create({"trainer": settings})
-        made._aqn, made.total_training_steps, made.global_steps, made.log = aqn, total, 40, []
-        made._aqn_searched = {}
+        made = Trainer(OmegaConf.create({"trainer": settings}))
+        made.run.aqn, made.total_training_steps, made.global_steps = aqn, total, 40
         return made
 
     return make
@@ -147,7 +144,7 @@ SEARCH = replace(AQN, target_kl=1e-3)
 def searching(run, tmp_path):
     """As `saved`, of a run that has found two sigmas."""
     made = run(SEARCH, 100)
-    made._aqn_searched = {1: (26, 0.2), 2: (51, 0.1)}
+    made.run.searched = {1: (26, 0.2), 2: (51, 0.1)}
     made._save_checkpoint()
     return tmp_path / "global_step_40"
 
@@ -155,9 +152,9 @@ def searching(run, tmp_path):
 def test_a_sigma_that_was_found_goes_on(run, searching, caplog):
     made = run(SEARCH, 100)
     made._load_checkpoint()
-    assert made._aqn_searched == {1: (26, 0.2), 2: (51, 0.1)}
-    assert sigma_at_step(SEARCH, 41, 100, made._aqn_searched) == 0.2
-    assert sigma_at_step(SEARCH, 51, 100, made._aqn_searched) == pytest.approx(0.1 * 0.05**0.5)
+    assert made.run.searched == {1: (26, 0.2), 2: (51, 0.1)}
+    assert sigma_at_step(SEARCH, 41, 100, made.run.searched) == 0.2
+    assert sigma_at_step(SEARCH, 51, 100, made.run.searched) == pytest.approx(0.1 * 0.05**0.5)
     assert caplog.messages == []
 
 
@@ -175,7 +172,7 @@ def test_a_sigma_found_for_something_else_does_not(run, searching, caplog, chang
     made = run(replace(SEARCH, **changed), 100)
     with caplog.at_level(logging.WARNING, logger=noise_schedule.__name__):
         made._load_checkpoint()
-    assert made._aqn_searched == kept
+    assert made.run.searched == kept
     (message,) = caplog.messages
     assert message.endswith(told)
 

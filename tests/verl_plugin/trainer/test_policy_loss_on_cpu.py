@@ -17,8 +17,11 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
 from verl_qerl.algos.acr import ACRConfig
+from verl_qerl.testing import load_beside
 from verl_qerl.verl_plugin.trainer import policy_loss
-from verl_qerl.verl_plugin.trainer.policy_loss import PolicyLoss, PolicyLossMixin, acr_options, hand_over
+from verl_qerl.verl_plugin.trainer.policy_loss import ActorLoss, PolicyLoss, acr_options, hand_over
+
+featured = load_beside(__file__, "featured")
 
 ACR = "actor_rollout_ref.actor.policy_loss.loss_mode=acr"
 RUN = (
@@ -209,19 +212,13 @@ def test_bad_input_gives_its_sentence(overrides):
             validate_config(config=config, use_reference_policy=False, use_critic=False)
 
 
-class Base:
-    """What PolicyLossMixin expects of verl's PPOTrainer."""
-
+class Base(featured.Base):
     def __init__(self, config):
-        self.config, self.log = config, []
+        super().__init__(config)
         self.actor_rollout_wg = SimpleNamespace(set_loss_fn=self.log.append)
 
-    def on_init_end(self):
-        self.log.append("synchronized")
 
-
-class Trainer(PolicyLossMixin, Base):
-    pass
+Trainer = featured.trainer_of(ActorLoss, base=Base)
 
 
 def test_the_trainer_gives_the_actor_its_loss():
@@ -229,7 +226,7 @@ def test_the_trainer_gives_the_actor_its_loss():
     trainer = Trainer(config)
     trainer.on_init_end()
     loss_fn, then = trainer.log
-    assert then == "synchronized"
+    assert then == "sync"
     assert loss_fn.func is hand_over
     assert loss_fn.args == (ACRConfig(4), omega_conf_to_dataclass(config.actor_rollout_ref.actor))
     assert loss_fn.args[1].clip_ratio_high == 0.28
@@ -238,7 +235,7 @@ def test_the_trainer_gives_the_actor_its_loss():
 def test_other_losses_are_left_to_verl():
     trainer = Trainer(composed())
     trainer.on_init_end()
-    assert trainer.log == ["synchronized"]
+    assert trainer.log == ["sync"]
     assert acr_options(OmegaConf.create({})) is None
 
 

@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
-from verl_qerl.algos.aqn import AQNConfig
-from verl_qerl.verl_plugin.trainer.polling import POLL_S
+from verl_qerl.verl_plugin.trainer.polling import POLL_S, Polling
+from verl_qerl.verl_plugin.trainer.trainer import prepare
 
 VERLS = 2.0
 SAMPLER = """
@@ -27,13 +27,17 @@ def buffer_of(mode, sampler=None, **nodes):
         "trainer": {"v1": {"trainer_mode": mode, "sampler": chosen | {"custom_sampler": sampler}}},
         "algorithm": {},
         "data": {"train_batch_size": 4},
-        "actor_rollout_ref": {"rollout": {"calculate_log_probs": True, "engine_kwargs": {"vllm": {}}}},
+        "actor_rollout_ref": {
+            "actor": {"strategy": "fsdp"},
+            "rollout": {"name": "vllm", "calculate_log_probs": True, "engine_kwargs": {"vllm": {}}},
+        },
         **nodes,
     }
     kind = get_trainer_cls(mode)
     trainer = kind.__new__(kind)
     trainer.config, trainer.trainer_mode = OmegaConf.create(config), mode
-    trainer._may_rescore, trainer._aqn = lambda: False, AQNConfig()
+    polling = Polling.from_config(prepare(trainer, trainer.config))
+    trainer.features = [] if polling is None else [polling]
     return trainer._build_replay_buffer()
 
 

@@ -7,8 +7,11 @@ pytest.importorskip("verl")
 import ray
 from omegaconf import OmegaConf
 
+from verl_qerl.testing import load_beside
 from verl_qerl.verl_plugin.config.rollout_options import WORKER_EXTENSION
-from verl_qerl.verl_plugin.trainer.sync_check import WeightSyncMixin
+from verl_qerl.verl_plugin.trainer.sync_check import SyncCheck
+
+featured = load_beside(__file__, "featured")
 
 
 class Server:
@@ -23,22 +26,10 @@ class Server:
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
 
-class Trainer:
-    """verl's, as far as the mixin sees it."""
-
-    def __init__(self, config):
-        self.config, self.global_steps = config, 3
-
-    def on_init_end(self):
-        pass
-
-    def on_step_end(self):
-        self._pending_sync_metrics = {"verl/own": 1}
-
-
-class Asking(WeightSyncMixin, Trainer):
+class Asking(featured.trainer_of(SyncCheck)):
     def __init__(self, config, *servers):
         super().__init__(config)
+        self.global_steps = 3
         self.servers = [Server(answers) for answers in servers]
         replicas = [type("Replica", (), {"servers": [server, None]}) for server in self.servers]
         self.llm_server_manager = type("Manager", (), {"get_replicas": lambda self: replicas})()
@@ -69,9 +60,9 @@ def test_every_step_logs_what_was_sent_and_how_long_it_took():
     trainer = Asking(config(), [[one, one], [two, two]], [[one], [two]])
     trainer.on_init_end()
     trainer.on_step_end()
-    found = trainer._pending_sync_metrics
+    found = trainer._consume_sync_metrics()
     assert found.pop("qerl/sync_s") >= 0
-    assert found == {"verl/own": 1, "qerl/sync_bytes": 10, "qerl/sync_bytes_bf16": 18}
+    assert found == {"weight_sync/seconds": 0.5, "qerl/sync_bytes": 10, "qerl/sync_bytes_bf16": 18}
 
 
 @pytest.mark.parametrize("given", [config(), ADAPTER], ids=["quantized", "adapter"])
@@ -110,7 +101,7 @@ def test_a_run_goes_on_while_the_count_grows():
     trainer.on_init_end()
     for _ in range(2):
         trainer.on_step_end()
-        assert trainer._pending_sync_metrics == {"verl/own": 1}
+        assert trainer._consume_sync_metrics() == {"weight_sync/seconds": 0.5}
     assert trainer.servers[0].num_calls == 3
 
 
@@ -128,5 +119,5 @@ def test_other_workers_are_not_asked(other):
     trainer = Asking(other, [[report(0)]])
     trainer.on_init_end()
     trainer.on_step_end()
-    assert trainer._pending_sync_metrics == {"verl/own": 1}
+    assert trainer._consume_sync_metrics() == {"weight_sync/seconds": 0.5}
     assert trainer.servers[0].num_calls == 0

@@ -1,216 +1,291 @@
-import importlib
-import logging
+"""verl's own training loop with our trainer: what noise the rollout workers hold whenever something is sampled."""
+
+import inspect
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("verl")
+pytest.importorskip("transfer_queue")
 
 import ray
 from omegaconf import OmegaConf
+from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
+from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
+from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from verl_qerl.algos.aqn import AQNConfig
+from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
 from verl_qerl.verl_plugin.trainer import trainer
-from verl_qerl.verl_plugin.trainer.trainer import WORKER_EXTENSION, NoiseMixin, ask_workers_for_noise
+from verl_qerl.verl_plugin.trainer.feature import Feature
+from verl_qerl.verl_plugin.trainer.trainer import FEATURES, FeaturedTrainer
+
+AQN = {"enabled": True, "num_stages": 4}
+MODES = ("sync", "colocate_async")
+CLEAN = (0.0, 0)
 
 
-class Base:
-    """What NoiseMixin expects of verl's PPOTrainer."""
+class Server:
+    """A rollout server with two workers; `log` receives what is done to them."""
 
-    def __init__(self, config):
-        self.config, self.timing_raw, self.log = config, {}, []
-        self.global_steps, self.total_training_steps = 0, 4
+    def __init__(self, log, norms=5):
+        self.norms = norms
+        self.collective_rpc = SimpleNamespace(remote=self._rpc)
+        self.qerl_clear_kv_cache = SimpleNamespace(remote=lambda: log.append(("clear",)))
+        self._log = log
 
-    def on_init_end(self):
-        self.log.append("sync")
-
-    def on_step_end(self):
-        self.log.append("sync")
-        self._pending_sync_metrics = {"weight_sync/seconds": 0.5}
-
-    def on_validate_begin(self):
-        self.log.append("validate")
-
-    def on_validate_end(self):
-        self.log.append("validated")
+    def _rpc(self, method, kwargs=None):
+        if method == "qerl_norm_sizes":
+            return [{"input_layernorm": 1.0, "post_attention_layernorm": 1.0}] * 2
+        if method == "qerl_last_sync":
+            return [{"number": self._log.num_syncs, "checksum": 7}] * 2
+        assert method == "qerl_set_noise"
+        self._log.append(("noise", kwargs["sigma"], kwargs["step"]))
+        return [(self.norms, 7), (self.norms, 7)]
 
 
-class Trainer(NoiseMixin, Base):
-    pass
+class Log(list):
+    """What happened, in order."""
+
+    @property
+    def num_syncs(self):
+        return sum(event[0] == "sync" for event in self)
 
 
-def configuration(aqn=None, name="vllm", mode="sync", **kwargs):
-    rollout = {"name": name, "engine_kwargs": {"vllm": kwargs}}
-    nodes = {"actor_rollout_ref": {"rollout": rollout}, "trainer": {"v1": {"trainer_mode": mode}}}
-    config = OmegaConf.create(nodes if aqn is None else nodes | {"aqn": aqn})
-    OmegaConf.set_struct(config, True)  # as Hydra does
-    return config
+class Logger:
+    def __init__(self, log):
+        self.log = lambda data, step: log.append(("metrics", step, data))
 
 
-def with_answers(monkeypatch, *answers):
-    """A trainer whose servers answer one each; returns it and the calls."""
-    calls = []
-    monkeypatch.setattr(ray, "get", lambda results: results)
-    made = Trainer(configuration({"enabled": True, "num_stages": 2}))
-    servers = [
-        SimpleNamespace(
-            collective_rpc=SimpleNamespace(remote=lambda method, kwargs, found=found: calls.append(kwargs) or found),
-            qerl_clear_kv_cache=SimpleNamespace(remote=lambda: calls.append("clear")),
-        )
-        for found in answers
-    ]
-    # The second server of a replica shares the workers of the first.
-    replicas = [SimpleNamespace(servers=[server, None]) for server in servers]
-    made.llm_server_manager = SimpleNamespace(get_replicas=lambda: replicas)
-    return made, calls
-
-
-def test_metrics_join_those_of_the_weight_sync(monkeypatch):
-    made, _ = with_answers(monkeypatch, [(3, 7)])
-    made.on_init_end()
-    made.global_steps = 3  # of the second stage of two
-    made.on_step_end()
-    assert made._pending_sync_metrics == {"weight_sync/seconds": 0.5, "aqn/sigma": 5e-4}
-    assert "set_noise" in made.timing_raw
-
-
-def test_every_replica_is_asked_once(monkeypatch):
-    made, calls = with_answers(monkeypatch, [(3, 7)], [[3, 7]])
-    made.on_init_end()
-    assert calls == [{"sigma": 0.0, "step": 1}] * 2
-
-
-@pytest.mark.parametrize(
-    ("answers", "told"),
-    [
-        ([[(3, 7)], [(2, 7)]], "[2, 3]"),
-        ([[(3, 7), (2, 7)]], "[2, 3]"),
-        ([[(0, 0)], [(0, 0)]], "[0]"),
-        ([None], "[]"),  # verl's own server, which drops the answers
-        ([[], []], "[]"),
-        ([], "[]"),
-    ],
-    ids=["replicas", "workers", "zero", "none", "empty", "no-replica"],
-)
-def test_answers_must_be_equal_and_above_zero(monkeypatch, answers, told):
-    made, _ = with_answers(monkeypatch, *answers)
-    with pytest.raises(RuntimeError) as caught:
-        made.on_init_end()
-    assert str(caught.value).startswith(f"the rollout workers set {told} norms. All must set the same number")
-    assert made.log == []  # no weights are sent after it
-
-
-@pytest.mark.parametrize("answers", [([(3, 7)], [(3, 8)]), ([(3, 7), (3, 8)],)], ids=["replicas", "workers"])
-def test_weights_must_be_equal(monkeypatch, answers):
-    made, _ = with_answers(monkeypatch, *answers)
-    with pytest.raises(RuntimeError) as caught:
-        made.on_init_end()
-    assert str(caught.value).startswith(
-        "the rollout workers set 3 norms to 2 different sets of weights at {'sigma': 0.0, 'step': 1}. All must sample"
+def configuration(mode="sync", aqn=AQN, **options):
+    """Of a run; `options` are of `trainer`."""
+    return OmegaConf.create(
+        {
+            "trainer": {"v1": {"trainer_mode": mode, "colocate_async": {"num_warmup_batches": 1}}}
+            | {"project_name": "p", "experiment_name": "e", "logger": [], "total_epochs": 100, "save_freq": -1}
+            | {"test_freq": -1, "val_before_train": False, "nnodes": 1}
+            | options,
+            "global_profiler": {"steps": None},
+            "actor_rollout_ref": {"rollout": {"name": "vllm", "engine_kwargs": {"vllm": {}}}},
+            **({"aqn": aqn} if aqn else {}),
+        }
     )
-    assert made.log == []
 
 
-@pytest.mark.parametrize("step", [0, 5])
-def test_steps_outside_of_training_have_no_noise(monkeypatch, step):
-    made, calls = with_answers(monkeypatch, [(3, 7)])
-    made._set_noise(step)
-    assert calls == [{"sigma": 0.0, "step": step}]
+@pytest.fixture
+def fit(monkeypatch):
+    """Runs verl's init() and fit() around stubs, from `start` finished steps on, and returns what happened in order."""
+    log = Log()
+
+    def recorder(name):
+        return lambda *args: log.append((name, *args))
+
+    monkeypatch.setattr(ray, "get", lambda results: results)
+    monkeypatch.setattr(trainer_base.PPOTrainer, "__init__", lambda self, config: setattr(self, "config", config))
+    monkeypatch.setattr(trainer_base, "Tracking", lambda **kwargs: Logger(log))
+    monkeypatch.setattr(trainer_base, "SkipManager", SimpleNamespace(init=lambda c: None, set_step=lambda s: None))
+    monkeypatch.setattr(trainer_base, "tq", SimpleNamespace(kv_clear=lambda **kwargs: None))
+    for name in ("_reissue_inflight_prompts", "_compute_metrics", "_start_profiling", "_stop_profiling"):
+        monkeypatch.setattr(trainer_base.PPOTrainer, name, lambda self, *args, **kwargs: None)
+    for name in ("_shutdown_dump_executor", "_save_checkpoint", "_add_async_warmup_batches"):
+        monkeypatch.setattr(trainer_base.PPOTrainer, name, lambda self, *args: None)
+
+    def run(config, steps, start=0, servers=2, norms=None):
+        mode = config.trainer.v1.trainer_mode
+        found = get_trainer_cls(mode)(config)
+
+        def setup():
+            found.global_steps, found.total_training_steps, found.steps_per_epoch = start, steps, 10
+            replicas = [SimpleNamespace(servers=[Server(log, (norms or [5] * servers)[i])]) for i in range(servers)]
+            found.llm_server_manager = SimpleNamespace(get_replicas=lambda: replicas)
+
+        found._setup = setup
+        found.checkpoint_manager = SimpleNamespace(
+            update_weights=recorder("sync"), resume_generation_replicas=recorder("resume")
+        )
+        batch = SimpleNamespace(keys=[], partition_id="train")
+        found.step = lambda metrics, timing: log.append(("sample", found.global_steps)) or batch
+        found._validate = lambda: log.append(("validate", found.global_steps)) or {"val": 1.0}
+        log.features = found.features
+        found.init()
+        found.fit(agent_loop_manager=None)
+        return log
+
+    return run
 
 
-def test_an_unknown_option_is_refused():
-    with pytest.raises(ValueError, match=r"unknown option aqn\.sigmas=1\. Known options are enabled, sigma_start"):
-        Trainer(configuration({"sigmas": 1}))
+def held(log, kind):
+    """(sigma, step) that the workers hold at each event of `kind`, which has a step of its own."""
+    now, found = None, []
+    for event in log:
+        if event[0] == "noise":
+            now = event[1:]
+        elif event[0] == kind:
+            found.append((event[1], now))
+    return found
 
 
-@pytest.mark.parametrize("mode", ["separate_async", "mine"])
-def test_a_mode_without_noise_is_refused(mode):
-    with pytest.raises(ValueError, match=rf"^trainer\.v1\.trainer_mode={mode} has no noise\. Accepted are sync, colo"):
-        Trainer(configuration({"enabled": True}, mode=mode))
-    assert not Trainer(configuration({"enabled": False}, mode=mode))._aqn.enabled
+def expected(steps, start=0, aqn=AQN):
+    config = AQNConfig(**aqn)
+    return [(step, (sigma_at_step(config, step, steps), step)) for step in range(start + 1, steps + 1)]
 
 
-def test_a_rollout_without_noise_is_refused():
-    with pytest.raises(ValueError, match=r"^actor_rollout_ref\.rollout\.name=sglang has no noise\. Accepted is vllm\."):
-        Trainer(configuration({"enabled": True}, name="sglang"))
-
-
-def test_a_vllm_outside_the_pin_is_refused(monkeypatch):
-    monkeypatch.setattr(trainer.vllm_plugin, "version_problem", lambda: "vllm is 0.25.0. Install 0.24.0.")
-    with pytest.raises(RuntimeError, match=r"^vllm is 0\.25\.0\. Install 0\.24\.0\.$"):
-        Trainer(configuration({"enabled": True}))
-    Trainer(configuration())
-
-
-def test_workers_get_extension_and_options():
-    config = configuration()
-    ask_workers_for_noise(config, AQNConfig(enabled=True, seed=3, targets=("input_layernorm",)))
-    kwargs = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm)
-    assert kwargs["worker_extension_cls"] == WORKER_EXTENSION
-    assert "scheduler_cls" not in kwargs
-    options = kwargs["additional_config"]["verl_qerl"]["aqn"]
-    assert AQNConfig.from_mapping(options) == AQNConfig(enabled=True, seed=3, targets=("input_layernorm",))
-    assert set(options) == set(AQNConfig.__dataclass_fields__)
-    assert OmegaConf.is_struct(config)  # a misspelt key is still noticed
-
-
-@pytest.mark.parametrize("draw", ["sequence", "token"])
-def test_draws_of_their_own_come_with_a_scheduler(draw):
-    config = configuration()
-    ask_workers_for_noise(config, AQNConfig(enabled=True, draw=draw))
-    kwargs = config.actor_rollout_ref.rollout.engine_kwargs.vllm
-    assert kwargs.additional_config.verl_qerl.aqn.draw == draw
-    module, _, name = kwargs.scheduler_cls.rpartition(".")
-    assert callable(getattr(importlib.import_module(module), name))
-    stock = configuration(scheduler_cls="mine.Scheduler")
-    for aqn in (AQNConfig(enabled=True), AQNConfig(enabled=True, draw=draw)):
-        ask_workers_for_noise(stock, aqn)
-        assert stock.actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls == "mine.Scheduler"
-
-
-def test_settings_of_the_user_stay():
-    config = configuration(worker_extension_cls="mine.Extension", additional_config={"mine": 1}, max_num_seqs=8)
-    ask_workers_for_noise(config, AQNConfig(enabled=True))
-    kwargs = config.actor_rollout_ref.rollout.engine_kwargs.vllm
-    assert kwargs.worker_extension_cls == "mine.Extension"
-    assert (kwargs.additional_config.mine, kwargs.max_num_seqs) == (1, 8)
-    assert kwargs.additional_config.verl_qerl.aqn.enabled
-
-
-SKIPPED = (
-    "aqn.num_stages=3 exceeds the 2 steps that the stages are spread over: some are skipped, the last of them too, and"
-    " sigma ends at 0.01 instead of sigma_end=0.0005."
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"val_before_train": True},
+        {"test_freq": 1},
+        {"test_freq": 3, "val_before_train": True},
+    ],
+    ids=["no-validation", "before", "in-the-loop", "both"],
 )
+def test_every_step_samples_with_its_own_noise(fit, mode, options):
+    log = fit(configuration(mode, **options), steps=8)
+    assert held(log, "sample") == expected(8)
+    assert len({sigma for _, (sigma, _) in held(log, "sample")}) == 4  # the stages, the first of which is clean
+    assert {state for _, state in held(log, "validate")} <= {CLEAN}
+    before = [0] if options.get("val_before_train") else []
+    freq = options.get("test_freq")
+    inside = [step for step in range(1, 9) if freq and (step % freq == 0 or step == 8)]
+    assert [step for step, _ in held(log, "validate")] == before + inside
 
 
-@pytest.mark.parametrize(("total_steps", "steps", "told"), [(None, 2, True), (2, 9, True), (None, 3, False)])
-def test_skipped_stages_are_told(monkeypatch, caplog, total_steps, steps, told):
-    made, _ = with_answers(monkeypatch, [(3, 7)])
-    made._aqn = AQNConfig(enabled=True, num_stages=3, total_steps=total_steps)
-    made.total_training_steps = steps
-    with caplog.at_level(logging.WARNING, logger=trainer.__name__):
-        made.on_init_end()
-    assert (SKIPPED in caplog.messages) == told
+@pytest.mark.parametrize("mode", MODES)
+def test_noise_is_set_before_the_weights_are_sent(fit, mode):
+    log = fit(configuration(mode), steps=4)
+    kinds = [event[0] for event in log if event[0] in ("noise", "sync", "resume", "sample")]
+    resume = ["resume"] if mode == "colocate_async" else []
+    # Two servers each time. The first sync has nothing to resume.
+    assert kinds == ["noise", "noise", "sync", *4 * ["sample", "noise", "noise", "sync", *resume]]
+
+
+def test_no_cache_outlives_a_change_of_noise(fit):
+    """verl drops the prefix cache with each weight sync; any other change needs a call of its own."""
+    log = fit(configuration(test_freq=2, val_before_train=True), steps=5)
+    fresh = True
+    for event in log:
+        if event[0] == "noise":
+            fresh = False
+        elif event[0] in ("clear", "sync"):
+            fresh = True
+        elif event[0] in ("sample", "validate"):
+            assert fresh, f"{event} reads what was computed with other weights"
+    # Both servers, clean and noisy again, at four validations: before, 2, 4, and after the last step.
+    assert log.count(("clear",)) == 2 * 2 * 4
+
+
+def test_nothing_is_left_after_the_last_step(fit):
+    log = fit(configuration(test_freq=5), steps=5)
+    noise = [event[1:] for event in log if event[0] == "noise"]
+    assert {sigma for sigma, _ in noise[-6:]} == {0.0}  # last sync, validation, end of validation
+
+
+@pytest.mark.parametrize("start", [3, 7])
+def test_resume_continues_the_schedule(fit, start):
+    log = fit(configuration(val_before_train=True), steps=8, start=start)
+    assert held(log, "sample") == expected(8, start)
+    assert log[0] == ("noise", sigma_at_step(AQNConfig(**AQN), start + 1, 8), start + 1)
+    assert held(log, "sync")[0] == (start, log[0][1:])
+
+
+def test_metrics_are_those_of_the_step_just_done(fit):
+    log = fit(configuration(test_freq=2), steps=8)
+    logged = {step: data for kind, step, data in [event for event in log if event[0] == "metrics"]}
+    found = [(step, (data["aqn/sigma"], step)) for step, data in logged.items()]
+    assert found == expected(8)
+    assert all(data["val"] == 1.0 for step, data in logged.items() if step % 2 == 0)
+
+
+@pytest.mark.parametrize("aqn", [None, {"enabled": False, "sigma_start": 0.02}], ids=["absent", "off"])
+@pytest.mark.parametrize("mode", MODES)
+def test_without_aqn_nothing_is_called_and_nothing_logged(fit, aqn, mode):
+    config = configuration(mode, aqn, test_freq=2, val_before_train=True)
+    log = fit(config, steps=4)
+    assert not [event for event in log if event[0] in ("noise", "clear")]
+    assert not any("aqn" in key for event in log if event[0] == "metrics" for key in event[2])
+    assert config.actor_rollout_ref.rollout.engine_kwargs.vllm == {}
+
+
+@pytest.mark.parametrize(("norms", "told"), [([5, 4], r"\[4, 5\]"), ([0, 0], r"\[0\]")], ids=["unequal", "none"])
+def test_workers_must_agree(fit, norms, told):
+    with pytest.raises(RuntimeError, match=f"the rollout workers set {told} norms"):
+        fit(configuration(), steps=2, norms=norms)
+
+
+def test_verls_registry_holds_our_trainers():
+    stock = {
+        "sync": PPOTrainerSync,
+        "colocate_async": PPOTrainerColocateAsync,
+        "separate_async": PPOTrainerSeparateAsync,
+    }
+    for mode, base in stock.items():
+        found = get_trainer_cls(mode)
+        assert found.__bases__ == (FeaturedTrainer, base)
+    before = dict(trainer_base.TRAINER_REGISTRY)
+    trainer.install(SimpleNamespace(trainer_base=trainer_base))
+    assert before == trainer_base.TRAINER_REGISTRY
 
 
 def test_install_replaces_every_trainer_once():
-    class Other(Base):
+    class Other(PPOTrainerSync):
         """Says what it does."""
 
-    module = SimpleNamespace(trainer_base=SimpleNamespace(TRAINER_REGISTRY={"sync": Base, "other": Other}))
+    module = SimpleNamespace(trainer_base=SimpleNamespace(TRAINER_REGISTRY={"sync": PPOTrainerSync, "other": Other}))
     trainer.install(module)
     first = dict(module.trainer_base.TRAINER_REGISTRY)
-    assert [found.__name__ for found in first.values()] == ["QerlBase", "QerlOther"]
-    assert all(issubclass(found, NoiseMixin) for found in first.values())
+    assert [found.__name__ for found in first.values()] == ["QerlPPOTrainerSync", "QerlOther"]
+    assert all(issubclass(found, FeaturedTrainer) for found in first.values())
     assert first["other"].__doc__ == "Says what it does."
     trainer.install(module)
     assert first == module.trainer_base.TRAINER_REGISTRY
 
 
-def test_a_data_parallel_rollout_is_refused():
-    config = configuration({"enabled": True})
-    OmegaConf.update(config, "actor_rollout_ref.rollout.data_parallel_size", 2, force_add=True)
-    with pytest.raises(
-        ValueError, match=r"^actor_rollout_ref\.rollout\.data_parallel_size=2 has no noise\. Accepted is 1\."
-    ):
-        Trainer(config)
+OWN = ("_tell", "_errors_told")
+
+
+def functions_of(cls):
+    return {name: found for name, found in vars(cls).items() if inspect.isfunction(found) and name != "__init__"}
+
+
+def test_overrides_are_of_methods_that_verl_has_and_call_them():
+    # The generator of `_errors_told` wraps one.
+    overrides = {
+        name: found for name, found in functions_of(FeaturedTrainer).items() if name not in ("_tell", "_errors_told")
+    }
+    assert len(overrides) == 13
+    assert not [name for name in overrides if not hasattr(trainer_base.PPOTrainer, name)]
+    assert not [name for name, found in overrides.items() if "__class__" not in found.__code__.co_freevars]
+
+
+def test_every_hook_is_called_and_has_a_user():
+    """A misspelt hook of a feature would never be called."""
+    hooks = functions_of(Feature).keys()
+    used = {
+        name for feature in FEATURES for name in functions_of(feature) if name.startswith(("on_", "before_", "after_"))
+    }
+    assert used == hooks
+    called = {
+        constant
+        for found in functions_of(FeaturedTrainer).values()
+        for constant in inspect.unwrap(found).__code__.co_consts
+        if isinstance(constant, str)
+    }
+    assert hooks <= called
+
+
+def test_features_are_called_in_their_order(fit):
+    """Noise before the sync whose time is taken, the check of the sync before the norms are asked about."""
+    log = fit(configuration(), steps=1)
+    found = [type(feature).__name__ for feature in log.features]
+    assert found == [
+        "EngineHealth",
+        "Noise",
+        "SyncCheck",
+        "NoiseEffect",
+        "Gate",
+        "NoiseSchedule",
+        "Polling",
+        "CriticWithoutMark",
+    ]

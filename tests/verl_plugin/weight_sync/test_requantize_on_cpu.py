@@ -11,6 +11,7 @@ from verl_qerl.checkpoints.manifest import NAME, Manifest, checksum
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import FORMATS, get_format
 from verl_qerl.formats.nvfp4_layout import quantization_config
+from verl_qerl.formats.reference import dequantize
 from verl_qerl.verl_plugin.weight_sync.requantize import check_unquantized, quantized_for_rollout
 
 Q, K, V = (f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
@@ -66,7 +67,7 @@ def test_a_quantized_directory_cannot_be_trained(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     check_unquantized(str(tmp_path), "nvfp4")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization_config()}))
-    with pytest.raises(CheckpointFormatError, match=r"is quantized already \(compressed-tensors\) and model\.lora_r"):
+    with pytest.raises(CheckpointFormatError, match=r"is quantized already \(nvfp4\) and model\.lora_r"):
         check_unquantized(str(tmp_path), "nvfp4")
 
 
@@ -87,4 +88,4 @@ def test_what_the_actor_rounds_to_is_what_a_sync_brings(name):
     found = round_group({module: tensors[f"{module}.weight"] for module in (Q, K, V)}, form)
     for module in (Q, K, V):
         there = {part: parts[f"{module}.{part}"] for part in form.parts}
-        assert torch.equal(found[module], form.dequantize(there, torch.float32)), module
+        assert torch.equal(found[module], dequantize(form.from_tensors(module, there), torch.float32)), module

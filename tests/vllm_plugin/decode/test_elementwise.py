@@ -42,7 +42,7 @@ SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
 SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
 SCALED |= {"original_max_position_embeddings": 64}
 MODELS = {"qwen3": {}, "llama": {"rope_parameters": SCALED}}
-REPLACED = {"qwen3": {"EarlyQwen3Attention": 4}, "llama": {"EarlyRotaryEmbedding": 1}}
+REPLACED = {"qwen3": {"EarlyQwen3Attention": 4}, "llama": {"PDLRotaryEmbedding": 1}}
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -55,7 +55,7 @@ def test_log_probs_are_those_of_vllms_kernels(family, run_script, tmp_path):
     model.save_pretrained(tmp_path / "bf16")
     vllms = {"linear": "stock", "attention": "stock", "lora": "stock", "sampler": "stock"}
     ours, stock = (run_script(SCRIPT, str(tmp_path / "bf16"), json.dumps(options)) for options in ({}, vllms))
-    assert ours["kinds"].items() >= {"EarlyRMSNorm": 9, "EarlySiluAndMul": 4, **REPLACED[family]}.items()
+    assert ours["kinds"].items() >= {"PDLRMSNorm": 9, "PDLSiluAndMul": 4, **REPLACED[family]}.items()
     assert not any(kind.startswith("Early") for kind in stock["kinds"])
     (scored, answers), (its_scored, its_answers) = (zip(*engine["texts"], strict=True) for engine in (ours, stock))
     differences = testing.compare_greedy(answers, its_answers).differences

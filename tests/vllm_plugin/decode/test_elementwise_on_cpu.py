@@ -17,12 +17,12 @@ from vllm.model_executor.models.qwen3 import Qwen3Attention
 from verl_qerl.vllm_plugin import worker as worker_module
 from verl_qerl.vllm_plugin.decode.elementwise import (
     EarlyQwen3Attention,
-    EarlyRMSNorm,
-    EarlyRotaryEmbedding,
-    EarlySiluAndMul,
-    use_early_starts,
+    PDLRMSNorm,
+    PDLRotaryEmbedding,
+    PDLSiluAndMul,
+    use_programmatic_launch,
 )
-from verl_qerl.vllm_plugin.weights.linear import tiled_columns
+from verl_qerl.vllm_plugin.weights.linear import repacked_in_features
 
 K = 128
 
@@ -52,7 +52,7 @@ def test_the_bits_are_those_of_vllm(layer, dtype):
     alone, both, activated = norm(x.clone()), norm(x.clone(), residual.clone()), act.forward_native(wide)
     positions, q, k = torch.arange(7), torch.randn(7, 192).bfloat16(), torch.randn(7, 64).bfloat16()
     turned = layer["rotary_emb"].forward_native(positions, q, k)
-    assert use_early_starts(layer, {K}) == 3
+    assert use_programmatic_launch(layer, {K}) == 3
     assert all(torch.equal(*pair) for pair in zip(layer["rotary_emb"](positions, q, k), turned, strict=True))
     assert layer["rotary_emb"](positions, q)[1] is None  # a model without keys of its own
     assert torch.equal(norm(x), alone)
@@ -63,12 +63,12 @@ def test_the_bits_are_those_of_vllm(layer, dtype):
 
 
 def test_only_rows_that_a_tiled_linear_multiplies(layer):
-    assert use_early_starts(layer, {K}) == 3
-    assert [type(module) for module in layer.values()] == [EarlyRMSNorm, RMSNorm, EarlyRotaryEmbedding, EarlySiluAndMul]
+    assert use_programmatic_launch(layer, {K}) == 3
+    assert [type(module) for module in layer.values()] == [PDLRMSNorm, RMSNorm, PDLRotaryEmbedding, PDLSiluAndMul]
 
 
 def test_without_tiled_linears_nothing_is_replaced(layer):
-    assert use_early_starts(layer, set()) == 0
+    assert use_programmatic_launch(layer, set()) == 0
     assert [type(module) for module in layer.values()] == [RMSNorm, RMSNorm, RotaryEmbedding, SiluAndMul]
 
 
@@ -76,9 +76,9 @@ def test_without_tiled_linears_nothing_is_replaced(layer):
 def test_norms_of_one_dtype_can_be_left_out(layer, dtype):
     layer["input_layernorm"].weight.data = layer["input_layernorm"].weight.data.to(dtype)
     left = dtype == torch.bfloat16
-    norm = RMSNorm if left else EarlyRMSNorm
-    assert use_early_starts(layer, {K}, left=torch.bfloat16) == (2 if left else 3)
-    assert [type(module) for module in layer.values()] == [norm, RMSNorm, EarlyRotaryEmbedding, EarlySiluAndMul]
+    norm = RMSNorm if left else PDLRMSNorm
+    assert use_programmatic_launch(layer, {K}, left=torch.bfloat16) == (2 if left else 3)
+    assert [type(module) for module in layer.values()] == [norm, RMSNorm, PDLRotaryEmbedding, PDLSiluAndMul]
 
 
 class Scaled(RMSNorm):
@@ -92,7 +92,7 @@ def test_what_computes_something_else_stays():
         for head_size, rotary_dim, is_neox_style in ((64, 32, True), (64, 64, False)):
             modules.append(RotaryEmbedding(head_size, rotary_dim, 512, 1e4, is_neox_style, torch.bfloat16))
     kinds = [type(module) for module in modules]
-    assert use_early_starts(torch.nn.ModuleList(modules), {K}) == 0
+    assert use_programmatic_launch(torch.nn.ModuleList(modules), {K}) == 0
     assert [type(module) for module in modules] == kinds
 
 
@@ -105,8 +105,8 @@ def test_rotations_of_other_frequencies_are_replaced():
     given = torch.arange(7), torch.randn(7, 192).bfloat16(), torch.randn(7, 64).bfloat16()
     expected = scaled.forward_native(*given)
     assert not torch.equal(expected[0], usual.forward_native(*given)[0])
-    assert use_early_starts(torch.nn.Sequential(torch.nn.Linear(1, 1), *rotations), {K}) == 1
-    assert [type(one) for one in rotations] == [EarlyRotaryEmbedding, MRotaryEmbedding]
+    assert use_programmatic_launch(torch.nn.Sequential(torch.nn.Linear(1, 1), *rotations), {K}) == 1
+    assert [type(one) for one in rotations] == [PDLRotaryEmbedding, MRotaryEmbedding]
     assert all(torch.equal(*pair) for pair in zip(scaled(*given), expected, strict=True))
 
 
@@ -131,7 +131,7 @@ def test_heads_are_normalized_as_vllm_does():
     positions, x = torch.arange(7), torch.randn(7, 256).bfloat16()
     one.rotary_emb._forward_method = one.rotary_emb.forward_native  # vLLM's for a CPU rounds otherwise
     expected = one(positions, x)
-    assert use_early_starts(one, {K}) == 2
+    assert use_programmatic_launch(one, {K}) == 2
     assert type(one) is EarlyQwen3Attention
     assert torch.equal(one(positions, x), expected)
     # Positions of images and text go to the modules themselves.
@@ -142,7 +142,7 @@ def test_heads_are_normalized_as_vllm_does():
 def test_heads_that_the_kernel_does_not_take_stay(options):
     with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(mode=0))):
         one = attention(**options)
-    use_early_starts(one, {K})
+    use_programmatic_launch(one, {K})
     assert type(one) is Qwen3Attention
 
 
@@ -152,8 +152,8 @@ def test_columns_are_those_of_linears_with_a_plan():
         layer.qerl_plan = plan  # empty on a CPU
     model[0].weight = torch.nn.Parameter(torch.zeros(8, 8))
     model[2].weight = torch.nn.Parameter(torch.zeros(16, 8))
-    assert tiled_columns(model) == {128, 256}
-    assert tiled_columns(torch.nn.ReLU()) == set()
+    assert repacked_in_features(model) == {128, 256}
+    assert repacked_in_features(torch.nn.ReLU()) == set()
 
 
 def kinds_of(worker) -> list[str]:
@@ -163,7 +163,7 @@ def kinds_of(worker) -> list[str]:
 @pytest.fixture
 def hopper(monkeypatch):
     """As if linears of 128 columns were tiled, as they are on a GPU."""
-    monkeypatch.setattr(worker_module, "tiled_columns", lambda model: {K})
+    monkeypatch.setattr(worker_module, "repacked_in_features", lambda model: {K})
     _ROPE_DICT.clear()  # engines of one process share them
     yield
     _ROPE_DICT.clear()
@@ -173,11 +173,11 @@ def hopper(monkeypatch):
 def test_an_engine_computes_the_same(start, model_dir, prompt_log_probs, hopper, monkeypatch, options):
     engine = start(model_dir("qwen3"), **options)
     kinds = engine.collective_rpc(kinds_of)[0]
-    assert kinds.count("EarlyRMSNorm") == 5
+    assert kinds.count("PDLRMSNorm") == 5
     assert kinds.count("EarlyQwen3Attention") == 2
     assert kinds.count("RMSNorm") == 4  # of heads: their attention reads the weights
-    assert kinds.count("EarlySiluAndMul") == 2
-    assert kinds.count("EarlyRotaryEmbedding") == 1  # all layers have one
+    assert kinds.count("PDLSiluAndMul") == 2
+    assert kinds.count("PDLRotaryEmbedding") == 1  # all layers have one
     found = prompt_log_probs(engine)
     monkeypatch.undo()
     _ROPE_DICT.clear()
@@ -210,5 +210,5 @@ def test_norms_stay_where_vllm_fuses_them(layer, hopper, fuses, noisy):
     worker_module.prepare_model(worker, config)
     assert type(layer["act"]) is SiluAndMul
     worker.load_model()
-    assert type(layer["act"]) is EarlySiluAndMul
+    assert type(layer["act"]) is PDLSiluAndMul
     assert (type(layer["input_layernorm"]) is RMSNorm) == (fuses and not noisy)

@@ -41,7 +41,7 @@ def main():
     llm = start(model, {"aqn": {"enabled": True, "draw": draw}}, max_num_seqs=24, **options)
     kinds = llm.collective_rpc(lambda worker: [
         type(module).__name__ for module in worker.model_runner.get_model().modules()])[0]
-    seen = {"kinds": [kinds.count(kind) for kind in ("RowRMSNorm", "EarlyRMSNorm")], "clean": decode(llm)}
+    seen = {"kinds": [kinds.count(kind) for kind in ("RowRMSNorm", "PDLRMSNorm")], "clean": decode(llm)}
     one = [(5 * i + 1) % 1000 for i in range(40)]
     mixed = [[(7 * i + length) % 1000 for i in range(length)] for length in range(5, 53)]
     quiet = ask(llm, [one] * 8, [None] * 8)

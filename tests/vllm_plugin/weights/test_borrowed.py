@@ -28,7 +28,7 @@ def main(path, adapter, shared):
               load_format="verl_qerl_nvfp4", quantization="verl_qerl_nvfp4",
               hf_overrides={"quantization_config": quantization_config()},
               model_loader_extra_config={"scale": "minmax", "share_base": shared},
-              worker_extension_cls="verl_qerl.vllm_plugin.worker.NoiseWorkerExtension",
+              worker_extension_cls="verl_qerl.vllm_plugin.worker.RolloutWorkerExtension",
               additional_config={"verl_qerl": {"aqn": {"enabled": True}}})
     params = SamplingParams(temperature=0, max_tokens=16, logprobs=0, ignore_eos=True, detokenize=False)
 

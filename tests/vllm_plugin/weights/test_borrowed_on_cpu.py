@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
 
 from verl_qerl.modules.placement.lending import Lender, meeting_place
-from verl_qerl.modules.placement.shared_base import SharedBase, TiledGroup
+from verl_qerl.modules.placement.shared_base import RepackedGroup, SharedBase
 from verl_qerl.vllm_plugin.weights.borrowed import BorrowedKernel, BorrowedNVFP4, attach, borrowed_by, is_borrowing
 
 pytestmark = pytest.mark.usefixtures("sockets")
@@ -147,7 +147,7 @@ def layers(**shapes: tuple[int, int]) -> torch.nn.Module:
 def test_the_base_of_another_model_is_refused(monkeypatch, model, message):
     monkeypatch.setenv("VERL_RAY_JOB_ID", "other")
     monkeypatch.setenv("VERL_REPLICA_RANK", "3")
-    group = TiledGroup(("o_proj",), (64,), 16, 0)
+    group = RepackedGroup(("o_proj",), (64,), 16, 0)
     flat = torch.zeros(group.num_bytes, dtype=torch.uint8)
     lender = Lender(SharedBase(flat, (group,)), meeting_place("other", 3))
     members = {name: [name] for name, _ in model.named_children()}

@@ -56,7 +56,8 @@ def models(tmp_path_factory):
     import peft
 
     from verl_qerl.checkpoints.experts import ADAPTED
-    from verl_qerl.checkpoints.source import open_source, stream
+    from verl_qerl.checkpoints.source import open_source
+    from verl_qerl.checkpoints.stream import packed_stream
     from verl_qerl.cli.quantize import quantize_checkpoint
     from verl_qerl.formats.reference import dequantize
 
@@ -75,7 +76,7 @@ def models(tmp_path_factory):
     )
     model.save_pretrained(folder / "bf16")
     quantize_checkpoint(folder / "bf16", folder / "nvfp4")
-    for name, item in stream(open_source(folder / "nvfp4")):
+    for name, item in packed_stream(open_source(folder / "nvfp4")):
         if not isinstance(item, torch.Tensor):
             set_linear(model, name, dequantize(item))
     model = model.float().cuda()
@@ -115,7 +116,7 @@ def test_marlin_computes_with_the_decoded_experts_stock_and_ours(models, run_scr
         "hf_overrides": {"quantization_config": quantization_config()},
         "enable_lora": True,
         "max_lora_rank": 16,
-        "worker_extension_cls": "verl_qerl.vllm_plugin.worker.NoiseWorkerExtension",
+        "worker_extension_cls": "verl_qerl.vllm_plugin.worker.RolloutWorkerExtension",
         "additional_config": {"verl_qerl": {}},
     }
     adapter = str(folder / "adapter")

@@ -9,8 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from verl_qerl.checkpoints.digest import check_same_base, weight_digest
 from verl_qerl.checkpoints.experts import ADAPTED
-from verl_qerl.checkpoints.source import open_source, stream
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.checkpoints.source import open_source
+from verl_qerl.checkpoints.stream import packed_stream
+from verl_qerl.formats import PackedWeight
+from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.formats.reference import dequantize
 from verl_qerl.testing import rms_error_ratio, set_linear
 
@@ -50,7 +52,7 @@ def engine(start, source):
 @pytest.fixture(scope="module")
 def packed(source):
     """What the stream makes of the bf16 directory, by module."""
-    return {name: item for name, item in stream(source) if isinstance(item, PackedWeight)}
+    return {name: item for name, item in packed_stream(source) if isinstance(item, PackedWeight)}
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +113,7 @@ def test_the_comparison_sees_experts_that_changed_places(tolerance, truth, dense
     assert error({}) > 3 * tolerance
     assert error(packed | {name.format(e): packed[name.format((e + 1) % 4)] for e in range(4)}) > 3 * tolerance
     weight = packed[name.format(1)]
-    twice = PackedWeight(weight.codes, weight.block_scale, 2 * weight.global_decode_scale)
+    twice = nvfp4_weight(weight.codes, weight.block_scale, 2 * weight.global_decode_scale)
     assert error(packed | {name.format(1): twice}) > tolerance
 
 
@@ -169,7 +171,7 @@ def test_digests_name_every_expert(engine, packed):
     name = "model.layers.2.mlp.experts.3.up_proj"
     codes = packed[name].codes.clone()
     codes[7, 3] ^= 1
-    broken = PackedWeight(codes, packed[name].block_scale, packed[name].global_decode_scale)
+    broken = nvfp4_weight(codes, packed[name].block_scale, packed[name].global_decode_scale)
     with pytest.raises(ValueError, match=rf"1 of {len(expected)} differ, first '{name}'"):
         check_same_base(expected | {name: weight_digest(broken)}, digests_in(engine))
 

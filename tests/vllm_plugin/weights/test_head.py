@@ -20,7 +20,7 @@ def decode(lm_head, sleeps):
               kv_cache_memory_bytes=1 << 30, skip_tokenizer_init=True, enable_sleep_mode=sleeps,
               load_format="verl_qerl_nvfp4", quantization="verl_qerl_nvfp4",
               hf_overrides={"quantization_config": quantization_config()},
-              worker_extension_cls="verl_qerl.vllm_plugin.worker.NoiseWorkerExtension",
+              worker_extension_cls="verl_qerl.vllm_plugin.worker.RolloutWorkerExtension",
               additional_config={"verl_qerl": {"lm_head": lm_head}})
     params = SamplingParams(temperature=0, max_tokens=16, logprobs=0, prompt_logprobs=0, ignore_eos=True,
                             detokenize=False)

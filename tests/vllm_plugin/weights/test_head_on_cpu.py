@@ -104,7 +104,7 @@ def test_a_bf16_model_with_no_format_of_ours(vllm, model_dir, prompt_log_probs):
             kv_cache_memory_bytes=1 << 26,
             max_model_len=256,
             max_num_seqs=4,
-            worker_extension_cls="verl_qerl.vllm_plugin.worker.NoiseWorkerExtension",
+            worker_extension_cls="verl_qerl.vllm_plugin.worker.RolloutWorkerExtension",
             additional_config={"verl_qerl": additional},
         )
 
@@ -115,7 +115,7 @@ def test_a_bf16_model_with_no_format_of_ours(vllm, model_dir, prompt_log_probs):
 def test_a_sync_of_quantized_weights_rounds_the_new_head(start, model_dir, prompt_log_probs):
     from verl_qerl.checkpoints.groups import linears_among
     from verl_qerl.checkpoints.manifest import with_manifest
-    from verl_qerl.checkpoints.quantize_stream import quantize_stream
+    from verl_qerl.checkpoints.stream import quantize_stream
     from verl_qerl.formats import get_format
     from verl_qerl.vllm_plugin.weights.reload import InPlaceReload
 

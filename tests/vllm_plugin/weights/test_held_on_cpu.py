@@ -101,7 +101,7 @@ def sync(worker, path, form, factor, num_before):
     from safetensors.torch import load_file
     from verl_qerl.formats import get_format
     from verl_qerl.checkpoints.manifest import with_manifest
-    from verl_qerl.checkpoints.quantize_stream import quantize_stream
+    from verl_qerl.checkpoints.stream import quantize_stream
     from verl_qerl.checkpoints.groups import linears_among
     from verl_qerl.vllm_plugin.weights.reload import InPlaceReload
 
@@ -121,7 +121,7 @@ def main():
     llm = LLM(path, dtype="bfloat16", enforce_eager=True, load_format=name, quantization=name, max_model_len=256,
               tensor_parallel_size=2, max_num_seqs=4, kv_cache_memory_bytes=1 << 26, enable_prefix_caching=False,
               hf_overrides={"quantization_config": get_format(form).config()},
-              worker_extension_cls="verl_qerl.vllm_plugin.worker.NoiseWorkerExtension")
+              worker_extension_cls="verl_qerl.vllm_plugin.worker.RolloutWorkerExtension")
 
     def ask():
         ids = [(7 * i) % 500 for i in range(100)]

@@ -29,7 +29,7 @@ def main():
               skip_tokenizer_init=True, load_format="verl_qerl_nvfp4", quantization="verl_qerl_nvfp4",
               enable_lora=True, max_lora_rank=16, enable_prefix_caching=False,
               hf_overrides={"quantization_config": quantization_config()},
-              worker_extension_cls="verl_qerl.vllm_plugin.worker.NoiseWorkerExtension",
+              worker_extension_cls="verl_qerl.vllm_plugin.worker.RolloutWorkerExtension",
               additional_config={"verl_qerl": json.loads(options)})
     first, second = LoRARequest("first", 1, first), LoRARequest("second", 2, second)
 
@@ -67,7 +67,8 @@ def models(tmp_path_factory):
     """(bf16 directory, first adapter on all linears of rank 16, second on two of rank 8, reference log-probs)."""
     import peft
 
-    from verl_qerl.checkpoints.source import open_source, stream
+    from verl_qerl.checkpoints.source import open_source
+    from verl_qerl.checkpoints.stream import packed_stream
     from verl_qerl.formats.reference import dequantize
 
     folder = tmp_path_factory.mktemp("models")
@@ -77,7 +78,7 @@ def models(tmp_path_factory):
         for name, parameter in base.named_parameters():
             parameter.normal_(std=0.5) if "bias" in name else None
     base.save_pretrained(folder / "bf16")
-    for name, item in stream(open_source(folder / "bf16")):
+    for name, item in packed_stream(open_source(folder / "bf16")):
         if not isinstance(item, torch.Tensor):
             base.get_submodule(name).weight.data = dequantize(item)
     model = base.float().cuda().eval()

@@ -1,4 +1,4 @@
-"""Which layers TiledKernel leaves to Marlin, and that it says so. The rest needs a GPU: test_linear.py."""
+"""Which layers W4A16Kernel leaves to Marlin, and that it says so. The rest needs a GPU: test_linear.py."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("vllm")
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
 
-from verl_qerl.kernels.rollout.tiled import untile
+from verl_qerl.kernels.rollout.repacking import undo_repack
 from verl_qerl.testing import random_packed_weight
 from verl_qerl.vllm_plugin.weights import linear, plans
 
@@ -19,7 +19,7 @@ CPU = "an unknown GPU"
 def kernel(monkeypatch):
     """Made without the question whether this machine has a GPU; `left` are the layers that went to Marlin."""
     plans.say_once.cache_clear()
-    made = linear.TiledKernel.__new__(linear.TiledKernel)
+    made = linear.W4A16Kernel.__new__(linear.W4A16Kernel)
     made.config, made._resident, made.left = NvFp4LinearLayerConfig(), False, []
     made._marlin = SimpleNamespace(process_weights_after_loading=made.left.append)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: CPU)
@@ -39,7 +39,7 @@ def layer_of(N: int, K: int, dtype: torch.dtype = torch.bfloat16, weight=None) -
 
 
 def test_it_asks_for_hopper():
-    assert linear.TiledKernel.is_supported() == (False, "there is no GPU")
+    assert linear.W4A16Kernel.is_supported() == (False, "there is no GPU")
 
 
 def test_a_layer_is_arranged_and_keeps_its_values(kernel, monkeypatch):
@@ -48,7 +48,7 @@ def test_a_layer_is_arranged_and_keeps_its_values(kernel, monkeypatch):
     layer = layer_of(192, 128, weight=weight)
     kernel.process_weights_after_loading(layer)
     assert layer.qerl_plan == "192x128"
-    back = untile(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
+    back = undo_repack(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
     assert torch.equal(back.codes, weight.codes)
     assert torch.equal(back.block_scale.view(torch.uint8), weight.block_scale.view(torch.uint8))
     x = torch.randn(3, 128).bfloat16()

@@ -10,8 +10,8 @@ from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats import get_format
-from verl_qerl.formats.packed import QuantizedWeight, dequantize
+from verl_qerl.formats import PackedWeight, get_format
+from verl_qerl.formats.reference import dequantize
 
 FORMS = ("fp8", "int8", "mxfp4")
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -23,7 +23,7 @@ BOUNDS = {"fp8": 0.045, "int8": 0.016, "mxfp4": 0.009}
 
 def weights(folder, name):
     items = packed_stream(open_source(folder), get_format(name))
-    return {module: item for module, item in items if isinstance(item, QuantizedWeight)}
+    return {module: item for module, item in items if isinstance(item, PackedWeight)}
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.checkpoints.source import open_source, stream
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.checkpoints.source import open_source
+from verl_qerl.checkpoints.stream import packed_stream
+from verl_qerl.formats import NVFP4, PackedWeight
 
 pytest.importorskip("vllm")
 
 
 def digests_of(path, scale: str = "minmax") -> dict[str, str]:
-    items = stream(open_source(path), scale)
+    items = packed_stream(open_source(path), NVFP4(scale=scale))
     return {name: weight_digest(item) for name, item in items if isinstance(item, PackedWeight)}
 
 

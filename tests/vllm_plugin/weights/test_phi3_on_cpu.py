@@ -9,8 +9,9 @@ pytest.importorskip("peft")
 
 import peft
 
-from verl_qerl.checkpoints.source import open_source, stream
-from verl_qerl.formats.reference import DEFAULT_SCALE, dequantize
+from verl_qerl.checkpoints.source import open_source
+from verl_qerl.checkpoints.stream import packed_stream
+from verl_qerl.formats.reference import dequantize
 
 LINEARS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 
@@ -42,7 +43,7 @@ def phi3(tmp_path_factory):
             if parameter.ndim == 2:
                 parameter.mul_(3)  # so that log-probs are far from uniform
     model.save_pretrained(folder / "bf16")
-    for name, item in stream(open_source(folder / "bf16"), DEFAULT_SCALE):
+    for name, item in packed_stream(open_source(folder / "bf16")):
         if not isinstance(item, torch.Tensor):
             model.get_submodule(name).weight.data = dequantize(item).bfloat16()
     adapted = peft.get_peft_model(

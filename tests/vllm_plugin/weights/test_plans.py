@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_qerl.kernels.rollout.tiled_launch import TOKENS
-from verl_qerl.kernels.rollout.tiled_matmul import tiled_matmul
+from verl_qerl.kernels.rollout.w4a16_launch import TOKENS
+from verl_qerl.kernels.rollout.w4a16_matmul import w4a16_matmul
 from verl_qerl.testing import load_beside
 
 pytest.importorskip("vllm")
@@ -22,7 +22,7 @@ ROWS = (1, *TOKENS, 70, 140, 272, 288, 380, 600)
 @pytest.fixture(scope="module")
 def kernel():
     """What the tests of the kernel build and assert."""
-    return load_beside(str(Path(__file__).parents[2] / "kernels" / "rollout" / "unwritten.py"), "test_tiled_matmul")
+    return load_beside(str(Path(__file__).parents[2] / "kernels" / "rollout" / "unwritten.py"), "test_w4a16_matmul")
 
 
 @pytest.mark.parametrize("weight", SHIPPED, ids=str)
@@ -34,7 +34,7 @@ def test_launches_that_ship_give_the_product(weight, kernel):
         x, launch = torch.randn(rows, K, device="cuda").bfloat16(), plan.launch(rows)
         adapter = kernel.build_adapter(K, (N,), 32, rows)
         kernel.poison(rows, N)
-        out = tiled_matmul(x, *tensors, None, adapter, launch)
+        out = w4a16_matmul(x, *tensors, None, adapter, launch)
         kernel.assert_adapted(out, x, x.double() @ dense.T, adapter, (N,), kernel.own_parts(launch))
-        assert torch.equal(out, tiled_matmul(x, *tensors, None, adapter, launch))
+        assert torch.equal(out, w4a16_matmul(x, *tensors, None, adapter, launch))
     kernel.assert_flags_are_left_at_zero()

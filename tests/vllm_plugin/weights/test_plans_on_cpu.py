@@ -8,14 +8,14 @@ import pytest
 
 pytest.importorskip("vllm")
 from verl_qerl.cli.tune_shapes import MODELS
-from verl_qerl.kernels.rollout.tiled_launch import (
+from verl_qerl.kernels.rollout.w4a16_launch import (
     EACH,
     GATHERED,
     SHAPES,
-    STREAM,
+    STREAM_K,
     TOKENS,
     Launch,
-    can_make_low,
+    can_make_intermediate,
     guess_launch,
     rows_at_a_time,
 )
@@ -44,9 +44,11 @@ def test_a_table_that_ships_has_the_shapes_that_tune_measures(shape, gpu, tables
     assert list(row["launches"]) == [str(tokens) for tokens in TOKENS]
     for tokens, values in row["launches"].items():
         launch = Launch(*values)
-        assert (launch.pieces, launch.groups, launch.blocks) in SHAPES[rows_at_a_time(int(tokens), launch)]
-        assert launch.split == STREAM or 1 <= launch.split <= 8
-        assert launch.low == GATHERED or can_make_low(int(tokens), launch)
+        assert (launch.warp_tiles, launch.warpgroups, launch.blocks_per_sm) in SHAPES[
+            rows_at_a_time(int(tokens), launch)
+        ]
+        assert launch.split_k == STREAM_K or 1 <= launch.split_k <= 8
+        assert launch.intermediate == GATHERED or can_make_intermediate(int(tokens), launch)
 
 
 @pytest.fixture
@@ -54,7 +56,7 @@ def compiled(monkeypatch):
     """What is compiled when a plan is made."""
     found = []
     monkeypatch.setattr(plans, "PLANS", {})
-    monkeypatch.setattr(plans.tiled_matmul, "prepare", found.extend)
+    monkeypatch.setattr(plans.w4a16_matmul, "prepare", found.extend)
     return found
 
 
@@ -86,20 +88,20 @@ def test_one_alike_is_right_more_often_than_the_guess(tables):
         if plans.distance(near, (N, K)) >= plans._ALIKE:
             continue
         for tokens in TOKENS:
-            fastest = Launch(*row["launches"][str(tokens)])._replace(low=GATHERED)
-            alike = plans.choose_launch(table[near], N, K, tokens)._replace(low=GATHERED)
+            fastest = Launch(*row["launches"][str(tokens)])._replace(intermediate=GATHERED)
+            alike = plans.choose_launch(table[near], N, K, tokens)._replace(intermediate=GATHERED)
             found.update(alike=alike == fastest, guess=guess_launch(N, K, tokens) == fastest, all=1)
     assert found["all"] > 300
     assert found["alike"] > 2 * found["guess"]
 
 
 def test_a_launch_that_shares_k_is_for_no_more_rows_than_it_was_measured_with():
-    stream, shared = Launch(1, 3, STREAM, 1), Launch(2, 2, 4, 1)
+    stream, shared = Launch(1, 3, STREAM_K, 1), Launch(2, 2, 4, 1)
     plan = plans.Plan((*[Launch(2, 1, 1, 2)] * 6, stream, stream, shared), 1 << 30, 1 << 30)
     assert plan.launch(256) == shared
     assert plan.launch(180) == plan.launch(300) == stream
-    assert plan.launch(512) == Launch(1, 2, STREAM, 1)
-    assert set(plan.kernels()) == {*zip(TOKENS, plan.launches, strict=True), (256, Launch(1, 2, STREAM, 1))}
+    assert plan.launch(512) == Launch(1, 2, STREAM_K, 1)
+    assert set(plan.kernels()) == {*zip(TOKENS, plan.launches, strict=True), (256, Launch(1, 2, STREAM_K, 1))}
 
 
 def test_a_table_says_how_low_rank_is_made_or_it_is_gathered(tables, compiled):

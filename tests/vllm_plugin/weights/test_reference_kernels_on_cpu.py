@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 pytest.importorskip("vllm")
 
 from verl_qerl.formats import get_format
+from verl_qerl.formats.reference import dequantize
 from verl_qerl.testing import assert_close, rms_error_ratio
 
 MULTIPLIES = "onednn_multiplies_int8"
@@ -32,12 +33,12 @@ def test_linears_compute_what_the_format_says(name, start, model_dir, monkeypatc
         x = torch.randn(3, 5, linear.input_size, generator=generator).bfloat16()
         bias = torch.randn(linear.output_size, generator=generator).bfloat16()
         weights = [form.quantize(stored[f"model.layers.1.{member}.weight"]) for member in members]
-        dense = torch.cat([form.dequantize(weight, torch.float32) for weight in weights])
+        dense = torch.cat([dequantize(weight, torch.float32) for weight in weights])
         found = linear.quant_method.apply(linear, x, bias)
         assert (found.shape, found.dtype) == ((3, 5, linear.output_size), torch.bfloat16)
         whole = x.float() @ dense.t() + bias.float()
         rows = x.view(15, -1)
-        rounded = form.dequantize(form.quantize(rows), torch.float32).view(x.shape)  # a scale a token
+        rounded = dequantize(form.quantize(rows), torch.float32).view(x.shape)  # a scale a token
         expected = rounded @ dense.t() + bias.float() if form.quantizes_activations else whole
         assert_close(found.float(), expected, 3e-3)  # bf16's rounding of the result: 1.7e-3
         if form.quantizes_activations:

@@ -10,8 +10,9 @@ pytest.importorskip("vllm")
 
 from verl_qerl.checkpoints.groups import linears_among
 from verl_qerl.checkpoints.manifest import NAME, with_manifest
-from verl_qerl.checkpoints.quantize_stream import quantize_stream
+from verl_qerl.checkpoints.stream import quantize_stream
 from verl_qerl.formats import get_format
+from verl_qerl.formats.reference import dequantize
 
 FORMATS = ("int8", "fp8", "nvfp4", "mxfp4")
 DOWN = "model.layers.1.mlp.down_proj"
@@ -75,7 +76,7 @@ def expected_log_probs(reference_log_probs):
         modules = linears_among({name: tensor.shape for name, tensor in tensors.items()}, None, "the test")
         for module in modules:
             parts = {part: held.pop(f"{module}.{part}") for part in get_format(form).parts}
-            held[f"{module}.weight"] = get_format(form).dequantize(parts, torch.float32)
+            held[f"{module}.weight"] = dequantize(get_format(form).from_tensors(module, parts), torch.float32)
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder)).float()
         model.load_state_dict({name: tensor.float() for name, tensor in held.items()}, strict=False)
         model.tie_weights()
@@ -93,6 +94,7 @@ ENGINES = [
     ("int8", "llama-tied"),
     ("fp8", "qwen3-tied"),
     ("nvfp4", "qwen3"),
+    ("nvfp4", "qwen2"),
     ("mxfp4", "mistral-tied"),
 ]
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from verl_qerl import __version__
 from verl_qerl.checkpoints.digest import model_digest
-from verl_qerl.checkpoints.source import pack
+from verl_qerl.checkpoints.stream import pack
 from verl_qerl.checkpoints.writer import ShardedWriter, quantized_specs
 from verl_qerl.cli.export.adapter import Adapter, read_adapter, write_peft
 from verl_qerl.cli.export.arguments import FORMS, LAYOUTS, WITH_BASE
@@ -37,9 +37,9 @@ from verl_qerl.cli.model_dir import (
     write_json,
 )
 from verl_qerl.cli.output_dir import check_absent, new_directory
-from verl_qerl.formats.nvfp4_layout import modelopt_config, modelopt_legacy_config, nvfp4_specs, quantization_config
-from verl_qerl.formats.nvfp4_weight import Packed, PackedWeight
-from verl_qerl.formats.reference import DEFAULT_SCALE, relative_error
+from verl_qerl.formats import PackedWeight, scaled_format
+from verl_qerl.formats.nvfp4_layout import modelopt_config, modelopt_legacy_config
+from verl_qerl.formats.reference import relative_error
 from verl_qerl.formats.tensor_spec import TensorSpec
 
 
@@ -123,7 +123,7 @@ class _Export:
     ) -> None:
         self.folder, self.form, self.base, self.adapter = folder, form, base, adapter
         self.checkpoint, self.options, self.device = checkpoint, options, device
-        self.scale = options.scale or (base.scale if form in LAYOUTS else None) or DEFAULT_SCALE
+        self.format = scaled_format("nvfp4", options.scale or (base.scale if form in LAYOUTS else None))
         # Before the long work: a model without a tokenizer is refused here.
         self.tokens = tokenize(base.source.path, options.prompts) if options.prompts else []
         self.merge: Merge | None = None
@@ -177,7 +177,7 @@ class _Export:
             "layers": layers,
         }
         if self.form in LAYOUTS:
-            report["scale"] = self.scale
+            report["scale"] = self.format.scale
             report["log_probs"] = self.log_probs
         return report
 
@@ -201,7 +201,7 @@ class _Export:
 
     def _write_model(
         self,
-        items: Iterable[tuple[str, Packed | torch.Tensor]],
+        items: Iterable[tuple[str, PackedWeight | torch.Tensor]],
         specs: Mapping[str, TensorSpec],
         config: dict[str, Any],
         layout: str = "compressed-tensors",
@@ -221,17 +221,17 @@ class _Export:
         def observe(module: str, weight: torch.Tensor, packed: PackedWeight) -> None:
             layers[module] = {"shape": packed.shape, "relative_error": relative_error(weight, packed)}
 
-        items = pack(merge.tensors(), self.base.linears, self.scale, observe)
+        items = pack(merge.tensors(), self.base.linears, self.format, observe)
         digests = self._write_packed(items, LAYOUTS[self.form])
         for module, layer in layers.items():
             layer |= {"digest": digests[module], "relative_update": 0.0}
         return layers
 
-    def _write_packed(self, items: Iterable[tuple[str, Packed | torch.Tensor]], layout: str) -> dict[str, str]:
+    def _write_packed(self, items: Iterable[tuple[str, PackedWeight | torch.Tensor]], layout: str) -> dict[str, str]:
         """A quantized model in a layout; digests of its packed weights."""
-        make = modelopt_config if layout == "modelopt" else quantization_config
+        make = modelopt_config if layout == "modelopt" else self.format.config
         config = self.base.source.config | {"quantization_config": make(self.base.ignore)}
-        specs = quantized_specs(self.base.specs, self.base.linears, partial(nvfp4_specs, layout=layout))
+        specs = quantized_specs(self.base.specs, self.base.linears, partial(self.format.specs, layout=layout))
         digests = self._write_model(items, specs, config, layout)
         if layout == "modelopt":
             write_json(self.folder / "hf_quant_config.json", modelopt_legacy_config(self.base.ignore))

@@ -9,17 +9,16 @@ import torch
 
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.record import BaseRecord, read_whole
-from verl_qerl.checkpoints.source import Source, check_format, open_source, stored_tensors
-from verl_qerl.checkpoints.stream import packed_names, packed_stream
+from verl_qerl.checkpoints.source import Source, open_source, stored_tensors
+from verl_qerl.checkpoints.stream import check_format, packed_names, packed_stream
 from verl_qerl.cli.export.adapter import Adapter
 from verl_qerl.cli.export.fsdp_checkpoint import Checkpoint
 from verl_qerl.cli.model_dir import QUANTIZATION_REPORT
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats import scaled_format
+from verl_qerl.formats import DEFAULT_FORMAT, PackedWeight, get_format, scaled_format
 from verl_qerl.formats.ignore import DEFAULT_IGNORE, is_packed_module, is_router
-from verl_qerl.formats.nvfp4_layout import PART_NAMES, is_activation_scale
-from verl_qerl.formats.nvfp4_weight import Packed
-from verl_qerl.formats.packed import dequantize
+from verl_qerl.formats.nvfp4_layout import is_activation_scale
+from verl_qerl.formats.reference import dequantize
 from verl_qerl.formats.tensor_spec import DTYPES, TensorSpec
 
 
@@ -60,7 +59,7 @@ class Base:
 
         Weights that are quantized again with another one lose more than a step of the grid.
         """
-        if self.source.layout == "bf16":
+        if self.source.format is None:
             return self.record.scale if self.record else None
 
         def make(report: Any) -> set[str]:
@@ -75,7 +74,7 @@ class Base:
         """Name of the weight format of `linears`: as training saw them, nvfp4 where that was not packed."""
         return _format(self.source, self.record)
 
-    def items(self, device: str) -> Iterator[tuple[str, Packed | torch.Tensor]]:
+    def items(self, device: str) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
         """The model as training saw it; see `checkpoints.stream`."""
         if not self.is_packed:
             return stored_tensors(self.source, device)
@@ -104,7 +103,7 @@ def open_base(path: str | Path | None, checkpoint: Checkpoint) -> Base:
         )
     name = str(path or named)
     source = open_source(name)
-    form = scaled_format(_format(source, record))
+    form = get_format(_format(source, record))
     check_format(source, form.name)
     linears = packed_names(source, form, record.ignore if record else None)
     if source.format is None:
@@ -121,7 +120,7 @@ def matrix_shapes(source: Source) -> dict[str, tuple[int, ...]]:
     """Module -> (out, in) of every matrix of a model in bf16 or in a format of ours."""
     if source.format is None:
         return _matrices(source.specs)
-    return _matrices(_dense_specs(source, packed_names(source, scaled_format(source.format))))
+    return _matrices(_dense_specs(source, packed_names(source, get_format(source.format))))
 
 
 def _matrices(specs: Mapping[str, TensorSpec]) -> dict[str, tuple[int, ...]]:
@@ -133,7 +132,7 @@ def _matrices(specs: Mapping[str, TensorSpec]) -> dict[str, tuple[int, ...]]:
 
 
 def _format(source: Source, record: BaseRecord | None) -> str:
-    return record.format if record else source.format or "nvfp4"
+    return record.format if record else source.format or DEFAULT_FORMAT.name
 
 
 def _bf16(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
@@ -144,8 +143,8 @@ def _bf16(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
 
 
 def _dense_specs(source: Source, packed: set[str]) -> dict[str, TensorSpec]:
-    form = scaled_format(source.format or "nvfp4")
-    parts = PART_NAMES.get(source.layout, form.parts)
+    form = get_format(source.format or "")
+    parts = form.layouts[source.layout]
     specs = {}
     for name, spec in source.specs.items():
         module, _, kind = name.rpartition(".")
@@ -190,19 +189,19 @@ class Merge:
         for name, _, merged in self._walk():
             yield name, merged
 
-    def beside_the_adapter(self) -> Iterator[tuple[str, Packed | torch.Tensor]]:
+    def beside_the_adapter(self) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
         """(linear, packed weight) and (name, tensor): the base with trained norms, for the adapter to be put on.
 
         The rest is as in `tensors`.
         """
         for name, item, _ in self._walk():
-            yield name.removesuffix(".weight") if isinstance(item, Packed) else name, item
+            yield name.removesuffix(".weight") if isinstance(item, PackedWeight) else name, item
 
-    def _walk(self) -> Iterator[tuple[str, Packed | torch.Tensor, torch.Tensor]]:
+    def _walk(self) -> Iterator[tuple[str, PackedWeight | torch.Tensor, torch.Tensor]]:
         """(name, what the adapter is put on, the merged tensor)."""
         self._check_others()
         for name, item in self.base.items(self.device):
-            if isinstance(item, Packed):
+            if isinstance(item, PackedWeight):
                 self._check_digest(name, item)
                 self.observe(item.size_bytes)
                 yield f"{name}.weight", item, self._merge(name, dequantize(item, torch.float32))
@@ -291,7 +290,7 @@ class Merge:
                     " --base."
                 )
 
-    def _check_digest(self, module: str, weight: Packed) -> None:
+    def _check_digest(self, module: str, weight: PackedWeight) -> None:
         self.digests[module] = weight_digest(weight)
         if self.base.record and self.base.record.digests.get(module) != self.digests[module]:
             raise self._other_base(module)

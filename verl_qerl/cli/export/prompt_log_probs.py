@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from verl_qerl.checkpoints.source import open_source, stream
+from verl_qerl.checkpoints.source import open_source
+from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli.data import read_jsonl
-from verl_qerl.formats.nvfp4_weight import PackedWeight
+from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.reference import dequantize
 
 Prompt = str | list[dict[str, str]]
@@ -87,7 +88,8 @@ def log_prob_change(
     model.tie_weights()
     model.to(device)
     before = _log_probs(model, tokens, device)
-    packed = (pair for pair in stream(open_source(quantized), device=device) if isinstance(pair[1], PackedWeight))
+    items = packed_stream(open_source(quantized), device=device)
+    packed = (pair for pair in items if isinstance(pair[1], PackedWeight))
     _fill(model, ((f"{name}.weight", dequantize(item)) for name, item in packed))  # type: ignore[arg-type]
     change = _log_probs(model, tokens, device) - before
     return {
@@ -135,7 +137,7 @@ def _empty_model(folder: Path) -> Any:
 def _fill(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     for name, tensor in tensors:
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, torch.nn.Parameter(tensor, requires_grad=False))
+        model.get_submodule(parent).register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=False))
 
 
 def _log_probs(model: Any, tokens: Sequence[Sequence[int]], device: str) -> torch.Tensor:

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from verl_qerl.formats import reference
-from verl_qerl.formats.nvfp4_weight import BLOCK_SIZE, PackedWeight
+from verl_qerl.formats import NVFP4, PackedWeight
+from verl_qerl.formats.nvfp4 import BLOCK_SIZE
 from verl_qerl.kernels.actor.triton_launch import TritonLauncher
 
 # Rows and blocks of 16 that a program decodes, and its warps: the first that wastes little at the end of a row, else
@@ -40,7 +40,7 @@ def dequantize_nvfp4(
     """
     scales = global_decode_scale.reshape(-1)
     parts = zip(codes.chunk(len(scales)), block_scale.view(torch.float8_e4m3fn).chunk(len(scales)), scales, strict=True)
-    decoded = [reference.dequantize(PackedWeight(*part), dtype) for part in parts]
+    decoded = [NVFP4().dequantize(part, dtype) for part in parts]
     return decoded[0] if len(decoded) == 1 else torch.cat(decoded)
 
 

@@ -3,7 +3,7 @@
 On a GPU one pass: a byte (MXFP4: 17/32) read and two written a weight, where the torch expressions write float32 first.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,19 +17,19 @@ _ROWS, _BYTES, _WARPS = 4, 512, 4  # that a program reads
 
 
 def dequantize_format(
-    form: WeightFormat, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16
+    form: WeightFormat, tensors: Sequence[torch.Tensor], dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
     """Decode a weight of INT8, FP8 or MXFP4.
 
     Args:
         form: The format.
-        tensors: Its parts, of a weight [N, K], on one device.
+        tensors: As `PackedWeight.tensors`, of a weight [N, K], on one device.
         dtype: bfloat16, float16 or float32 (elsewhere than on a GPU: any).
 
     Returns:
         [N, K] of `dtype`: a product in float32, rounded once.
     """
-    codes, scale = (tensors[part] for part in form.parts)
+    codes, scale = tensors
     return launch(form.name, codes, scale, dtype) if codes.is_cuda else form.dequantize(tensors, dtype)
 
 

@@ -1,12 +1,13 @@
 // One new token of each sequence attends to what a paged cache holds of it, and its key and value go into the cache.
 //
 // Compiled for HEAD (columns of a head: 64, 128), GROUP (heads of q on one of k and v, up to 8), WARPS and STAGES. The
-// cache is read in chunks of 16 tokens of one head. All chunks of all sequences stand in one row, of which every block
-// has an equal share, whatever the lengths; its warps take turns, each with a ring of its own. What belongs to one head of
-// one sequence is added up in shared memory, and where it crosses blocks by the last of them, in a fixed order.
+// cache is read in chunks of 16 tokens of one head. Chunks of all sequences are laid end to end, and every block gets an
+// equal share of them, whatever the lengths (as stream-K does with steps); its warps take turns, each with a ring buffer of
+// its own. Partial results of one head of one sequence are added in shared memory, and where they cross blocks by the last
+// of them, in a fixed order.
 //
-// Until await_inputs only what the kernels of a graph do not write is read: lengths, tables and the cache. Of the row that
-// this kernel writes anything may come; the new token takes its place.
+// Until await_inputs only what the kernels of a graph do not write is read: lengths, tables and the cache. The row that
+// this kernel writes may hold anything; the new token takes its place.
 
 #define VECTORS (HEAD / 8)      // of 16 bytes, in a row of a head
 #define PITCH (HEAD + 4)        // floats between rows of sums: no two lanes in one bank
@@ -179,7 +180,7 @@ __device__ __forceinline__ void give(const float* laid, uint4* y, float* parts, 
 }
 
 // q, k, v and y are in 16 bytes; y is contiguous, the others have strides. Rows of y of sequences without tokens are zero.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 attention(const __grid_constant__ TensorMap cache, const uint4* q, const uint4* k, const uint4* v, uint4* cache_rows,
           const int* lengths, const int* tables, const long long* slots, uint4* y, float* parts, unsigned* counters,
           int sequences, int heads, int table_stride, int page, int q_stride,

@@ -89,7 +89,7 @@ def _shared_bytes(head_size: int, sequences: int) -> int:
 
 def source(head_size: int, group: int) -> str:
     """CUDA C++ of the kernel for heads of this size, `group` of q on one of k and v."""
-    return read_source(*_FILES, HEAD=head_size, GROUP=group, WARPS=_WARPS, STAGES=_STAGES, BLOCKS=_BLOCKS)
+    return read_source(*_FILES, HEAD=head_size, GROUP=group, WARPS=_WARPS, STAGES=_STAGES, BLOCKS_PER_SM=_BLOCKS)
 
 
 @functools.cache

@@ -1,5 +1,5 @@
 // The four registers of a left operand of m16n8k16 (or of a warp's part of wgmma), in bf16, from one word of codes in
-// the layout of kernels/rollout/tiled.py; shared by the kernels that multiply by 4-bit weights.
+// the layout of kernels/rollout/repacking.py; shared by the kernels that multiply by 4-bit weights.
 //
 // Exactness: a code moved to the low exponent bits of a bf16 is its value times 2^-126, a block scale with 238 added to
 // its exponent is its value times 2^118, and their product, six significant bits, is exact. What is decoded is the weight
@@ -9,7 +9,7 @@ typedef unsigned int u32;
 typedef unsigned short u16;
 
 // Factors as arguments of the kernel: a product runs beside the masks, shifts by a constant would compete with them. There
-// are as few masks as the layout of kernels/rollout/tiled.py allows: they, not memory, are what few rows wait for.
+// are as few masks as the layout of kernels/rollout/repacking.py allows: they, not memory, are what few rows wait for.
 struct Factors {
   u32 scale;   // 2^4
   u32 second;  // 2^3: so far right of their place the second codes of a word lie

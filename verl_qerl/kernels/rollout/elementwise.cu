@@ -1,6 +1,6 @@
-// RMSNorm after the residual's addition, SiLU times its neighbour, and the rotation of q and k, with a norm of each head
-// before it if the model has one: what lies between linears.
-// At few rows all of it is latency: a row a block, every load under way at once, and started early (grid.cuh).
+// The elementwise kernels between linears: RMSNorm after the residual's addition, SiLU(gate) * up, and the rotation of q
+// and k, with a norm of each head before it if the model has one. With few rows all of it is latency: one row a block,
+// all loads in flight at once, and programmatic dependent launch (grid.cuh).
 //
 // Compiled for THREADS, CHUNKS (8 columns each, of a thread's part of a row), WIDE (a norm's weight in float32), NORMS
 // (heads are normalized before they are rotated) and ROWS (each token has a norm's weight of its own).

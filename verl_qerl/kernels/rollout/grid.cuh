@@ -1,4 +1,4 @@
-// Starting early (kernels/rollout/launch.py): what a block may do before and after the kernels before it have ended.
+// Programmatic dependent launch (kernels/rollout/launch.py): what a block may do before the kernels before it have ended.
 //
 // A grid may start when every block of the grid before has called start_next or ended. It ends only after all its blocks
 // have returned from await_inputs, that is after the grid before has ended, and so on: whoever returns from await_inputs
@@ -9,5 +9,5 @@
 
 __device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// For every thread that touches other memory; without an early start it returns at once.
+// For every thread that touches other memory; without programmatic dependent launch it returns at once.
 __device__ __forceinline__ void await_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

@@ -13,11 +13,17 @@ from typing import Any
 
 import torch
 
-_CLUSTER, _EARLY = 4, 6  # CU_LAUNCH_ATTRIBUTE_: CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION
+_CLUSTER, _PDL = 4, 6  # CU_LAUNCH_ATTRIBUTE_: CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION
 _UNSIGNED = {1: 0, 2: 1, 8: 4}  # CUtensorMapDataType by bytes
 _SWIZZLE_128, _PROMOTE_256 = 3, 3  # of CUtensorMapSwizzle and CUtensorMapL2promotion
 
-starts_early = True  # `early_starts` of the rollout's options
+programmatic_launch = True
+
+
+def set_programmatic_launch(on: bool) -> None:
+    """Have the kernels of this process start early in CUDA graphs, as they do by default, or not."""
+    global programmatic_launch
+    programmatic_launch = on
 
 
 class _Attribute(ctypes.Structure):
@@ -78,8 +84,8 @@ def _attributes(cluster: int) -> Any:
     attributes = [_Attribute(_CLUSTER)]
     attributes[0].value[:3] = (cluster, 1, 1)
     # Outside of a graph the host is slower than what this gains, and weights may be written just before.
-    if starts_early and torch.cuda.is_current_stream_capturing():
-        attributes.append(_Attribute(_EARLY))
+    if programmatic_launch and torch.cuda.is_current_stream_capturing():
+        attributes.append(_Attribute(_PDL))
         attributes[1].value[0] = 1
     return (_Attribute * len(attributes))(*attributes)
 

@@ -1,5 +1,5 @@
-// low = x a^T in bf16, divided by what tiled_matmul multiplies its sums by at the end (256 times the global scale, a power
-// of two), zero for rows without the adapter: a right operand of tiled_matmul.
+// low = x a^T in bf16, divided by what w4a16_matmul multiplies its sums by at the end (256 times the global scale, a power
+// of two), zero for rows without the adapter: a right operand of w4a16_matmul.
 //
 // Latency is all: a cluster shares K, each of its warps takes 32 of K at a time, all loads under way at once. Sums go
 // through shared memory, of the cluster in the end, and are added in a fixed order.

@@ -1,11 +1,11 @@
-// low = x a^T in bf16, over what the sums are multiplied by at the end (256 times the global scale, a power of two), zero
-// for rows without the adapter.
+// low = x a^T, the LoRA intermediate, in bf16, divided by what the sums are multiplied by at the end (256 times the global
+// scale, a power of two); zero for rows without the adapter.
 //
-// With few rows warps beside those that multiply by w make it meanwhile: it costs no launch. The first blocks of the grid
+// With few rows it is computed by warps beside those that multiply by w, and costs no launch. The first blocks of the grid
 // share the work: a task is 16 rows of x, 8 * LOW_TILES rows of a and a part of K. Its sums go through global memory; in
-// blocks that add the adapter the same warps wait for all tasks and add their sums in a fixed order. Or EACH block makes
-// what it needs (own_low.cuh). With more rows low is GIVEN by a launch before (low_rank.cu), which takes less time, and
-// goes through the ring.
+// blocks that add the adapter the same warps wait for all tasks and add their sums in a fixed order. Or EACH block
+// computes what it needs (own_intermediate.cuh). With more rows it is GIVEN by the launch before (low_rank.cu), which
+// takes less time, and goes through the ring.
 
 #if !GIVEN && !EACH
 
@@ -151,28 +151,28 @@ __device__ __forceinline__ void gather_low(u32 to, const LowRank& r, float facto
 
 // Rows of b for the steps [from, from + 32) of the rank, as a left operand.
 __device__ __forceinline__ const u32* place_in_b(const u16* b, int rank, int N, int column, int unit, int lane, int i) {
-  const int step = i / (PIECES * 4), p = i / 4 % PIECES, half = i % 2;
+  const int step = i / (WARP_TILES * 4), p = i / 4 % WARP_TILES, half = i % 2;
   const int n = min(column + (unit + p) * 16 + half * 8 + lane / 4, N - 1);
   return reinterpret_cast<const u32*>(b + (size_t)n * rank + step * 16 + i % 4 / 2 * 8 + lane % 4 * 2);
 }
 
 // Up to 64 of the rank, from `first` on; low holds them in the swizzle of x.
 __device__ __forceinline__ void multiply_low(u32 low, const u16* b, int rank, int first, int N, int column, int unit,
-                                             int lane, float (&sum)[PIECES][TOKENS / 2]) {
+                                             int lane, float (&sum)[WARP_TILES][TOKENS / 2]) {
 #pragma unroll 1
   for (int from = first; from < min(rank, first + 64); from += 32) {
-    u32 a[2][PIECES][4];
+    u32 a[2][WARP_TILES][4];
 #pragma unroll
-    for (int i = 0; i < 2 * PIECES * 4; i++) {
+    for (int i = 0; i < 2 * WARP_TILES * 4; i++) {
       const u32* at = place_in_b(b + from, rank, N, column, unit, lane, i);
-      a[i / (PIECES * 4)][i / 4 % PIECES][i % 4] = from + i / (PIECES * 4) * 16 + i % 4 / 2 * 8 < rank ? __ldg(at) : 0;
+      a[i / (WARP_TILES * 4)][i / 4 % WARP_TILES][i % 4] = from + i / (WARP_TILES * 4) * 16 + i % 4 / 2 * 8 < rank ? __ldg(at) : 0;
     }
     const u64 operand = descriptor(low) + (from - first) / 8;
     order_registers();
 #pragma unroll
     for (int step = 0; step < 2; step++) {
 #pragma unroll
-      for (int p = 0; p < PIECES; p++) wgmma(sum[p], a[step][p], operand + step * 2);
+      for (int p = 0; p < WARP_TILES; p++) wgmma(sum[p], a[step][p], operand + step * 2);
     }
     commit();
     wait_products<0>();

@@ -1,4 +1,4 @@
-"""X A^T for 65 rows and more, as `tiled_matmul` wants it: in CUDA C++ (low_rank.cu), a launch of its own.
+"""X A^T for 65 rows and more, as `w4a16_matmul` wants it: in CUDA C++ (low_rank.cu), a launch of its own.
 
 With fewer rows that kernel makes it by itself, in less time than a launch takes. Here it is made once for all parts
 that the rows are multiplied in.

@@ -1,26 +1,26 @@
-// A ring in shared memory that copies fill, 64 of K at a time: codes and scales by one lane, x by another, in the swizzle
-// that wgmma reads. Readers say when they have read.
+// A ring buffer in shared memory, filled 64 of K at a time: codes and scales by one producer lane, x by another, in the
+// swizzle that wgmma reads. Consumers signal each stage that they have read.
 
-#define COLUMNS (64 * PIECES * GROUPS)
-#define WORKERS (GROUPS * 128)  // threads that multiply
+#define COLUMNS (64 * WARP_TILES * WARPGROUPS)
+#define WORKERS (WARPGROUPS * 128)  // consumer threads
 #define X_BYTES (TOKENS * 128)
-#define X_ROWS (TOKENS / TWINS)  // that a copy brings
+#define X_ROWS (TOKENS / MULTICAST)  // that a copy brings
 #define WORD_BYTES (4 * COLUMNS * 8)
 #define SCALE_BYTES (4 * COLUMNS)
 #define PITCH (COLUMNS + 4)  // floats between rows of the sums in shared memory: no two lanes in one bank
-#define SUM_BYTES (STREAM ? 0 : TOKENS * PITCH * 4)  // of the sums, which take the place of what the ring held
+#define SUM_BYTES (STREAM_K ? 0 : TOKENS * PITCH * 4)  // of the sums, which take the place of what the ring held
 #define OUT_PITCH (COLUMNS + 8)  // the same for y in bf16, OUT_TOKENS rows at a time, a part of TOKENS
 
 __device__ __forceinline__ void join_workers() { asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory"); }
 
-// A stage of the ring may be filled again, by all who fill it.
+// A stage of the ring may be filled again, by all blocks that fill it.
 __device__ __forceinline__ void release(u32 empty) {
-  if (TWINS == 1) arrive(empty);
-  for (u32 twin = 0; TWINS > 1 && twin < TWINS; twin++) arrive_at(empty, twin);
+  if (MULTICAST == 1) arrive(empty);
+  for (u32 rank = 0; MULTICAST > 1 && rank < MULTICAST; rank++) arrive_at(empty, rank);
 }
 
-// The same to this place in both twins, each of which has its own barrier at `barrier`.
-__device__ __forceinline__ void copy_to_twins(u32 to, const TensorMap& map, int column, int row, u32 barrier, u64 policy) {
+// The same to this address of both blocks of the cluster, each of which has its own barrier at `barrier`.
+__device__ __forceinline__ void copy_to_both(u32 to, const TensorMap& map, int column, int row, u32 barrier, u64 policy) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], "
       "[%1, {%2, %3}], [%4], %5, %6;" ::"r"(to),
@@ -56,24 +56,24 @@ struct Segment {
 // follow each other, so that w comes from L2 for all but the first.
 __device__ __forceinline__ Segment segment_at(int from, int to, int steps, int row_tiles) {
   const int tile = from / steps, first = from - tile * steps, columns = tile / row_tiles;
-  return {(columns * TWINS + (int)blockIdx.x % TWINS) * COLUMNS, tile % row_tiles * TOKENS, first,
+  return {(columns * MULTICAST + (int)blockIdx.x % MULTICAST) * COLUMNS, tile % row_tiles * TOKENS, first,
           min(steps - first, to - from)};
 }
 
-// Which entries of low belong to columns, and how many stages of the ring they take: one for all warpgroups, where the
-// columns of this block (and its twin, whose ring turns with this one) are of one member, otherwise one for each.
+// Which entries of the LoRA intermediate belong to columns, and how many stages of the ring they take: one for all warpgroups, where the
+// columns of this block (and of the other one of a multicast cluster) are of one member, otherwise one for each.
 struct Members {
   const int* of_entry;
   int rank, per_entry, N;
   __device__ __forceinline__ int chunks() const { return (rank + 63) / 64; }  // of low, a stage each
   __device__ __forceinline__ int at(int column) const { return __ldg(of_entry + min(column, N - 1) / per_entry); }
   __device__ __forceinline__ int stages(int column) const {
-    const int from = column / (COLUMNS * TWINS) * (COLUMNS * TWINS);
-    return at(from) == at(from + COLUMNS * TWINS - 1) ? 1 : GROUPS;
+    const int from = column / (COLUMNS * MULTICAST) * (COLUMNS * MULTICAST);
+    return at(from) == at(from + COLUMNS * MULTICAST - 1) ? 1 : WARPGROUPS;
   }
 };
 
-// Of a segment, the stages that hold low instead of x: the last ones, where it begins with the first step of its columns.
+// Of a segment, the stages that hold the LoRA intermediate instead of x: the last ones, where it begins with the first step of its columns.
 __device__ __forceinline__ int low_stages(const Members& of, const Segment& segment) {
   return GIVEN && of.rank && segment.first == 0 ? of.stages(segment.column) * of.chunks() : 0;
 }
@@ -124,9 +124,9 @@ __device__ __forceinline__ void fill_x(const Places& at, const TensorMap& x, con
     const u32 full = at.full + ring.slot * 8;
     expect(full, X_BYTES);
     const u32 to = at.x + ring.slot * X_BYTES;
-#if TWINS > 1
-    const int row = blockIdx.x % TWINS * X_ROWS;
-    copy_to_twins(to + row * 128, x, step * 64, segment.row + row, full, policy);
+#if MULTICAST > 1
+    const int row = blockIdx.x % MULTICAST * X_ROWS;
+    copy_to_both(to + row * 128, x, step * 64, segment.row + row, full, policy);
 #else
     copy_block(to, x, step * 64, segment.row, full, policy);
 #endif
@@ -135,7 +135,7 @@ __device__ __forceinline__ void fill_x(const Places& at, const TensorMap& x, con
   const int chunks = members.chunks(), count = low_stages(members, segment);
   for (int i = 0; i < count; i++) {
     await_free(at, ring, filled);
-    const int first = members.at(segment.column + i / chunks * 64 * PIECES) * members.rank + i % chunks * 64;
+    const int first = members.at(segment.column + i / chunks * 64 * WARP_TILES) * members.rank + i % chunks * 64;
     const u32 full = at.full + ring.slot * 8;
     expect(full, X_BYTES);
     for (int row = 0; row < TOKENS; row += X_ROWS) {

@@ -1,23 +1,24 @@
-// Sums of the multiplying warps to y: among thread blocks that have parts of K, in float32 and in a fixed order, then
-// through shared memory, so that rows of y are written whole.
+// Epilogue: partial sums of thread blocks that share K are added in float32 and in a fixed order, then y is written
+// through shared memory in whole rows.
 
-#if STREAM
+#if STREAM_K
 
 __device__ __forceinline__ int share_end(int total, int share) {
-  return (int)((long long)total * (share + 1) / (gridDim.x / TWINS));
+  return (int)((long long)total * (share + 1) / (gridDim.x / MULTICAST));
 }
 
-// A block gives at most one part away, that with which its share begins; twins have the same share, and places of their own.
-__device__ __forceinline__ int place_of(int share) { return share * TWINS + blockIdx.x % TWINS; }
+// A block gives at most one partial sum away, that with which its share begins. Blocks of a multicast cluster have the same
+// share, and places of their own.
+__device__ __forceinline__ int place_of(int share) { return share * MULTICAST + blockIdx.x % MULTICAST; }
 
 __device__ __forceinline__ float4* part_of(float4* parts, int place) {
-  return parts + (size_t)place * (PIECES * TOKENS / 8 * WORKERS) + threadIdx.x;
+  return parts + (size_t)place * (WARP_TILES * TOKENS / 8 * WORKERS) + threadIdx.x;
 }
 
-__device__ __forceinline__ void give_sums(float4* parts, int* flags, int place, const float (&sum)[PIECES][TOKENS / 2]) {
+__device__ __forceinline__ void give_sums(float4* parts, int* flags, int place, const float (&sum)[WARP_TILES][TOKENS / 2]) {
   float4* to = part_of(parts, place);
 #pragma unroll
-  for (int i = 0; i < PIECES * TOKENS / 8; i++) {
+  for (int i = 0; i < WARP_TILES * TOKENS / 8; i++) {
     const float* four = sum[i / (TOKENS / 8)] + i % (TOKENS / 8) * 4;
     __stcg(to + i * WORKERS, make_float4(four[0], four[1], four[2], four[3]));
   }
@@ -26,7 +27,7 @@ __device__ __forceinline__ void give_sums(float4* parts, int* flags, int place, 
   if (threadIdx.x == 0) asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flags + place) : "memory");
 }
 
-__device__ __forceinline__ void take_sums(float4* parts, int* flags, int place, float (&sum)[PIECES][TOKENS / 2]) {
+__device__ __forceinline__ void take_sums(float4* parts, int* flags, int place, float (&sum)[WARP_TILES][TOKENS / 2]) {
   if (threadIdx.x == 0) {
     int there;
     do {
@@ -37,7 +38,7 @@ __device__ __forceinline__ void take_sums(float4* parts, int* flags, int place, 
   join_workers();
   const float4* from = part_of(parts, place);
 #pragma unroll
-  for (int i = 0; i < PIECES * TOKENS / 8; i++) {
+  for (int i = 0; i < WARP_TILES * TOKENS / 8; i++) {
     const float4 next = __ldcg(from + i * WORKERS);
     float* four = sum[i / (TOKENS / 8)] + i % (TOKENS / 8) * 4;
     four[0] += next.x, four[1] += next.y, four[2] += next.z, four[3] += next.w;
@@ -46,12 +47,12 @@ __device__ __forceinline__ void take_sums(float4* parts, int* flags, int place, 
 
 // Through shared memory of its own, since the ring is being filled for the next columns.
 __device__ __forceinline__ void write_tile(u32 out, u16* y, const u16* bias, float factor, int M, int N, int column,
-                                           int unit, int lane, const float (&sum)[PIECES][TOKENS / 2]) {
+                                           int unit, int lane, const float (&sum)[WARP_TILES][TOKENS / 2]) {
 #pragma unroll
   for (int from = 0; from < TOKENS; from += OUT_TOKENS) {
     if (from > 0) join_workers();
 #pragma unroll
-    for (int i = 0; i < PIECES * OUT_TOKENS / 2; i++) {
+    for (int i = 0; i < WARP_TILES * OUT_TOKENS / 2; i++) {
       const int p = i / (OUT_TOKENS / 2), j = i % (OUT_TOKENS / 2);
       const int token = j / 4 * 8 + lane % 4 * 2 + j % 2, n = (unit + p) * 16 + j % 4 / 2 * 8 + lane / 4;
       const float added = bias && column + n < N ? from_bf16(__ldg(bias + column + n)) : 0.0f;
@@ -75,9 +76,9 @@ __device__ __forceinline__ void write_tile(u32 out, u16* y, const u16* bias, flo
 #else
 
 // Sums of this thread's lane to [TOKENS][PITCH] floats.
-__device__ __forceinline__ void store_sums(u32 to, int unit, int lane, const float (&sum)[PIECES][TOKENS / 2]) {
+__device__ __forceinline__ void store_sums(u32 to, int unit, int lane, const float (&sum)[WARP_TILES][TOKENS / 2]) {
 #pragma unroll
-  for (int p = 0; p < PIECES; p++) {
+  for (int p = 0; p < WARP_TILES; p++) {
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; i++) {
       const int token = i / 4 * 8 + lane % 4 * 2 + i % 2, n = (unit + p) * 16 + i % 4 / 2 * 8 + lane / 4;

@@ -12,6 +12,6 @@ __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-// d += a x, and for EACH the same with a in shared memory; written by kernels/rollout/tiled_matmul.py, since the number of operands
+// d += a x, and for EACH the same with a in shared memory; written by kernels/rollout/w4a16_matmul.py, since the number of operands
 // depends on TOKENS.
 @WGMMA@

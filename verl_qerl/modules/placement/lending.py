@@ -24,7 +24,7 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from verl_qerl import __version__
-from verl_qerl.modules.placement.shared_base import SharedBase, TiledGroup
+from verl_qerl.modules.placement.shared_base import RepackedGroup, SharedBase
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ def borrow(path: Path, device: torch.device) -> Borrowed:
     rebuild, arguments = found["handle"]
     if device.type == "cuda":
         arguments = (*arguments[:_DEVICE], device.index or 0, *arguments[_DEVICE + 1 :])
-    groups = tuple(TiledGroup(*group) for group in found["groups"])
+    groups = tuple(RepackedGroup(*group) for group in found["groups"])
     return Borrowed(SharedBase(rebuild(*arguments), groups), pid, owner)
 
 

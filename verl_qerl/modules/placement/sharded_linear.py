@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from verl_qerl.checkpoints.manifest import checksum
-from verl_qerl.formats.nvfp4_weight import BLOCK_SIZE, PackedWeight
+from verl_qerl.formats import PackedWeight
+from verl_qerl.formats.nvfp4 import BLOCK_SIZE, nvfp4_weight
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 
 _HEAD = 16  # bytes of the decode scale with its padding: what follows starts where a kernel can load it in one piece
@@ -141,7 +142,7 @@ class ShardedNVFP4Linear(NVFP4Linear):
         Raises:
             ValueError: The shapes differ.
         """
-        self.check_shape(packed)
+        self.check_packed(packed)
         flat = torch.zeros(self.packed_bytes.numel() * 2, dtype=torch.uint8, device=packed.codes.device)
         codes, scale, decode_scale = self._cut(flat)
         codes.copy_(packed.codes)
@@ -160,8 +161,7 @@ class ShardedNVFP4Linear(NVFP4Linear):
         dist.all_gather_into_tensor(flat, part, group)
         self._checksum = checksum(flat)
         codes, scale, decode_scale = self._cut(flat)
-        scale_of_all = decode_scale.view(torch.float32).reshape(())
-        return PackedWeight(codes, scale.view(torch.float8_e4m3fn), scale_of_all)
+        return nvfp4_weight(codes, scale.view(torch.float8_e4m3fn), decode_scale.view(torch.float32))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

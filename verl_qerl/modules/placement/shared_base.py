@@ -1,7 +1,8 @@
 """All packed linears of a model in one piece of memory, in the layout that actor and rollout decode from.
 
-Linears that vLLM runs as one (q, k, v; gate, up) are stacked along N and tiled together (`kernels.rollout.tiled`). Rows
-of such a stack are columns of its tiles, so that the actor reads its q, k and v in place.
+Linears that vLLM runs as one (q, k, v; gate, up) are stacked along N and repacked together
+(`kernels.rollout.repacking`). Rows of such a stack are columns of the result, so that the actor reads its q, k and v in
+place.
 """
 
 from collections.abc import Sequence
@@ -10,26 +11,26 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 
+from verl_qerl.formats.nvfp4 import BLOCK_SIZE, nvfp4_weight
 from verl_qerl.formats.nvfp4_layout import fused_group
-from verl_qerl.formats.nvfp4_weight import BLOCK_SIZE, PackedWeight
-from verl_qerl.kernels.rollout.tiled import ROWS, Tiles, tile
+from verl_qerl.kernels.rollout.repacking import ROWS, Repacked, repack
 from verl_qerl.modules.convert import packed_linears
 from verl_qerl.modules.nvfp4_experts import NVFP4Experts
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
-from verl_qerl.modules.placement.tiled_linear import TiledNVFP4Linear
+from verl_qerl.modules.placement.repacked_linear import RepackedNVFP4Linear
 
 _ALIGNMENT = 256  # bytes, at which every group starts
 
 
 @dataclass(frozen=True)
-class TiledGroup:
+class RepackedGroup:
     """Linears stacked along N, and where their tiles are.
 
     Attributes:
         members: Names as in a checkpoint, in vLLM's order.
         rows: out_features of each, multiples of 64.
         columns: in_features.
-        offset: Of the first byte: words, block scales, then the four bytes of the global scale.
+        offset: Of the first byte: packed_codes, block scales, then the four bytes of the global scale.
     """
 
     members: tuple[str, ...]
@@ -44,17 +45,23 @@ class TiledGroup:
         used = N * self.columns // 2 + N * self.columns // BLOCK_SIZE + 4
         return -(-used // _ALIGNMENT) * _ALIGNMENT
 
-    def tiles(self, flat: torch.Tensor) -> Tiles:
+    def tiles(self, flat: torch.Tensor) -> Repacked:
         """Words [K / 16, 2 N] int32, scale [K / 16, N] uint8 and global_decode_scale [1] float32 within the bytes."""
         N, blocks = sum(self.rows), self.columns // BLOCK_SIZE
         codes, scales = N * self.columns // 2, N * blocks
-        words, scale, decode_scale = flat[self.offset : self.offset + codes + scales + 4].split([codes, scales, 4])
-        return words.view(torch.int32).view(blocks, 2 * N), scale.view(blocks, N), decode_scale.view(torch.float32)
+        packed_codes, scale, decode_scale = flat[self.offset : self.offset + codes + scales + 4].split(
+            [codes, scales, 4]
+        )
+        return (
+            packed_codes.view(torch.int32).view(blocks, 2 * N),
+            scale.view(blocks, N),
+            decode_scale.view(torch.float32),
+        )
 
-    def member_tiles(self, flat: torch.Tensor) -> list[Tiles]:
+    def member_tiles(self, flat: torch.Tensor) -> list[Repacked]:
         """The same of each member: columns of them."""
-        words, scale, decode_scale = self.tiles(flat)
-        parts = zip(words.split([2 * n for n in self.rows], 1), scale.split(self.rows, 1), strict=True)
+        packed_codes, scale, decode_scale = self.tiles(flat)
+        parts = zip(packed_codes.split([2 * n for n in self.rows], 1), scale.split(self.rows, 1), strict=True)
         return [(some_words, some_scale, decode_scale) for some_words, some_scale in parts]
 
 
@@ -68,7 +75,7 @@ class SharedBase:
     """
 
     flat: torch.Tensor
-    groups: tuple[TiledGroup, ...]
+    groups: tuple[RepackedGroup, ...]
 
 
 def share_base(model: nn.Module) -> SharedBase:
@@ -90,11 +97,11 @@ def share_base(model: nn.Module) -> SharedBase:
         members = [linears[name] for name in group.members]
         codes, scales, decode_scales = zip(*(linear.tensors() for linear in members), strict=True)
         scale_of_all = decode_scales[0].view(torch.float32)
-        stacked = PackedWeight(torch.cat(codes), torch.cat(scales).view(torch.float8_e4m3fn), scale_of_all)
-        for there, part in zip(group.tiles(flat), tile(stacked), strict=True):
+        stacked = nvfp4_weight(torch.cat(codes), torch.cat(scales).view(torch.float8_e4m3fn), scale_of_all)
+        for there, part in zip(group.tiles(flat), repack(stacked), strict=True):
             there.copy_(part)
         for linear, tiles in zip(members, group.member_tiles(flat), strict=True):
-            TiledNVFP4Linear.hold(linear, tiles)
+            RepackedNVFP4Linear.hold(linear, tiles)
     return SharedBase(flat, tuple(groups))
 
 
@@ -110,7 +117,7 @@ def _memory(num_bytes: int, device: torch.device) -> torch.Tensor:
         torch.multiprocessing.set_sharing_strategy(before)
 
 
-def _groups(model: nn.Module) -> list[TiledGroup]:
+def _groups(model: nn.Module) -> list[RepackedGroup]:
     linears = _nvfp4_linears(model)
     odd = sorted({type(linear).__name__ for _, linear in packed_linears(model) if type(linear) is not NVFP4Linear})
     if any(isinstance(module, NVFP4Experts) for module in model.modules()):
@@ -120,7 +127,7 @@ def _groups(model: nn.Module) -> list[TiledGroup]:
             f"the packed base cannot be shared: share_base=True, {', '.join(odd) or 'no packed linear'} in the model."
             " Accepted are plain NVFP4Linears, whole on each rank. Leave the option out."
         )
-    groups: dict[str, TiledGroup] = {}
+    groups: dict[str, RepackedGroup] = {}
     offset = 0
     for name in linears:
         key, members = fused_group(name)
@@ -134,7 +141,7 @@ def _nvfp4_linears(model: nn.Module) -> dict[str, NVFP4Linear]:
     return {name: linear for name, linear in packed_linears(model) if isinstance(linear, NVFP4Linear)}
 
 
-def _group(names: Sequence[str], linears: dict[str, NVFP4Linear], offset: int) -> TiledGroup:
+def _group(names: Sequence[str], linears: dict[str, NVFP4Linear], offset: int) -> RepackedGroup:
     members = [linears[name] for name in names]
     for name, linear in zip(names, members, strict=True):
         if linear.out_features % ROWS:
@@ -142,4 +149,4 @@ def _group(names: Sequence[str], linears: dict[str, NVFP4Linear], offset: int) -
                 f"the packed base cannot be shared: share_base=True, {name!r} has {linear.out_features} rows."
                 f" Multiples of {ROWS} are accepted. Leave the option out."
             )
-    return TiledGroup(tuple(names), tuple(linear.out_features for linear in members), members[0].in_features, offset)
+    return RepackedGroup(tuple(names), tuple(linear.out_features for linear in members), members[0].in_features, offset)

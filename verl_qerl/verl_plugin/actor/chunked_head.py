@@ -11,7 +11,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from verl.models.transformers.dense_common import CausalLMOutputForPPO
 
+from verl_qerl import upstream
 from verl_qerl.kernels.actor.linear_log_probs import linear_log_probs
+from verl_qerl.verl_plugin import hosts
 
 
 class ChunkedHead(nn.Linear):
@@ -88,8 +90,7 @@ def install_chunked_head(model: nn.Module, backend: str | None, fused: bool = Fa
                 " model.use_fused_kernels=True. Accepted is a head whose logits are used as they are. Set"
                 " actor_rollout_ref.model.use_fused_kernels=False."
             )
-    chunked: Any = head
-    chunked.__class__ = ChunkedHead
-    chunked.fused = fused
+    upstream.swap_class(hosts.HEAD, head, ChunkedHead).fused = fused
     kind = type(model)
-    model.__class__ = type(kind.__name__, (_LogProbsModel, kind), {"__module__": kind.__module__})
+    with_log_probs = type(kind.__name__, (_LogProbsModel, kind), {"__module__": kind.__module__})
+    upstream.swap_class(hosts.MODEL, model, with_log_probs)

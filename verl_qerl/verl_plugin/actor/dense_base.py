@@ -30,6 +30,7 @@ class DenseBase:
     @contextmanager
     def within(self, mode: AbstractContextManager[Any], training: bool) -> Iterator[Any]:
         """`mode`, and inside it the copy; after the first one that trains it is known whether the copy fits."""
+        linear: PackedLinear
         with mode as entered:
             undecided = self.fits is None and training
             if undecided:  # what loading took is no part of the passes

@@ -164,7 +164,7 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
         if self._base is not None:
             digests = {name: weight_digest(weight) for name, weight in packed_weights(module)}
             for _, linear in packed_linears(module):
-                linear.persistent = False
+                linear.leave_out_of_checkpoints()
             first_rank = [digests]
             torch.distributed.broadcast_object_list(first_rank, src=0)
             check_same_base(first_rank[0], digests)
@@ -251,7 +251,7 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
         if options is None or not tu.get_non_tensor_data(data, key=ROUNDED, default=False):
             return super().forward_backward_batch(data, *args, **kwargs)
         form = options.weight_format
-        linears = linears_among(self._shapes(), options.ignore, "the actor", form.block_size, form.kind)
+        linears = linears_among(self._shapes(), options.ignore, "the actor", form)
         rounding = partial(round_group, form=form)
         with rounded_linears(self.module, groups_of_linears(linears, form), rounding):
             return super().forward_backward_batch(data, *args, **kwargs)
@@ -311,5 +311,5 @@ def install(module: ModuleType) -> None:
     registered = EngineRegistry._engines["language_model"]["fsdp2"]
     if QerlFSDPEngine in registered.values():
         return
-    for device, vendor in (("cuda", "nvidia"), ("cpu", None)):
+    for device, vendor in (("cuda", "nvidia"), ("cpu", "cpu")):
         EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device, vendor)(QerlFSDPEngine)

@@ -6,8 +6,10 @@ from typing import Any
 import torch.nn as nn
 from peft import PeftConfig
 
+from verl_qerl import upstream
 from verl_qerl.checkpoints.experts import ADAPTED
 from verl_qerl.modules.nvfp4_experts import NVFP4Experts
+from verl_qerl.verl_plugin import hosts
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +33,7 @@ def adapt_attention_only(model: nn.Module, config: Any) -> None:
     if config.lora_adapter_path is not None:
         where = PeftConfig.from_pretrained(config.lora_adapter_path)
     elif config.target_modules == "all-linear":
-        object.__setattr__(config, "target_modules", list(ADAPTED))
+        upstream.set_data(hosts.MODEL_CONFIG, config, target_modules=list(ADAPTED))
         logger.warning("adapters are put on %s; experts and router carry none", ", ".join(ADAPTED))
     targets = where.target_modules or ()
     asked = {targets} if isinstance(targets, str) else set(targets)

@@ -7,7 +7,6 @@ from omegaconf import DictConfig, OmegaConf
 from verl_qerl.checkpoints.model_config import read_config
 from verl_qerl.verl_plugin.actor.liger import check_liger
 from verl_qerl.verl_plugin.config.nodes import plain
-from verl_qerl.verl_plugin.config.spelling import uses_qerl
 
 _MODEL = "actor_rollout_ref.model"
 _BASE = "actor_rollout_ref.rollout.custom.qerl.base"
@@ -16,7 +15,7 @@ _SENSES = ("vision_config", "audio_config", "thinker_config")
 
 
 def check_models(config: DictConfig, use_critic: bool) -> None:
-    """Refuse models that a run cannot train or sample with; without an option of ours nothing is looked at.
+    """Refuse models that a run cannot train or sample with.
 
     Args:
         config: Of the whole run. Models that the driver cannot reach are looked at by the workers alone.
@@ -32,7 +31,7 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
         if OmegaConf.select(config, f"{_MODEL}.lora_rank") or OmegaConf.select(config, f"{_MODEL}.lora.rank"):
             check_liger(config, (_config_of(path) or {}).get("model_type"))
         _check_override(plain(OmegaConf.select(config, f"{_MODEL}.override_config")) or {})
-    if use_critic and uses_qerl(config):
+    if use_critic:
         _check_critic(str(OmegaConf.select(config, "critic.model.path")))
 
 

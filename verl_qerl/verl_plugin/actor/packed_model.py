@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import check_held, left_out, packed_stream
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats import NVFP4, WeightFormat
+from verl_qerl.formats import DEFAULT_FORMAT, PackedWeight, WeightFormat
 from verl_qerl.formats.ignore import is_packed_module
-from verl_qerl.formats.nvfp4_weight import Packed
 from verl_qerl.modules.convert import replace_experts, replace_linears
 from verl_qerl.modules.nvfp4_experts import ExpertLinear
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
@@ -26,7 +25,7 @@ def build_skeleton(
     path: str,
     ignore: tuple[str, ...],
     kind: type[PackedLinear] = NVFP4Linear,
-    form: WeightFormat | None = None,
+    form: WeightFormat = DEFAULT_FORMAT,
 ) -> dict[str, PackedLinear | ExpertLinear]:
     """Replace the decoder linears and experts of an empty model by unfilled packed ones.
 
@@ -35,7 +34,7 @@ def build_skeleton(
         path: Of the checkpoint; a packed one brings its own list of modules left out.
         ignore: Modules of a bf16 checkpoint that stay dense.
         kind: Of the packed linears.
-        form: What they hold; default: NVFP4.
+        form: What they hold.
 
     Returns:
         name -> packed linear, or the place of an expert's linear.
@@ -44,8 +43,8 @@ def build_skeleton(
         CheckpointFormatError: The checkpoint is in another format, or this format does not hold its experts.
     """
     source = open_source(path)
-    check_held(source, form or NVFP4())
-    rules = left_out(source, form or NVFP4(), ignore)
+    check_held(source, form)
+    rules = left_out(source, form, ignore)
     linears = replace_linears(model, lambda name: is_packed_module(name, rules), kind)
     experts = replace_experts(model)
     if experts and kind is not NVFP4Linear:
@@ -79,7 +78,7 @@ def load_packed(
     waiting = dict(linears)
     places = dict(model.named_parameters(remove_duplicate=False))
     for name, item in packed_stream(open_source(path), options.weight_format, options.ignore, device):
-        if isinstance(item, Packed):
+        if isinstance(item, PackedWeight):
             if name not in waiting:
                 raise _mismatch(path, model, f"packs {name!r}, which is no linear of the model")
             linear: Any = waiting.pop(name)
@@ -93,7 +92,7 @@ def load_packed(
             _check_shape(path, model, name, item.shape, places[name].shape)
             parent, _, leaf = name.rpartition(".")
             parameter = nn.Parameter(item.to("cpu", dtype), requires_grad=places[name].requires_grad)
-            setattr(model.get_submodule(parent), leaf, parameter)
+            model.get_submodule(parent).register_parameter(leaf, parameter)
     if waiting:
         raise _mismatch(
             path, model, f"holds no packed weight for {len(waiting)} linears, first {next(iter(waiting))!r}"

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from verl_qerl import upstream
+from verl_qerl.verl_plugin import hosts
+
 logger = logging.getLogger(__name__)
 
 # Left free: micro-batches of other sizes fragment the allocator's memory.
@@ -79,7 +82,9 @@ class Recompute:
         self._tokens = inputs.shape[0] * inputs.shape[1]
         kept = self.num_kept(self._tokens)
         for at, layer in enumerate(self._layers):
-            layer.gradient_checkpointing = at < len(self._layers) - kept
+            checkpointed = at < len(self._layers) - kept
+            if layer.gradient_checkpointing != checkpointed:
+                upstream.set_data(hosts.CHECKPOINTED, layer, gradient_checkpointing=checkpointed)
 
     def num_kept(self, tokens: int) -> int:
         """Layers that keep their activations in a micro-batch of so many tokens, padding included."""

@@ -1,6 +1,6 @@
 """What the driver can say of a run's adapter and critic before Ray starts; stock verl fails minutes later, in a worker.
 
-Without an option of ours nothing is looked at. Where the base is packed, an adapter on the head or the embeddings is
+Where the base is packed, an adapter on the head or the embeddings is
 refused: those are no packed linears, FSDP2 cannot shard them with an adapter on, and the rollout has no place for one.
 """
 
@@ -13,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl.checkpoints.json_object import read_object
 from verl_qerl.verl_plugin.config.nodes import plain
-from verl_qerl.verl_plugin.config.spelling import uses_qerl
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ def check_adapter(config: DictConfig) -> None:
         ValueError: It is on the head or the embeddings of a packed base, or of a rank above `model.lora_rank`.
     """
     model = plain(OmegaConf.select(config, _MODEL))
-    if not uses_qerl(config) or not model.get("lora_rank"):
+    if not model.get("lora_rank"):
         return
     is_packed = OmegaConf.select(config, _BASE) is not None
     path = model.get("lora_adapter_path")
@@ -59,7 +58,7 @@ def check_adapter(config: DictConfig) -> None:
 
 
 def _check_targets(options: Mapping[str, Any], where: str, remedy: str) -> None:
-    from peft import LoraConfig  # seconds to import, and this module is imported for stock runs too
+    from peft import LoraConfig  # seconds to import, which most runs do not need
     from peft.tuners.tuners_utils import check_target_module_exists
 
     targets = options.get("target_modules")

@@ -12,18 +12,12 @@ import logging
 from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl.modules.varlen_attention import NAME
+from verl_qerl.verl_plugin.config.asked import uses_qerl
 
 logger = logging.getLogger(__name__)
 
 _OPTION = "override_config.attn_implementation"
 _MODELS = ("actor_rollout_ref.model", "critic.model")
-# Of a run with an option of ours, one has a value.
-_OURS = (
-    "aqn.enabled",
-    "uaq.enabled",
-    "actor_rollout_ref.rollout.custom.qerl.base",
-    "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl",
-)
 
 
 @functools.cache
@@ -78,7 +72,5 @@ def use_attention(config: DictConfig) -> None:
 
 def _models(config: DictConfig) -> list[str]:
     """Nodes of models that FSDP trains or scores, in a run with an option of ours."""
-    ours = any(OmegaConf.select(config, name) for name in _OURS)
-    acr = OmegaConf.select(config, "actor_rollout_ref.actor.policy_loss.loss_mode") == "acr"
     fsdp = OmegaConf.select(config, "actor_rollout_ref.actor.strategy") in ("fsdp", "fsdp2")
-    return [name for name in _MODELS if (ours or acr) and fsdp and OmegaConf.select(config, name) is not None]
+    return [name for name in _MODELS if fsdp and uses_qerl(config) and OmegaConf.select(config, name) is not None]

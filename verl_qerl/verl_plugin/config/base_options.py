@@ -16,7 +16,7 @@ from verl.workers.config import FSDPEngineConfig
 from verl_qerl import verl_plugin, vllm_plugin
 from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.algos.options import read_options
-from verl_qerl.formats import FORMATS, WeightFormat, scale_choices, scaled_format
+from verl_qerl.formats import DEFAULT_FORMAT, FORMATS, WeightFormat, scaled_format
 from verl_qerl.formats.ignore import DEFAULT_IGNORE, ignore_rules
 from verl_qerl.verl_plugin.config.attention import default_attention
 from verl_qerl.verl_plugin.config.nodes import plain
@@ -62,7 +62,7 @@ class BaseOptions:
         Raises:
             ValueError: One is out of range or does not go together with the rest of the configuration.
         """
-        choices = scale_choices(self.format)
+        choices = FORMATS.get(self.format, DEFAULT_FORMAT).scale_choices
         if self.scale is None:
             object.__setattr__(self, "scale", choices[0])
         for name, found, accepted in (("format", self.format, tuple(FORMATS)), ("scale", self.scale, choices)):

@@ -1,27 +1,34 @@
-"""Programs of verl whose trainers know none of our options; say so instead of training without them."""
+"""Programs and trainers of verl that know none of our options; say so instead of training without them."""
 
 import sys
 from types import ModuleType
 
-from verl_qerl import verl_plugin
+from omegaconf import DictConfig
 
-# Module -> (what asks for its trainer, what to do). All three have classes of verl's first trainer.
-PROGRAMS = {
-    "verl.trainer.main_ppo_v0": ("trainer.use_v1=False", "Accepted is True. Leave the option out."),
-} | {
-    name: (name, "Accepted is verl.trainer.main_ppo. Start that, or leave these options out.")
-    for name in ("verl.experimental.one_step_off_policy", "verl.experimental.fully_async_policy")
-}
+from verl_qerl.verl_plugin.config.asked import asks_for_qerl
+
+# Packages whose programs have trainers of their own and do not check the configuration on the driver.
+PROGRAMS = ("verl.experimental.one_step_off_policy", "verl.experimental.fully_async_policy")
+_LACKS = "has no AQN, no ACR, no UAQ, no NVFP4, no gate and no additional_config.verl_qerl."
 
 
 def install(module: ModuleType) -> None:
-    """Stop the program of `module` if it asks for QeRL.
+    """Stop a program of `module`, one of PROGRAMS, if it asks for QeRL.
 
     Raises:
         SystemExit: The command line sets one of our options.
     """
-    if verl_plugin.asks_for_qerl(sys.argv):
-        asked, then = PROGRAMS[module.__name__]
+    if asks_for_qerl(sys.argv):
         raise SystemExit(
-            f"{asked} has no AQN, no ACR, no UAQ, no NVFP4, no gate and no additional_config.verl_qerl. {then}"
+            f"{module.__name__} {_LACKS} Accepted is verl.trainer.main_ppo. Start that, or leave these options out."
         )
+
+
+def check_trainer(config: DictConfig) -> None:
+    """Refuse verl's first trainer in a run with an option of ours.
+
+    Raises:
+        ValueError: `trainer.use_v1` is false.
+    """
+    if not config.trainer.get("use_v1", True):
+        raise ValueError(f"trainer.use_v1=False {_LACKS} Accepted is True. Leave the option out.")

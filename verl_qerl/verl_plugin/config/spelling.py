@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from verl_qerl.algos.acr import ACRConfig
 from verl_qerl.algos.aqn import AQNConfig
@@ -24,20 +24,6 @@ _NODES = {
     "rollout": set(FORMATS),
     "platform": {"cpu"},
 }
-_ROLLOUT = "actor_rollout_ref.rollout"
-_ACR = "actor_rollout_ref.actor.policy_loss.loss_mode"
-
-
-def uses_qerl(config: DictConfig) -> bool:
-    """Whether a run sets an option of ours; else it is a stock run, and nothing of it is looked at.
-
-    Args:
-        config: Of the whole run.
-    """
-    set_by_us = ("aqn", "acr", "uaq", "qerl", f"{_ROLLOUT}.custom.qerl")
-    of_workers = f"{_ROLLOUT}.engine_kwargs.vllm.additional_config.verl_qerl"
-    found = any(OmegaConf.select(config, name) is not None for name in (*set_by_us, of_workers))
-    return found or OmegaConf.select(config, _ACR) == "acr"
 
 
 def check_spelling(config: DictConfig) -> None:
@@ -48,8 +34,6 @@ def check_spelling(config: DictConfig) -> None:
     Args:
         config: Of the whole run.
     """
-    if not uses_qerl(config):
-        return
     for name in map(str, config):
         near = get_close_matches(name, _NODES, n=len(_NODES), cutoff=0.6) if name not in _NODES else []
         value = config[name]

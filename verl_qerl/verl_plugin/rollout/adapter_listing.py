@@ -9,7 +9,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-_CHANGE = ("collective_rpc", "add_lora", "remove_lora")
+from verl_qerl import upstream
+from verl_qerl.vllm_plugin import hosts
+
 _LOOK_S = 1.0
 
 
@@ -24,9 +26,10 @@ class AdapterListing:
     def __init__(self, engine: Any, look_s: float = _LOOK_S) -> None:
         self._engine, self._ask, self._look_s = engine, engine.list_loras, look_s
         self._asked: asyncio.Task[set[int]] | None = None
-        engine.list_loras = self
-        for name in _CHANGE:
-            setattr(engine, name, self._forgetting(getattr(engine, name)))
+        upstream.hang(hosts.LIST_LORAS, engine, self)
+        for change in hosts.CHANGE_LORAS:
+            name = change.target.rpartition(".")[2]
+            upstream.hang(change, engine, self._forgetting(getattr(engine, name)))
 
     async def __call__(self) -> set[int]:
         """Numbers of the adapters.

@@ -1,4 +1,4 @@
-"""verl's trainers with checkpoints that a crash cannot spoil; does nothing unless the base is packed.
+"""Checkpoints of verl's trainers that a crash cannot spoil, in runs whose base is packed.
 
 verl writes a step in this order: the actor (our engine marks it as whole), data.pt, TransferQueue's state, and last
 latest_checkpointed_iteration.txt, which `resume_mode=auto` follows. So a step that was cut short is not followed. Left
@@ -12,12 +12,12 @@ import re
 import shutil
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import need_critic
 
 from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.verl_plugin.trainer.feature import Feature, Run
 
 logger = logging.getLogger(__name__)
 
@@ -26,45 +26,39 @@ _DATA = "data.pt"
 _QUEUE = "transfer_queue"
 _NO_QUEUE_YET = "verl_qerl_transfer_queue_to_come"  # while a step is saved that will have one
 
-if TYPE_CHECKING:
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Trainer
-else:
-    _Trainer = object  # mixed into whichever trainers verl has
 
+class WholeCheckpoints(Feature):
+    """Removes what a killed run left in a step's folder, and checks a step before it is loaded."""
 
-class CheckpointMixin(_Trainer):
-    """Hooks of verl's PPOTrainer around saving and loading."""
+    @classmethod
+    def from_config(cls, run: Run) -> Feature | None:
+        """As `Feature.from_config`; options that keep one checkpoint alone are refused."""
+        if OmegaConf.select(run.config, "actor_rollout_ref.actor.fsdp_config.qerl") is None:
+            return None
+        check_kept(run.config.trainer, use_critic=need_critic(run.config))
+        return cls(run)
 
-    def __init__(self, config: DictConfig) -> None:
-        self._guarded = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.qerl") is not None
-        if self._guarded:
-            check_kept(config.trainer, use_critic=need_critic(config))
-        super().__init__(config)
-
-    def _save_checkpoint(self) -> None:
-        if not self._guarded:
-            super()._save_checkpoint()
-            return
-        # Of a run that was killed in this step: they would pass for the new ones until those are written.
-        folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
+    def before_save(self, folder: Path) -> None:
+        """Of a run that was killed in this step: they would pass for the new ones until those are written."""
         (folder / _DATA).unlink(missing_ok=True)
         (folder / _NO_QUEUE_YET).unlink(missing_ok=True)
         if (folder / _QUEUE).exists():
             shutil.rmtree(folder / _QUEUE)
-        if self.config.trainer.v1.trainer_mode != "sync":  # which has none
+        if self._run.config.trainer.v1.trainer_mode != "sync":  # which has none
             folder.mkdir(parents=True, exist_ok=True)
             (folder / _NO_QUEUE_YET).touch()
-        super()._save_checkpoint()
+
+    def after_save(self, folder: Path) -> None:
+        """The queue is there too."""
         (folder / _NO_QUEUE_YET).unlink(missing_ok=True)
 
-    def _load_checkpoint(self) -> None:
-        if self._guarded:
-            trainer = self.config.trainer
-            if trainer.resume_mode == "auto":
-                check_tracker(Path(trainer.default_local_dir))
-            elif trainer.resume_mode == "resume_path" and trainer.resume_from_path:
-                check_step(Path(trainer.resume_from_path))
-        super()._load_checkpoint()
+    def before_load(self) -> None:
+        """Check the step that verl will load."""
+        trainer = self._run.config.trainer
+        if trainer.resume_mode == "auto":
+            check_tracker(Path(trainer.default_local_dir))
+        elif trainer.resume_mode == "resume_path" and trainer.resume_from_path:
+            check_step(Path(trainer.resume_from_path))
 
 
 def check_kept(trainer: DictConfig, use_critic: bool) -> None:

@@ -1,18 +1,9 @@
 """Says that a rollout engine has ended, where verl goes on with what is left of the answers or names an option."""
 
-import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
-
 import ray
 from ray.exceptions import RayError
 
-from verl_qerl.verl_plugin.trainer.mismatch import gate_options
-
-if TYPE_CHECKING:
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Trainer
-else:
-    _Trainer = object  # mixed into whichever trainers verl has
+from verl_qerl.verl_plugin.trainer.feature import Feature, Run
 
 _ANSWER_S = 60.0
 
@@ -21,40 +12,33 @@ class EngineEndedError(RuntimeError):
     """A rollout engine has ended, and with it the run."""
 
 
-class EngineHealthMixin(_Trainer):
-    """Asks the engines after each rollout and when one fails; does nothing unless one of our options is set."""
+class EngineHealth(Feature):
+    """Asks the engines after each rollout, and when a step or a validation fails."""
 
-    if TYPE_CHECKING:
+    @classmethod
+    def from_config(cls, run: Run) -> Feature | None:
+        """As `Feature.from_config`."""
+        return cls(run) if run.gate is not None else None
 
-        def _servers(self) -> list[Any]: ...
-
-    def on_sample_end(self) -> None:
+    def before_sample_end(self) -> None:
         """No update from the answers that a dead engine left: verl takes groups that failed for empty ones."""
-        self._require_engines()
-        super().on_sample_end()
+        self.require_engines()
 
-    def _step_once(self, *args: Any, **kwargs: Any) -> Any:
-        with self._explained():
-            return super()._step_once(*args, **kwargs)
+    def on_error(self, error: Exception) -> None:
+        """Name the engine as the cause if it has ended."""
+        if not isinstance(error, EngineEndedError):
+            self.require_engines(error)
 
-    def _validate(self, *args: Any, **kwargs: Any) -> Any:
-        with self._explained():
-            return super()._validate(*args, **kwargs)
+    def require_engines(self, cause: Exception | None = None) -> None:
+        """Ask every engine.
 
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except EngineEndedError:
-            raise
-        except Exception as error:
-            self._require_engines(error)
-            raise
+        Args:
+            cause: What failed before.
 
-    def _require_engines(self, cause: Exception | None = None) -> None:
-        if gate_options(self.config) is None:
-            return
-        asks = [getattr(server, "qerl_ended", None) for server in self._servers()]
+        Raises:
+            EngineEndedError: One has ended, or does not answer.
+        """
+        asks = [getattr(server, "qerl_ended", None) for server in self._run.servers()]
         calls = [ask.remote() for ask in asks if ask is not None]  # servers of verl's own have none
         try:
             answers = ray.get(calls, timeout=_ANSWER_S) if calls else []

@@ -35,8 +35,8 @@ from verl_qerl.algos.mismatch_parts import PARTS
 from verl_qerl.verl_plugin.config.base_options import aqn_options
 from verl_qerl.verl_plugin.config.nodes import plain
 from verl_qerl.verl_plugin.rollout.engine_scores import UnscoredError
-from verl_qerl.verl_plugin.trainer.rescoring import Rescored, RescoringMixin, evenly, padded
-from verl_qerl.verl_plugin.weight_sync.requantize import requantizes
+from verl_qerl.verl_plugin.trainer.feature import Feature, Run
+from verl_qerl.verl_plugin.trainer.rescoring import evenly, padded, rescore, score_rounded
 
 logger = logging.getLogger(__name__)
 
@@ -119,73 +119,68 @@ def _unfit(obstacle: str | None, option: str) -> ValueError:
     )
 
 
-class MismatchMixin(RescoringMixin):
-    """Hooks of verl's PPOTrainer; does nothing unless one of our options is set."""
+class Gate(Feature):
+    """Compares the rollout with the actor in every step, and holds the difference against the limits."""
 
-    def __init__(self, config: DictConfig) -> None:
-        gate, obstacle = gate_options(config), obstacle_of(config)
-        self._gate = gate or MismatchConfig()
-        self._compares = gate is not None and obstacle is None
-        self._engine_obstacle = _first_of(_PARTS_NEED, config)
-        if gate is not None:
-            self._tell_obstacles(config, obstacle)
-        self._rounds_actor = requantizes(config)
+    def __init__(self, run: Run, gate: MismatchConfig) -> None:
+        super().__init__(run)
+        self._gate = gate
+        self._engine_obstacle = _first_of(_PARTS_NEED, run.config)
+        self.reads_sample = self._engine_obstacle is None
         # The third of verl's modes updates the actor several times between two syncs.
-        self._watches = OmegaConf.select(config, "trainer.v1.trainer_mode") in ("sync", "colocate_async")
+        self._watches = OmegaConf.select(run.config, "trainer.v1.trainer_mode") in ("sync", "colocate_async")
         self._first_step = True
         self._looks_closely = False  # the last step was above the limit
         self._kl_before: float | None = None  # of the last step, if it was above the limit with all set apart
-        super().__init__(config)
 
-    def _tell_obstacles(self, config: DictConfig, obstacle: str | None) -> None:
+    @classmethod
+    def from_config(cls, run: Run) -> Feature | None:
+        """As `Feature.from_config`; what keeps a run of ours from comparing is told."""
+        if run.gate is None:
+            return None
+        obstacle = obstacle_of(run.config)
         if obstacle is not None:
             logger.warning("the gate at the first step cannot look, and qerl/rollout_* are not logged: %s.", obstacle)
-        elif cut := _first_of(_GATE_NEEDS, config):
+            return None
+        made = cls(run, run.gate)
+        if cut := _first_of(_GATE_NEEDS, run.config):
             logger.warning("the gate at the first step does not look, and qerl/rollout_* contain the cut of %s.", cut)
-        elif aqn_options(config).enabled and self._engine_obstacle and self._gate.max_initial_kl is not None:
-            logger.warning(_NO_LIMITS, self._engine_obstacle)
+        elif run.aqn.enabled and made._engine_obstacle and run.gate.max_initial_kl is not None:
+            logger.warning(_NO_LIMITS, made._engine_obstacle)
+        return made
 
-    def _may_rescore(self) -> bool:
-        return super()._may_rescore() or (self._compares and self._engine_obstacle is None)
-
-    def _num_to_rescore(self) -> int:
-        asked = super()._num_to_rescore()
-        if asked or not self._may_rescore() or not self._sigma(self.global_steps):
-            return asked
+    def before_sample_end(self) -> None:
+        """Have answers scored without noise if a limit needs it, where `MismatchParts` has not for its own ends."""
+        run: Run = self._run
+        if self._gate.mismatch_sample:
+            return
+        run.rescored = None
         wanted = self._gate.max_initial_kl is not None if self._first_step else self._looks_closely
-        return _SAMPLE if wanted else 0
-
-    def _rescore(self, batch: Any, count: int) -> Rescored | None:
-        """As that of the mixin; where only the limits ask, what cannot be scored is left out."""
+        if not wanted or self._engine_obstacle is not None or not run.sigma(run.step):
+            return
         try:
-            return super()._rescore(batch, count)
+            run.rescored = rescore(run, _SAMPLE)
         except UnscoredError:
-            if self._gate.mismatch_sample:
-                raise
             self._engine_obstacle = "the engine scores prompts of text alone"
             logger.warning(_NO_LIMITS, self._engine_obstacle)
-            return None
 
-    def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
-        """As verl's, and the parts of the difference where they are asked for; then compare, before any update."""
-        tags = dict(zip(batch.keys, batch.tags, strict=True))
-        batch = super()._compute_old_log_prob(batch, metrics)
-        if self._compares:
-            data = _log_probs_of(batch.keys, batch.partition_id)
-            rollout, actor, mask = data
-            found, undefined = rollout_mismatch(*data), undefined_log_probs(rollout, mask)
-            if undefined is not None:
-                raise RuntimeError(_broken(undefined, found.num_tokens, self.global_steps))
-            if found.num_tokens:
-                metrics["qerl/rollout_kl_k3"] = found.kl_k3
-                metrics["qerl/rollout_log_prob_abs_diff"] = found.log_prob_abs_diff
-                began = [tags[key].get("min_global_steps") for key in batch.keys]
-                counts = [begin is None or begin == self.global_steps - 1 for begin in began]
-                sampled = rollout_mismatch(rollout, actor, mask * torch.tensor(counts)[:, None])
-                if sampled.num_tokens:
-                    fresh = [key for key, counted in zip(batch.keys, counts, strict=True) if counted]
-                    self._judge(batch, fresh, sampled, metrics)
-        return batch
+    def after_old_log_prob(self, batch: Any, tags: dict[str, dict], metrics: dict[str, Any]) -> None:
+        """Compare, before any update."""
+        step = self._run.step
+        data = _log_probs_of(batch.keys, batch.partition_id)
+        rollout, actor, mask = data
+        found, undefined = rollout_mismatch(*data), undefined_log_probs(rollout, mask)
+        if undefined is not None:
+            raise RuntimeError(_broken(undefined, found.num_tokens, step))
+        if found.num_tokens:
+            metrics["qerl/rollout_kl_k3"] = found.kl_k3
+            metrics["qerl/rollout_log_prob_abs_diff"] = found.log_prob_abs_diff
+            began = [tags[key].get("min_global_steps") for key in batch.keys]
+            counts = [begin is None or begin == step - 1 for begin in began]
+            sampled = rollout_mismatch(rollout, actor, mask * torch.tensor(counts)[:, None])
+            if sampled.num_tokens:
+                fresh = [key for key, counted in zip(batch.keys, counts, strict=True) if counted]
+                self._judge(batch, fresh, sampled, metrics)
 
     def _judge(self, batch: Any, fresh: list[str], sampled: Mismatch, metrics: dict[str, Any]) -> None:
         """Hold a step against its limit.
@@ -210,16 +205,17 @@ class MismatchMixin(RescoringMixin):
         if how:
             metrics["qerl/clean_kl_k3"] = found.kl_k3
         if first:
-            _pass_gate(found, limit, self.global_steps, how, metrics)
+            _pass_gate(found, limit, self._run.step, how, metrics)
         else:
             self._pass_later(found, limit, how)
 
     def _set_apart(self, batch: Any, fresh: list[str], sampled: Mismatch) -> tuple[Mismatch | None, str]:
         """The difference without noise and with weights rounded alike, None where it is not known; and in words."""
-        sigma = self._sigma(self.global_steps)
-        if not sigma and not self._rounds_actor:
+        run = self._run
+        sigma = run.sigma(run.step)
+        if not sigma and not run.requantizes:
             return sampled, ""
-        rescored = self._rescored if sigma else None
+        rescored = run.rescored if sigma else None
         if sigma and rescored is None:
             return None, ""
         keys = rescored.keys if rescored is not None else evenly(fresh, self._gate.mismatch_sample or _SAMPLE)
@@ -231,9 +227,9 @@ class MismatchMixin(RescoringMixin):
             how += f" scored without the noise (aqn.sigma is {sigma:g})"
             rollout = padded(rescored.clean, mask.shape[1])
             mask = mask.bool() & ~rollout.isnan()  # behind a cut
-        if self._rounds_actor:
+        if run.requantizes:
             how += ", with the actor's linears rounded as the rollout's are"
-            actor = self._score_rounded(batch, keys)[: len(keys), : mask.shape[1]]
+            actor = score_rounded(run, batch, keys)[: len(keys), : mask.shape[1]]
         return rollout_mismatch(rollout, actor, mask), how
 
     def _pass_later(self, found: Mismatch, limit: float, how: str) -> None:
@@ -247,14 +243,14 @@ class MismatchMixin(RescoringMixin):
             logger.warning(
                 "%s at step %d is above qerl.max_kl=%g. The run stops when the next step is too. %s, or %s.",
                 told,
-                self.global_steps,
+                self._run.step,
                 limit,
                 _CHECK_WEIGHTS,
                 raised,
             )
             return
         raise RuntimeError(
-            f"the rollout is not the actor's model any more: {told} at step {self.global_steps}, {before:.3g} at the"
+            f"the rollout is not the actor's model any more: {told} at step {self._run.step}, {before:.3g} at the"
             f" one before. Accepted is at most qerl.max_kl={limit:g}. {_CHECK_WEIGHTS}, or {raised}."
         )
 

@@ -11,40 +11,36 @@ what was sampled stands for the score with noise.
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
 from verl_qerl.algos.mismatch_parts import Scores, mismatch_parts
-from verl_qerl.verl_plugin.trainer.mismatch import gate_options
-from verl_qerl.verl_plugin.trainer.rescoring import Rescored, RescoringMixin, padded
-from verl_qerl.verl_plugin.weight_sync.requantize import requantizes
+from verl_qerl.verl_plugin.trainer.feature import Feature, Rescored, Run
+from verl_qerl.verl_plugin.trainer.rescoring import padded, rescore, score_rounded
 
 
-class MismatchPartsMixin(RescoringMixin):
-    """Hooks of verl's PPOTrainer; does nothing unless `qerl.mismatch_sample` is above 0."""
+class MismatchParts(Feature):
+    """Has a part of each batch scored again, and takes the difference apart."""
 
-    def __init__(self, config: DictConfig) -> None:
-        options = gate_options(config)
-        self._num_taken_apart = options.mismatch_sample if options is not None else 0
-        self._rounds = requantizes(config)
-        super().__init__(config)
+    reads_sample = True
 
-    def _may_rescore(self) -> bool:
-        return super()._may_rescore() or self._num_taken_apart > 0
+    @classmethod
+    def from_config(cls, run: Run) -> Feature | None:
+        """As `Feature.from_config`."""
+        return cls(run) if run.gate is not None and run.gate.mismatch_sample else None
 
-    def _num_to_rescore(self) -> int:
-        return max(super()._num_to_rescore(), self._num_taken_apart)
+    def before_sample_end(self) -> None:
+        """Have it scored while the rollout is awake."""
+        gate = self._run.gate
+        assert gate is not None
+        run: Run = self._run
+        run.rescored = rescore(run, gate.mismatch_sample, wants_noisy=True)
 
-    def _wants_noisy(self) -> bool:
-        return super()._wants_noisy() or self._num_taken_apart > 0
-
-    def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
-        """As verl's; then the actor's log-probs are there too."""
-        batch = super()._compute_old_log_prob(batch, metrics)
-        if self._num_taken_apart and self._rescored is not None:
-            quantized = self._score_rounded(batch, self._rescored.keys) if self._rounds else None
-            for name, value in _parts_of(batch.partition_id, self._rescored, quantized).items():
+    def after_old_log_prob(self, batch: Any, tags: dict[str, dict], metrics: dict[str, Any]) -> None:
+        """Now the actor's log-probs are there too."""
+        run = self._run
+        if run.rescored is not None:
+            quantized = score_rounded(run, batch, run.rescored.keys) if run.requantizes else None
+            for name, value in _parts_of(batch.partition_id, run.rescored, quantized).items():
                 metrics[f"qerl/mismatch_{name}"] = value
-        return batch
 
 
 def _parts_of(partition_id: str, rescored: Rescored, quantized: torch.Tensor | None) -> dict[str, float]:

@@ -17,13 +17,14 @@ import statistics
 from typing import Any, NamedTuple
 
 import torch
-from omegaconf import DictConfig
 from verl.utils.debug import marked_timer
 
 from verl_qerl.algos.aqn import AQNConfig, stage_of
 from verl_qerl.algos.noise_kl import Searched, noise_kl, search_sigma
 from verl_qerl.verl_plugin.rollout.engine_scores import Row, UnscoredError, score_answers
-from verl_qerl.verl_plugin.trainer.rescoring import RescoringMixin, evenly
+from verl_qerl.verl_plugin.trainer.feature import Feature, Run
+from verl_qerl.verl_plugin.trainer.noise import switch_noise
+from verl_qerl.verl_plugin.trainer.rescoring import evenly
 
 logger = logging.getLogger(__name__)
 
@@ -41,54 +42,48 @@ class _Sample(NamedTuple):
     masks: list[torch.Tensor]
 
 
-class NoiseEffectMixin(RescoringMixin):
-    """Hooks of verl's PPOTrainer; does nothing unless `aqn.enabled`."""
+class NoiseEffect(Feature):
+    """Looks at the noise while the rollout is awake; in runs with `aqn.enabled`."""
 
-    def __init__(self, config: DictConfig) -> None:
-        self._aqn_sizes: dict[str, float] = {}
-        self._aqn_metrics: dict[str, float] = {}
-        self._aqn_measured: int | None = None  # the stage whose KL was measured last
-        self._aqn_unscored = False  # the engine cannot score what this run samples
-        super().__init__(config)
+    reads_sample = True
 
-    def on_init_end(self) -> None:
-        """As verl's; then the engine has the weights of which the noise has a size."""
-        super().on_init_end()
-        if self._aqn.enabled:
-            if getattr(self, "processor", None) is not None:
-                _refuse_search(self._aqn)
-                self._give_up("this model takes images, and the rollout scores prompts of text alone")
-            (self._aqn_sizes, *_) = self._ask_workers("qerl_norm_sizes")
-            _tell_sizes(self._aqn, self._aqn_sizes)
-            self._tell_missing(self.global_steps + 1)
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._sizes: dict[str, float] = {}
+        self._measured: int | None = None  # the stage whose KL was measured last
+        self._unscored = False  # the engine cannot score what this run samples
 
-    def _keeps_sample(self) -> bool:
-        return super()._keeps_sample() or self._aqn.enabled
+    @classmethod
+    def from_config(cls, run: Run) -> Feature | None:
+        """As `Feature.from_config`."""
+        return cls(run) if run.aqn.enabled else None
 
-    def on_sample_end(self) -> None:
-        """Look at the noise while the rollout is awake."""
-        if self._aqn.enabled:
-            with marked_timer("look_at_noise", self.timing_raw, color="red"):
-                self._look_at_noise()
-        super().on_sample_end()
+    def after_init_end(self) -> None:
+        """Now the engine has the weights of which the noise has a size."""
+        run = self._run
+        if getattr(run.trainer, "processor", None) is not None:
+            _refuse_search(run.aqn)
+            self._give_up("this model takes images, and the rollout scores prompts of text alone")
+        (self._sizes, *_) = run.ask_workers("qerl_norm_sizes")
+        _tell_sizes(run.aqn, self._sizes)
+        self._tell_missing(run.step + 1)
 
-    def on_step_end(self) -> None:
-        """As verl's, with the metrics of what was seen."""
-        super().on_step_end()
-        metrics, self._aqn_metrics = self._aqn_metrics, {}
-        if metrics:
-            self._add_metrics(metrics)
+    def before_sample_end(self) -> None:
+        """Look at the noise."""
+        with marked_timer("look_at_noise", self._run.trainer.timing_raw, color="red"):
+            self._look_at_noise()
 
     def _look_at_noise(self) -> None:
-        step, sigma = self.global_steps, self._sigma(self.global_steps)
-        noisy = self._ask_workers("qerl_num_noisy")
-        _check_reach(sigma, step, noisy, len(self._aqn_sizes))
-        self._aqn_metrics["aqn/noisy_norms"] = noisy[0]
+        run = self._run
+        step, sigma = run.step, run.sigma(run.step)
+        noisy = run.ask_workers("qerl_num_noisy")
+        _check_reach(sigma, step, noisy, len(self._sizes))
+        run.add_metrics({"aqn/noisy_norms": noisy[0]})
         if sigma:
-            self._aqn_metrics |= _relative_sizes(self._aqn, sigma, self._aqn_sizes)
+            run.add_metrics(_relative_sizes(run.aqn, sigma, self._sizes))
         stage, coming = self._stage(step), self._stage(step + 1)
-        measures = sigma > 0 and stage != self._aqn_measured and not self._aqn_unscored
-        searches = self._aqn.target_kl is not None and coming > 0 and coming not in self._aqn_searched
+        measures = sigma > 0 and stage != self._measured and not self._unscored
+        searches = run.aqn.target_kl is not None and coming > 0 and coming not in run.searched
         if not measures and not searches:
             return
         try:
@@ -97,10 +92,10 @@ class NoiseEffectMixin(RescoringMixin):
             if searches:
                 raise
             self._give_up(str(error).partition(".")[0])
-        self._switch_noise(sigma, step)
+        switch_noise(run, sigma, step)
 
     def _give_up(self, reason: str) -> None:
-        self._aqn_unscored = True
+        self._unscored = True
         logger.warning("aqn/kl is not measured: %s.", reason)
 
     def _score_noise(self, measures: bool, searches: bool) -> None:
@@ -109,49 +104,52 @@ class NoiseEffectMixin(RescoringMixin):
         Raises:
             UnscoredError: As `score_answers`.
         """
-        sigma = self._sigma(self.global_steps)
-        sample = _sample_of(self._sampled, self.config.actor_rollout_ref.rollout.max_model_len)
+        run = self._run
+        sigma = run.sigma(run.step)
+        sample = _sample_of(run.sampled, run.config.actor_rollout_ref.rollout.max_model_len)
         with_noise = self._score_sample(sample, noisy=True) if sigma else None
         if with_noise is not None:
-            self._switch_noise(0.0, 0)
+            switch_noise(run, 0.0, 0)
         clean = self._score_sample(sample)
         if measures and with_noise is not None:
-            self._aqn_metrics["aqn/kl"] = noise_kl(with_noise, with_noise, clean)
-            self._aqn_measured = self._stage(self.global_steps)
+            run.add_metrics({"aqn/kl": noise_kl(with_noise, with_noise, clean)})
+            self._measured = self._stage(run.step)
         if searches:
             self._search(sample, clean if with_noise is None else with_noise, clean)
 
     def _search(self, sample: _Sample, sampled: torch.Tensor, clean: torch.Tensor) -> None:
         """Find the sigma of the coming stage. `sampled`: log-probs by the policy that sampled the answers."""
-        target, step = self._aqn.target_kl, self.global_steps + 1
+        run = self._run
+        target, step = run.aqn.target_kl, run.step + 1
         assert target is not None
 
         def measure(sigma: float) -> float:
-            self._switch_noise(sigma, step)
+            switch_noise(run, sigma, step)
             return noise_kl(sampled, self._score_sample(sample, noisy=True), clean)
 
-        _, before = max(self._aqn_searched.values(), default=(0, self._aqn.sigma_start))  # the latest
+        _, before = max(run.searched.values(), default=(0, run.aqn.sigma_start))  # the latest
         found = search_sigma(measure, target, before)
-        self._aqn_searched[self._stage(step)] = step, found.sigma
+        run.searched[self._stage(step)] = step, found.sigma
         _tell_search(found, target, self._stage(step), len(clean))
 
     def _tell_missing(self, step: int) -> None:
-        if self._aqn.target_kl is not None and self._stage(step) > 0 and self._stage(step) not in self._aqn_searched:
+        target, stage = self._run.aqn.target_kl, self._stage(step)
+        if target is not None and stage > 0 and stage not in self._run.searched:
             logger.warning(
                 "aqn: step %d has no noise, since no sigma was found yet for its stage: aqn.target_kl=%g needs answers"
                 " to score, and has this step's.",
-                *(step, self._aqn.target_kl),
+                *(step, target),
             )
 
     def _stage(self, step: int) -> int:
-        inside = 1 <= step <= self.total_training_steps
-        return stage_of(self._aqn, step, self.total_training_steps) if inside else 0
+        total = self._run.total_steps
+        return stage_of(self._run.aqn, step, total) if 1 <= step <= total else 0
 
     def _score_sample(self, sample: _Sample, noisy: bool = False) -> torch.Tensor:
         """[T] log-probs of the sampled tokens by the rollout engine as it is."""
-        own_draws = noisy and self._aqn.draw != "batch"
-        limit = self.config.actor_rollout_ref.rollout.max_model_len
-        scores, _ = score_answers(self._servers(), sample.rows, limit, own_draws)
+        own_draws = noisy and self._run.aqn.draw != "batch"
+        limit = self._run.config.actor_rollout_ref.rollout.max_model_len
+        scores, _ = score_answers(self._run.servers(), sample.rows, limit, own_draws)
         return torch.cat([row[mask] for row, mask in zip(scores, sample.masks, strict=True)])
 
 

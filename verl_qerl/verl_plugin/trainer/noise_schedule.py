@@ -12,15 +12,11 @@ import logging
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
 from verl_qerl.checkpoints.record import read_whole, write_whole
-
-if TYPE_CHECKING:
-    from verl_qerl.verl_plugin.trainer.trainer import NoiseMixin as _Noise
-else:
-    _Noise = object  # stands before it in the trainers
+from verl_qerl.verl_plugin.trainer.feature import Feature, Run
 
 logger = logging.getLogger(__name__)
 
@@ -36,22 +32,26 @@ class Saved(NamedTuple):
     searched: dict[int, tuple[int, float]]
 
 
-class NoiseScheduleMixin(_Noise):
-    """Hooks of verl's PPOTrainer around saving and loading; writes nothing unless `aqn.enabled`."""
+class NoiseSchedule(Feature):
+    """Writes the schedule beside each checkpoint, and compares it with that of a checkpoint that is loaded.
 
-    def _save_checkpoint(self) -> None:
-        folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
-        write_schedule(folder, self._aqn, self.total_training_steps, self._aqn_searched)
-        super()._save_checkpoint()
+    It is in runs without noise too, whose checkpoint may have been of a run with some.
+    """
 
-    def _load_checkpoint(self) -> None:
-        super()._load_checkpoint()
-        if self.global_steps:
-            trainer = self.config.trainer
-            folder = Path(trainer.default_local_dir) / f"global_step_{self.global_steps}"
+    def before_save(self, folder: Path) -> None:
+        """Write the schedule."""
+        run = self._run
+        write_schedule(folder, run.aqn, run.total_steps, run.searched)
+
+    def after_load(self) -> None:
+        """Compare, and go on with the sigmas that were found."""
+        run: Run = self._run
+        trainer = run.config.trainer
+        if run.step:
+            folder = Path(trainer.default_local_dir) / f"global_step_{run.step}"
             if trainer.resume_mode == "resume_path":
                 folder = Path(trainer.resume_from_path)
-            self._aqn_searched = check_schedule(folder, self.global_steps, self._aqn, self.total_training_steps)
+            run.searched = check_schedule(folder, run.step, run.aqn, run.total_steps)
 
 
 def write_schedule(

@@ -9,7 +9,7 @@ stay verl's.
 import copy
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -17,6 +17,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from verl_qerl.algos.acr import ACRConfig, ClipRange, LogProbs, acr_loss
 from verl_qerl.verl_plugin.config.nodes import plain
+from verl_qerl.verl_plugin.trainer.feature import Feature, Run
 
 NAME = "acr"
 _LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
@@ -168,25 +169,23 @@ def hand_over(options: ACRConfig, config: Any, model_output: Any, data: Any, dp_
     return ppo_loss(config, model_output, data, dp_group)
 
 
-if TYPE_CHECKING:
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Trainer
-else:
-    _Trainer = object  # mixed into whichever trainers verl has
+class ActorLoss(Feature):
+    """Gives the actor its loss function, where the policy loss is ACR."""
 
+    def __init__(self, run: Run, options: ACRConfig) -> None:
+        super().__init__(run)
+        self._options = options
 
-class PolicyLossMixin(_Trainer):
-    """Hooks of verl's PPOTrainer; does nothing unless the policy loss is ACR."""
+    @classmethod
+    def from_config(cls, run: Run) -> Feature | None:
+        """As `Feature.from_config`."""
+        options = acr_options(run.config)
+        return None if options is None else cls(run, options)
 
-    def __init__(self, config: DictConfig) -> None:
-        self._acr = acr_options(config)
-        super().__init__(config)
-
-    def on_init_end(self) -> None:
-        """Give the actor its loss function, before the first batch."""
-        if self._acr is not None:
-            actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
-            self.actor_rollout_wg.set_loss_fn(partial(hand_over, self._acr, actor))
-        super().on_init_end()
+    def before_init_end(self) -> None:
+        """Before the first batch."""
+        actor = omega_conf_to_dataclass(self._run.config.actor_rollout_ref.actor)
+        self._run.trainer.actor_rollout_wg.set_loss_fn(partial(hand_over, self._options, actor))
 
 
 def install(module: ModuleType) -> None:

@@ -4,15 +4,11 @@ verl's replay buffer looks every two seconds, which is no option of it (patches/
 second on average for answers that are there. A look takes 3 ms at 864 keys and 29 ms at 9,504 on one core.
 """
 
-from typing import TYPE_CHECKING
+from typing import Any
 
-from verl_qerl.verl_plugin.trainer.mismatch import gate_options
-
-if TYPE_CHECKING:
-    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Trainer
-else:
-    _Trainer = object  # mixed into whichever trainers verl has
+from verl_qerl import upstream
+from verl_qerl.verl_plugin import hosts
+from verl_qerl.verl_plugin.trainer.feature import Feature, Run
 
 POLL_S = 0.2
 _VERLS_S = 2.0  # which nobody has chosen
@@ -20,13 +16,16 @@ _VERLS_S = 2.0  # which nobody has chosen
 _MODES = ("sync", "colocate_async")
 
 
-class PollingMixin(_Trainer):
-    """Looks more often; does nothing unless one of our options is set."""
+class Polling(Feature):
+    """Looks more often."""
 
-    def _build_replay_buffer(self) -> "ReplayBuffer":
-        """As verl's; an interval that a sampler of the user's has chosen stays."""
-        buffer = super()._build_replay_buffer()
-        ours = self.config.trainer.v1.trainer_mode in _MODES and gate_options(self.config) is not None
-        if ours and getattr(buffer, "poll_interval", None) == _VERLS_S:
-            buffer.poll_interval = POLL_S
-        return buffer
+    @classmethod
+    def from_config(cls, run: Run) -> Feature | None:
+        """As `Feature.from_config`."""
+        ours = run.gate is not None and run.config.trainer.v1.trainer_mode in _MODES
+        return cls(run) if ours else None
+
+    def on_replay_buffer(self, buffer: Any) -> None:
+        """Shorten the interval; one that a sampler of the user's has chosen stays."""
+        if getattr(buffer, "poll_interval", None) == _VERLS_S:
+            upstream.set_data(hosts.POLL_INTERVAL, buffer, poll_interval=POLL_S)

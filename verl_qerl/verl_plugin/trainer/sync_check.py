@@ -12,10 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl.verl_plugin.config.rollout_options import WORKER_EXTENSION
-from verl_qerl.verl_plugin.cpu.activation_offload import check_offload
-from verl_qerl.verl_plugin.cpu.whole_model import check_sync
-from verl_qerl.verl_plugin.trainer.rollout_workers import RolloutWorkersMixin
-from verl_qerl.verl_plugin.weight_sync.requantize import requantizes
+from verl_qerl.verl_plugin.trainer.feature import Feature, Run
 
 # Trainers whose weight sync runs in `on_init_end` and `on_step_end`.
 _MODES = ("sync", "colocate_async")
@@ -35,33 +32,34 @@ def can_ask(config: DictConfig) -> bool:
     return extension == WORKER_EXTENSION and not elsewhere and mode in _MODES
 
 
-class WeightSyncMixin(RolloutWorkersMixin):
-    """Hooks of verl's PPOTrainer; does nothing in runs whose rollout workers are not ours."""
+class SyncCheck(Feature):
+    """Asks the rollout workers after each sync, where they are ours."""
 
-    def __init__(self, config: DictConfig) -> None:
-        check_sync(config)
-        check_offload(config)
-        self._requantizes = requantizes(config)
-        self._asks_workers = self._requantizes or can_ask(config)
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
         self._num_syncs = 0
-        super().__init__(config)
+        self._start = 0.0
 
-    def on_init_end(self) -> None:
-        """As verl's, which syncs; then ask the workers."""
-        super().on_init_end()
-        if self._asks_workers:
-            self._check_sync()
+    @classmethod
+    def from_config(cls, run: Run) -> Feature | None:
+        """As `Feature.from_config`."""
+        return cls(run) if run.requantizes or can_ask(run.config) else None
 
-    def on_step_end(self) -> None:
-        """As verl's, which syncs; then ask the workers."""
-        start = time.perf_counter()
-        super().on_step_end()
-        took_s = time.perf_counter() - start
-        if self._asks_workers:
-            report = self._check_sync()
-            if self._requantizes:
-                found = {f"qerl/{name}": value for name, value in report.items() if name.startswith("sync_")}
-                self._add_metrics({**found, "qerl/sync_s": took_s})
+    def after_init_end(self) -> None:
+        """Ask the workers."""
+        self._check_sync()
+
+    def before_step_end(self) -> None:
+        """The sync begins."""
+        self._start = time.perf_counter()
+
+    def after_step_end(self) -> None:
+        """Ask the workers; say what a quantized sync has sent, and how long it took."""
+        took_s = time.perf_counter() - self._start
+        report = self._check_sync()
+        if self._run.requantizes:
+            found = {f"qerl/{name}": value for name, value in report.items() if name.startswith("sync_")}
+            self._run.add_metrics({**found, "qerl/sync_s": took_s})
 
     def _check_sync(self) -> dict[str, Any]:
         """The answer of all workers.
@@ -69,11 +67,11 @@ class WeightSyncMixin(RolloutWorkersMixin):
         Raises:
             RuntimeError: They differ, or one has not taken the weights of this sync.
         """
-        reports = self._ask_workers("qerl_last_sync")
+        reports = self._run.ask_workers("qerl_last_sync")
         numbers = sorted({report.get("number", 0) for report in reports})
         if not reports or numbers[0] <= self._num_syncs:
             raise RuntimeError(
-                f"the weights of step {self.global_steps} did not reach all of {len(reports)} rollout workers: they"
+                f"the weights of step {self._run.step} did not reach all of {len(reports)} rollout workers: they"
                 f" have taken {numbers} syncs, and {self._num_syncs} came before. Each must take every one. Look for an"
                 " error of a worker in the log above, and check that every node has the same verl_qerl installed."
             )

@@ -1,166 +1,173 @@
-"""The trainers of verl with Adaptive Quantization Noise, and with what the other mixins of this package add.
+"""verl's trainers with features: one subclass of each overrides a method once and calls the features in one order."""
 
-Noise is set right before each weight sync: an adapter brings no norms, or trained ones, onto which the worker puts the
-noise that is on; their storage stays mapped while the engine sleeps, and verl drops the prefix cache after the sync. So
-the rollouts of step t are sampled, from their first token on, with the sigma and the draw of step t.
-"""
-
-import logging
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import ray
-from omegaconf import DictConfig, OmegaConf, open_dict
-from verl.utils.debug import marked_timer
+from omegaconf import DictConfig
 
-from verl_qerl import vllm_plugin
-from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
 from verl_qerl.verl_plugin.config.attention import use_attention
 from verl_qerl.verl_plugin.config.base_options import aqn_options
-from verl_qerl.verl_plugin.config.rollout_options import WORKER_EXTENSION, use_rollout_options
-from verl_qerl.verl_plugin.trainer.checkpoints import CheckpointMixin
-from verl_qerl.verl_plugin.trainer.critic import CriticMixin
-from verl_qerl.verl_plugin.trainer.engine_health import EngineHealthMixin
-from verl_qerl.verl_plugin.trainer.mismatch import MismatchMixin
-from verl_qerl.verl_plugin.trainer.mismatch_parts import MismatchPartsMixin
-from verl_qerl.verl_plugin.trainer.noise_effect import NoiseEffectMixin
-from verl_qerl.verl_plugin.trainer.noise_schedule import NoiseScheduleMixin
-from verl_qerl.verl_plugin.trainer.policy_loss import PolicyLossMixin
-from verl_qerl.verl_plugin.trainer.polling import PollingMixin
-from verl_qerl.verl_plugin.trainer.rollout_workers import RolloutWorkersMixin
-from verl_qerl.verl_plugin.trainer.sync_check import WeightSyncMixin
-from verl_qerl.verl_plugin.trainer.uaq import UAQMixin
-from verl_qerl.vllm_plugin.options import SCHEDULER
+from verl_qerl.verl_plugin.config.rollout_options import use_rollout_options
+from verl_qerl.verl_plugin.cpu.activation_offload import check_offload
+from verl_qerl.verl_plugin.cpu.whole_model import check_sync
+from verl_qerl.verl_plugin.trainer.checkpoints import WholeCheckpoints
+from verl_qerl.verl_plugin.trainer.critic import CriticWithoutMark
+from verl_qerl.verl_plugin.trainer.engine_health import EngineHealth
+from verl_qerl.verl_plugin.trainer.feature import Feature, Run
+from verl_qerl.verl_plugin.trainer.mismatch import Gate, gate_options
+from verl_qerl.verl_plugin.trainer.mismatch_parts import MismatchParts
+from verl_qerl.verl_plugin.trainer.noise import Noise, use_noise
+from verl_qerl.verl_plugin.trainer.noise_effect import NoiseEffect
+from verl_qerl.verl_plugin.trainer.noise_schedule import NoiseSchedule
+from verl_qerl.verl_plugin.trainer.policy_loss import ActorLoss
+from verl_qerl.verl_plugin.trainer.polling import Polling
+from verl_qerl.verl_plugin.trainer.rescoring import keep_sample
+from verl_qerl.verl_plugin.trainer.sync_check import SyncCheck
+from verl_qerl.verl_plugin.trainer.uaq import use_uaq
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Trainer
+else:
+    _Trainer = object  # `install` puts it before each of verl's trainers
 
-# Trainers whose weight sync runs in `on_step_end`.
-_MODES = ("sync", "colocate_async")
+# In the order in which their hooks are called. A feature without a sentence may stand anywhere.
+FEATURES: tuple[type[Feature], ...] = (
+    EngineHealth,  # First: nobody else is to ask an engine that has ended, or look at what it left.
+    Noise,  # Before SyncCheck, which measures how long a sync takes: setting the noise is not part of it.
+    SyncCheck,  # Before NoiseEffect, which asks about norms: an engine that missed the sync is told as that.
+    NoiseEffect,  # Before the next two: it leaves the noise of the step, with which they score.
+    MismatchParts,  # Before Gate, which judges by the answers that were scored and names the parts in its error.
+    Gate,
+    NoiseSchedule,
+    WholeCheckpoints,
+    ActorLoss,
+    Polling,
+    CriticWithoutMark,
+)
+
+
+class FeaturedTrainer(_Trainer):
+    """Overrides of verl's PPOTrainer; what they do is in the features.
+
+    Attributes:
+        run: What features see of the trainer.
+        features: Those of this run.
+    """
+
+    FEATURES = FEATURES
+
+    def __init__(self, config: DictConfig) -> None:
+        self.run = prepare(self, config)
+        found = (kind.from_config(self.run) for kind in self.FEATURES)
+        self.features = [feature for feature in found if feature is not None]
+        super().__init__(config)
+
+    def _build_replay_buffer(self) -> Any:
+        buffer = super()._build_replay_buffer()
+        if any(feature.reads_sample for feature in self.features):
+            keep_sample(buffer, self.run)
+        self._tell("on_replay_buffer", buffer)
+        return buffer
+
+    def on_init_end(self) -> None:
+        """As verl's, which syncs the weights."""
+        self._tell("before_init_end")
+        super().on_init_end()
+        self._tell("after_init_end")
+
+    def on_sample_end(self) -> None:
+        """As verl's, which puts the rollout to sleep."""
+        self._tell("before_sample_end")
+        super().on_sample_end()
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
+        tags = dict(zip(batch.keys, batch.tags, strict=True))
+        batch = super()._compute_old_log_prob(batch, metrics)
+        self._tell("after_old_log_prob", batch, tags, metrics)
+        return batch
+
+    def _compute_values(self, batch: Any, metrics: dict) -> Any:
+        self._tell("before_values", batch)
+        return super()._compute_values(batch, metrics)
+
+    def on_step_end(self) -> None:
+        """As verl's, which syncs the weights."""
+        self._tell("before_step_end")
+        super().on_step_end()
+        self._tell("after_step_end")
+
+    def _consume_sync_metrics(self) -> dict:
+        return {**super()._consume_sync_metrics(), **self.run.take_metrics()}
+
+    def on_validate_begin(self) -> None:
+        """As verl's."""
+        self._tell("before_validate_begin")
+        super().on_validate_begin()
+
+    def on_validate_end(self) -> None:
+        """As verl's."""
+        super().on_validate_end()
+        self._tell("after_validate_end")
+
+    def _save_checkpoint(self) -> None:
+        folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
+        self._tell("before_save", folder)
+        super()._save_checkpoint()
+        self._tell("after_save", folder)
+
+    def _load_checkpoint(self) -> None:
+        self._tell("before_load")
+        super()._load_checkpoint()
+        self._tell("after_load")
+
+    def _step_once(self, *args: Any, **kwargs: Any) -> Any:
+        with self._errors_told():
+            return super()._step_once(*args, **kwargs)
+
+    def _validate(self, *args: Any, **kwargs: Any) -> Any:
+        with self._errors_told():
+            return super()._validate(*args, **kwargs)
+
+    def _tell(self, hook: str, *args: Any) -> None:
+        for feature in self.features:
+            getattr(feature, hook)(*args)
+
+    @contextlib.contextmanager
+    def _errors_told(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._tell("on_error", error)
+            raise
+
+
+def prepare(trainer: Any, config: DictConfig) -> Run:
+    """Check the options of a run that concern several features, and write what they ask of verl's workers.
+
+    Args:
+        trainer: Of the run.
+        config: Of the whole run, changed in place, before verl reads it.
+
+    Raises:
+        RuntimeError: vLLM is of another version.
+        ValueError: An option is unknown, out of range, or does not fit the others.
+    """
+    gate, aqn = gate_options(config), aqn_options(config)
+    use_noise(config, aqn)
+    use_rollout_options(config)
+    use_attention(config)
+    use_uaq(config)
+    check_sync(config)
+    check_offload(config)
+    return Run(trainer, config, aqn, gate)
 
 
 def install(module: ModuleType) -> None:
     """Replace the trainers of verl's registry by subclasses; a second call does nothing."""
     registry = module.trainer_base.TRAINER_REGISTRY
     for mode, trainer in list(registry.items()):
-        if not issubclass(trainer, NoiseMixin):
-            # Engines are asked first. The gate tells the parts of a difference, so it comes after them: they are its
-            # super().
-            ours = (EngineHealthMixin, MismatchMixin, MismatchPartsMixin, NoiseEffectMixin, NoiseScheduleMixin)
-            ours += (NoiseMixin, CheckpointMixin, PolicyLossMixin, UAQMixin, WeightSyncMixin, PollingMixin, CriticMixin)
-            bases = (*ours, trainer)
-            registry[mode] = type(f"Qerl{trainer.__name__}", bases, {"__doc__": trainer.__doc__})
-
-
-class NoiseMixin(RolloutWorkersMixin):
-    """Hooks of verl's PPOTrainer; does nothing unless `aqn.enabled`."""
-
-    def __init__(self, config: DictConfig) -> None:
-        self._aqn = aqn_options(config)
-        self._aqn_searched: dict[int, tuple[int, float]] = {}  # as `sigma_at_step` takes it
-        if self._aqn.enabled:
-            problem = vllm_plugin.version_problem()
-            if problem:
-                raise RuntimeError(problem)
-            mode = config.trainer.v1.trainer_mode
-            if mode not in _MODES:
-                raise ValueError(
-                    f"trainer.v1.trainer_mode={mode} has no noise. Accepted are {', '.join(_MODES)}."
-                    " Leave out `+aqn.enabled=true` or change the mode."
-                )
-            ask_workers_for_noise(config, self._aqn)
-        use_rollout_options(config)
-        use_attention(config)
-        super().__init__(config)
-
-    def on_init_end(self) -> None:
-        """Noise of the first step, then the first weight sync."""
-        self._warn_of_skipped_stages()
-        self._set_noise(self.global_steps + 1)
-        super().on_init_end()
-
-    def on_step_end(self) -> None:
-        """Noise of the next step (none after the last), then the weight sync."""
-        used = self._sigma(self.global_steps)
-        if self._aqn.enabled:
-            with marked_timer("set_noise", self.timing_raw, color="red"):
-                self._set_noise(self.global_steps + 1)
-        super().on_step_end()
-        if self._aqn.enabled:
-            self._add_metrics({"aqn/sigma": used})
-
-    def on_validate_begin(self) -> None:
-        """Validation samples from the clean model."""
-        self._switch_noise(0.0, 0)
-        super().on_validate_begin()
-
-    def on_validate_end(self) -> None:
-        """The noise that was on before comes back, draw included."""
-        super().on_validate_end()
-        # Before training, global_steps is the last finished step; in the loop, the step that just ended.
-        self._switch_noise(self._sigma(self.global_steps + 1), self.global_steps + 1)
-
-    def _sigma(self, step: int) -> float:
-        inside = 1 <= step <= self.total_training_steps
-        return sigma_at_step(self._aqn, step, self.total_training_steps, self._aqn_searched) if inside else 0.0
-
-    def _set_noise(self, step: int) -> None:
-        if self._aqn.enabled:
-            self._call_workers("qerl_set_noise", sigma=self._sigma(step), step=step)
-
-    def _switch_noise(self, sigma: float, step: int) -> None:
-        if self._aqn.enabled:
-            self._call_workers("qerl_set_noise", sigma=sigma, step=step)
-            ray.get([server.qerl_clear_kv_cache.remote() for server in self._servers()])
-
-    def _call_workers(self, method: str, **kwargs: Any) -> int:
-        """Number of norms that every worker of every replica has set, to the same weights."""
-        answers = set(map(tuple, self._ask_workers(method, **kwargs)))
-        counts = sorted({count for count, _ in answers})
-        if len(counts) != 1 or not counts[0]:
-            raise RuntimeError(
-                f"the rollout workers set {counts} norms. All must set the same number, at least one."
-                " Check that every node has the same verl_qerl installed."
-            )
-        if len(answers) != 1:
-            raise RuntimeError(
-                f"the rollout workers set {counts[0]} norms to {len(answers)} different sets of weights at"
-                f" {kwargs}. All must sample with the same noise. Check that every node has the same versions of"
-                " verl_qerl and numpy."
-            )
-        return counts[0]
-
-    def _warn_of_skipped_stages(self) -> None:
-        total = self._aqn.total_steps or self.total_training_steps
-        if self._aqn.enabled and total < self._aqn.num_stages:
-            logger.warning(
-                "aqn.num_stages=%d exceeds the %d steps that the stages are spread over: some are skipped, the last of"
-                " them too, and sigma ends at %g instead of sigma_end=%g.",
-                *(self._aqn.num_stages, total, sigma_at_step(self._aqn, total, total), self._aqn.sigma_end),
-            )
-
-
-def ask_workers_for_noise(config: DictConfig, aqn: AQNConfig) -> None:
-    """Name our worker extension and hand it the options of AQN, by the door vLLM has for plugins.
-
-    Args:
-        config: Of the run, changed in place. A worker extension named by the user stays.
-        aqn: Options of the noise.
-    """
-    options = {name: getattr(aqn, name) for name in aqn.__dataclass_fields__}
-    options["targets"] = list(aqn.targets)
-    rollout = config.actor_rollout_ref.rollout
-    # A call to the workers of a data-parallel engine is not known to reach every shard.
-    for name, accepted in (("name", "vllm"), ("data_parallel_size", 1)):
-        if rollout.get(name, accepted) != accepted:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.{name}={rollout[name]} has no noise. Accepted is {accepted}."
-                " Leave out `+aqn.enabled=true` or set the value."
-            )
-    with open_dict(config):
-        kwargs = rollout.engine_kwargs.vllm
-        kwargs.setdefault("worker_extension_cls", WORKER_EXTENSION)
-        if aqn.draw != "batch":
-            kwargs.setdefault("scheduler_cls", SCHEDULER)  # which keeps answers out of the prefix cache
-        OmegaConf.update(
-            config, "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.aqn", options
-        )
+        if not issubclass(trainer, FeaturedTrainer):
+            registry[mode] = type(f"Qerl{trainer.__name__}", (FeaturedTrainer, trainer), {"__doc__": trainer.__doc__})

@@ -7,7 +7,7 @@ holds those of model.path, which compute the same. The reference policy is not s
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -82,20 +82,18 @@ def uaq_options(config: DictConfig) -> UAQConfig:
     return found
 
 
-if TYPE_CHECKING:
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Trainer
-else:
-    _Trainer = object  # mixed into whichever trainers verl has
+def use_uaq(config: DictConfig) -> None:
+    """Hand the scale of a run to those who scale by it; without UAQ nothing is done.
 
+    Args:
+        config: Of the whole run, changed in place.
 
-class UAQMixin(_Trainer):
-    """Of verl's PPOTrainer; does nothing unless `uaq.enabled`."""
-
-    def __init__(self, config: DictConfig) -> None:
-        uaq = uaq_options(config)
-        if uaq.enabled:
-            tell_workers_the_scale(config, uaq.scale)
-        super().__init__(config)
+    Raises:
+        ValueError: As `uaq_options`.
+    """
+    uaq = uaq_options(config)
+    if uaq.enabled:
+        tell_workers_the_scale(config, uaq.scale)
 
 
 def tell_workers_the_scale(config: DictConfig, scale: float) -> None:
@@ -108,8 +106,8 @@ def tell_workers_the_scale(config: DictConfig, scale: float) -> None:
     with open_dict(config):
         node = config.actor_rollout_ref.actor.fsdp_config
         if node.get("_target_", _STOCK_CONFIG) == _STOCK_CONFIG:
-            node._target_ = _OUR_CONFIG
-        node.uaq_scale = scale
+            node["_target_"] = _OUR_CONFIG
+        node["uaq_scale"] = scale
         if OmegaConf.select(config, "aqn.enabled", default=False):
             where = "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.uaq_scale"
             OmegaConf.update(config, where, scale)

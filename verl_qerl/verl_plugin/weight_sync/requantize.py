@@ -14,11 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 from verl_qerl.checkpoints.experts import number_of_experts
 from verl_qerl.checkpoints.groups import linears_among
 from verl_qerl.checkpoints.manifest import with_manifest
-from verl_qerl.checkpoints.quantize_stream import quantize_stream
 from verl_qerl.checkpoints.source import open_source
+from verl_qerl.checkpoints.stream import quantize_stream
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import WeightFormat
 from verl_qerl.formats.nvfp4_layout import fused_group
+from verl_qerl.formats.reference import dequantize
 
 # Of a batch whose log-probs are to be those of the rounded weights.
 ROUNDED = "verl_qerl_rounded_weights"
@@ -45,7 +46,7 @@ def quantized_for_rollout(
         ValueError: A weight holds NaN or infinite values, or does not fit the format.
     """
     skipped = {"lm_head.weight"} if tied else set()
-    linears = linears_among(shapes, ignore, "the actor", form.block_size, form.kind)
+    linears = linears_among(shapes, ignore, "the actor", form)
     kept = ((name, tensor) for name, tensor in tensors if name not in skipped)
     numel = sum(torch.Size(shape).numel() for name, shape in shapes.items() if name not in skipped)
     yield from with_manifest(quantize_stream(kept, linears, form), numel * _BF16_BYTES)
@@ -71,8 +72,8 @@ def round_group(weights: Mapping[str, torch.Tensor], form: WeightFormat) -> dict
     Returns:
         The same names; rounded to bf16 and to `form` as in a sync, in the dtype of the argument.
     """
-    parts = form.quantize_group({name: weight.to(torch.bfloat16) for name, weight in weights.items()})
-    return {name: form.dequantize(parts[name], weight.dtype) for name, weight in weights.items()}
+    packed = form.quantize_group({name: weight.to(torch.bfloat16) for name, weight in weights.items()})
+    return {name: dequantize(packed[name], weight.dtype) for name, weight in weights.items()}
 
 
 def requantizes(config: DictConfig) -> bool:
@@ -94,8 +95,8 @@ def check_unquantized(path: str, form: str) -> None:
             f"{path} is a mixture of {experts} experts, and model.lora_rank=0 trains all weights. With +rollout={form}"
             " models without experts are accepted for that. Set model.lora_rank, or leave +rollout out."
         )
-    if source.layout != "bf16":
+    if source.format is not None:
         raise CheckpointFormatError(
-            f"{path} is quantized already ({source.layout}) and model.lora_rank=0 trains all weights. Unquantized"
+            f"{path} is quantized already ({source.format}) and model.lora_rank=0 trains all weights. Unquantized"
             f" weights are needed with +rollout={form}. Point model.path at the original model, or set model.lora_rank."
         )

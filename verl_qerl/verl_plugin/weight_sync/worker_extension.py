@@ -27,10 +27,10 @@ from verl_qerl.vllm_plugin.noise.synced_norms import split_shifts
 from verl_qerl.vllm_plugin.options import rollout_options
 from verl_qerl.vllm_plugin.weights.loader import base_digests
 from verl_qerl.vllm_plugin.weights.reload import LOADING_ERRORS, InPlaceReload, SyncReport, without_frames
-from verl_qerl.vllm_plugin.worker import NoiseWorkerExtension, prepare_model
+from verl_qerl.vllm_plugin.worker import RolloutWorkerExtension, prepare_model
 
 
-class WorkerExtension(NoiseWorkerExtension, vLLMColocateWorkerExtension):
+class WorkerExtension(RolloutWorkerExtension, vLLMColocateWorkerExtension):
     """verl's extension for a packed base that is never overwritten, or for linears that every sync brings quantized.
 
     verl takes every NVFP4 checkpoint for quantization-aware training: it would patch vLLM (with patches that vLLM

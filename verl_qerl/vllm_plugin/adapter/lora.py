@@ -22,9 +22,11 @@ from vllm.lora.layers import (
 from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 
+from verl_qerl import upstream
 from verl_qerl.kernels.rollout.lora import lora_expand, lora_shrink, member_of_tile
-from verl_qerl.vllm_plugin.weights.linear import tiled_tensors
-from verl_qerl.vllm_plugin.weights.tiled_ops import lora_linear_tiled
+from verl_qerl.vllm_plugin import hosts
+from verl_qerl.vllm_plugin.weights.linear import repacked_tensors
+from verl_qerl.vllm_plugin.weights.linear_ops import lora_linear_repacked
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +60,8 @@ def release_buffers(model: torch.nn.Module, lora_config: Any) -> int:
     for layer in _taken(model, lora_config):
         parts = (*layer.lora_a_stacked, *layer.lora_b_stacked)
         freed += sum(part.nbytes for part in parts)
-        layer.lora_a_stacked, layer.lora_b_stacked = (
-            tuple(part.to("meta") for part in stacked) for stacked in (layer.lora_a_stacked, layer.lora_b_stacked)
-        )
+        a, b = (tuple(part.to("meta") for part in stacked) for stacked in (layer.lora_a_stacked, layer.lora_b_stacked))
+        upstream.set_data(hosts.LORA_BUFFERS, layer, lora_a_stacked=a, lora_b_stacked=b)
     return freed
 
 
@@ -111,13 +112,12 @@ def compute_plain_logits(model: torch.nn.Module) -> int:
         Number of logits processors that were wrapped.
     """
     found = [
-        (parent, name, child.base_layer)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, LogitsProcessorWithLoRA)
+        (name, module.base_layer)
+        for name, module in model.named_modules()
+        if isinstance(module, LogitsProcessorWithLoRA)
     ]
-    for parent, name, processor in found:
-        setattr(parent, name, processor)
+    for name, processor in found:
+        model.set_submodule(name, processor)
     return len(found)
 
 
@@ -145,7 +145,7 @@ def _is_odd(layer: Any) -> bool:
 def _watch(wrapper: Any, only_ours: bool) -> torch.Tensor:
     """A bool on the CPU that `wrapper` keeps: true while no token of the batch has an adapter."""
     wrapper.qerl_none_active = torch.ones(1, dtype=torch.bool)
-    wrapper.__class__ = _watching(type(wrapper), only_ours)
+    upstream.swap_class(hosts.LORA_WRAPPER, wrapper, _watching(type(wrapper), only_ours))
     return wrapper.qerl_none_active
 
 
@@ -174,9 +174,10 @@ def _convert(layer: Any, none_active: torch.Tensor) -> None:
     layer.qerl_b = torch.zeros(sum(slices), rank, **where)
     layer.qerl_members = member_of_tile(slices, layer.qerl_b.device)
     layer.qerl_none_active = none_active
-    layer.lora_a_stacked = tuple(part[None, None] for part in layer.qerl_a.split(rank))
-    layer.lora_b_stacked = tuple(part[None, None] for part in layer.qerl_b.split(slices))
-    layer.__class__ = _single(type(layer))
+    a = tuple(part[None, None] for part in layer.qerl_a.split(rank))
+    b = tuple(part[None, None] for part in layer.qerl_b.split(slices))
+    upstream.set_data(hosts.LORA_BUFFERS, layer, lora_a_stacked=a, lora_b_stacked=b)
+    upstream.swap_class(hosts.LORA_LINEARS, layer, _single(type(layer)))
 
 
 @functools.cache
@@ -187,8 +188,8 @@ def _single(base: type) -> type:
             flat = x.reshape(-1, x.shape[-1])
             adapter = (self.qerl_b, self.qerl_members, self.punica_wrapper._token_lora_indices, self.qerl_none_active)
             if hasattr(self.base_layer, "qerl_plan"):
-                tensors = tiled_tensors(self.base_layer)
-                out = lora_linear_tiled(flat, *tensors, bias, self.base_layer.qerl_plan, self.qerl_a, *adapter)
+                tensors = repacked_tensors(self.base_layer)
+                out = lora_linear_repacked(flat, *tensors, bias, self.base_layer.qerl_plan, self.qerl_a, *adapter)
             else:
                 partial = lora_shrink(flat, self.qerl_a, self.qerl_none_active)
                 y = self._get_quant_method().apply(self.base_layer, flat, bias)

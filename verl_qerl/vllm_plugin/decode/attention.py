@@ -11,7 +11,9 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
+from verl_qerl import upstream
 from verl_qerl.kernels.rollout.attention import can_attend, can_read, decode_attention, prepare
+from verl_qerl.vllm_plugin import hosts
 from verl_qerl.vllm_plugin.weights.plans import say_once
 
 
@@ -127,8 +129,7 @@ def use_decode_attention(model: torch.nn.Module, vllm_config: Any) -> int:
         if reason:
             say_once(f"vLLM's attention decodes: {reason}, and the faster one takes none such.")
             continue
-        layer.impl.__class__ = DecodeAttentionImpl
-        found.append(layer.impl)
+        found.append(upstream.swap_class(hosts.ATTENTION, layer.impl, DecodeAttentionImpl))
     if found and next(model.parameters()).is_cuda:
         prepare({(impl.head_size, impl.num_queries_per_kv) for impl in found})
     return len(found)

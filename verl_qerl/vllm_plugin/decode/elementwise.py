@@ -12,12 +12,15 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.models.qwen3 import Qwen3Attention
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeAttention
 
+from verl_qerl import upstream
 from verl_qerl.kernels.rollout import elementwise, rotation
 from verl_qerl.kernels.rollout.elementwise import add_rms_norm, can_normalize, can_silu, rms_norm, silu_mul
 from verl_qerl.kernels.rollout.rotation import can_normalize_heads, can_rotate, norm_rotate, rotate
+from verl_qerl.upstream import HostChange
+from verl_qerl.vllm_plugin import hosts
 
 
-class EarlyRMSNorm(RMSNorm):
+class PDLRMSNorm(RMSNorm):
     """Of rows of a model's hidden size, with a weight."""
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
@@ -27,7 +30,7 @@ class EarlyRMSNorm(RMSNorm):
         return add_rms_norm(x, residual, self.weight.data, self.variance_epsilon)
 
 
-class EarlySiluAndMul(SiluAndMul):
+class PDLSiluAndMul(SiluAndMul):
     """SiLU of the left half of a row, times its right half."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -35,7 +38,7 @@ class EarlySiluAndMul(SiluAndMul):
         return silu_mul(x) if can_silu(x) else self.forward_native(x)
 
 
-class EarlyRotaryEmbedding(RotaryEmbedding):
+class PDLRotaryEmbedding(RotaryEmbedding):
     """Of whole heads, their halves turned together."""
 
     def forward(
@@ -48,7 +51,7 @@ class EarlyRotaryEmbedding(RotaryEmbedding):
         return rotate(query, key, positions, table, self.head_size)
 
 
-class _EarlyHeads:
+class _PDLHeads:
     """Attention of Qwen3, with the norms of heads and their rotation as one launch."""
 
     def forward(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -67,24 +70,24 @@ class _EarlyHeads:
         return output
 
 
-class EarlyQwen3Attention(_EarlyHeads, Qwen3Attention):
+class EarlyQwen3Attention(_PDLHeads, Qwen3Attention):
     """Of a dense model."""
 
 
-class EarlyQwen3MoeAttention(_EarlyHeads, Qwen3MoeAttention):
+class EarlyQwen3MoeAttention(_PDLHeads, Qwen3MoeAttention):
     """Of a mixture of experts."""
 
 
-_EARLY: dict[type, type] = {
-    RMSNorm: EarlyRMSNorm,
-    SiluAndMul: EarlySiluAndMul,
-    RotaryEmbedding: EarlyRotaryEmbedding,
-    Qwen3Attention: EarlyQwen3Attention,
-    Qwen3MoeAttention: EarlyQwen3MoeAttention,
+_PDL: dict[type, tuple[HostChange, type]] = {
+    RMSNorm: (hosts.RMS_NORM, PDLRMSNorm),
+    SiluAndMul: (hosts.SILU_AND_MUL, PDLSiluAndMul),
+    RotaryEmbedding: (hosts.ROTARY, PDLRotaryEmbedding),
+    Qwen3Attention: (hosts.QWEN3_ATTENTION, EarlyQwen3Attention),
+    Qwen3MoeAttention: (hosts.QWEN3_MOE_ATTENTION, EarlyQwen3MoeAttention),
 }
 
 
-def use_early_starts(model: torch.nn.Module, columns: set[int], left: torch.dtype | None = None) -> int:
+def use_programmatic_launch(model: torch.nn.Module, columns: set[int], left: torch.dtype | None = None) -> int:
     """Replace norms, activations and rotary positions by those that let the next kernel start early.
 
     Call it after loading and before anything is compiled. Modules that compute something else than vLLM's own stay as
@@ -92,7 +95,7 @@ def use_early_starts(model: torch.nn.Module, columns: set[int], left: torch.dtyp
 
     Args:
         model: vLLM's.
-        columns: Of `linear.tiled_columns`; where there are none, nothing is replaced.
+        columns: Of `linear.repacked_in_features`; where there are none, nothing is replaced.
         left: Norms of rows with a weight of this dtype stay as they are.
 
     Returns:
@@ -102,7 +105,8 @@ def use_early_starts(model: torch.nn.Module, columns: set[int], left: torch.dtyp
         module: kind for module in model.modules() if columns and (kind := _kind(module, columns, left))
     }
     for module, kind in found.items():
-        module.__class__ = _EARLY[kind]
+        change, ours = _PDL[kind]
+        upstream.swap_class(change, module, ours)
     if found and next(model.parameters()).is_cuda:
         weights = [module.weight for module in found if isinstance(module, RMSNorm)]
         elementwise.prepare({(weight.shape[0], weight.dtype) for weight in weights})
@@ -112,7 +116,7 @@ def use_early_starts(model: torch.nn.Module, columns: set[int], left: torch.dtyp
 
 
 def _kind(module: Any, columns: set[int], left: torch.dtype | None) -> type | None:
-    """Key of _EARLY of a module that is replaced."""
+    """Key of _PDL of a module that is replaced."""
     kind = type(module)
     if kind is SiluAndMul:
         return kind
@@ -136,5 +140,5 @@ def _is_plain(norm: Any) -> bool:
 def _normalizes_heads(attention: Any) -> bool:
     q, k = attention.q_norm, attention.k_norm
     plain = _is_plain(q) and _is_plain(k) and q.variance_epsilon == k.variance_epsilon
-    rotated = _kind(attention.rotary_emb, set(), None) or type(attention.rotary_emb) is EarlyRotaryEmbedding
+    rotated = _kind(attention.rotary_emb, set(), None) or type(attention.rotary_emb) is PDLRotaryEmbedding
     return bool(plain and rotated and can_normalize_heads(q.weight, k.weight))

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from verl_qerl import upstream
+from verl_qerl.vllm_plugin import hosts
+
 
 class FinalOutputs:
     """Takes the place of `AsyncLLM.add_request`, for the requests of `asking`.
@@ -22,7 +25,7 @@ class FinalOutputs:
 
     def __init__(self, engine: Any) -> None:
         self._add, self._asked = engine.add_request, set[str]()
-        engine.add_request = self
+        upstream.hang(hosts.ADD_REQUEST, engine, self)
 
     async def __call__(self, request_id: str, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's; the collector of outputs."""

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
+from verl_qerl import upstream
 from verl_qerl.planning.memory_plan import GIB
+from verl_qerl.vllm_plugin import hosts
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ def use_segments_again(worker: Any, vllm_config: Any) -> None:
     def limited_above_segments(max_split_size_mb: int) -> AbstractContextManager:
         return limited(max_split_size_mb=max(max_split_size_mb, _SPLIT_MIB))
 
-    worker._scoped_allocator_max_split = limited_above_segments
+    upstream.hang(hosts.MAX_SPLIT, worker, limited_above_segments)
 
 
 def stay_within_share(worker: Any, vllm_config: Any) -> None:
@@ -79,4 +81,4 @@ def stay_within_share(worker: Any, vllm_config: Any) -> None:
         )
         return left
 
-    worker.determine_available_memory = determine_what_is_left
+    upstream.hang(hosts.AVAILABLE_MEMORY, worker, determine_what_is_left)

@@ -15,7 +15,9 @@ from vllm.v1.sample.logits_processor import (
 )
 from vllm.v1.sample.sampler import Sampler
 
+from verl_qerl import upstream
 from verl_qerl.kernels.rollout.sampling import draw_tokens
+from verl_qerl.vllm_plugin import hosts
 from verl_qerl.vllm_plugin.weights.plans import say_once
 
 # What of vLLM's own processors changes logits; one without it gives them back as they are.
@@ -113,7 +115,7 @@ def use_fused_sampler(runner: Any, required: bool = True) -> None:
             f"the sampler cannot be replaced: additional_config.verl_qerl.sampler='fused', {reason}, or leave the"
             " option out."
         )
-    sampler.__class__ = FusedSampler
+    upstream.swap_class(hosts.SAMPLER, sampler, FusedSampler)
     device = runner.device
     if device.type == "cuda":
         size = runner.model_config.get_vocab_size()

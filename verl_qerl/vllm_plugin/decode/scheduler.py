@@ -16,6 +16,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
+from verl_qerl import upstream
+from verl_qerl.vllm_plugin import hosts
 from verl_qerl.vllm_plugin.noise.noise_rows import row_asked_for
 from verl_qerl.vllm_plugin.options import rollout_options
 
@@ -27,10 +29,10 @@ class RoomyKVCacheManager(KVCacheManager):
     """Of one kind of full attention; `use_roomy_blocks` makes it of vLLM's.
 
     Attributes:
-        cache_prompts_alone: Blocks with tokens of an answer are not cached for others.
+        qerl_prompts_alone: Blocks with tokens of an answer are not cached for others.
     """
 
-    cache_prompts_alone = False
+    qerl_prompts_alone = False
 
     def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **options: Any) -> Any:
         """As vLLM's: the new blocks of a request, of which one that has room for its token needs none."""
@@ -44,7 +46,7 @@ class RoomyKVCacheManager(KVCacheManager):
         size, tokens = manager.block_size, request.num_computed_tokens + 1
         if tokens > len(manager.req_to_blocks[request.request_id]) * size:
             return False
-        cached = min(tokens, request.num_prompt_tokens) if self.cache_prompts_alone else tokens
+        cached = min(tokens, request.num_prompt_tokens) if self.qerl_prompts_alone else tokens
         return not self.enable_caching or cached // size <= manager.num_cached_block.get(request.request_id, 0)
 
 
@@ -57,7 +59,7 @@ def use_roomy_blocks(manager: Any) -> bool:
     kinds = [type(one) for one in manager.coordinator.single_type_managers]
     if type(manager) is not KVCacheManager or kinds != [FullAttentionManager]:
         return False
-    manager.__class__ = RoomyKVCacheManager
+    upstream.swap_class(hosts.KV_CACHE_MANAGER, manager, RoomyKVCacheManager)
     return True
 
 
@@ -76,12 +78,12 @@ def cache_prompts_alone(manager: Any) -> None:
 
     def get_blocks_of_clean_prompt(request: Any) -> Any:
         if row_asked_for(request.sampling_params) is not None:
-            request.skip_reading_prefix_cache = True
+            upstream.set_data(hosts.REQUEST, request, skip_reading_prefix_cache=True)
         return get_computed_blocks(request)
 
-    coordinator.cache_blocks = cache_blocks_of_prompt
-    manager.get_computed_blocks = get_blocks_of_clean_prompt
-    manager.cache_prompts_alone = True
+    upstream.hang(hosts.CACHE_BLOCKS, coordinator, cache_blocks_of_prompt)
+    upstream.hang(hosts.COMPUTED_BLOCKS, manager, get_blocks_of_clean_prompt)
+    manager.qerl_prompts_alone = True
 
 
 def scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:

@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from vllm.v1.utils import CpuGpuBuffer
 
+from verl_qerl import upstream
 from verl_qerl.algos.aqn import FORCED_DRAW, NUM_DRAWS, AQNConfig
+from verl_qerl.vllm_plugin import hosts
 from verl_qerl.vllm_plugin.noise.row_norms import compile_norms, give_table
 from verl_qerl.vllm_plugin.options import SCHEDULER
 
@@ -99,7 +101,7 @@ class NoiseRows:
             self.fill(num_scheduled_tokens)
             return prepare(scheduler_output, num_scheduled_tokens)
 
-        self._runner._prepare_inputs = fill_then_prepare
+        upstream.hang(hosts.PREPARE_INPUTS, self._runner, fill_then_prepare)
 
     def fill(self, num_scheduled: np.ndarray) -> None:
         """Set the rows of a step's tokens; those that pad a batch for a CUDA graph have row 0.

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.layernorm import RMSNorm
 
+from verl_qerl import upstream
 from verl_qerl.algos.aqn import NUM_DRAWS
 from verl_qerl.kernels.rollout.elementwise import add_rms_norm_rows, prepare_rows, rms_norm_rows
+from verl_qerl.vllm_plugin import hosts
 
 
 class RowRMSNorm(RMSNorm):
@@ -53,8 +55,8 @@ def give_table(name: str, norm: Any, ids: torch.Tensor) -> torch.Tensor:
         )
     table = norm.weight.data.repeat(1 + NUM_DRAWS, 1)
     norm.weight.data = table[0]
-    norm.__class__ = RowRMSNorm
-    norm.table, norm.ids = table, ids
+    by_rows = upstream.swap_class(hosts.RMS_NORM, norm, RowRMSNorm)
+    by_rows.table, by_rows.ids = table, ids
     return table[1:]
 
 

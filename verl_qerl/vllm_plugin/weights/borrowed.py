@@ -15,10 +15,10 @@ from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvF
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW4A4Fp4
 
 from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.kernels.rollout.tiled import Tiles, untile
+from verl_qerl.kernels.rollout.repacking import Repacked, undo_repack
 from verl_qerl.modules.placement.lending import Borrowed, borrow, meeting_place
 from verl_qerl.vllm_plugin.options import asked_of_vllm, rollout_options
-from verl_qerl.vllm_plugin.weights.linear import hold_tiles, multiply, plan_for
+from verl_qerl.vllm_plugin.weights.linear import hold_repacked, multiply, plan_for
 from verl_qerl.vllm_plugin.weights.plans import why_not
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class BorrowedNVFP4(CompressedTensorsW4A4Fp4):
 
 
 class BorrowedKernel(NvFp4LinearKernel):
-    """`linear.TiledKernel` over tiles that are there already."""
+    """`linear.W4A16Kernel` over tiles that are there already."""
 
     def __init__(self, config: NvFp4LinearLayerConfig, resident: bool = False) -> None:
         super().__init__(config)
@@ -103,7 +103,7 @@ class BorrowedKernel(NvFp4LinearKernel):
         Raises:
             ValueError: Our kernels do not take this shape.
         """
-        tiles: Tiles = layer.qerl_borrowed
+        tiles: Repacked = layer.qerl_borrowed
         del layer.qerl_borrowed
         plan = ""
         if tiles[0].is_cuda:
@@ -116,7 +116,7 @@ class BorrowedKernel(NvFp4LinearKernel):
                     f"the packed base cannot be shared: share_base=True, a linear of {error} Every linear must fit."
                     " Leave share_base out."
                 ) from error
-        hold_tiles(layer, tiles, plan, self._resident)
+        hold_repacked(layer, tiles, plan, self._resident)
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """X W^T + bias; x [..., K], result [..., N]."""
@@ -160,7 +160,7 @@ def digests_of(borrowed: Borrowed) -> dict[str, str]:
     found = {}
     for group in borrowed.base.groups:
         for name, tiles in zip(group.members, group.member_tiles(borrowed.base.flat), strict=True):
-            found[name] = weight_digest(untile(*tiles))
+            found[name] = weight_digest(undo_repack(*tiles))
     return found
 
 

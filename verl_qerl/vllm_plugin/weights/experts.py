@@ -16,9 +16,12 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 from vllm.platforms import current_platform
 
+from verl_qerl import upstream
 from verl_qerl.checkpoints.experts import ADAPTED
+from verl_qerl.formats import get_format
 from verl_qerl.formats.nvfp4_layout import BLOCK_SCALE, CODES, GLOBAL_SCALE
 from verl_qerl.kernels.actor.dequantize import dequantize_nvfp4
+from verl_qerl.vllm_plugin import hosts
 
 logger = init_logger(__name__)
 
@@ -42,7 +45,7 @@ def experts_method(layer: Any, prefix: str, form: str = "nvfp4") -> Any:
     """
     if not isinstance(layer, RoutedExperts):
         return None
-    if form != "nvfp4":
+    if not get_format(form).holds_experts:
         raise ValueError(
             f"experts are quantized in another format: rollout={form}, {prefix!r}. Accepted is nvfp4, with adapters."
             " Use +rollout=nvfp4."
@@ -68,7 +71,7 @@ def _keep_adapters_off_experts() -> None:
             f"adapters of a mixture of experts: lora_target_modules={lora.target_modules}. Accepted are"
             f" {', '.join(ADAPTED)}. Leave the option out."
         )
-    lora.target_modules = list(ADAPTED)
+    upstream.set_data(hosts.LORA_TARGETS, lora, target_modules=list(ADAPTED))
 
 
 def expert_members(model: torch.nn.Module) -> dict[str, set[str]]:

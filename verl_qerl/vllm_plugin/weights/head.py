@@ -18,8 +18,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.platforms import current_platform
 
-from verl_qerl.formats.base import power_of_two
-from verl_qerl.formats.reference import check_weight, chunk_rows
+from verl_qerl import upstream
+from verl_qerl.formats.base import check_weight, chunk_rows, power_of_two
+from verl_qerl.vllm_plugin import hosts
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def quantize_head(model: torch.nn.Module) -> None:
             " of its own (tie_word_embeddings=false) on a GPU of compute capability 7.5 or more. Leave the option out."
         )
     (head,) = heads
-    head.quant_method = FP8Head()
+    upstream.set_data(hosts.HEAD, head, quant_method=FP8Head())
     head.quant_method.process_weights_after_loading(head)
     logger.info("verl_qerl: the output head is in FP8")
 

@@ -1,6 +1,6 @@
 """The kernel of a packed linear: one copy of the weight, multiplied as its Plan says for the number of rows.
 
-Few rows go to `kernels.rollout.tiled_matmul`, many to cuBLAS, over a bf16 copy when there is one (`resident`) and over
+Few rows go to `kernels.rollout.w4a16_matmul`, many to cuBLAS, over a bf16 copy when there is one (`resident`) and over
 one decoded on the spot otherwise. Every path multiplies by the same bf16 values.
 """
 
@@ -10,16 +10,17 @@ import torch
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
 from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKernel
 
-from verl_qerl.formats.nvfp4_weight import BLOCK_SIZE, PackedWeight
-from verl_qerl.kernels.rollout.tiled import Tiles, dequantize_tiled, tile
-from verl_qerl.kernels.rollout.tiled_launch import MULTIPLE
+from verl_qerl.formats import PackedWeight
+from verl_qerl.formats.nvfp4 import BLOCK_SIZE, nvfp4_weight
+from verl_qerl.kernels.rollout.repacking import Repacked, dequantize_repacked, repack
+from verl_qerl.kernels.rollout.w4a16_launch import MULTIPLE
+from verl_qerl.vllm_plugin.weights.linear_ops import linear_repacked
 from verl_qerl.vllm_plugin.weights.plans import make_plan, say_once, why_not
-from verl_qerl.vllm_plugin.weights.tiled_ops import linear_tiled
 
 _LEAST_NORMAL = 8  # bits of 2**-6 in E4M3
 
 
-class TiledKernel(NvFp4LinearKernel):
+class W4A16Kernel(NvFp4LinearKernel):
     """Chooses by rows; a linear that our kernels do not take stays with Marlin."""
 
     def __init__(self, config: NvFp4LinearLayerConfig, resident: bool = False) -> None:
@@ -40,12 +41,12 @@ class TiledKernel(NvFp4LinearKernel):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Arrange the weight; vLLM's names hold the tiled tensors afterwards."""
-        packed = PackedWeight(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
+        packed = nvfp4_weight(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
         plan = self._plan(packed, layer.params_dtype)
         if plan is None:
             self._marlin.process_weights_after_loading(layer)
             return
-        hold_tiles(layer, tile(packed), plan, self._resident)
+        hold_repacked(layer, repack(packed), plan, self._resident)
 
     def _plan(self, packed: PackedWeight, dtype: torch.dtype) -> str | None:
         """Key of a plan; None, with the reason said once, for a layer that stays with Marlin."""
@@ -75,7 +76,7 @@ def plan_for(N: int, K: int, dtype: torch.dtype, block_scale: torch.Tensor) -> s
     return make_plan(N, K, torch.cuda.get_device_name(block_scale.device))
 
 
-def hold_tiles(layer: Any, tiles: Tiles, plan: str, resident: bool) -> None:
+def hold_repacked(layer: Any, tiles: Repacked, plan: str, resident: bool) -> None:
     """Give a layer what `multiply` reads, under vLLM's names.
 
     Args:
@@ -86,22 +87,22 @@ def hold_tiles(layer: Any, tiles: Tiles, plan: str, resident: bool) -> None:
     """
     layer.qerl_plan = plan
     layer.weight, layer.weight_scale, layer.weight_global_scale = map(frozen, tiles)
-    layer.qerl_dense = frozen(dequantize_tiled(*tiles)) if resident else None
+    layer.qerl_dense = frozen(dequantize_repacked(*tiles)) if resident else None
 
 
 def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """X W^T + bias over what `hold_tiles` prepared; x [..., K], result [..., N]."""
-    y = linear_tiled(x.reshape(-1, x.shape[-1]), *tiled_tensors(layer), bias, layer.qerl_plan)
+    """X W^T + bias over what `hold_repacked` prepared; x [..., K], result [..., N]."""
+    y = linear_repacked(x.reshape(-1, x.shape[-1]), *repacked_tensors(layer), bias, layer.qerl_plan)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def tiled_tensors(layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What `hold_tiles` prepared of a layer: words, scale, global_decode_scale and dense of `linear_tiled`."""
+def repacked_tensors(layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """packed_codes, scale, global_decode_scale and dense of `linear_repacked`; the layer is from `hold_repacked`."""
     return layer.weight, layer.weight_scale, layer.weight_global_scale, layer.qerl_dense
 
 
-def tiled_columns(model: torch.nn.Module) -> set[int]:
-    """in_features of the linears of a model that choose a kernel by rows, as `hold_tiles` prepared them on a GPU."""
+def repacked_in_features(model: torch.nn.Module) -> set[int]:
+    """in_features of the linears of a model that choose a kernel by rows, as `hold_repacked` prepared them on a GPU."""
     layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "qerl_plan", "")]
     return {layer.weight.shape[0] * BLOCK_SIZE for layer in layers}
 

@@ -18,9 +18,8 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.source import Source, open_source, stored_tensors
 from verl_qerl.checkpoints.stream import packed_stream
-from verl_qerl.formats import scaled_format
-from verl_qerl.formats.nvfp4_weight import Packed
-from verl_qerl.formats.packed import named_tensors
+from verl_qerl.formats import PackedWeight, scaled_format
+from verl_qerl.formats.base import named_tensors
 from verl_qerl.vllm_plugin import NAMES
 from verl_qerl.vllm_plugin.weights.borrowed import OPTION, attach, digests_of
 from verl_qerl.vllm_plugin.weights.experts import expert_members
@@ -65,7 +64,7 @@ class QuantizingModelLoader(BaseModelLoader):
         """As vLLM's; of a checkpoint without a quantization_config, with the linears in bf16 that `ignore` names."""
         config = vllm_config.quant_config
         if self._ignore is not None and getattr(config, "follows_loader", False):
-            config.ignore = list(self._ignore)
+            config.leave_dense(self._ignore)
         return super().load_model(vllm_config, model_config, prefix)
 
     def _stock(self) -> DefaultModelLoader:
@@ -126,7 +125,7 @@ class QuantizingModelLoader(BaseModelLoader):
                     yield name, tensor
             return
         for name, item in packed_stream(source, self._form, self._ignore, device):
-            if isinstance(item, Packed):
+            if isinstance(item, PackedWeight):
                 digests[name] = weight_digest(item)
                 yield from named_tensors(name, item).items()
             else:

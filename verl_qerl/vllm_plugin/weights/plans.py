@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
-from verl_qerl.kernels.rollout import tiled_matmul
-from verl_qerl.kernels.rollout.tiled_launch import (
+from verl_qerl.kernels.rollout import w4a16_matmul
+from verl_qerl.kernels.rollout.w4a16_launch import (
     GATHERED,
     TOKENS,
     Launch,
     for_rows,
     guess_launch,
     launch_candidates,
+    multicast_blocks,
     padded_rows,
-    twins,
 )
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,8 @@ class Plan:
     """How to multiply by a weight of one shape.
 
     Attributes:
-        launches: Of `kernels.rollout.tiled_matmul`, by entries of its TOKENS.
-        dense_rows: From here on cuBLAS over a resident copy beats `kernels.rollout.tiled_matmul`.
+        launches: Of `kernels.rollout.w4a16_matmul`, by entries of its TOKENS.
+        dense_rows: From here on cuBLAS over a resident copy beats `kernels.rollout.w4a16_matmul`.
         decode_rows: From here on decoding and cuBLAS beat it.
     """
 
@@ -45,17 +45,17 @@ class Plan:
     decode_rows: int
 
     def launch(self, rows: int) -> Launch:
-        """The launch of `kernels.rollout.tiled_matmul` for a batch."""
+        """The launch of `kernels.rollout.w4a16_matmul` for a batch."""
         return for_rows(self.launches[TOKENS.index(padded_rows(rows))], rows)
 
     def kernels(self) -> list[tuple[int, Launch]]:
         """What batches of any size launch: entries of TOKENS and a launch for each."""
         found = list(zip(TOKENS, self.launches, strict=True))
-        many = [(tokens, for_rows(launch, TOKENS[-1] + 1)) for tokens, launch in found if twins(tokens) > 1]
+        many = [(tokens, for_rows(launch, TOKENS[-1] + 1)) for tokens, launch in found if multicast_blocks(tokens) > 1]
         return list(dict.fromkeys(found + many))
 
-    def is_tiled(self, rows: int, resident: bool) -> bool:
-        """Whether `kernels.rollout.tiled_matmul` takes a batch, beside a resident copy or without one."""
+    def uses_kernel(self, rows: int, resident: bool) -> bool:
+        """Whether `kernels.rollout.w4a16_matmul` takes a batch, beside a resident copy or without one."""
         return rows < (self.dense_rows if resident else self.decode_rows)
 
 
@@ -80,7 +80,7 @@ def make_plan(N: int, K: int, gpu: str) -> str:
         row = nearest(N, K, gpu)
         launches = tuple(choose_launch(row, N, K, tokens) for tokens in TOKENS)
         PLANS[key] = Plan(launches, row["dense_rows"], row["decode_rows"])
-        tiled_matmul.prepare(PLANS[key].kernels())
+        w4a16_matmul.prepare(PLANS[key].kernels())
     return key
 
 
@@ -96,7 +96,7 @@ def choose_launch(row: dict[str, Any], N: int, K: int, tokens: int) -> Launch:
     apart = distance((row["N"], row["K"]), (N, K))
     if apart < _ALIKE and str(tokens) in row["launches"]:
         launch = Launch(*row["launches"][str(tokens)])
-        if not apart or launch._replace(low=GATHERED) in launch_candidates(N, K, tokens):
+        if not apart or launch._replace(intermediate=GATHERED) in launch_candidates(N, K, tokens):
             return launch
     return guess_launch(N, K, tokens)
 

@@ -1,10 +1,11 @@
 """The quantization methods `verl_qerl_<format>`: compressed-tensors' schemes with our choice of kernel.
 
-NVFP4 on Hopper runs on `linear.TiledKernel`, on other GPUs on vLLM's own kernel (Marlin); MXFP4 on Marlin, always with
+NVFP4 on Hopper runs on `linear.W4A16Kernel`, on other GPUs on vLLM's own kernel (Marlin); MXFP4 on Marlin, always with
 activations in bf16; INT8 and FP8 on vLLM's own kernels. Where the CPU build of vLLM has none, or a wrong one,
 `reference_kernels` has.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -74,6 +75,10 @@ class RolloutConfig(CompressedTensorsConfig):
             schemes = self._quantization_scheme_map_from_config(described)
             options = {"target_scheme_map": schemes, "ignore": described["ignore"], "quant_format": described["format"]}
         super().__init__(**options)
+
+    def leave_dense(self, names: Iterable[str]) -> None:
+        """Have these modules, and no others, stay in bf16."""
+        self.ignore = list(names)
 
     def get_name(self) -> Any:
         """`verl_qerl_<format>`."""
@@ -171,7 +176,7 @@ class W4A16NVFP4(CompressedTensorsW4A4Fp4):
 
     def _choose_by_rows(self) -> None:
         # Not at the top: it needs vLLM's CUDA kernels, which the CPU build lacks.
-        from verl_qerl.vllm_plugin.weights.linear import TiledKernel
+        from verl_qerl.vllm_plugin.weights.linear import W4A16Kernel
         from verl_qerl.vllm_plugin.weights.plans import why_not
 
         config = get_current_vllm_config_or_none()
@@ -182,7 +187,7 @@ class W4A16NVFP4(CompressedTensorsW4A4Fp4):
         if reason:
             logger.warning_once("NVFP4 linears run on Marlin, which is slow for large batches: %s.", reason)
             return
-        self.kernel = TiledKernel(NvFp4LinearLayerConfig(), resident=options.resident)
+        self.kernel = W4A16Kernel(NvFp4LinearLayerConfig(), resident=options.resident)
 
 
 class W4A16MXFP4(CompressedTensorsW4A4Mxfp4):

@@ -16,10 +16,8 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import In
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 
-from verl_qerl.formats import FP8, INT8, MXFP4
+from verl_qerl.formats import FP8, INT8, MXFP4, NVFP4
 from verl_qerl.formats.channel import ChannelFormat
-from verl_qerl.formats.nvfp4_weight import PackedWeight
-from verl_qerl.formats.reference import dequantize
 from verl_qerl.vllm_plugin.weights.linear import frozen
 
 
@@ -42,8 +40,8 @@ class ReferenceKernel(_Everywhere, NvFp4LinearKernel):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replace the packed weight [N, K / 2] by the dense one [N, K] of the layer's dtype."""
-        packed = PackedWeight(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
-        layer.weight = frozen(dequantize(packed, layer.params_dtype))
+        tensors = (layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
+        layer.weight = frozen(NVFP4().dequantize(tensors, layer.params_dtype))
         del layer.weight_scale, layer.weight_global_scale
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -56,7 +54,7 @@ class MXFP4ReferenceKernel(_Everywhere, MxFp4LinearKernel):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replace the packed weight [N, K / 2] by the dense one [N, K] of the layer's dtype."""
-        tensors = {"weight_packed": layer.weight.data, "weight_scale": layer.weight_scale.data}
+        tensors = (layer.weight.data, layer.weight_scale.data)
         layer.weight = frozen(MXFP4().dequantize(tensors, layer.params_dtype))
         del layer.weight_scale
 

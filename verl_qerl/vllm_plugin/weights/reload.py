@@ -21,9 +21,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from verl_qerl import upstream
 from verl_qerl.checkpoints.manifest import NAME as MANIFEST
 from verl_qerl.checkpoints.manifest import Manifest, checksum, read_checksums
 from verl_qerl.formats import WeightFormat
+from verl_qerl.formats.reference import dequantize
+from verl_qerl.vllm_plugin import hosts
 from verl_qerl.vllm_plugin.weights.held import Expected, holds, quantized_linears
 from verl_qerl.vllm_plugin.weights.loader import checkpoint_members, fused_members
 
@@ -184,13 +187,17 @@ class InPlaceReload:
 
     def _check_held(self) -> None:
         for name, members in self._expected.pop_whole().items():
-            dense = [self._form.dequantize(tensors, torch.float32) for tensors in members]
+            dense = [self._decoded(name, tensors) for tensors in members]
             if not holds(self._linears[name], dense):
                 raise ValueError(
                     f"the rollout's linear {name!r} does not hold what the actor sent. The same weights are needed."
                     " This is a defect of verl_qerl or vLLM: report it with the model and both versions."
                 )
             self._num_checked += 1
+
+    def _decoded(self, name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        parts = {part: tensors[part] for part in self._form.parts}  # a bias has come with them
+        return dequantize(self._form.from_tensors(repr(name), parts), torch.float32)
 
 
 def tied_heads(model: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
@@ -257,4 +264,4 @@ def _keep_plain_tensors(name: str, linear: Any, before: dict[str, torch.Tensor])
                 " since CUDA graphs use it. Start the rollout with enforce_eager=True, and report this."
             )
         old.copy_(new)
-        setattr(linear, key, old)
+        upstream.set_data(hosts.RELOADED, linear, **{key: old})

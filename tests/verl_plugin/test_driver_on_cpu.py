@@ -1,0 +1,115 @@
+"""What the driver does with a run's configuration before verl starts Ray."""
+
+import dataclasses
+import logging
+import os
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("verl")
+
+import ray
+import verl.utils
+import verl.utils.config
+
+from verl_qerl import verl_plugin
+from verl_qerl.verl_plugin import driver
+
+ROLLOUT = "actor_rollout_ref.rollout"
+RUN = (
+    "actor_rollout_ref.model.path=model",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=1",
+    f"{ROLLOUT}.name=vllm",
+)
+ACTIVE = "VERL_QERL_ACTIVE"
+ACR = "actor_rollout_ref.actor.policy_loss.loss_mode=acr"
+NOISE = "+aqn.enabled=true"
+
+
+def test_verl_has_it_in_both_places():
+    assert verl.utils.config.validate_config is verl.utils.validate_config
+    assert verl.utils.config.validate_config.__wrapped__
+
+
+def test_a_changed_verl_is_told(monkeypatch, caplog):
+    shim = dataclasses.replace(driver.CONFIG_CHECK, patch="verl/9999")
+    monkeypatch.setattr(driver, "CONFIG_CHECK", shim)
+    with caplog.at_level(logging.WARNING, logger=driver.__name__):
+        driver.install(verl.utils)
+    (message,) = caplog.messages
+    assert message.startswith(
+        "verl_qerl takes part in no run that does not have VERL_QERL_ACTIVE=1 in the environment of all its processes:"
+        " cannot replace verl.utils.config:"
+    )
+
+
+def test_a_verl_with_the_patch_is_wrapped_too(monkeypatch):
+    tried = []
+    monkeypatch.setattr(driver.upstream, "install", lambda shim: tried.append(shim) or len(tried) > 1)
+    driver.install(verl.utils)
+    assert [shim.fingerprint for shim in tried] == [driver.CONFIG_CHECK.fingerprint, driver.CONFIG_CHECK.patched]
+
+
+@pytest.fixture
+def env_vars(configuration, monkeypatch):
+    """The environment that verl hands to its Ray workers, after the driver looked at a run with `options`."""
+    calls = []
+    monkeypatch.setattr(verl_plugin, "activate", lambda: calls.append("activate"))
+    monkeypatch.setattr(driver, "check_run", lambda config, use_critic: calls.append("check"))
+    monkeypatch.delenv(ACTIVE, raising=False)
+
+    def look(*options: str) -> tuple[list[str], dict[str, str]]:
+        calls.clear()
+        config = configuration(*options)
+        driver.look_at(config, use_critic=False)
+        return list(calls), dict(config.ray_kwargs.ray_init.runtime_env.get("env_vars", {}))
+
+    return look
+
+
+def test_a_run_of_ours_is_told_to_its_workers_beside_what_the_user_tells_them(env_vars):
+    assert env_vars(NOISE) == (["activate", "check"], {ACTIVE: "1"})
+    assert env_vars(NOISE, "+ray_kwargs.ray_init.runtime_env.env_vars.A=b")[1] == {"A": "b", ACTIVE: "1"}
+    assert ACTIVE not in os.environ  # a Ray that this process starts later, for another run, must not inherit it
+
+
+@pytest.mark.parametrize("options", [(), ("+agn.enabled=true",), ("trainer.use_v1=False",), ("+platform=cpu",)])
+def test_a_stock_run_is_neither_checked_nor_changed(env_vars, options):
+    assert env_vars(*options, "actor_rollout_ref.model.lora_rank=8", f"{ROLLOUT}.name=vllm") == ([], {})
+
+
+@pytest.mark.parametrize(("environment", "own"), [({}, None), (None, None), ({ACTIVE: "1"}, None), ({}, "1")], ids=str)
+def test_a_ray_that_runs_already_must_have_told_its_workers(env_vars, monkeypatch, environment, own):
+    context = SimpleNamespace(runtime_env={} if environment is None else {"env_vars": environment})
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    if own:
+        monkeypatch.setenv(ACTIVE, own)
+    if environment or own:
+        assert env_vars(NOISE) == (["activate", "check"], {})
+        return
+    with pytest.raises(RuntimeError, match=r"Ray runs already: its workers would train without them\. Accepted"):
+        env_vars(NOISE)
+    assert env_vars() == ([], {})
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ([ACR, f"{ROLLOUT}.calculate_log_probs=False"], "calculate_log_probs=False does not go together with"),
+        (["+mine=noise"], "aqn.sigma=0.1"),  # a file of the user's: the command line names no option of ours
+        (["+qerl.mismatch_sample=0", "trainer.use_v1=False"], "trainer.use_v1=False has no AQN"),
+    ],
+)
+def test_main_ppo_stops_before_ray(fresh_process, tmp_path, options, refused):
+    ray_dir = tmp_path / "ray"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "noise.yaml").write_text("# @package _global_\naqn:\n  enabled: true\n  sigma: 0.1\n")
+    folders = ("--config-dir", str(tmp_path), f"hydra.run.dir={tmp_path}")
+    command = ("-m", "verl.trainer.main_ppo", *folders, *RUN, *options)
+    found = fresh_process(*command, fails=True, RAY_TMPDIR=str(ray_dir))
+    assert refused in found.stderr
+    assert "Started a local Ray instance" not in found.stderr
+    assert not ray_dir.exists()

@@ -1,0 +1,182 @@
+import importlib
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("verl")
+
+import ray
+from omegaconf import OmegaConf
+
+from verl_qerl.algos.aqn import AQNConfig
+from verl_qerl.testing import load_beside
+from verl_qerl.verl_plugin.config.rollout_options import WORKER_EXTENSION
+from verl_qerl.verl_plugin.trainer import noise
+from verl_qerl.verl_plugin.trainer.noise import Noise, set_noise, use_noise
+
+featured = load_beside(__file__, "featured")
+Trainer = featured.trainer_of(Noise)
+
+
+def configuration(aqn=None, name="vllm", mode="sync", **kwargs):
+    rollout = {"name": name, "engine_kwargs": {"vllm": kwargs}}
+    nodes = {"actor_rollout_ref": {"rollout": rollout}, "trainer": {"v1": {"trainer_mode": mode}}}
+    config = OmegaConf.create(nodes if aqn is None else nodes | {"aqn": aqn})
+    OmegaConf.set_struct(config, True)  # as Hydra does
+    return config
+
+
+def with_answers(monkeypatch, *answers):
+    """A trainer whose servers answer one each; returns it and the calls."""
+    calls = []
+    monkeypatch.setattr(ray, "get", lambda results: results)
+    made = Trainer(configuration({"enabled": True, "num_stages": 2}))
+    servers = [
+        SimpleNamespace(
+            collective_rpc=SimpleNamespace(remote=lambda method, kwargs, found=found: calls.append(kwargs) or found),
+            qerl_clear_kv_cache=SimpleNamespace(remote=lambda: calls.append("clear")),
+        )
+        for found in answers
+    ]
+    # The second server of a replica shares the workers of the first.
+    replicas = [SimpleNamespace(servers=[server, None]) for server in servers]
+    made.llm_server_manager = SimpleNamespace(get_replicas=lambda: replicas)
+    return made, calls
+
+
+def test_metrics_join_those_of_the_weight_sync(monkeypatch):
+    made, _ = with_answers(monkeypatch, [(3, 7)])
+    made.on_init_end()
+    made.global_steps = 3  # of the second stage of two
+    made.on_step_end()
+    assert made._consume_sync_metrics() == {"weight_sync/seconds": 0.5, "aqn/sigma": 5e-4}
+    assert "set_noise" in made.timing_raw
+
+
+def test_every_replica_is_asked_once(monkeypatch):
+    made, calls = with_answers(monkeypatch, [(3, 7)], [[3, 7]])
+    made.on_init_end()
+    assert calls == [{"sigma": 0.0, "step": 1}] * 2
+
+
+@pytest.mark.parametrize(
+    ("answers", "told"),
+    [
+        ([[(3, 7)], [(2, 7)]], "[2, 3]"),
+        ([[(3, 7), (2, 7)]], "[2, 3]"),
+        ([[(0, 0)], [(0, 0)]], "[0]"),
+        ([None], "[]"),  # verl's own server, which drops the answers
+        ([[], []], "[]"),
+        ([], "[]"),
+    ],
+    ids=["replicas", "workers", "zero", "none", "empty", "no-replica"],
+)
+def test_answers_must_be_equal_and_above_zero(monkeypatch, answers, told):
+    made, _ = with_answers(monkeypatch, *answers)
+    with pytest.raises(RuntimeError) as caught:
+        made.on_init_end()
+    assert str(caught.value).startswith(f"the rollout workers set {told} norms. All must set the same number")
+    assert made.log == []  # no weights are sent after it
+
+
+@pytest.mark.parametrize("answers", [([(3, 7)], [(3, 8)]), ([(3, 7), (3, 8)],)], ids=["replicas", "workers"])
+def test_weights_must_be_equal(monkeypatch, answers):
+    made, _ = with_answers(monkeypatch, *answers)
+    with pytest.raises(RuntimeError) as caught:
+        made.on_init_end()
+    assert str(caught.value).startswith(
+        "the rollout workers set 3 norms to 2 different sets of weights at {'sigma': 0.0, 'step': 1}. All must sample"
+    )
+    assert made.log == []
+
+
+@pytest.mark.parametrize("step", [0, 5])
+def test_steps_outside_of_training_have_no_noise(monkeypatch, step):
+    made, calls = with_answers(monkeypatch, [(3, 7)])
+    set_noise(made.run, made.run.sigma(step), step)
+    assert calls == [{"sigma": 0.0, "step": step}]
+
+
+def test_an_unknown_option_is_refused():
+    with pytest.raises(ValueError, match=r"unknown option aqn\.sigmas=1\. Known options are enabled, sigma_start"):
+        Trainer(configuration({"sigmas": 1}))
+
+
+@pytest.mark.parametrize("mode", ["separate_async", "mine"])
+def test_a_mode_without_noise_is_refused(mode):
+    with pytest.raises(ValueError, match=rf"^trainer\.v1\.trainer_mode={mode} has no noise\. Accepted are sync, colo"):
+        Trainer(configuration({"enabled": True}, mode=mode))
+    assert not Trainer(configuration({"enabled": False}, mode=mode)).features
+
+
+def test_a_rollout_without_noise_is_refused():
+    with pytest.raises(ValueError, match=r"^actor_rollout_ref\.rollout\.name=sglang has no noise\. Accepted is vllm\."):
+        Trainer(configuration({"enabled": True}, name="sglang"))
+
+
+def test_a_vllm_outside_the_pin_is_refused(monkeypatch):
+    monkeypatch.setattr(noise.vllm_plugin, "version_problem", lambda: "vllm is 0.25.0. Install 0.24.0.")
+    with pytest.raises(RuntimeError, match=r"^vllm is 0\.25\.0\. Install 0\.24\.0\.$"):
+        Trainer(configuration({"enabled": True}))
+    Trainer(configuration())
+
+
+def test_workers_get_extension_and_options():
+    config = configuration()
+    use_noise(config, AQNConfig(enabled=True, seed=3, targets=("input_layernorm",)))
+    kwargs = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm)
+    assert kwargs["worker_extension_cls"] == WORKER_EXTENSION
+    assert "scheduler_cls" not in kwargs
+    options = kwargs["additional_config"]["verl_qerl"]["aqn"]
+    assert AQNConfig.from_mapping(options) == AQNConfig(enabled=True, seed=3, targets=("input_layernorm",))
+    assert set(options) == set(AQNConfig.__dataclass_fields__)
+    assert OmegaConf.is_struct(config)  # a misspelt key is still noticed
+
+
+@pytest.mark.parametrize("draw", ["sequence", "token"])
+def test_draws_of_their_own_come_with_a_scheduler(draw):
+    config = configuration()
+    use_noise(config, AQNConfig(enabled=True, draw=draw))
+    kwargs = config.actor_rollout_ref.rollout.engine_kwargs.vllm
+    assert kwargs.additional_config.verl_qerl.aqn.draw == draw
+    module, _, name = kwargs.scheduler_cls.rpartition(".")
+    assert callable(getattr(importlib.import_module(module), name))
+    stock = configuration(scheduler_cls="mine.Scheduler")
+    for aqn in (AQNConfig(enabled=True), AQNConfig(enabled=True, draw=draw)):
+        use_noise(stock, aqn)
+        assert stock.actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls == "mine.Scheduler"
+
+
+def test_settings_of_the_user_stay():
+    config = configuration(worker_extension_cls="mine.Extension", additional_config={"mine": 1}, max_num_seqs=8)
+    use_noise(config, AQNConfig(enabled=True))
+    kwargs = config.actor_rollout_ref.rollout.engine_kwargs.vllm
+    assert kwargs.worker_extension_cls == "mine.Extension"
+    assert (kwargs.additional_config.mine, kwargs.max_num_seqs) == (1, 8)
+    assert kwargs.additional_config.verl_qerl.aqn.enabled
+
+
+SKIPPED = (
+    "aqn.num_stages=3 exceeds the 2 steps that the stages are spread over: some are skipped, the last of them too, and"
+    " sigma ends at 0.01 instead of sigma_end=0.0005."
+)
+
+
+@pytest.mark.parametrize(("total_steps", "steps", "told"), [(None, 2, True), (2, 9, True), (None, 3, False)])
+def test_skipped_stages_are_told(monkeypatch, caplog, total_steps, steps, told):
+    made, _ = with_answers(monkeypatch, [(3, 7)])
+    made.run.aqn = AQNConfig(enabled=True, num_stages=3, total_steps=total_steps)
+    made.total_training_steps = steps
+    with caplog.at_level(logging.WARNING, logger=noise.__name__):
+        made.on_init_end()
+    assert (SKIPPED in caplog.messages) == told
+
+
+def test_a_data_parallel_rollout_is_refused():
+    config = configuration({"enabled": True})
+    OmegaConf.update(config, "actor_rollout_ref.rollout.data_parallel_size", 2, force_add=True)
+    with pytest.raises(
+        ValueError, match=r"^actor_rollout_ref\.rollout\.data_parallel_size=2 has no noise\. Accepted is 1\."
+    ):
+        Trainer(config)

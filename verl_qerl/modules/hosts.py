@@ -1,0 +1,65 @@
+"""What we change in PEFT, transformers and torch, or repeat of their sources, while an actor is built and trained.
+
+Their versions are not pinned: the fingerprints are those of one version that was tested.
+"""
+
+from functools import partial
+
+from verl_qerl import upstream
+from verl_qerl.upstream import HostChange
+
+_PEFT, _TRANSFORMERS, _TORCH = ("0.21.2",), ("5.10.4",), ("2.13.0",)
+_peft = partial(HostChange, _PEFT)
+_transformers = partial(HostChange, _TRANSFORMERS)
+_torch = partial(HostChange, _TORCH)
+
+LORA_LINEAR = _peft(
+    "class",
+    "peft.tuners.lora.layer:Linear",
+    "Linears with one input compute base and adapter in one fused function.",
+    "c909a8357d38",
+)
+LINEAR_FORWARD = _torch(
+    "method",
+    "torch.nn.modules.linear:Linear.forward",
+    "For one pass linears multiply by weights rounded as the rollout holds them.",
+    "76181b0142f4",
+)
+CHANGES: tuple[HostChange, ...] = (
+    LORA_LINEAR,
+    LINEAR_FORWARD,
+    *upstream.overrides(
+        _PEFT,
+        "peft.tuners.lora.layer:Linear",
+        "Linears with one input compute base and adapter in one fused function.",
+        {"forward": "a15acbef02c6"},
+    ),
+    *upstream.overrides(
+        _PEFT,
+        "peft.utils.other:ModulesToSaveWrapper",
+        "A trained norm is its frozen weight plus a float32 shift, rounded once.",
+        {
+            "__init__": "66b8922376bd",
+            "_forward_wrapped": "22d62938d164",
+            "_forward_wrapped_passthrough": "60d65a64159d",
+        },
+    ),
+    _transformers(
+        "override",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeExperts",
+        "Packed experts stand in its place.",
+        "ab5ff281521e",
+    ),
+    _transformers(
+        "copy",
+        "transformers.integrations.moe:grouped_mm_experts_forward",
+        "Its steps, in their order, over packed weights.",
+        "4f676edc983d",
+    ),
+    *upstream.overrides(
+        _TORCH,
+        "torch.nn.modules.module:Module",
+        "A packed weight spread over ranks is saved, loaded and moved as the bytes that it is.",
+        {"_apply": "3ad584b1fbee", "_load_from_state_dict": "7d6e454eb2f5", "_save_to_state_dict": "b5044b50b237"},
+    ),
+)

@@ -1,0 +1,64 @@
+"""An NVFP4Linear that decodes from the rollout's layout, so that both can read the same bytes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from verl_qerl.formats import PackedWeight
+from verl_qerl.kernels.actor.linear import frozen_linear
+from verl_qerl.kernels.rollout.repacking import Repacked, dequantize_repacked, undo_repack
+from verl_qerl.modules.nvfp4_linear import NVFP4Linear
+
+
+class RepackedNVFP4Linear(NVFP4Linear):
+    """NVFP4Linear over tensors that another process may read too; made from a filled one by `hold`.
+
+    They are plain attributes, no buffers: nothing that moves, casts or saves a module reaches them. In bf16 the decoded
+    weight has the bits of NVFP4Linear's; another dtype gets the bf16 numbers, which are exact where the global scale is
+    a power of two, as in everything that we quantize.
+
+    Attributes:
+        tiles: packed codes [K / 16, 2 N] int32 and scale [K / 16, N] uint8, columns of those of linears stacked along
+            N, and global_decode_scale [1] float32.
+        weight, weight_scale, weight_decode_scale: Empty.
+    """
+
+    tiles: Repacked
+
+    @staticmethod
+    def hold(linear: NVFP4Linear, tiles: Repacked) -> None:
+        """Have `linear` decode from `tiles`, in place; its own packed tensors are given back."""
+        for name in ("weight", "weight_scale", "weight_decode_scale"):
+            setattr(linear, name, torch.empty(0, dtype=torch.uint8, device=tiles[0].device))
+        linear.__class__ = RepackedNVFP4Linear
+        linear.tiles = tiles  # type: ignore[attr-defined]
+
+    def fill(self, packed: PackedWeight) -> None:
+        """Refused: the bytes are another process's too.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError("a shared base cannot be filled again: share_base=true. Start another run.")
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As NVFP4Linear's: a copy in a checkpoint's layout."""
+        packed = undo_repack(*self.tiles)
+        return packed.codes, packed.block_scale.view(torch.uint8), self.tiles[2].view(torch.uint8)
+
+    def decode(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight, [N, K] of `dtype`."""
+        return (dequantize_repacked(*self.tiles) if self.dense is None else self.dense).to(dtype)
+
+    @classmethod
+    def decode_siblings(cls, linears: Sequence[Any], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        """See `PackedLinear.decode_siblings`; from tiles, which NVFP4Linear's launch does not read."""
+        return super(NVFP4Linear, cls).decode_siblings(linears, dtype)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., K] -> [..., N], in the dtype of the input or of an active autocast."""
+        device = input.device.type
+        if torch.is_autocast_enabled(device):
+            input = input.to(torch.get_autocast_dtype(device))
+        return frozen_linear(input, self.decode, None if self.bias is None else self.bias.to(input.dtype))

@@ -1,0 +1,52 @@
+"""Whether a run asks for anything of ours; else it is a stock run, and is left alone."""
+
+from omegaconf import DictConfig, OmegaConf
+
+ROLLOUTS = ("fp8", "int8", "mxfp4", "nvfp4")
+_NODES = ("aqn", "acr", "uaq", "qerl")
+_ROLLOUT = "actor_rollout_ref.rollout"
+_VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
+_LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
+# `+rollout=...` sets the first two.
+_SET_BY_US = (
+    f"{_ROLLOUT}.custom.qerl",
+    "actor_rollout_ref.actor.fsdp_config.qerl",
+    f"{_VLLM}.additional_config.verl_qerl",
+)
+# Classes, loaders and an attention that a run may name without another option of ours.
+_NAMES_OURS = (
+    f"{_VLLM}.worker_extension_cls",
+    f"{_VLLM}.scheduler_cls",
+    f"{_VLLM}.load_format",
+    f"{_VLLM}.quantization",
+    f"{_ROLLOUT}.load_format",
+    f"{_ROLLOUT}.quantization",
+    "actor_rollout_ref.actor.fsdp_config._target_",
+    "actor_rollout_ref.model.override_config.attn_implementation",
+    "critic.model.override_config.attn_implementation",
+)
+
+
+def uses_qerl(config: DictConfig) -> bool:
+    """Whether a run sets an option of ours. `+platform=cpu` is none: VERL_PLATFORM=cpu registers what belongs to it.
+
+    Args:
+        config: Of the whole run.
+    """
+    if any(OmegaConf.select(config, name) is not None for name in (*_NODES, *_SET_BY_US)):
+        return True
+    named = (str(OmegaConf.select(config, name)) for name in _NAMES_OURS)
+    return OmegaConf.select(config, _LOSS_MODE) == "acr" or any(name.startswith("verl_qerl") for name in named)
+
+
+def asks_for_qerl(arguments: list[str]) -> bool:
+    """Whether a command line sets an option of ours, where there is no configuration to look at.
+
+    Args:
+        arguments: Hydra's. What files of the user's set is not seen.
+    """
+    pairs = [argument.lstrip("+").partition("=")[::2] for argument in arguments]
+    values = {name: value.strip().strip("'\"") for name, value in pairs}  # Hydra takes quotes away too
+    nodes = {name.partition(".")[0] for name in values}
+    of_workers = any("additional_config" in argument and "verl_qerl" in argument for argument in arguments)
+    return bool(nodes & {*_NODES}) or values.get(_LOSS_MODE) == "acr" or of_workers or values.get("rollout") in ROLLOUTS

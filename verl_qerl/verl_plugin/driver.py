@@ -1,0 +1,131 @@
+"""The driver decides whether anything of ours takes part in a run, from the configuration that Hydra composed.
+
+Wherever this package is installed, one function of verl is wrapped: `validate_config`, which the driver calls with the
+whole configuration before it starts Ray. Where the run sets no option of ours the wrapper calls verl's function, and
+every other function, class and registry entry is verl's own, in all processes.
+
+Where it sets one, our side is registered on the driver, and VERL_QERL_ACTIVE=1 is added to the `runtime_env` that verl
+hands to `ray.init`. Each process of the run that imports verl finds the variable and registers our side there. Ray
+keeps a runtime environment for each job: it reaches the workers of every node, also on a cluster that was there before,
+and no other run on that cluster. Options may come from a file of the user's, which the command line does not show.
+
+Checks are imported when a run needs them: this module is imported in every process, while verl is half imported.
+"""
+
+import dataclasses
+import logging
+import os
+from types import ModuleType
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_qerl import upstream, verl_plugin
+from verl_qerl.errors import UpstreamDriftError
+from verl_qerl.verl_plugin.config.asked import uses_qerl
+from verl_qerl.verl_plugin.shims import CONFIG_CHECK
+
+logger = logging.getLogger(__name__)
+
+# patches/verl/0007 has verl ask a policy loss, and nothing that this module does.
+_ON_PATCHED = dataclasses.replace(CONFIG_CHECK, fingerprint=CONFIG_CHECK.patched, patched="")
+_ENV_VARS = "ray_kwargs.ray_init.runtime_env.env_vars"
+
+
+def install(module: ModuleType) -> None:
+    """Wrap verl's `validate_config`.
+
+    Args:
+        module: `verl.utils`.
+    """
+    try:
+        if not upstream.install(CONFIG_CHECK):
+            upstream.install(_ON_PATCHED)
+    except UpstreamDriftError as error:
+        logger.warning(
+            "verl_qerl takes part in no run that does not have %s=1 in the environment of all its processes: %s",
+            verl_plugin.ACTIVE,
+            error,
+        )
+
+
+def look_at(config: DictConfig, use_critic: bool) -> None:
+    """Register our side of a run that sets an option of ours, and check it; leave another run alone.
+
+    Args:
+        config: Of the whole run. The environment of its Ray workers is changed in place.
+        use_critic: Whether verl trains a critic.
+
+    Raises:
+        RuntimeError: The workers would know nothing of it, or a host is of another version.
+        ValueError: An option is refused.
+    """
+    if OmegaConf.select(config, "trainer.device") == "cpu":  # which +platform=cpu sets, and stock verl does not know
+        from verl_qerl.verl_plugin.cpu.activation_offload import check_offload
+        from verl_qerl.verl_plugin.cpu.whole_model import check_sync
+
+        check_sync(config)
+        check_offload(config)
+    if uses_qerl(config):
+        verl_plugin.activate()
+        tell_workers(config)
+        check_run(config, use_critic)
+
+
+def tell_workers(config: DictConfig) -> None:
+    """Put `VERL_QERL_ACTIVE=1` into the environment of the Ray workers that verl is about to start.
+
+    Args:
+        config: Of the whole run, changed in place.
+
+    Raises:
+        RuntimeError: Ray runs already in this process, and its workers have no such variable.
+    """
+    import ray
+
+    name = verl_plugin.ACTIVE
+    if not ray.is_initialized():
+        OmegaConf.update(config, f"{_ENV_VARS}.{name}", "1", force_add=True)
+    elif os.environ.get(name) != "1" and name not in (ray.get_runtime_context().runtime_env.get("env_vars") or {}):
+        raise RuntimeError(
+            f"this run sets options of verl_qerl, and Ray runs already: its workers would train without them. Accepted"
+            f" is verl.trainer.main_ppo, which starts Ray after this check, or a Ray that was started with {name}=1."
+            f' Start the former, or call ray.init(runtime_env={{"env_vars": {{"{name}": "1"}}}}).'
+        )
+
+
+def check_run(config: DictConfig, use_critic: bool) -> None:
+    """Check every option of ours, and what goes together with none of them.
+
+    Args:
+        config: Of the whole run.
+        use_critic: Whether verl trains a critic.
+
+    Raises:
+        RuntimeError: A host is of another version.
+        ValueError: An option is refused.
+    """
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+
+    from verl_qerl.verl_plugin.actor.model_check import check_models
+    from verl_qerl.verl_plugin.config.adapter_check import check_adapter
+    from verl_qerl.verl_plugin.config.attention import check_attention
+    from verl_qerl.verl_plugin.config.base_options import aqn_options
+    from verl_qerl.verl_plugin.config.legacy import check_trainer
+    from verl_qerl.verl_plugin.config.rollout_options import check_rollout
+    from verl_qerl.verl_plugin.config.spelling import check_spelling
+    from verl_qerl.verl_plugin.trainer.mismatch import gate_options
+    from verl_qerl.verl_plugin.trainer.uaq import uaq_options
+
+    policy_loss = POLICY_LOSS_REGISTRY.get(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+    check_config = getattr(policy_loss, "check_config", None)
+    if check_config is not None:
+        check_config(config)
+    check_spelling(config)
+    gate_options(config)
+    aqn_options(config)
+    uaq_options(config)
+    check_trainer(config)
+    check_rollout(config)
+    check_models(config, use_critic)
+    check_adapter(config)
+    check_attention(config)

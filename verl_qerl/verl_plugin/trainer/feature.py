@@ -1,0 +1,159 @@
+"""What a feature of the trainer is: hooks that it may have, and the run that they see."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+import torch
+from omegaconf import DictConfig
+
+from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
+from verl_qerl.algos.mismatch import MismatchConfig
+from verl_qerl.verl_plugin.weight_sync.requantize import requantizes
+
+
+class Rescored(NamedTuple):
+    """Sequences of one batch, by key, and what the engine said of the tokens of their answers.
+
+    Attributes:
+        keys: Of the sequences.
+        clean: [tokens] float32 of each, without noise; NaN behind a cut.
+        noisy: The same with the noise of the step; None without noise, or where nobody asked.
+        stale: [sequences] bool, whether other weights sampled it.
+        own_draws: Whether answers were sampled with draws of the noise of their own, which no score has.
+    """
+
+    keys: list[str]
+    clean: list[torch.Tensor]
+    noisy: list[torch.Tensor] | None
+    stale: torch.Tensor
+    own_draws: bool
+
+
+class Run:
+    """A run of verl's trainer: its options, its rollout workers, its metrics, and what features tell each other.
+
+    Attributes:
+        trainer: verl's, whose constructor has not run yet when features are made.
+        config: Of the whole run.
+        aqn: Options of the noise.
+        gate: Options of the gate; None where no option of ours is set.
+        requantizes: Whether all weights are trained, and the rollout's quantized at every sync.
+        searched: Stage -> (first step, sigma) found for `aqn.target_kl`, as `sigma_at_step` takes it.
+        sampled: The batch that was sampled last, if a feature `reads_sample`.
+        rescored: Answers of it that the rollout has scored again; None where nobody asked.
+    """
+
+    def __init__(self, trainer: Any, config: DictConfig, aqn: AQNConfig, gate: MismatchConfig | None) -> None:
+        self.trainer, self.config, self.aqn, self.gate = trainer, config, aqn, gate
+        self.requantizes = requantizes(config)
+        self.searched: dict[int, tuple[int, float]] = {}
+        self.sampled: Any = None
+        self.rescored: Rescored | None = None
+        self._metrics: dict[str, Any] = {}
+
+    @property
+    def step(self) -> int:
+        """The step that is going on; between steps and before training, the last one that is done."""
+        return self.trainer.global_steps
+
+    @property
+    def total_steps(self) -> int:
+        """Number of steps of the whole training."""
+        return self.trainer.total_training_steps
+
+    def sigma(self, step: int) -> float:
+        """The noise of a step, 0 outside of training and without noise."""
+        inside = 1 <= step <= self.total_steps
+        return sigma_at_step(self.aqn, step, self.total_steps, self.searched) if inside else 0.0
+
+    def servers(self) -> list[Any]:
+        """The first server of each replica, which reaches all workers of the replica."""
+        return [replica.servers[0] for replica in self.trainer.llm_server_manager.get_replicas()]
+
+    def ask_workers(self, method: str, **kwargs: Any) -> list[Any]:
+        """The answer of every worker of every replica."""
+        calls = [server.collective_rpc.remote(method, kwargs=kwargs) for server in self.servers()]
+        return [answer for answers in ray.get(calls) for answer in answers or ()]
+
+    def add_metrics(self, found: dict[str, Any]) -> None:
+        """To those of the step that ends."""
+        self._metrics |= found
+
+    def take_metrics(self) -> dict[str, Any]:
+        """Those that were added since the last call."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+
+class Feature:
+    """Something that our options add to verl's trainer; each hook is called by the method of verl that it names.
+
+    Attributes:
+        reads_sample: Whether `run.sampled` is to be kept.
+    """
+
+    reads_sample = False
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    @classmethod
+    def from_config(cls, run: Run) -> "Feature | None":
+        """The feature, None if it has nothing to do in this run.
+
+        Raises:
+            ValueError: Its options do not fit the others of the run.
+        """
+        return cls(run)
+
+    def on_replay_buffer(self, buffer: Any) -> None:
+        """The trainer has its buffer, from which each step takes its answers."""
+
+    def before_init_end(self) -> None:
+        """Workers and engines are there; the first weight sync follows."""
+
+    def after_init_end(self) -> None:
+        """The first weight sync is done."""
+
+    def before_sample_end(self) -> None:
+        """A batch is sampled, and the rollout is still awake."""
+
+    def after_old_log_prob(self, batch: Any, tags: dict[str, dict], metrics: dict[str, Any]) -> None:
+        """The actor's log-probs are there, before any update.
+
+        Args:
+            batch: Keys of the answers.
+            tags: Key -> what the replay buffer knows of the answer.
+            metrics: Of the step, changed in place.
+        """
+
+    def before_values(self, batch: Any) -> None:
+        """The critic is asked next."""
+
+    def before_step_end(self) -> None:
+        """The step's update is done; the weight sync for the next step follows."""
+
+    def after_step_end(self) -> None:
+        """The weight sync is done."""
+
+    def before_validate_begin(self) -> None:
+        """Validation is next."""
+
+    def after_validate_end(self) -> None:
+        """Validation is over."""
+
+    def before_save(self, folder: Path) -> None:
+        """A checkpoint will be written to `folder`, which may not be there yet."""
+
+    def after_save(self, folder: Path) -> None:
+        """All of it is written."""
+
+    def before_load(self) -> None:
+        """A checkpoint will be looked for, and loaded."""
+
+    def after_load(self) -> None:
+        """`run.step` is the step of the checkpoint, 0 without one."""
+
+    def on_error(self, error: Exception) -> None:
+        """A step or a validation has failed; raise a better error if there is one."""

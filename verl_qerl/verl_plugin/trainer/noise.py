@@ -1,0 +1,138 @@
+"""Adaptive Quantization Noise in verl's trainer.
+
+Noise is set right before each weight sync: an adapter brings no norms, or trained ones, onto which the worker puts the
+noise that is on; their storage stays mapped while the engine sleeps, and verl drops the prefix cache after the sync. So
+the rollouts of step t are sampled, from their first token on, with the sigma and the draw of step t.
+"""
+
+import logging
+
+import ray
+from omegaconf import DictConfig, OmegaConf, open_dict
+from verl.utils.debug import marked_timer
+
+from verl_qerl import vllm_plugin
+from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
+from verl_qerl.verl_plugin.config.rollout_options import WORKER_EXTENSION
+from verl_qerl.verl_plugin.trainer.feature import Feature, Run
+from verl_qerl.vllm_plugin.options import SCHEDULER
+
+logger = logging.getLogger(__name__)
+
+# Trainers whose weight sync runs in `on_step_end`.
+_MODES = ("sync", "colocate_async")
+
+
+class Noise(Feature):
+    """Gives the rollout the noise of each step, and takes it away for validation; in runs with `aqn.enabled`."""
+
+    @classmethod
+    def from_config(cls, run: Run) -> Feature | None:
+        """As `Feature.from_config`."""
+        return cls(run) if run.aqn.enabled else None
+
+    def before_init_end(self) -> None:
+        """Noise of the first step, before the first weight sync."""
+        self._warn_of_skipped_stages()
+        set_noise(self._run, self._run.sigma(self._run.step + 1), self._run.step + 1)
+
+    def before_step_end(self) -> None:
+        """Noise of the next step (none after the last), before the weight sync."""
+        with marked_timer("set_noise", self._run.trainer.timing_raw, color="red"):
+            set_noise(self._run, self._run.sigma(self._run.step + 1), self._run.step + 1)
+
+    def after_step_end(self) -> None:
+        """The sigma that the step was sampled with."""
+        self._run.add_metrics({"aqn/sigma": self._run.sigma(self._run.step)})
+
+    def before_validate_begin(self) -> None:
+        """Validation samples from the clean model."""
+        switch_noise(self._run, 0.0, 0)
+
+    def after_validate_end(self) -> None:
+        """The noise that was on before comes back, draw included."""
+        # Before training, the step is the last finished one; in the loop, the step that just ended.
+        switch_noise(self._run, self._run.sigma(self._run.step + 1), self._run.step + 1)
+
+    def _warn_of_skipped_stages(self) -> None:
+        aqn = self._run.aqn
+        total = aqn.total_steps or self._run.total_steps
+        if total < aqn.num_stages:
+            logger.warning(
+                "aqn.num_stages=%d exceeds the %d steps that the stages are spread over: some are skipped, the last of"
+                " them too, and sigma ends at %g instead of sigma_end=%g.",
+                *(aqn.num_stages, total, sigma_at_step(aqn, total, total), aqn.sigma_end),
+            )
+
+
+def set_noise(run: Run, sigma: float, step: int) -> None:
+    """Have every worker of every replica set its norms; a weight sync must follow, or `switch_noise` be taken.
+
+    Args:
+        run: With noise.
+        sigma: Standard deviation, 0 for the clean norms.
+        step: Which names the draw.
+
+    Raises:
+        RuntimeError: They have not set the same number of norms, at least one, to the same weights.
+    """
+    asked = {"sigma": sigma, "step": step}
+    answers = set(map(tuple, run.ask_workers("qerl_set_noise", **asked)))
+    counts = sorted({count for count, _ in answers})
+    if len(counts) != 1 or not counts[0]:
+        raise RuntimeError(
+            f"the rollout workers set {counts} norms. All must set the same number, at least one."
+            " Check that every node has the same verl_qerl installed."
+        )
+    if len(answers) != 1:
+        raise RuntimeError(
+            f"the rollout workers set {counts[0]} norms to {len(answers)} different sets of weights at"
+            f" {asked}. All must sample with the same noise. Check that every node has the same"
+            " versions of verl_qerl and numpy."
+        )
+
+
+def switch_noise(run: Run, sigma: float, step: int) -> None:
+    """As `set_noise`, between two syncs: what was computed with other norms is dropped from the prefix cache."""
+    set_noise(run, sigma, step)
+    ray.get([server.qerl_clear_kv_cache.remote() for server in run.servers()])
+
+
+def use_noise(config: DictConfig, aqn: AQNConfig) -> None:
+    """Name our worker extension and hand it the options of AQN, by the door vLLM has for plugins.
+
+    Args:
+        config: Of the whole run, changed in place where noise is on. A worker extension named by the user stays.
+        aqn: Options of the noise.
+
+    Raises:
+        RuntimeError: vLLM is of another version.
+        ValueError: The trainer or the rollout has no noise.
+    """
+    if not aqn.enabled:
+        return
+    problem = vllm_plugin.version_problem()
+    if problem:
+        raise RuntimeError(problem)
+    mode, rollout = config.trainer.v1.trainer_mode, config.actor_rollout_ref.rollout
+    if mode not in _MODES:
+        raise ValueError(
+            f"trainer.v1.trainer_mode={mode} has no noise. Accepted are {', '.join(_MODES)}."
+            " Leave out `+aqn.enabled=true` or change the mode."
+        )
+    # A call to the workers of a data-parallel engine is not known to reach every shard.
+    for name, accepted in (("name", "vllm"), ("data_parallel_size", 1)):
+        if rollout.get(name, accepted) != accepted:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.{name}={rollout[name]} has no noise. Accepted is {accepted}."
+                " Leave out `+aqn.enabled=true` or set the value."
+            )
+    options = {name: getattr(aqn, name) for name in aqn.__dataclass_fields__} | {"targets": list(aqn.targets)}
+    with open_dict(config):
+        kwargs = rollout.engine_kwargs.vllm
+        kwargs.setdefault("worker_extension_cls", WORKER_EXTENSION)
+        if aqn.draw != "batch":
+            kwargs.setdefault("scheduler_cls", SCHEDULER)  # which keeps answers out of the prefix cache
+        OmegaConf.update(
+            config, "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.aqn", options
+        )

@@ -1,0 +1,155 @@
+"""Operators of a packed linear, with and without an adapter: opaque to compilers, chosen by rows when they run."""
+
+import torch
+
+from verl_qerl.kernels.rollout.lora import lora_expand, lora_shrink
+from verl_qerl.kernels.rollout.repacking import dequantize_repacked
+from verl_qerl.kernels.rollout.w4a16_matmul import RANKS, Adapter, can_fuse, w4a16_matmul
+from verl_qerl.vllm_plugin.weights.plans import PLANS, say_once
+
+
+@torch.library.custom_op("verl_qerl::linear_repacked", mutates_args=())
+def linear_repacked(
+    x: torch.Tensor,
+    packed_codes: torch.Tensor,
+    scale: torch.Tensor,
+    global_decode_scale: torch.Tensor,
+    dense: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    plan: str,
+) -> torch.Tensor:
+    """X W^T + bias.
+
+    Args:
+        x: [M, K] bf16.
+        packed_codes: Of `kernels.rollout.repacking.repack`, [K / 16, 2 N] int32.
+        scale: Of `kernels.rollout.repacking.repack`, [K / 16, N] uint8.
+        global_decode_scale: [1] float32.
+        dense: [N, K] bf16, the decoded weight, or None.
+        bias: [N] bf16 or None.
+        plan: Key of a Plan; constant, so that layers of one shape share their compiled code.
+
+    Returns:
+        [M, N] bf16.
+    """
+    weight = dequantize_repacked(packed_codes, scale, global_decode_scale) if dense is None else dense
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+@linear_repacked.register_kernel("cuda")
+def _linear_cuda(
+    x: torch.Tensor,
+    packed_codes: torch.Tensor,
+    scale: torch.Tensor,
+    global_decode_scale: torch.Tensor,
+    dense: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    plan: str,
+) -> torch.Tensor:
+    chosen, rows = PLANS[plan], x.shape[0]
+    if chosen.uses_kernel(rows, dense is not None):
+        return w4a16_matmul(x.contiguous(), packed_codes, scale, global_decode_scale, bias, launch=chosen.launch(rows))
+    weight = dequantize_repacked(packed_codes, scale, global_decode_scale) if dense is None else dense
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+@linear_repacked.register_fake
+def _linear_fake(
+    x: torch.Tensor,
+    packed_codes: torch.Tensor,
+    scale: torch.Tensor,
+    global_decode_scale: torch.Tensor,
+    dense: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    plan: str,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], scale.shape[1]))
+
+
+@torch.library.custom_op("verl_qerl::lora_linear_repacked", mutates_args=())
+def lora_linear_repacked(
+    x: torch.Tensor,
+    packed_codes: torch.Tensor,
+    scale: torch.Tensor,
+    global_decode_scale: torch.Tensor,
+    dense: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    plan: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    members: torch.Tensor,
+    slots: torch.Tensor,
+    none_active: torch.Tensor,
+) -> torch.Tensor:
+    """`linear_repacked` and the product of one adapter, which our own kernel adds in the same launch.
+
+    Args:
+        x: As in `linear_repacked`, like all up to `plan`.
+        packed_codes: As there.
+        scale: As there.
+        global_decode_scale: As there.
+        dense: As there.
+        bias: As there.
+        plan: As there.
+        a: As in `kernels.rollout.lora.lora_shrink`.
+        b: As in `kernels.rollout.lora.lora_expand`, like all that follow.
+        members: As there.
+        slots: As there.
+        none_active: As there.
+
+    Returns:
+        [M, N] bf16.
+    """
+    y = linear_repacked(x, packed_codes, scale, global_decode_scale, dense, None, plan)
+    return lora_expand(y, lora_shrink(x, a, none_active), b, members, slots, none_active, bias, x.shape[1])
+
+
+@lora_linear_repacked.register_kernel("cuda")
+def _lora_linear_cuda(
+    x: torch.Tensor,
+    packed_codes: torch.Tensor,
+    scale: torch.Tensor,
+    global_decode_scale: torch.Tensor,
+    dense: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    plan: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    members: torch.Tensor,
+    slots: torch.Tensor,
+    none_active: torch.Tensor,
+) -> torch.Tensor:
+    weight = (packed_codes, scale, global_decode_scale)
+    if none_active.item():
+        return linear_repacked(x, *weight, dense, bias, plan)
+    x = x.contiguous()
+    chosen, rows = PLANS[plan], x.shape[0]
+    if chosen.uses_kernel(rows, dense is not None):
+        launch = chosen.launch(rows)
+        if can_fuse(a, b, members, launch):
+            return w4a16_matmul(x, *weight, bias, Adapter(a, b, members, slots), launch)
+        say_once(
+            f"linears of {plan} take three launches with an adapter of rank {b.shape[1]}: the one that does it takes"
+            f" ranks {', '.join(map(str, RANKS))}, and members of whole tiles."
+        )
+    partial = lora_shrink(x, a, none_active)
+    y = linear_repacked(x, *weight, dense, None, plan)
+    return lora_expand(y, partial, b, members, slots, none_active, bias, x.shape[1])
+
+
+@lora_linear_repacked.register_fake
+def _lora_linear_fake(
+    x: torch.Tensor,
+    packed_codes: torch.Tensor,
+    scale: torch.Tensor,
+    global_decode_scale: torch.Tensor,
+    dense: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    plan: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    members: torch.Tensor,
+    slots: torch.Tensor,
+    none_active: torch.Tensor,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], scale.shape[1]))
