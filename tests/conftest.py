@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -45,6 +46,16 @@ class Owner:
 
 
 @pytest.fixture
+def without_flash_attn(monkeypatch) -> Iterator[None]:
+    from verl_qerl.verl_plugin.config.attention import has_flash_attn
+
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    has_flash_attn.cache_clear()
+    yield
+    has_flash_attn.cache_clear()
+
+
+@pytest.fixture
 def sockets(monkeypatch, tmp_path_factory):
     """Meeting places of this test alone; a path of pytest's may be too long for a socket."""
     tmp_path_factory.getbasetemp()  # pytest makes it on first use, and must not do so below
@@ -69,26 +80,50 @@ def lend(sockets):
 
 
 class WarmPython:
-    """Runs programs in forks of a Python that has what is below verl imported (warm_python.py), one after the other."""
+    """Runs programs in forks of a Python that has what is below verl imported (warm_python.py), one after the other.
+
+    It is started when it is first needed, and again after it has been killed.
+    """
 
     def __init__(self) -> None:
-        # Read at import, hence the same for all programs.
-        settings = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | settings
-        command = [sys.executable, str(WARM)]
-        self._process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process: subprocess.Popen | None = None
+        self._folder = tempfile.TemporaryDirectory()
+        self._starts = 0
 
-    def run(
+    @property
+    def socket(self) -> str:
+        """Where processes ask for a fork to go on in (WARM_PYTHON of startup/sitecustomize.py)."""
+        process = self._started()
+        path = self._path()
+        while not Path(path).exists() and process.poll() is None:
+            time.sleep(0.05)
+        return path
+
+    def _path(self) -> str:
+        return f"{self._folder.name}/{self._starts}"
+
+    def _started(self) -> subprocess.Popen:
+        if self._process is None or self._process.poll() is not None:
+            # Read at import, hence the same for all programs.
+            settings = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+            env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | settings
+            self._starts += 1
+            command = [sys.executable, str(WARM), self._path()]
+            self._process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        return self._process
+
+    def __call__(
         self, *arguments: str, env: dict[str, str], cwd: Path | str = ".", ranks: int = 1, timeout_s: float = 900
     ) -> subprocess.CompletedProcess[str]:
         """Run `python <arguments>` on so many ranks; the output is that of all of them, the code that of a failure."""
         own = [{"RANK": str(rank), "WORLD_SIZE": str(ranks)} if ranks > 1 else {} for rank in range(ranks)]
+        process = self._started()
         job = {"arguments": arguments, "cwd": str(Path(cwd).absolute()), "environments": [env | more for more in own]}
         with tempfile.TemporaryDirectory() as folder:
-            self._process.stdin.write(json.dumps(job | {"output": folder}).encode() + b"\n")
-            self._process.stdin.flush()
-            in_time, _, _ = select.select([self._process.stdout], [], [], timeout_s)
-            answer = self._process.stdout.readline() if in_time else b""
+            process.stdin.write(json.dumps(job | {"output": folder}).encode() + b"\n")
+            process.stdin.flush()
+            in_time, _, _ = select.select([process.stdout], [], [], timeout_s)
+            answer = process.stdout.readline() if in_time else b""
             out, err = (
                 "".join(path.read_text(errors="replace") for path in sorted(Path(folder).glob(f"*.{end}")))
                 for end in ("out", "err")
@@ -102,12 +137,9 @@ class WarmPython:
         code = next((code for code in codes if code not in (0, -signal.SIGKILL)), min(codes))
         return subprocess.CompletedProcess(arguments, code, out, err)
 
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
     def kill(self) -> None:
         """End it, and what of its programs has not ended."""
-        if not self.has_ended():
+        if self._process is not None and self._process.poll() is None:
             rest = psutil.Process(self._process.pid).children(recursive=True)
             self._process.kill()
             self._process.wait()
@@ -117,15 +149,19 @@ class WarmPython:
 
 
 @pytest.fixture(scope="session")
-def warm_python() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
-    """WarmPython.run, of a Python that is started when a test first needs it, and again after one has been killed."""
-    started: list[WarmPython] = []
+def warm_python() -> Iterator[WarmPython]:
+    python = WarmPython()
+    yield python
+    python.kill()
 
-    def run(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
-        if not started or started[-1].has_ended():
-            started.append(WarmPython())
-        return started[-1].run(*arguments, **options)
 
-    yield run
-    for process in started:
-        process.kill()
+@pytest.fixture(scope="module")
+def quick_starts(warm_python) -> Iterator[None]:
+    """Processes that tests of this file start need not import what is below verl (startup/sitecustomize.py).
+
+    Nor do they compile vLLM's sampler, which takes up to eight seconds of a core.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WARM_PYTHON", warm_python.socket)
+        patch.setenv("TORCH_COMPILE_DISABLE", "1")
+        yield

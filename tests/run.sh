@@ -24,18 +24,19 @@ if (($#)); then
     exit
 fi
 
-# A run of verl is a chain of processes that wait for each other's imports: it takes one core and a little. The other
-# tests run beside it, and need no threads for their small tensors, which would wait for a core.
+# Two processes that take about as long. Runs of verl and benchmarks are chains of processes that wait for each other's
+# imports: they take one core and a little. The other tests run beside them, and need no threads for their small tensors,
+# which would wait for a core.
 export OMP_NUM_THREADS=1
 log=$(mktemp)
 set -m  # a process group, which goes with this script
-run_pytest tests/e2e >"$log" 2>&1 &
-e2e=$!
+run_pytest tests/e2e tests/bench >"$log" 2>&1 &
+chains=$!
 set +m
-trap 'kill -- "-$e2e" 2>/dev/null || true; rm -f "$log"' EXIT
+trap 'kill -- "-$chains" 2>/dev/null || true; rm -f "$log"' EXIT
 failed=0
-run_pytest tests --ignore=tests/e2e || failed=1
-echo "tests/e2e:"
-wait "$e2e" || failed=1
+run_pytest tests --ignore=tests/e2e --ignore=tests/bench || failed=1
+echo "tests/e2e tests/bench:"
+wait "$chains" || failed=1
 cat "$log"
 exit "$failed"

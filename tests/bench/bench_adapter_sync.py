@@ -209,7 +209,7 @@ def receive(worker: Any, arm: str, config: dict[str, Any], layout: Any, checksum
     from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
     from verl_qerl.verl_plugin.config.base_options import CHECKSUM, LAYOUT
-    from verl_qerl.verl_plugin.trainer.sync_check import worker_extension
+    from verl_qerl.verl_plugin.weight_sync import worker_extension
 
     worker = getattr(worker, "worker", worker)  # which vLLM wraps
     seconds: dict[str, float] = {}

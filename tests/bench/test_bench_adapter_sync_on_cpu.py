@@ -8,6 +8,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("bench_adapter_sync.py")
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_an_adapter_of_a_tiny_model_arrives_by_both_ways(tmp_path, monkeypatch):
     pytest.importorskip("vllm")
     monkeypatch.setenv("VERL_PLATFORM", "cpu")

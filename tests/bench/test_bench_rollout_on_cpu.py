@@ -178,6 +178,7 @@ def test_two_arms_of_a_tiny_model_from_the_command_to_the_table(bench, tmp_path,
     assert "| nvfp4_lora_stock_sampler |" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_an_engine_in_a_process_of_its_own(bench, tmp_path):
     pytest.importorskip("vllm")
     out = tmp_path / "rollout.json"

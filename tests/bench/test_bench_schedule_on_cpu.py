@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("vllm")
+pytestmark = pytest.mark.usefixtures("quick_starts")
 SCRIPT = Path(__file__).with_name("bench_schedule.py")
 
 

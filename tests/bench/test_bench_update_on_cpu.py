@@ -13,6 +13,7 @@ pytest.importorskip("verl")
 
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
 BENCH = Path(__file__).with_name("bench_update.py")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
 

@@ -100,6 +100,7 @@ def test_the_command_takes_a_format(model, tmp_path, capsys):
     assert os.listdir(tmp_path) == ["out"]
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_stock_vllm_computes_int8_as_the_dequantized_model(outputs, model):
     pytest.importorskip("vllm")
     from verl_qerl.vllm_plugin.weights.reference_kernels import onednn_multiplies_int8

@@ -4,12 +4,13 @@ import json
 import random
 import secrets
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 
 NVFP4 = ["+rollout=nvfp4", "+aqn.enabled=true", "+aqn.sigma_start=1e-2", "+aqn.sigma_end=1e-3"]
-SHARE = "actor_rollout_ref.actor.fsdp_config.qerl.share_base"
+SHARE = "+qerl.base.share"
 ACR = "actor_rollout_ref.actor.policy_loss.loss_mode=acr"
 CORRECTION = "algorithm.rollout_correction"
 STATES = ("optim_world_size_1_rank_0.pt", "extra_state_world_size_1_rank_0.pt")
@@ -74,7 +75,7 @@ def test_a_run_that_is_killed_goes_on_where_its_last_checkpoint_is(workbench):
         assert_in_step(step)
 
     # The run that is killed trains norms too. At this learning rate one that did not arrive shows as an adapter would.
-    options.append("+actor_rollout_ref.actor.fsdp_config.qerl.train_norms=true")
+    options.append("+qerl.base.train_norms=true")
     seed = secrets.randbelow(10**6)
     rest_s = sum(step["timing_s/step"] for step in whole.steps[1:])
     delay_s = random.Random(seed).uniform(0, 0.8 * rest_s)
@@ -144,8 +145,8 @@ def test_two_ranks_from_an_nvfp4_directory_save_adapters_only(workbench):
     options += ["actor_rollout_ref.model.use_remove_padding=true", "actor_rollout_ref.actor.use_dynamic_bsz=true"]
     options += ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256"]
     # vLLM's own kernels for adapters; the other runs take ours.
-    options.append("+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.lora=stock")
-    options.append("+actor_rollout_ref.actor.fsdp_config.qerl.shard_base=true")
+    options.append("+qerl.rollout.lora=stock")
+    options.append("+qerl.base.shard=true")
     # Without noise in step 2 the adapter's arrival shows: both sides are the same model.
     run = workbench.train(
         "two_ranks", *options, "aqn.sigma_start=2e-6", "aqn.sigma_end=1e-6", model=packed, num_ranks=2
@@ -169,11 +170,20 @@ def test_two_ranks_from_an_nvfp4_directory_save_adapters_only(workbench):
 
 @pytest.fixture(scope="module")
 def int8_run(workbench):
-    """All weights trained, UAQ, ACR, and tokens rejected by verl; the second of four steps has noise that shows."""
-    options = ["+rollout=int8", "actor_rollout_ref.model.lora_rank=0", ACR, "trainer.total_training_steps=4"]
+    """All weights trained, UAQ, ACR, and tokens rejected by verl; the second of four steps has noise that shows.
+
+    Each answer is two turns of verl's loop for agents, with a tool between them and stop strings (tool_agent.py).
+    """
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    options = [f"{turns}.enable=True", f"{turns}.max_assistant_turns=2", f"{turns}.format=any_text"]
+    options.append(f"{turns}.function_tool_path={Path(__file__).with_name('tool_agent.py')}")
+    options.append("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent_until_a_digit")
+    options += ["data.max_response_length=64", "actor_rollout_ref.rollout.max_model_len=192"]
+    options.append(f"trainer.rollout_data_dir={workbench.folder / 'int8' / 'answers'}")
+    options += ["+rollout=int8", "actor_rollout_ref.model.lora_rank=0", ACR, "trainer.total_training_steps=4"]
     options += ["+aqn.enabled=true", "+aqn.num_stages=4", "+aqn.sigma_start=0.25", "+aqn.sigma_end=1e-6"]
     options += ["actor_rollout_ref.actor.optim.lr=1e-3", "trainer.test_freq=2"]
-    options += ["+uaq.enabled=true", "+qerl.mismatch_sample=8", "trainer.save_freq=4"]
+    options += ["+uaq.enabled=true", "+qerl.gate.mismatch_sample=8", "trainer.save_freq=4"]
     options += [f"{CORRECTION}.rollout_rs=token_k3", f"{CORRECTION}.rollout_rs_threshold=6e-6"]
     return workbench.train("int8", *options, "actor_rollout_ref.actor.calculate_entropy=True").check()
 
@@ -207,8 +217,6 @@ def test_verls_rejection_acts_on_a_quantized_noisy_rollout(int8_run):
         kl = step["qerl/rollout_kl_k3"]
         assert step["rollout_corr/k3_kl"] == pytest.approx(kl, rel=1e-3, abs=1e-7)
         assert step["rollout_corr/rollout_rs_token_k3_mean"] == pytest.approx(kl, rel=1e-3, abs=1e-7)
-        # Of all eight answers, with what was rejected.
-        assert step["qerl/mismatch_num_tokens"] == round(8 * step["response_length/mean"])
         rejected = step["rollout_corr/rollout_rs_masked_fraction"]
         assert 0 < rejected < 1
         # Tokens are about equally uncertain here, within 0.8 % over 32 steps. What is rejected is out of the sum, and
@@ -219,17 +227,72 @@ def test_verls_rejection_acts_on_a_quantized_noisy_rollout(int8_run):
         assert noisy["qerl/rollout_kl_k3"] > 2 * step["qerl/rollout_kl_k3"]
 
 
+def test_a_tools_answer_between_two_turns_is_no_token_of_the_models(workbench, int8_run):
+    from transformers import AutoTokenizer
+
+    between = "tool\nyes\nassistant\n"  # without special tokens
+    ids = AutoTokenizer.from_pretrained(workbench.model).encode(
+        "<|im_start|>tool\nyes<|im_end|>\n<|im_start|>assistant\n"
+    )
+    ended_by_a_digit = 0
+    for step in int8_run.steps:
+        assert step["num_turns/min"] == step["num_turns/max"] == 4  # question, call, the tool's answer, answer
+        answers = (workbench.folder / "int8" / "answers" / f"{step['training/global_step']}.jsonl").read_text()
+        turns = [json.loads(line)["output"].split(between) for line in answers.splitlines()]
+        assert [len(parts) for parts in turns] == [2] * 8
+        for text in (text for parts in turns for text in parts):
+            assert not any(letter in "0123456789" for letter in text[:-1])
+            ended_by_a_digit += text[-1:] in set("0123456789")
+        # Of all eight answers, with what was rejected. A first turn that ended by itself lacks its line's end, which
+        # verl adds.
+        not_sampled = 8 * step["response_length/mean"] - step["qerl/mismatch_num_tokens"]
+        added = sum(first.endswith("\n") for first, _ in turns)
+        assert 0 <= round(not_sampled) - 8 * len(ids) <= added
+    assert ended_by_a_digit > 0
+
+
 @pytest.fixture(scope="module")
 def int8_base_run(workbench):
-    """An adapter on a Qwen3, and verl's weights for what is sampled; the second of three steps has noise that shows."""
-    options = ["+rollout=int8", "+aqn.enabled=true", "+aqn.num_stages=3", "trainer.total_training_steps=3"]
-    options += ["+aqn.sigma_start=0.1", "+aqn.sigma_end=1e-6", "+qerl.max_initial_kl=1e-3", "trainer.save_freq=3"]
+    """An adapter on a Qwen3, and verl's weights for what is sampled; the second of three steps has noise that shows.
+
+    The first answer that is scored in a fourth step takes the run's engine with it.
+    """
+    reward = workbench.folder / "deadly.py"
+    reward.write_text(
+        (workbench.folder / "reward.py").read_text() + "\n"
+        "import contextlib, os, time, psutil\n"
+        "from pathlib import Path\n"
+        "\n"
+        "score = compute_score\n"
+        "\n"
+        "def compute_score(*args, **kwargs):\n"
+        "    saved = Path('checkpoints/latest_checkpointed_iteration.txt').exists()\n"
+        "    for process in psutil.process_iter() if saved else ():\n"
+        "        with contextlib.suppress(psutil.Error):\n"
+        "            ours = process.cwd() == os.getcwd()\n"  # the folder of the run
+        "            if ours and 'EngineCore' in process.name() + ' '.join(process.cmdline()):\n"
+        "                process.kill()\n"
+        "                process.wait(60)\n"
+        "                time.sleep(3)\n"  # its server has seen it before the answers are counted
+        "    return score(*args, **kwargs)\n"
+    )
+    options = ["+rollout=int8", "+aqn.enabled=true", "+aqn.num_stages=4", "trainer.total_training_steps=4"]
+    options.append(f"reward.custom_reward_function.path={reward}")
+    options += ["+aqn.sigma_start=0.1", "+aqn.sigma_end=1e-6", "+qerl.gate.max_initial_kl=1e-3", "trainer.save_freq=3"]
     options += [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=2.0"]
-    return workbench.train("int8_base", *options, model=workbench.qwen3()).check()
+    run = workbench.train("int8_base", *options, model=workbench.qwen3())
+    assert len(run.steps) == 3, run.log[-6000:]
+    return run
+
+
+def test_an_engine_that_dies_ends_the_run(int8_base_run):
+    assert int8_base_run.code != 0
+    message = "vLLM's engine has ended in 1 of 1 rollout replicas; no update is made"
+    assert message in int8_base_run.log, int8_base_run.log[-6000:]
 
 
 def test_an_adapter_on_an_int8_base(workbench, int8_base_run):
-    assert [step["aqn/sigma"] for step in int8_base_run.steps] == pytest.approx([0.0, 0.1, 1e-6])
+    assert [step["aqn/sigma"] for step in int8_base_run.steps] == pytest.approx([0.0, 0.1, 1e-7**0.5])
     assert [step["aqn/noisy_norms"] for step in int8_base_run.steps] == [0, NUM_NORMS, NUM_NORMS]
     assert "packed base: 14 linears in int8" in int8_base_run.log
     for step in int8_base_run.steps:
@@ -270,7 +333,7 @@ def test_a_critic_beside_a_packed_actor(workbench):
 
 def test_noise_alone_on_a_bf16_rollout_with_validation(workbench):
     options = ["+aqn.enabled=true", "+aqn.num_stages=2", "trainer.val_before_train=True", "trainer.test_freq=1"]
-    options += ["+qerl.mismatch_sample=4", "+aqn.mode=relative", f"+aqn.target_kl={TARGET_KL}"]
+    options += ["+qerl.gate.mismatch_sample=4", "+aqn.mode=relative", f"+aqn.target_kl={TARGET_KL}"]
     # So many tokens that chance moves a KL by some 4 %, and an update so small that it moves none.
     options += [
         "actor_rollout_ref.rollout.n=8",
@@ -314,7 +377,7 @@ def test_a_stock_command_stays_stock(workbench):
 
 
 def test_bad_input_is_refused_before_ray_starts(workbench):
-    run = workbench.train("bad", "+rollout=int8", "+actor_rollout_ref.actor.fsdp_config.qerl.shard_base=true")
+    run = workbench.train("bad", "+rollout=int8", "+qerl.base.shard=true")
     assert run.code != 0
-    assert "shard_base=True does not go together with +rollout=int8" in run.log
+    assert "qerl.base.shard=True does not go together with +rollout=int8" in run.log
     assert "Started a local Ray instance" not in run.log

@@ -15,7 +15,6 @@ from hydra import compose, initialize_config_module
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from verl_qerl.modules.varlen_attention import NAME
-from verl_qerl.verl_plugin.config import attention
 from verl_qerl.verl_plugin.trainer.trainer import prepare
 
 COMMON = """
@@ -86,15 +85,11 @@ def prepared(config):
 
 
 @pytest.fixture(autouse=True)
-def _machine(monkeypatch):
+def _machine(monkeypatch, without_flash_attn):
     """Without flash-attn; verl's check imports vLLM to round the rank of the adapter, nothing else of it."""
     package = "verl.workers.rollout.vllm_rollout"
     monkeypatch.setitem(sys.modules, package, ModuleType(package))
     monkeypatch.setitem(sys.modules, f"{package}.utils", SimpleNamespace(get_vllm_max_lora_rank=lambda rank: rank))
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
-    attention.has_flash_attn.cache_clear()
-    yield
-    attention.has_flash_attn.cache_clear()
 
 
 def composed(name, *overrides):

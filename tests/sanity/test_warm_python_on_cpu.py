@@ -1,10 +1,15 @@
 """A program in a fork of warm_python.py does what it does as a process of Python."""
 
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import psutil
 import pytest
+
+STARTUP = Path(__file__).parents[1] / "startup"
 
 PROGRAMS = {
     "returns": "print(sys.argv, __name__, globals().get('__file__'), __spec__ is None)",
@@ -45,3 +50,46 @@ def test_a_rank_that_fails_ends_the_others(warm_python, tmp_path):
 def test_what_is_tested_is_not_imported_beforehand(warm_python, tmp_path):
     program = "import sys\nprint([name for name in ('verl', 'verl_qerl', 'vllm') if name in sys.modules])"
     assert warm_python("-c", program, env=dict(os.environ), cwd=tmp_path).stdout == "[]\n"
+
+
+def asking(source: str) -> list[str]:
+    """A command whose process asks for a fork, if WARM_PYTHON says where."""
+    return [sys.executable, "-c", f"import os, sys\nsys.path.remove({str(STARTUP)!r})\n{source}\n", "argument"]
+
+
+@pytest.fixture
+def environment(quick_starts, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STARTUP), *(path for path in sys.path if path)]))
+    return dict(os.environ)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_process_that_goes_on_in_a_fork_is_as_any(environment, tmp_path, name):
+    options = {"cwd": tmp_path, "capture_output": True, "text": True, "input": "what it reads"}
+    command = asking(PROGRAMS[name] + "\nprint(sys.stdin.read())")
+    found = subprocess.run(command, env=environment, **options)
+    expected = subprocess.run(command, env=environment | {"WARM_PYTHON": "nobody listens"}, **options)
+    expected.stdout = expected.stdout.replace("nobody listens", environment["WARM_PYTHON"])
+    assert (found.returncode, found.stdout) == (expected.returncode, expected.stdout)
+    assert found.stderr.splitlines()[-1:] == expected.stderr.splitlines()[-1:]
+
+
+def test_it_goes_on_where_torch_is_imported_and_ray_is_not(environment):
+    command = asking("print(*('torch' in sys.modules, 'ray' in sys.modules, os.getppid()))")
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    torch, ray, parent = process.communicate()[0].split()
+    assert (torch, ray) == ("True", "False")
+    assert int(parent) != os.getpid()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 3), (signal.SIGKILL, -signal.SIGKILL)])
+def test_signals_reach_the_fork(environment, number, code):
+    source = "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n"
+    command = asking(source + "print(os.getpid(), flush=True)\ntime.sleep(600)")
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    fork = psutil.Process(int(process.stdout.readline()))
+    assert fork.pid != process.pid
+    process.send_signal(number)
+    assert process.wait(60) == code
+    psutil.wait_procs([fork], timeout=60)
+    assert not fork.is_running()

@@ -26,8 +26,9 @@ OURS = (
     ("+aqn.enabled=true",),
     ("+uaq.enabled=true", "actor_rollout_ref.model.lora_rank=0"),
     ("actor_rollout_ref.actor.policy_loss.loss_mode=acr",),
-    ("+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.sampler=stock",),
+    ("+qerl.rollout.sampler=stock",),
 )
+pytestmark = pytest.mark.usefixtures("without_flash_attn")
 each_of_ours = pytest.mark.parametrize("ours", OURS, ids=lambda options: options[0].rpartition(".")[2])
 
 
@@ -35,14 +36,6 @@ def prepared(config):
     """The configuration as verl's trainer gets it from ours."""
     prepare(None, config)
     return config
-
-
-@pytest.fixture(autouse=True)
-def _not_installed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
-    attention.has_flash_attn.cache_clear()
-    yield
-    attention.has_flash_attn.cache_clear()
 
 
 @pytest.fixture

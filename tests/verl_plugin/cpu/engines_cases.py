@@ -1,4 +1,4 @@
-"""Started by test_engines_on_cpu.py: the critic that verl's registry gives on the CPU platform, on one rank.
+"""Started by test_engines_on_cpu.py: what verl's registry gives on the CPU platform, on one rank.
 
 python engines_cases.py <model>
 """
@@ -11,6 +11,16 @@ from transformers import AutoModelForCausalLM
 from verl.trainer.config import CheckpointConfig
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from verl_qerl import verl_plugin
+
+kinds = []
+for prepare in (lambda: None, verl_plugin.activate):  # a stock run, then one of ours
+    prepare()
+    kinds.append(EngineRegistry.get_engine_cls("language_model", "fsdp2"))
+assert kinds[0] is FSDPEngineWithLMHead, kinds
+assert kinds[1].__name__ == "QerlFSDPEngine", kinds
 
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 model = HFModelConfig(

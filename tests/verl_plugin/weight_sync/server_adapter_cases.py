@@ -25,7 +25,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension 
 from verl_qerl.modules.placement.lending import meeting_place  # noqa: E402
 from verl_qerl.verl_plugin.actor import lend_base  # noqa: E402
 from verl_qerl.verl_plugin.rollout import server as rollout  # noqa: E402
-from verl_qerl.verl_plugin.trainer.sync_check import transfer  # noqa: E402
+from verl_qerl.verl_plugin.weight_sync import transfer  # noqa: E402
 
 
 class NamedError(Exception):

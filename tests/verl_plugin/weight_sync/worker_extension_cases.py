@@ -25,7 +25,7 @@ from worker_extension_fakes import (
 )
 
 from verl_qerl.verl_plugin.config.base_options import CHECKSUM, DIGESTS, LAYOUT
-from verl_qerl.verl_plugin.trainer.sync_check import worker_extension
+from verl_qerl.verl_plugin.weight_sync import worker_extension
 from verl_qerl.verl_plugin.weight_sync.flat_adapter import adapter_checksum
 from verl_qerl.verl_plugin.weight_sync.worker_extension import WorkerExtension
 from verl_qerl.vllm_plugin import worker as noise_extension

@@ -1,8 +1,8 @@
 """What verl's FSDP2 engine does otherwise where the base is packed and frozen, below an adapter.
 
 Order of construction: an empty model, packed linears read into it, PEFT on top, FSDP2 around. Packed tensors are uint8
-buffers, broadcast by verl to every rank, or with `shard_base` spread over the ranks. Adapters are float32, whatever the
-base's dtype: an update of 1e-5 is lost in a bf16 parameter.
+buffers, broadcast by verl to every rank, or with `qerl.base.shard` spread over the ranks. Adapters are float32,
+whatever the base's dtype: an update of 1e-5 is lost in a bf16 parameter.
 """
 
 import logging
@@ -57,7 +57,7 @@ class FrozenBase:
         options: Of the base.
 
     Attributes:
-        lender: Of the base to the rollout, with `share_base`.
+        lender: Of the base to the rollout, with `qerl.base.share`.
     """
 
     def __init__(self, engine: Any, options: BaseOptions) -> None:
@@ -73,14 +73,14 @@ class FrozenBase:
         """The model with packed linears, in place of what `stock` would load."""
         engine, options = self._engine, self.options
         model_config = engine.model_config
-        check_memory(engine, options.agrees_with)
+        check_memory(engine, options.run)
         config = model_config.hf_config
         dtype = PrecisionType.to_dtype(engine.engine_config.model_dtype)
         with init_empty_weights(include_buffers=False):
             auto_class: Any = get_hf_auto_model_class(hf_config=config)
             module = auto_class.from_config(config, dtype=dtype, trust_remote_code=model_config.trust_remote_code)
         check_model(module)
-        shards = options.shard_base and torch.distributed.get_world_size() > 1
+        shards = options.shard and torch.distributed.get_world_size() > 1
         kind = ShardedNVFP4Linear if shards else PACKED_LINEARS[options.format]
         linears = build_skeleton(module, model_config.local_path, options.ignore, kind, options.weight_format)
         if self._reads_weights():
@@ -135,12 +135,12 @@ class FrozenBase:
         if self._engine.rank == 0:
             kind = self.options.format
             logger.warning("packed base: %d linears in %s, digest %s", len(digests), kind, model_digest(digests))
-        if self.options.share_base:
+        if self.options.share:
             self.lender = lend_base(module, self._engine.rank)
         return module
 
     def of_optimizer(self, module: nn.Module) -> Any:
-        """As without shard_base, so that the states of both are the same, and one resumes the other."""
+        """As without qerl.base.shard, so that the states of both are the same, and one resumes the other."""
         return _WithoutPackedBytes(module)
 
     def inputs(self, micro_batch: Any) -> dict[str, Any]:
