@@ -13,7 +13,7 @@ from verl_qerl.checkpoints.source import Source, read_tensors
 from verl_qerl.checkpoints.stream import linear_modules
 from verl_qerl.cli.export.prompt_log_probs import empty_model, fill
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats import NVFP4, PackedWeight, gptq
+from verl_qerl.formats import PackedWeight, WeightFormat, gptq
 from verl_qerl.formats.nvfp4_layout import fused_group
 from verl_qerl.formats.reference import dequantize
 
@@ -23,7 +23,7 @@ _EMBEDDING = "model.embed_tokens.weight"
 
 def calibrated_stream(
     source: Source,
-    form: NVFP4,
+    form: WeightFormat,
     ignore: Sequence[str],
     device: str,
     observe: Observe,
@@ -136,7 +136,7 @@ def _in_layers(walk: _Walk, linears: set[str]) -> list[list[list[str]]]:
 
 
 def _layer(
-    walk: _Walk, i: int, groups: list[list[str]], hidden: list[torch.Tensor], form: NVFP4, observe: Observe
+    walk: _Walk, i: int, groups: list[list[str]], hidden: list[torch.Tensor], form: WeightFormat, observe: Observe
 ) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
     """The tensors of a layer; `hidden` becomes what the next one gets."""
     tensors = walk.read(i)
