@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from verl_qerl.algos.mismatch import MismatchConfig, rollout_mismatch, undefined_log_probs
+from verl_qerl.algos.mismatch import rollout_mismatch, undefined_log_probs
 
 NAN, INF = math.nan, math.inf
 
@@ -99,21 +99,3 @@ def test_shapes_that_would_broadcast_are_refused(name):
     message = rf"^log-probs of the {name} and the mask differ: shape=\(2, 1\)\. Accepted is \(2, 3\)\."
     with pytest.raises(ValueError, match=message):
         rollout_mismatch(**tensors, mask=torch.ones(2, 3))
-
-
-@pytest.mark.parametrize("value", [0, -0.1, NAN, INF, True, "0.1", [1]], ids=str)
-def test_a_limit_out_of_range_is_refused(value):
-    with pytest.raises(ValueError, match=r"^qerl\.max_initial_kl=.* is out of range\. Accepted is a number above 0"):
-        MismatchConfig(max_initial_kl=value)
-
-
-def test_options():
-    assert MismatchConfig.from_mapping(None) == MismatchConfig.from_mapping({}) == MismatchConfig(0.05, 0.25, 0)
-    assert MismatchConfig.from_mapping({"max_initial_kl": 2}) == MismatchConfig(2)
-    assert MismatchConfig.from_mapping({"max_initial_kl": None}).max_initial_kl is None
-    with pytest.raises(
-        ValueError, match=r"^unknown option qerl\.kl=3\. Known options are max_initial_kl, max_kl, mismatch_sample\."
-    ):
-        MismatchConfig.from_mapping({"kl": 3})
-    with pytest.raises(ValueError, match=r"^qerl=0\.1 is no group of options"):
-        MismatchConfig.from_mapping(0.1)

@@ -1,4 +1,4 @@
-"""KL(rollout || actor) of rollouts that are broken on purpose: what the default of `qerl.max_initial_kl` lies between.
+"""KL(rollout || actor) of rollouts that are broken on purpose: between what the gate's limit lies.
 
 Rollout and actor are the same float32 model in transformers; one thing of the rollout is changed, it samples, and the
 actor scores its tokens. Quantization and kernels are left out; bench_mismatch.py has them, on a sound rollout.

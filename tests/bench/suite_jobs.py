@@ -11,8 +11,8 @@ import rollout_arms
 
 _BENCH = "python3 tests/bench"
 _LORA = "actor_rollout_ref.model.lora_rank=32 actor_rollout_ref.model.lora_alpha=64"
-_PACKED = "+actor_rollout_ref.actor.fsdp_config.qerl"
-_ROLLOUT = "+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl"
+_BASE = "+qerl.base"
+_ROLLOUT = "+qerl.rollout"
 _SLEEP = "actor_rollout_ref.rollout.free_cache_engine=True"
 _NOISE = "+aqn.enabled=true +aqn.num_stages=3"  # the first of three steps without
 
@@ -91,7 +91,7 @@ def _study(name: str, arms: str, at_once: int, env: str = "") -> Job:
 
 
 def _gsm8k(arm: str, seed: int) -> Job:
-    """GRPO on GSM8K; three fit on a GPU of 80 GB. `verl_qerl compare` takes their files."""
+    """GRPO on GSM8K; three fit on a GPU of 80 GB. `verl_qerl plot` takes their files."""
     what, options = _GSM8K_ARMS[arm]
     sizes = (
         "actor_rollout_ref.rollout.enforce_eager=False actor_rollout_ref.rollout.agent.num_workers=3"
@@ -131,7 +131,7 @@ _ATTENTION = " ".join(("nvfp4_lora_ours", *rollout_arms.ATTENTION))
 _NVFP4 = f"+rollout=nvfp4 {_LORA}"
 # Heads of 128 columns, and a context shorter than the largest CUDA graph.
 _DENSE = "hidden_size=1024, intermediate_size=3072, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2"
-_SHARDED = f"{_NVFP4} {_NOISE} {_PACKED}.shard_base=true trainer.n_gpus_per_node=2"
+_SHARDED = f"{_NVFP4} {_NOISE} {_BASE}.shard=true trainer.n_gpus_per_node=2"
 _TP2 = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
 _STOCK = f"{_ROLLOUT}.linear=stock {_ROLLOUT}.lora=stock {_ROLLOUT}.sampler=stock {_ROLLOUT}.attention=stock"
 _STOCK += " actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls=null"
@@ -209,31 +209,35 @@ JOBS = (
         gpus=0,
     ),
     _study("study", "bf16 int8 int8-tis int8-acr int8-acr-uaq fp8 fp8-tis fp8-acr fp8-acr-uaq nvfp4", 8),
-    _verl("verl_shard_tp2", "shard_base on two GPUs, tensor-parallel rollout", f"{_SHARDED} {_TP2}", gpus=2),
+    _verl("verl_shard_tp2", "qerl.base.shard on two GPUs, tensor-parallel rollout", f"{_SHARDED} {_TP2}", gpus=2),
     *(_gsm8k(arm, seed) for seed in (1, 2) for arm in _GSM8K_ARMS),
-    _verl("verl_shard", "shard_base on two GPUs", _SHARDED, gpus=2),
+    _verl("verl_shard", "qerl.base.shard on two GPUs", _SHARDED, gpus=2),
     _verl("verl_fp8", "LoRA on fp8", f"+rollout=fp8 {_LORA} {_NOISE}"),
     _verl("verl_mxfp4", "LoRA on mxfp4", f"+rollout=mxfp4 {_LORA} {_NOISE}"),
-    _verl("verl_int8", "LoRA on int8, mismatch taken apart", f"+rollout=int8 {_LORA} {_NOISE} +qerl.mismatch_sample=8"),
+    _verl(
+        "verl_int8",
+        "LoRA on int8, mismatch taken apart",
+        f"+rollout=int8 {_LORA} {_NOISE} +qerl.gate.mismatch_sample=8",
+    ),
     _random(
         "moe",
         "LoRA on a mixture of experts",
         "random_qwen3_moe(hidden_size=512, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,"
         " num_experts=16, moe_intermediate_size=256",
-        "+qerl.max_initial_kl=0.2",  # routers choose by rounding errors
+        "+qerl.gate.max_initial_kl=0.2",  # routers choose by rounding errors
     ),
     _random("qwen3", "Qwen3, CUDA graphs, sleep", f"random_decoder('qwen3', gain=2, {_DENSE}", beside=False),
     _random("llama", "Llama, CUDA graphs, sleep", f"random_decoder('llama', gain=2, {_DENSE}", beside=False),
-    _verl("verl_head", "the head in fp8", f"{_NVFP4} {_NOISE} {_ROLLOUT}.lm_head=fp8 +qerl.max_initial_kl=0.05"),
+    _verl("verl_head", "the head in fp8", f"{_NVFP4} {_NOISE} {_ROLLOUT}.lm_head=fp8 +qerl.gate.max_initial_kl=0.05"),
     _verl(
         "verl_keep",
         "copies that are kept",
-        f"{_NVFP4} {_NOISE} {_SLEEP} {_PACKED}.keep_dense=true {_ROLLOUT}.keep_base_resident=true",
+        f"{_NVFP4} {_NOISE} {_SLEEP} {_BASE}.keep_dense=true {_ROLLOUT}.keep_base_resident=true",
     ),
     _verl(
         "verl_share",
         "one base, trained norms",
-        f"{_NVFP4} {_NOISE} {_SLEEP} {_PACKED}.share_base=true {_PACKED}.train_norms=true",
+        f"{_NVFP4} {_NOISE} {_SLEEP} {_BASE}.share=true {_BASE}.train_norms=true",
     ),
     _study("study_nvfp4", "nvfp4-tis nvfp4-acr", 3),
     _study("study_lr", "bf16", 2, "LR=4.5e-6"),  # what UAQ with s = 1.5 should amount to

@@ -16,6 +16,8 @@ from verl.utils import fsdp_utils
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPEngineConfig
 
+from verl_qerl.verl_plugin.config.apply import prepare
+
 ROOT = Path(__file__).parents[2]
 before = list(sys.path)
 JOBS = load_beside(__file__, "suite").suite_jobs.JOBS
@@ -36,7 +38,9 @@ def composed(job, folder):
     subprocess.run(["bash", "-euo", "pipefail", "-c", job.command], cwd=ROOT, env=env, check=True, timeout=60)
     arguments = (folder / "arguments").read_text().splitlines()
     with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=arguments[arguments.index(marker) + 1 :])
+        config = compose("ppo_trainer", overrides=arguments[arguments.index(marker) + 1 :])
+    prepare(config)
+    return config
 
 
 @pytest.mark.parametrize("job", [job for job in JOBS if "verl_run" in job.command], ids=lambda job: job.name)

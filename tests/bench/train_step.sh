@@ -23,7 +23,7 @@ case $ARM in
     ours)
         checkpoint=()
         # No gate: the rollout masks what the tokenizer lacks, all but 320 tokens, and the actor does not (KL 5.2).
-        options=(+rollout=nvfp4 +aqn.enabled=true +aqn.num_stages="$STEPS" +qerl.max_initial_kl=null
+        options=(+rollout=nvfp4 +aqn.enabled=true +aqn.num_stages="$STEPS" +qerl.gate.max_initial_kl=null
             actor_rollout_ref.model.use_fused_kernels=True)
         ;;
     bf16 | bf16_fused)

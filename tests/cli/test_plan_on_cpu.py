@@ -98,29 +98,24 @@ def test_sharing_gives_room_to_what_has_too_little(model, capsys):
     assert main([*options, "--share-base"]) == 0
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        "--format int8",
-        "--tensor-parallel 2",
-        "--shard-base",
-        "--param-offload",
-        "--offload-policy",
-        "--utilization 0.0",
-    ],
-)
-def test_what_a_run_refuses_beside_a_shared_base(model, capsys, other):
-    with pytest.raises(SystemExit) as stopped:
-        main(["plan", "--model", str(model), "--gpu-gib", "141", "--share-base", *other.split()])
-    assert stopped.value.code == 1
-    assert f"--share-base does not go together with {other}: the rollout" in capsys.readouterr().err
+SHARED = r"does not go together with \+qerl\.base\.share=true: "
+REFUSED = {
+    "--share-base --format int8": r"qerl\.base\.share=True does not go together with \+rollout=int8: it is built",
+    "--share-base --tensor-parallel 2": rf"rollout\.tensor_model_parallel_size=2 {SHARED}both sides",
+    "--share-base --shard-base": rf"qerl\.base\.shard=True {SHARED}both sides",
+    "--share-base --param-offload": rf"fsdp_config\.param_offload=True {SHARED}the rollout computes",
+    "--share-base --offload-policy": rf"fsdp_config\.offload_policy=True {SHARED}the rollout computes",
+    "--share-base --utilization 0.0": rf"rollout\.gpu_memory_utilization=0\.0 {SHARED}there is no rollout",
+    "--shard-base --format int8": r"qerl\.base\.shard=True does not go together with \+rollout=int8: it is built",
+}
 
 
-def test_what_a_run_refuses_with_another_format(model, capsys):
+@pytest.mark.parametrize("options", REFUSED)
+def test_what_a_run_refuses_is_refused_here_too(model, capsys, options):
     with pytest.raises(SystemExit) as stopped:
-        main(["plan", "--model", str(model), "--gpu-gib", "141", "--format", "int8", "--shard-base"])
+        main(["plan", "--model", str(model), "--gpu-gib", "141", *options.split()])
     assert stopped.value.code == 1
-    assert "--shard-base does not go together with --format int8: it is built" in capsys.readouterr().err
+    assert re.search(REFUSED[options], capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
-"""`+rollout=nvfp4` and `+platform=cpu` change what their YAML says and nothing else."""
+"""`+rollout=nvfp4` and `+platform=cpu` change what their YAML says, the driver what follows from it; nothing else."""
 
+import copy
 import importlib.resources
+from dataclasses import asdict
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,8 +14,10 @@ pytest.importorskip("verl")
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from verl_qerl.formats.ignore import DEFAULT_IGNORE
+from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.formats.nvfp4_layout import quantization_config
+from verl_qerl.verl_plugin.config import attention
+from verl_qerl.verl_plugin.config.apply import prepare
 from verl_qerl.verl_plugin.rollout.server import describe_checkpoint
 
 RUN = (
@@ -25,31 +30,70 @@ ABSENT = "<absent>"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 OURS = f"{ROLLOUT}.engine_kwargs.vllm"
 
-# What `+rollout=nvfp4 +aqn.enabled=true` sets in a run with LoRA; None where the value is a whole node of ours.
+# What `+rollout=nvfp4 +aqn.enabled=true` sets in a run with LoRA.
 DIFFERENCE = {
+    "qerl": {"base": {"format": "nvfp4"}},
     "aqn.enabled": True,
     f"{ACTOR}.strategy": "fsdp2",
     f"{ACTOR}.fsdp_config._target_": "verl_qerl.verl_plugin.config.base_options.QerlFSDPEngineConfig",
     f"{ACTOR}.fsdp_config.model_dtype": None,  # null: bf16 under an adapter, fp32 without
-    f"{ACTOR}.fsdp_config.qerl": None,
     "actor_rollout_ref.model.use_fused_kernels": True,
     f"{ACTOR}.use_fused_kernels": True,  # verl's own: they follow the model's
     "actor_rollout_ref.ref.strategy": "fsdp2",  # verl's own: it follows the actor's
     f"{ROLLOUT}.load_format": "safetensors",
-    f"{ROLLOUT}.custom": {"qerl": {"base": "nvfp4"}},
     f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 256,
-    f"{OURS}.load_format": "verl_qerl_nvfp4",
-    f"{OURS}.quantization": "verl_qerl_nvfp4",
-    f"{OURS}.additional_config": {"verl_qerl": {"train_norms": False}},
-    f"{OURS}.worker_extension_cls": "verl_qerl.verl_plugin.weight_sync.worker_extension.WorkerExtension",
-    f"{OURS}.scheduler_cls": "verl_qerl.vllm_plugin.decode.scheduler.scheduler",
-    f"{OURS}.model_loader_extra_config": {"scale": None, "share_base": False, "ignore": ["lm_head"]},
+}
+# What the driver writes into that run.
+WRITTEN = {
+    f"{ACTOR}.fsdp_config.model_dtype": "bf16",
+    f"{ACTOR}.fsdp_config.qerl": {
+        "format": "nvfp4",
+        "scale": None,
+        "ignore": ["lm_head"],
+        "train_norms": False,
+        "shard": False,
+        "share": False,
+        "keep_dense": False,
+        "fused_lora": True,
+        "has_adapter": True,
+        "run": {
+            "rollout.gpu_memory_utilization": 0.5,
+            "rollout.tensor_model_parallel_size": 2,
+            "rollout.free_cache_engine": True,
+            "actor.use_dynamic_bsz": False,
+            "actor.ppo_max_token_len_per_gpu": 16384,
+            "actor.ppo_micro_batch_size_per_gpu": 1,
+            "data.max_prompt_length": 512,
+            "data.max_response_length": 512,
+        },
+    },
+    f"{ROLLOUT}.custom": {"qerl": {"base": "nvfp4"}},
+    OURS: {
+        "load_format": "verl_qerl_nvfp4",
+        "quantization": "verl_qerl_nvfp4",
+        "worker_extension_cls": "verl_qerl.verl_plugin.weight_sync.worker_extension.WorkerExtension",
+        "scheduler_cls": "verl_qerl.vllm_plugin.decode.scheduler.scheduler",
+        "model_loader_extra_config": {"scale": None, "share_base": False, "ignore": ["lm_head"]},
+        "additional_config": {
+            "verl_qerl": {
+                "train_norms": False,
+                "aqn": asdict(AQNConfig(enabled=True)) | {"targets": ["input_layernorm", "post_attention_layernorm"]},
+            }
+        },
+    },
 }
 
 
 def composed(*overrides):
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose("ppo_trainer", overrides=[*RUN, *overrides])
+
+
+def prepared(*overrides):
+    config = composed(*overrides)
+    with patch.object(attention, "has_flash_attn", return_value=True):  # else the driver names another attention too
+        prepare(config)
+    return config
 
 
 def flat(node, prefix=""):
@@ -67,58 +111,32 @@ def differing(one, other):
     return {key for key, value in other.items() if one.get(key, ABSENT) != value}
 
 
-def test_the_difference_is_what_the_yaml_says():
-    stock, ours = composed(), composed("+rollout=nvfp4", "+aqn.enabled=true")
+def check_difference(before, after, expected):
     named = set()
-    for key in differing(flat(stock), flat(ours)):
-        nodes = [name for name in DIFFERENCE if key == name or key.startswith(f"{name}.")]
-        assert len(nodes) == 1, f"{key} differs, which no line of DIFFERENCE names"
+    for key in differing(flat(before), flat(after)):
+        nodes = [name for name in expected if key == name or key.startswith(f"{name}.")]
+        assert len(nodes) == 1, f"{key} differs, which no line names"
         named |= set(nodes)
-    assert named == set(DIFFERENCE)
-    for name, value in DIFFERENCE.items():
-        found = OmegaConf.select(ours, name)
+    assert named == set(expected)
+    for name, value in expected.items():
+        found = OmegaConf.select(after, name)
         found = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
-        assert value is None or found == value, name
-    gone = flat(stock).keys() - flat(ours).keys()
-    assert gone == {OURS}  # empty in verl's, filled in ours
+        assert found == value, name
+    return flat(before).keys() - flat(after).keys()
 
 
-def test_the_base_agrees_with_the_rest_of_the_run():
-    config = composed("+rollout=nvfp4", "+aqn.enabled=true", "+aqn.seed=3", "++actor_rollout_ref.model.lora.rank=16")
-    assert OmegaConf.to_container(config.actor_rollout_ref.actor.fsdp_config.qerl, resolve=True) == {
-        "format": "nvfp4",
-        "scale": None,
-        "ignore": list(DEFAULT_IGNORE),
-        "agrees_with": {
-            "rollout.name": "vllm",
-            "rollout.load_format": "safetensors",
-            "rollout.quantization": None,
-            "rollout.dtype": "bfloat16",
-            "rollout.pipeline_model_parallel_size": 1,
-            "actor.strategy": "fsdp2",
-            "actor.checkpoint.save_contents": ["model", "optimizer", "extra"],
-            "model.lora_rank": 32,
-            "model.lora.rank": 16,
-            "model.lora.merge": False,
-            "model.lora_adapter_path": None,
-            "model.use_remove_padding": True,
-            "model.attn_implementation": None,
-            "actor.ulysses_sequence_parallel_size": 1,
-            "trainer.n_gpus_per_node": 8,
-            "trainer.nnodes": 1,
-            "trainer.use_v1": True,
-            "trainer.v1.trainer_mode": "sync",
-            "aqn": {"enabled": True, "seed": 3},
-            "rollout.gpu_memory_utilization": 0.5,
-            "rollout.tensor_model_parallel_size": 2,
-            "rollout.free_cache_engine": True,
-            "actor.use_dynamic_bsz": False,
-            "actor.ppo_max_token_len_per_gpu": 16384,
-            "actor.ppo_micro_batch_size_per_gpu": 1,
-            "data.max_prompt_length": 512,
-            "data.max_response_length": 512,
-        },
-    }
+def test_the_difference_is_what_the_yaml_says():
+    assert not check_difference(composed(), composed("+rollout=nvfp4", "+aqn.enabled=true"), DIFFERENCE)
+
+
+def test_the_driver_writes_the_rest_once():
+    options = ("+rollout=nvfp4", "+aqn.enabled=true")
+    config = prepared(*options)
+    gone = check_difference(composed(*options), config, WRITTEN)
+    assert gone == {OURS, f"{ROLLOUT}.custom"} & gone  # empty in verl's, filled in ours
+    again = copy.deepcopy(config)
+    prepare(again)
+    assert again == config
 
 
 def write_model(folder):
@@ -129,11 +147,11 @@ def write_model(folder):
 
 def test_both_sides_quantize_and_share_alike(tmp_path):
     options = (
-        "actor_rollout_ref.actor.fsdp_config.qerl.scale=minmax",
-        "actor_rollout_ref.actor.fsdp_config.qerl.ignore=[a,b]",
-        "+actor_rollout_ref.actor.fsdp_config.qerl.share_base=true",
+        "+qerl.base.scale=minmax",
+        "+qerl.base.ignore=[a,b]",
+        "+qerl.base.share=true",
     )
-    config = composed("+rollout=nvfp4", *options)
+    config = prepared("+rollout=nvfp4", "actor_rollout_ref.rollout.tensor_model_parallel_size=1", *options)
     kwargs = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm, resolve=True)
     assert kwargs["model_loader_extra_config"] == {"scale": "minmax", "share_base": True, "ignore": ["a", "b"]}
     describe_checkpoint(kwargs, write_model(tmp_path))
@@ -142,15 +160,12 @@ def test_both_sides_quantize_and_share_alike(tmp_path):
 
 @pytest.mark.parametrize("form", ["fp8", "int8", "mxfp4"])
 def test_the_other_formats_differ_from_nvfp4_in_their_name_only(form):
-    nvfp4, other = flat(composed("+rollout=nvfp4")), flat(composed(f"+rollout={form}"))
-    assert differing(nvfp4, other) == {
-        f"{ACTOR}.fsdp_config.qerl.format",
-        f"{ROLLOUT}.custom.qerl.base",
-        f"{OURS}.load_format",
-        f"{OURS}.quantization",
-    }
-    assert other[f"{ACTOR}.fsdp_config.qerl.format"] == other[f"{ROLLOUT}.custom.qerl.base"] == form
-    assert other[f"{OURS}.load_format"] == other[f"{OURS}.quantization"] == f"verl_qerl_{form}"
+    nvfp4, other = flat(prepared("+rollout=nvfp4")), flat(prepared(f"+rollout={form}"))
+    names = {"qerl.base.format", f"{ACTOR}.fsdp_config.qerl.format", f"{ROLLOUT}.custom.qerl.base"}
+    kinds = {f"{OURS}.load_format", f"{OURS}.quantization"}
+    assert differing(nvfp4, other) == names | kinds
+    assert {other[name] for name in names} == {form}
+    assert {other[name] for name in kinds} == {f"verl_qerl_{form}"}
 
 
 @pytest.mark.parametrize("rollout", [(), ("+rollout=nvfp4",)], ids=["bf16", "nvfp4"])
@@ -175,12 +190,11 @@ def test_the_head_gives_log_probs_unless_it_trains_or_the_user_says_otherwise():
 
 def test_the_platform_composes_in_both_orders():
     options = ("+rollout=nvfp4", "+platform=cpu")
-    one, other = (flat(composed(*order, "+aqn.enabled=true")) for order in (options, options[::-1]))
+    one, other = (flat(prepared(*order, "+aqn.enabled=true")) for order in (options, options[::-1]))
     # Both name a load format that is not dummy, and a size of the transfer buffer: the later one stays.
     buffer = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
-    seen = f"{ACTOR}.fsdp_config.qerl.agrees_with.rollout.load_format"
-    assert differing(one, other) == {f"{ROLLOUT}.load_format", seen, buffer}
-    assert (one[seen], other[seen]) == ("auto", "safetensors")
+    assert differing(one, other) == {f"{ROLLOUT}.load_format", buffer}
+    assert (one[f"{ROLLOUT}.load_format"], other[f"{ROLLOUT}.load_format"]) == ("auto", "safetensors")
     assert (one[buffer], other[buffer]) == (64, 256)
     for config in (one, other):
         assert config[f"{OURS}.load_format"] == "verl_qerl_nvfp4"
@@ -196,7 +210,8 @@ def test_the_platform_alone_keeps_the_stock_engine():
 
 
 def test_a_stock_run_is_untouched():
-    config = composed()
+    config = prepared()
+    assert config == composed()
     assert config.actor_rollout_ref.actor.fsdp_config._target_ == "verl.workers.config.FSDPEngineConfig"
     assert config.actor_rollout_ref.rollout.engine_kwargs.vllm == {}
     assert "aqn" not in config

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 NVFP4 = ["+rollout=nvfp4", "+aqn.enabled=true", "+aqn.sigma_start=1e-2", "+aqn.sigma_end=1e-3"]
-SHARE = "actor_rollout_ref.actor.fsdp_config.qerl.share_base"
+SHARE = "+qerl.base.share"
 ACR = "actor_rollout_ref.actor.policy_loss.loss_mode=acr"
 CORRECTION = "algorithm.rollout_correction"
 STATES = ("optim_world_size_1_rank_0.pt", "extra_state_world_size_1_rank_0.pt")
@@ -75,7 +75,7 @@ def test_a_run_that_is_killed_goes_on_where_its_last_checkpoint_is(workbench):
         assert_in_step(step)
 
     # The run that is killed trains norms too. At this learning rate one that did not arrive shows as an adapter would.
-    options.append("+actor_rollout_ref.actor.fsdp_config.qerl.train_norms=true")
+    options.append("+qerl.base.train_norms=true")
     seed = secrets.randbelow(10**6)
     rest_s = sum(step["timing_s/step"] for step in whole.steps[1:])
     delay_s = random.Random(seed).uniform(0, 0.8 * rest_s)
@@ -145,8 +145,8 @@ def test_two_ranks_from_an_nvfp4_directory_save_adapters_only(workbench):
     options += ["actor_rollout_ref.model.use_remove_padding=true", "actor_rollout_ref.actor.use_dynamic_bsz=true"]
     options += ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256"]
     # vLLM's own kernels for adapters; the other runs take ours.
-    options.append("+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.lora=stock")
-    options.append("+actor_rollout_ref.actor.fsdp_config.qerl.shard_base=true")
+    options.append("+qerl.rollout.lora=stock")
+    options.append("+qerl.base.shard=true")
     # Without noise in step 2 the adapter's arrival shows: both sides are the same model.
     run = workbench.train(
         "two_ranks", *options, "aqn.sigma_start=2e-6", "aqn.sigma_end=1e-6", model=packed, num_ranks=2
@@ -183,7 +183,7 @@ def int8_run(workbench):
     options += ["+rollout=int8", "actor_rollout_ref.model.lora_rank=0", ACR, "trainer.total_training_steps=4"]
     options += ["+aqn.enabled=true", "+aqn.num_stages=4", "+aqn.sigma_start=0.25", "+aqn.sigma_end=1e-6"]
     options += ["actor_rollout_ref.actor.optim.lr=1e-3", "trainer.test_freq=2"]
-    options += ["+uaq.enabled=true", "+qerl.mismatch_sample=8", "trainer.save_freq=4"]
+    options += ["+uaq.enabled=true", "+qerl.gate.mismatch_sample=8", "trainer.save_freq=4"]
     options += [f"{CORRECTION}.rollout_rs=token_k3", f"{CORRECTION}.rollout_rs_threshold=6e-6"]
     return workbench.train("int8", *options, "actor_rollout_ref.actor.calculate_entropy=True").check()
 
@@ -278,7 +278,7 @@ def int8_base_run(workbench):
     )
     options = ["+rollout=int8", "+aqn.enabled=true", "+aqn.num_stages=4", "trainer.total_training_steps=4"]
     options.append(f"reward.custom_reward_function.path={reward}")
-    options += ["+aqn.sigma_start=0.1", "+aqn.sigma_end=1e-6", "+qerl.max_initial_kl=1e-3", "trainer.save_freq=3"]
+    options += ["+aqn.sigma_start=0.1", "+aqn.sigma_end=1e-6", "+qerl.gate.max_initial_kl=1e-3", "trainer.save_freq=3"]
     options += [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=2.0"]
     run = workbench.train("int8_base", *options, model=workbench.qwen3())
     assert len(run.steps) == 3, run.log[-6000:]
@@ -333,7 +333,7 @@ def test_a_critic_beside_a_packed_actor(workbench):
 
 def test_noise_alone_on_a_bf16_rollout_with_validation(workbench):
     options = ["+aqn.enabled=true", "+aqn.num_stages=2", "trainer.val_before_train=True", "trainer.test_freq=1"]
-    options += ["+qerl.mismatch_sample=4", "+aqn.mode=relative", f"+aqn.target_kl={TARGET_KL}"]
+    options += ["+qerl.gate.mismatch_sample=4", "+aqn.mode=relative", f"+aqn.target_kl={TARGET_KL}"]
     # So many tokens that chance moves a KL by some 4 %, and an update so small that it moves none.
     options += [
         "actor_rollout_ref.rollout.n=8",
@@ -377,7 +377,7 @@ def test_a_stock_command_stays_stock(workbench):
 
 
 def test_bad_input_is_refused_before_ray_starts(workbench):
-    run = workbench.train("bad", "+rollout=int8", "+actor_rollout_ref.actor.fsdp_config.qerl.shard_base=true")
+    run = workbench.train("bad", "+rollout=int8", "+qerl.base.shard=true")
     assert run.code != 0
-    assert "shard_base=True does not go together with +rollout=int8" in run.log
+    assert "qerl.base.shard=True does not go together with +rollout=int8" in run.log
     assert "Started a local Ray instance" not in run.log

@@ -7,7 +7,7 @@ pytest.importorskip("verl")
 from hydra import compose, initialize_config_module
 from verl.utils.config import omega_conf_to_dataclass
 
-from verl_qerl.verl_plugin.config.base_options import aqn_options
+from verl_qerl.verl_plugin.config.apply import aqn_options
 
 FULL = {"bf16_full", "int8", "int8_acr", "fp8", "fp8_acr", "nvfp4_full_acr", "nvfp4_full_tis"}
 ARMS = ["bf16", "bf16_merge", "nvfp4", "nvfp4_aqn", "nvfp4_noise", "bf16_noise", "bf16_aqn", "bf16_hot", *sorted(FULL)]

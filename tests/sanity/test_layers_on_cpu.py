@@ -16,6 +16,7 @@ LAYERS = [
     "checkpoints",
     "testing",
     "algos",
+    "options",
     "planning",
     "kernels",
     "modules",

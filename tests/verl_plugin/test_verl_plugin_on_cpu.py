@@ -76,7 +76,7 @@ def test_main_ppo_stops_before_ray(fresh_process, tmp_path):
         "+rollout=int8",
         "+platform=cpu",
         "actor_rollout_ref.model.lora_rank=8",
-        "+actor_rollout_ref.actor.fsdp_config.qerl.shard_base=true",
+        "+qerl.base.shard=true",
     ]
     found = fresh_process(*command, f"hydra.run.dir={tmp_path}", fails=True, RAY_TMPDIR=str(tmp_path / "ray"))
     assert "shard_base=True does not go together with +rollout=int8" in found.stderr

@@ -29,8 +29,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1, help=f"of the rollout {default}")
     switches = {
         "no-checkpointing": "of gradients",
-        "share-base": "one packed base for actor and rollout",
-        "shard-base": "each GPU has a part of the packed base",
+        "share-base": "qerl.base.share: one packed base for actor and rollout",
+        "shard-base": "qerl.base.shard: each GPU has a part of the packed base",
         "fused-kernels": "model.use_fused_kernels; else the logits of a micro-batch exist at once, as verl has it",
         "param-offload": "fsdp_config.param_offload",
         "optimizer-offload": "fsdp_config.optimizer_offload",
@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
             options together.
     """
     _check_ranges(args)
-    _check_shared(args)
-    # They import torch, which takes seconds.
+    # What follows imports torch, which takes seconds.
+    _check_together(args)
     from verl_qerl.checkpoints.model_config import read_config
     from verl_qerl.planning.memory_plan import GIB, DoesNotFitError, Settings
     from verl_qerl.planning.model_shape import ModelShape
@@ -98,28 +98,22 @@ def _check_ranges(args: argparse.Namespace) -> None:
             raise ValueError(f"no such run: {option} {value}. {low} to {high} is accepted. Change {option}.")
 
 
-def _check_shared(args: argparse.Namespace) -> None:
-    """Refuse what a run refuses beside share_base, and shard_base with another base than nvfp4.
+def _check_together(args: argparse.Namespace) -> None:
+    """Refuse what a run refuses, by the same table of rules.
 
     Raises:
-        ValueError: The first such option.
+        ValueError: The first option that does not go together with another.
     """
-    if args.shard_base and args.format != "nvfp4":
-        raise ValueError(
-            f"--shard-base does not go together with --format {args.format}: it is built for NVFP4 alone. --format"
-            " nvfp4 is accepted. Leave one of them out."
-        )
-    others = {
-        f"--format {args.format}": args.format != "nvfp4",
-        f"--tensor-parallel {args.tensor_parallel}": args.tensor_parallel != 1,
-        "--shard-base": args.shard_base,
-        "--param-offload": args.param_offload,
-        "--offload-policy": args.offload_policy,
-        f"--utilization {args.utilization}": not args.utilization,
+    from verl_qerl.options import rules
+
+    run = {
+        "qerl.base.format": args.format,
+        "qerl.base.share": args.share_base,
+        "qerl.base.shard": args.shard_base,
+        rules.LORA_RANK: args.rank,
+        f"{rules.ROLLOUT}.tensor_model_parallel_size": args.tensor_parallel,
+        f"{rules.ROLLOUT}.gpu_memory_utilization": args.utilization,
+        f"{rules.FSDP}.param_offload": args.param_offload,
+        f"{rules.FSDP}.offload_policy": args.offload_policy,
     }
-    found = next((name for name, given in others.items() if given), None)
-    if args.share_base and found:
-        raise ValueError(
-            f"--share-base does not go together with {found}: the rollout computes with the actor's whole NVFP4 base"
-            " on the same GPU. Leave one of them out."
-        )
+    rules.check(run.get)

@@ -84,5 +84,5 @@ def train_norms(model: nn.Module) -> int:
 def _unknown(what: str) -> ValueError:
     return ValueError(
         f"the norms of this model cannot be trained: {what}. Accepted are layers with {' and '.join(NORMS)}, each a"
-        " vector `weight` alone. Leave out actor.fsdp_config.qerl.train_norms."
+        " vector `weight` alone. Leave out +qerl.base.train_norms."
     )

@@ -36,7 +36,7 @@ class Settings:
         tokens: Most tokens of a micro-batch: its limit with dynamic batch sizes, else its answers at full length.
         checkpointing: Of gradients.
         whole_logits: The head's logits of a micro-batch exist at once (`use_fused_kernels=False`).
-        shard_base, share_base: As in fsdp_config.qerl.
+        shard_base, share_base: `qerl.base.shard` and `qerl.base.share`.
         param_offload, optimizer_offload, offload_policy: As in fsdp_config; the packed base goes with the first alone.
         utilization: rollout.gpu_memory_utilization; 0: no rollout on these GPUs.
         tensor_parallel: Of the rollout.
@@ -103,8 +103,8 @@ def plan(shape: ModelShape, settings: Settings, gpu_bytes: float) -> tuple[Phase
     """
     if shape.experts and (settings.format != "nvfp4" or settings.shard_base or settings.share_base):
         raise ValueError(
-            f"no plan for a mixture of experts with format={settings.format}, shard_base={settings.shard_base} and"
-            f" share_base={settings.share_base}: actor and rollout each hold it whole, in nvfp4. Leave these out."
+            f"no plan for a mixture of experts with format={settings.format}, qerl.base.shard={settings.shard_base} and"
+            f" qerl.base.share={settings.share_base}: actor and rollout each hold it whole, in nvfp4. Leave these out."
         )
     s, actor = settings, _actor(shape, settings)
     weights = rollout_weights(shape, s)
@@ -185,7 +185,7 @@ def check(phases: tuple[Phase, ...], gpu_bytes: float) -> None:
             raise DoesNotFitError(
                 f"too little GPU memory for the configuration: the {phase.name} holds {phase.certain / GIB:.1f} GiB"
                 f" ({parts}). The GPU's {gpu_bytes / GIB:.1f} GiB are accepted. Lower rollout.gpu_memory_utilization,"
-                " use more GPUs with shard_base=true, or offload the actor."
+                " use more GPUs with +qerl.base.shard=true, or offload the actor."
             )
 
 
@@ -198,7 +198,7 @@ def verdict(phases: tuple[Phase, ...], gpu_bytes: float) -> tuple[bool, str]:
     return False, (
         f"does not fit by the estimate: the {fullest.name} takes {-spare:.1f} GiB more than there is."
         " Lower rollout.gpu_memory_utilization or the tokens of a micro-batch, offload, or use more GPUs with"
-        " shard_base=true."
+        " +qerl.base.shard=true."
     )
 
 

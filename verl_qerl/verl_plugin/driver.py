@@ -15,6 +15,7 @@ Checks are imported when a run needs them: this module is imported in every proc
 import dataclasses
 import logging
 import os
+import sys
 from types import ModuleType
 
 from omegaconf import DictConfig, OmegaConf
@@ -22,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_qerl import upstream, verl_plugin
 from verl_qerl.errors import UpstreamDriftError
 from verl_qerl.verl_plugin.config.asked import uses_qerl
+from verl_qerl.verl_plugin.config.old_spellings import check_arguments
 from verl_qerl.verl_plugin.shims import CONFIG_CHECK
 
 logger = logging.getLogger(__name__)
@@ -36,7 +38,14 @@ def install(module: ModuleType) -> None:
 
     Args:
         module: `verl.utils`.
+
+    Raises:
+        SystemExit: The command line has an option under an old name, which Hydra would only call unknown.
     """
+    try:
+        check_arguments(sys.argv[1:])
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
     try:
         if not upstream.install(CONFIG_CHECK):
             upstream.install(_ON_PATCHED)
@@ -60,11 +69,10 @@ def look_at(config: DictConfig, use_critic: bool) -> None:
         ValueError: An option is refused.
     """
     if OmegaConf.select(config, "trainer.device") == "cpu":  # which +platform=cpu sets, and stock verl does not know
-        from verl_qerl.verl_plugin.cpu.activation_offload import check_offload
-        from verl_qerl.verl_plugin.cpu.whole_model import check_sync
+        from verl_qerl.options import rules
+        from verl_qerl.verl_plugin.config.apply import run_of
 
-        check_sync(config)
-        check_offload(config)
+        rules.check(run_of(config), rules.OF_THE_CPU)
     if uses_qerl(config):
         verl_plugin.activate()
         tell_workers(config)
@@ -94,10 +102,10 @@ def tell_workers(config: DictConfig) -> None:
 
 
 def check_run(config: DictConfig, use_critic: bool) -> None:
-    """Check every option of ours, and what goes together with none of them.
+    """Check every option of ours and write what it means into verl's nodes (config/apply.py).
 
     Args:
-        config: Of the whole run.
+        config: Of the whole run, changed in place.
         use_critic: Whether verl trains a critic.
 
     Raises:
@@ -108,24 +116,14 @@ def check_run(config: DictConfig, use_critic: bool) -> None:
 
     from verl_qerl.verl_plugin.actor.model_check import check_models
     from verl_qerl.verl_plugin.config.adapter_check import check_adapter
-    from verl_qerl.verl_plugin.config.attention import check_attention
-    from verl_qerl.verl_plugin.config.base_options import aqn_options
+    from verl_qerl.verl_plugin.config.apply import prepare
     from verl_qerl.verl_plugin.config.legacy import check_trainer
-    from verl_qerl.verl_plugin.config.rollout_options import check_rollout
-    from verl_qerl.verl_plugin.config.spelling import check_spelling
-    from verl_qerl.verl_plugin.trainer.mismatch import gate_options
-    from verl_qerl.verl_plugin.trainer.uaq import uaq_options
 
     policy_loss = POLICY_LOSS_REGISTRY.get(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     check_config = getattr(policy_loss, "check_config", None)
     if check_config is not None:
         check_config(config)
-    check_spelling(config)
-    gate_options(config)
-    aqn_options(config)
-    uaq_options(config)
+    prepare(config)
     check_trainer(config)
-    check_rollout(config)
     check_models(config, use_critic)
     check_adapter(config)
-    check_attention(config)

@@ -25,7 +25,7 @@ from verl_qerl.vllm_plugin.decode.sampling import use_fused_sampler
 from verl_qerl.vllm_plugin.noise.noise_rows import NoiseRows, check_draws
 from verl_qerl.vllm_plugin.noise.norm_noise import NormNoise, check_model
 from verl_qerl.vllm_plugin.noise.synced_norms import SyncedNorms
-from verl_qerl.vllm_plugin.options import RolloutOptions, asked_of_vllm, rollout_options
+from verl_qerl.vllm_plugin.options import RolloutOptions, asked_of_vllm, named, rollout_options
 from verl_qerl.vllm_plugin.weights.borrowed import borrowed_by, is_borrowing
 from verl_qerl.vllm_plugin.weights.head import quantize_head
 from verl_qerl.vllm_plugin.weights.linear import repacked_in_features
@@ -259,7 +259,7 @@ def _batch_invariant(options: RolloutOptions, vllm_config: Any) -> RolloutOption
     for name, value in (("sampler", "fused"), ("lm_head", "fp8")):
         if getattr(options, name) == value:
             raise ValueError(
-                f"additional_config.verl_qerl.{name}={value!r} does not go together with {asked}: its results depend"
+                f"{named(name, value)} does not go together with {asked}: its results depend"
                 " on the batch. Accepted is the default. Leave one of them out."
             )
     logger.warning("verl_qerl: LoRA, the sampler and attention stay vLLM's: %s, and ours depend on the batch.", asked)

@@ -65,7 +65,9 @@ def test_an_owner_that_is_killed_is_noticed_and_its_bytes_do_not_vanish_under_a_
     borrowed = borrow(meeting_place("job", 0), CPU)
     copy = borrowed.base.flat.clone()
     owner.kill()
-    with pytest.raises(RuntimeError, match=rf"^the actor .* has ended: process {owner.process.pid}, share_base=True\."):
+    with pytest.raises(
+        RuntimeError, match=rf"^the actor .* has ended: process {owner.process.pid}, qerl\.base\.share=true\."
+    ):
         borrowed.check()
     assert torch.equal(borrowed.base.flat, copy)
 
@@ -110,7 +112,9 @@ def test_a_name_that_is_too_long_for_a_socket_is_refused():
     assert len(str(longest)) == 107
     lender = Lender(small_base(), longest)
     assert lender.path.is_socket()
-    with pytest.raises(RuntimeError, match=rf"share_base=True, {at}\S+ has more than the 107 bytes .* Set TMPDIR to a"):
+    with pytest.raises(
+        RuntimeError, match=rf"qerl\.base\.share=true, {at}\S+ has more than the 107 bytes .* Set TMPDIR to a"
+    ):
         meeting_place("x" * (108 - rest), 0)
 
 

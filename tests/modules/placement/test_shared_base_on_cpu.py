@@ -81,9 +81,12 @@ def experts() -> nn.Module:
     ("model", "message"),
     [
         (lambda: attention(v_proj=48), r"'self_attn\.v_proj' has 48 rows\. Multiples of 64 are accepted"),
-        (lambda: attention(ShardedNVFP4Linear), r"share_base=True, ShardedNVFP4Linear in the model"),
-        (experts, r"share_base=True, NVFP4Experts in the model"),
-        (lambda: nn.Linear(4, 4), r"share_base=True, no packed linear in the model"),
+        (
+            lambda: attention(ShardedNVFP4Linear),
+            r"qerl\.base\.share=true is not possible: ShardedNVFP4Linear in the model",
+        ),
+        (experts, r"qerl\.base\.share=true is not possible: NVFP4Experts in the model"),
+        (lambda: nn.Linear(4, 4), r"qerl\.base\.share=true is not possible: no packed linear in the model"),
     ],
     ids=["rows", "sharded", "experts", "dense"],
 )

@@ -279,7 +279,7 @@ def log_probs(model):
     return found
 
 
-SHARDED = {"shard_base": True}
+SHARDED = {"shard": True}
 RUNS = {
     "log-probs": lambda: log_probs("bf16"),
     "log-probs tied": lambda: log_probs("tied"),

@@ -119,7 +119,7 @@ RUNS = {
     "tied": lambda: forward("tied"),
     "moe": lambda: forward("moe"),
     "peft": lambda: forward(fused_lora=False),
-    "sharded": lambda: forward(shard_base=True),
+    "sharded": lambda: forward(shard=True),
     "kept dense": lambda: [step(shifted(keep_dense=dense)) for dense in (False, True)],
     "lora": lambda: resume(True, NORMS, NORMS),
     "full": lambda: resume(False, NORMS, NORMS),

@@ -22,7 +22,7 @@ def requantized():
     """Engines whose weights are all trained: what they send, and that a quantized directory is refused."""
     found = {}
     for model, form in (("bf16", "int8"), ("tied", "nvfp4")):
-        qerl = {"format": form, "agrees_with": {"model.lora_rank": 0}}
+        qerl = {"format": form, "has_adapter": False}
         engine = build(model, qerl=qerl, lora_only=False, dtype=None, lora_rank=0)
         dtypes = {p.dtype for p in engine.module.parameters() if p.requires_grad}
         params, peft_config = engine.get_per_tensor_param(layered_summon=True, base_sync_done=True)
@@ -44,8 +44,7 @@ def train_all(scale, model="bf16", qerl=None):
         path=f"{MODELS}/{model}", load_tokenizer=False, use_remove_padding=False, override_config=override
     )
     settings = {"strategy": "fsdp2", "use_torch_compile": False, "uaq_scale": scale}
-    agrees = {"model.lora_rank": 0, "rollout.name": "vllm"}  # of a run without an adapter
-    ours_too = qerl and QerlFSDPEngineConfig(**settings, model_dtype="fp32", qerl=qerl | {"agrees_with": agrees})
+    ours_too = qerl and QerlFSDPEngineConfig(**settings, model_dtype="fp32", qerl=qerl | {"has_adapter": False})
     config = ours_too or ScaledFSDPEngineConfig(**settings)
     optimizer = FSDPOptimizerConfig(lr=1e-3, total_training_steps=10)
     found = ours.QerlFSDPEngine(model_config, config, optimizer, CheckpointConfig())

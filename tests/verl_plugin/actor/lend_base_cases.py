@@ -13,7 +13,7 @@ from verl_qerl.modules.placement.lending import borrow, meeting_place
 from verl_qerl.modules.placement.repacked_linear import RepackedNVFP4Linear
 
 tempfile.tempdir = OUT
-SHARED = {"share_base": True}
+SHARED = {"share": True}
 
 
 def taken(engine):

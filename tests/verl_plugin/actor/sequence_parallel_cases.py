@@ -115,14 +115,14 @@ def refused():
     return {"ours": said, "stock": engine_of(2, attention="sdpa", packed=False).use_ulysses_sp}
 
 
-WHOLE = {"qerl": {"format": "int8", "agrees_with": {"model.lora_rank": 0}}, "settings": {"uaq_scale": 2.0}}
+WHOLE = {"qerl": {"format": "int8", "has_adapter": False}, "settings": {"uaq_scale": 2.0}}
 WHOLE |= {"lora_only": False, "dtype": None, "lora_rank": 0}
 RUNS = {
     "padded": lambda: {1: update(1, padded=True, attention="sdpa")},
     "unpadded": lambda: {1: update(1, attention="sdpa")},
     "logits": lambda: both(),
     "head": lambda: both(head=True),
-    "sharded": lambda: both(head=True, model="tied", qerl={"shard_base": True, "train_norms": True}),
+    "sharded": lambda: both(head=True, model="tied", qerl={"shard": True, "train_norms": True}),
     "kept": lambda: both(enable_gradient_checkpointing=False, qerl={"keep_dense": True, "fused_lora": False}),
     "moe": lambda: both(head=True, model="moe"),
     "whole": lambda: both(**WHOLE),

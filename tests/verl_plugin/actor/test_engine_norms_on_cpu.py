@@ -138,5 +138,5 @@ def test_a_resume_with_the_option_changed_is_refused(found, name):
         assert refused["error"].startswith(
             f"the checkpoint has other trained norms: qerl.train_norms={was}, now qerl.train_norms={now}, in "
         )
-        assert refused["error"].endswith(f"Set +actor_rollout_ref.actor.fsdp_config.qerl.train_norms={was}.")
+        assert refused["error"].endswith(f"Set +qerl.base.train_norms={was}.")
         assert refused["unchanged"]

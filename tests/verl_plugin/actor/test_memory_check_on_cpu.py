@@ -47,7 +47,7 @@ def engine():
         param_offload=False,
         optimizer_offload=False,
         offload_policy=False,
-        qerl=SimpleNamespace(shard_base=True, share_base=False, format="int8"),
+        qerl=SimpleNamespace(shard=True, share=False, format="int8"),
     )
     mesh = SimpleNamespace(ndim=1, size=lambda dim: 4)
     return SimpleNamespace(model_config=model, engine_config=config, device_mesh=mesh, rank=0)
@@ -74,8 +74,8 @@ def test_settings_are_those_of_the_run(engine):
     [
         ("model_config", "enable_gradient_checkpointing", False, {"checkpointing": False}),
         ("model_config", "use_fused_kernels", False, {"whole_logits": True}),
-        ("engine_config.qerl", "shard_base", False, {"shard_base": False}),
-        ("engine_config.qerl", "share_base", True, {"share_base": True}),
+        ("engine_config.qerl", "shard", False, {"shard_base": False}),
+        ("engine_config.qerl", "share", True, {"share_base": True}),
         ("engine_config", "param_offload", True, {"param_offload": True}),
         ("engine_config", "optimizer_offload", True, {"optimizer_offload": True}),
         ("engine_config", "offload_policy", True, {"offload_policy": True}),

@@ -26,7 +26,7 @@ OURS = (
     ("+aqn.enabled=true",),
     ("+uaq.enabled=true", "actor_rollout_ref.model.lora_rank=0"),
     ("actor_rollout_ref.actor.policy_loss.loss_mode=acr",),
-    ("+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.sampler=stock",),
+    ("+qerl.rollout.sampler=stock",),
 )
 pytestmark = pytest.mark.usefixtures("without_flash_attn")
 each_of_ours = pytest.mark.parametrize("ours", OURS, ids=lambda options: options[0].rpartition(".")[2])

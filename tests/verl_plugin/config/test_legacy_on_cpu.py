@@ -19,8 +19,8 @@ MODULE = ModuleType("verl.experimental.fully_async_policy")
         "+aqn={enabled: true}",
         "+acr.max_ratio=4",
         "+uaq.enabled=true",
-        "+qerl.max_initial_kl=0.1",
-        "+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.lora=stock",
+        "+qerl.gate.max_initial_kl=0.1",
+        "+qerl.rollout.lora=stock",
     ],
 )
 def test_stops_a_run_that_asks_for_qerl(monkeypatch, option):

@@ -21,7 +21,7 @@ QUANTIZED = ("+rollout=nvfp4", "actor_rollout_ref.model.lora_rank=8")
     ],
 )
 def test_a_likely_typo_beside_an_option_of_ours_is_a_warning(validate, override, node):
-    (message,) = validate("+qerl.mismatch_sample=0", override, of=spelling)
+    (message,) = validate("+qerl.gate.mismatch_sample=0", override, of=spelling)
     name = override.split("=")[0].split(".")[0]
     assert message == (
         f"{name} looks like a misspelled option of verl_qerl, which does not read it. If it is meant for verl_qerl,"

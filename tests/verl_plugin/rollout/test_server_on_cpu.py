@@ -26,7 +26,7 @@ import verl.workers.rollout.replica as replica
 from verl_qerl.verl_plugin.rollout import server as rollout
 light = "vllm" not in sys.modules
 from vllm import envs
-from verl_qerl.verl_plugin.config.rollout_options import WORKER_EXTENSION
+from verl_qerl.verl_plugin.config.apply import WORKER_EXTENSION
 found = replica.get_rollout_replica_class("vllm")
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica

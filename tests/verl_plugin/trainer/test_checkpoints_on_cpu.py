@@ -22,7 +22,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.testing import load_beside
-from verl_qerl.verl_plugin.trainer.checkpoints import TRACKER, WholeCheckpoints, check_kept, check_step, check_tracker
+from verl_qerl.verl_plugin.trainer.checkpoints import TRACKER, WholeCheckpoints, check_step, check_tracker
 
 featured = load_beside(__file__, "featured")
 NUM_BATCHES = 5
@@ -30,7 +30,7 @@ NUM_BATCHES = 5
 
 def config_of(qerl, **options):
     """Of a run whose base is packed, or is not."""
-    return OmegaConf.create({"actor_rollout_ref": {"actor": {"fsdp_config": {"qerl": qerl}}}, **options})
+    return OmegaConf.create({"qerl": qerl, "actor_rollout_ref": {"actor": {}}, **options})
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,9 @@ def trainer(run, guarded=True, **options):
     """A trainer without workers, in step 0."""
     settings = {"default_local_dir": str(run), "default_hdfs_dir": None, "resume_mode": "auto"}
     settings |= {"resume_from_path": None, "del_local_ckpt_after_load": False, "v1": {"trainer_mode": "sync"}} | options
-    made = Trainer(config_of({} if guarded else None, trainer=settings, critic={"enable": False}))
+    made = Trainer(
+        config_of({"base": {"format": "nvfp4"}} if guarded else None, trainer=settings, critic={"enable": False})
+    )
     made.global_steps, made.use_critic, made.trainer_mode = 0, False, "sync"
     made.checkpoint_callback = SimpleNamespace(on_save=lambda **kwargs: None)
     loaded = made.loaded = {}
@@ -228,35 +230,9 @@ def test_a_step_of_sync_resumes_in_an_async_run(tmp_path):
     assert resume(tmp_path, v1={"trainer_mode": "colocate_async"}, **named) == expected(3)
 
 
-KEEP_ONE = [{"max_actor_ckpt_to_keep": 1}, {"remove_previous_ckpt_in_save": True}, {"max_critic_ckpt_to_keep": 1}]
-
-
-@pytest.mark.parametrize("option", KEEP_ONE)
-def test_keeping_one_checkpoint_is_refused(option):
-    with pytest.raises(ValueError, match=r"^a crash could leave no checkpoint: trainer\..* Set it to 2\.$"):
-        check_kept(OmegaConf.create(option), use_critic=True)
-
-
-@pytest.mark.parametrize("option", [{}, {"max_actor_ckpt_to_keep": None}, {"max_actor_ckpt_to_keep": 2}])
-def test_keeping_more_is_fine(option):
-    check_kept(OmegaConf.create(option | {"remove_previous_ckpt_in_save": False}), use_critic=True)
-    check_kept(OmegaConf.create(option | {"max_critic_ckpt_to_keep": 1}), use_critic=False)
-
-
 def test_a_stock_run_is_left_alone(tmp_path):
     save(tmp_path, 1)
     (tmp_path / "global_step_1" / "data.pt").unlink()
     assert resume(tmp_path, guarded=False) == (1, {"actor": "1"})
     (tmp_path / TRACKER).write_text("7")
     assert resume(tmp_path, guarded=False) == (0, {})
-
-
-@pytest.mark.parametrize("who", ["actor", "critic"])
-@pytest.mark.parametrize(("qerl", "told"), [({}, True), (None, False)])
-def test_options_are_checked_when_the_base_is_packed(qerl, told, who):
-    made = config_of(qerl, trainer={f"max_{who}_ckpt_to_keep": 1}, critic={"enable": who == "critic"})
-    if told:
-        with pytest.raises(ValueError, match="a crash could leave no checkpoint"):
-            Trainer(made)
-    else:
-        assert not Trainer(made).features

@@ -37,7 +37,7 @@ RUN = (
     "algorithm.adv_estimator=grpo",
     "algorithm.norm_adv_by_std_in_grpo=False",
 )
-NO_GATE = "+qerl.max_initial_kl=null"
+NO_GATE = "+qerl.gate.max_initial_kl=null"
 CORRECTION = "algorithm.rollout_correction."
 TOKEN = (f"{CORRECTION}rollout_is=token", f"{CORRECTION}rollout_is_threshold=2.0")
 SEQUENCE = (f"{CORRECTION}rollout_is=sequence", f"{CORRECTION}rollout_is_threshold=1.2")

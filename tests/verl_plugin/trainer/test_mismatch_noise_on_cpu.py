@@ -61,9 +61,9 @@ def test_wrong_weights_stop_it_there_and_the_sentence_names_sigma(scored_step):
         scored_step(*ADAPTER, *AQN, sampled=ABOVE + 0.3, servers=[NoisyServer(0.3)])
     assert str(caught.value) == (
         "the rollout is not the actor's model: KL(rollout || actor)=0.0408 nats per token over 18 tokens of 6 answers"
-        " scored without the noise (aqn.sigma is 0.1) at step 5. Accepted is at most qerl.max_initial_kl=0.02. Check"
-        " that both have the same weights and versions, or raise it by `+qerl.max_initial_kl=...` (null switches the"
-        " gate off)."
+        " scored without the noise (aqn.sigma is 0.1) at step 5. Accepted is at most qerl.gate.max_initial_kl=0.02."
+        " Check that both have the same weights and versions, or raise it by `+qerl.gate.max_initial_kl=...` (null"
+        " switches the gate off)."
     )
 
 
@@ -100,12 +100,12 @@ def test_noise_that_is_above_the_limit_has_the_next_step_scored_without_it(score
 
 
 def test_an_adapter_that_stops_arriving_is_told_through_the_noise(scored_step, told):
-    options = (*ADAPTER, *AQN, "+qerl.max_initial_kl=null", "+qerl.max_kl=0.1")
+    options = (*ADAPTER, *AQN, "+qerl.gate.max_initial_kl=null", "+qerl.gate.max_kl=0.1")
     with pytest.raises(RuntimeError) as caught:
         scored_step(*options, sampled=(ABOVE,) * 4, servers=[NoisyServer(0.6)])
     # Of steps 3 to 6 the first has the gate alone, the second no score without its noise.
     (message,) = told()
-    assert "(aqn.sigma is 0.1) at step 5 is above qerl.max_kl=0.1." in message
+    assert "(aqn.sigma is 0.1) at step 5 is above qerl.gate.max_kl=0.1." in message
     assert str(caught.value).startswith(
         "the rollout is not the actor's model any more: KL(rollout || actor)=0.149 nats per token over 18 tokens of 6"
         " answers scored without the noise (aqn.sigma is 0.1) at step 6, 0.149 at the one before. Accepted"
@@ -130,6 +130,8 @@ def test_a_rollout_that_is_not_the_rounded_actor_stops_the_run(scored_step):
         assert " of 6 answers, with the actor's linears rounded as the rollout's are at step 5. Accepted" in str(
             caught.value
         )
-    options = (*NVFP4, "+qerl.max_initial_kl=null", "+qerl.max_kl=0.03")
-    with pytest.raises(RuntimeError, match=r"at step 6, 0\.0408 at the one before\. Accepted is at most qerl\.max_kl"):
+    options = (*NVFP4, "+qerl.gate.max_initial_kl=null", "+qerl.gate.max_kl=0.03")
+    with pytest.raises(
+        RuntimeError, match=r"at step 6, 0\.0408 at the one before\. Accepted is at most qerl\.gate\.max_kl"
+    ):
         scored_step(*options, rounded=0.5, sampled=(0.5, 0.8, 0.8))

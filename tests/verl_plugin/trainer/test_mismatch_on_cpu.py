@@ -17,7 +17,8 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 from verl.utils.config import validate_config
 
-from verl_qerl.algos.mismatch import LATER_STEPS, SAME_WEIGHTS_KL, MismatchConfig
+from verl_qerl.options.schema import LATER_STEPS, SAME_WEIGHTS_KL
+from verl_qerl.options.schema import Gate as GateOptions
 from verl_qerl.testing import load_beside
 from verl_qerl.verl_plugin.trainer import mismatch
 from verl_qerl.verl_plugin.trainer.mismatch import Gate, gate_options
@@ -27,7 +28,7 @@ Queue, nested = fakes.Queue, fakes.nested
 NVFP4 = ("+rollout=nvfp4", "actor_rollout_ref.model.lora_rank=8")
 ALL_WEIGHTS = "actor_rollout_ref.model.lora_rank=0"
 AQN = ("+aqn.enabled=true",)
-GATE = "+qerl.max_initial_kl=0.1"
+GATE = "+qerl.gate.max_initial_kl=0.1"
 ROLLOUT = "actor_rollout_ref.rollout"
 NO_LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs=False"
 BYPASS = "algorithm.rollout_correction.bypass_mode=True"
@@ -114,8 +115,8 @@ def test_garbage_stops_the_run_at_its_first_step(step, rollout, actor, start):
     kl = "0.18" if rollout is FAR else "nan"
     assert str(caught.value) == (
         f"the rollout is not the actor's model: KL(rollout || actor)={kl} nats per token over 4 tokens at step"
-        f" {start + 1}. Accepted is at most qerl.max_initial_kl=0.02. Check that both have the same weights and"
-        " versions, or raise it by `+qerl.max_initial_kl=...` (null switches the gate off)."
+        f" {start + 1}. Accepted is at most qerl.gate.max_initial_kl=0.02. Check that both have the same weights and"
+        " versions, or raise it by `+qerl.gate.max_initial_kl=...` (null switches the gate off)."
     )
 
 
@@ -123,7 +124,8 @@ def test_garbage_stops_the_run_at_its_first_step(step, rollout, actor, start):
     ("overrides", "limit"),
     [(NVFP4, 0.02), (("+rollout=mxfp4", NVFP4[1]), 0.02), (("+rollout=int8", NVFP4[1]), 0.05),
      (("+rollout=nvfp4", ALL_WEIGHTS), 0.02), (("+rollout=int8", ALL_WEIGHTS), 0.05), (AQN, 0.05),
-     ((*NVFP4, GATE), 0.1), ((*NVFP4, "+qerl.mismatch_sample=1"), 0.02), ((*NVFP4, "+qerl.max_initial_kl=null"), None)],
+     ((*NVFP4, GATE), 0.1), ((*NVFP4, "+qerl.gate.mismatch_sample=1"), 0.02),
+     ((*NVFP4, "+qerl.gate.max_initial_kl=null"), None)],
     ids=["nvfp4", "mxfp4", "int8", "all weights", "all weights, int8", "aqn", "explicit", "other option", "off"],
 )  # fmt: skip
 def test_the_limits_are_lower_where_both_sides_multiply_by_the_same_weights(overrides, limit):
@@ -131,12 +133,12 @@ def test_the_limits_are_lower_where_both_sides_multiply_by_the_same_weights(over
     assert gate.max_initial_kl == limit
     assert gate.max_kl == (None if limit is None else LATER_STEPS * limit)
     for value in (1.5, None):
-        given = f"+qerl.max_kl={'null' if value is None else value}"
+        given = f"+qerl.gate.max_kl={'null' if value is None else value}"
         assert gate_options(composed(*overrides, given)) == replace(gate, max_kl=value)
 
 
 MODES = ("sync", "colocate_async")
-LATER = "+qerl.max_kl=0.1"
+LATER = "+qerl.gate.max_kl=0.1"
 SEPARATE = (LATER, "trainer.v1.trainer_mode=separate_async", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=1")
 SEPARATE += (f"{ROLLOUT}.checkpoint_engine.backend=nccl",)
 
@@ -152,9 +154,9 @@ def test_a_later_step_above_the_limit_is_warned_of_and_a_second_one_stops_the_ru
         if rollout is FAR:
             (message,) = caplog.messages
             assert message == (
-                f"KL(rollout || actor)=0.18 nats per token over 4 tokens at step {number} is above qerl.max_kl=0.1."
-                " The run stops when the next step is too. Check that both have the same weights and versions, or"
-                " raise the limit by `+qerl.max_kl=...` (null: it never stops the run)."
+                f"KL(rollout || actor)=0.18 nats per token over 4 tokens at step {number} is above"
+                " qerl.gate.max_kl=0.1. The run stops when the next step is too. Check that both have the same weights"
+                " and versions, or raise the limit by `+qerl.gate.max_kl=...` (null: it never stops the run)."
             )
         else:
             assert not [message for message in caplog.messages if "above" in message]
@@ -163,14 +165,14 @@ def test_a_later_step_above_the_limit_is_warned_of_and_a_second_one_stops_the_ru
         step.run(trainer, FAR, ACTOR)
     assert str(caught.value) == (
         "the rollout is not the actor's model any more: KL(rollout || actor)=0.18 nats per token over 4 tokens at step"
-        " 5, 0.18 at the one before. Accepted is at most qerl.max_kl=0.1. Check that both have the same weights and"
-        " versions, or raise the limit by `+qerl.max_kl=...` (null: it never stops the run)."
+        " 5, 0.18 at the one before. Accepted is at most qerl.gate.max_kl=0.1. Check that both have the same weights"
+        " and versions, or raise the limit by `+qerl.gate.max_kl=...` (null: it never stops the run)."
     )
 
 
 @pytest.mark.parametrize(
     "overrides",
-    [("+qerl.max_kl=null",), ("+qerl.max_kl=0.19",), ("+qerl.max_initial_kl=null",),
+    [("+qerl.gate.max_kl=null",), ("+qerl.gate.max_kl=0.19",), ("+qerl.gate.max_initial_kl=null",),
      SEPARATE],
     ids=["off", "higher", "gate off", "separate_async"],
 )  # fmt: skip
@@ -210,12 +212,12 @@ def test_the_first_step_tells_the_floor_of_the_model(step, caplog):
     assert of_the_gate(caplog) == [
         "KL(rollout || actor)=0.00129 nats per token over 4 tokens at step 1, mean absolute difference 0.025: both hold"
         " the same weights, so this is the floor of this model, what arithmetic alone makes. Later steps without noise"
-        " stay near it. Accepted was at most qerl.max_initial_kl=0.02."
+        " stay near it. Accepted was at most qerl.gate.max_initial_kl=0.02."
     ]
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf], ids=str)
-@pytest.mark.parametrize("overrides", [(), ("+qerl.max_initial_kl=null",)], ids=["gate", "no gate"])
+@pytest.mark.parametrize("overrides", [(), ("+qerl.gate.max_initial_kl=null",)], ids=["gate", "no gate"])
 def test_log_probs_that_are_no_numbers_stop_a_run_at_any_step(step, value, overrides):
     trainer = step.make(*NVFP4, *overrides)
     step.run(trainer, CLOSE, ACTOR)
@@ -225,15 +227,15 @@ def test_log_probs_that_are_no_numbers_stop_a_run_at_any_step(step, value, overr
     assert str(caught.value) == (
         "the rollout's log-probs are not finite at 1 of 4 tokens at step 5, in 1 answers, first at token 1 of one."
         " Finite ones are needed: its weights or its kernels are broken. Try"
-        " `+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.linear=stock`, and report this."
+        " `+qerl.rollout.linear=stock`, and report this."
     )
 
 
 def test_the_limit_is_the_users(step):
-    step.run(step.make(*NVFP4, "+qerl.max_initial_kl=0.18"), FAR, ACTOR)
-    with pytest.raises(RuntimeError, match=r"Accepted is at most qerl\.max_initial_kl=0\.179\."):
-        step.run(step.make(*NVFP4, "+qerl.max_initial_kl=0.179"), FAR, ACTOR)
-    metrics = step.run(step.make(*NVFP4, "+qerl.max_initial_kl=null"), FAR, ACTOR)
+    step.run(step.make(*NVFP4, "+qerl.gate.max_initial_kl=0.18"), FAR, ACTOR)
+    with pytest.raises(RuntimeError, match=r"Accepted is at most qerl\.gate\.max_initial_kl=0\.179\."):
+        step.run(step.make(*NVFP4, "+qerl.gate.max_initial_kl=0.179"), FAR, ACTOR)
+    metrics = step.run(step.make(*NVFP4, "+qerl.gate.max_initial_kl=null"), FAR, ACTOR)
     assert metrics[KL] == pytest.approx(KL_FAR, rel=1e-5)
 
 
@@ -272,7 +274,9 @@ def test_of_a_cut_distribution_there_are_metrics_and_no_gate(step, caplog, cut):
     (message,) = of_the_gate(caplog)
     assert message.startswith("the gate at the first step does not look, and qerl/rollout_* contain the cut of ")
     assert cut in message
-    with pytest.raises(ValueError, match=rf"^{cut} .* does not go together with qerl\.max_initial_kl=0\.1, which"):
+    with pytest.raises(
+        ValueError, match=rf"^{cut} does not go together with \+qerl\.gate\.max_initial_kl=0\.1: it compares"
+    ):
         step.make(*NVFP4, cut, GATE)
     with pytest.raises(RuntimeError, match=r"^the rollout is not the actor's model"):
         step.run(step.make(*NVFP4, f"{ROLLOUT}.top_k=0"), FAR, ACTOR)
@@ -280,28 +284,30 @@ def test_of_a_cut_distribution_there_are_metrics_and_no_gate(step, caplog, cut):
 
 @pytest.mark.parametrize(
     ("overrides", "default"),
-    [((), None), (NVFP4, MismatchConfig(SAME_WEIGHTS_KL, 0.1)), (AQN, MismatchConfig())],
+    [((), None), (NVFP4, GateOptions(SAME_WEIGHTS_KL, 0.1)), (AQN, GateOptions())],
     ids=["stock", "nvfp4", "aqn"],
 )
 def test_options_compose_from_the_command_line(overrides, default):
     assert gate_options(composed(*overrides)) == default
-    assert gate_options(composed(GATE, *overrides)) == MismatchConfig(0.1, 0.5)
-    assert gate_options(composed("+qerl.max_initial_kl=null", NO_LOG_PROBS, *overrides)) == MismatchConfig(None, None)
+    assert gate_options(composed(GATE, *overrides)) == GateOptions(0.1, 0.5)
+    assert gate_options(composed("+qerl.gate.max_initial_kl=null", NO_LOG_PROBS, *overrides)) == GateOptions(None, None)
     assert gate_options(OmegaConf.create({})) is None
 
 
 BAD = {
-    (GATE, NO_LOG_PROBS): r"calculate_log_probs=False \(accepted is True\) does not go together with qerl\.max_initial",
+    (GATE, NO_LOG_PROBS): r"calculate_log_probs=False does not go together with \+qerl\.gate\.max_initial",
     (
         GATE,
         BYPASS,
-    ): r"bypass_mode=True \(accepted is False\) does not go together with qerl\.max_initial_kl=0\.1, which",
-    (GATE, "trainer.use_v1=False"): r"^trainer\.use_v1=False \(accepted is True\) does not go together",
-    ("+qerl.max_initial_kl=0",): r"^qerl\.max_initial_kl=0 is out of range\. Accepted is a number above 0, or null",
-    ("+qerl.max_kl=0",): r"^qerl\.max_kl=0 is out of range\. Accepted is a number above 0, or null, which never stops",
-    (LATER, NO_LOG_PROBS): r"does not go together with qerl\.max_kl=0\.1, which compares",
-    ("+qerl.kl=1",): r"^unknown option qerl\.kl=1\. Known options are max_initial_kl, max_kl, mismatch_sample\.",
-    ("+qerl=1",): r"^qerl=1 is no group of options\.",
+    ): r"bypass_mode=True does not go together with \+qerl\.gate\.max_initial_kl=0\.1: .* Accepted is False",
+    (GATE, "trainer.use_v1=False"): r"^trainer\.use_v1=False does not go together",
+    ("+qerl.gate.max_initial_kl=0",): r"^qerl\.gate\.max_initial_kl=0 is no value .*: a number above 0, or null",
+    ("+qerl.gate.max_kl=0",): r"^qerl\.gate\.max_kl=0 is no value .* Accepted: a number above 0, or null",
+    (LATER, NO_LOG_PROBS): r"does not go together with \+qerl\.gate\.max_kl=0\.1: it compares",
+    (
+        "+qerl.gate.kl=1",
+    ): r"^unknown option qerl\.gate\.kl=1\. Known options are max_initial_kl, max_kl, mismatch_sample\.",
+    ("+qerl.gate=1",): r"^qerl\.gate=1 is no group of options\.",
 }
 
 

@@ -340,7 +340,7 @@ def test_what_the_engine_cannot_score_is_told_once_and_ends_a_search(make, step,
     assert told.startswith("aqn/kl is not measured: the rollout did not score the tokens it was given: 0 answers for")
     searching = make(start=1, target_kl=0.01)
     searching.server = Blind()
-    with pytest.raises(UnscoredError, match=r"Leave out \+qerl\.mismatch_sample and \+aqn\.target_kl\.$"):
+    with pytest.raises(UnscoredError, match=r"Leave out \+qerl\.gate\.mismatch_sample and \+aqn\.target_kl\.$"):
         step(searching)
 
 

@@ -11,9 +11,10 @@ from omegaconf import OmegaConf
 
 from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.testing import load_beside
-from verl_qerl.verl_plugin.config.rollout_options import WORKER_EXTENSION
+from verl_qerl.verl_plugin.config.apply import WORKER_EXTENSION
 from verl_qerl.verl_plugin.trainer import noise
-from verl_qerl.verl_plugin.trainer.noise import Noise, set_noise, use_noise
+from verl_qerl.verl_plugin.trainer.noise import Noise, set_noise
+from verl_qerl.vllm_plugin.options import SCHEDULER
 
 featured = load_beside(__file__, "featured")
 Trainer = featured.trainer_of(Noise)
@@ -103,58 +104,22 @@ def test_an_unknown_option_is_refused():
         Trainer(configuration({"sigmas": 1}))
 
 
-@pytest.mark.parametrize("mode", ["separate_async", "mine"])
-def test_a_mode_without_noise_is_refused(mode):
-    with pytest.raises(ValueError, match=rf"^trainer\.v1\.trainer_mode={mode} has no noise\. Accepted are sync, colo"):
-        Trainer(configuration({"enabled": True}, mode=mode))
-    assert not Trainer(configuration({"enabled": False}, mode=mode)).features
-
-
-def test_a_rollout_without_noise_is_refused():
-    with pytest.raises(ValueError, match=r"^actor_rollout_ref\.rollout\.name=sglang has no noise\. Accepted is vllm\."):
-        Trainer(configuration({"enabled": True}, name="sglang"))
-
-
-def test_a_vllm_outside_the_pin_is_refused(monkeypatch):
-    monkeypatch.setattr(noise.vllm_plugin, "version_problem", lambda: "vllm is 0.25.0. Install 0.24.0.")
-    with pytest.raises(RuntimeError, match=r"^vllm is 0\.25\.0\. Install 0\.24\.0\.$"):
-        Trainer(configuration({"enabled": True}))
-    Trainer(configuration())
-
-
-def test_workers_get_extension_and_options():
-    config = configuration()
-    use_noise(config, AQNConfig(enabled=True, seed=3, targets=("input_layernorm",)))
-    kwargs = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm)
-    assert kwargs["worker_extension_cls"] == WORKER_EXTENSION
-    assert "scheduler_cls" not in kwargs
-    options = kwargs["additional_config"]["verl_qerl"]["aqn"]
-    assert AQNConfig.from_mapping(options) == AQNConfig(enabled=True, seed=3, targets=("input_layernorm",))
-    assert set(options) == set(AQNConfig.__dataclass_fields__)
+def test_a_run_is_prepared_before_features_read_it():
+    """Where verl's check on the driver is not as expected."""
+    config = configuration({"enabled": True, "seed": 3}, max_num_seqs=8, additional_config={"mine": 1})
+    kwargs = Trainer(config).config.actor_rollout_ref.rollout.engine_kwargs.vllm
+    assert (kwargs.worker_extension_cls, kwargs.max_num_seqs) == (WORKER_EXTENSION, 8)
+    assert (kwargs.additional_config.mine, kwargs.additional_config.verl_qerl.aqn.seed) == (1, 3)
     assert OmegaConf.is_struct(config)  # a misspelt key is still noticed
+    for refused in ({"mode": "separate_async"}, {"name": "sglang"}):
+        with pytest.raises(ValueError, match=r"does not go together with \+aqn\.enabled=true: other"):
+            Trainer(configuration({"enabled": True}, **refused))
+        assert not Trainer(configuration({"enabled": False}, **refused)).features
 
 
-@pytest.mark.parametrize("draw", ["sequence", "token"])
-def test_draws_of_their_own_come_with_a_scheduler(draw):
-    config = configuration()
-    use_noise(config, AQNConfig(enabled=True, draw=draw))
-    kwargs = config.actor_rollout_ref.rollout.engine_kwargs.vllm
-    assert kwargs.additional_config.verl_qerl.aqn.draw == draw
-    module, _, name = kwargs.scheduler_cls.rpartition(".")
+def test_the_scheduler_of_draws_is_there():
+    module, _, name = SCHEDULER.rpartition(".")
     assert callable(getattr(importlib.import_module(module), name))
-    stock = configuration(scheduler_cls="mine.Scheduler")
-    for aqn in (AQNConfig(enabled=True), AQNConfig(enabled=True, draw=draw)):
-        use_noise(stock, aqn)
-        assert stock.actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls == "mine.Scheduler"
-
-
-def test_settings_of_the_user_stay():
-    config = configuration(worker_extension_cls="mine.Extension", additional_config={"mine": 1}, max_num_seqs=8)
-    use_noise(config, AQNConfig(enabled=True))
-    kwargs = config.actor_rollout_ref.rollout.engine_kwargs.vllm
-    assert kwargs.worker_extension_cls == "mine.Extension"
-    assert (kwargs.additional_config.mine, kwargs.max_num_seqs) == (1, 8)
-    assert kwargs.additional_config.verl_qerl.aqn.enabled
 
 
 SKIPPED = (
@@ -171,12 +136,3 @@ def test_skipped_stages_are_told(monkeypatch, caplog, total_steps, steps, told):
     with caplog.at_level(logging.WARNING, logger=noise.__name__):
         made.on_init_end()
     assert (SKIPPED in caplog.messages) == told
-
-
-def test_a_data_parallel_rollout_is_refused():
-    config = configuration({"enabled": True})
-    OmegaConf.update(config, "actor_rollout_ref.rollout.data_parallel_size", 2, force_add=True)
-    with pytest.raises(
-        ValueError, match=r"^actor_rollout_ref\.rollout\.data_parallel_size=2 has no noise\. Accepted is 1\."
-    ):
-        Trainer(config)

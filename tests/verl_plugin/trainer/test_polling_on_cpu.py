@@ -42,7 +42,7 @@ def buffer_of(mode, sampler=None, **nodes):
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("sync", ReplayBuffer), ("colocate_async", ReplayBufferAsync)])
-@pytest.mark.parametrize("nodes", [{"aqn": {"enabled": True}}, {"qerl": {"max_initial_kl": None}}], ids=str)
+@pytest.mark.parametrize("nodes", [{"aqn": {"enabled": True}}, {"qerl": {"gate": {"max_initial_kl": None}}}], ids=str)
 def test_runs_of_ours_look_more_often(mode, kind, nodes):
     buffer = buffer_of(mode, **nodes)
     assert type(buffer) is kind
@@ -50,7 +50,7 @@ def test_runs_of_ours_look_more_often(mode, kind, nodes):
 
 
 @pytest.mark.parametrize(
-    ("mode", "nodes"), [("sync", {}), ("separate_async", {"qerl": {"max_initial_kl": None}})], ids=str
+    ("mode", "nodes"), [("sync", {}), ("separate_async", {"qerl": {"gate": {"max_initial_kl": None}}})], ids=str
 )
 def test_other_runs_keep_verls(mode, nodes):
     assert buffer_of(mode, **nodes).poll_interval == VERLS

@@ -8,7 +8,7 @@ import ray
 from omegaconf import OmegaConf
 
 from verl_qerl.testing import load_beside
-from verl_qerl.verl_plugin.config.rollout_options import WORKER_EXTENSION
+from verl_qerl.verl_plugin.config.apply import WORKER_EXTENSION
 from verl_qerl.verl_plugin.trainer.sync_check import SyncCheck
 
 featured = load_beside(__file__, "featured")
@@ -37,9 +37,10 @@ class Asking(featured.trainer_of(SyncCheck)):
 
 def config(base="int8", extension=WORKER_EXTENSION, mode="sync", disaggregated=False, **model):
     rollout = {"engine_kwargs": {"vllm": {"worker_extension_cls": extension}}}
-    rollout |= {"custom": {"qerl": {"base": base}} if base else None, "disaggregation": {"enabled": disaggregated}}
+    rollout |= {"disaggregation": {"enabled": disaggregated}}
     nodes = {"actor_rollout_ref": {"rollout": rollout, "model": {"lora_rank": 0, **model}}}
-    return OmegaConf.create(nodes | {"trainer": {"v1": {"trainer_mode": mode}}})
+    nodes |= {"qerl": {"base": {"format": base}}, "trainer": {"v1": {"trainer_mode": mode}}}
+    return OmegaConf.create(nodes)
 
 
 ADAPTER = config("nvfp4", lora_rank=8)

@@ -9,10 +9,9 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-from verl_qerl.algos.uaq import UAQConfig
 from verl_qerl.verl_plugin import asks_for_qerl
+from verl_qerl.verl_plugin.config.apply import prepare
 from verl_qerl.verl_plugin.config.base_options import ScaledFSDPEngineConfig
-from verl_qerl.verl_plugin.trainer.uaq import uaq_options
 from verl_qerl.vllm_plugin.options import rollout_options
 
 UAQ = "+uaq.enabled=true"
@@ -23,17 +22,17 @@ RUN = (
     "actor_rollout_ref.rollout.name=vllm",
 )
 VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
-NO_EFFECT = r"Accepted is {}\. UAQ acts on weights that are trained and quantized again"
+NO_EFFECT = r": UAQ acts on weights that are trained and quantized again, .* Accepted is {}\."
 BAD = {
     ("actor_rollout_ref.model.lora_rank=8",): r"^actor_rollout_ref\.model\.lora_rank=8 does not go together with \+uaq",
     ("+rollout=nvfp4", "actor_rollout_ref.model.lora_rank=8"): NO_EFFECT.format("0"),
     ("actor_rollout_ref.model.lora_adapter_path=a",): NO_EFFECT.format("null"),
-    ("actor_rollout_ref.actor.fsdp_config._target_=my.Config",): r"Another one has no place for the scale",
+    ("actor_rollout_ref.actor.fsdp_config._target_=my.Config",): r": another one has no place for the scale",
     ("actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]",): r"Accepted is a list without hf_model",
-    ("actor_rollout_ref.model.use_liger=True",): r"Its norms cannot be checked",
+    ("actor_rollout_ref.model.use_liger=True",): r": its norms cannot be checked",
     (
         "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16",
-    ): r"^uaq\.scale=1\.5 cannot be undone in weights of bf16\.",
+    ): r"model_dtype=bf16 does not go together with \+uaq\.scale=1\.5: the scale .*, or \+uaq\.scale=2\.",
     ("trainer.use_v1=False",): r"^trainer\.use_v1=False does not go together",
     ("+uaq.scale=1",): r"^uaq\.scale=1 is out of range",
     ("+uaq.s=2",): r"^unknown option uaq\.s=2",
@@ -55,7 +54,7 @@ def trainer_config(monkeypatch):
 @pytest.mark.parametrize("overrides", BAD, ids=lambda overrides: overrides[0].partition(".")[2])
 def test_what_cannot_be_is_refused_on_the_driver_and_by_the_trainer(trainer_config, overrides):
     with pytest.raises(ValueError, match=BAD[overrides]):
-        uaq_options(composed(UAQ, *overrides))
+        prepare(composed(UAQ, *overrides))
     with pytest.raises(ValueError, match=BAD[overrides]):
         trainer_config(UAQ, *overrides)
 
@@ -71,11 +70,14 @@ def test_verl_asks_before_ray_starts():
 
 
 def test_options_compose_from_the_command_line():
-    assert uaq_options(composed()) == UAQConfig(False)
-    assert uaq_options(composed(UAQ)) == UAQConfig(True, 1.5)
     bf16 = "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16"
-    assert uaq_options(composed(UAQ, "+uaq.scale=2", bf16)) == UAQConfig(True, 2.0)
-    assert not uaq_options(composed("+uaq.enabled=false", "actor_rollout_ref.model.lora_rank=8")).enabled
+    for overrides in (
+        (),
+        (UAQ,),
+        (UAQ, "+uaq.scale=2", bf16),
+        ("+uaq.enabled=false", "actor_rollout_ref.model.lora_rank=8"),
+    ):
+        prepare(composed(*overrides))
 
 
 def test_the_scale_reaches_engine_and_noise(trainer_config):

@@ -82,7 +82,7 @@ def test_an_nvfp4_directory_too(owner, start, packed_engine, packed_dir, prompt_
 
 
 def test_without_an_owner_the_engine_stops(start, model_dir):
-    with pytest.raises(RuntimeError, match=r"share_base=True, no actor lends its base at .*base-0-0\.sock"):
+    with pytest.raises(RuntimeError, match=r"qerl\.base\.share=true, no actor lends its base at .*base-0-0\.sock"):
         start(model_dir("qwen2"), model_loader_extra_config=SHARED)
 
 
@@ -102,7 +102,7 @@ def test_engines_that_cannot_read_the_layout_are_refused(monkeypatch, parallel, 
         kernel_config=SimpleNamespace(linear_backend=backend),
     )
     monkeypatch.setattr("verl_qerl.vllm_plugin.weights.borrowed.get_current_vllm_config_or_none", lambda: config)
-    with pytest.raises(ValueError, match=rf"share_base=True, .*{message}.* One Hopper GPU a rollout replica is"):
+    with pytest.raises(ValueError, match=rf"qerl\.base\.share=true .*{message}.* One Hopper GPU a rollout replica is"):
         BorrowedNVFP4()
 
 
@@ -114,7 +114,10 @@ def test_a_shape_that_only_marlin_takes_is_refused_on_a_gpu():
         input_size_per_partition=32,
         params_dtype=torch.bfloat16,
     )
-    with pytest.raises(ValueError, match=r"share_base=True, a linear of 64 x 32 in torch\.bfloat16: the faster kernel"):
+    with pytest.raises(
+        ValueError,
+        match=r"qerl\.base\.share=true is not possible: a linear of 64 x 32 in torch\.bfloat16: the faster kernel",
+    ):
         BorrowedKernel(NvFp4LinearLayerConfig()).process_weights_after_loading(layer)
 
 

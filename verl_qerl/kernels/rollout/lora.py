@@ -51,7 +51,7 @@ def member_of_tile(slices: tuple[int, ...], device: torch.device | str) -> torch
             return torch.tensor(members, dtype=torch.int32, device=device)
     raise ValueError(
         f"out_features {slices} are not all multiples of 16, which the single-adapter kernel needs."
-        ' Use vLLM\'s own with additional_config.verl_qerl.lora="stock".'
+        " Use vLLM's own with +qerl.rollout.lora=stock (in vLLM additional_config.verl_qerl.lora)."
     )
 
 

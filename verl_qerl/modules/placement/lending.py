@@ -130,7 +130,7 @@ class Borrowed:
         poll.register(self._owner, select.POLLIN)
         if poll.poll(0):
             raise RuntimeError(
-                f"the actor that owns the packed base has ended: process {self.pid}, share_base=True. The rollout"
+                f"the actor that owns the packed base has ended: process {self.pid}, qerl.base.share=true. The rollout"
                 " computes with its memory and cannot go on. Look for the actor's own error, and start the run again."
             )
 
@@ -155,7 +155,7 @@ def borrow(path: Path, device: torch.device) -> Borrowed:
         except OSError as error:
             raise _refused(
                 f"no actor lends its base at {path} ({error})",
-                "Start it with share_base on both sides, actor and rollout on the same machine",
+                "Start it with +qerl.base.share=true on both sides, actor and rollout on the same machine",
             ) from error
     if uid != os.getuid():
         raise _refused(f"{path} belongs to process {pid} of user {uid}", "Remove it")
@@ -173,8 +173,8 @@ def borrow(path: Path, device: torch.device) -> Borrowed:
 
 def _refused(what: str, remedy: str) -> RuntimeError:
     return RuntimeError(
-        f"the packed base cannot be shared: share_base=True, {what}. Actor and rollout of one run on one GPU are"
-        f" needed. {remedy}, or leave share_base out."
+        f"the packed base cannot be shared: qerl.base.share=true, {what}. Actor and rollout of one run on one GPU are"
+        f" needed. {remedy}, or leave +qerl.base.share out."
     )
 
 
@@ -221,7 +221,7 @@ def _make_private(folder: Path) -> None:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise RuntimeError(
             f"the packed base cannot be shared: {folder} is not a folder of this account alone. Mode 0700 is needed."
-            " Remove it, or leave share_base out."
+            " Remove it, or leave +qerl.base.share out."
         )
 
 

@@ -40,7 +40,7 @@ class RepackedNVFP4Linear(NVFP4Linear):
         Raises:
             RuntimeError: Always.
         """
-        raise RuntimeError("a shared base cannot be filled again: share_base=true. Start another run.")
+        raise RuntimeError("a shared base cannot be filled again: qerl.base.share=true. Start another run.")
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As NVFP4Linear's: a copy in a checkpoint's layout."""

@@ -117,7 +117,7 @@ class ShardedNVFP4Linear(NVFP4Linear):
         if not torch.equal(checksum(flat), expected.to(flat.device)):
             raise RuntimeError(
                 "the packed bytes of a linear that FSDP2 gathered for a pass are not those that its digest was taken"
-                " of. The same bits are needed. Use shard_base=false, and report this."
+                " of. The same bits are needed. Leave +qerl.base.shard out, and report this."
             )
         self._checksum = None
 

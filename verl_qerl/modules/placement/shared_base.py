@@ -124,7 +124,7 @@ def _groups(model: nn.Module) -> list[RepackedGroup]:
         odd.append(NVFP4Experts.__name__)
     if odd or not linears:
         raise ValueError(
-            f"the packed base cannot be shared: share_base=True, {', '.join(odd) or 'no packed linear'} in the model."
+            f"qerl.base.share=true is not possible: {', '.join(odd) or 'no packed linear'} in the model."
             " Accepted are plain NVFP4Linears, whole on each rank. Leave the option out."
         )
     groups: dict[str, RepackedGroup] = {}
@@ -146,7 +146,7 @@ def _group(names: Sequence[str], linears: dict[str, NVFP4Linear], offset: int) -
     for name, linear in zip(names, members, strict=True):
         if linear.out_features % ROWS:
             raise ValueError(
-                f"the packed base cannot be shared: share_base=True, {name!r} has {linear.out_features} rows."
+                f"qerl.base.share=true is not possible: {name!r} has {linear.out_features} rows."
                 f" Multiples of {ROWS} are accepted. Leave the option out."
             )
     return RepackedGroup(tuple(names), tuple(linear.out_features for linear in members), members[0].in_features, offset)

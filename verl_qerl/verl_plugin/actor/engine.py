@@ -70,7 +70,7 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
     """FSDPEngineWithLMHead whose decoder linears are PackedLinear when `engine_config.qerl` is set.
 
     Order of construction: an empty model, packed linears read into it, PEFT on top, FSDP2 around. Packed tensors
-    are uint8 buffers, broadcast by verl to every rank, or with `shard_base` spread over the ranks. Adapters are
+    are uint8 buffers, broadcast by verl to every rank, or with `qerl.base.shard` spread over the ranks. Adapters are
     float32, whatever the base's dtype: an update of 1e-5 is lost in a bf16 parameter.
     """
 
@@ -104,14 +104,14 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
             module = super()._build_module()
             varlen_attention.check_model(module)
             return module
-        check_memory(self, self._base.agrees_with)
+        check_memory(self, self._base.run)
         config = self.model_config.hf_config
         dtype = PrecisionType.to_dtype(self.engine_config.model_dtype)
         with init_empty_weights(include_buffers=False):
             auto_class: Any = get_hf_auto_model_class(hf_config=config)
             module = auto_class.from_config(config, dtype=dtype, trust_remote_code=self.model_config.trust_remote_code)
         varlen_attention.check_model(module)
-        shards = self._base.shard_base and torch.distributed.get_world_size() > 1
+        shards = self._base.shard and torch.distributed.get_world_size() > 1
         kind = ShardedNVFP4Linear if shards else PACKED_LINEARS[self._base.format]
         form = self._base.weight_format
         linears = build_skeleton(module, self.model_config.local_path, self._base.ignore, kind, form)
@@ -172,14 +172,14 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
             if self.rank == 0:
                 kind = self._base.format
                 logger.warning("packed base: %d linears in %s, digest %s", len(digests), kind, model_digest(digests))
-            if self._base.share_base:
+            if self._base.share:
                 self._lender = lend_base(module, self.rank)
         if (self._base or self._requantized) and not self.model_config.enable_activation_offload:
             self._recompute = Recompute(module, torch.device(get_device_name()))
         return module
 
     def _build_optimizer(self, module: nn.Module) -> Any:
-        # As without shard_base, so that the states of both are the same, and one resumes the other.
+        # As without qerl.base.shard, so that the states of both are the same, and one resumes the other.
         seen: Any = module if self._base is None else _WithoutPackedBytes(module)
         return super()._build_optimizer(seen)
 

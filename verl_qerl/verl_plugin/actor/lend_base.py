@@ -1,4 +1,4 @@
-"""The actor's side of `share_base`: one copy of the packed base on a GPU, for the rollout of the same rank."""
+"""The actor's side of `qerl.base.share`: one copy of the packed base on a GPU, for the rollout of the same rank."""
 
 import logging
 

@@ -28,7 +28,7 @@ def check_memory(engine: Any, run: Mapping[str, Any]) -> None:
 
     Args:
         engine: The FSDP2 engine, its configurations read and nothing built.
-        run: Values of other nodes (`agrees_with`).
+        run: Values of other nodes, by name (`BaseOptions.run`).
 
     Raises:
         ValueError: It does not fit.
@@ -65,8 +65,8 @@ def settings_of(engine: Any, run: Mapping[str, Any], shape: ModelShape) -> Setti
         tokens=tokens,
         checkpointing=model.enable_gradient_checkpointing,
         whole_logits=not model.use_fused_kernels,
-        shard_base=config.qerl.shard_base,
-        share_base=config.qerl.share_base,
+        shard_base=config.qerl.shard,
+        share_base=config.qerl.share,
         param_offload=config.param_offload,
         optimizer_offload=config.optimizer_offload,
         offload_policy=config.offload_policy,

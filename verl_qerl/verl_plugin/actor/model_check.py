@@ -9,7 +9,7 @@ from verl_qerl.verl_plugin.actor.liger import check_liger
 from verl_qerl.verl_plugin.config.nodes import plain
 
 _MODEL = "actor_rollout_ref.model"
-_BASE = "actor_rollout_ref.rollout.custom.qerl.base"
+_BASE = "qerl.base.format"
 # Parts of the configurations of models that see or hear.
 _SENSES = ("vision_config", "audio_config", "thinker_config")
 

@@ -49,8 +49,8 @@ def build_skeleton(
     experts = replace_experts(model)
     if experts and kind is not NVFP4Linear:
         raise ValueError(
-            f"the experts of a mixture cannot be spread over ranks: shard_base=True, {len(experts)} of their linears in"
-            f" {path}. Accepted is False: every rank holds the packed base. Leave it out."
+            f"experts cannot be spread over ranks: qerl.base.shard=true, {len(experts)} of their linears in"
+            f" {path}. Accepted is false: every rank holds the packed base. Leave it out."
         )
     return {**linears, **experts}
 

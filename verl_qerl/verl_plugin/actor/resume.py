@@ -149,7 +149,7 @@ def _other_model(folder: Path, record: BaseRecord, held: BaseRecord) -> str | No
             f"qerl.scale={record.scale}, qerl.ignore={list(record.ignore)} is accepted. Set model.path and both."
         )
     if record.trained_norms != held.trained_norms:
-        was, now = (f"qerl.train_norms={bool(norms)}" for norms in (record.trained_norms, held.trained_norms))
+        was, now = (f"qerl.base.train_norms={bool(norms)}" for norms in (record.trained_norms, held.trained_norms))
         return (
             f"the checkpoint has other trained norms: {was}, now {now}, in {folder}. The same is accepted. Set"
             f" +actor_rollout_ref.actor.fsdp_config.{was}."

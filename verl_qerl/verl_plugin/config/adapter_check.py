@@ -17,7 +17,7 @@ from verl_qerl.verl_plugin.config.nodes import plain
 logger = logging.getLogger(__name__)
 
 _MODEL = "actor_rollout_ref.model"
-_BASE = "actor_rollout_ref.rollout.custom.qerl.base"
+_BASE = "qerl.base.format"
 # As PEFT sees them in the models of transformers.
 _NO_LAYERS = ("lm_head", "model.embed_tokens")
 _UNSET = {"target_modules": "all-linear", "exclude_modules": None}  # verl's defaults

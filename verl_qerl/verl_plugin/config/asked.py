@@ -7,9 +7,8 @@ _NODES = ("aqn", "acr", "uaq", "qerl")
 _ROLLOUT = "actor_rollout_ref.rollout"
 _VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
 _LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
-# `+rollout=...` sets the first two.
+# Old names of what is under `qerl` now, which are refused; apply.py writes there too.
 _SET_BY_US = (
-    f"{_ROLLOUT}.custom.qerl",
     "actor_rollout_ref.actor.fsdp_config.qerl",
     f"{_VLLM}.additional_config.verl_qerl",
 )

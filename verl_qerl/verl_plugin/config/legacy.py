@@ -9,7 +9,7 @@ from verl_qerl.verl_plugin.config.asked import asks_for_qerl
 
 # Packages whose programs have trainers of their own and do not check the configuration on the driver.
 PROGRAMS = ("verl.experimental.one_step_off_policy", "verl.experimental.fully_async_policy")
-_LACKS = "has no AQN, no ACR, no UAQ, no NVFP4, no gate and no additional_config.verl_qerl."
+_LACKS = "has no AQN, no ACR, no UAQ, no NVFP4, no gate and no +qerl.rollout."
 
 
 def install(module: ModuleType) -> None:

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from verl_qerl.options.rules import ACTOR, FSDP, MODEL, Run
+from verl_qerl.verl_plugin.config.attention import default_attention
+
 _OPTION = "actor.fsdp_config.ulysses_sequence_parallel_size"
 
 
@@ -42,6 +45,23 @@ def check_sequence_parallel(size: int, attention: str, remove_padding: bool, num
             " Accepted is flash_attention_2 or another one of that kind. Leave the option out and install flash-attn,"
             " or set the size to 1."
         )
+
+
+def check_sharing(run: Run) -> None:
+    """`check_sequence_parallel` on the driver, of a run with `+rollout=...` or UAQ.
+
+    Raises:
+        ValueError: As there.
+    """
+    if run("qerl.base.format") is None and not run("uaq.enabled"):
+        return
+    older_name = run(f"{ACTOR}.ulysses_sequence_parallel_size") or 1  # wins in verl where it is set
+    check_sequence_parallel(
+        older_name if older_name > 1 else run(f"{FSDP}.ulysses_sequence_parallel_size") or 1,
+        run(f"{MODEL}.override_config.attn_implementation") or default_attention(),
+        bool(run(f"{MODEL}.use_remove_padding")),
+        (run("trainer.n_gpus_per_node") or 1) * (run("trainer.nnodes") or 1),
+    )
 
 
 _Engine: Any = object  # mixed into an engine of verl

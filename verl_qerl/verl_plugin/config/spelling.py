@@ -9,9 +9,9 @@ from omegaconf import DictConfig
 
 from verl_qerl.algos.acr import ACRConfig
 from verl_qerl.algos.aqn import AQNConfig
-from verl_qerl.algos.mismatch import MismatchConfig
 from verl_qerl.algos.uaq import UAQConfig
 from verl_qerl.formats import FORMATS
+from verl_qerl.options.schema import NODES
 
 logger = logging.getLogger(__name__)
 
@@ -19,8 +19,9 @@ logger = logging.getLogger(__name__)
 _NODES = {
     **{
         node: {field.name for field in fields(options)}
-        for node, options in (("aqn", AQNConfig), ("acr", ACRConfig), ("qerl", MismatchConfig), ("uaq", UAQConfig))
+        for node, options in (("aqn", AQNConfig), ("acr", ACRConfig), ("uaq", UAQConfig))
     },
+    "qerl": set(NODES),
     "rollout": set(FORMATS),
     "platform": {"cpu"},
 }

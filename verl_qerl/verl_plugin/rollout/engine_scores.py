@@ -66,7 +66,7 @@ def answer_log_probs(fields: dict[str, Any], prompt: Sequence[int], response: Se
     if not scored or [ids[0] for ids in scored[:-1]] != tokens[1 : len(scored)]:
         raise UnscoredError(
             f"the rollout did not score the tokens it was given: {len(scored or [])} answers for {len(tokens)} tokens."
-            " Accepted are prompts of text alone. Leave out +qerl.mismatch_sample and +aqn.target_kl."
+            " Accepted are prompts of text alone. Leave out +qerl.gate.mismatch_sample and +aqn.target_kl."
         )
     found = torch.tensor([values[0] for values in fields["prompt_logprobs"][len(prompt) - 1 : -1]])
     return torch.cat([found, torch.full((len(response) - len(found),), torch.nan)])

@@ -11,7 +11,7 @@ import ray
 from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import check_held, left_out
 from verl_qerl.formats import get_format
-from verl_qerl.verl_plugin.config.rollout_options import WORKER_EXTENSION
+from verl_qerl.verl_plugin.config.apply import WORKER_EXTENSION
 from verl_qerl.vllm_plugin.decode.final_outputs import FinalOutputs
 from verl_qerl.vllm_plugin.decode.graph_sizes import VLLMS, larger_sizes
 from verl_qerl.vllm_plugin.options import KEY as OPTIONS

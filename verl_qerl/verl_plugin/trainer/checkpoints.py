@@ -13,8 +13,7 @@ import shutil
 import zipfile
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
-from verl.trainer.ppo.utils import need_critic
+from omegaconf import OmegaConf
 
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.verl_plugin.trainer.feature import Feature, Run
@@ -32,11 +31,8 @@ class WholeCheckpoints(Feature):
 
     @classmethod
     def from_config(cls, run: Run) -> Feature | None:
-        """As `Feature.from_config`; options that keep one checkpoint alone are refused."""
-        if OmegaConf.select(run.config, "actor_rollout_ref.actor.fsdp_config.qerl") is None:
-            return None
-        check_kept(run.config.trainer, use_critic=need_critic(run.config))
-        return cls(run)
+        """As `Feature.from_config`."""
+        return None if OmegaConf.select(run.config, "qerl.base.format") is None else cls(run)
 
     def before_save(self, folder: Path) -> None:
         """Of a run that was killed in this step: they would pass for the new ones until those are written."""
@@ -59,22 +55,6 @@ class WholeCheckpoints(Feature):
             check_tracker(Path(trainer.default_local_dir))
         elif trainer.resume_mode == "resume_path" and trainer.resume_from_path:
             check_step(Path(trainer.resume_from_path))
-
-
-def check_kept(trainer: DictConfig, use_critic: bool) -> None:
-    """Refuse to keep a single checkpoint.
-
-    Raises:
-        ValueError: The options ask for it.
-    """
-    kept = ["max_actor_ckpt_to_keep", *(["max_critic_ckpt_to_keep"] if use_critic else [])]
-    for name, wrong in (*((name, 1) for name in kept), ("remove_previous_ckpt_in_save", True)):
-        if trainer.get(name) == wrong:
-            raise ValueError(
-                f"a crash could leave no checkpoint: trainer.{name}={wrong} deletes the last one before the next is "
-                f"whole. Accepted is trainer.{' and '.join(kept)} of null or at least 2, which needs no more room "
-                "while it saves. Set it to 2."
-            )
 
 
 def check_tracker(run: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from omegaconf import DictConfig
 
 from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
-from verl_qerl.algos.mismatch import MismatchConfig
+from verl_qerl.options.schema import Gate
 from verl_qerl.verl_plugin.weight_sync.requantize import requantizes
 
 
@@ -44,7 +44,7 @@ class Run:
         rescored: Answers of it that the rollout has scored again; None where nobody asked.
     """
 
-    def __init__(self, trainer: Any, config: DictConfig, aqn: AQNConfig, gate: MismatchConfig | None) -> None:
+    def __init__(self, trainer: Any, config: DictConfig, aqn: AQNConfig, gate: Gate | None) -> None:
         self.trainer, self.config, self.aqn, self.gate = trainer, config, aqn, gate
         self.requantizes = requantizes(config)
         self.searched: dict[int, tuple[int, float]] = {}

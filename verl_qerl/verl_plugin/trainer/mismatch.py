@@ -15,117 +15,59 @@ loss.
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from verl_qerl.algos.mismatch import (
-    LATER_STEPS,
-    SAME_WEIGHTS_KL,
-    Mismatch,
-    MismatchConfig,
-    Undefined,
-    rollout_mismatch,
-    undefined_log_probs,
-)
+from verl_qerl.algos.mismatch import Mismatch, Undefined, rollout_mismatch, undefined_log_probs
 from verl_qerl.algos.mismatch_parts import PARTS
-from verl_qerl.verl_plugin.config.base_options import aqn_options
-from verl_qerl.verl_plugin.config.nodes import plain
+from verl_qerl.options import rules
+from verl_qerl.options.schema import LATER_STEPS, SAME_WEIGHTS_KL
+from verl_qerl.options.schema import Gate as GateOptions
+from verl_qerl.verl_plugin.config.apply import aqn_options, qerl_options, run_of
 from verl_qerl.verl_plugin.rollout.engine_scores import UnscoredError
 from verl_qerl.verl_plugin.trainer.feature import Feature, Run
 from verl_qerl.verl_plugin.trainer.rescoring import evenly, padded, rescore, score_rounded
 
 logger = logging.getLogger(__name__)
 
-NODE = "qerl"
 _SAMPLE = 16  # sequences, where the gate has some scored again
-_EXACT = ("nvfp4", "mxfp4")  # formats whose dense weights are bf16: actor and rollout multiply by the same ones
 _NO_LIMITS = "the limits of KL(rollout || actor) do not hold in steps with noise: %s."
 _CHECK_WEIGHTS = "Check that both have the same weights and versions"
-# Option, its default, and the values with which the log-probs of both policies can be compared.
-_NEEDS = (
-    ("actor_rollout_ref.rollout.calculate_log_probs", True, (True,)),
-    ("algorithm.rollout_correction.bypass_mode", False, (False,)),  # takes the rollout's log-probs for the actor's
-    ("trainer.use_v1", True, (True,)),  # verl's first trainer has no gate
-)
-# With others the rollout's log-probs are of what is left of the distribution, scaled up to 1: sound models differ by
-# what was cut, which the gate would take for an error.
-_GATE_NEEDS = (
-    ("actor_rollout_ref.rollout.top_p", 1.0, (1.0,)),
-    ("actor_rollout_ref.rollout.top_k", -1, (-1, 0)),
-)
-# The same for `mismatch_sample`, and for limits in steps with noise: the rollout engine scores given tokens at
-# temperature 1 and over the whole vocabulary.
-_PARTS_NEED = (
-    ("actor_rollout_ref.rollout.name", "vllm", ("vllm",)),
-    ("actor_rollout_ref.rollout.temperature", 1.0, (1.0,)),
-    *_GATE_NEEDS,
-    ("trainer.v1.trainer_mode", "sync", ("sync", "colocate_async")),
-)
 
 
-def gate_options(config: DictConfig) -> MismatchConfig | None:
+def gate_options(config: DictConfig) -> GateOptions | None:
     """Options of a run, with the limits in force; None where it neither sets any nor has a rollout of ours.
 
     Args:
         config: Of the whole run.
 
     Raises:
-        ValueError: An option is unknown, out of range, or set where the log-probs cannot be compared.
+        ValueError: An option is unknown or out of range.
     """
-    options = plain(OmegaConf.select(config, NODE))
-    gate = MismatchConfig.from_mapping(options)
-    given = options or {}
-    obstacle, cut = obstacle_of(config), _first_of(_GATE_NEEDS, config)
-    for name in ("max_initial_kl", "max_kl"):
-        if (obstacle or cut) and given.get(name) is not None:
-            raise _unfit(obstacle or cut, f"{name}={given[name]}")
-    if gate.mismatch_sample:
-        obstacle = obstacle or _first_of(_PARTS_NEED, config)
-        if obstacle:
-            raise _unfit(obstacle, f"mismatch_sample={gate.mismatch_sample}")
-    base = OmegaConf.select(config, "actor_rollout_ref.rollout.custom.qerl.base")
-    if cut:
+    options, run = qerl_options(config), run_of(config)
+    given, base, gate = run(GateOptions.NODE) or {}, options.base.format, options.gate
+    if rules.unmet(run, rules.WHOLE):
         gate = replace(gate, max_initial_kl=None, max_kl=None)
     else:
-        if "max_initial_kl" not in given and base in _EXACT:
+        if "max_initial_kl" not in given and base in rules.EXACT:
             gate = replace(gate, max_initial_kl=SAME_WEIGHTS_KL)
         if "max_kl" not in given:
             first = gate.max_initial_kl
             gate = replace(gate, max_kl=None if first is None else LATER_STEPS * first)
-    return gate if options is not None or base is not None or aqn_options(config).enabled else None
-
-
-def obstacle_of(config: DictConfig) -> str | None:
-    """The setting that keeps a run from comparing the two, with what is accepted; None where nothing does."""
-    return _first_of(_NEEDS, config)
-
-
-def _first_of(needs: Sequence[tuple[str, Any, tuple]], config: DictConfig) -> str | None:
-    for name, default, accepted in needs:
-        found = OmegaConf.select(config, name, default=default)
-        if found not in accepted:
-            return f"{name}={found} (accepted is {' or '.join(map(str, accepted))})"
-    return None
-
-
-def _unfit(obstacle: str | None, option: str) -> ValueError:
-    return ValueError(
-        f"{obstacle} does not go together with qerl.{option}, which compares the log-probs of the rollout with those of"
-        " the actor. Leave out one of the two."
-    )
+    return gate if given or base is not None or aqn_options(config).enabled else None
 
 
 class Gate(Feature):
     """Compares the rollout with the actor in every step, and holds the difference against the limits."""
 
-    def __init__(self, run: Run, gate: MismatchConfig) -> None:
+    def __init__(self, run: Run, gate: GateOptions) -> None:
         super().__init__(run)
         self._gate = gate
-        self._engine_obstacle = _first_of(_PARTS_NEED, run.config)
+        self._engine_obstacle = rules.unmet(run_of(run.config), rules.SCORED)
         self.reads_sample = self._engine_obstacle is None
         # The third of verl's modes updates the actor several times between two syncs.
         self._watches = OmegaConf.select(run.config, "trainer.v1.trainer_mode") in ("sync", "colocate_async")
@@ -138,12 +80,12 @@ class Gate(Feature):
         """As `Feature.from_config`; what keeps a run of ours from comparing is told."""
         if run.gate is None:
             return None
-        obstacle = obstacle_of(run.config)
+        obstacle = rules.unmet(run_of(run.config), rules.COMPARED)
         if obstacle is not None:
             logger.warning("the gate at the first step cannot look, and qerl/rollout_* are not logged: %s.", obstacle)
             return None
         made = cls(run, run.gate)
-        if cut := _first_of(_GATE_NEEDS, run.config):
+        if cut := rules.unmet(run_of(run.config), rules.WHOLE):
             logger.warning("the gate at the first step does not look, and qerl/rollout_* contain the cut of %s.", cut)
         elif run.aqn.enabled and made._engine_obstacle and run.gate.max_initial_kl is not None:
             logger.warning(_NO_LIMITS, made._engine_obstacle)
@@ -238,10 +180,10 @@ class Gate(Feature):
             return
         self._kl_before = found.kl_k3
         told = f"KL(rollout || actor)={found.kl_k3:.3g} nats per token over {found.num_tokens} tokens{how}"
-        raised = "raise the limit by `+qerl.max_kl=...` (null: it never stops the run)"
+        raised = "raise the limit by `+qerl.gate.max_kl=...` (null: it never stops the run)"
         if before is None:
             logger.warning(
-                "%s at step %d is above qerl.max_kl=%g. The run stops when the next step is too. %s, or %s.",
+                "%s at step %d is above qerl.gate.max_kl=%g. The run stops when the next step is too. %s, or %s.",
                 told,
                 self._run.step,
                 limit,
@@ -251,7 +193,7 @@ class Gate(Feature):
             return
         raise RuntimeError(
             f"the rollout is not the actor's model any more: {told} at step {self._run.step}, {before:.3g} at the"
-            f" one before. Accepted is at most qerl.max_kl={limit:g}. {_CHECK_WEIGHTS}, or {raised}."
+            f" one before. Accepted is at most qerl.gate.max_kl={limit:g}. {_CHECK_WEIGHTS}, or {raised}."
         )
 
 
@@ -261,7 +203,7 @@ def _pass_gate(found: Mismatch, limit: float, step: int, how: str, metrics: Mapp
         logger.warning(
             "%s, mean absolute difference %.3g: both hold the same weights, so this is the floor of this model, what"
             " arithmetic alone makes. Later steps without noise stay near it. Accepted was at most"
-            " qerl.max_initial_kl=%g.",
+            " qerl.gate.max_initial_kl=%g.",
             told,
             found.log_prob_abs_diff,
             limit,
@@ -269,8 +211,8 @@ def _pass_gate(found: Mismatch, limit: float, step: int, how: str, metrics: Mapp
         return
     raise RuntimeError(
         f"the rollout is not the actor's model: {told}.{_parts_told(metrics)} Accepted is at most"
-        f" qerl.max_initial_kl={limit:g}. {_CHECK_WEIGHTS}, or raise it by"
-        " `+qerl.max_initial_kl=...` (null switches the gate off)."
+        f" qerl.gate.max_initial_kl={limit:g}. {_CHECK_WEIGHTS}, or raise it by"
+        " `+qerl.gate.max_initial_kl=...` (null switches the gate off)."
     )
 
 
@@ -292,8 +234,7 @@ def _broken(undefined: Undefined, num_tokens: int, step: int) -> str:
     return (
         f"the rollout's log-probs are not finite at {undefined.num_tokens} of {num_tokens} tokens at step {step}, in"
         f" {undefined.num_answers} answers, first at token {undefined.first} of one. Finite ones are needed: its"
-        " weights or its kernels are broken. Try"
-        " `+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.linear=stock`, and report this."
+        " weights or its kernels are broken. Try `+qerl.rollout.linear=stock`, and report this."
     )
 
 

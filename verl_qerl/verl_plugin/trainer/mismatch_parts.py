@@ -1,4 +1,4 @@
-"""`+qerl.mismatch_sample=N`: what the difference between actor and rollout log-probs is made of, each step.
+"""`+qerl.gate.mismatch_sample=N`: what the difference between actor and rollout log-probs is made of, each step.
 
 N sequences of each batch are scored again (`rescoring.py`): by the rollout engine once with the noise of the step and
 once without, and where the rollout is quantized at every sync, by the actor with rounded weights as well.

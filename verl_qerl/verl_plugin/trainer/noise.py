@@ -8,19 +8,12 @@ the rollouts of step t are sampled, from their first token on, with the sigma an
 import logging
 
 import ray
-from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.utils.debug import marked_timer
 
-from verl_qerl import vllm_plugin
-from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
-from verl_qerl.verl_plugin.config.rollout_options import WORKER_EXTENSION
+from verl_qerl.algos.aqn import sigma_at_step
 from verl_qerl.verl_plugin.trainer.feature import Feature, Run
-from verl_qerl.vllm_plugin.options import SCHEDULER
 
 logger = logging.getLogger(__name__)
-
-# Trainers whose weight sync runs in `on_step_end`.
-_MODES = ("sync", "colocate_async")
 
 
 class Noise(Feature):
@@ -96,43 +89,3 @@ def switch_noise(run: Run, sigma: float, step: int) -> None:
     """As `set_noise`, between two syncs: what was computed with other norms is dropped from the prefix cache."""
     set_noise(run, sigma, step)
     ray.get([server.qerl_clear_kv_cache.remote() for server in run.servers()])
-
-
-def use_noise(config: DictConfig, aqn: AQNConfig) -> None:
-    """Name our worker extension and hand it the options of AQN, by the door vLLM has for plugins.
-
-    Args:
-        config: Of the whole run, changed in place where noise is on. A worker extension named by the user stays.
-        aqn: Options of the noise.
-
-    Raises:
-        RuntimeError: vLLM is of another version.
-        ValueError: The trainer or the rollout has no noise.
-    """
-    if not aqn.enabled:
-        return
-    problem = vllm_plugin.version_problem()
-    if problem:
-        raise RuntimeError(problem)
-    mode, rollout = config.trainer.v1.trainer_mode, config.actor_rollout_ref.rollout
-    if mode not in _MODES:
-        raise ValueError(
-            f"trainer.v1.trainer_mode={mode} has no noise. Accepted are {', '.join(_MODES)}."
-            " Leave out `+aqn.enabled=true` or change the mode."
-        )
-    # A call to the workers of a data-parallel engine is not known to reach every shard.
-    for name, accepted in (("name", "vllm"), ("data_parallel_size", 1)):
-        if rollout.get(name, accepted) != accepted:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.{name}={rollout[name]} has no noise. Accepted is {accepted}."
-                " Leave out `+aqn.enabled=true` or set the value."
-            )
-    options = {name: getattr(aqn, name) for name in aqn.__dataclass_fields__} | {"targets": list(aqn.targets)}
-    with open_dict(config):
-        kwargs = rollout.engine_kwargs.vllm
-        kwargs.setdefault("worker_extension_cls", WORKER_EXTENSION)
-        if aqn.draw != "batch":
-            kwargs.setdefault("scheduler_cls", SCHEDULER)  # which keeps answers out of the prefix cache
-        OmegaConf.update(
-            config, "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl.aqn", options
-        )

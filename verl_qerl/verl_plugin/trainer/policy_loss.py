@@ -16,37 +16,12 @@ from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_qerl.algos.acr import ACRConfig, ClipRange, LogProbs, acr_loss
+from verl_qerl.options.rules import LOSS_MODE
+from verl_qerl.verl_plugin.config.apply import check_run
 from verl_qerl.verl_plugin.config.nodes import plain
 from verl_qerl.verl_plugin.trainer.feature import Feature, Run
 
 NAME = "acr"
-_LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
-_CORRECTION = "algorithm.rollout_correction"
-# Option, its default, what ACR accepts, and what to do otherwise.
-_RULES = (
-    (
-        "actor_rollout_ref.rollout.calculate_log_probs",
-        True,
-        True,
-        "ACR needs the log-probs of the rollout. Set actor_rollout_ref.rollout.calculate_log_probs=True.",
-    ),
-    (
-        f"{_CORRECTION}.rollout_is",
-        None,
-        None,
-        "ACR weighs by the truncated pi_prox / pi_behav itself, and a second weight would count it twice."
-        " Leave the option out and set C by +acr.max_ratio; rejection (rollout_rs) may stay.",
-    ),
-    (
-        f"{_CORRECTION}.bypass_mode",
-        False,
-        False,
-        "It takes the rollout's log-probs for those of the proximal policy: their ratio is 1 and ACR is the vanilla"
-        f" loss. Leave the option out, or set {_LOSS_MODE}=vanilla.",
-    ),
-    ("distillation.enabled", False, False, "The distillation loss gets no log-probs of the rollout. Leave it out."),
-    ("trainer.use_v1", True, True, "verl's first trainer hands on no log-probs of the rollout. Leave the option out."),
-)
 
 
 def acr_options(config: DictConfig) -> ACRConfig | None:
@@ -56,37 +31,24 @@ def acr_options(config: DictConfig) -> ACRConfig | None:
         config: Of the whole run.
 
     Raises:
-        ValueError: An option of ACR is unknown, out of range or without effect, or another one rules ACR out.
+        ValueError: An option of ACR is unknown or out of range.
     """
-    options = plain(OmegaConf.select(config, NAME))
-    loss_mode = OmegaConf.select(config, _LOSS_MODE)
-    if loss_mode != NAME:
-        if options is not None:
-            raise ValueError(
-                f"acr={options!r} has no effect with {_LOSS_MODE}={loss_mode}. Accepted is {_LOSS_MODE}={NAME}."
-                " Set it, or leave out +acr."
-            )
+    if OmegaConf.select(config, LOSS_MODE) != NAME:
         return None
-    for name, default, accepted, remedy in _RULES:
-        found = OmegaConf.select(config, name, default=default)
-        if found != accepted:
-            accepted = "null" if accepted is None else accepted
-            raise ValueError(
-                f"{name}={found} does not go together with {_LOSS_MODE}={NAME}. Accepted is {accepted}. {remedy}"
-            )
-    return ACRConfig.from_mapping(options)
+    return ACRConfig.from_mapping(plain(OmegaConf.select(config, NAME)))
 
 
 class PolicyLoss:
     """The function verl calls for `loss_mode=acr`."""
 
     def check_config(self, config: DictConfig) -> None:
-        """Refuse a run on the driver (patches/verl/0007).
+        """Refuse a run on the driver, where verl asks its policy loss (patches/verl/0007).
 
         Raises:
-            ValueError: As `acr_options`.
+            RuntimeError: As `check_run`.
+            ValueError: As there.
         """
-        acr_options(config)
+        check_run(config)
 
     def __call__(
         self,

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_qerl.verl_plugin.config.rollout_options import WORKER_EXTENSION
+from verl_qerl.verl_plugin.config.apply import WORKER_EXTENSION
 from verl_qerl.verl_plugin.trainer.feature import Feature, Run
 
 # Trainers whose weight sync runs in `on_init_end` and `on_step_end`.

@@ -8,25 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from verl_qerl.verl_plugin.config.attention import use_attention
-from verl_qerl.verl_plugin.config.base_options import aqn_options
-from verl_qerl.verl_plugin.config.rollout_options import use_rollout_options
-from verl_qerl.verl_plugin.cpu.activation_offload import check_offload
-from verl_qerl.verl_plugin.cpu.whole_model import check_sync
+from verl_qerl.verl_plugin.config import apply
 from verl_qerl.verl_plugin.trainer.checkpoints import WholeCheckpoints
 from verl_qerl.verl_plugin.trainer.critic import CriticWithoutMark
 from verl_qerl.verl_plugin.trainer.engine_health import EngineHealth
 from verl_qerl.verl_plugin.trainer.feature import Feature, Run
 from verl_qerl.verl_plugin.trainer.mismatch import Gate, gate_options
 from verl_qerl.verl_plugin.trainer.mismatch_parts import MismatchParts
-from verl_qerl.verl_plugin.trainer.noise import Noise, use_noise
+from verl_qerl.verl_plugin.trainer.noise import Noise
 from verl_qerl.verl_plugin.trainer.noise_effect import NoiseEffect
 from verl_qerl.verl_plugin.trainer.noise_schedule import NoiseSchedule
 from verl_qerl.verl_plugin.trainer.policy_loss import ActorLoss
 from verl_qerl.verl_plugin.trainer.polling import Polling
 from verl_qerl.verl_plugin.trainer.rescoring import keep_sample
 from verl_qerl.verl_plugin.trainer.sync_check import SyncCheck
-from verl_qerl.verl_plugin.trainer.uaq import use_uaq
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Trainer
@@ -145,7 +140,7 @@ class FeaturedTrainer(_Trainer):
 
 
 def prepare(trainer: Any, config: DictConfig) -> Run:
-    """Check the options of a run that concern several features, and write what they ask of verl's workers.
+    """Have the options of a run written into verl's nodes, where the driver has not, and read those of features.
 
     Args:
         trainer: Of the run.
@@ -155,14 +150,8 @@ def prepare(trainer: Any, config: DictConfig) -> Run:
         RuntimeError: vLLM is of another version.
         ValueError: An option is unknown, out of range, or does not fit the others.
     """
-    gate, aqn = gate_options(config), aqn_options(config)
-    use_noise(config, aqn)
-    use_rollout_options(config)
-    use_attention(config)
-    use_uaq(config)
-    check_sync(config)
-    check_offload(config)
-    return Run(trainer, config, aqn, gate)
+    apply.prepare(config)
+    return Run(trainer, config, apply.aqn_options(config), gate_options(config))
 
 
 def install(module: ModuleType) -> None:

@@ -78,8 +78,7 @@ def round_group(weights: Mapping[str, torch.Tensor], form: WeightFormat) -> dict
 
 def requantizes(config: DictConfig) -> bool:
     """Whether a run trains all weights and quantizes the rollout's at every sync."""
-    names = ("rollout.custom.qerl.base", "model.lora_rank")
-    form, rank = (OmegaConf.select(config, f"actor_rollout_ref.{name}") for name in names)
+    form, rank = (OmegaConf.select(config, name) for name in ("qerl.base.format", "actor_rollout_ref.model.lora_rank"))
     return form is not None and not rank
 
 

@@ -175,7 +175,7 @@ class WorkerExtension(RolloutWorkerExtension, vLLMColocateWorkerExtension):
         elif shifts:
             raise ValueError(
                 f"the actor trains {len(shifts)} norms and this engine was not told: additional_config.verl_qerl has no"
-                " train_norms=true. `+rollout=nvfp4` puts it there. Leave additional_config.verl_qerl.train_norms out."
+                " train_norms=true. The trainer puts it there. Set +qerl.base.train_norms=true on verl's command alone."
             )
         if can_place(manager):
             place_adapter(manager, VLLM_LORA_INT_ID, layout, flat, peft_config)
@@ -210,7 +210,7 @@ def _checksum_of_all(checksums: Mapping[str, int]) -> int:
 def _refuse_fp8_head(vllm_config: Any) -> None:
     if rollout_options(vllm_config).lm_head == "fp8":
         raise ValueError(
-            "verl would send a bf16 head to a rollout that holds it in FP8: additional_config.verl_qerl.lm_head='fp8'"
+            "verl would send a bf16 head to a rollout that holds it in FP8: qerl.rollout.lm_head=fp8"
             " without `+rollout=...`. Accepted is an adapter (model.lora_rank) and a load_format other than dummy, or"
             " `+rollout=...`. Leave the option out, or set one of these."
         )

@@ -18,6 +18,7 @@ from vllm.v1.sample.sampler import Sampler
 from verl_qerl import upstream
 from verl_qerl.kernels.rollout.sampling import draw_tokens
 from verl_qerl.vllm_plugin import hosts
+from verl_qerl.vllm_plugin.options import named
 from verl_qerl.vllm_plugin.weights.plans import say_once
 
 # What of vLLM's own processors changes logits; one without it gives them back as they are.
@@ -112,8 +113,7 @@ def use_fused_sampler(runner: Any, required: bool = True) -> None:
             say_once(f"vLLM's own sampler draws tokens: {reason}.")
             return
         raise ValueError(
-            f"the sampler cannot be replaced: additional_config.verl_qerl.sampler='fused', {reason}, or leave the"
-            " option out."
+            f"the sampler cannot be replaced: {named('sampler', 'fused')}, {reason}, or leave the option out."
         )
     upstream.swap_class(hosts.SAMPLER, sampler, FusedSampler)
     device = runner.device

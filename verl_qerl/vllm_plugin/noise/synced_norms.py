@@ -41,7 +41,7 @@ class SyncedNorms:
     """
 
     def __init__(self, model: torch.nn.Module, noise: NormNoise | None = None) -> None:
-        self._norms = find_norms(model, NORMS, "Leave out actor.fsdp_config.qerl.train_norms.")
+        self._norms = find_norms(model, NORMS, "Leave out +qerl.base.train_norms.")
         self._base = {name: norm.weight.data.clone() for name, norm in self._norms.items()}
         self._noise = noise
 

@@ -1,4 +1,4 @@
-"""Linears of an engine that computes with the actor's packed base (`share_base`) and holds none of its own.
+"""Linears of an engine that computes with the actor's packed base (`qerl.base.share`) and holds none of its own.
 
 The parameters stay on the meta device while the model is made; after loading they are views of the actor's memory,
 which sleep mode knows nothing of: a sleeping engine keeps them, and has nothing to copy to the host.
@@ -17,7 +17,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import C
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.kernels.rollout.repacking import Repacked, undo_repack
 from verl_qerl.modules.placement.lending import Borrowed, borrow, meeting_place
-from verl_qerl.vllm_plugin.options import asked_of_vllm, rollout_options
+from verl_qerl.vllm_plugin.options import asked_of_vllm, named, rollout_options
 from verl_qerl.vllm_plugin.weights.linear import hold_repacked, multiply, plan_for
 from verl_qerl.vllm_plugin.weights.plans import why_not
 
@@ -56,15 +56,15 @@ class BorrowedNVFP4(CompressedTensorsW4A4Fp4):
         if num_ranks != 1:
             problem = f"the rollout has {num_ranks} GPUs, each with a part of the base"
         elif options.linear == "stock":
-            problem = "additional_config.verl_qerl.linear='stock' has a layout of its own"
+            problem = f"{named('linear', 'stock')} has a layout of its own"
         elif asked:
             problem = f"{asked} asks for kernels of vLLM, whose layouts are others"
         elif torch.cuda.is_available():
             problem = why_not()
         if problem:
             raise ValueError(
-                f"the packed base cannot be shared: share_base=True, {problem}. One Hopper GPU a rollout replica is"
-                " accepted, with linear=auto. Leave share_base out."
+                f"qerl.base.share=true is not possible: {problem}. One Hopper GPU a rollout replica is"
+                " accepted, with linear=auto. Leave +qerl.base.share out."
             )
         self.use_a16, self.group_size = True, 16
         self.kernel = BorrowedKernel(NvFp4LinearLayerConfig(), options.resident)
@@ -113,8 +113,8 @@ class BorrowedKernel(NvFp4LinearKernel):
                 )
             except ValueError as error:
                 raise ValueError(
-                    f"the packed base cannot be shared: share_base=True, a linear of {error} Every linear must fit."
-                    " Leave share_base out."
+                    f"qerl.base.share=true is not possible: a linear of {error} Every linear must fit."
+                    " Leave +qerl.base.share out."
                 ) from error
         hold_repacked(layer, tiles, plan, self._resident)
 
@@ -166,6 +166,6 @@ def digests_of(borrowed: Borrowed) -> dict[str, str]:
 
 def _other_model(what: str) -> ValueError:
     return ValueError(
-        f"the packed base cannot be shared: share_base=True, {what}. The same linears on both sides are needed. Load"
-        " both from the same model.path with the same `ignore`, or leave share_base out."
+        f"qerl.base.share=true is not possible: {what}. The same linears on both sides are needed. Load"
+        " both from the same model.path with the same `ignore`, or leave +qerl.base.share out."
     )

@@ -21,10 +21,11 @@ from vllm.platforms import current_platform
 from verl_qerl import upstream
 from verl_qerl.formats.base import check_weight, chunk_rows, power_of_two
 from verl_qerl.vllm_plugin import hosts
+from verl_qerl.vllm_plugin.options import named
 
 logger = logging.getLogger(__name__)
 
-_WHERE = "additional_config.verl_qerl.lm_head='fp8'"
+_WHERE = named("lm_head", "fp8")
 _LEAST_EXPONENT = -100  # of a token whose weights are zero, as those that pad the vocabulary are
 
 

