@@ -131,14 +131,18 @@ def test_an_adapter_on_its_way():
 
 
 def test_what_calibration_takes_of_the_cost_of_4_bits():
-    run, *_ = json.loads((H200.parent / "cpu" / "recovery.json").read_text())["runs"]
-    rows = {row["method"]: row for row in run["rows"]}
+    same, other = json.loads((H200.parent / "cpu" / "recovery.json").read_text())["runs"]
+    rows, others = ({row["method"]: row for row in run["rows"]} for run in (same, other))
     gptq, nearest = rows["nvfp4 gptq"], rows["nvfp4 mse"]
     assert round(nearest["kl"] / gptq["kl"]) == 4
     assert round(nearest["change"] / gptq["change"]) == 5
     times = [gptq[name] / rows["int8"][name] for name in ("kl", "change")]
     beside = "{:.1f} and {:.1f} times those of int8".format(*times)
-    assert f"of the KL a quarter is left, of the change of NLL a fifth ({beside})" in PAGES[1].read_text()
+    page = PAGES[1].read_text()
+    assert f"of the KL a quarter is left, of the change of NLL a fifth ({beside})" in page
+    shares = [others["nvfp4 gptq"][name] / others["nvfp4 mse"][name] for name in ("kl", "change")]
+    assert all(0.48 < share < 0.53 for share in shares)
+    assert "half of both is left" in page
 
 
 def test_answers_through_verls_server():

@@ -13,7 +13,7 @@ from verl_qerl.checkpoints.source import Source, read_tensors
 from verl_qerl.checkpoints.stream import linear_modules
 from verl_qerl.cli.export.prompt_log_probs import empty_model, fill
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats import NVFP4, PackedWeight, gptq
+from verl_qerl.formats import PackedWeight, WeightFormat, gptq
 from verl_qerl.formats.nvfp4_layout import fused_group
 from verl_qerl.formats.reference import dequantize
 
@@ -23,7 +23,7 @@ _EMBEDDING = "model.embed_tokens.weight"
 
 def calibrated_stream(
     source: Source,
-    form: NVFP4,
+    form: WeightFormat,
     ignore: Sequence[str],
     device: str,
     observe: Observe,
@@ -67,7 +67,7 @@ class _Walk:
     def __init__(self, source: Source, device: str) -> None:
         self.source, self.device = source, device
         self._decoder = empty_model(source.path).model
-        self._decoder.norm = torch.nn.Identity()
+        self._decoder.register_module("norm", torch.nn.Identity())
         self._decoder.rotary_emb.to(device)
         self._layers = list(self._decoder.layers)
         of_layer: dict[str, list[str]] = {f"model.layers.{i}": [] for i in range(len(self._layers))}
@@ -99,7 +99,8 @@ class _Walk:
         layer, prefix = self._layers[i], f"model.layers.{i}."
         fill(layer, [(name, weights[prefix + name].bfloat16()) for name, _ in layer.named_parameters()])
         passing = _Passing()
-        self._decoder.layers = torch.nn.ModuleList(layer if i == j else passing for j in range(len(self._layers)))
+        held = [layer if i == j else passing for j in range(len(self._layers))]
+        self._decoder.register_module("layers", torch.nn.ModuleList(held))
         return layer
 
     def run(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -136,7 +137,7 @@ def _in_layers(walk: _Walk, linears: set[str]) -> list[list[list[str]]]:
 
 
 def _layer(
-    walk: _Walk, i: int, groups: list[list[str]], hidden: list[torch.Tensor], form: NVFP4, observe: Observe
+    walk: _Walk, i: int, groups: list[list[str]], hidden: list[torch.Tensor], form: WeightFormat, observe: Observe
 ) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
     """The tensors of a layer; `hidden` becomes what the next one gets."""
     tensors = walk.read(i)

@@ -9,7 +9,7 @@ from verl_qerl.checkpoints.stream import linear_modules
 from verl_qerl.cli.export.prompt_log_probs import read_prompts, tokenize
 from verl_qerl.cli.quantize_arguments import SAMPLES, TOKENS
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats import NVFP4, WeightFormat
+from verl_qerl.formats import FORMATS, WeightFormat
 
 # Whose layers transformers runs on embeddings as they are, by names that checkpoints have too.
 FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3")
@@ -57,8 +57,9 @@ def check_calibrated(source: Source, form: WeightFormat) -> None:
         CheckpointFormatError: The model is quantized, has experts, or is of a family that is not known.
         ValueError: Another format.
     """
-    if not isinstance(form, NVFP4):
-        raise ValueError(f"{form.name} is not calibrated: --method gptq. nvfp4 is accepted. Use --method rtn.")
+    if not form.takes_calibration:
+        accepted = ", ".join(name for name, other in FORMATS.items() if other.takes_calibration)
+        raise ValueError(f"{form.name} is not calibrated: --method gptq. {accepted} is accepted. Use --method rtn.")
     if source.format is not None:
         raise CheckpointFormatError(
             f"{source.path} is quantized ({source.format}), and --method gptq calibrates on the answers of the original"
