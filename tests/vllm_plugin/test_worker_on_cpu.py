@@ -264,7 +264,7 @@ def test_where_results_must_not_depend_on_the_batch_vllms_own_paths_stay(monkeyp
     assert "LoRA, the sampler and attention stay vLLM's: VLLM_BATCH_INVARIANT=1" in caplog.text
     for option in ({"sampler": "fused"}, {"lm_head": "fp8"}):
         with pytest.raises(
-            ValueError, match=r"^additional_config\.verl_qerl\.\w+='\w+' does not go together with VLLM_B"
+            ValueError, match=r"^qerl\.rollout\.\w+=\w+ \(in vLLM .*\) does not go together with VLLM_B"
         ):
             prepare_model(worker, Config({"verl_qerl": option}))
 
