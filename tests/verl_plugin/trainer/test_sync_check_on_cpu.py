@@ -39,7 +39,7 @@ def config(base="int8", extension=WORKER_EXTENSION, mode="sync", disaggregated=F
     rollout = {"engine_kwargs": {"vllm": {"worker_extension_cls": extension}}}
     rollout |= {"disaggregation": {"enabled": disaggregated}}
     nodes = {"actor_rollout_ref": {"rollout": rollout, "model": {"lora_rank": 0, **model}}}
-    nodes |= {"qerl": {"base": {"format": base}}, "trainer": {"v1": {"trainer_mode": mode}}}
+    nodes |= {"qerl": {"base": {"format": base}} if base else None, "trainer": {"v1": {"trainer_mode": mode}}}
     return OmegaConf.create(nodes)
 
 
