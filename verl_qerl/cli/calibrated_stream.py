@@ -67,7 +67,7 @@ class _Walk:
     def __init__(self, source: Source, device: str) -> None:
         self.source, self.device = source, device
         self._decoder = empty_model(source.path).model
-        self._decoder.norm = torch.nn.Identity()
+        self._decoder.set_submodule("norm", torch.nn.Identity())
         self._decoder.rotary_emb.to(device)
         self._layers = list(self._decoder.layers)
         of_layer: dict[str, list[str]] = {f"model.layers.{i}": [] for i in range(len(self._layers))}
@@ -99,7 +99,8 @@ class _Walk:
         layer, prefix = self._layers[i], f"model.layers.{i}."
         fill(layer, [(name, weights[prefix + name].bfloat16()) for name, _ in layer.named_parameters()])
         passing = _Passing()
-        self._decoder.layers = torch.nn.ModuleList(layer if i == j else passing for j in range(len(self._layers)))
+        layers = torch.nn.ModuleList(layer if i == j else passing for j in range(len(self._layers)))
+        self._decoder.set_submodule("layers", layers)
         return layer
 
     def run(self, hidden: torch.Tensor) -> torch.Tensor:

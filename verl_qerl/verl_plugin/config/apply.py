@@ -135,8 +135,8 @@ def _apply(config: DictConfig) -> None:
         if uaq.enabled:
             node = OmegaConf.select(config, FSDP)
             if node.get("_target_", rules.STOCK_ENGINE) == rules.STOCK_ENGINE:
-                node._target_ = rules.SCALED_ENGINE
-            node.uaq_scale = uaq.scale
+                node["_target_"] = rules.SCALED_ENGINE
+            node["uaq_scale"] = uaq.scale
         if told:
             _tell_workers(config, told)
         if aqn.enabled and aqn.draw != "batch":  # the scheduler keeps answers out of the prefix cache
