@@ -1,10 +1,11 @@
-"""Tables of the READMEs that come from result files of bench_rollout.py, written in place.
+"""Tables of the READMEs that come from result files, written in place.
 
     python tests/bench/readme_tables.py
 
-fills what stands between `<!-- rollout KIND FILE... -->` and `<!-- end -->` in README.md and
-tests/bench/results/README.md; files are relative to the README. KIND is `speed` (a row for each arm: times as fast as
-stock bf16 + LoRA of the same file) or `all` (rollout_report.tables). test_readme_tables_on_cpu.py keeps them so.
+fills what stands between `<!-- KIND FILE... -->` and `<!-- end -->` in README.md and tests/bench/results/README.md;
+files are relative to the README. KIND is `rollout speed` (a row for each arm: times as fast as stock bf16 + LoRA of the
+same file), `rollout all` (rollout_report.tables) or `recovery` (bench_recovery.py's, a row for each method).
+test_readme_tables_on_cpu.py keeps them so.
 """
 
 import json
@@ -25,7 +26,7 @@ LABELS = {
     "nvfp4_lora_ours_sequence": "NVFP4, verl_qerl, noise of each sequence",
     "nvfp4_lora_ours_token": "NVFP4, verl_qerl, noise of each token",
 }
-_BLOCK = re.compile(r"(<!-- rollout (speed|all) ([^>]+?) -->\n).*?(<!-- end -->)", flags=re.S)
+_BLOCK = re.compile(r"(<!-- (rollout speed|rollout all|recovery) ([^>]+?) -->\n).*?(<!-- end -->)", flags=re.S)
 
 
 def filled(readme: Path, text: str) -> str:
@@ -33,7 +34,8 @@ def filled(readme: Path, text: str) -> str:
 
     def fill(block: re.Match[str]) -> str:
         data = [json.loads((readme.parent / name).read_text(encoding="utf-8")) for name in block[3].split()]
-        made = speed(data) if block[2] == "speed" else "\n\n".join(map(tables, data))
+        make = {"rollout speed": speed, "rollout all": rollouts, "recovery": recovery}[block[2]]
+        made = make(data)
         return f"{block[1]}\n{made}\n\n{block[4]}"
 
     return _BLOCK.sub(fill, text)
@@ -62,6 +64,47 @@ def speed(files: list[dict[str, Any]]) -> str:
                 if any(cell != "-" for cell in cells):
                     lines.append(f"| {name}: {LABELS[arm]} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def rollouts(files: list[dict[str, Any]]) -> str:
+    """Everything of `files`."""
+    return "\n\n".join(map(tables, files))
+
+
+def recovery(files: list[dict[str, Any]]) -> str:
+    """A table for each model of `files`."""
+    parts = []
+    for run in (run for data in files for run in data["runs"]):
+        layers = run["options"]["layers"]
+        some = f", the first {layers} layers quantized" if layers else ""
+        counts = f"{run['tokens']:,} tokens, gptq calibrated on {run['calibration_tokens']:,} others"
+        lines = [f"{run['model']}{some}; {counts}; {run['gpu']}, commit {run['commit']}:", ""]
+        columns = [
+            "bits",
+            "weight error",
+            "output error",
+            "log-prob difference",
+            "KL",
+            "perplexity (95 %)",
+            "change of NLL",
+        ]
+        lines += [f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+        for row in run["rows"]:
+            low, high = row["perplexity_interval"]
+            perplexity = f"{row['perplexity']:.3f} ({low:.3f} to {high:.3f})"
+            cells = [f"{row['bits']:.2f}", *["-"] * 4, perplexity, "-"]
+            if "kl" in row:
+                cells[1:3] = (f"{row[name]:.4f}" for name in ("weight_error", "output_error"))
+                cells[3:5] = (plus_minus(row, name) for name in ("mean_abs_difference", "kl"))
+                cells[6] = plus_minus(row, "change")
+            lines.append(f"| {row['method']} | {' | '.join(cells)} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def plus_minus(row: dict[str, Any], name: str) -> str:
+    """A value with its standard error."""
+    return f"{row[name]:.4f} +- {row[f'{name}_error']:.4f}"
 
 
 def measured(rows: list[dict[str, Any]]) -> dict[tuple[str, str, int | str], float]:

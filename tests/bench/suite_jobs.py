@@ -91,7 +91,7 @@ def _study(name: str, arms: str, at_once: int, env: str = "") -> Job:
 
 
 def _gsm8k(arm: str, seed: int) -> Job:
-    """GRPO on GSM8K; three fit on a GPU of 80 GB. `verl_qerl compare` takes their files."""
+    """GRPO on GSM8K; three fit on a GPU of 80 GB. `verl_qerl plot` takes their files."""
     what, options = _GSM8K_ARMS[arm]
     sizes = (
         "actor_rollout_ref.rollout.enforce_eager=False actor_rollout_ref.rollout.agent.num_workers=3"

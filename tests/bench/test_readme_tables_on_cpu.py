@@ -130,6 +130,21 @@ def test_an_adapter_on_its_way():
     assert f"| {ms['ours']['total']:.0f} ms | {ms['verl']['total']:.0f} ms verl's way |" in PAGES[1].read_text()
 
 
+def test_what_calibration_takes_of_the_cost_of_4_bits():
+    same, other = json.loads((H200.parent / "cpu" / "recovery.json").read_text())["runs"]
+    rows, others = ({row["method"]: row for row in run["rows"]} for run in (same, other))
+    gptq, nearest = rows["nvfp4 gptq"], rows["nvfp4 mse"]
+    assert round(nearest["kl"] / gptq["kl"]) == 4
+    assert round(nearest["change"] / gptq["change"]) == 5
+    times = [gptq[name] / rows["int8"][name] for name in ("kl", "change")]
+    beside = "{:.1f} and {:.1f} times those of int8".format(*times)
+    page = PAGES[1].read_text()
+    assert f"of the KL a quarter is left, of the change of NLL a fifth ({beside})" in page
+    shares = [others["nvfp4 gptq"][name] / others["nvfp4 mse"][name] for name in ("kl", "change")]
+    assert all(0.48 < share < 0.53 for share in shares)
+    assert "half of both is left" in page
+
+
 def test_answers_through_verls_server():
     rows = result("answers_7b")["rows"]
     page = PAGES[1].read_text()

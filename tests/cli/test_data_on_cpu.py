@@ -6,9 +6,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from verl_qerl.cli import main
-from verl_qerl.cli.data import gsm8k_ground_truth, last_boxed
+from verl_qerl.cli.data import MATH_INSTRUCTION, gsm8k_ground_truth, last_boxed
 
 GSM8K_ROW = {"question": "What is 1,000 + 234?", "answer": "1000+234=<<1000+234=1234>>1234\n#### 1,234"}
+OTHER_ROW = {"question": "What is 2 + 3?", "answer": "#### 5"}
 MATH_FIELDS = {"question": "What is half of one?", "solution": r"It is \boxed{1} halved, $\boxed{\frac{1}{2}}$."}
 
 
@@ -16,8 +17,8 @@ MATH_FIELDS = {"question": "What is half of one?", "solution": r"It is \boxed{1}
 def gsm8k(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
-    for split in ("train", "test"):
-        (source / f"{split}.jsonl").write_text(json.dumps(GSM8K_ROW) + "\n")
+    (source / "train.jsonl").write_text(json.dumps(OTHER_ROW) + "\n")
+    (source / "test.jsonl").write_text(json.dumps(GSM8K_ROW) + "\n")
     return source
 
 
@@ -25,13 +26,14 @@ def gsm8k(tmp_path):
 def math(tmp_path, request):
     source = tmp_path / "source"
     source.mkdir()
-    rows = []
-    for level in ("Level 2", "Level 3", "Level 5", "Level ?"):
-        fields = {"reward_model": {"ground_truth": MATH_FIELDS}}
-        if request.param == "flat":
-            fields = {"problem": MATH_FIELDS["question"], "solution": MATH_FIELDS["solution"]}
-        rows.append({"level": level, "type": "Algebra", **fields})
     for split in ("train", "test"):
+        rows = []
+        for level in ("Level 2", "Level 3", "Level 5", "Level ?"):
+            question = f"What is half of one, at {level} of {split}?"
+            fields = {"reward_model": {"ground_truth": MATH_FIELDS | {"question": question}}}
+            if request.param == "flat":
+                fields = {"problem": question, "solution": MATH_FIELDS["solution"]}
+            rows.append({"level": level, "type": "Algebra", **fields})
         pq.write_table(pa.Table.from_pylist(rows), source / f"{split}.parquet")
     return source
 
@@ -56,18 +58,28 @@ def test_gsm8k_has_verls_schema_prompt_and_ground_truth(gsm8k, tmp_path):
         "reward_model": {"style": "rule", "ground_truth": "1234"},
         "extra_info": {"split": "test", "index": 0, **GSM8K_ROW},
     }
-    assert json.loads((tmp_path / "out" / "train.jsonl").read_text()) == GSM8K_ROW
+    assert json.loads((tmp_path / "out" / "train.jsonl").read_text()) == OTHER_ROW
 
 
 def test_math_keeps_the_levels_asked_for(math, tmp_path):
     assert main(["data", "math", "--source", str(math), "--levels", "3-5", "--out", str(tmp_path / "out")]) == 0
     rows = read(tmp_path / "out" / "train.parquet")
     assert [row["extra_info"]["level"] for row in rows] == ["Level 3", "Level 5"]
-    assert rows[0]["prompt"][0]["content"] == (
-        "What is half of one? Let's think step by step and output the final answer within \\boxed{}."
-    )
+    assert [row["extra_info"]["index"] for row in rows] == [0, 1]
+    assert rows[0]["prompt"][0]["content"] == f"What is half of one, at Level 3 of train? {MATH_INSTRUCTION}"
     assert rows[0]["reward_model"]["ground_truth"] == r"\frac{1}{2}"
     assert rows[0]["data_source"] == "DigitalLearningGmbH/MATH-lighteval"
+
+
+def test_questions_of_its_own_test_split_are_not_trained_on(gsm8k, tmp_path, capsys):
+    rows = [OTHER_ROW, GSM8K_ROW | {"question": "what is 1,000+234"}, OTHER_ROW]
+    (gsm8k / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["data", "gsm8k", "--source", str(gsm8k), "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "gsm8k: train has 3 rows, where 7473 are published" in printed
+    assert "left out are 1 questions that come again, and of evaluation questions 1 of its test split" in printed
+    assert [row["extra_info"]["question"] for row in read(tmp_path / "out" / "train.parquet")] == ["What is 2 + 3?"]
+    assert len(read(tmp_path / "out" / "test.parquet")) == 1
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u0085"])
@@ -80,7 +92,8 @@ def test_a_line_ends_where_json_lines_end(gsm8k, tmp_path, separator):
 
 def write_math(folder, *rows):
     for split in ("train", "test"):
-        pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
+        asked = [row | {"question": row["question"] and f"{split}: {row['question']}"} for row in rows]
+        pq.write_table(pa.Table.from_pylist(asked), folder / f"{split}.parquet")
 
 
 def test_math_without_levels_and_types_is_taken(tmp_path):
@@ -109,7 +122,7 @@ def test_a_math_row_that_lacks_something_is_named(tmp_path, capsys, change, mess
 
 
 def test_math_without_solutions_is_refused(tmp_path, capsys):
-    write_math(tmp_path, {"problem": "?", "answer": "3"})
+    write_math(tmp_path, {"question": "?", "answer": "3"})
     with pytest.raises(SystemExit) as exit_info:
         main(["data", "math", "--source", str(tmp_path), "--out", str(tmp_path / "out")])
     assert exit_info.value.code == 1
@@ -120,9 +133,9 @@ def test_math_without_solutions_is_refused(tmp_path, capsys):
 def test_verls_own_reward_gives_one_to_the_reference_answer(name, tmp_path):
     reward_score = pytest.importorskip("verl.utils.reward_score")
     math_row = {"level": "Level 4", "type": "Algebra", **MATH_FIELDS}
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text(json.dumps(GSM8K_ROW))
-        pq.write_table(pa.Table.from_pylist([math_row]), tmp_path / f"{split}.parquet")
+    for split, row in (("train", OTHER_ROW), ("test", GSM8K_ROW)):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(row))
+    write_math(tmp_path, math_row)
     assert main(["data", name, "--source", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
     for row in read(tmp_path / "out" / "test.parquet"):
         truth = row["reward_model"]["ground_truth"]
@@ -144,6 +157,104 @@ def test_an_evaluation_set_is_asked_and_scored_by_its_box(name, tmp_path):
         assert row["prompt"] == [{"role": "user", "content": asked}]
         assert right(reward_score, row, f"So it is \\boxed{{{given['answer']}}}.") == 1
         assert right(reward_score, row, "So it is \\boxed{77}.") != 1
+
+
+DAPO_PROMPT = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem.\n\nWhat is {n} + 3?\n\n"
+    'Remember to put your answer on its own line after "Answer:".'
+)
+DAPO = {"data_source": "math_dapo", "ability": "MATH", "extra_info": {"index": "9a9b6eb4"}}
+BIG_MATH = {"source": "orca_math", "domain": ["Mathematics -> Algebra"], "llama8b_solve_rate": 0.25}
+
+
+def dapo(n, wrapped=True):
+    """A row of BytedTsinghua-SIA/DAPO-Math-17k, or of what open-r1 made of it."""
+    reward_model = {"ground_truth": str(n + 3), "style": "rule-lighteval/MATH_v2"}
+    prompt = [{"role": "user", "content": DAPO_PROMPT.format(n=n)}]
+    if wrapped:
+        return DAPO | {"prompt": prompt, "reward_model": reward_model}
+    plain = {"prompt": f"What is {n} + 3?", "solution": str(n + 3), "source_prompt": prompt}
+    return DAPO | plain | {"reward_model": reward_model}
+
+
+def big_math(n, processed=True):
+    names = ("prompt", "solution") if processed else ("problem", "answer")
+    return dict(zip(names, (f"What is {n} + 3?", f"\\frac{{{2 * n + 6}}}{{2}}"), strict=True)) | BIG_MATH
+
+
+@pytest.mark.parametrize("row", [dapo, lambda n: dapo(n, False), big_math, lambda n: big_math(n, False)])
+def test_a_large_set_becomes_verls_schema_and_its_rewards_read_it(tmp_path, capsys, row):
+    reward_score = pytest.importorskip("verl.utils.reward_score")
+    (tmp_path / "gsm8k.jsonl").write_text(json.dumps({"question": "what is 1  + 3", "answer": "#### 4"}))
+    pq.write_table(pa.Table.from_pylist([row(n) for n in (0, 1, 2, 0)]), tmp_path / "train.parquet")
+    name = "big-math" if "llama8b_solve_rate" in row(0) else "dapo-math"
+    options = ["--source", str(tmp_path), "--held-out", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(["data", name, *options]) == 0
+    assert "train: left out are 1 questions that come again, and of evaluation questions 1 of gsm8k" in (
+        printed := capsys.readouterr().out
+    )
+    assert f"{name}: train has 4 rows, where " in printed
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["train.parquet"]
+    found = read(tmp_path / "out" / "train.parquet")
+    assert [one["extra_info"]["question"] for one in found] == ["What is 0 + 3?", "What is 2 + 3?"]
+    assert [one["extra_info"]["index"] for one in found] == [0, 1]
+    for one in found:
+        question, truth = one["extra_info"]["question"], one["reward_model"]["ground_truth"]
+        asked = f"{question} Let's think step by step and output the final answer within \\boxed{{}}."
+        assert one["prompt"] == [{"role": "user", "content": asked}]
+        assert right(reward_score, one, f"So it is \\boxed{{{truth}}}.") == 1
+        assert right(reward_score, one, "So it is \\boxed{77}.") != 1
+
+
+def test_levels_of_big_math_are_the_hubs_files(tmp_path, capsys, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load(name, config, split):
+        asked.append((name, config, split))
+        return datasets.Dataset.from_list([big_math(len(asked))])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    (tmp_path / "gsm8k.jsonl").write_text(json.dumps(GSM8K_ROW))
+    out = ["--held-out", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(["data", "big-math", "--levels", "3-5", *out]) == 0
+    hub = "open-r1/Big-Math-RL-Verified-Processed"
+    assert asked == [(hub, f"level_{level}", "train") for level in (3, 4, 5)]
+    assert len(read(tmp_path / "out" / "train.parquet")) == 3
+    assert "are published" not in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["data", "big-math", "--levels", "3", "--source", str(tmp_path / "gsm8k.jsonl"), "--out", "x"])
+    assert "levels are those of the hub: --levels with --source=" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--source", "absent"], r"a training set is missing: --source=absent\. A \.jsonl, \.json or \.parquet"),
+        (["--source", "{}/odd.json"], r"row 1 of \S+odd\.json has no answer: its columns are prompt, level\."),
+        (["--source", "{}/train.json", "--held-out", "{}"], r"no evaluation questions are found: --held-out="),
+        (["--source", "{}/train.json", "--held-out", "{}/sets"], r"no training question is left: all are held out"),
+        (["--source", "{}/train.json"], r"the hub did not answer: source=openai/gsm8k\. no route\. .* with --held-out"),
+    ],
+    ids=["source", "columns", "held-out", "nothing-left", "no-network"],
+)
+def test_a_large_set_that_cannot_be_made_is_one_sentence(tmp_path, capsys, monkeypatch, arguments, message):
+    datasets = pytest.importorskip("datasets")
+
+    def fail(*_, **__):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    (tmp_path / "sets").mkdir()
+    (tmp_path / "sets" / "amc23.json").write_text(json.dumps([big_math(1)]))
+    (tmp_path / "train.json").write_text(json.dumps([big_math(1)]))
+    (tmp_path / "odd.json").write_text(json.dumps([{"prompt": "What?", "level": 3}]))
+    given = [argument.format(tmp_path) for argument in arguments]
+    with pytest.raises(SystemExit, match="1"):
+        main(["data", "big-math", *given, "--out", str(tmp_path / "out")])
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
 
 
 def right(reward_score, row, text):

@@ -3,7 +3,8 @@ import json
 import pytest
 
 from verl_qerl.cli import main
-from verl_qerl.cli.plot import first_and_last, moving_average, read_series
+from verl_qerl.cli.curves import summarize
+from verl_qerl.cli.plot import arm_table, default_keys
 
 
 def write(path, rows):
@@ -30,35 +31,28 @@ def test_the_table_the_means_and_the_picture(metrics, tmp_path, capsys):
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_without_noise_has_no_sigma_panel(tmp_path):
-    path = write(tmp_path / "m", [(1, {"critic/rewards/mean": 0.5, "actor/entropy": 1.0})])
-    assert list(read_series(path, None)) == ["critic/rewards/mean", "actor/entropy"]
-
-
-def test_a_step_logged_twice_is_merged_and_the_later_value_wins(tmp_path):
-    path = write(tmp_path / "m", [(1, {"a": 1.0, "b": 2.0}), (1, {"a": 3.0}), (2, {"a": 4.0})])
-    assert read_series(path, ["a", "b"]) == {"a": {1: 3.0, 2: 4.0}, "b": {1: 2.0}}
+def test_default_panels_are_those_that_all_runs_have():
+    run = {name: {1: 0.5} for name in ("critic/rewards/mean", "actor/entropy", "rollout_corr/k3_kl", "timing_s/step")}
+    shown = ["critic/rewards/mean", "rollout_corr/k3_kl", "actor/entropy"]
+    assert default_keys([run]) == shown
+    validated = run | {"val-core/openai/gsm8k/acc/mean@1": {1: 0.5}, "val-aux/openai/gsm8k/reward/mean@1": {1: 0.5}}
+    noisy = validated | {"aqn/sigma": {1: 0.5}, "actor/kl_loss": {1: 0.5}}
+    assert default_keys([noisy]) == [
+        "critic/rewards/mean",
+        "val-core/openai/gsm8k/acc/mean@1",
+        "rollout_corr/k3_kl",
+        "actor/kl_loss",
+        "actor/entropy",
+        "aqn/sigma",
+    ]
+    assert default_keys([noisy, run]) == [*shown, "timing_s/step"]
+    assert default_keys([noisy, noisy | {"actor/entropy": {2: 0.5}}]).count("actor/entropy") == 0  # at no common step
 
 
 def test_a_step_without_a_value_shows_a_dash(tmp_path, capsys):
     path = write(tmp_path / "m", [(1, {"a": 1.0, "b": 2.0}), (2, {"a": 4.0})])
     assert main(["plot", str(path), "--out", str(tmp_path / "x.png"), "--keys", "a", "b"]) == 0
     assert capsys.readouterr().out.splitlines()[2].split() == ["2", "4.00000", "-"]
-
-
-def test_the_moving_average_looks_back_only():
-    assert moving_average([1.0, 3.0, 5.0, 7.0, 9.0, 11.0]) == [1.0, 2.0, 3.0, 4.0, 5.0, 7.0]
-
-
-def test_means_go_by_step_and_not_by_line():
-    assert first_and_last({6: 0.0, 1: 10.0, 2: 10.0, 3: 10.0, 4: 10.0, 5: 10.0}) == (10.0, 8.0)
-
-
-@pytest.mark.parametrize("line", ['{"step": 1, "data": 5}', '{"step": "x", "data": {}}', '{"step": null, "data": {}}'])
-def test_a_line_of_another_kind_is_named(tmp_path, line):
-    (tmp_path / "m").write_text(line)
-    with pytest.raises(ValueError, match=r"line 1 of \S+m cannot be used: (data|step)="):
-        read_series(tmp_path / "m", None)
 
 
 @pytest.mark.parametrize("name", ["x", "x.xyz", "."])
@@ -90,3 +84,41 @@ def test_a_missing_file_is_one_sentence(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["plot", str(tmp_path), "--out", str(tmp_path / "x.png")])
     assert "a directory was given for a file: path=" in capsys.readouterr().err
+
+
+def arm(folder, name, rewards, kl=0.001):
+    rows = [(i, {"critic/score/mean": value, "rollout_corr/k3_kl": kl}) for i, value in enumerate(rewards, start=1)]
+    return write(folder / f"{name}.jsonl", rows)
+
+
+def test_the_table_of_arms_has_a_line_for_each():
+    one, two = {1: {"r": {1: 0.25}}}, {1: {"r": {1: 0.1}}, 2: {"r": {1: 0.2}}}
+    lines = arm_table({"bf16": summarize(one, ["r"]), "int8": summarize(two, ["r"])}, ["r"])
+    assert lines[2] == "| bf16 | 1 | 1 | 0.25 +- 0, 0.25 +- 0 |"
+    assert lines[3] == "| int8 | 2 | 1 | 0.15 +- 0.071, 0.15 +- 0.071 |"
+
+
+def test_several_arms_and_seeds(tmp_path, capsys):
+    files = [arm(tmp_path, f"{name}-seed{seed}", [0.1 * seed] * 7) for name in ("bf16", "int8") for seed in (1, 2)]
+    out, numbers = tmp_path / "new" / "arms.png", tmp_path / "arms.json"
+    assert main(["plot", *map(str, files), "--out", str(out), "--json", str(numbers), "--baseline", "bf16"]) == 0
+    assert out.stat().st_size > 10_000
+    assert json.loads(numbers.read_text())["int8"]["critic/score/mean"]["last"] == pytest.approx([0.15, 0.05 * 2**0.5])
+    line = "| int8 | 2 | 7 | 0.15 +- 0.071, 0.15 +- 0.071, 0 +- 0 minus the baseline | 0.001 +- 0, 0.001 +- 0,"
+    assert line in capsys.readouterr().out
+
+
+def test_the_time_of_a_step_and_intervals_of_validation(tmp_path, capsys):
+    timed = {"critic/score/mean": 0.5, "timing_s/step": 10.0, "timing_s/gen": 6.0}
+    tested = {"val-core/math_dapo/acc/mean@4": 0.25, "timing_s/testing": 3.0}
+    path = write(tmp_path / "m.jsonl", [(step, timed | (tested if step == 2 else {})) for step in (1, 2, 3)])
+    assert main(["plot", str(path), "--out", str(tmp_path / "m.svg")]) == 0
+    printed = capsys.readouterr().out
+    assert "medians, of 10.00 s a step: gen 6.00 s, other 4.00 s, validation 3.00 s" in printed
+    assert "the validation curve has intervals with --questions" in printed
+    assert main(["plot", str(path), "--out", str(tmp_path / "m.svg"), "--questions", "100"]) == 0
+    assert "intervals" not in capsys.readouterr().out
+    for questions in ("0", "-3"):
+        with pytest.raises(SystemExit):
+            main(["plot", str(path), "--out", str(tmp_path / "m.svg"), "--questions", questions])
+        assert f"too small: --questions={questions}. 1 or more is accepted." in capsys.readouterr().err

@@ -1,7 +1,7 @@
 """A model directory: opened by its headers, found on the hub, and its tensors as the files hold them."""
 
 import re
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -158,6 +158,18 @@ def stored_tensors(source: Source, device: str | torch.device = "cpu") -> Iterat
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     yield from source.tensors(device)
+
+
+def read_tensors(source: Source, names: Iterable[str], device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
+    """Some tensors of an unquantized checkpoint as the files hold them, whatever shards they are in."""
+    by_file: dict[str, list[str]] = {}
+    for name in names:
+        by_file.setdefault(source.files[name], []).append(name)
+    found = {}
+    for file, held in by_file.items():
+        with _open(source.path / file, "cpu") as shard:
+            found |= {name: shard.get_tensor(name).to(device) for name in held}
+    return found
 
 
 def whole_weights(

@@ -13,7 +13,7 @@ from verl_qerl.cli.interrupts import Interrupted, kept_interrupts
 _COMMANDS = {
     "quantize": "quantize_arguments",
     "export": "export.arguments",
-    **{name: name for name in ("doctor", "data", "plot", "compare")},
+    **{name: name for name in ("doctor", "data", "plot")},
     "tune": "tune_arguments",
     "plan": "plan",
     "eval": "eval.arguments",

@@ -1,13 +1,14 @@
 """`data`: question sets in verl's parquet schema, with verl's prompts, so that verl's own rewards apply.
 
 Prompts, data sources and ground truths are those of verl's examples/data_preprocess/{gsm8k,math_dataset}.py, which are
-not in its wheel. Of evaluation sets there is test.parquet alone.
+not in its wheel. Of evaluation sets there is test.parquet alone, of DAPO-Math and Big-Math train.parquet alone.
+Training questions that come twice or are evaluated on are left out (see held_out.py).
 """
 
 import argparse
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,21 @@ MATH_INSTRUCTION = "Let's think step by step and output the final answer within 
 SPLITS = ("train", "test")
 # Evaluation set -> data_source, by which verl chooses a reward: these take what the last box holds.
 EVALUATION = {"math500": "HuggingFaceH4/MATH-500", "aime24": "aime24", "aime25": "aime25", "amc23": "math_dapo"}
+# What open-r1 made of DAPO-Math-17k, where each question came about 100 times, and of Big-Math-RL-Verified: id of the
+# hub, and data_source. DAPO-Math has whole numbers as answers; MATH's reward compares formulas too.
+TRAINING = {
+    "dapo-math": ("open-r1/DAPO-Math-17k-Processed", "math_dapo"),
+    "big-math": ("open-r1/Big-Math-RL-Verified-Processed", MATH_SOURCE),
+}
+# Rows, as their authors and the hub's pages say.
+PUBLISHED = {
+    "gsm8k": {"train": 7473, "test": 1319},
+    "math": {"train": 7500, "test": 5000},
+    "dapo-math": {"train": 17398},
+    "big-math": {"train": 215608},
+}
+HELD_OUT = "--held-out"
+HUB = "hub"
 PROBLEM = {"question": str, "answer": str}  # keys of JSON lines
 GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")  # as verl's reward reads it
 
@@ -29,28 +45,66 @@ Row = dict[str, Any]
 def add_parser(subparsers: Any) -> None:
     """Register the command."""
     parser = subparsers.add_parser("data", help="write train.parquet and test.parquet in verl's schema")
-    sets = parser.add_subparsers(required=True, metavar=f"{{gsm8k,math,{','.join(EVALUATION)}}}")
+    sets = parser.add_subparsers(required=True, metavar=f"{{gsm8k,math,{','.join((*TRAINING, *EVALUATION))}}}")
     gsm8k = sets.add_parser("gsm8k", help="GSM8K from train.jsonl and test.jsonl, or from the hub")
     gsm8k.add_argument("--source", default=GSM8K_SOURCE, help="directory or hub id (default: %(default)s)")
-    gsm8k.set_defaults(make=_gsm8k)
+    gsm8k.set_defaults(make=_gsm8k, held_out=None)
     math = sets.add_parser("math", help="MATH from train.parquet and test.parquet, or from the hub")
     math.add_argument("--source", default=MATH_SOURCE, help="directory or hub id (default: %(default)s)")
     math.add_argument("--levels", type=_levels, default=None, metavar="A-B", help="keep these levels, for example 3-5")
-    math.set_defaults(make=_math)
+    math.set_defaults(make=_math, held_out=None)
+    training = [sets.add_parser(name, help=f"{name}, to train on: train.parquet alone") for name in TRAINING]
+    for each in training:
+        each.add_argument("--source", type=Path, help="file, or directory with train.jsonl, .json or .parquet")
+        each.set_defaults(make=_training, held_out=HUB)
+    training[1].add_argument(
+        "--levels", type=_levels, default=None, metavar="A-B", dest="hub_levels", help="of the hub: these alone, as 3-5"
+    )
     evaluation = [sets.add_parser(name, help=f"{name}, to evaluate on: test.parquet alone") for name in EVALUATION]
-    for name, each in zip(EVALUATION, evaluation, strict=True):
+    for each in evaluation:
         each.add_argument("--source", type=Path, help="directory, as of `eval` (default: the hub)")
-        each.set_defaults(make=_evaluation, name=name)
-    for each in (gsm8k, math, *evaluation):
+        each.set_defaults(make=_evaluation)
+    for each in (gsm8k, math, *training):
+        each.add_argument(
+            HELD_OUT,
+            help=f"evaluation questions that are not trained on: directory as of `eval --source`, or {HUB!r} (default:"
+            f" {each.get_default('held_out') or 'those of its test split'})",
+        )
+    for name, each in sets.choices.items():
         each.add_argument("--out", type=Path, required=True, help="directory to create")
-        each.set_defaults(run=run)
+        each.set_defaults(run=run, name=name, levels=None, hub_levels=None)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the splits; the directory appears whole or not at all."""
+    from verl_qerl.cli.held_out import evaluation_questions, kept
+
     check_absent(args.out)
-    write_splits(args.out, args.make(args))
+    splits = args.make(args)
+    for split, published in PUBLISHED.get(args.name, {}).items():
+        if len(splits[split]) != published and not args.hub_levels:
+            print(f"{args.name}: {split} has {len(splits[split])} rows, where {published} are published")
+    if "train" in splits:
+        held_out = {"its test split": _questions(splits.get("test", ())), **evaluation_questions(args.held_out)}
+        splits["train"] = [splits["train"][number] for number in kept(_questions(splits["train"]), held_out)]
+    if args.levels:
+        splits = {split: _of_levels(rows, args.levels, split) for split, rows in splits.items()}
+    for rows in splits.values():
+        for index, row in enumerate(rows):
+            row["extra_info"]["index"] = index
+    write_splits(args.out, splits)
     return 0
+
+
+def _questions(rows: Iterable[Row]) -> list[str]:
+    return [row["extra_info"]["question"] for row in rows]
+
+
+def _of_levels(rows: Iterable[Row], levels: Sequence[str], split: str) -> list[Row]:
+    found = [row for row in rows if row["extra_info"]["level"] in levels]
+    if not found:
+        raise ValueError(f"no row of {split} is left: levels={levels}. 1-5 is accepted. Choose other levels.")
+    return found
 
 
 def write_splits(out: Path, splits: Mapping[str, list[Row]]) -> None:
@@ -175,12 +229,46 @@ def _math(args: argparse.Namespace) -> dict[str, list[Row]]:
             where = f"row {number} of {split}"
             if args.levels is not None:
                 _check_kinds(record, {"level": str}, where)
-            if args.levels is None or record["level"] in args.levels:
-                rows.append(_math_row(record, split, len(rows), where))
-        if not rows:
-            raise ValueError(f"no row of {split} is left: levels={args.levels}. 1-5 is accepted. Choose other levels.")
+            rows.append(_math_row(record, split, len(rows), where))
         splits[split] = rows
     return splits
+
+
+def _training(args: argparse.Namespace) -> dict[str, list[Row]]:
+    from verl_qerl.cli.eval.questions import question_of, read_rows
+
+    hub, data_source = TRAINING[args.name]
+    if args.source is not None:
+        path = _training_file(args.source)
+        if args.hub_levels:
+            raise ValueError(
+                f"levels are those of the hub: --levels with --source={args.source}. --source alone is accepted, with"
+                " the file of these levels. Leave --levels out."
+            )
+        records, where = read_rows(path), str(path)
+    else:
+        levels = args.hub_levels or ("all",)
+        configs = [level.lower().replace(" ", "_") for level in levels]
+        records, where = [row for config in configs for row in from_hub(hub, "train", config)], hub
+    rows = []
+    for index, record in enumerate(records):
+        question = question_of(record, f"row {index + 1} of {where}")
+        prompt = [{"role": "user", "content": f"{question.text} {MATH_INSTRUCTION}"}]
+        rows.append(_row(data_source, prompt, question.truth, "train", index, question.text, question.truth))
+        rows[-1]["extra_info"] |= {key: record[key] for key in ("source", "llama8b_solve_rate") if key in record}
+    return {"train": rows}
+
+
+def _training_file(source: Path) -> Path:
+    from verl_qerl.cli.eval.questions import SUFFIXES
+
+    found = [path for path in (source, *(source / f"train.{suffix}" for suffix in SUFFIXES)) if path.is_file()]
+    if not found or found[0].suffix.removeprefix(".") not in SUFFIXES:
+        raise FileNotFoundError(
+            f"a training set is missing: --source={source}. A .jsonl, .json or .parquet, or a directory with train of"
+            " these, is accepted. Check the path, or leave --source out for the hub."
+        )
+    return found[0]
 
 
 def _evaluation(args: argparse.Namespace) -> dict[str, list[Row]]:
@@ -253,18 +341,18 @@ def _local(source: str) -> Path | None:
     raise FileNotFoundError(f"no such source: source={source}. A directory or owner/name is accepted. Check --source.")
 
 
-def from_hub(name: str, split: str, config: str | None) -> list[Row]:
+def from_hub(name: str, split: str, config: str | None, option: str = "--source") -> list[Row]:
     """The rows of a split of a data set of the hub.
 
     Raises:
-        ValueError: The hub does not answer.
+        ValueError: The hub does not answer; `option` is what takes a directory instead.
     """
     import datasets
 
     try:
         return datasets.load_dataset(name, config, split=split).to_list()
     except ConnectionError as error:
-        raise ValueError(f"the hub did not answer: source={name}. {error}. Give a directory with --source.") from error
+        raise ValueError(f"the hub did not answer: source={name}. {error}. Give a directory with {option}.") from error
 
 
 def _levels(text: str) -> tuple[str, ...]:

@@ -1,6 +1,9 @@
 """A signal that asks for the end ends a command, whatever it was in the middle of, with what it wrote taken away."""
 
+import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -54,3 +57,10 @@ def kept_interrupts() -> Iterator[None]:
             signal.signal(number, handler)
     if came is not None:
         raise Interrupted(came)
+
+
+def end_with_the_parent() -> None:
+    """Have this process end when the one that started it does, killed or not."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()

@@ -1,128 +1,127 @@
-"""`plot`: reward, entropy and noise of a run, from the JSON lines of verl's `file` logger."""
+"""`plot`: curves of one run, or of several arms and seeds, from the JSON lines of verl's `file` logger."""
 
 import argparse
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from verl_qerl.cli.data import read_jsonl
+from verl_qerl.cli import curves
+from verl_qerl.cli.curves import STEP_TIME, VALIDATION, WINDOW, Run, Series, first_and_last
+from verl_qerl.cli.pictures import check_picture, draw
 
-# The first key a run has stands for the panel; entropy and sigma are left out when a run has none.
-PANELS: dict[str, tuple[str, ...]] = {
-    "reward": ("critic/score/mean", "critic/rewards/mean"),
-    "entropy": ("actor/entropy",),
-    "sigma": ("aqn/sigma",),
-}
-PICTURES = (".png", ".pdf", ".svg")
-WINDOW = 5  # steps of the moving average, and of the first and last means
-
-Series = dict[int, float]
+REWARD = ("critic/score/mean", "critic/rewards/mean")
+# KL(rollout || actor), which every run has, and KL to the reference come first.
+PANELS = ("rollout_corr/k3_kl", "actor/kl_loss", "actor/entropy", "aqn/sigma")
 
 
 def add_parser(subparsers: Any) -> None:
     """Register the command."""
-    parser = subparsers.add_parser("plot", help="print and plot reward, entropy and noise of a run")
-    parser.add_argument("metrics", type=Path, help="JSON lines of verl's `file` logger")
+    parser = subparsers.add_parser("plot", help="curves of a run, or of several arms and seeds", description=__doc__)
+    parser.add_argument(
+        "metrics", type=Path, nargs="+", help="JSON lines of verl's `file` logger; seeds of an arm as ARM-seedN.jsonl"
+    )
     parser.add_argument("--out", type=Path, required=True, help="picture to write, .png, .pdf or .svg")
-    parser.add_argument("--keys", nargs="+", help="metrics to show instead; the first one is averaged")
+    parser.add_argument("--keys", nargs="+", help="metrics to show instead")
+    parser.add_argument(
+        "--questions", type=int, metavar="N", help="of the validation set: 95 %% intervals of its curve"
+    )
+    parser.add_argument("--baseline", help="arm from which the others are subtracted, seed by seed")
+    parser.add_argument("--json", type=Path, help="file for the numbers of all curves")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table and the first and last means, and write the picture."""
+    """Print the numbers and write the picture.
+
+    Raises:
+        ValueError: `out` is no picture, a metric is missing, or the runs of an arm have no step in common.
+    """
     check_picture(args.out)
-    series = read_series(args.metrics, args.keys)
-    for line in table(series):
-        print(line)
-    name, values = next(iter(series.items()))
-    first, last = first_and_last(values)
-    count = min(WINDOW, len(values))
-    print(f"{name}: mean of the first {count} steps {first:.4f}, of the last {count} steps {last:.4f}")
+    if args.questions is not None and args.questions < 1:
+        raise ValueError(f"too small: --questions={args.questions}. 1 or more is accepted. Raise it.")
+    paths = curves.by_arm(args.metrics)
+    arms = {arm: {seed: curves.read_metrics(path) for seed, path in seeds.items()} for arm, seeds in paths.items()}
+    runs = [run for seeds in arms.values() for run in seeds.values()]
+    keys = args.keys or default_keys(runs)
+    for path, one in zip((path for seeds in paths.values() for path in seeds.values()), runs, strict=True):
+        _check_keys(one, keys, path)
+    summary = {arm: curves.summarize(seeds, keys) for arm, seeds in arms.items()}
+    if args.baseline:
+        curves.add_differences(summary, arms, keys, args.baseline)
+    phases = curves.phases(runs[0]) if len(runs) == 1 and not args.keys else {}
+    print("\n".join(step_table(runs[0], keys, phases) if len(runs) == 1 else arm_table(summary, keys)))
+    if args.questions is None and any(VALIDATION.fullmatch(key) for key in keys):
+        print("the validation curve has intervals with --questions, the number of its questions")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    draw(series, args.out)
+    draw(summary, keys, phases, args.questions, args.out)
     print(f"wrote {args.out}")
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        print(f"wrote {args.json}")
     return 0
 
 
-def check_picture(out: Path) -> None:
-    """Require a name that says what kind of picture it is; matplotlib adds an end to one that does not.
-
-    Raises:
-        ValueError: It has another end, or none.
-    """
-    if out.suffix not in PICTURES:
-        raise ValueError(f"no picture: out={out}. A name that ends in {', '.join(PICTURES)} is accepted. Change --out.")
+def default_keys(runs: Sequence[Run]) -> list[str]:
+    """Reward, validation, KL, entropy and noise, where all runs have them at a step; of several the time of a step."""
+    known = {key for key in runs[0] if set.intersection(*(set(run.get(key, ())) for run in runs))}
+    reward = next((key for key in REWARD if key in known), REWARD[0])
+    panels = (*PANELS, STEP_TIME) if len(runs) > 1 else PANELS
+    return [reward, *sorted(filter(VALIDATION.fullmatch, known)), *(key for key in panels if key in known)]
 
 
-def read_series(path: Path, keys: Sequence[str] | None) -> dict[str, Series]:
-    """Values per step of each metric.
-
-    Args:
-        path: Lines `{"step": ..., "data": {metric: value}}`; when a step occurs twice, later values win.
-        keys: Metrics that have to be there; None takes the first known one per panel.
-
-    Raises:
-        FileNotFoundError: No such file.
-        ValueError: A line is not such an object, or a metric is missing.
-    """
-    found: dict[str, Series] = {}
-    for row in read_jsonl(path, {"step": int, "data": dict}):
-        for key, value in row["data"].items():
-            if isinstance(value, int | float):
-                found.setdefault(key, {})[row["step"]] = float(value)
-    if keys is None:
-        candidates = (next((key for key in known if key in found), None) for known in PANELS.values())
-        keys = [key for key in candidates if key is not None]
-        missing = [] if keys and keys[0] in PANELS["reward"] else list(PANELS["reward"])
-    else:
-        missing = [key for key in keys if key not in found]
+def _check_keys(run: Run, keys: Sequence[str], path: Path) -> None:
+    missing = [key for key in keys if key not in run]
     if missing:
         raise ValueError(
-            f"metrics are missing: keys={missing} in {path}. It has {sorted(found)}. Choose from these with --keys."
+            f"metrics are missing: keys={missing} in {path}. It has {sorted(run)}. Choose from these with --keys."
         )
-    return {key: found[key] for key in keys}
 
 
-def table(series: dict[str, Series]) -> list[str]:
-    """A header and one line per step that has any of the metrics."""
-    lines = [" ".join(["  step", *(f"{name:>18}" for name in series)])]
-    for step in sorted(set().union(*series.values())):
-        cells = (f"{values[step]:>18.5f}" if step in values else f"{'-':>18}" for values in series.values())
+def step_table(run: Run, keys: Sequence[str], phases: Mapping[str, Series]) -> list[str]:
+    """A line for each step that has any of the metrics; then the ends of the first, and what a step's time goes to."""
+    lines = [" ".join(["  step", *(f"{key:>18}" for key in keys)])]
+    for step in sorted(set().union(*(run[key] for key in keys))):
+        cells = (f"{run[key][step]:>18.5f}" if step in run[key] else f"{'-':>18}" for key in keys)
         lines.append(" ".join([f"{step:>6}", *cells]))
+    first, last = first_and_last(run[keys[0]])
+    count = min(WINDOW, len(run[keys[0]]))
+    lines.append(f"{keys[0]}: mean of the first {count} steps {first:.4f}, of the last {count} steps {last:.4f}")
+    if phases:
+        medians = (f"{name} {_median(seconds):.2f} s" for name, seconds in phases.items())
+        lines.append(f"medians, of {_median(run[STEP_TIME]):.2f} s a step: {', '.join(medians)}")
     return lines
 
 
-def first_and_last(values: Series) -> tuple[float, float]:
-    """Means over the first and over the last WINDOW steps."""
-    ordered = [values[step] for step in sorted(values)]
-    return float(np.mean(ordered[:WINDOW])), float(np.mean(ordered[-WINDOW:]))
+def _median(seconds: Series) -> float:
+    """Over the steps that have the phase."""
+    return float(np.median([one for one in seconds.values() if one > 0] or [0.0]))
 
 
-def moving_average(values: Sequence[float]) -> list[float]:
-    """Mean of each value and up to WINDOW - 1 before it."""
-    return [float(np.mean(values[max(0, i + 1 - WINDOW) : i + 1])) for i in range(len(values))]
+def arm_table(summary: Mapping[str, Mapping[str, Any]], keys: Sequence[str]) -> list[str]:
+    """A Markdown table: a line for each arm."""
+    ends = f"mean of the first {WINDOW} steps, of the last {WINDOW}"
+    lines = [
+        f"| arm | seeds | steps | {' | '.join(f'{key}: {ends}' for key in keys)} |",
+        "|---" * (3 + len(keys)) + "|",
+    ]
+    for arm, numbers in summary.items():
+        cells = [
+            str(len(numbers["seeds"])),
+            str(len(numbers[keys[0]]["steps"])),
+            *(_cell(numbers[key]) for key in keys),
+        ]
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    return lines
 
 
-def draw(series: dict[str, Series], out: Path) -> None:
-    """One panel per metric under a common step axis; the first has a moving average."""
-    import matplotlib
+def _cell(numbers: Mapping[str, Any]) -> str:
+    ends = f"{_spread(numbers['first'])}, {_spread(numbers['last'])}"
+    return ends + (f", {_spread(numbers['minus_baseline'])} minus the baseline" if "minus_baseline" in numbers else "")
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(len(series), 1, sharex=True, squeeze=False, figsize=(7, 1 + 2.2 * len(series)))
-    for index, (axis, (name, values)) in enumerate(zip(axes[:, 0], series.items(), strict=True)):
-        steps = sorted(values)
-        ordered = [values[step] for step in steps]
-        axis.plot(steps, ordered, marker=".", linewidth=1, alpha=0.5 if index == 0 else 1.0)
-        if index == 0:
-            axis.plot(steps, moving_average(ordered), linewidth=2, label=f"mean of {WINDOW} steps")
-            axis.legend(loc="best")
-        axis.set_ylabel(name)
-        axis.grid(alpha=0.3)
-    axes[-1, 0].set_xlabel("step")
-    figure.tight_layout()
-    figure.savefig(out, dpi=150)
-    plt.close(figure)
+def _spread(number: Sequence[float]) -> str:
+    return f"{number[0]:.4g} +- {number[1]:.2g}"

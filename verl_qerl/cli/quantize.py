@@ -1,13 +1,16 @@
 """`quantize`: a bf16 checkpoint to one in NVFP4 or a neighbour of it, as a stream.
 
 Reading, arithmetic, and digests and writing run in threads of their own, so that the slowest of them, the disk, sets
-the pace. Memory: a few tensors, whatever the size of the model.
+the pace. Memory: a few tensors, whatever the size of the model; more with texts to calibrate on, see
+`calibrated_stream`.
 """
 
 import argparse
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -19,6 +22,8 @@ from verl_qerl.checkpoints.digest import model_digest
 from verl_qerl.checkpoints.source import Source, open_source
 from verl_qerl.checkpoints.stream import check_held, packed_names, packed_stream
 from verl_qerl.checkpoints.writer import ShardedWriter, quantized_specs
+from verl_qerl.cli.calibrated_stream import calibrated_stream
+from verl_qerl.cli.calibration import Calibration, check_calibrated
 from verl_qerl.cli.model_dir import (
     QUANTIZATION_REPORT,
     check_free_space,
@@ -30,11 +35,15 @@ from verl_qerl.cli.model_dir import (
     write_json,
 )
 from verl_qerl.cli.output_dir import check_absent, new_directory
+from verl_qerl.cli.quantize_arguments import SAMPLES, TOKENS
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import PackedWeight, WeightFormat, scaled_format
 from verl_qerl.formats.ignore import DEFAULT_IGNORE, ROUTER, is_router
 from verl_qerl.formats.reference import relative_error
 from verl_qerl.formats.tensor_spec import TensorSpec
+
+# As packed_stream.
+Pack = Callable[..., Iterator[tuple[str, PackedWeight | torch.Tensor]]]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         device=args.device,
         max_shard_bytes=args.max_shard_size,
         requantize=args.requantize,
+        calibration=_calibration(args),
     )
     print(_table(report))
     print(f"wrote {args.out}")
@@ -64,6 +74,7 @@ def quantize_checkpoint(
     device: str = "auto",
     max_shard_bytes: int = 5 * 10**9,
     requantize: bool = False,
+    calibration: Calibration | None = None,
 ) -> dict[str, Any]:
     """Quantize `model` into the new directory `out`, which appears when everything is written.
 
@@ -76,6 +87,7 @@ def quantize_checkpoint(
         device: `auto`, `cpu` or `cuda`.
         max_shard_bytes: Of one output file.
         requantize: Take a quantized `model` by the weights that it stands for; what it left as it is stays so.
+        calibration: Texts for GPTQ; without, weights are rounded to the nearest codes.
 
     Returns:
         What is also written to `quantization_report.json`.
@@ -88,6 +100,8 @@ def quantize_checkpoint(
     chosen = scaled_format(form, scale)
     source = open_source(model)
     rules = tuple(dict.fromkeys((*DEFAULT_IGNORE, *ignore)))
+    if calibration:
+        check_calibrated(source, chosen)
     if requantize and source.format is not None:
         source = dense_source(source)
         rules = (*rules, *left_dense(source, rules))
@@ -97,9 +111,10 @@ def quantize_checkpoint(
         rules = (*rules, ROUTER)
     specs = quantized_specs(source.specs, packed_names(source, chosen, rules), chosen.specs)
     where = pick_device(device)
+    texts = calibration.read(source, rules) if calibration else ()
     with new_directory(out) as folder:
         check_free_space(folder, total_bytes(specs))
-        report = _write(folder, source, specs, max_shard_bytes, chosen, rules, where)
+        report = _write(folder, source, specs, max_shard_bytes, chosen, rules, where, texts)
         copy_other_files(source.path, folder)
         write_json(folder / "config.json", source.config | {"quantization_config": chosen.config(rules)})
         write_json(folder / QUANTIZATION_REPORT, report)
@@ -114,17 +129,22 @@ def _write(
     form: WeightFormat,
     ignore: Sequence[str],
     device: str,
+    texts: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
     """Write the weights; the report."""
     started = time.perf_counter()
     with ShardedWriter(folder, specs, max_shard_bytes) as writer:
-        layers = _write_tensors(writer, source, form, ignore, device)
+        layers = _write_tensors(
+            writer, source, form, ignore, device, partial(calibrated_stream, texts=texts) if texts else packed_stream
+        )
     seconds = time.perf_counter() - started
     return {
         "verl_qerl": __version__,
         "torch": torch.__version__,
         "device": device_name(device),
         "format": form.name,
+        "method": "gptq" if texts else "rtn",
+        **({"calibration": {"samples": len(texts), "tokens": sum(map(len, texts))}} if texts else {}),
         "ignore": ignore,
         "source": source.origin.format if isinstance(source, DenseSource) else "unquantized",
         "seconds": round(seconds, 3),
@@ -137,18 +157,23 @@ def _write(
 
 
 def _write_tensors(
-    writer: ShardedWriter, source: Source, form: WeightFormat, ignore: Sequence[str], device: str
+    writer: ShardedWriter,
+    source: Source,
+    form: WeightFormat,
+    ignore: Sequence[str],
+    device: str,
+    pack: Pack,
 ) -> dict[str, dict[str, Any]]:
     """Fill `writer`; the report of each layer, in the order of their names."""
     layers: dict[str, dict[str, Any]] = {}
     with tqdm(total=total_bytes(source.specs), unit="B", unit_scale=True, desc="quantize") as bar:
 
-        def observe(module: str, weight: torch.Tensor, packed: PackedWeight) -> None:
-            layers[module] = _layer(weight, packed)
+        def observe(module: str, weight: torch.Tensor, packed: PackedWeight, **outputs: float) -> None:
+            layers[module] = _layer(weight, packed) | outputs
             bar.update(weight.nbytes)
 
         def items() -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
-            for name, item in packed_stream(source, form, ignore, device, observe):
+            for name, item in pack(source, form, ignore, device, observe):
                 if isinstance(item, torch.Tensor):
                     bar.update(item.nbytes)
                 yield name, item
@@ -175,14 +200,25 @@ def _check(source: Source) -> None:
         )
 
 
+def _calibration(args: argparse.Namespace) -> Calibration | None:
+    if args.method != "gptq":
+        return None
+    return Calibration(args.calibration, args.calibration_samples or SAMPLES, args.calibration_tokens or TOKENS)
+
+
 def _table(report: dict[str, Any]) -> str:
-    kinds: dict[str, list[float]] = {}
+    kinds: dict[str, list[dict[str, Any]]] = {}
     for module, layer in report["layers"].items():
-        kinds.setdefault(module.rpartition(".")[2], []).append(layer["relative_error"])
-    lines = [f"{'linear':<12} {'count':>5} {'mean error':>11} {'max error':>11}"]
-    for kind, errors in kinds.items():
-        mean = sum(errors) / len(errors)
-        lines.append(f"{kind:<12} {len(errors):>5} {mean:>11.4f} {max(errors):>11.4f}")
+        kinds.setdefault(module.rpartition(".")[2], []).append(layer)
+    calibrated = report["method"] == "gptq"
+    of_outputs = f" {'of outputs':>11} {'by rtn':>11}" if calibrated else ""
+    lines = [f"{'linear':<12} {'count':>5} {'mean error':>11} {'max error':>11}{of_outputs}"]
+    for kind, layers in kinds.items():
+        errors = [layer["relative_error"] for layer in layers]
+        line = f"{kind:<12} {len(layers):>5} {fmean(errors):>11.4f} {max(errors):>11.4f}"
+        for key in ("output_error", "rtn_output_error") if calibrated else ():
+            line += f" {fmean(layer[key] for layer in layers):>11.4f}"
+        lines.append(line)
     if report["source"] != "unquantized":
         lines.append(f"errors are those beside the {report['source']} weights of the source, not beside the original's")
     before, after = report["bytes_before"] / 1e9, report["bytes_after"] / 1e9

@@ -63,6 +63,7 @@ class NVFP4(WeightFormat):
     codes_per_byte: int = 2
     shares_scale: bool = True
     holds_experts: bool = True
+    takes_calibration: bool = True
     scale: str = DEFAULT_SCALE
     scale_choices: ClassVar[tuple[str, ...]] = SCALE_CHOICES
 

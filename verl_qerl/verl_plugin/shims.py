@@ -1,4 +1,4 @@
-"""What verl lacks and a wrapper can supply. Each shim stands down once its patch in patches/ is applied."""
+"""What verl lacks and a wrapper can supply. Shims stand down once their patch in patches/ is applied, all but one."""
 
 from collections.abc import Callable
 from typing import Any

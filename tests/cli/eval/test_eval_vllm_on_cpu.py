@@ -20,7 +20,7 @@ from verl_qerl.cli.export.command import Options, export_checkpoint
 SCRIPT = Path(__file__).with_name("evaluate_all.py")
 ROOT = Path(__file__).parents[3]
 QUESTIONS = [{"question": f"What is {n} + 3?", "answer": f"#### {n + 3}"} for n in range(3)]
-NAMES = ("base", "adapter", "again", "checkpoint", "norms", "bf16", "untrained", "forgotten")
+NAMES = ("base", "adapter", "again", "checkpoint", "norms", "bf16", "untrained", "forgotten", "two")
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,7 @@ def done(trained, models, tmp_path_factory):
         ["--model", str(models / "bf16"), "--samples", "2", "--temperature", "1"],
         [*packed, "--adapter", str(zero)],
         [*packed, *adapter],
+        [*packed, *adapter, "--data-parallel", "2"],
     ]
     common = ["--tasks", "gsm8k", "--source", str(folder), "--max-tokens", "16", "--memory", "0.05"]
     cases = []
@@ -60,7 +61,7 @@ def done(trained, models, tmp_path_factory):
     assert found, result.stdout[-2000:] + result.stderr[-6000:]
     codes = dict(zip(NAMES, json.loads(found[0].removeprefix("RESULT ")), strict=True))
     errors = dict(zip(NAMES, result.stderr.split("CASE ")[1:], strict=True))
-    assert [codes[name] for name in NAMES[:6]] == [0] * 6, result.stdout[-2000:] + result.stderr[-6000:]
+    assert [codes[name] for name in (*NAMES[:6], "two")] == [0] * 7, result.stdout[-2000:] + result.stderr[-6000:]
     return folder, codes, result.stdout, errors
 
 
@@ -72,7 +73,14 @@ def test_answers_come_with_the_adapter(done):
     folder, _, stdout, _ = done
     assert texts(folder, "adapter") == texts(folder, "again")
     assert all(ours != theirs for ours, theirs in zip(texts(folder, "adapter"), texts(folder, "base"), strict=True))
-    assert stdout.count("the adapter is applied: it changes log-probs of an answer by ") == 4
+    assert stdout.count("the adapter is applied: it changes log-probs of an answer by ") == 6
+
+
+def test_two_engines_answer_as_one(done):
+    folder, *_ = done
+    assert texts(folder, "two") == texts(folder, "adapter")
+    both = [json.loads((folder / name / "summary.json").read_text())["tasks"] for name in ("two", "adapter")]
+    assert both[0] == both[1]
 
 
 def test_a_checkpoint_answers_as_its_exported_adapter(done):

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 import torch
 
 from verl_qerl.cli import main
-from verl_qerl.cli.eval import evaluate
+from verl_qerl.cli.eval import engines, evaluate
 from verl_qerl.cli.eval.records import read_lines
 from verl_qerl.cli.eval.served import check_applied
 from verl_qerl.cli.export.adapter import Adapter, write_peft
@@ -51,7 +51,8 @@ def run(source, models, monkeypatch):
 
     def run(script, *argv, stop_after=None, out="out"):
         double = Double(AutoTokenizer.from_pretrained(models / "bf16"), script, stop_after)
-        monkeypatch.setattr(evaluate, "_start", lambda *_: double)
+        monkeypatch.setattr(evaluate, "_options", lambda *_: SimpleNamespace(adapter=None))
+        monkeypatch.setattr(engines, "_start", lambda _: double)
         arguments = ["--model", str(models / "bf16"), "--source", str(source), "--tasks", "gsm8k", "--limit", "4"]
         main(["eval", *arguments, "--out", str(source / out), *argv])
         return double
@@ -136,6 +137,7 @@ def test_a_prompt_of_ones_own(run):
     ("argv", "message"),
     [
         (["--samples", "0"], "too small: --samples=0. 1 or more"),
+        (["--data-parallel", "0"], "too small: --data-parallel=0. 1 or more"),
         (["--samples", "2", "--temperature", "0"], "all samples would be the same: --samples=2"),
         (["--temperature", "nan"], "too small: --temperature=nan"),
         (["--top-p", "0"], "not a share: --top-p=0.0"),

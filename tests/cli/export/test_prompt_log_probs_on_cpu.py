@@ -33,9 +33,9 @@ def test_verls_parquet_is_read(tmp_path):
     ("name", "content", "message"),
     [
         ("p.txt", "x", "prompts of an unknown kind: prompts="),
-        ("p.jsonl", '{"text": "x"}', "lacks"),
-        ("p.jsonl", '{"prompt": 3}', "a prompt cannot be used: prompt=3"),
-        ("p.jsonl", '{"prompt": ""}', "a prompt cannot be used"),
+        ("p.jsonl", '{"text": "x"}', "row 1 of .* cannot be used: prompt=None"),
+        ("p.jsonl", '{"prompt": 3}', "row 1 of .* cannot be used: prompt=3"),
+        ("p.jsonl", '{"prompt": ""}', "row 1 of .* cannot be used: prompt=.."),
         ("p.parquet", "no parquet", "prompts cannot be read"),
     ],
 )
@@ -56,7 +56,7 @@ def test_an_absent_file(tmp_path, name):
 
 @pytest.mark.parametrize(
     ("column", "values", "message"),
-    [("text", ["x"], "prompts cannot be read"), ("prompt", [], "a file holds no prompts")],
+    [("text", ["x"], "a file lacks a column"), ("prompt", [], "a file holds no prompts")],
 )
 def test_a_parquet_without_prompts_is_refused(tmp_path, column, values, message):
     import pyarrow as pa
@@ -96,6 +96,18 @@ def test_the_change_is_that_of_the_two_models(models):
     assert found["max_abs_change"] == pytest.approx(change.abs().max().item(), rel=1e-4)
     assert found["mean_change"] == pytest.approx(change.mean().item(), rel=1e-3, abs=1e-6)
     assert found["mean_abs_change"] > 0.01
+
+
+def test_text_begins_as_the_model_knows_it_and_a_chat_as_its_template_says(models):
+    from tokenizers.processors import TemplateProcessing
+
+    folder = models / "nvfp4"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    before = tokenize(folder, ["What is 2 + 3?", CHAT])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="a $0", special_tokens=[("a", 7)])
+    marked = folder.parent / "marked"
+    tokenizer.save_pretrained(marked)
+    assert tokenize(marked, ["What is 2 + 3?", CHAT]) == [[7, *before[0]], before[1]]
 
 
 def test_prompts_of_one_token_are_refused(models):

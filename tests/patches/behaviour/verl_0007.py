@@ -20,6 +20,7 @@ overrides = [
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
     "actor_rollout_ref.rollout.name=vllm",
     "actor_rollout_ref.rollout.n=3",
+    "+aqn.enabled=false",  # the shim looks at runs with an option of ours alone
 ]
 with initialize_config_module("verl.trainer.config", version_base=None):
     run = compose("ppo_trainer", overrides=overrides)

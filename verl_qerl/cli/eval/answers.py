@@ -18,6 +18,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from verl_qerl.cli.data import last_boxed
+from verl_qerl.cli.interrupts import end_with_the_parent
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,5 @@ def _find(text: str, truth: str) -> tuple[str | None, bool]:
 
 @functools.cache
 def _pool() -> ProcessPoolExecutor:
-    from verl_qerl.cli.eval.equality import end_with_the_parent
-
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(2, mp_context=context, initializer=end_with_the_parent)

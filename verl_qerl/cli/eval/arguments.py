@@ -30,7 +30,14 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--max-tokens", type=int, default=4096, help="of an answer (default: %(default)s)")
     parser.add_argument("--prompt", default=PROMPT, help="what the user says (default: %(default)s)")
     parser.add_argument("--limit", type=int, help="ask the first questions of each task only")
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="GPUS", help="that share the model")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="GPUS", help="that share a model")
+    parser.add_argument(
+        "--data-parallel",
+        type=int,
+        default=1,
+        metavar="ENGINES",
+        help="that share the questions, each on --tensor-parallel GPUs of its own (default: %(default)s)",
+    )
     parser.add_argument("--memory", type=float, help="share of a GPU's memory (default: vLLM's)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -58,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse what is out of range, or does not go together."""
-    for name, least in (("samples", 1), ("max_tokens", 1), ("limit", 1), ("tensor_parallel", 1), ("temperature", 0)):
+    counts = ("samples", "max_tokens", "limit", "tensor_parallel", "data_parallel")
+    for name, least in (*((name, 1) for name in counts), ("temperature", 0)):
         value = getattr(args, name)
         if value is not None and not value >= least:
             raise ValueError(f"too small: --{name.replace('_', '-')}={value}. {least} or more is accepted. Raise it.")

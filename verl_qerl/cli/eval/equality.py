@@ -3,10 +3,6 @@
 Strings go in, and strings and truth values come out: sympy would compute a power like 9^(9^9) anew to unpickle it.
 """
 
-import multiprocessing
-import os
-import threading
-
 from math_verify import parse, verify
 
 
@@ -18,10 +14,3 @@ def find(text: str, truth: str) -> tuple[str | None, bool]:
     wanted, given = parse(f"\\boxed{{{truth}}}"), parse(text)
     answer = str(given[-1]) if given and isinstance(given[-1], str) else None
     return answer, bool(wanted and given) and bool(verify(wanted, given))
-
-
-def end_with_the_parent() -> None:
-    """Have this process end when the one that started it does, killed or not."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()

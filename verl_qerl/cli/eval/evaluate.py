@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 from tqdm import tqdm
 
 from verl_qerl import __version__
-from verl_qerl.cli.eval.answers import judge
+from verl_qerl.cli.eval.engines import Work, gpus, in_processes, judged
 from verl_qerl.cli.eval.questions import SLOT, TASKS, Question, read_questions
-from verl_qerl.cli.eval.records import Answer, Answered, append, check_questions, open_records, read_lines
+from verl_qerl.cli.eval.records import Answered, append, check_questions, open_records, read_lines
 from verl_qerl.cli.eval.report import report
-from verl_qerl.cli.eval.served import ADAPTER, CHECKED, Engine, Served, check_applied, served
+from verl_qerl.cli.eval.served import ADAPTER, CHECKED, Served, served
 from verl_qerl.cli.export.fsdp_checkpoint import open_checkpoint
+from verl_qerl.vllm_plugin.offline import EngineOptions
 
 _SAMPLING = ("samples", "temperature", "top_p", "max_tokens", "prompt", "seed")
 
@@ -32,17 +34,14 @@ class Asked:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate, then print the table."""
+    devices = gpus(args.data_parallel, args.tensor_parallel)
     questions = {task: _questions(task, args.source) for task in args.tasks}
     open_records(args.out, settings(args))
     missing = _unanswered(args.out, questions, args.limit)
     if missing:
         with served(args.model, args.adapter, args.checkpoint, args.format, args.out) as found:
             asked = encode(found.model, missing, args.prompt)
-            engine = _start(found, args, asked)
-            if found.adapter is not None:
-                change = check_applied(engine, asked[0].tokens)
-                print(f"the adapter is applied: it changes log-probs of an answer by {change:.3g} a token on average")
-            answer(engine, asked, args.out, args)
+            answer(_options(found, args, asked), devices, asked, args)
     return report(args.out, args.tasks)
 
 
@@ -104,10 +103,8 @@ def encode(model: str, missing: Sequence[tuple[str, int, Question]], prompt: str
     return [Asked(*what, ids) for what, ids in zip(missing, tokens, strict=True)]
 
 
-def _start(found: Served, args: argparse.Namespace, asked: Sequence[Asked]) -> Engine:
+def _options(found: Served, args: argparse.Namespace, asked: Sequence[Asked]) -> EngineOptions:
     from transformers import AutoConfig
-
-    from verl_qerl.vllm_plugin.offline import EngineOptions, OfflineEngine
 
     longest = max(len(one.tokens) for one in asked)
     length = longest + max(args.max_tokens, CHECKED) + 1  # scoring an answer adds a token
@@ -117,7 +114,7 @@ def _start(found: Served, args: argparse.Namespace, asked: Sequence[Asked]) -> E
             f"answers do not fit the model: --max-tokens={args.max_tokens} after a question of {longest} tokens, where"
             f" it has {room} positions. At most {room - longest - 1} is accepted. Lower --max-tokens."
         )
-    options = EngineOptions(
+    return EngineOptions(
         found.model,
         found.form,
         found.scale,
@@ -128,20 +125,24 @@ def _start(found: Served, args: argparse.Namespace, asked: Sequence[Asked]) -> E
         args.memory,
         args.seed,
     )
-    return OfflineEngine(options)
 
 
-def answer(engine: Engine, asked: Sequence[Asked], out: Path, args: argparse.Namespace) -> None:
-    """Have all questions answered, and keep each as it is done."""
+def answer(
+    options: EngineOptions, devices: Sequence[str | None], asked: Sequence[Asked], args: argparse.Namespace
+) -> None:
+    """Have all questions answered, and keep each as it is done; by an engine for each of `devices` (see `gpus`)."""
     sampling = {"n": args.samples, "temperature": args.temperature, "max_tokens": args.max_tokens}
     if args.temperature > 0:
         sampling["top_p"] = args.top_p
+    work = Work(options, [one.tokens for one in asked], [one.question.truth for one in asked], sampling)
+    found = (
+        in_processes(work, gpus(args.data_parallel, args.tensor_parallel)) if args.data_parallel > 1 else judged(work)
+    )
     right = answers = 0
-    with tqdm(total=len(asked), desc="eval", unit="question") as bar:
-        for number, found in engine.sample([one.tokens for one in asked], **sampling):
+    with closing(found), tqdm(total=len(asked), desc="eval", unit="question") as bar:
+        for number, each in found:
             one = asked[number]
-            judged = [Answer(s.text, len(s.tokens), s.cut, *judge(s.text, one.question.truth, s.cut)) for s in found]
-            append(out, one.task, Answered(one.index, one.question, tuple(judged)))
-            right, answers = right + sum(each.right for each in judged), answers + len(judged)
+            append(args.out, one.task, Answered(one.index, one.question, each))
+            right, answers = right + sum(answer.right for answer in each), answers + len(each)
             bar.set_postfix_str(f"{right / answers:.1%} right")
             bar.update()

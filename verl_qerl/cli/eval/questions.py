@@ -11,6 +11,12 @@ from verl_qerl.cli.data import GSM8K_SOURCE, MATH_INSTRUCTION, from_hub, gsm8k_g
 SLOT = "{question}"
 PROMPT = f"{SLOT} {MATH_INSTRUCTION}"
 SUFFIXES = ("jsonl", "json", "parquet")
+# What the prompts of BytedTsinghua-SIA's sets (DAPO-Math-17k, AIME-2024) say around the question.
+_BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem."
+)
+_AFTER = (MATH_INSTRUCTION, 'Remember to put your answer on its own line after "Answer:".')
 
 
 @dataclass(frozen=True)
@@ -68,12 +74,13 @@ def check_prompt(prompt: str) -> None:
         )
 
 
-def read_questions(task: str, source: Path | None) -> list[Question]:
+def read_questions(task: str, source: Path | None, option: str = "--source") -> list[Question]:
     """All questions of a task.
 
     Args:
         task: One of TASKS.
         source: Directory with TASK/test.jsonl (or .json, .parquet) or TASK.jsonl; None for the hub.
+        option: Of the command, which gives the directory.
 
     Raises:
         FileNotFoundError: The directory has no such file.
@@ -81,30 +88,43 @@ def read_questions(task: str, source: Path | None) -> list[Question]:
     """
     if source is None:
         found = TASKS[task]
-        rows: Sequence[Mapping[str, Any]] = from_hub(found.hub, found.split, found.config)
+        rows: Sequence[Mapping[str, Any]] = from_hub(found.hub, found.split, found.config, option)
         where = found.hub
     else:
-        path = _file(task, source)
-        rows, where = _read(path), str(path)
+        path = _file(task, source, option)
+        rows, where = read_rows(path), str(path)
     if not rows:
         raise ValueError(
-            f"a question set is empty: {task} of {where}. At least one question is accepted. Check --source."
+            f"a question set is empty: {task} of {where}. At least one question is accepted. Check {option}."
         )
-    return [_question(row, f"row {number} of {where}") for number, row in enumerate(rows, start=1)]
+    return [question_of(row, f"row {number} of {where}") for number, row in enumerate(rows, start=1)]
 
 
-def _file(task: str, source: Path) -> Path:
-    candidates = [source / f"{name}.{suffix}" for name in (f"{task}/test", task) for suffix in SUFFIXES]
-    found = next((path for path in candidates if path.is_file()), None)
+def has_questions(task: str, source: Path) -> bool:
+    """Whether the directory has a file of the task."""
+    return any(path.is_file() for path in _candidates(task, source))
+
+
+def _candidates(task: str, source: Path) -> list[Path]:
+    return [source / f"{name}.{suffix}" for name in (f"{task}/test", task) for suffix in SUFFIXES]
+
+
+def _file(task: str, source: Path, option: str) -> Path:
+    found = next((path for path in _candidates(task, source) if path.is_file()), None)
     if found is None:
         raise FileNotFoundError(
-            f"questions are missing: {task} in --source={source}. {task}/test or {task} as .jsonl, .json or .parquet is"
-            " accepted. Check the directory, or leave --source out for the hub."
+            f"questions are missing: {task} in {option}={source}. {task}/test or {task} as .jsonl, .json or .parquet is"
+            f" accepted. Check the directory, or leave {option} out for the hub."
         )
     return found
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file.
+
+    Raises:
+        ValueError: It holds something else.
+    """
     try:
         if path.suffix == ".jsonl":
             rows = read_jsonl(path, {})
@@ -126,8 +146,12 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _question(row: Mapping[str, Any], where: str) -> Question:
-    """Of the hub's flat columns, or of verl's schema; an instruction that a prompt ends in is taken away."""
+def question_of(row: Mapping[str, Any], where: str) -> Question:
+    """Of the hub's flat columns, or of verl's schema; instructions around the question are taken away.
+
+    Raises:
+        ValueError: It lacks its question or answer; `where` names it.
+    """
     extra, truth = row.get("extra_info") or {}, (row.get("reward_model") or {}).get("ground_truth")
     nested = truth if isinstance(truth, dict) else {}
     prompt = row.get("prompt")
@@ -143,7 +167,10 @@ def _question(row: Mapping[str, Any], where: str) -> Question:
             f"{where} has no {lacking}: its columns are {', '.join(row)}. {names} is accepted. Rename the column, or"
             " drop the row."
         )
-    return Question(text.strip().removesuffix(MATH_INSTRUCTION).strip(), _truth(str(answer)))
+    text = text.strip().removeprefix(_BEFORE)
+    for instruction in _AFTER:
+        text = text.strip().removesuffix(instruction)
+    return Question(text.strip(), _truth(str(answer)))
 
 
 def _truth(answer: str) -> str:

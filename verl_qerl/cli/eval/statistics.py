@@ -49,6 +49,11 @@ def accuracy(shares: Sequence[float], samples: int) -> Interval:
     n = min(mean * (1 - mean) / variance, most) if variance else most
     if mean in (0.0, 1.0):  # nothing tells how alike answers to one question are
         n = len(values)
+    return wilson(mean, n)
+
+
+def wilson(mean: float, n: float) -> Interval:
+    """Wilson's interval (1927) of a share among `n` independent answers."""
     center = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
     half = _Z / (1 + _Z**2 / n) * math.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n**2))
     return Interval(mean, max(0.0, center - half), min(1.0, center + half))

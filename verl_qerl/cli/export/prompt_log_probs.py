@@ -16,28 +16,35 @@ from verl_qerl.formats.reference import dequantize
 Prompt = str | list[dict[str, str]]
 
 
-def read_prompts(path: Path, count: int) -> list[Prompt]:
-    """The first `count` values of the column or key `prompt`: text, or a chat as verl's parquet holds it.
+def read_prompts(path: Path, count: int, columns: Sequence[str] = ("prompt",)) -> list[Prompt]:
+    """The first `count` values of a column or key: text, or a chat as verl's parquet holds it.
+
+    Args:
+        path: Parquet or JSON lines.
+        count: How many at most.
+        columns: The first of them that the first row has is read.
 
     Raises:
         FileNotFoundError: No such file.
         ValueError: It is neither parquet nor JSON lines, or has no prompts.
     """
     if path.suffix == ".jsonl":
-        rows = read_jsonl(path, {"prompt": object})
+        rows = read_jsonl(path, {})
     elif path.suffix == ".parquet":
-        rows = _read_parquet(path)
+        rows = _read_parquet(path, columns)
     else:
         raise ValueError(f"prompts of an unknown kind: prompts={path}. .parquet and .jsonl are accepted. Convert it.")
-    prompts = [row["prompt"] for row in rows[:count]]
-    for prompt in prompts:
+    first = rows[0] if isinstance(rows[0], dict) else {}
+    column = next((name for name in columns if name in first), columns[0])
+    for number, row in enumerate(rows[:count], start=1):
+        prompt = row.get(column) if isinstance(row, dict) else None
         is_chat = isinstance(prompt, list) and all(isinstance(turn, dict) and "content" in turn for turn in prompt)
         if not prompt or not (isinstance(prompt, str) or is_chat):
             raise ValueError(
-                f"a prompt cannot be used: prompt={prompt!r} in {path}. Text or a list of chat messages is accepted. "
-                "Mend or drop the row."
+                f"row {number} of {path} cannot be used: {column}={prompt!r}. Text or a list of chat messages in"
+                f" {' or '.join(f'`{name}`' for name in columns)} is accepted. Mend or drop the row."
             )
-    return prompts
+    return [row[column] for row in rows[:count]]
 
 
 def tokenize(model: Path, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -50,20 +57,22 @@ def tokenize(model: Path, prompts: Sequence[Prompt]) -> list[list[int]]:
 
     if not any(model.glob("tokenizer*")):  # from nothing, transformers makes a tokenizer without a vocabulary
         raise ValueError(
-            f"the model has no tokenizer: {model}. With --prompts one is needed. Copy its files there, or leave "
-            "--prompts out."
+            f"the model has no tokenizer: {model}. One is needed for prompts. Copy its files there, or leave prompts"
+            " out."
         )
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    texts = [
-        prompt
-        if isinstance(prompt, str)
-        else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        for prompt in prompts
-    ]
-    tokens = [ids for ids in tokenizer(texts, add_special_tokens=False)["input_ids"] if len(ids) > 1]
+    tokens = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            ids = tokenizer(prompt)["input_ids"]
+        else:  # whose template has its own special tokens
+            text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) > 1:
+            tokens.append(ids)
     if not tokens:
         raise ValueError(
-            "no prompt has two tokens: nothing can be compared. Longer prompts are accepted. Give another --prompts."
+            "no prompt has two tokens: nothing can be compared. Longer prompts are accepted. Give another file."
         )
     return tokens
 
@@ -83,14 +92,14 @@ def log_prob_change(
         Number of prompts and of tokens, mean and largest absolute change of a token's log-prob, and its mean with sign
         (quantized - merged).
     """
-    model = _empty_model(quantized)
-    _fill(model, merged)
+    model = empty_model(quantized)
+    fill(model, merged)
     model.tie_weights()
     model.to(device)
     before = _log_probs(model, tokens, device)
     items = packed_stream(open_source(quantized), device=device)
     packed = (pair for pair in items if isinstance(pair[1], PackedWeight))
-    _fill(model, ((f"{name}.weight", dequantize(item)) for name, item in packed))  # type: ignore[arg-type]
+    fill(model, ((f"{name}.weight", dequantize(item)) for name, item in packed))  # type: ignore[arg-type]
     change = _log_probs(model, tokens, device) - before
     return {
         "prompts": len(tokens),
@@ -101,29 +110,29 @@ def log_prob_change(
     }
 
 
-def _read_parquet(path: Path) -> list[dict[str, Any]]:
+def _read_parquet(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     if not path.is_file():
         what = "a directory was given for a file" if path.is_dir() else "a file is missing"
         raise FileNotFoundError(f"{what}: prompts={path}. Parquet is accepted. Check the path.")
+    accepted = f"Parquet with a column {' or '.join(f'`{name}`' for name in columns)} is accepted. "
     try:
-        rows = pq.read_table(path, columns=["prompt"]).to_pylist()
+        held = [name for name in columns if name in pq.read_schema(path).names]
+        rows = pq.read_table(path, columns=held[:1]).to_pylist()
     except pa.ArrowException as error:
         raise ValueError(
-            f"prompts cannot be read: prompts={path} ({error}). Parquet with a column `prompt` is accepted. "
-            "Write it with `python -m verl_qerl data`."
+            f"prompts cannot be read: prompts={path} ({error}). {accepted}Write it with `python -m verl_qerl data`."
         ) from error
-    if not rows:
-        raise ValueError(
-            f"a file holds no prompts: prompts={path}. Parquet with a column `prompt` is accepted. "
-            "Write it with `python -m verl_qerl data`."
-        )
+    if not held or not rows:
+        what = "a file holds no prompts" if held else "a file lacks a column"
+        raise ValueError(f"{what}: prompts={path}. {accepted}Write it with `python -m verl_qerl data`.")
     return rows
 
 
-def _empty_model(folder: Path) -> Any:
+def empty_model(folder: Path) -> Any:
+    """The dense bf16 model of transformers that a directory describes, without memory for its weights."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -134,7 +143,8 @@ def _empty_model(folder: Path) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
-def _fill(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def fill(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Make tensors the parameters of their names."""
     for name, tensor in tensors:
         parent, _, leaf = name.rpartition(".")
         model.get_submodule(parent).register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=False))

@@ -1,0 +1,89 @@
+"""The report of formats on a tiny model: a row for each, in the order of what they keep, and their arithmetic."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from chat_tokenizer import train_tokenizer
+
+from verl_qerl.formats import get_format
+from verl_qerl.testing import load_beside, random_qwen2
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[ModuleType]:
+    before = list(sys.path)
+    sys.path.insert(0, str(Path(__file__).parent))
+    yield load_beside(__file__, "bench_recovery")
+    sys.path[:] = before
+
+
+@pytest.fixture(scope="module")
+def command(bench: ModuleType, tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("recovery")
+    rows = [{"question": f"Mia has {i} apples. How many?", "answer": f"{i} and none #### {i}"} for i in range(40)]
+    for name, part in (("train", rows[:30]), ("test", rows[30:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    tokenizer = train_tokenizer([row["question"] for row in rows], 320)
+    random_qwen2(gain=3.0, vocab_size=len(tokenizer)).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    files = [
+        f"--train={folder / 'train.jsonl'}",
+        f"--data={folder / 'test.jsonl'}",
+        f"--out={folder / 'recovery.json'}",
+    ]
+    return [f"--model={folder / 'model'}", *files, "--train-texts=30", "--texts=4", "--input-tokens=60"]
+
+
+def test_each_method_has_a_row_and_the_calibrated_one_the_least_error_of_its_size(bench, command, capsys) -> None:
+    bench.main(command)
+    (run,) = json.loads(Path(command[3].removeprefix("--out=")).read_text())["runs"]
+    found = {row["method"]: row for row in run["rows"]}
+    assert list(found) == ["bf16", *bench.METHODS]
+    assert (run["shapes"]["hidden_size"], run["shapes"]["num_hidden_layers"]) == (128, 2)
+    errors = {method: row["output_error"] for method, row in found.items() if method != "bf16"}
+    assert errors["nvfp4 gptq"] < 0.9 * errors["nvfp4 mse"] < 0.9 * errors["nvfp4 minmax"] < 0.9 * errors["mxfp4"]
+    assert 0 < errors["int8"] < errors["fp8"] < errors["nvfp4 mse"]
+    assert found["nvfp4 gptq"]["weight_error"] > found["nvfp4 mse"]["weight_error"]
+    assert all(len(row["linears"]) == 14 and row["kl"] > 0 for row in run["rows"][1:])
+    assert found["nvfp4 gptq"]["kl"] < found["nvfp4 mse"]["kl"]
+    low, high = found["bf16"]["perplexity_interval"]
+    assert low < found["bf16"]["perplexity"] < high
+    assert capsys.readouterr().out.count("\n| ") == 1 + 7
+
+
+def test_the_model_is_as_before_each_method_and_so_are_layers_that_are_left(bench, command) -> None:
+    bench.main([*command, "--layers=1", "--methods", "nvfp4 mse", "int8", "nvfp4 gptq"])
+    (run,) = json.loads(Path(command[3].removeprefix("--out=")).read_text())["runs"]  # in the place of the other
+    together = {row["method"]: row for row in run["rows"]}
+    assert {name.split(".")[2] for name in together["int8"]["linears"]} == {"0"}
+    bench.main([*command, "--layers=1", "--methods", "nvfp4 gptq"])
+    (run,) = json.loads(Path(command[3].removeprefix("--out=")).read_text())["runs"]
+    alone = {row["method"]: row for row in run["rows"]}["nvfp4 gptq"]
+    assert {name: alone[name] for name in ("kl", "change", "linears")} == {
+        name: together["nvfp4 gptq"][name] for name in ("kl", "change", "linears")
+    }
+
+
+def test_the_error_of_a_mean_is_that_of_whole_texts(bench) -> None:
+    mean, error = bench.token_mean([torch.full((5,), 1.0), torch.full((5,), 3.0)])
+    assert (mean, error) == (2.0, pytest.approx(1.0))  # as of two numbers: tokens of a text say the same
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(5, 50, (200,), generator=generator).tolist()
+    texts = [torch.randn(size, generator=generator) for size in sizes]
+    assert bench.token_mean(texts)[1] == pytest.approx(sum(sizes) ** -0.5, rel=0.15)  # tokens that are independent
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_inputs_are_rounded_with_a_scale_a_token(bench, form) -> None:
+    x = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(0)).bfloat16() * torch.arange(1, 7)[None, :, None]
+    (found,) = bench.rounding(get_format(form))(None, (x,))
+    assert found.shape == x.shape
+    errors = (found - x).float().norm(dim=-1) / x.float().norm(dim=-1)
+    assert ((errors > 1e-3) & (errors < 0.05)).all()
+    (again,) = bench.rounding(get_format(form))(None, (x * 4,))
+    assert torch.equal(again, found * 4)
