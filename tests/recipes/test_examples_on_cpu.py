@@ -3,7 +3,6 @@
 The options are those of examples/ in verl's repository; paths and the names of runs are left out.
 """
 
-import re
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -125,9 +124,8 @@ def test_what_the_user_sets_stays(name):
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if "tensor_model_parallel_size=2" in EXAMPLES[name]])
 def test_a_rollout_over_more_gpus_than_there_are_is_refused(name):
-    said = r"^actor_rollout_ref\.rollout\.tensor_model_parallel_size=2 does not divide the 1 GPUs of the run .* Acc"
-    with pytest.raises(Exception, match="tensor_model_parallel_size=2") as caught:  # Hydra wraps it
+    said = (
+        r"^actor_rollout_ref\.rollout\.tensor_model_parallel_size=2 does not divide the 1 GPUs of the run .* divisors"
+    )
+    with pytest.raises(ValueError, match=said):
         checked(composed(name, *OURS, "trainer.n_gpus_per_node=1"))
-    cause = caught.value.__cause__ or caught.value
-    assert isinstance(cause, ValueError)
-    assert re.match(said, str(cause))

@@ -79,6 +79,6 @@ def test_main_ppo_stops_before_ray(fresh_process, tmp_path):
         "+qerl.base.shard=true",
     ]
     found = fresh_process(*command, f"hydra.run.dir={tmp_path}", fails=True, RAY_TMPDIR=str(tmp_path / "ray"))
-    assert "shard_base=True does not go together with +rollout=int8" in found.stderr
+    assert "qerl.base.shard=True does not go together with +rollout=int8" in found.stderr
     assert "Started a local Ray instance" not in found.stderr
     assert not (tmp_path / "ray").exists()

@@ -100,6 +100,10 @@ def _off(value: Any) -> bool:
     return not value
 
 
+def _unset(value: Any) -> bool:
+    return not value or (isinstance(value, dict) and all(each is None for each in value.values()))
+
+
 def _on(value: Any) -> bool:
     return value is None or bool(value)
 
@@ -296,7 +300,7 @@ RULES: tuple[Rule, ...] = (
     # How the base is held.
     Rule(
         PLAIN,
-        Need("qerl.base", _off, "null"),
+        Need("qerl.base", _unset, "null"),
         "it has no effect there",
         "Add `+rollout=nvfp4` or another format, or leave it out.",
     ),

@@ -189,7 +189,7 @@ def _refuse_microbatches(engine: Preparation) -> None:
         raise ValueError(
             "vLLM would run packed linears on two streams at once, which share a workspace for sums:"
             f" enable_dbo={parallel.enable_dbo}, ubatch_size={parallel.ubatch_size}. Accepted is one batch at a time,"
-            " or vLLM's own kernels. Leave these options out, or set additional_config.verl_qerl.linear=stock."
+            f" or vLLM's own kernels. Leave these options out, or set {named('linear', 'stock')}."
         )
 
 
