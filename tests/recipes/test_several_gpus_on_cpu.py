@@ -15,7 +15,7 @@ pytest.importorskip("verl")
 from hydra import compose, initialize_config_dir
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-from verl_qerl.verl_plugin.config import base_options as config_module
+from verl_qerl.verl_plugin.config import attention
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 SECTION = (RECIPES / "README.md").read_text().partition("## Several GPUs, several nodes")[2].partition("\n## ")[0]
@@ -55,7 +55,7 @@ def test_the_readme_has_2_and_4_gpus_and_two_nodes():
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda line: re.sub(r"\W+", "_", line)[:60])
 def test_a_command_composes_and_passes_the_checks_of_the_driver(recorder, command, monkeypatch):
     # Shared sequences need flash-attn, which the recorder's python3 has as well.
-    monkeypatch.setattr(config_module, "default_attention", lambda: "flash_attention_2")
+    monkeypatch.setattr(attention, "has_flash_attn", lambda: True)
     # verl's check imports vLLM to round the rank of the adapter; nothing else of it.
     package = "verl.workers.rollout.vllm_rollout"
     monkeypatch.setitem(sys.modules, package, ModuleType(package))

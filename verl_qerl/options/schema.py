@@ -43,11 +43,12 @@ def _is_limit(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf)
 
 
-_SWITCH = Accepts("true, false", lambda value: isinstance(value, bool))
+SWITCH = Accepts("true, false", lambda value: isinstance(value, bool))
 _LIMIT = Accepts("a number above 0, or null for no limit", _is_limit)
 
 
-def _option(default: Any, accepts: Accepts, meaning: str) -> Any:
+def option(default: Any, accepts: Accepts, meaning: str) -> Any:
+    """A field of Options: its default, which values it takes, and what it is for in the documentation."""
     return field(default=default, metadata={"accepts": accepts, "meaning": meaning})
 
 
@@ -89,19 +90,19 @@ class Base(Options):
 
     NODE: ClassVar[str] = "qerl.base"
 
-    format: str | None = _option(
+    format: str | None = option(
         None,
         Accepts(", ".join(FORMATS), lambda value: value is None or value in FORMATS),
         "set by `+rollout=...`: the format of the rollout's linears, and of the actor's frozen base under an adapter",
     )
-    scale: str | None = _option(
+    scale: str | None = option(
         None,
         Accepts("mse, minmax, null", lambda value: value in (None, *DEFAULT_FORMAT.scale_choices)),
         "scale choice of nvfp4 for a bf16 model.path: mse, its default (of each block the scale with the least squared"
         " error, [why](../../tests/bench/results/README.md#scales-of-nvfp4)), or minmax (as QeRL); a packed one keeps"
         " its own",
     )
-    ignore: tuple[str, ...] = _option(
+    ignore: tuple[str, ...] = option(
         DEFAULT_IGNORE,
         Accepts(
             "a list of exact names, or of `re:` and a regular expression, such as [lm_head,'re:.*q_proj']", _is_list
@@ -109,33 +110,33 @@ class Base(Options):
         "modules left in bf16: a list of exact names or `re:` and a regular expression; one that names no module is"
         " refused. A packed model.path says itself what it left out",
     )
-    train_norms: bool = _option(
+    train_norms: bool = option(
         False,
-        _SWITCH,
+        SWITCH,
         "train `input_layernorm` and `post_attention_layernorm` of every layer besides the adapter, as QeRL's scripts"
         " do; see [Trained norms](../README.md#trained-norms)",
     )
-    shard: bool = _option(
+    shard: bool = option(
         False,
-        _SWITCH,
+        SWITCH,
         "on several GPUs, each holds a part of the packed base and gathers a layer's bytes while it computes; same"
         " bits, LoRA checkpoints resume either way",
     )
-    share: bool = _option(
+    share: bool = option(
         False,
-        _SWITCH,
+        SWITCH,
         "one copy of the packed base on a GPU: the rollout maps the actor's memory (CUDA IPC) and has that much more"
         " for its KV cache; for less memory lower `gpu_memory_utilization` with it",
     )
-    keep_dense: bool = _option(
+    keep_dense: bool = option(
         False,
-        _SWITCH,
+        SWITCH,
         "a bf16 copy of the base while the actor computes, given back before the rollout wakes; from the second update"
         " on, where memory allows",
     )
-    fused_lora: bool = _option(
+    fused_lora: bool = option(
         True,
-        _SWITCH,
+        SWITCH,
         "base and adapter of the actor as one function, q, k, v and gate, up together; false: PEFT's own layers",
     )
 
@@ -161,7 +162,7 @@ class Rollout(Options):
 
     NODE: ClassVar[str] = "qerl.rollout"
 
-    linear: str = _option(
+    linear: str = option(
         "auto",
         _one_of("auto", "stock"),
         "on Hopper, a kernel of ours for up to 512 to 8,192 rows, by the size of the linear, decoding and cuBLAS"
@@ -169,20 +170,20 @@ class Rollout(Options):
         " the rotation of q and k, with the norms of their heads in Qwen3, go on kernels of ours too. `stock`: vLLM's"
         " Marlin linears, norms and activations",
     )
-    lora: str = _option(
+    lora: str = option(
         "single",
         _one_of("single", "stock"),
         "the path for one adapter (`max_loras` 1), for bf16 rollouts too. Ranks 8, 16, 32, 64 and 128 share the"
         " linear's launch, others take two of their own. `stock`: vLLM's",
     )
-    lm_head: str = _option(
+    lm_head: str = option(
         "bf16",
         _one_of("bf16", "fp8"),
         "`fp8`: the output head as E4M3 weights with one scale per vocabulary row, activations in bf16 (Marlin): half"
         " the head's bytes, which helps small batches. The actor's head stays as it is, so that log-probs differ by"
         " more: look at `qerl/rollout_kl_k3`. With `+rollout=...`, and with bf16 rollouts of an adapter",
     )
-    sampler: str = _option(
+    sampler: str = option(
         "auto",
         _one_of("auto", "fused", "stock"),
         "`fused`, which auto is on a GPU: tokens are drawn in one pass over the logits, two with log-probs (vLLM's"
@@ -190,7 +191,7 @@ class Rollout(Options):
         " For whole distributions at any temperature, with the log-probs that verl asks for; greedy, top-k, top-p,"
         " penalties and seeds of requests stay with vLLM's, which says so once",
     )
-    attention: str = _option(
+    attention: str = option(
         "auto",
         _one_of("auto", "stock"),
         "beside linears of ours, a kernel of ours attends where each sequence gets one token, and puts keys and values"
@@ -198,20 +199,20 @@ class Rollout(Options):
         " bf16. Prompts stay with vLLM's FlashAttention, as do layers with a sliding window, sinks or a soft cap, which"
         " the log says once. `stock`: FlashAttention alone",
     )
-    programmatic_launch: bool = _option(
+    programmatic_launch: bool = option(
         True,
-        _SWITCH,
+        SWITCH,
         "in CUDA graphs our kernels bring weights, and keys and values, into shared memory while the kernel before them"
         " still runs (programmatic dependent launch); false: one after the other, slower, the same bits",
     )
-    resident: bool = _option(
+    resident: bool = option(
         False,
-        _SWITCH,
+        SWITCH,
         "a bf16 copy of the packed linears beside them for large batches, two bytes a weight",
     )
-    keep_base_resident: bool = _option(
+    keep_base_resident: bool = option(
         False,
-        _SWITCH,
+        SWITCH,
         "a sleeping engine gives up its KV cache alone; else vLLM copies its weights to the host for every update and"
         " back",
     )
@@ -229,20 +230,20 @@ class Gate(Options):
 
     NODE: ClassVar[str] = "qerl.gate"
 
-    max_initial_kl: float | None = _option(
+    max_initial_kl: float | None = option(
         0.05,
         _LIMIT,
         "nats per token, 0.02 by default on nvfp4 and mxfp4; a first step (also after a resume) with KL(rollout \\|\\|"
         " actor) above it stops the run before any update. It is the KL without noise and, where the rollout is"
         " quantized at every sync, with the actor's linears rounded alike. null: never",
     )
-    max_kl: float | None = _option(
+    max_kl: float | None = option(
         0.25,
         _LIMIT,
         "the same for later steps, five times `max_initial_kl` by default: the first step above it is a warning, the"
         " second in a row stops the run. null: never",
     )
-    mismatch_sample: int = _option(
+    mismatch_sample: int = option(
         0,
         Accepts("a number of sequences, 0 for none", lambda value: type(value) is int and value >= 0),
         "sequences of each step whose difference between actor and rollout is taken apart",

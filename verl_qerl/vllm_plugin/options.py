@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from verl_qerl.algos.aqn import AQNConfig
-from verl_qerl.options.schema import Rollout
+from verl_qerl.options.schema import SWITCH, Rollout, option
 
 KEY = "verl_qerl"
 SCHEDULER = "verl_qerl.vllm_plugin.decode.scheduler.scheduler"  # for vLLM's scheduler_cls
@@ -28,7 +28,7 @@ class RolloutOptions(Rollout):
 
     aqn: AQNConfig = field(default_factory=AQNConfig)
     uaq_scale: float = 1.0
-    train_norms: bool = False
+    train_norms: bool = option(False, SWITCH, "")  # set by the trainer
 
 
 def rollout_options(vllm_config: Any) -> RolloutOptions:

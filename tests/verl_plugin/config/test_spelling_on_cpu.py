@@ -15,7 +15,7 @@ QUANTIZED = ("+rollout=nvfp4", "actor_rollout_ref.model.lora_rank=8")
         ("+rolout=nvfp4", "+rollout"),
         ("+aqm.enabled=true", "+uaq or +aqn"),
         ("+aqm.sigma_start=0.1", "+aqn"),
-        ("+qrel.max_initial_kl=0.1", "+qerl"),
+        ("+qrel.gate.max_kl=0.1", "+qerl"),
         ("+uqa.scale=2", "+uaq"),
         ("+platfrom=cpu", "+platform"),
     ],
