@@ -27,7 +27,7 @@ def test_stops_a_run_that_asks_for_qerl(monkeypatch, option):
     monkeypatch.setattr(sys, "argv", ["-m", option])
     with pytest.raises(
         SystemExit,
-        match=r"^verl\.experimental\.fully_async_policy has no AQN, .*additional_config\.verl_qerl\. Accepted is",
+        match=r"^verl\.experimental\.fully_async_policy has no AQN, .*no \+qerl\.rollout\. Accepted is",
     ):
         legacy.install(MODULE)
 
