@@ -9,7 +9,10 @@ import pytest
 pytest.importorskip("verl")
 
 from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
+
+from verl_qerl.verl_plugin.config.apply import prepare
 
 SCRIPT = Path(__file__).resolve().parents[2] / "recipes" / "qurl" / "from_scratch.sh"
 ARMS = [
@@ -67,6 +70,7 @@ def test_all_arms_run(commands):
 def test_an_arm_composes_and_builds(commands, arm):
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", overrides=commands[arm])
+    prepare(config)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     form = arm.partition("-")[0]
     qerl = getattr(actor.fsdp_config, "qerl", None)
@@ -75,7 +79,8 @@ def test_an_arm_composes_and_builds(commands, arm):
     assert (actor.policy_loss.loss_mode == "acr") == ("acr" in arm)
     assert (config.algorithm.rollout_correction.rollout_is == "token") == ("tis" in arm)
     assert ("uaq" in config and config.uaq.enabled) == ("uaq" in arm)
-    assert ("qerl" in config and config.qerl.max_initial_kl == 0.2) == (form == "nvfp4")
+    limit = OmegaConf.select(config, "qerl.gate.max_initial_kl")
+    assert limit == (0.2 if form == "nvfp4" else None)
     assert config.actor_rollout_ref.rollout.calculate_log_probs
     assert {config.data.seed, config.actor_rollout_ref.rollout.seed, actor.data_loader_seed} == {1}
 

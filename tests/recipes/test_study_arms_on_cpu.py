@@ -7,7 +7,7 @@ pytest.importorskip("verl")
 from hydra import compose, initialize_config_module
 from verl.utils.config import omega_conf_to_dataclass
 
-from verl_qerl.verl_plugin.config.apply import aqn_options
+from verl_qerl.verl_plugin.config.apply import aqn_options, prepare
 
 FULL = {"bf16_full", "int8", "int8_acr", "fp8", "fp8_acr", "nvfp4_full_acr", "nvfp4_full_tis"}
 ARMS = ["bf16", "bf16_merge", "nvfp4", "nvfp4_aqn", "nvfp4_noise", "bf16_noise", "bf16_aqn", "bf16_hot", *sorted(FULL)]
@@ -40,6 +40,7 @@ def test_all_arms_are_checked_here(study):
 @pytest.mark.parametrize("arm", ARMS)
 def test_an_arm_composes_and_is_what_its_name_says(composed, arm):
     config = composed(arm)
+    prepare(config)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert config.reward.custom_reward_function.path.endswith("recipes/study/reward.py")
     assert config.reward.custom_reward_function.name == "compute_score"

@@ -170,7 +170,7 @@ def test_at_the_limit_all_is_ended_and_what_there_is_is_kept(go, tmp_path):
 
 
 def test_nothing_begins_with_less_time_than_a_run_needs(go):
-    _, jobs, _ = go({"bf16": "", "nvfp4": ""}, seconds=4.0, gpus=("0",), pause=0.5, least=2.0)
+    _, jobs, _ = go({"bf16": "", "nvfp4": ""}, seconds=12.0, gpus=("0",), pause=0.5, least=10.0)
     assert {arm: job.state for arm, job in jobs.items()} == {"bf16": "done", "nvfp4": "not begun"}
 
 

@@ -162,9 +162,9 @@ def hydra_rows() -> list[Row]:
     hydra = importlib.import_module("hydra")
     with hydra.initialize_config_module("verl.trainer.config", version_base=None):
         config = hydra.compose("ppo_trainer", overrides=["+rollout=nvfp4"])
-    extension = config.actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls
-    ours = extension.startswith("verl_qerl.")
-    return [Row(check, "composes" if ours else f"worker_extension_cls={extension}", "composes", _status(ours))]
+    form = config.get("qerl", {}).get("base", {}).get("format")
+    ours = form == "nvfp4"
+    return [Row(check, "composes" if ours else f"qerl.base.format={form}", "composes", _status(ours))]
 
 
 def shim_rows() -> list[Row]:

@@ -136,7 +136,7 @@ def test_a_resume_with_the_option_changed_is_refused(found, name):
     for key in (("2", 0), ("2", 1), ("again", 0)):
         refused = found[key]["restored from 1"][name]
         assert refused["error"].startswith(
-            f"the checkpoint has other trained norms: qerl.train_norms={was}, now qerl.train_norms={now}, in "
+            f"the checkpoint has other trained norms: qerl.base.train_norms={was}, now qerl.base.train_norms={now}, in "
         )
         assert refused["error"].endswith(f"Set +qerl.base.train_norms={was}.")
         assert refused["unchanged"]

@@ -23,7 +23,9 @@ import asyncio, json, os, sys
 import ray
 from types import SimpleNamespace
 import verl.workers.rollout.replica as replica
+from verl_qerl import verl_plugin
 from verl_qerl.verl_plugin.rollout import server as rollout
+verl_plugin.activate()
 light = "vllm" not in sys.modules
 from vllm import envs
 from verl_qerl.verl_plugin.config.apply import WORKER_EXTENSION

@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_a_model_without_these_norms():
-    with pytest.raises(ValueError, match=r"has no norms named .* Leave out actor\.fsdp_config\.qerl\.train_norms\."):
+    with pytest.raises(ValueError, match=r"has no norms named .* Leave out \+qerl\.base\.train_norms\."):
         SyncedNorms(nn.Linear(2, 2))
 
 

@@ -32,6 +32,7 @@ from verl_qerl.vllm_plugin.options import KEY, SCHEDULER
 logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "verl_qerl.verl_plugin.weight_sync.worker_extension.WorkerExtension"
+_UNSET = object()
 APPLIED = f"{ROLLOUT}.custom.qerl"  # read by the rollout's server; also says that a run is prepared
 # What the plan of the memory needs of other nodes (actor/memory_check.py).
 _OF_THE_RUN = (
@@ -198,8 +199,10 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return (json.loads(value) if isinstance(value, str) else value) or {}
 
 
-def _set_default(config: DictConfig, name: str, value: str) -> str:
-    found = OmegaConf.select(config, name)
-    if found is None:
-        OmegaConf.update(config, name, value, force_add=True)
-    return value if found is None else found
+def _set_default(config: DictConfig, name: str, value: str) -> str | None:
+    """What a run says, null among it, and else `value`, which is set."""
+    found = OmegaConf.select(config, name, default=_UNSET)
+    if found is not _UNSET:
+        return found
+    OmegaConf.update(config, name, value, force_add=True)
+    return value
