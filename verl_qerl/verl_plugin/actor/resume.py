@@ -146,13 +146,13 @@ def _other_model(folder: Path, record: BaseRecord, held: BaseRecord) -> str | No
         return (
             f"the checkpoint is of another base: {len(differing)} of {total} weights differ, first {name!r} "
             f"({record.digests.get(name)}, now {held.digests.get(name)}), in {folder}. That of {record.base!r} with "
-            f"qerl.scale={record.scale}, qerl.ignore={list(record.ignore)} is accepted. Set model.path and both."
+            f"qerl.base.scale={record.scale}, qerl.base.ignore={list(record.ignore)} is accepted. Set model.path and both."
         )
     if record.trained_norms != held.trained_norms:
         was, now = (f"qerl.base.train_norms={bool(norms)}" for norms in (record.trained_norms, held.trained_norms))
         return (
             f"the checkpoint has other trained norms: {was}, now {now}, in {folder}. The same is accepted. Set"
-            f" +actor_rollout_ref.actor.fsdp_config.{was}."
+            f" +{was}."
         )
     for name in sorted(record.adapter.keys() | held.adapter.keys()):
         saved, now = record.adapter.get(name), held.adapter.get(name)
