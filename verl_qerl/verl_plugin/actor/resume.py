@@ -151,8 +151,7 @@ def _other_model(folder: Path, record: BaseRecord, held: BaseRecord) -> str | No
     if record.trained_norms != held.trained_norms:
         was, now = (f"qerl.base.train_norms={bool(norms)}" for norms in (record.trained_norms, held.trained_norms))
         return (
-            f"the checkpoint has other trained norms: {was}, now {now}, in {folder}. The same is accepted. Set"
-            f" +{was}."
+            f"the checkpoint has other trained norms: {was}, now {now}, in {folder}. The same is accepted. Set +{was}."
         )
     for name in sorted(record.adapter.keys() | held.adapter.keys()):
         saved, now = record.adapter.get(name), held.adapter.get(name)
