@@ -145,8 +145,9 @@ def _other_model(folder: Path, record: BaseRecord, held: BaseRecord) -> str | No
         name, total = differing[0], len(record.digests.keys() | held.digests.keys())
         return (
             f"the checkpoint is of another base: {len(differing)} of {total} weights differ, first {name!r} "
-            f"({record.digests.get(name)}, now {held.digests.get(name)}), in {folder}. That of {record.base!r} with "
-            f"qerl.base.scale={record.scale}, qerl.base.ignore={list(record.ignore)} is accepted. Set model.path and both."
+            f"({record.digests.get(name)}, now {held.digests.get(name)}), in {folder}. That of {record.base!r} with"
+            f" qerl.base.scale={record.scale}, qerl.base.ignore={list(record.ignore)} is accepted. Set model.path and"
+            " both."
         )
     if record.trained_norms != held.trained_norms:
         was, now = (f"qerl.base.train_norms={bool(norms)}" for norms in (record.trained_norms, held.trained_norms))
