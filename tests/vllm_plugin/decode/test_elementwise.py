@@ -42,7 +42,7 @@ SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
 SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
 SCALED |= {"original_max_position_embeddings": 64}
 MODELS = {"qwen3": {}, "llama": {"rope_parameters": SCALED}}
-REPLACED = {"qwen3": {"EarlyQwen3Attention": 4}, "llama": {"PDLRotaryEmbedding": 1}}
+REPLACED = {"qwen3": {"PDLQwen3Attention": 4}, "llama": {"PDLRotaryEmbedding": 1}}
 
 
 @pytest.mark.parametrize("family", MODELS)

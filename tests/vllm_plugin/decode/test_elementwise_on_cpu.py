@@ -16,7 +16,7 @@ from vllm.model_executor.models.qwen3 import Qwen3Attention
 
 from verl_qerl.vllm_plugin import worker as worker_module
 from verl_qerl.vllm_plugin.decode.elementwise import (
-    EarlyQwen3Attention,
+    PDLQwen3Attention,
     PDLRMSNorm,
     PDLRotaryEmbedding,
     PDLSiluAndMul,
@@ -132,7 +132,7 @@ def test_heads_are_normalized_as_vllm_does():
     one.rotary_emb._forward_method = one.rotary_emb.forward_native  # vLLM's for a CPU rounds otherwise
     expected = one(positions, x)
     assert use_programmatic_launch(one, {K}) == 2
-    assert type(one) is EarlyQwen3Attention
+    assert type(one) is PDLQwen3Attention
     assert torch.equal(one(positions, x), expected)
     # Positions of images and text go to the modules themselves.
     assert torch.equal(one(positions.int(), x), expected)
@@ -174,7 +174,7 @@ def test_an_engine_computes_the_same(start, model_dir, prompt_log_probs, hopper,
     engine = start(model_dir("qwen3"), **options)
     kinds = engine.collective_rpc(kinds_of)[0]
     assert kinds.count("PDLRMSNorm") == 5
-    assert kinds.count("EarlyQwen3Attention") == 2
+    assert kinds.count("PDLQwen3Attention") == 2
     assert kinds.count("RMSNorm") == 4  # of heads: their attention reads the weights
     assert kinds.count("PDLSiluAndMul") == 2
     assert kinds.count("PDLRotaryEmbedding") == 1  # all layers have one

@@ -1,9 +1,10 @@
 """CUDA C++ kernels, compiled by NVRTC on first use and launched through the driver.
 
-torch compiles and loads them; its own launch knows no clusters whose size is chosen at launch, and no early starts.
+torch compiles and loads them; its own launch has neither clusters whose size is chosen at launch nor programmatic
+dependent launch.
 
-In a CUDA graph a kernel starts early (programmatic dependent launch): while the one before it still runs, as soon as
-all blocks of that one have called `start_next` of grid.cuh, where it says what may come before `await_inputs`.
+In a CUDA graph a kernel is launched while the one before it still runs, as soon as all blocks of that one have called
+`start_next` of grid.cuh, which says what a kernel may do before `await_inputs`.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""What tells the runs of one machine apart, for sockets that their processes meet at.
+"""A name for each run on a machine, so that the sockets of two runs do not collide.
 
 verl names its sockets after Ray's job id, which counts the drivers of one Ray cluster: it is 01000000 in the first run
 of every cluster, and two runs beside each other, each with a cluster of its own, would send each other their weights.

@@ -1,6 +1,7 @@
-"""vLLM's norms, activations and rotary positions beside tiled linears, on `kernels.rollout.elementwise`.
+"""vLLM's norms, activations and rotary embeddings beside our linears, on `kernels.rollout.elementwise`.
 
-The next linear brings its weights while they run, which compiled code that torch makes of vLLM's own does not allow.
+These kernels let the next linear load its weights while they run (programmatic dependent launch), which the code that
+torch compiles of vLLM's own does not.
 """
 
 from typing import Any
@@ -70,11 +71,11 @@ class _PDLHeads:
         return output
 
 
-class EarlyQwen3Attention(_PDLHeads, Qwen3Attention):
+class PDLQwen3Attention(_PDLHeads, Qwen3Attention):
     """Of a dense model."""
 
 
-class EarlyQwen3MoeAttention(_PDLHeads, Qwen3MoeAttention):
+class PDLQwen3MoeAttention(_PDLHeads, Qwen3MoeAttention):
     """Of a mixture of experts."""
 
 
@@ -82,8 +83,8 @@ _PDL: dict[type, tuple[HostChange, type]] = {
     RMSNorm: (hosts.RMS_NORM, PDLRMSNorm),
     SiluAndMul: (hosts.SILU_AND_MUL, PDLSiluAndMul),
     RotaryEmbedding: (hosts.ROTARY, PDLRotaryEmbedding),
-    Qwen3Attention: (hosts.QWEN3_ATTENTION, EarlyQwen3Attention),
-    Qwen3MoeAttention: (hosts.QWEN3_MOE_ATTENTION, EarlyQwen3MoeAttention),
+    Qwen3Attention: (hosts.QWEN3_ATTENTION, PDLQwen3Attention),
+    Qwen3MoeAttention: (hosts.QWEN3_MOE_ATTENTION, PDLQwen3MoeAttention),
 }
 
 
@@ -110,7 +111,7 @@ def use_programmatic_launch(model: torch.nn.Module, columns: set[int], left: tor
     if found and next(model.parameters()).is_cuda:
         weights = [module.weight for module in found if isinstance(module, RMSNorm)]
         elementwise.prepare({(weight.shape[0], weight.dtype) for weight in weights})
-        of_heads = (module for module in found if isinstance(module, EarlyQwen3Attention | EarlyQwen3MoeAttention))
+        of_heads = (module for module in found if isinstance(module, PDLQwen3Attention | PDLQwen3MoeAttention))
         rotation.prepare({module.q_norm.weight.dtype for module in of_heads})
     return len(found)
 

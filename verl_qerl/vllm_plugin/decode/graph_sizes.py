@@ -1,4 +1,4 @@
-"""Which batches a rollout has CUDA graphs for: all that decode, where vLLM ends at 512 tokens."""
+"""Sizes of CUDA graphs beyond vLLM's largest, 512 tokens, for rollouts that decode more sequences at once."""
 
 VLLMS = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))  # vLLM 0.24.0, config/vllm.py, _set_cudagraph_sizes
 _STEP = 64  # as far apart as larger ones are: at most an eighth of a step is padding

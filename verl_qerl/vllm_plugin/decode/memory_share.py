@@ -1,13 +1,13 @@
-"""What sleep mode makes vLLM 0.24.0 count as room for the KV cache, and is not.
+"""Sleep mode makes vLLM 0.24.0 give the KV cache more memory than its share; this keeps it within the share.
 
 CuMemAllocator.use_memory_pool (vllm/device_allocator/cumem.py) unmaps what is free of its memory when weights are
 loaded. torch counts it as reserved on, so that memory_profiling (vllm/utils/mem_utils.py) finds as much less of what is
 not torch's, and Worker.determine_available_memory gives the KV cache as much more than gpu_memory_utilization allows.
 
-Free it becomes by a limit of vLLM's own (Worker._scoped_allocator_max_split, vllm/v1/worker/gpu_worker.py): torch takes
-tensors of 1 to 10 MiB from segments of 20 MiB, and with max_split_size_mb:20 gives no free block of that size to a
-smaller tensor. A segment that is empty again is lost until loading ends, and what arranges weights for kernels empties
-hundreds (patches/vllm/0001).
+The free memory comes from a limit of vLLM's own (Worker._scoped_allocator_max_split, vllm/v1/worker/gpu_worker.py).
+torch takes tensors of 1 to 10 MiB from segments of 20 MiB, and with max_split_size_mb:20 it gives no free block of that
+size to a smaller tensor. So a segment that becomes empty is not used again until loading ends, and repacking weights
+empties hundreds of them (patches/vllm/0001).
 """
 
 import logging

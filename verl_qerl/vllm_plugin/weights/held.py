@@ -1,8 +1,8 @@
-"""What a linear of vLLM multiplies by, asked of its kernel, against the weight that was meant.
+"""Checks that a linear of vLLM holds the weight that was sent, whatever layout its kernel stores.
 
-Every kernel stores weights in a layout of its own, sharded and fused. So the kernel itself is asked: the rows of a unit
-matrix give back the weight. With one number in a row nothing is summed, and dynamic quantization of activations maps it
-on the largest number of the format, so the answer is the weight but for roundings.
+Every kernel has its own layout, sharded and fused. So the linear is applied to the rows of a unit matrix, which gives
+back the weight. With one number in a row nothing is summed, and dynamic quantization of activations maps that number to
+the largest one of the format, so the result is the weight up to rounding.
 """
 
 from collections.abc import Mapping, Sequence

@@ -40,7 +40,7 @@ class W4A16Kernel(NvFp4LinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Arrange the weight; vLLM's names hold the tiled tensors afterwards."""
+        """Repack the weight; vLLM's names hold the repacked tensors afterwards."""
         packed = nvfp4_weight(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
         plan = self._plan(packed, layer.params_dtype)
         if plan is None:
