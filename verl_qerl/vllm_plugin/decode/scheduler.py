@@ -1,9 +1,9 @@
 """vLLM's scheduler with less work for requests that decode.
 
 In each step schedule() calls KVCacheManager.allocate_slots for every running request. With blocks of 16 tokens there is
-mostly nothing to allocate, and vLLM takes some 5 us to find that out. At 256 sequences schedule() took 1.77 ms of a step
-on one core, and takes 1.09 ms now (tests/bench/results/cpu/schedule.json; patches/vllm/0002), for which the GPU of a
-small model waits.
+mostly nothing to allocate, and vLLM takes some 5 us to find that out. At 256 sequences schedule() took 1.77 ms of a
+step on one core, and takes 1.09 ms now (tests/bench/results/cpu/schedule.json; patches/vllm/0002), for which the GPU of
+a small model waits.
 
 Where `aqn.draw` is `sequence` or `token` the prefix cache holds prompts alone: keys and values of an answer are those
 of its own draw.
