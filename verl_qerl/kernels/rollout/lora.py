@@ -82,11 +82,7 @@ def _shrink_cuda(x: torch.Tensor, a: torch.Tensor, none_active: torch.Tensor) ->
 
 
 @lora_shrink.register_fake
-def _shrink_fake(x: torch.Tensor, a: torch.Tensor, none_active: torch.Tensor) -> torch.Tensor:
-    return _empty_parts(x, a)
-
-
-def _empty_parts(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+def _empty_parts(x: torch.Tensor, a: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.new_empty((x.shape[0] + _MORE_ROWS, a.shape[0]), dtype=torch.float32)
 
 
@@ -147,16 +143,7 @@ def _expand_cuda(
 
 
 @lora_expand.register_fake
-def _expand_fake(
-    y: torch.Tensor,
-    partial: torch.Tensor,
-    b: torch.Tensor,
-    members: torch.Tensor,
-    slots: torch.Tensor,
-    none_active: torch.Tensor,
-    bias: torch.Tensor | None,
-    in_features: int,
-) -> torch.Tensor:
+def _expand_fake(y: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(y, memory_format=torch.contiguous_format)
 
 

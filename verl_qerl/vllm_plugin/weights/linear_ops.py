@@ -1,9 +1,11 @@
 """Operators of a packed linear, with and without an adapter: opaque to compilers, chosen by rows when they run."""
 
+from typing import Any
+
 import torch
 
 from verl_qerl.kernels.rollout.lora import lora_expand, lora_shrink
-from verl_qerl.kernels.rollout.repacking import dequantize_repacked
+from verl_qerl.kernels.rollout.repacking import Repacked, dequantize_repacked
 from verl_qerl.kernels.rollout.w4a16_matmul import RANKS, Adapter, can_fuse, w4a16_matmul
 from verl_qerl.vllm_plugin.weights.plans import PLANS, say_once
 
@@ -32,8 +34,7 @@ def linear_repacked(
     Returns:
         [M, N] bf16.
     """
-    weight = dequantize_repacked(packed_codes, scale, global_decode_scale) if dense is None else dense
-    return torch.nn.functional.linear(x, weight, bias)
+    return _multiply_dense(x, (packed_codes, scale, global_decode_scale), dense, bias)
 
 
 @linear_repacked.register_kernel("cuda")
@@ -49,20 +50,18 @@ def _linear_cuda(
     chosen, rows = PLANS[plan], x.shape[0]
     if chosen.uses_kernel(rows, dense is not None):
         return w4a16_matmul(x.contiguous(), packed_codes, scale, global_decode_scale, bias, launch=chosen.launch(rows))
-    weight = dequantize_repacked(packed_codes, scale, global_decode_scale) if dense is None else dense
-    return torch.nn.functional.linear(x, weight, bias)
+    return _multiply_dense(x, (packed_codes, scale, global_decode_scale), dense, bias)
+
+
+def _multiply_dense(
+    x: torch.Tensor, weight: Repacked, dense: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """X W^T + bias over `dense`, or over the weight decoded on the spot."""
+    return torch.nn.functional.linear(x, dequantize_repacked(*weight) if dense is None else dense, bias)
 
 
 @linear_repacked.register_fake
-def _linear_fake(
-    x: torch.Tensor,
-    packed_codes: torch.Tensor,
-    scale: torch.Tensor,
-    global_decode_scale: torch.Tensor,
-    dense: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    plan: str,
-) -> torch.Tensor:
+def _output(x: torch.Tensor, packed_codes: torch.Tensor, scale: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.new_empty((x.shape[0], scale.shape[1]))
 
 
@@ -137,19 +136,4 @@ def _lora_linear_cuda(
     return lora_expand(y, partial, b, members, slots, none_active, bias, x.shape[1])
 
 
-@lora_linear_repacked.register_fake
-def _lora_linear_fake(
-    x: torch.Tensor,
-    packed_codes: torch.Tensor,
-    scale: torch.Tensor,
-    global_decode_scale: torch.Tensor,
-    dense: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    plan: str,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    members: torch.Tensor,
-    slots: torch.Tensor,
-    none_active: torch.Tensor,
-) -> torch.Tensor:
-    return x.new_empty((x.shape[0], scale.shape[1]))
+lora_linear_repacked.register_fake(_output)
