@@ -5,9 +5,7 @@ verl_qerl/config/ set verl's own options alone, so that a command can set them a
 `+rollout`, `+qerl`, `+aqn` and `+uaq`.
 """
 
-import json
 import logging
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -22,7 +20,7 @@ from verl_qerl.options.rules import ACTOR, FSDP, LORA_RANK, ROLLOUT, VLLM, Run
 from verl_qerl.options.schema import Qerl
 from verl_qerl.verl_plugin.config.asked import uses_qerl
 from verl_qerl.verl_plugin.config.attention import check_attention, use_attention
-from verl_qerl.verl_plugin.config.nodes import plain
+from verl_qerl.verl_plugin.config.nodes import mapping, plain
 from verl_qerl.verl_plugin.config.old_spellings import check_names
 from verl_qerl.verl_plugin.config.sequence_parallel import check_sharing
 from verl_qerl.verl_plugin.config.spelling import check_spelling
@@ -57,8 +55,10 @@ def prepare(config: DictConfig) -> None:
         RuntimeError: vLLM is of another version.
         ValueError: An option is unknown, out of range, or does not go together with the rest of the run.
     """
+    if _is_prepared(config):
+        return
     check_run(config)
-    if uses_qerl(config) and not _is_prepared(config):
+    if uses_qerl(config):
         _apply(config)
 
 
@@ -71,8 +71,8 @@ def check_run(config: DictConfig) -> None:
     """
     if _is_prepared(config):
         return
-    run = run_of(config)
-    if uses_qerl(config):
+    run, ours = run_of(config), uses_qerl(config)
+    if ours:
         check_names(config)
         check_spelling(config)
         options, aqn, _ = qerl_options(config), aqn_options(config), UAQConfig.from_mapping(run("uaq"))
@@ -82,7 +82,7 @@ def check_run(config: DictConfig) -> None:
             if problem:
                 raise RuntimeError(problem)
     rules.check(run)
-    if uses_qerl(config):
+    if ours:
         _check_gpus(run)
         check_sharing(run)
         check_attention(config)
@@ -157,7 +157,7 @@ def _hold_base(config: DictConfig, run: Run, options: Qerl) -> None:
         "load_format": f"{PREFIX}{base.format}",
         "quantization": f"{PREFIX}{base.format}",
         "model_loader_extra_config": {
-            **_mapping(run(f"{VLLM}.model_loader_extra_config")),
+            **mapping(run(f"{VLLM}.model_loader_extra_config")),
             "scale": base.scale,
             "share_base": base.share,
             "ignore": list(base.ignore),
@@ -181,7 +181,7 @@ def _told(run: Run, aqn: AQNConfig, uaq: UAQConfig) -> dict[str, Any]:
 
 
 def _tell_workers(config: DictConfig, told: dict[str, Any]) -> None:
-    given = _mapping(run_of(config)(f"{VLLM}.additional_config"))
+    given = mapping(run_of(config)(f"{VLLM}.additional_config"))
     OmegaConf.update(config, f"{VLLM}.additional_config", {**given, KEY: told}, force_add=True)
     named = _set_default(config, f"{VLLM}.worker_extension_cls", WORKER_EXTENSION)
     if named != WORKER_EXTENSION:
@@ -192,11 +192,6 @@ def _tell_workers(config: DictConfig, told: dict[str, Any]) -> None:
             named,
             WORKER_EXTENSION,
         )
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    """An argument of vLLM's that is a dictionary, or JSON of one as some scripts pass it; empty where there is none."""
-    return (json.loads(value) if isinstance(value, str) else value) or {}
 
 
 def _set_default(config: DictConfig, name: str, value: str) -> str | None:

@@ -1,5 +1,7 @@
 """Nodes of a run's configuration as plain values. Imports nothing of verl, so that any hook may import it."""
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -8,3 +10,8 @@ from omegaconf import OmegaConf
 def plain(node: Any) -> Any:
     """A node with its interpolations resolved, as dictionaries and lists; anything else as it is."""
     return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """An argument of vLLM's that is a dictionary, or JSON of one as some scripts pass it; empty where there is none."""
+    return (json.loads(value) if value and isinstance(value, str) else value) or {}

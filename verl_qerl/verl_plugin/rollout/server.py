@@ -1,6 +1,5 @@
 """verl's vLLM replica with a server that adapts to our checkpoints and returns what its workers answer."""
 
-import json
 import logging
 import os
 from types import ModuleType
@@ -12,6 +11,7 @@ from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import check_held, left_out
 from verl_qerl.formats import get_format
 from verl_qerl.verl_plugin.config.apply import WORKER_EXTENSION
+from verl_qerl.verl_plugin.config.nodes import mapping
 from verl_qerl.vllm_plugin.decode.final_outputs import FinalOutputs
 from verl_qerl.vllm_plugin.decode.graph_sizes import VLLMS, larger_sizes
 from verl_qerl.vllm_plugin.options import KEY as OPTIONS
@@ -169,11 +169,11 @@ def cover_batches(engine_kwargs: dict, config: Any) -> None:
         engine_kwargs: Of an engine with an adapter. Changed in place, unless they or the rollout name sizes of graphs.
         config: verl's, of the rollout.
     """
-    ours = _mapping(engine_kwargs, "additional_config").get(OPTIONS) or {}
+    ours = mapping(engine_kwargs.get("additional_config")).get(OPTIONS) or {}
     several = engine_kwargs.get("max_loras", 1) != 1  # verl sets 1
     if ours.get("lora") == "stock" or several or asked_of_vllm(None):
         return
-    compilation = _mapping(engine_kwargs, "compilation_config")
+    compilation = mapping(engine_kwargs.get("compilation_config"))
     named = {*compilation, *engine_kwargs} & {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
     if config.enforce_eager or config.cudagraph_capture_sizes or named:
         return
@@ -181,12 +181,6 @@ def cover_batches(engine_kwargs: dict, config: Any) -> None:
     larger = larger_sizes(min(at_once))
     if larger:
         engine_kwargs["compilation_config"] = {**compilation, "cudagraph_capture_sizes": [*VLLMS, *larger]}
-
-
-def _mapping(engine_kwargs: dict, name: str) -> dict:
-    """An argument of vLLM's that is a dictionary, or JSON of one as some scripts pass it; empty where there is none."""
-    value = engine_kwargs.get(name) or {}
-    return json.loads(value) if isinstance(value, str) else value
 
 
 def describe_checkpoint(engine_kwargs: dict, path: str, form: str = "nvfp4") -> None:
@@ -204,6 +198,6 @@ def describe_checkpoint(engine_kwargs: dict, path: str, form: str = "nvfp4") -> 
     source = open_source(path)
     check_held(source, get_format(form))
     of_the_run = (engine_kwargs.get("model_loader_extra_config") or {}).get("ignore")
-    overrides = _mapping(engine_kwargs, "hf_overrides")
+    overrides = mapping(engine_kwargs.get("hf_overrides"))
     described = get_format(form).config(left_out(source, get_format(form), of_the_run))
     engine_kwargs["hf_overrides"] = {**overrides, "quantization_config": described}
