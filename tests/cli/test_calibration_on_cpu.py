@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from verl_qerl.checkpoints.source import open_source
 from verl_qerl.cli import main
 from verl_qerl.cli.calibration import Calibration
-from verl_qerl.cli.export.prompt_log_probs import tokenize
+from verl_qerl.cli.prompts import tokenize
 
 TEXTS = [f"Ann has {i} apples and buys {i + 3} more. The answer is #### {2 * i + 3}" for i in range(40)]
 

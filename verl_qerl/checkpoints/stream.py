@@ -67,7 +67,7 @@ def pack(
         tensors: (name, tensor), in any order; every weight of `linears` among them.
         linears: Modules whose `weight` is packed; see `groups.linears_among`.
         form: The format.
-        observe: As `packed_stream`'s.
+        observe: Called with module, original and packed weight of each linear, once it is quantized.
     """
     for name, item in in_groups(tensors, linears, form.shares_scale):
         if isinstance(item, torch.Tensor):
@@ -91,8 +91,8 @@ def quantize_stream(
     bf16's bytes), from its bf16 value, which is what the actor's forward pass multiplies by.
 
     Args:
-        tensors: As `pack`'s.
-        linears: As `pack`'s.
+        tensors: (name, tensor), in any order; every weight of `linears` among them.
+        linears: Modules whose `weight` is quantized; see `groups.linears_among`.
         form: The format.
         dtype: Everything is rounded to it first, and what is not quantized stays in it.
 

@@ -44,7 +44,7 @@ def run_guarded(parser: argparse.ArgumentParser, run: Callable[[], int]) -> int:
     """Call `run`, a command or a script of the recipes; bad input ends the program with one sentence.
 
     Args:
-        parser: Of the program, which names it.
+        parser: Ends the program; its `prog` begins the sentence.
         run: Returns the exit code.
 
     Returns:

@@ -11,7 +11,7 @@ import torch
 
 from verl_qerl.checkpoints.source import Source, read_tensors
 from verl_qerl.checkpoints.stream import linear_modules
-from verl_qerl.cli.export.prompt_log_probs import empty_model, fill
+from verl_qerl.cli.dense_model import empty_model, fill
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import PackedWeight, WeightFormat, gptq
 from verl_qerl.formats.nvfp4_layout import fused_group
@@ -32,7 +32,7 @@ def calibrated_stream(
     """Every tensor of an unquantized checkpoint, linears packed by GPTQ.
 
     Args:
-        source: Of a family in `calibration.FAMILIES`.
+        source: An unquantized checkpoint that `calibration.check_calibrated` has accepted.
         form: With the choice of block scales.
         ignore: Modules left unquantized.
         device: Where layers run and weights are quantized.

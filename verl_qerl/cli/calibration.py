@@ -6,7 +6,7 @@ from pathlib import Path
 from verl_qerl.checkpoints.experts import is_expert
 from verl_qerl.checkpoints.source import Source
 from verl_qerl.checkpoints.stream import linear_modules
-from verl_qerl.cli.export.prompt_log_probs import read_prompts, tokenize
+from verl_qerl.cli.prompts import read_prompts, tokenize
 from verl_qerl.cli.quantize_arguments import SAMPLES, TOKENS
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import FORMATS, WeightFormat

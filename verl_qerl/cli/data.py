@@ -159,6 +159,22 @@ def last_boxed(solution: str) -> str:
     )
 
 
+def check_file(path: Path, name: str, accepted: str) -> None:
+    """Require a file.
+
+    Args:
+        path: Of it.
+        name: Of the path in the message.
+        accepted: What may be in it, with its verb.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    if not path.is_file():
+        what = "a directory was given for a file" if path.is_dir() else "a file is missing"
+        raise FileNotFoundError(f"{what}: {name}={path}. {accepted} accepted. Check the path.")
+
+
 def read_jsonl(path: Path, required: Mapping[str, type]) -> list[Row]:
     """Read one JSON object per line.
 
@@ -170,9 +186,7 @@ def read_jsonl(path: Path, required: Mapping[str, type]) -> list[Row]:
         FileNotFoundError: No such file.
         ValueError: A line is not such an object, or there is none.
     """
-    if not path.is_file():
-        what = "a directory was given for a file" if path.is_dir() else "a file is missing"
-        raise FileNotFoundError(f"{what}: path={path}. JSON lines are accepted. Check the path.")
+    check_file(path, "path", "JSON lines are")
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):  # JSON may hold U+2028
         if not line.strip():

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_qerl.checkpoints.source import open_source, stored_tensors
 from verl_qerl.checkpoints.stream import packed_stream
-from verl_qerl.cli.export.prompt_log_probs import log_prob_change, read_prompts, tokenize
+from verl_qerl.cli.export.prompt_log_probs import log_prob_change
+from verl_qerl.cli.prompts import read_prompts, tokenize
 from verl_qerl.formats.reference import dequantize
 
 CHAT = [{"role": "user", "content": "What is 5 + 3?"}]

@@ -24,7 +24,7 @@ from verl_qerl.cli.export.arguments import FORMS, LAYOUTS, WITH_BASE
 from verl_qerl.cli.export.forms import check_base, check_trained
 from verl_qerl.cli.export.fsdp_checkpoint import Checkpoint, open_checkpoint
 from verl_qerl.cli.export.merge import Base, Merge, open_base
-from verl_qerl.cli.export.prompt_log_probs import Prompt, log_prob_change, read_prompts, tokenize
+from verl_qerl.cli.export.prompt_log_probs import log_prob_change
 from verl_qerl.cli.export.summary import summary
 from verl_qerl.cli.model_dir import (
     EXPORT_REPORT,
@@ -37,6 +37,7 @@ from verl_qerl.cli.model_dir import (
     write_json,
 )
 from verl_qerl.cli.output_dir import check_absent, new_directory
+from verl_qerl.cli.prompts import Prompt, read_prompts, tokenize
 from verl_qerl.formats import PackedWeight, scaled_format
 from verl_qerl.formats.nvfp4_layout import modelopt_config, modelopt_legacy_config
 from verl_qerl.formats.reference import relative_error

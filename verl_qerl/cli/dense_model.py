@@ -1,0 +1,27 @@
+"""A model of transformers in bf16 that gets its weights one by one."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def empty_model(folder: Path) -> Any:
+    """The dense bf16 model of transformers that a directory describes, without memory for its weights."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    content.pop("quantization_config", None)
+    config = AutoConfig.for_model(**content)
+    with init_empty_weights(include_buffers=False):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def fill(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Make tensors the parameters of their names."""
+    for name, tensor in tensors:
+        parent, _, leaf = name.rpartition(".")
+        model.get_submodule(parent).register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=False))
