@@ -5,39 +5,31 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from verl_qerl.testing import load_beside, random_qwen2
+from verl_qerl.testing import random_qwen2
 
 SCRIPT = Path(__file__).with_name("bench_noise.py")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _folder_on_path() -> Iterator[None]:
-    before = list(sys.path)
-    sys.path.insert(0, str(SCRIPT.parent))
-    yield
-    sys.path[:] = before
+@pytest.fixture(scope="module")
+def plan(load_bench: Callable[[str], ModuleType]) -> ModuleType:
+    return load_bench("noise_plan")
 
 
 @pytest.fixture(scope="module")
-def plan() -> ModuleType:
-    return load_beside(__file__, "noise_plan")
+def reports(load_bench: Callable[[str], ModuleType], plan: ModuleType) -> ModuleType:
+    return load_bench("noise_report")
 
 
 @pytest.fixture(scope="module")
-def reports(plan: ModuleType) -> ModuleType:
-    return load_beside(__file__, "noise_report")
-
-
-@pytest.fixture(scope="module")
-def answers() -> ModuleType:
-    return load_beside(__file__, "boxed_answers")
+def answers(load_bench: Callable[[str], ModuleType]) -> ModuleType:
+    return load_bench("boxed_answers")
 
 
 def test_settings_come_draw_by_draw_and_share_engines_where_noise_is_of_a_batch(plan: ModuleType) -> None:

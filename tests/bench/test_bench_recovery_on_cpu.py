@@ -1,8 +1,7 @@
 """The report of formats on a tiny model: a row for each, in the order of what they keep, and their arithmetic."""
 
 import json
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -11,15 +10,12 @@ import torch
 from chat_tokenizer import train_tokenizer
 
 from verl_qerl.formats import get_format
-from verl_qerl.testing import load_beside, random_qwen2
+from verl_qerl.testing import random_qwen2
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[ModuleType]:
-    before = list(sys.path)
-    sys.path.insert(0, str(Path(__file__).parent))
-    yield load_beside(__file__, "bench_recovery")
-    sys.path[:] = before
+def bench(load_bench: Callable[[str], ModuleType]) -> ModuleType:
+    return load_bench("bench_recovery")
 
 
 @pytest.fixture(scope="module")

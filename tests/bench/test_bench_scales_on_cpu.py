@@ -1,8 +1,7 @@
 """The benchmark of scale choices on a tiny model: rows of all, and what is known of their errors."""
 
 import json
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -11,15 +10,12 @@ import torch
 from chat_tokenizer import train_tokenizer
 
 from verl_qerl.formats.reference import dequantize, quantize
-from verl_qerl.testing import load_beside, random_qwen2
+from verl_qerl.testing import random_qwen2
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[ModuleType]:
-    before = list(sys.path)
-    sys.path.insert(0, str(Path(__file__).parent))
-    yield load_beside(__file__, "bench_scales")
-    sys.path[:] = before
+def bench(load_bench: Callable[[str], ModuleType]) -> ModuleType:
+    return load_bench("bench_scales")
 
 
 def test_every_choice_has_a_row_and_the_search_the_least_error(bench: ModuleType, tmp_path: Path, capsys) -> None:

@@ -12,16 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from verl_qerl.testing import load_beside
-
 HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def suite():
-    before = list(sys.path)
-    yield load_beside(__file__, "suite")
-    sys.path[:] = before
+def suite(load_bench):
+    return load_bench("suite")
 
 
 @pytest.fixture
