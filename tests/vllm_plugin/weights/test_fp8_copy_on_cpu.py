@@ -1,5 +1,7 @@
 """The copy in E4M3 against float64: how far its weights and its products are from those of the packed weight."""
 
+import json
+
 import pytest
 import torch
 
@@ -85,3 +87,14 @@ def test_from_which_row_on():
     copy = [torch.zeros(1), torch.zeros(1)]
     assert [takes_fp8(rows, copy) for rows in (1, FEWEST_ROWS - 1, FEWEST_ROWS, 8192)] == [False, False, True, True]
     assert not takes_fp8(8192, [])
+
+
+def test_the_launch_is_that_of_the_next_larger_batch_that_was_measured(tmp_path, monkeypatch):
+    fp8_copy._tuned.cache_clear()
+    fp8_copy.tuned_launch.cache_clear()
+    monkeypatch.setattr(fp8_copy, "tuned_path", lambda gpu: tmp_path / gpu)
+    rows = [{"N": 64, "K": 32, "rows": rows, "launch": [rows, 64, 128, 4, 3]} for rows in (256, 64)]
+    (tmp_path / "a GPU").write_text(json.dumps({"rows": rows}))
+    assert [fp8_copy.tuned_launch(64, 32, M, "a GPU").rows for M in (1, 64, 65, 256, 9999)] == [64, 64, 256, 256, 256]
+    assert fp8_copy.tuned_launch(64, 64, 64, "a GPU") is None
+    assert fp8_copy.tuned_launch(64, 32, 64, "another") is None

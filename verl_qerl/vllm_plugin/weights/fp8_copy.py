@@ -7,11 +7,19 @@ b[n] is a power of two, so that products of a block scale and the codes 0, 0.5, 
 ones (of any max |w| / 448 as scale: 2.7 %), a product 3.3 %, of which the activations alone make 2.6 %.
 """
 
+import functools
+import json
+from pathlib import Path
+
 import torch
 
 from verl_qerl.formats.fp8 import FP8
+from verl_qerl.kernels.rollout.fp8_matmul import Launch, Low, fp8_matmul
+from verl_qerl.kernels.rollout.low_rank import low_rank
 from verl_qerl.kernels.rollout.repacking import ROWS, Repacked, dequantize_repacked
+from verl_qerl.kernels.rollout.w4a16_matmul import Adapter
 from verl_qerl.vllm_plugin.weights.head import quantize_rows
+from verl_qerl.vllm_plugin.weights.plans import shipped_path
 
 FEWEST_ROWS = 64  # of x; with fewer, the packed weight is read faster than its copy of twice its size
 _WEIGHTS_AT_ONCE = 1 << 24  # decoded to bf16 at a time
@@ -44,23 +52,58 @@ def takes_fp8(rows: int, fp8_copy: list[torch.Tensor]) -> bool:
     return bool(fp8_copy) and rows >= FEWEST_ROWS
 
 
-def multiply_fp8(x: torch.Tensor, fp8_copy: list[torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-    """X W^T + bias in FP8; without a GPU the same numbers are multiplied in float32.
+def multiply_fp8(
+    x: torch.Tensor, fp8_copy: list[torch.Tensor], bias: torch.Tensor | None, adapter: Adapter | None = None
+) -> torch.Tensor:
+    """X W^T + bias in FP8, and the product of one adapter in bf16.
 
     Args:
         x: [M, K] bf16, contiguous.
-        fp8_copy: Of `make_copy`, N and K multiples of 16.
+        fp8_copy: Of `make_copy`.
         bias: [N] bf16 or None.
+        adapter: On a GPU, one that `kernels.rollout.fp8_matmul.can_add` accepts, or None.
 
     Returns:
         [M, N] bf16.
     """
     codes, scales = fp8_copy
-    if not x.is_cuda:
+    if not x.is_cuda:  # the same numbers, multiplied in float32
         rows, of_rows = FP8.quantize_rows(x)
         y = rows.float() @ codes.float().T * of_rows * scales.T
         return (y if bias is None else y + bias.float()).to(x.dtype)
     from vllm import _custom_ops as ops  # needs vLLM's CUDA kernels
 
+    low = None
+    if adapter is not None:
+        of_adapter = low_rank(x, adapter.a, adapter.slots, _no_scale(x.device))
+        low = Low(of_adapter, adapter.b, adapter.members)
     rows, of_rows = ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
-    return ops.cutlass_scaled_mm(rows, codes.t(), of_rows, scales, x.dtype, bias)
+    launch = tuned_launch(*codes.shape, len(x), torch.cuda.get_device_name(x.device))
+    return fp8_matmul(rows, of_rows, codes, scales, bias, low, launch)
+
+
+@functools.cache
+def _no_scale(device: torch.device) -> torch.Tensor:
+    """With which `low_rank` gives X A^T itself."""
+    return torch.full((1,), 2.0**-8, dtype=torch.float32, device=device)
+
+
+def tuned_path(gpu: str) -> Path:
+    """Where tests/bench/bench_fp8.py writes which launches are the fastest on a GPU."""
+    return shipped_path(f"fp8 {gpu}")
+
+
+@functools.cache
+def _tuned(gpu: str) -> dict[tuple[int, int], dict[int, Launch]]:
+    path = tuned_path(gpu)
+    found: dict[tuple[int, int], dict[int, Launch]] = {}
+    for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else ():
+        found.setdefault((row["N"], row["K"]), {})[row["rows"]] = Launch(*row["launch"])
+    return found
+
+
+@functools.cache
+def tuned_launch(N: int, K: int, M: int, gpu: str) -> Launch | None:
+    """The fastest one of the next larger batch that was measured, else of the largest; None for other weights."""
+    launches = _tuned(gpu).get((N, K))
+    return launches[min((rows for rows in launches if rows >= M), default=max(launches))] if launches else None

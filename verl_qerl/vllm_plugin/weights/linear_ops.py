@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from verl_qerl.kernels.rollout.fp8_matmul import can_add
 from verl_qerl.kernels.rollout.lora import lora_expand, lora_shrink
 from verl_qerl.kernels.rollout.repacking import Repacked, dequantize_repacked
 from verl_qerl.kernels.rollout.w4a16_matmul import RANKS, Adapter, can_fuse, w4a16_matmul
@@ -125,10 +126,13 @@ def _lora_linear_cuda(
         return linear_repacked(x, *weight, fp8_copy, bias, plan)
     x = x.contiguous()
     chosen, rows = PLANS[plan], x.shape[0]
-    if chosen.uses_kernel(rows) and not takes_fp8(rows, fp8_copy):
-        launch = chosen.launch(rows)
-        if can_fuse(a, b, members, launch):
-            return w4a16_matmul(x, *weight, bias, Adapter(a, b, members, slots), launch)
+    is_in_fp8 = takes_fp8(rows, fp8_copy)
+    if is_in_fp8 or chosen.uses_kernel(rows):
+        launch, adapter = chosen.launch(rows), Adapter(a, b, members, slots)
+        if is_in_fp8 and can_add(b, members):
+            return multiply_fp8(x, fp8_copy, bias, adapter)
+        if not is_in_fp8 and can_fuse(a, b, members, launch):
+            return w4a16_matmul(x, *weight, bias, adapter, launch)
         say_once(
             f"linears of {plan} take three launches with an adapter of rank {b.shape[1]}: the one that does it takes"
             f" ranks {', '.join(map(str, RANKS))}, and members of whole tiles."
