@@ -76,11 +76,13 @@ ATTENTION = {
 # The one place that maps an arm to engine arguments.
 ARMS = {
     "bf16": Arm({}, lora=False),
+    "fp8": Arm({"quantization": "fp8"}, lora=False, linear_bytes=1.0),
     "bf16_lora_stock": Arm({}),
     "bf16_lora_ours": Arm(ours(linear="stock")),
     "nvfp4": Arm({"load_format": DUMMY_NVFP4}, packed=True, lora=False, linear_bytes=0.5625),
     "nvfp4_lora_stock": Arm({"load_format": DUMMY_NVFP4}, packed=True, linear_bytes=0.5625),
     "fp8_lora_stock": Arm({"quantization": "fp8"}, linear_bytes=1.0),
+    "fp8_lora_ours": Arm(ours(linear="stock") | {"quantization": "fp8"}, linear_bytes=1.0),
     "nvfp4_lora_ours": Arm(ours(), packed=True, linear_bytes=0.5625),
     "nvfp4_lora_resident": Arm(ours(resident=True), packed=True, linear_bytes=2.5625),
     "nvfp4_lora_stock_sampler": Arm(ours(sampler="stock"), packed=True, linear_bytes=0.5625),
