@@ -1,11 +1,11 @@
-"""Which form of export fits which base and which training; the refusals (test_export_on_cpu.py has whole exports)."""
+"""Which form of export fits which base and which training; the refusals (test_command_on_cpu.py has whole exports)."""
 
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from verl_qerl.cli.export.forms import FORMS, check_base, check_trained
+from verl_qerl.cli.export.command import FORMS, check_base, check_trained
 
 EXPERT = "model.layers.0.mlp.experts.0.up_proj"
 

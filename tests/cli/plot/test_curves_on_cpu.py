@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from verl_qerl.cli.curves import (
+from verl_qerl.cli.plot.curves import (
     add_differences,
     by_arm,
     first_and_last,

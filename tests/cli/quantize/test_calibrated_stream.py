@@ -8,8 +8,8 @@ from chat_tokenizer import train_tokenizer
 
 from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import packed_stream
-from verl_qerl.cli.calibration import Calibration
-from verl_qerl.cli.quantize import quantize_checkpoint
+from verl_qerl.cli.quantize.calibration import Calibration
+from verl_qerl.cli.quantize.command import quantize_checkpoint
 from verl_qerl.formats import PackedWeight
 from verl_qerl.testing import random_decoder
 

@@ -1,6 +1,6 @@
 import pytest
 
-from verl_qerl.cli.export.summary import summary
+from verl_qerl.cli.export.command import summary
 
 BASE = {"r": 8, "scaling": 2.0, "base_digest": "0123", "base_digest_checked": True, "changed_besides_the_adapter": []}
 

@@ -2,7 +2,7 @@
 
 Reading, arithmetic, and digests and writing run in threads of their own, so that the slowest of them, the disk, sets
 the pace. Memory: a few tensors, whatever the size of the model; more with texts to calibrate on, see
-`calibrated_stream`.
+`calibration.calibrated_stream`.
 """
 
 import argparse
@@ -22,8 +22,6 @@ from verl_qerl.checkpoints.digest import model_digest
 from verl_qerl.checkpoints.source import Source, open_source
 from verl_qerl.checkpoints.stream import check_held, packed_names, packed_stream
 from verl_qerl.checkpoints.writer import ShardedWriter, quantized_specs
-from verl_qerl.cli.calibrated_stream import calibrated_stream
-from verl_qerl.cli.calibration import Calibration, check_calibrated
 from verl_qerl.cli.model_dir import (
     QUANTIZATION_REPORT,
     check_free_space,
@@ -35,7 +33,8 @@ from verl_qerl.cli.model_dir import (
     write_json,
 )
 from verl_qerl.cli.output_dir import check_absent, new_directory
-from verl_qerl.cli.quantize_arguments import SAMPLES, TOKENS
+from verl_qerl.cli.quantize.arguments import SAMPLES, TOKENS
+from verl_qerl.cli.quantize.calibration import Calibration, calibrated_stream, check_calibrated
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import PackedWeight, WeightFormat, scaled_format
 from verl_qerl.formats.ignore import DEFAULT_IGNORE, ROUTER, is_router

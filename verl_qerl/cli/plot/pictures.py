@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_qerl.cli.curves import VALIDATION, Series, moving_average
+from verl_qerl.cli.plot.curves import VALIDATION, Series, moving_average
 
 PICTURES = (".png", ".pdf", ".svg")
 LOG_FROM = 30

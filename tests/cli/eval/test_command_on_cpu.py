@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 import torch
 
 from verl_qerl.cli import main
-from verl_qerl.cli.eval import engines, evaluate
+from verl_qerl.cli.eval import command, engines
 from verl_qerl.cli.eval.records import read_lines
 from verl_qerl.cli.eval.served import check_applied
 from verl_qerl.cli.export.adapter import Adapter, write_peft
@@ -51,7 +51,7 @@ def run(source, models, monkeypatch):
 
     def run(script, *argv, stop_after=None, out="out"):
         double = Double(AutoTokenizer.from_pretrained(models / "bf16"), script, stop_after)
-        monkeypatch.setattr(evaluate, "_options", lambda *_: SimpleNamespace(adapter=None))
+        monkeypatch.setattr(command, "_options", lambda *_: SimpleNamespace(adapter=None))
         monkeypatch.setattr(engines, "_start", lambda _: double)
         arguments = ["--model", str(models / "bf16"), "--source", str(source), "--tasks", "gsm8k", "--limit", "4"]
         main(["eval", *arguments, "--out", str(source / out), *argv])

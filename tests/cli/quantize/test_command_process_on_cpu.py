@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from verl_qerl.checkpoints.source import INDEX
 from verl_qerl.cli import main
-from verl_qerl.cli.quantize_arguments import parse_size
+from verl_qerl.cli.quantize.arguments import parse_size
 
 
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 mb", 1_500_000), ("700", 700)])
@@ -74,7 +74,7 @@ def test_a_signal_leaves_nothing(tmp_path: Path, number: int, code: int) -> None
 _PEAK = """
 import re, sys
 from pathlib import Path
-from verl_qerl.cli.quantize import quantize_checkpoint
+from verl_qerl.cli.quantize.command import quantize_checkpoint
 
 def peak():  # getrusage would count the parent's memory before exec
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])

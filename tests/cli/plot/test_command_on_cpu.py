@@ -3,8 +3,8 @@ import json
 import pytest
 
 from verl_qerl.cli import main
-from verl_qerl.cli.curves import summarize
-from verl_qerl.cli.plot import arm_table, default_keys
+from verl_qerl.cli.plot.command import arm_table, default_keys
+from verl_qerl.cli.plot.curves import summarize
 
 
 def write(path, rows):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from verl_qerl.checkpoints.record import write_whole
-from verl_qerl.cli.tune_shapes import Shape, shapes_of
+from verl_qerl.cli.tune.shapes import Shape, shapes_of
 from verl_qerl.kernels.rollout.lora import member_of_tile
 from verl_qerl.kernels.rollout.repacking import Repacked, dequantize_repacked, repack
 from verl_qerl.kernels.rollout.w4a16_launch import TOKENS, Launch, both_ways, launch_candidates

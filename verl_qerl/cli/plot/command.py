@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from verl_qerl.cli import curves
-from verl_qerl.cli.curves import STEP_TIME, VALIDATION, WINDOW, Run, Series, first_and_last
-from verl_qerl.cli.pictures import check_picture, draw
+from verl_qerl.cli.plot import curves
+from verl_qerl.cli.plot.curves import STEP_TIME, VALIDATION, WINDOW, Run, Series, first_and_last
+from verl_qerl.cli.plot.pictures import check_picture, draw
 
 REWARD = ("critic/score/mean", "critic/rewards/mean")
 # KL(rollout || actor), which every run has, and KL to the reference come first.

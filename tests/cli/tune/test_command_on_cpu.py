@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_qerl.cli import main, tune
-from verl_qerl.cli.tune import _adapter, crossings, describe, fusing, paths
-from verl_qerl.cli.tune_shapes import MODELS
+from verl_qerl.cli import main
+from verl_qerl.cli.tune import command as tune
+from verl_qerl.cli.tune.command import _adapter, crossings, describe, fusing, paths
+from verl_qerl.cli.tune.shapes import MODELS
 from verl_qerl.kernels.rollout.w4a16_launch import EACH, GATHERED, INTERMEDIATE_ROWS, TOKENS, guess_launch
 
 

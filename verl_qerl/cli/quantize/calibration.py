@@ -1,24 +1,96 @@
-"""A checkpoint as a stream of NVFP4 weights that are calibrated on texts, layer by layer.
+"""`quantize --method gptq`: the texts to calibrate on, what is refused, and the weights calibrated layer by layer.
 
-Each layer sees what the quantized layers before it answer. Memory: the hidden states of the texts (2 bytes times their
+Each layer gets what the quantized layers before it put out. Memory: the hidden states of the texts (2 bytes times their
 tokens times the hidden size), one layer, and 20 bytes times the square of its widest linear's inputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from verl_qerl.checkpoints.experts import is_expert
 from verl_qerl.checkpoints.source import Source, read_tensors
 from verl_qerl.checkpoints.stream import linear_modules
 from verl_qerl.cli.dense_model import empty_model, fill
+from verl_qerl.cli.prompts import read_prompts, tokenize
+from verl_qerl.cli.quantize.arguments import SAMPLES, TOKENS
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats import PackedWeight, WeightFormat, gptq
+from verl_qerl.formats import FORMATS, PackedWeight, WeightFormat, gptq
 from verl_qerl.formats.nvfp4_layout import fused_group
 from verl_qerl.formats.reference import dequantize
 
-Observe = Callable[..., None]
+# Whose layers transformers runs on embeddings as they are, by names that checkpoints have too.
+FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3")
+COLUMNS = ("text", "prompt")
 _EMBEDDING = "model.embed_tokens.weight"
+
+Observe = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Texts to calibrate on.
+
+    Attributes:
+        file: Parquet or JSON lines with `text`, or with `prompt`: text or chat messages.
+        samples: Rows that are read at most.
+        tokens: Of a row, from its start, at most.
+    """
+
+    file: Path
+    samples: int = SAMPLES
+    tokens: int = TOKENS
+
+    def read(self, source: Source, ignore: tuple[str, ...]) -> list[list[int]]:
+        """Token ids of each text.
+
+        Raises:
+            FileNotFoundError: No such file.
+            ValueError: It cannot be used, or has fewer tokens than a linear has inputs.
+        """
+        prompts = read_prompts(self.file, self.samples, COLUMNS)
+        found = [ids[: self.tokens] for ids in tokenize(source.path, prompts)]
+        count = sum(map(len, found))
+        widest = max(source.specs[f"{name}.weight"].shape[1] for name in linear_modules(source, ignore))
+        if count < widest:
+            raise ValueError(
+                f"too few tokens to calibrate on: {count} of {len(found)} rows in {self.file}. At least"
+                f" {widest} are needed, as many as the widest linear of {source.path} has inputs. Add rows, or raise"
+                " --calibration-samples or --calibration-tokens."
+            )
+        return found
+
+
+def check_calibrated(source: Source, form: WeightFormat) -> None:
+    """Require a format and a model that are calibrated here.
+
+    Raises:
+        CheckpointFormatError: The model is quantized, has experts, or is of a family that is not known.
+        ValueError: Another format.
+    """
+    if not form.takes_calibration:
+        accepted = ", ".join(name for name, other in FORMATS.items() if other.takes_calibration)
+        raise ValueError(f"{form.name} is not calibrated: --method gptq. {accepted} is accepted. Use --method rtn.")
+    if source.format is not None:
+        raise CheckpointFormatError(
+            f"{source.path} is quantized ({source.format}), and --method gptq calibrates on the answers of the original"
+            " model. An unquantized checkpoint is accepted. Name the original model, or use --method rtn."
+        )
+    expert = next((name for name in source.files if is_expert(name.rpartition(".")[0])), None)
+    if expert:
+        raise CheckpointFormatError(
+            f"a mixture of experts is not calibrated: {expert!r} of {source.path}. Models without experts are accepted,"
+            " since an expert sees only some of the tokens. Use --method rtn."
+        )
+    family = source.config.get("model_type")
+    if family not in FAMILIES:
+        raise CheckpointFormatError(
+            f"models of this family are not calibrated: model_type={family} of {source.path}. Accepted are"
+            f" {', '.join(FAMILIES)}. Use --method rtn."
+        )
 
 
 def calibrated_stream(
@@ -32,7 +104,7 @@ def calibrated_stream(
     """Every tensor of an unquantized checkpoint, linears packed by GPTQ.
 
     Args:
-        source: An unquantized checkpoint that `calibration.check_calibrated` has accepted.
+        source: An unquantized checkpoint that `check_calibrated` has accepted.
         form: With the choice of block scales.
         ignore: Modules left unquantized.
         device: Where layers run and weights are quantized.

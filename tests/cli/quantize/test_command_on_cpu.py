@@ -12,7 +12,7 @@ from verl_qerl.checkpoints.digest import model_digest, weight_digest
 from verl_qerl.checkpoints.source import INDEX, open_source
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli import main
-from verl_qerl.cli.quantize import quantize_checkpoint
+from verl_qerl.cli.quantize.command import quantize_checkpoint
 from verl_qerl.formats import NVFP4, PackedWeight
 from verl_qerl.formats.nvfp4_layout import quantization_config
 from verl_qerl.formats.reference import dequantize, quantize_group

@@ -4,8 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-# Those of tune_shapes, which imports torch.
-MODELS = ("qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "llama-3.1-8b")
+from verl_qerl.cli.tune.shapes import MODELS
 
 
 def add_parser(subparsers: Any) -> None:
@@ -28,6 +27,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure."""
-    from verl_qerl.cli import tune
+    from verl_qerl.cli.tune import command
 
-    return tune.run(args)
+    return command.run(args)

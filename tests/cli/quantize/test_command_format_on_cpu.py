@@ -1,4 +1,4 @@
-"""`quantize --format`: what other readers make of the output. NVFP4: test_quantize_on_cpu.py."""
+"""`quantize --format`: what other readers make of the output. NVFP4: test_command_on_cpu.py."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from verl_qerl.checkpoints.digest import model_digest, weight_digest
 from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli import main
-from verl_qerl.cli.quantize import quantize_checkpoint
+from verl_qerl.cli.quantize.command import quantize_checkpoint
 from verl_qerl.formats import PackedWeight, get_format
 from verl_qerl.formats.reference import dequantize
 from verl_qerl.testing import random_qwen2
@@ -23,8 +23,8 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
 
 SIBLINGS = ("fp8", "int8", "mxfp4")
-SCRIPT = Path(__file__).with_name("ask_vllm.py")
-ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).parents[1] / "ask_vllm.py"
+ROOT = Path(__file__).parents[3]
 TOKENS = [(7 * i) % 300 for i in range(64)]  # of ask_vllm.py
 
 

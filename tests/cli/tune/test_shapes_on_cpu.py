@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from verl_qerl.cli.tune_shapes import MODELS, shapes_of
+from verl_qerl.cli.tune.shapes import MODELS, shapes_of
 
 # Of Qwen/Qwen3-4B's config.json.
 QWEN3_4B = {

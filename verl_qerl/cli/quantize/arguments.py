@@ -63,9 +63,9 @@ def run(args: argparse.Namespace) -> int:
     """Look at output and options, then quantize."""
     check_absent(args.out)
     _check_calibration(args)
-    from verl_qerl.cli import quantize
+    from verl_qerl.cli.quantize import command
 
-    return quantize.run(args)
+    return command.run(args)
 
 
 def _check_calibration(args: argparse.Namespace) -> None:

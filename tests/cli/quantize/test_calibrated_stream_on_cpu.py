@@ -11,9 +11,10 @@ from chat_tokenizer import train_tokenizer
 from verl_qerl.checkpoints.digest import model_digest, weight_digest
 from verl_qerl.checkpoints.source import open_source, stored_tensors
 from verl_qerl.checkpoints.stream import packed_stream
-from verl_qerl.cli import calibrated_stream, main
-from verl_qerl.cli.calibration import FAMILIES, Calibration
-from verl_qerl.cli.quantize import quantize_checkpoint
+from verl_qerl.cli import main
+from verl_qerl.cli.quantize import calibration
+from verl_qerl.cli.quantize.calibration import FAMILIES, Calibration
+from verl_qerl.cli.quantize.command import quantize_checkpoint
 from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.gptq import InputMoments, calibrate
 from verl_qerl.formats.nvfp4_layout import quantization_config
@@ -152,8 +153,8 @@ def test_one_layer_at_a_time_is_in_memory(tmp_path, texts, monkeypatch) -> None:
             held.append(sum(storages.values()))
         return read(of, names, *more)
 
-    read = calibrated_stream.read_tensors
-    monkeypatch.setattr(calibrated_stream, "read_tensors", read_tensors)
+    read = calibration.read_tensors
+    monkeypatch.setattr(calibration, "read_tensors", read_tensors)
     quantize_checkpoint(folder, tmp_path / "out", device="cpu", calibration=Calibration(texts))
     assert len(held) == 6
     assert max(held[1:]) - min(held) < layer

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from verl_qerl.checkpoints.source import open_source
 from verl_qerl.cli import main
-from verl_qerl.cli.calibration import Calibration
 from verl_qerl.cli.prompts import tokenize
+from verl_qerl.cli.quantize.calibration import Calibration
 
 TEXTS = [f"Ann has {i} apples and buys {i + 3} more. The answer is #### {2 * i + 3}" for i in range(40)]
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from verl_qerl.checkpoints.digest import model_digest, weight_digest
 from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import packed_stream
-from verl_qerl.cli.quantize import quantize_checkpoint
+from verl_qerl.cli.quantize.command import quantize_checkpoint
 from verl_qerl.formats.nvfp4_layout import modelopt_config
 
 SIZES = {"q_proj": (32, 64), "k_proj": (16, 64), "v_proj": (16, 64), "o_proj": (64, 32)}

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from verl_qerl.cli.pictures import half_widths, scale_of
+from verl_qerl.cli.plot.pictures import half_widths, scale_of
 
 
 def test_curves_that_are_far_apart_are_on_a_logarithmic_scale():
