@@ -107,7 +107,7 @@ def model_dir(tmp_path_factory):
 @pytest.fixture(scope="session")
 def packed_dir(model_dir, tmp_path_factory):
     """The Qwen2 model as `quantize --scale minmax` writes it."""
-    from verl_qerl.cli.quantize import quantize_checkpoint
+    from verl_qerl.cli.quantize.command import quantize_checkpoint
 
     out = tmp_path_factory.mktemp("packed") / "qwen2"
     quantize_checkpoint(model_dir("qwen2"), out, scale="minmax", device="cpu")
