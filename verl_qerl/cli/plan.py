@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from verl_qerl.cli.quantize_arguments import FORMATS
+from verl_qerl.cli.quantize.arguments import FORMATS
 
 if TYPE_CHECKING:
     from verl_qerl.planning.memory_plan import Settings

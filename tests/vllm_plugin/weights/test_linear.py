@@ -168,4 +168,5 @@ def test_greedy_tokens_are_those_of_stock_vllm(ask):
     for name in ("one", "many", "base_decode"):
         pairs = list(zip(ask(OURS)[name], ask(STOCK)[name], strict=True))
         first_tokens = sum(ours[:8] == stock[:8] for ours, stock in pairs)
-        assert first_tokens >= 0.8 * len(pairs), name
+        # Each token of a random model is a near-tie once in thirty; wrong weights leave no answer the same.
+        assert first_tokens >= 0.6 * len(pairs), name

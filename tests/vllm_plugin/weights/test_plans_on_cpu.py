@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("vllm")
-from verl_qerl.cli.tune_shapes import MODELS
+from verl_qerl.cli.tune.shapes import MODELS
 from verl_qerl.kernels.rollout.w4a16_launch import (
     EACH,
     GATHERED,

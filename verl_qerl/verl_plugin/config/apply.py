@@ -166,7 +166,6 @@ def _hold_base(config: DictConfig, run: Run, options: Qerl) -> None:
     }
     OmegaConf.update(config, f"{FSDP}.qerl", held, force_add=True)
     OmegaConf.update(config, VLLM, kwargs, force_add=True)
-    _set_default(config, f"{VLLM}.scheduler_cls", SCHEDULER)
 
 
 def _told(run: Run, aqn: AQNConfig, uaq: UAQConfig) -> dict[str, Any]:
