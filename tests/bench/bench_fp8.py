@@ -3,8 +3,8 @@
     python tests/bench/bench_fp8.py --out tests/bench/results/<gpu>/fp8.json [--models 7B 32B] [--rows 1 64 256]
 
 ours: the packed weight; fp8: its copy in E4M3 from row 1 on; each with an adapter. bf16: cuBLAS over a dense weight,
-as a merged model has it. Parts of fp8: quantize (of the activations), low (X A^T) and product, the last with the
-fastest launch of its kernel; beside it the products of vLLM and torch without an adapter. More weights than the L2
+as a merged model has it. Parts of fp8: both (activations quantized and X A^T, quantize without that) and product, with
+the fastest launch; beside it the products of vLLM and torch without an adapter. More weights than the L2
 cache holds are read in turn, in one CUDA graph. --install writes the launches where rollouts find them.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from verl_qerl.kernels.rollout import fp8_matmul
-from verl_qerl.kernels.rollout.low_rank import low_rank
+from verl_qerl.kernels.rollout.low_rank import quantize_rows
 from verl_qerl.kernels.rollout.repacking import dequantize_repacked
 from verl_qerl.vllm_plugin.weights import fp8_copy
 from verl_qerl.vllm_plugin.weights.linear_ops import lora_linear_repacked
@@ -67,11 +67,10 @@ def ways(made: Sequence[dict[str, Any]], x: torch.Tensor) -> dict[str, Calls]:
         return found
     from vllm import _custom_ops as ops
 
-    quantize = partial(ops.scaled_fp8_quant, x, use_per_token_if_dynamic=True)
-    rows, of_rows = quantize()
+    rows, of_rows, _ = quantize_rows(x)
     operands = [(rows, codes.t(), of_rows, scales) for codes, scales in (w["copy"] for w in made)]
-    found["quantize"] = [quantize] * len(made)
-    found["low"] = [partial(low_rank, x, w["adapter"][0], slots, fp8_copy._no_scale(x.device)) for w in made]
+    found["quantize"] = [partial(quantize_rows, x)] * len(made)
+    found["both"] = [partial(quantize_rows, x, w["adapter"][0], slots) for w in made]
     found["vllm"] = [partial(ops.cutlass_scaled_mm, *each, torch.bfloat16) for each in operands]
     if len(x) > 1:  # of one row torch takes the scale for that of the whole tensor
         found["torch"] = [
@@ -85,9 +84,7 @@ def choose(
     made: Sequence[dict[str, Any]], x: torch.Tensor, timer: bench_dequantize.Timer
 ) -> tuple[fp8_matmul.Launch, dict[str, float]]:
     """The fastest launch of the product with an adapter, and the microseconds of all."""
-    from vllm import _custom_ops as ops
-
-    rows, of_rows = ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
+    rows, of_rows, _ = quantize_rows(x)
     times = {}
     for launch in fp8_matmul.candidates(len(x)):
         calls = []

@@ -15,10 +15,10 @@ import torch
 
 from verl_qerl.formats.fp8 import FP8
 from verl_qerl.kernels.rollout.fp8_matmul import Launch, Low, fp8_matmul
-from verl_qerl.kernels.rollout.low_rank import low_rank
+from verl_qerl.kernels.rollout.low_rank import quantize_rows
 from verl_qerl.kernels.rollout.repacking import ROWS, Repacked, dequantize_repacked
 from verl_qerl.kernels.rollout.w4a16_matmul import Adapter
-from verl_qerl.vllm_plugin.weights.head import quantize_rows
+from verl_qerl.vllm_plugin.weights.head import quantize_rows as quantize_channels
 from verl_qerl.vllm_plugin.weights.plans import shipped_path
 
 FEWEST_ROWS = 64  # of x; with fewer, the packed weight is read faster than its copy of twice its size
@@ -43,7 +43,7 @@ def make_copy(words: torch.Tensor, scale: torch.Tensor, global_decode_scale: tor
     for start in range(0, N, step):
         end = min(start + step, N)
         part: Repacked = (words[:, 2 * start : 2 * end], scale[:, start:end], global_decode_scale)
-        codes[start:end], scales[start:end] = quantize_rows(dequantize_repacked(*part))
+        codes[start:end], scales[start:end] = quantize_channels(dequantize_repacked(*part))
     return [codes, scales]
 
 
@@ -71,21 +71,10 @@ def multiply_fp8(
         rows, of_rows = FP8.quantize_rows(x)
         y = rows.float() @ codes.float().T * of_rows * scales.T
         return (y if bias is None else y + bias.float()).to(x.dtype)
-    from vllm import _custom_ops as ops  # needs vLLM's CUDA kernels
-
-    low = None
-    if adapter is not None:
-        of_adapter = low_rank(x, adapter.a, adapter.slots, _no_scale(x.device))
-        low = Low(of_adapter, adapter.b, adapter.members)
-    rows, of_rows = ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
+    rows, of_rows, low = quantize_rows(x, *((adapter.a, adapter.slots) if adapter else ()))
+    product = None if low is None or adapter is None else Low(low, adapter.b, adapter.members)
     launch = tuned_launch(*codes.shape, len(x), torch.cuda.get_device_name(x.device))
-    return fp8_matmul(rows, of_rows, codes, scales, bias, low, launch)
-
-
-@functools.cache
-def _no_scale(device: torch.device) -> torch.Tensor:
-    """With which `low_rank` gives X A^T itself."""
-    return torch.full((1,), 2.0**-8, dtype=torch.float32, device=device)
+    return fp8_matmul(rows, of_rows, codes, scales, bias, product, launch)
 
 
 def tuned_path(gpu: str) -> Path:
