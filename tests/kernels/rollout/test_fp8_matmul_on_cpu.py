@@ -57,7 +57,7 @@ def compiled(launch: Launch, rank: int) -> int:
     """Bytes of shared memory that a program takes on Hopper, or an error of the compiler."""
     kernel = fp8_matmul._matmul_kernel
     constants = {"ROWS": launch.rows, "COLUMNS": launch.columns, "DEPTH": launch.depth, "GROUP": 8}
-    constants |= {"RANK": max(16, rank) if rank else 0, "HAS_BIAS": True}
+    constants |= {"RANK": max(16, rank) if rank else 0, "HAS_BIAS": True, "EARLY": True}
     types = {"of_rows_ptr": "*fp32", "of_columns_ptr": "*fp32", "members_ptr": "*i32"}
     types |= {
         name: f"tensordesc<fp8e4nv[{size},{launch.depth}]>"
@@ -73,7 +73,7 @@ def compiled(launch: Launch, rank: int) -> int:
         if key not in {*constants, "M"} and not kind.startswith("tensordesc")
     }
     source = ASTSource(kernel, signature, constants, whole)
-    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    options = {"num_warps": launch.warps, "num_stages": launch.stages, "launch_pdl": True}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return made.metadata.shared
 

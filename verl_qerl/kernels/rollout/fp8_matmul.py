@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from verl_qerl.kernels.rollout import launch as launching
 from verl_qerl.kernels.rollout.launch import count_multiprocessors
 from verl_qerl.kernels.rollout.w4a16_matmul import RANKS
 
@@ -130,9 +131,10 @@ def run(
         TensorDescriptor.from_tensor(weight, [columns, depth]),
     )
     of_low, b, members = low or (y[:, :0], y[:, :0], y[:1])
-    rank = b.shape[1]
+    rank, early = b.shape[1], x.is_cuda and launching.programmatic_launch
     shape: Any = {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "GROUP": _GROUP, "HAS_BIAS": bias is not None}
     shape |= {"RANK": max(16, triton.next_power_of_2(rank)) if low else 0, "num_warps": warps, "num_stages": stages}
+    shape |= {"EARLY": early, "launch_pdl": early}
     tensors = (of_rows, of_columns, y if bias is None else bias, of_low, b, members, y)
     sizes = (M, N, K, N // len(members), of_low.shape[1], rank)
     _matmul_kernel[triton.cdiv(M, rows) * triton.cdiv(N, columns),](x_rows, w_rows, *tensors, *sizes, **shape)
@@ -162,7 +164,11 @@ def _matmul_kernel(
     GROUP: tl.constexpr,
     RANK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:  # as start_next and await_inputs of grid.cuh
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     # Programs that run at the same time share weights and rows.
     row_tiles = tl.cdiv(M, ROWS)
     column_tiles = tl.cdiv(N, COLUMNS)
