@@ -88,8 +88,7 @@ def hold_repacked(layer: Any, tiles: Repacked, plan: str, fp8: bool) -> None:
     """
     layer.qerl_plan = plan
     layer.weight, layer.weight_scale, layer.weight_global_scale = map(frozen, tiles)
-    if fp8:
-        layer.qerl_fp8_codes, layer.qerl_fp8_scale = map(frozen, make_copy(*tiles))
+    layer.qerl_fp8_codes, layer.qerl_fp8_scale = map(frozen, make_copy(*tiles)) if fp8 else (None, None)
 
 
 def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -100,7 +99,7 @@ def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Te
 
 def repacked_tensors(layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """packed_codes, scale, global_decode_scale and fp8_copy of `linear_repacked`; the layer is from `hold_repacked`."""
-    fp8_copy = [layer.qerl_fp8_codes, layer.qerl_fp8_scale] if hasattr(layer, "qerl_fp8_codes") else []
+    fp8_copy = [] if layer.qerl_fp8_codes is None else [layer.qerl_fp8_codes, layer.qerl_fp8_scale]
     return layer.weight, layer.weight_scale, layer.weight_global_scale, fp8_copy
 
 
@@ -112,7 +111,7 @@ def repacked_in_features(model: torch.nn.Module) -> set[int]:
 
 def has_fp8_copies(model: torch.nn.Module) -> bool:
     """Whether linears of a model have copies in E4M3 beside them."""
-    return any(hasattr(layer, "qerl_fp8_codes") for layer in model.modules())
+    return any(getattr(layer, "qerl_fp8_codes", None) is not None for layer in model.modules())
 
 
 def frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
