@@ -61,9 +61,15 @@ def can_add(b: torch.Tensor, members: torch.Tensor) -> bool:
 
 def candidates(M: int) -> list[Launch]:
     """What may be fast for M rows."""
-    found = [Launch(64, 64, 128, 4, 4), Launch(64, 128, 128, 4, 3), Launch(64, 128, 128, 4, 4)]
+    found = [Launch(64, 64, 128, 4, 4), Launch(64, 64, 256, 4, 3), Launch(64, 128, 128, 4, 3)]
+    found += [Launch(64, 128, 128, 4, 4), Launch(64, 128, 256, 4, 3)]
     if M > 64:
-        found += [Launch(128, 64, 128, 4, 4), Launch(128, 128, 128, 4, 3), Launch(128, 128, 128, 8, 3)]
+        found += [
+            Launch(128, 64, 128, 4, 4),
+            Launch(128, 64, 128, 8, 4),
+            Launch(128, 128, 128, 4, 3),
+            Launch(128, 128, 128, 8, 3),
+        ]
         found += [Launch(128, 128, 128, 8, 4)]
     if M > 128:
         found += [Launch(256, 64, 128, 8, 4), Launch(256, 128, 128, 8, 3)]
