@@ -15,12 +15,12 @@ class FormatLinear(PackedLinear):
     W is decoded to the dtype of x, so rounded once more where the format has a float32 scale (INT8, FP8).
     """
 
-    def decode_packed(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight, [N, K] of `dtype`, from the packed tensors."""
+    def decode(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight, [N, K] of `dtype`."""
         return dequantize_format(self.form, self.held(), dtype)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """X W^T + bias, [..., N] of x's dtype, from the packed tensors."""
+        """X W^T + bias, [..., N] of x's dtype."""
         return frozen_linear(x, self.decode, bias)
 
 

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from verl_qerl.formats import PackedWeight, WeightFormat
 from verl_qerl.formats.tensor_spec import DTYPES, TensorSpec
@@ -25,7 +24,6 @@ class PackedLinear(nn.Linear):
 
     Attributes:
         form: The format.
-        dense: A copy of the weight, [N, K] bfloat16, that `decode` and `forward` read instead; None: there is none.
         persistent: Whether `state_dict` holds the packed tensors.
         weight: [N, ...] uint8, the bytes of the codes.
         weight_scale: [N, ...] uint8, those of the scales.
@@ -38,7 +36,6 @@ class PackedLinear(nn.Linear):
     weight_scale: torch.Tensor
     weight_decode_scale: torch.Tensor
     persistent = False
-    dense: torch.Tensor | None = None
 
     def __init__(
         self, in_features: int, out_features: int, bias: nn.Parameter | None, device: torch.device | str
@@ -93,12 +90,12 @@ class PackedLinear(nn.Linear):
         """The weight, over the module's own storage."""
         return PackedWeight(self.form, self.held())
 
-    def decode_packed(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight, [N, K] of `dtype`, from the packed tensors."""
+    def decode(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight, [N, K] of `dtype`."""
         raise NotImplementedError
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """X W^T + bias, [..., N] of x's dtype, from the packed tensors."""
+        """X W^T + bias, [..., N] of x's dtype."""
         raise NotImplementedError
 
     def check_packed(self, packed: PackedWeight) -> None:
@@ -118,10 +115,6 @@ class PackedLinear(nn.Linear):
                 " Both must be (out_features, in_features). Check that config.json belongs to these weights."
             )
 
-    def decode(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight, [N, K] of `dtype`."""
-        return self.decode_packed(dtype) if self.dense is None else self.dense.to(dtype)
-
     @classmethod
     def decode_siblings(cls, linears: Sequence[Any], dtype: torch.dtype) -> Sequence[torch.Tensor]:
         """The weights of linears of this class with one input, up to three, as `decode` gives each."""
@@ -132,10 +125,7 @@ class PackedLinear(nn.Linear):
         device = input.device.type
         if torch.is_autocast_enabled(device):
             input = input.to(torch.get_autocast_dtype(device))
-        bias = None if self.bias is None else self.bias.to(input.dtype)
-        if self.dense is not None:
-            return F.linear(input, self.dense.to(input.dtype), bias)
-        return self.multiply(input, bias)
+        return self.multiply(input, None if self.bias is None else self.bias.to(input.dtype))
 
     def extra_repr(self) -> str:
         """As nn.Linear's, with the format."""

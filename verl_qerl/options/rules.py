@@ -289,7 +289,7 @@ RULES: tuple[Rule, ...] = (
     Rule(REQUANTIZED, Need(f"{MODEL}.lora_adapter_path", _off, "null"), _ADAPTER, f"Set {LORA_RANK}."),
     *(
         Rule(REQUANTIZED, _no(f"qerl.base.{name}"), "there is no packed base", f"Leave it out, or set {LORA_RANK}.")
-        for name in ("shard", "share", "keep_dense")
+        for name in ("shard", "share")
     ),
     Rule(
         REQUANTIZED,
@@ -323,12 +323,6 @@ RULES: tuple[Rule, ...] = (
         SHARE,
         Need(f"{ROLLOUT}.gpu_memory_utilization", lambda v: v != 0, "a share above 0"),
         "there is no rollout to share with",
-        _ONE,
-    ),
-    Rule(
-        SHARD,
-        _no("qerl.base.keep_dense"),
-        "a rank that holds a part of the base cannot keep a copy of the whole",
         _ONE,
     ),
     # Noise.

@@ -128,12 +128,6 @@ class Base(Options):
         "one copy of the packed base on a GPU: the rollout maps the actor's memory (CUDA IPC) and has that much more"
         " for its KV cache; for less memory lower `gpu_memory_utilization` with it",
     )
-    keep_dense: bool = option(
-        False,
-        SWITCH,
-        "a bf16 copy of the base while the actor computes, given back before the rollout wakes; from the second update"
-        " on, where memory allows",
-    )
     fused_lora: bool = option(
         True,
         SWITCH,
@@ -176,13 +170,6 @@ class Rollout(Options):
         "the path for one adapter (`max_loras` 1), for bf16 rollouts too. Ranks 8, 16, 32, 64 and 128 share the"
         " linear's launch, others take two of their own. `stock`: vLLM's",
     )
-    lm_head: str = option(
-        "bf16",
-        _one_of("bf16", "fp8"),
-        "`fp8`: the output head as E4M3 weights with one scale per vocabulary row, activations in bf16 (Marlin): half"
-        " the head's bytes, which helps small batches. The actor's head stays as it is, so that log-probs differ by"
-        " more: look at `qerl/rollout_kl_k3`. With `+rollout=...`, and with bf16 rollouts of an adapter",
-    )
     sampler: str = option(
         "auto",
         _one_of("auto", "fused", "stock"),
@@ -209,12 +196,6 @@ class Rollout(Options):
         False,
         SWITCH,
         "a bf16 copy of the packed linears beside them for large batches, two bytes a weight",
-    )
-    keep_base_resident: bool = option(
-        False,
-        SWITCH,
-        "a sleeping engine gives up its KV cache alone; else vLLM copies its weights to the host for every update and"
-        " back",
     )
 
 

@@ -49,16 +49,13 @@ class RepackedNVFP4Linear(NVFP4Linear):
 
     def decode(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight, [N, K] of `dtype`."""
-        return (dequantize_repacked(*self.tiles) if self.dense is None else self.dense).to(dtype)
+        return dequantize_repacked(*self.tiles).to(dtype)
 
     @classmethod
     def decode_siblings(cls, linears: Sequence[Any], dtype: torch.dtype) -> Sequence[torch.Tensor]:
         """See `PackedLinear.decode_siblings`; from tiles, which NVFP4Linear's launch does not read."""
         return super(NVFP4Linear, cls).decode_siblings(linears, dtype)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., K] -> [..., N], in the dtype of the input or of an active autocast."""
-        device = input.device.type
-        if torch.is_autocast_enabled(device):
-            input = input.to(torch.get_autocast_dtype(device))
-        return frozen_linear(input, self.decode, None if self.bias is None else self.bias.to(input.dtype))
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """X W^T + bias, [..., N] of x's dtype."""
+        return frozen_linear(x, self.decode, bias)

@@ -71,13 +71,9 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
         return inputs, output_args
 
     def train_mode(self, **kwargs: Any) -> Any:
-        """As verl's, with a dense copy of the base if it is asked for, and layers that need no recomputation."""
-        mode = self.weights.within(super().train_mode(**kwargs), training=True)
-        return mode if self._recompute is None else self._recompute.within(mode, self.weights.is_settled)
-
-    def eval_mode(self, **kwargs: Any) -> Any:
-        """As verl's, with a dense copy of the base if it is asked for."""
-        return self.weights.within(super().eval_mode(**kwargs), training=False)
+        """As verl's, in which as many layers keep their activations as memory allows."""
+        mode = super().train_mode(**kwargs)
+        return mode if self._recompute is None else self._recompute.within(mode)
 
     def forward_backward_batch(self, data: Any, *args: Any, **kwargs: Any) -> Any:
         """As verl's, with rounded linears where the batch asks for them."""

@@ -35,7 +35,6 @@ from verl_qerl.modules.trained_norm import train_norms
 from verl_qerl.modules.varlen_attention import check_model
 from verl_qerl.verl_plugin.actor.base_record import adapter_options, base_record
 from verl_qerl.verl_plugin.actor.chunked_head import install_chunked_head
-from verl_qerl.verl_plugin.actor.dense_base import DenseBase
 from verl_qerl.verl_plugin.actor.expert_adapters import adapt_attention_only
 from verl_qerl.verl_plugin.actor.lend_base import lend_base
 from verl_qerl.verl_plugin.actor.liger import apply_liger
@@ -67,7 +66,6 @@ class FrozenBase:
         self._adapter: FlatAdapter | None = None
         self._digests: dict[str, str] = {}
         self._digests_sent = False
-        self._dense: DenseBase | None = None
 
     def build_module(self, stock: Callable[[], nn.Module]) -> nn.Module:
         """The model with packed linears, in place of what `stock` would load."""
@@ -148,19 +146,6 @@ class FrozenBase:
         if not tu.get_non_tensor_data(micro_batch, "use_fused_kernels", default=False):
             return {}
         return {"calculate_entropy": tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False)}
-
-    def within(self, mode: Any, training: bool) -> Any:
-        """The mode, with the dense copy of the base if it is asked for."""
-        if not self.options.keep_dense:
-            return mode
-        if self._dense is None:
-            self._dense = DenseBase([linear for _, linear in packed_linears(self._engine.module)])
-        return self._dense.within(mode, training)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the memory of the base will not change any more."""
-        return self._dense is None or self._dense.fits is not None
 
     def forward_mode(self, data: Any) -> AbstractContextManager[Any]:
         """Nothing else than verl's forward and backward."""

@@ -35,8 +35,6 @@ class TrainedWeights:
         uaq_scale: Of UAQ; None without.
     """
 
-    is_settled = True
-
     def __init__(self, engine: Any, options: BaseOptions | None, uaq_scale: float | None) -> None:
         self.options = options
         self._engine, self._uaq_scale = engine, uaq_scale
@@ -68,10 +66,6 @@ class TrainedWeights:
     def inputs(self, micro_batch: Any) -> dict[str, Any]:
         """None beside verl's."""
         return {}
-
-    def within(self, mode: Any, training: bool) -> Any:
-        """The mode as it is."""
-        return mode
 
     def forward_mode(self, data: Any) -> AbstractContextManager[Any]:
         """Where the batch asks for it, the linears are rounded as the rollout holds them."""
