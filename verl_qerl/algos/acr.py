@@ -104,8 +104,6 @@ def acr_loss(
         log_probs: Of the three policies; gradients flow into theta alone.
         advantages: [batch, tokens].
         mask: [batch, tokens], 0 where a token does not count. What stands there, NaN included, has no influence.
-        clip: Bounds of the ratio.
-        max_ratio: C.
 
     Returns:
         The loss to be minimized, [batch, tokens] float32, 0 where masked; and means over the tokens that count:

@@ -42,7 +42,6 @@ class AQNConfig:
     """Options of Adaptive Quantization Noise; every default is the paper's (table 4, figure 9).
 
     Attributes:
-        enabled: Whether noise is injected.
         sigma_start: Standard deviation at stage 1, > 0, in the unit that `mode` says.
         sigma_end: Standard deviation at the last stage, in (0, sigma_start].
         num_stages: K >= 2, the first of which is free of noise.
@@ -140,7 +139,6 @@ def sigma_at_step(
     Args:
         config: Options; its `total_steps` comes before the argument.
         step: From 1.
-        total_steps: Of the run.
         searched: With `target_kl`: stage -> (first step, the sigma that stands in for that of stage 1). A stage that is
             not there has no noise, nor has a step before the first. None: the schedule alone.
 

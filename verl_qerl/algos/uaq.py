@@ -51,7 +51,6 @@ class UAQConfig:
     """Options of Update-Aware Quantization.
 
     Attributes:
-        enabled: Whether the weights are scaled before training.
         scale: s in (1, MAX_SCALE]; the paper's is 1.5, and its 2 was worse than none. Powers of two round nothing.
     """
 
@@ -129,7 +128,6 @@ def fold_(role: str, weight: torch.Tensor, scale: float) -> torch.Tensor:
     Args:
         role: `norm` or `linear`.
         weight: [K] or [N, K], float.
-        scale: s.
     """
     return weight.mul_(scale) if role == "norm" else weight.div_(scale)
 
@@ -151,7 +149,6 @@ def write_record(folder: Path, scale: float | None, base: str) -> None:
 
     Args:
         folder: Of the checkpoint; made if need be.
-        scale: s, or None.
         base: model.path of the run.
     """
     if scale is None:

@@ -86,7 +86,6 @@ def stored_format(config: Mapping[str, Any], where: str = "the checkpoint") -> t
 
     Args:
         config: The config.json.
-        where: The checkpoint, for messages.
 
     Returns:
         (name of the format, or BLOCK_FP8; layout of its tensors), (None, `bf16`) of what is not quantized.
@@ -117,7 +116,6 @@ def check_described(where: str, config: Mapping[str, Any]) -> None:
     """Require a config.json without entries on quantization that are not honoured, whatever the format.
 
     Args:
-        where: The checkpoint, for messages.
         config: Its config.json; `stored_format` has accepted it.
 
     Raises:
@@ -150,7 +148,6 @@ def check_arguments(where: str, config: Mapping[str, Any], ours: Mapping[str, An
     """Require groups with the arguments that a format has here.
 
     Args:
-        where: The checkpoint, for messages.
         config: Its config.json.
         ours: The `quantization_config` that the format has here. Where its activations are not quantized, those of the
             checkpoint may be.

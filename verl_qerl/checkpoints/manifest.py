@@ -62,7 +62,6 @@ def with_manifest(
 
     Args:
         tensors: (name, tensor) as they are sent.
-        num_bytes_bf16: Of the model in bf16.
     """
     sums: dict[str, torch.Tensor] = {}
     num_bytes = 0

@@ -27,8 +27,6 @@ class Source:
     """A model directory whose tensors are known but not read.
 
     Attributes:
-        path: The directory.
-        config: Its config.json.
         format: Name of the weight format of its linears, or BLOCK_FP8; None: they are not quantized.
         layout: How their tensors are named: `bf16`, `compressed-tensors` or `modelopt`.
         files: tensor name -> shard file name.
@@ -180,7 +178,6 @@ def whole_weights(
     Args:
         source: From `open_source`.
         modules: Those with packed weights.
-        device: Where tensors are read to.
         drops_activation_scales: Leave out what scales activations or a KV cache.
 
     Yields:

@@ -47,7 +47,6 @@ def run_guarded(parser: argparse.ArgumentParser, run: Callable[[], int]) -> int:
 
     Args:
         parser: Ends the program; its `prog` begins the sentence.
-        run: Returns the exit code.
 
     Returns:
         As `main`.

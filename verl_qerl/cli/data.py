@@ -138,7 +138,6 @@ def kept(questions: Iterable[str], held_out: Mapping[str, Iterable[str]]) -> lis
     """Numbers of the questions that come first and are not held out; says how many are left out, and why.
 
     Args:
-        questions: To train on.
         held_out: Name of an evaluation set -> its questions. What several have counts for the first of them.
 
     Raises:
@@ -171,7 +170,6 @@ def write_splits(out: Path, splits: Mapping[str, list[Row]]) -> None:
 
     Args:
         out: Directory that must not exist; it appears whole or not at all.
-        splits: Name -> rows.
     """
     with new_directory(out) as directory:
         for split, rows in splits.items():
@@ -222,7 +220,6 @@ def check_file(path: Path, name: str, accepted: str) -> None:
     """Require a file.
 
     Args:
-        path: Of it.
         name: Of the path in the message.
         accepted: What may be in it, with its verb.
 
@@ -238,7 +235,6 @@ def read_jsonl(path: Path, required: Mapping[str, type]) -> list[Row]:
     """Read one JSON object per line.
 
     Args:
-        path: Of the file.
         required: Keys that each has, and of what kind their values are.
 
     Raises:

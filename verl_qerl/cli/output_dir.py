@@ -22,7 +22,6 @@ def check_absent(path: Path, ours: Path | None = None) -> None:
     """Refuse to write over earlier output; worth calling before long work.
 
     Args:
-        path: Of the output.
         ours: What may be in it.
 
     Raises:

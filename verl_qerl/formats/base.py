@@ -20,7 +20,6 @@ class PackedWeight:
     """One weight [N, K] in a format.
 
     Attributes:
-        form: The format.
         tensors: One for each of its parts, as `WeightFormat.held` describes them.
     """
 
@@ -124,7 +123,6 @@ class WeightFormat(ABC):
 
         Args:
             weight: [N, K], floating point, finite.
-            name: For messages.
 
         Returns:
             The weight, packed, on its device; the same bits on every device.
@@ -174,9 +172,7 @@ class WeightFormat(ABC):
         """The inverse of `to_tensors`.
 
         Args:
-            where: What the weight belongs to, for messages.
             tensors: Of one weight, by their names without the module.
-            layout: Of the checkpoint.
 
         Raises:
             CheckpointFormatError: A tensor is missing or unknown, of another dtype or shape, or holds what no
@@ -268,12 +264,6 @@ def compressed_tensors_config(
 def check_in_features(name: str, in_features: int, block_size: int, kind: str) -> None:
     """Require in_features that a format can hold.
 
-    Args:
-        name: Of the weight, for messages.
-        in_features: K.
-        block_size: Of the format.
-        kind: Its name, for messages.
-
     Raises:
         ValueError: It is no multiple of the block size.
     """
@@ -286,11 +276,6 @@ def check_in_features(name: str, in_features: int, block_size: int, kind: str) -
 
 def check_weight(name: str, weight: torch.Tensor, kind: str) -> None:
     """Require a finite matrix of floating point numbers that are not codes of a quantized weight: of 16 bits or more.
-
-    Args:
-        name: For messages.
-        weight: To be quantized.
-        kind: Name of the format, for messages.
 
     Raises:
         ValueError: It is not one.

@@ -68,12 +68,7 @@ class PackedStack(nn.Module):
 
 @dataclass(frozen=True)
 class ExpertLinear:
-    """One linear of one expert: a place in a stack that a packed weight is read into.
-
-    Attributes:
-        stack: Holds it.
-        index: Its place.
-    """
+    """One linear of one expert: a place in a stack that a packed weight is read into."""
 
     stack: PackedStack
     index: int

@@ -23,7 +23,6 @@ class PackedLinear(nn.Linear):
     parameters. Every rank holds all of them. They are not persistent: a checkpoint names the base, it does not copy it.
 
     Attributes:
-        form: The format.
         persistent: Whether `state_dict` holds the packed tensors.
         weight: [N, ...] uint8, the bytes of the codes.
         weight_scale: [N, ...] uint8, those of the scales.

@@ -83,7 +83,6 @@ def varlen_attention(
     """Causal attention within each sequence, in transformers' attention interface.
 
     Args:
-        module: The attention layer that calls.
         query: [B, H, S, D].
         key: [B, G, S, D], G dividing H.
         value: As key.
@@ -165,11 +164,8 @@ def padding_mask(
         kv_length: S.
         mask_function: (row, head, q, k) -> whether q attends to k.
         attention_mask: [B, S] bool of the tokens that are no padding.
-        config: Of the model.
         local_size: Size of a window or chunk.
         use_vmap: Whether a mask of the model's own is in `mask_function`.
-        device: Of the tokens.
-        more: Not read.
 
     Returns:
         [B, S] bool of the tokens that are no padding, or None where all are.

@@ -38,9 +38,7 @@ class Need(NamedTuple):
     """A setting that something needs.
 
     Attributes:
-        name: Of the setting.
         accepts: Whether its value is accepted; None is one that nobody set.
-        accepted: In words.
     """
 
     name: str
@@ -52,10 +50,7 @@ class Rule(NamedTuple):
     """A value that is refused in some runs.
 
     Attributes:
-        when: In which.
-        need: What it must be.
         why: The reason, empty where the names say it.
-        remedy: What to do.
     """
 
     when: When
@@ -68,7 +63,6 @@ def check(run: Run, rules: Iterable[Rule] | None = None) -> None:
     """Refuse a run that breaks a rule.
 
     Args:
-        run: The run.
         rules: Default: all of them.
 
     Raises:

@@ -20,12 +20,7 @@ LATER_STEPS = 5
 
 
 class Accepts(NamedTuple):
-    """Which values an option takes.
-
-    Attributes:
-        told: In words.
-        test: Whether a value is one.
-    """
+    """Which values an option takes."""
 
     told: str
     test: Callable[[Any], bool]

@@ -90,8 +90,6 @@ def plan(shape: ModelShape, settings: Settings, gpu_bytes: float) -> tuple[Phase
     """Memory of rollout and update on each GPU.
 
     Args:
-        shape: Of the model.
-        settings: Of the run.
         gpu_bytes: All memory of one GPU.
 
     Returns:

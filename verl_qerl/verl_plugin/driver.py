@@ -36,9 +36,6 @@ _ENV_VARS = "ray_kwargs.ray_init.runtime_env.env_vars"
 def install(module: ModuleType) -> None:
     """Wrap verl's `validate_config`.
 
-    Args:
-        module: `verl.utils`.
-
     Raises:
         SystemExit: The command line has an option under an old name, which Hydra would only call unknown.
     """
@@ -106,7 +103,6 @@ def check_run(config: DictConfig, use_critic: bool) -> None:
 
     Args:
         config: Of the whole run, changed in place.
-        use_critic: Whether verl trains a critic.
 
     Raises:
         RuntimeError: A host is of another version.

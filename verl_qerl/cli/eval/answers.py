@@ -33,7 +33,6 @@ class Verdict(NamedTuple):
     Attributes:
         answer: What the box holds, or what was found at the end; None where there is nothing.
         right: Whether it equals the truth.
-        boxed: Whether it is in a box.
     """
 
     answer: str | None
@@ -58,7 +57,6 @@ def judge(text: str, truth: str, cut: bool = False) -> Verdict:
     """The verdict on a whole text.
 
     Args:
-        text: What the model wrote.
         truth: The inside of a box.
         cut: The text reached its limit of tokens; without a box it has no answer, whatever number it ends in.
     """

@@ -26,7 +26,6 @@ class Work:
     Attributes:
         options: How it is made.
         prompts: Token ids of each question.
-        truths: The right answer to each question.
         sampling: Of vLLM's SamplingParams.
     """
 
@@ -68,7 +67,6 @@ def gpus(engines: int, each: int) -> list[str | None]:
     """CUDA_VISIBLE_DEVICES of each engine; None where the machine has no GPU.
 
     Args:
-        engines: How many.
         each: GPUs of one.
 
     Raises:

@@ -20,12 +20,8 @@ class Answer:
     """One of the answers to a question.
 
     Attributes:
-        text: Whole.
         tokens: That it has, with the one that ends it.
         cut: It reached the limit.
-        answer: See Verdict.
-        right: See Verdict.
-        boxed: See Verdict.
     """
 
     text: str

@@ -34,10 +34,8 @@ def draw(
 
     Args:
         summary: Of curves.summarize, by arms.
-        keys: The panels.
         phases: Of curves.phases; may be empty.
         questions: Of the validation set; None for no intervals.
-        out: Picture to write.
     """
     import matplotlib
 

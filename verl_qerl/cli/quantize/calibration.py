@@ -105,12 +105,8 @@ def calibrated_stream(
 
     Args:
         source: An unquantized checkpoint that `check_calibrated` has accepted.
-        form: With the choice of block scales.
-        ignore: Modules left unquantized.
-        device: Where layers run and weights are quantized.
         observe: Called for each linear with module, original and packed weight, and by name the `gptq.output_errors` of
             its codes and of the nearest ones.
-        texts: Token ids.
 
     Yields:
         As `checkpoints.stream.packed_stream`.

@@ -63,7 +63,6 @@ def shapes_of(models: Iterable[str], ranks: int = 1) -> list[Shape]:
 
     Args:
         models: Names of MODELS, directories with a config.json, or such files.
-        ranks: Of a tensor-parallel rollout.
 
     Raises:
         ValueError: A model is neither, so many ranks cannot share it, or none of its linears can be measured.

@@ -46,7 +46,6 @@ class Kernel:
     """One kernel of a compiled source.
 
     Args:
-        source: CUDA C++.
         name: Of the kernel, extern "C".
     """
 

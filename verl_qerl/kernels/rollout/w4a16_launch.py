@@ -102,9 +102,7 @@ def own_rows(launch: Launch, rank: int, members: int, per_entry: int) -> int:
     """Rows of A whose X A^T a thread block computes itself; 0 where it is gathered.
 
     Args:
-        launch: Of the product.
         rank: Rows of A of a member.
-        members: Of the linear.
         per_entry: Columns that surely belong to one member.
     """
     # A warpgroup has columns of one member. Where members begin is known to the GPU alone.

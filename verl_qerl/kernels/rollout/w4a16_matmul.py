@@ -183,9 +183,6 @@ def low_rank_tasks(
         M: Rows of X, at most INTERMEDIATE_ROWS.
         K: Columns of X.
         columns: Rows of A; 0 for none.
-        launch: Of the product.
-        grid: Its thread blocks.
-        multiprocessors: Of the GPU.
     """
     # So few that they all run at the same time, wherever clusters fit: the others wait for them. With stream-K all do.
     # On a H200 clusters fit onto three quarters at least; a group of multiprocessors that holds one, onto half of it.

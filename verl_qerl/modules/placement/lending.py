@@ -57,7 +57,6 @@ class Lender:
 
     Args:
         base: Of `share_base`; it must live as long as this process.
-        path: Of the socket.
 
     Raises:
         RuntimeError: The folder is open to others, or another process lends there.
@@ -139,7 +138,6 @@ def borrow(path: Path, device: torch.device) -> Borrowed:
     """Map the base that a `Lender` has.
 
     Args:
-        path: Of its socket.
         device: Of this process: the same as the owner's.
 
     Raises:

@@ -47,8 +47,6 @@ def join_tensor(folder: Path, name: str, parts: Sequence[torch.Tensor]) -> torch
     """Put one tensor together; a plain one is the same on every rank.
 
     Args:
-        folder: Of the files, for errors.
-        name: For errors.
         parts: Of all ranks, in their order.
     """
     first = parts[0]

@@ -51,10 +51,6 @@ _Build = Callable[[Any], Any]
 class FrozenBase:
     """The engine's base.
 
-    Args:
-        engine: verl's, whose configurations are read.
-        options: Of the base.
-
     Attributes:
         lender: Of the base to the rollout, with `qerl.base.share`.
     """

@@ -17,7 +17,6 @@ def lend_base(module: nn.Module, rank: int) -> Lender:
     """Move the packed base where the rollout can map it, and wait for the rollout to ask.
 
     Args:
-        module: Of the engine, on its device.
         rank: Of the actor: the number of the rollout replica on its GPU.
 
     Raises:

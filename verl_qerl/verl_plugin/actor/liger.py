@@ -20,7 +20,6 @@ def check_liger(config: DictConfig, model_type: str | None) -> None:
     """Refuse on the driver what the workers could not do.
 
     Args:
-        config: Of a whole run with a packed base.
         model_type: As config.json of model.path has it; None: not known here.
 
     Raises:

@@ -33,8 +33,6 @@ def build_skeleton(
         model: On the meta device.
         path: Of the checkpoint; a packed one brings its own list of modules left out.
         ignore: Modules of a bf16 checkpoint that stay dense.
-        kind: Of the packed linears.
-        form: What they hold.
 
     Returns:
         name -> packed linear, or the place of an expert's linear.
@@ -67,7 +65,6 @@ def load_packed(
     Args:
         model: From `build_skeleton`; its parameters are replaced.
         linears: The same call's result.
-        path: Of the checkpoint.
         options: Format; scale choice and ignored modules for a bf16 checkpoint.
         dtype: Of everything that is not packed.
 

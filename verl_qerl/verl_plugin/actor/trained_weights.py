@@ -30,7 +30,6 @@ class TrainedWeights:
     """The engine's weights; without options they are as verl has them.
 
     Args:
-        engine: verl's, whose configurations are read.
         options: Of the rollout's format; None where the rollout takes the weights as they are.
         uaq_scale: Of UAQ; None without.
     """

@@ -17,7 +17,6 @@ def fold_model(model: nn.Module, scale: float) -> int:
 
     Args:
         model: Of transformers; on ranks that get their weights from another it may be on the meta device.
-        scale: s.
 
     Returns:
         Number of weights scaled.
@@ -64,7 +63,6 @@ def check_scale(folder: Path, scale: float | None) -> None:
 
     Args:
         folder: Of the checkpoint; rank 0 looks.
-        scale: Of this run, or None.
 
     Raises:
         CheckpointFormatError: They were not.

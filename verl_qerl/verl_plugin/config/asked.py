@@ -27,11 +27,7 @@ _NAMES_OURS = (
 
 
 def uses_qerl(config: DictConfig) -> bool:
-    """Whether a run sets an option of ours. `+platform=cpu` is none: VERL_PLATFORM=cpu registers what belongs to it.
-
-    Args:
-        config: Of the whole run.
-    """
+    """Whether a run sets an option of ours. `+platform=cpu` is none: VERL_PLATFORM=cpu registers what belongs to it."""
     if any(OmegaConf.select(config, name) is not None for name in (*_NODES, *_SET_BY_US)):
         return True
     named = (str(OmegaConf.select(config, name)) for name in _NAMES_OURS)

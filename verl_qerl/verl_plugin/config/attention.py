@@ -38,9 +38,6 @@ def default_attention() -> str:
 def check_attention(config: DictConfig) -> None:
     """Look at a run on the driver; without an option of ours nothing is refused.
 
-    Args:
-        config: Of the whole run.
-
     Raises:
         ValueError: It asks for flash-attn, which cannot be imported.
     """

@@ -55,11 +55,7 @@ def _load_replica() -> type:
 
 
 class Asked:
-    """What our trainers ask of a server beside verl's own methods.
-
-    Attributes:
-        engine: vLLM's.
-    """
+    """What our trainers ask of a server beside verl's own methods."""
 
     engine: Any
 
@@ -167,7 +163,6 @@ def cover_batches(engine_kwargs: dict, config: Any) -> None:
 
     Args:
         engine_kwargs: Of an engine with an adapter. Changed in place, unless they or the rollout name sizes of graphs.
-        config: verl's, of the rollout.
     """
     ours = mapping(engine_kwargs.get("additional_config")).get(OPTIONS) or {}
     several = engine_kwargs.get("max_loras", 1) != 1  # verl sets 1
@@ -189,8 +184,6 @@ def describe_checkpoint(engine_kwargs: dict, path: str, form: str = "nvfp4") -> 
     Args:
         engine_kwargs: Changed in place. The modules left out are those that a packed directory names or holds
             unpacked, and for a bf16 one those of `model_loader_extra_config`.
-        path: Of the model.
-        form: Name of the weight format.
 
     Raises:
         CheckpointFormatError: The model is stored in another format, or this one does not hold its experts.

@@ -16,7 +16,6 @@ class Rescored(NamedTuple):
     """Sequences of one batch, by key, and what the engine said of the tokens of their answers.
 
     Attributes:
-        keys: Of the sequences.
         clean: [tokens] float32 of each, without noise; NaN behind a cut.
         noisy: The same with the noise of the step; None without noise, or where nobody asked.
         stale: [sequences] bool, whether other weights sampled it.
@@ -35,8 +34,6 @@ class Run:
 
     Attributes:
         trainer: verl's, whose constructor has not run yet when features are made.
-        config: Of the whole run.
-        aqn: Options of the noise.
         gate: Options of the gate; None where no option of ours is set.
         requantizes: Whether all weights are trained, and the rollout's quantized at every sync.
         searched: Stage -> (first step, sigma) found for `aqn.target_kl`, as `sigma_at_step` takes it.
@@ -123,7 +120,6 @@ class Feature:
         """The actor's log-probs are there, before any update.
 
         Args:
-            batch: Keys of the answers.
             tags: Key -> what the replay buffer knows of the answer.
             metrics: Of the step, changed in place.
         """

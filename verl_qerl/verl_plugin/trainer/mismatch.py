@@ -42,9 +42,6 @@ _CHECK_WEIGHTS = "Check that both have the same weights and versions"
 def gate_options(config: DictConfig) -> GateOptions | None:
     """Options of a run, with the limits in force; None where it neither sets any nor has a rollout of ours.
 
-    Args:
-        config: Of the whole run.
-
     Raises:
         ValueError: An option is unknown or out of range.
     """
@@ -128,9 +125,7 @@ class Gate(Feature):
         """Hold a step against its limit.
 
         Args:
-            batch: Of the step.
             fresh: Keys of the answers that the present weights sampled.
-            sampled: Their difference.
             metrics: Of the step, changed in place.
         """
         first, self._first_step = self._first_step, False

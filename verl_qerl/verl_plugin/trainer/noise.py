@@ -62,9 +62,7 @@ def set_noise(run: Run, sigma: float, step: int) -> None:
     """Have every worker of every replica set its norms; a weight sync must follow, or `switch_noise` be taken.
 
     Args:
-        run: With noise.
         sigma: Standard deviation, 0 for the clean norms.
-        step: Which names the draw.
 
     Raises:
         RuntimeError: They have not set the same number of norms, at least one, to the same weights.

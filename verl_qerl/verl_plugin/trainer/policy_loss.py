@@ -27,9 +27,6 @@ NAME = "acr"
 def acr_options(config: DictConfig) -> ACRConfig | None:
     """Options of a run, None where its policy loss is another one.
 
-    Args:
-        config: Of the whole run.
-
     Raises:
         ValueError: An option of ACR is unknown or out of range.
     """
@@ -65,8 +62,6 @@ class PolicyLoss:
 
         Args:
             old_log_prob: Of the proximal policy, [batch, tokens], as all tensors here.
-            log_prob: Of the policy that is trained.
-            advantages: Per token.
             response_mask: 1 where a token counts.
             loss_agg_mode: How the tokens' losses become one number, by verl's `agg_loss`.
             config: verl's ActorConfig.
@@ -107,13 +102,6 @@ def _clip_range(config: Any) -> ClipRange:
 
 def hand_over(options: ACRConfig, config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
     """Call verl's `ppo_loss`, whose policy loss finds the rollout's log-probs in its configuration.
-
-    Args:
-        options: Of ACR.
-        config: verl's ActorConfig.
-        model_output: As `ppo_loss` takes it, the rest as well.
-        data: The micro-batch, a TensorDict.
-        dp_group: Of data-parallel ranks.
 
     Raises:
         ValueError: The batch holds no log-probs of the rollout.

@@ -35,7 +35,6 @@ def rescore(run: Run, count: int, wants_noisy: bool = False) -> Rescored:
 
     Args:
         run: Its noise is that of the step, before and after.
-        count: How many.
         wants_noisy: Whether they are wanted with the noise of the step too.
 
     Raises:

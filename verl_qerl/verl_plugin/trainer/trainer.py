@@ -49,7 +49,6 @@ class FeaturedTrainer(_Trainer):
 
     Attributes:
         run: What features see of the trainer.
-        features: Those of this run.
     """
 
     FEATURES = FEATURES
@@ -143,7 +142,6 @@ def prepare(trainer: Any, config: DictConfig) -> Run:
     """Have the options of a run written into verl's nodes, where the driver has not, and read those of features.
 
     Args:
-        trainer: Of the run.
         config: Of the whole run, changed in place, before verl reads it.
 
     Raises:

@@ -25,7 +25,6 @@ class FlatAdapter:
     """The adapter of a PEFT model under FSDP2, or of one that is not sharded.
 
     Args:
-        module: The model.
         names: Name that the rollout knows -> name of a parameter [rows, columns] of `module`, whole or sharded by rows.
             What shifts a norm is a vector: rows of one column, after all matrices.
         device: Where the collective runs and the result lies.
@@ -93,9 +92,7 @@ class FlatReceiver:
     """Puts pieces together.
 
     Args:
-        numel: Of the whole.
         dtype: Of the result; pieces are rounded to it.
-        device: Of the result.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -51,7 +51,6 @@ def release_buffers(model: torch.nn.Module, lora_config: Any) -> int:
 
     Args:
         model: vLLM's, with its LoRA layers and no adapter.
-        lora_config: vLLM's.
 
     Returns:
         Bytes freed.
@@ -73,7 +72,6 @@ def use_single_adapter(model: torch.nn.Module, lora_config: Any) -> int:
 
     Args:
         model: vLLM's, with its LoRA layers.
-        lora_config: vLLM's.
 
     Returns:
         Number of linears converted.

@@ -69,11 +69,7 @@ def _decodes(metadata: Any, cache: torch.Tensor) -> bool:
 
 
 def why_stock(impl: Any) -> str | None:
-    """Why the attention of a layer stays vLLM's, or None.
-
-    Args:
-        impl: Of vLLM's Attention.
-    """
+    """Why the attention of a layer stays vLLM's, or None."""
     if type(impl) is not FlashAttentionImpl:
         return f"its implementation is {type(impl).__name__}"
     reasons = {
@@ -108,7 +104,6 @@ def use_decode_attention(model: torch.nn.Module, vllm_config: Any) -> int:
     Call it after loading and before anything is compiled. Layers that it does not take keep vLLM's, which is said once.
 
     Args:
-        model: vLLM's.
         vllm_config: Of its engine; one whose graphs could not tell decoding from beginning keeps vLLM's too.
 
     Returns:

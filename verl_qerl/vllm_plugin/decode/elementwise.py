@@ -95,7 +95,6 @@ def use_programmatic_launch(model: torch.nn.Module, columns: set[int], left: tor
     they are, and so do norms of other rows; those of heads are part of their attention.
 
     Args:
-        model: vLLM's.
         columns: Of `linear.repacked_in_features`; where there are none, nothing is replaced.
         left: Norms of rows with a weight of this dtype stay as they are.
 

@@ -36,7 +36,6 @@ def use_segments_again(worker: Any, vllm_config: Any) -> None:
 
     Args:
         worker: Of vLLM, before it loads.
-        vllm_config: Its configuration.
     """
     limited: Callable[..., AbstractContextManager] | None = getattr(worker, "_scoped_allocator_max_split", None)
     if not can_sleep(vllm_config) or limited is None:

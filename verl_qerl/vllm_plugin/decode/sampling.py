@@ -57,7 +57,6 @@ def why_stock(metadata: Any, mode: str) -> str | None:
     """Why a batch is not for `draw_tokens`, or None.
 
     Args:
-        metadata: vLLM's SamplingMetadata.
         mode: vLLM's logprobs_mode, which verl sets to processed_logprobs.
     """
     processors = (*metadata.logitsprocs.non_argmax_invariant, *metadata.logitsprocs.argmax_invariant)
@@ -98,7 +97,6 @@ def use_fused_sampler(runner: Any, required: bool = True) -> None:
     """Give a model runner of vLLM the faster sampler, and compile what it runs.
 
     Args:
-        runner: vLLM's.
         required: Else on a GPU only, where it is faster, and a sampler that cannot be replaced stays.
 
     Raises:

@@ -24,10 +24,6 @@ from verl_qerl.vllm_plugin.options import SCHEDULER
 def check_draws(vllm_config: Any, config: AQNConfig) -> None:
     """Look at what an engine does with its batches, before it loads.
 
-    Args:
-        vllm_config: vLLM's.
-        config: Of the noise.
-
     Raises:
         ValueError: The engine does something that draws for each sequence or token do not go together with.
     """
@@ -161,9 +157,6 @@ class NoiseRows:
 
 def row_asked_for(params: Any) -> int | None:
     """The row that a request has for all of its tokens, if it asks for one.
-
-    Args:
-        params: vLLM's SamplingParams, or None.
 
     Raises:
         ValueError: It is no row.

@@ -35,7 +35,6 @@ class NormNoise:
 
     Args:
         model: The vLLM model; weights of the targets become float32.
-        config: Targets, mode and seed.
         uaq_scale: s of UAQ. Additive noise on the norms that UAQ multiplies is multiplied too, so that sigma keeps its
             meaning: (s w + s Z) with the linears divided by s is the model with w + Z. The other modes are in units of
             the weight, which has s in it.
@@ -159,7 +158,6 @@ def find_norms(model: torch.nn.Module, targets: tuple[str, ...], remedy: str) ->
 
     Args:
         model: Before anything is compiled or captured.
-        targets: Last parts of the names.
         remedy: End of the error.
 
     Raises:
