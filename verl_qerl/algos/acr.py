@@ -38,11 +38,6 @@ class ACRConfig:
     max_ratio: float = 2.0
 
     def __post_init__(self) -> None:
-        """Refuse values out of range.
-
-        Raises:
-            ValueError: One sentence that names the option, its value and what is accepted.
-        """
         value = self.max_ratio
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 1:
             raise ValueError(
@@ -75,11 +70,6 @@ class ClipRange:
     dual: float = 3.0
 
     def __post_init__(self) -> None:
-        """Refuse a dual clip that would cut into the range.
-
-        Raises:
-            ValueError: c is not above 1.
-        """
         if not self.dual > 1:
             raise ValueError(
                 f"clip_ratio_c={self.dual!r} is out of range. Accepted is a number above 1."

@@ -71,11 +71,6 @@ class AQNConfig:
     draw: str = "batch"
 
     def __post_init__(self) -> None:
-        """Refuse values out of range.
-
-        Raises:
-            ValueError: One sentence that names the option, its value and what is accepted.
-        """
         for name, value, kind in (("enabled", self.enabled, bool), ("seed", self.seed, int)):
             if type(value) is not kind:
                 raise _bad(name, value, f"a {kind.__name__}")

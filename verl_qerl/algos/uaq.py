@@ -58,11 +58,6 @@ class UAQConfig:
     scale: float = 1.5
 
     def __post_init__(self) -> None:
-        """Refuse values out of range.
-
-        Raises:
-            ValueError: One sentence that names the option, its value and what is accepted.
-        """
         if not isinstance(self.enabled, bool):
             raise _bad("enabled", self.enabled, "true or false")
         is_number = isinstance(self.scale, int | float) and not isinstance(self.scale, bool)

@@ -117,9 +117,6 @@ def check_described(where: str, config: Mapping[str, Any]) -> None:
 
     Args:
         config: Its config.json; `stored_format` has accepted it.
-
-    Raises:
-        CheckpointFormatError: There are some.
     """
     found = described(config)
     if not found:

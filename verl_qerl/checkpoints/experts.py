@@ -89,9 +89,6 @@ def check_all_packed(where: str, dense: Iterable[str]) -> None:
 
     Args:
         dense: The modules that are not packed.
-
-    Raises:
-        ValueError: One belongs to an expert.
     """
     left_out = sorted(filter(is_expert, dense))
     if left_out:

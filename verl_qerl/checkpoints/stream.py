@@ -150,11 +150,7 @@ def linear_modules(
 
 
 def check_format(source: Source, form: str) -> None:
-    """Require weights that are not quantized, or in `form`.
-
-    Raises:
-        CheckpointFormatError: They are in another format.
-    """
+    """Require weights that are not quantized, or in `form`."""
     if source.format not in (None, form):
         use = "" if source.format == BLOCK_FP8 else f"Use +rollout={source.format}, or point"
         raise CheckpointFormatError(

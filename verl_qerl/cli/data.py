@@ -222,9 +222,6 @@ def check_file(path: Path, name: str, accepted: str) -> None:
     Args:
         name: Of the path in the message.
         accepted: What may be in it, with its verb.
-
-    Raises:
-        FileNotFoundError: There is none.
     """
     if not path.is_file():
         what = "a directory was given for a file" if path.is_dir() else "a file is missing"

@@ -27,11 +27,6 @@ class PackedWeight:
     tensors: tuple[torch.Tensor, ...]
 
     def __post_init__(self) -> None:
-        """Refuse tensors that do not fit together.
-
-        Raises:
-            ValueError: A dtype or a shape is not the one the format asks for.
-        """
         if self.codes.ndim != 2:
             raise ValueError(f"codes of {self.form.kind} are a matrix, not {tuple(self.codes.shape)}.")
         for part, spec, tensor in zip(self.form.parts, self.form.held(*self.shape), self.tensors, strict=True):
@@ -102,11 +97,6 @@ class WeightFormat(ABC):
     scale_choices: ClassVar[tuple[str, ...]] = ("minmax",)
 
     def __post_init__(self) -> None:
-        """Check the choice of scale.
-
-        Raises:
-            ValueError: There is no such choice.
-        """
         if self.scale not in self.scale_choices:
             raise ValueError(
                 f"unknown scale choice: scale={self.scale!r} of {self.name}. Accepted are"
@@ -262,11 +252,7 @@ def compressed_tensors_config(
 
 
 def check_in_features(name: str, in_features: int, block_size: int, kind: str) -> None:
-    """Require in_features that a format can hold.
-
-    Raises:
-        ValueError: It is no multiple of the block size.
-    """
+    """Require in_features that a format can hold."""
     if in_features % block_size:
         raise ValueError(
             f"in_features={in_features} of {name!r} is not a multiple of {block_size}."
@@ -275,11 +261,7 @@ def check_in_features(name: str, in_features: int, block_size: int, kind: str) -
 
 
 def check_weight(name: str, weight: torch.Tensor, kind: str) -> None:
-    """Require a finite matrix of floating point numbers that are not codes of a quantized weight: of 16 bits or more.
-
-    Raises:
-        ValueError: It is not one.
-    """
+    """Require a finite matrix of floats of 16 bits or more: narrower ones are the codes of a quantized weight."""
     if weight.ndim != 2 or not weight.is_floating_point() or weight.element_size() < 2:
         raise ValueError(
             f"{name!r} is {weight.dtype} with shape {tuple(weight.shape)}. {kind} holds float matrices, of 16 bits or"

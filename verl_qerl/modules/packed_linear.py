@@ -98,11 +98,7 @@ class PackedLinear(nn.Linear):
         raise NotImplementedError
 
     def check_packed(self, packed: PackedWeight) -> None:
-        """Refuse a weight of another format or shape.
-
-        Raises:
-            ValueError: It is one.
-        """
+        """Refuse a weight of another format or shape."""
         if packed.form.name != self.form.name:
             raise ValueError(
                 f"the packed weight is in another format than the linear, {self.form.name}: {packed.form.name}. Both"

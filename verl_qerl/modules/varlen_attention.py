@@ -48,11 +48,7 @@ def register() -> None:
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Refuse a model that asks for NAME and has parts that it cannot compute; any other passes.
-
-    Raises:
-        ValueError: It has.
-    """
+    """Refuse a model that asks for NAME and has parts that it cannot compute; any other passes."""
     config = model.config
     if config._attn_implementation != NAME:
         return

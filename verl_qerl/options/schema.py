@@ -54,11 +54,6 @@ class Options:
     NODE: ClassVar[str]
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ValueError: One is none of those that its option takes.
-        """
         for each in fields(self):
             accepts = each.metadata.get("accepts")
             value = getattr(self, each.name)
@@ -130,11 +125,6 @@ class Base(Options):
     )
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ValueError: One is none of those that its option takes.
-        """
         super().__post_init__()
         object.__setattr__(self, "ignore", tuple(self.ignore))
         choices = FORMATS[self.format].scale_choices if self.format is not None else ()
@@ -235,11 +225,6 @@ class Qerl:
     gate: Gate = Gate()
 
     def __post_init__(self) -> None:
-        """Read what is a mapping.
-
-        Raises:
-            ValueError: An option is unknown or out of range.
-        """
         for name, kind in NODES.items():
             node = getattr(self, name)
             if not isinstance(node, kind):

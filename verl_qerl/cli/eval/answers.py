@@ -41,11 +41,7 @@ class Verdict(NamedTuple):
 
 
 def check_installed() -> None:
-    """Require math-verify.
-
-    Raises:
-        ValueError: It is not installed.
-    """
+    """Require math-verify."""
     if importlib.util.find_spec("math_verify") is None:
         raise ValueError(
             "math-verify is not installed: `eval` compares answers with it. Version 0.8 or later is accepted. Run"

@@ -63,11 +63,7 @@ def parse_tasks(text: str) -> list[str]:
 
 
 def check_prompt(prompt: str) -> None:
-    """Require a place for the question.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Require a place for the question."""
     if SLOT not in prompt:
         raise ValueError(
             f"the prompt has no place for the question: --prompt={prompt!r}. Text with {SLOT} is accepted. Put it in."

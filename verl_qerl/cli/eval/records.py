@@ -143,11 +143,7 @@ def _line(row: Mapping[str, Any]) -> Answered:
 
 
 def check_questions(lines: Sequence[Answered], questions: Sequence[Question], where: str) -> None:
-    """Require lines of these questions.
-
-    Raises:
-        ValueError: One is of another question.
-    """
+    """Require lines of these questions."""
     for line in lines:
         if line.index >= len(questions) or questions[line.index] != line.question:
             raise ValueError(

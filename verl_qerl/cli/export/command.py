@@ -259,11 +259,7 @@ def check_base(form: str, base: Base, has_prompts: bool) -> None:
 
 
 def check_trained(form: str, checkpoint: Checkpoint, adapter: Adapter) -> None:
-    """Refuse a form that cannot hold what was trained.
-
-    Raises:
-        ValueError: It cannot.
-    """
+    """Refuse a form that cannot hold what was trained."""
     if form in ("peft", WITH_BASE) and not adapter.factors:
         raise ValueError(
             f"the checkpoint holds no adapter: {checkpoint.folder} is of a run of all weights. Accepted with it are"

@@ -63,9 +63,6 @@ def check_scale(folder: Path, scale: float | None) -> None:
 
     Args:
         folder: Of the checkpoint; rank 0 looks.
-
-    Raises:
-        CheckpointFormatError: They were not.
     """
     told: list[Any] = [None]
     if dist.get_rank() == 0:

@@ -22,9 +22,6 @@ def check_sequence_parallel(size: int, attention: str, remove_padding: bool, num
         attention: transformers' name for the attention of the actor.
         remove_padding: `model.use_remove_padding`.
         num_ranks: Of the actor.
-
-    Raises:
-        ValueError: They could not.
     """
     if size == 1:
         return

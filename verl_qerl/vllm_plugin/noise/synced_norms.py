@@ -46,11 +46,7 @@ class SyncedNorms:
         self._noise = noise
 
     def check(self, shifts: Mapping[str, torch.Tensor]) -> None:
-        """Require a shift of the right size for every norm and for nothing else.
-
-        Raises:
-            ValueError: They do not fit.
-        """
+        """Require a shift of the right size for every norm and for nothing else."""
         found, held = ({name: one.numel() for name, one in part.items()} for part in (shifts, self._base))
         differing = sorted(name for name in found.keys() | held.keys() if found.get(name) != held.get(name))
         if differing:

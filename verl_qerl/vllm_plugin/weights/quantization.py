@@ -146,11 +146,7 @@ CONFIGS: dict[str, type[RolloutConfig]] = {
 
 
 def _check_backend(form: str) -> None:
-    """Refuse kernels that quantize activations, and read scales that a checkpoint of 4-bit weights alone lacks.
-
-    Raises:
-        ValueError: The user asks vLLM for others than Marlin.
-    """
+    """Refuse kernels that quantize activations, and read scales that a checkpoint of 4-bit weights alone lacks."""
     asked = asked_of_vllm(get_current_vllm_config_or_none())
     if asked not in (None, _MARLIN):
         raise ValueError(
