@@ -16,7 +16,7 @@ _CHUNK = 1 << 22  # elements; bounds the temporaries
 
 @dataclass(frozen=True)
 class Manifest:
-    """Of one sync.
+    """What one weight sync sent.
 
     Attributes:
         checksums: tensor name -> checksum, of everything that was sent.

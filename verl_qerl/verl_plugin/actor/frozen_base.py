@@ -1,4 +1,4 @@
-"""What verl's FSDP2 engine does otherwise where the base is packed and frozen, below an adapter.
+"""What verl's FSDP2 engine does differently where the base is packed and frozen, below an adapter.
 
 Order of construction: an empty model, packed linears read into it, PEFT on top, FSDP2 around. Packed tensors are uint8
 buffers, broadcast by verl to every rank, or with `qerl.base.shard` spread over the ranks. Adapters are float32,
@@ -52,7 +52,7 @@ class FrozenBase:
     """The engine's base.
 
     Attributes:
-        lender: Of the base to the rollout, with `qerl.base.share`.
+        lender: Lends the base to the rollout, with `qerl.base.share`.
     """
 
     def __init__(self, engine: Any, options: BaseOptions) -> None:
@@ -134,21 +134,21 @@ class FrozenBase:
         return module
 
     def of_optimizer(self, module: nn.Module) -> Any:
-        """As without qerl.base.shard, so that the states of both are the same, and one resumes the other."""
+        """The module without its packed bytes, so that runs with and without qerl.base.shard resume each other."""
         return _WithoutPackedBytes(module)
 
     def inputs(self, micro_batch: Any) -> dict[str, Any]:
-        """For the model; where the head gives log-probs, it is told whether the entropy is wanted."""
+        """Further inputs of the model: whether a head that gives log-probs shall give the entropy too."""
         if not tu.get_non_tensor_data(micro_batch, "use_fused_kernels", default=False):
             return {}
         return {"calculate_entropy": tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False)}
 
     def forward_mode(self, data: Any) -> AbstractContextManager[Any]:
-        """Nothing else than verl's forward and backward."""
+        """Do nothing: the passes are verl's."""
         return nullcontext()
 
     def before_save(self, folder: Path) -> None:
-        """On rank 0: the files to come are not whole yet."""
+        """Remove the record, on rank 0: the files that follow are not complete yet."""
         remove_record(folder)
 
     def after_save(self, folder: Path) -> None:

@@ -31,7 +31,7 @@ class WholeCheckpoints(Feature):
 
     @classmethod
     def from_config(cls, run: Run) -> Feature | None:
-        """As `Feature.from_config`."""
+        """See `Feature.from_config`."""
         return None if OmegaConf.select(run.config, "qerl.base.format") is None else cls(run)
 
     def before_save(self, folder: Path) -> None:

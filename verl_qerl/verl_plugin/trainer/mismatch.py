@@ -74,7 +74,7 @@ class Gate(Feature):
 
     @classmethod
     def from_config(cls, run: Run) -> Feature | None:
-        """As `Feature.from_config`; what keeps a run of ours from comparing is told."""
+        """See `Feature.from_config`; what keeps a run from comparing is logged."""
         if run.gate is None:
             return None
         obstacle = rules.unmet(run_of(run.config), rules.COMPARED)

@@ -21,7 +21,7 @@ class Noise(Feature):
 
     @classmethod
     def from_config(cls, run: Run) -> Feature | None:
-        """As `Feature.from_config`."""
+        """See `Feature.from_config`."""
         return cls(run) if run.aqn.enabled else None
 
     def before_init_end(self) -> None:

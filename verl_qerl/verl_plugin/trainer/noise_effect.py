@@ -55,7 +55,7 @@ class NoiseEffect(Feature):
 
     @classmethod
     def from_config(cls, run: Run) -> Feature | None:
-        """As `Feature.from_config`."""
+        """See `Feature.from_config`."""
         return cls(run) if run.aqn.enabled else None
 
     def after_init_end(self) -> None:

@@ -128,7 +128,7 @@ class ActorLoss(Feature):
 
     @classmethod
     def from_config(cls, run: Run) -> Feature | None:
-        """As `Feature.from_config`."""
+        """See `Feature.from_config`."""
         options = acr_options(run.config)
         return None if options is None else cls(run, options)
 

@@ -42,7 +42,7 @@ class SyncCheck(Feature):
 
     @classmethod
     def from_config(cls, run: Run) -> Feature | None:
-        """As `Feature.from_config`."""
+        """See `Feature.from_config`."""
         return cls(run) if run.requantizes or can_ask(run.config) else None
 
     def after_init_end(self) -> None:

@@ -21,7 +21,7 @@ _LEAST_NORMAL = 8  # bits of 2**-6 in E4M3
 
 
 class W4A16Kernel(NvFp4LinearKernel):
-    """Chooses by rows; a linear that our kernels do not take stays with Marlin."""
+    """Chooses the kernel by the number of rows; a linear that our kernels do not take stays on Marlin."""
 
     def __init__(self, config: NvFp4LinearLayerConfig, resident: bool = False) -> None:
         super().__init__(config)
@@ -30,13 +30,13 @@ class W4A16Kernel(NvFp4LinearKernel):
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """On Hopper."""
+        """Whether this GPU runs our kernels (Hopper), or the reason why not."""
         reason = why_not()
         return reason is None, reason
 
     @classmethod
     def can_implement(cls, config: NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
-        """Every NVFP4 layer, some of them by Marlin."""
+        """Every NVFP4 layer: what our kernels do not take runs on Marlin."""
         return True, None
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -80,8 +80,7 @@ def hold_repacked(layer: Any, tiles: Repacked, plan: str, resident: bool) -> Non
     """Give a layer what `multiply` reads, under vLLM's names.
 
     Args:
-        layer: Of vLLM.
-        tiles: Of the weight; not copied.
+        tiles: The repacked weight; not copied.
         plan: Key of a Plan.
         resident: Decode a bf16 copy as well.
     """
@@ -108,5 +107,5 @@ def repacked_in_features(model: torch.nn.Module) -> set[int]:
 
 
 def frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
-    """`tensor` itself as a parameter that is not trained."""
+    """The tensor as a parameter that is not trained; no copy."""
     return torch.nn.Parameter(tensor, requires_grad=False)

@@ -52,7 +52,7 @@ def without_frames(error: Exception) -> Exception:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """Of one sync.
+    """The numbers of one weight sync.
 
     Attributes:
         manifest: What the actor sent.
