@@ -76,7 +76,7 @@ def random_decoder(family: str, seed: int = 0, gain: float = 1.0, **sizes: Any) 
     """A bf16 model of transformers without experts: two layers of two heads, embeddings that are not tied.
 
     Args:
-        family: As `model_type` of a config.json.
+        family: A `model_type` of config.json.
         gain: Matrices are multiplied by it: with 3, log-probs are far from uniform.
         sizes: What is otherwise in its configuration.
     """

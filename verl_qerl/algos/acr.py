@@ -47,7 +47,7 @@ class ACRConfig:
 
     @classmethod
     def from_mapping(cls, options: Any) -> "ACRConfig":
-        """From the `acr` node of a configuration; None gives the defaults.
+        """Read the `acr` node of a configuration; None gives the defaults.
 
         Raises:
             ValueError: An option is unknown or out of range.
@@ -91,7 +91,7 @@ def acr_loss(
     """Loss per token, and metrics.
 
     Args:
-        log_probs: Of the three policies; gradients flow into theta alone.
+        log_probs: Log-probs under the three policies; only theta gets gradients.
         advantages: [batch, tokens].
         mask: [batch, tokens], 0 where a token does not count. What stands there, NaN included, has no influence.
 

@@ -48,7 +48,7 @@ class AQNConfig:
         schedule: `exponential`, `linear`, `cosine` or `logarithmic`.
         mode: `additive` (w + Z), `multiplicative` (w (1 + Z)) or `relative` (w + RMS(w) Z).
         targets: Names of the norms that get noise, the last part of the module's name.
-        seed: Of the draw, together with step and name.
+        seed: Seed of the draws; step and name of the norm enter too.
         total_steps: M, the steps that the stages are spread over, after which sigma of step M stays (sigma_end, where M
             is at least num_stages); None: all of the run's.
         target_kl: KL(with noise || without) in nats per token, in (0, 1], that the noise of stage 1 causes. Its sigma
@@ -100,7 +100,7 @@ class AQNConfig:
 
     @classmethod
     def from_mapping(cls, options: dict[str, Any] | None) -> "AQNConfig":
-        """From the `aqn` node of a configuration; None gives the defaults (off).
+        """Read the `aqn` node of a configuration; None gives the defaults (off).
 
         Raises:
             ValueError: An option is unknown, out of range, or without effect.
@@ -185,7 +185,7 @@ def noisy_weight(clean: torch.Tensor, noise: torch.Tensor, sigma: float, mode: s
         mode: `additive`, `multiplicative` or `relative`.
 
     Returns:
-        As noise, float32.
+        The shape of `noise`, float32.
     """
     if sigma == 0.0:
         return clean

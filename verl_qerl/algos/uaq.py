@@ -67,7 +67,7 @@ class UAQConfig:
 
     @classmethod
     def from_mapping(cls, options: Any) -> "UAQConfig":
-        """From the `uaq` node of a configuration; None gives the defaults (off).
+        """Read the `uaq` node of a configuration; None gives the defaults (off).
 
         Raises:
             ValueError: An option is unknown, out of range, or without effect.
@@ -84,7 +84,7 @@ def scaled_parameters(names: Iterable[str]) -> dict[str, str]:
     """The parameters that UAQ scales.
 
     Args:
-        names: Of all parameters of a model, as transformers spells them.
+        names: All parameters of a model, as transformers names them.
 
     Returns:
         name -> `norm` or `linear`.
@@ -143,7 +143,7 @@ def write_record(folder: Path, scale: float | None, base: str) -> None:
     Write it before the weights: without it they pass for those of a run without UAQ.
 
     Args:
-        folder: Of the checkpoint; made if need be.
+        folder: The checkpoint's folder; it is created if it is missing.
         base: model.path of the run.
     """
     if scale is None:

@@ -116,7 +116,7 @@ def check_described(where: str, config: Mapping[str, Any]) -> None:
     """Require a config.json without entries on quantization that are not honoured, whatever the format.
 
     Args:
-        config: Its config.json; `stored_format` has accepted it.
+        config: A config.json that `stored_format` has accepted.
     """
     found = described(config)
     if not found:
@@ -145,7 +145,7 @@ def check_arguments(where: str, config: Mapping[str, Any], ours: Mapping[str, An
     """Require groups with the arguments that a format has here.
 
     Args:
-        config: Its config.json.
+        config: The checkpoint's config.json.
         ours: The `quantization_config` that the format has here. Where its activations are not quantized, those of the
             checkpoint may be.
         form: Name of the format.

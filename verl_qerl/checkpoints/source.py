@@ -57,8 +57,8 @@ def open_source(path: str | Path, revision: str | None = None, cache_dir: str | 
     """Read config.json and the headers of every shard.
 
     Args:
-        path: Of the model, or a hub id, which is fetched.
-        revision: Of a hub id: branch, tag or commit (default: main).
+        path: Directory of the model, or a hub id, which is fetched.
+        revision: Branch, tag or commit of a hub id (default: main).
         cache_dir: Where a hub id is fetched to (default: Hugging Face's cache).
 
     Raises:

@@ -49,7 +49,7 @@ def run_guarded(parser: argparse.ArgumentParser, run: Callable[[], int]) -> int:
         parser: Ends the program; its `prog` begins the sentence.
 
     Returns:
-        As `main`.
+        See `main`.
     """
     try:
         with kept_interrupts():

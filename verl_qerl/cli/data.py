@@ -107,7 +107,7 @@ def _of_levels(rows: Iterable[Row], levels: Sequence[str], split: str) -> list[R
 
 
 def plain(question: str) -> str:
-    """The same text for all ways to write a question that the module names."""
+    """A text that is the same for all ways to write a question that the module lists."""
     return re.sub(r"[\s$]", "", question).casefold().rstrip(".?!:;,")
 
 
@@ -220,7 +220,7 @@ def check_file(path: Path, name: str, accepted: str) -> None:
     """Require a file.
 
     Args:
-        name: Of the path in the message.
+        name: What the message calls the path.
         accepted: What may be in it, with its verb.
     """
     if not path.is_file():
@@ -360,7 +360,7 @@ def gsm8k_row(record: Mapping[str, Any], split: str, index: int) -> Row:
 
 
 def _math_row(record: Mapping[str, Any], split: str, index: int, where: str) -> Row:
-    """From the hub's flat columns, or from a parquet that nests them in reward_model.ground_truth."""
+    """A row from the hub's flat columns, or from a parquet that nests them in reward_model.ground_truth."""
     nested = (record.get("reward_model") or {}).get("ground_truth")
     fields = record if "solution" in record or not isinstance(nested, dict) else nested
     problem = "problem" if fields.get("problem") else "question"

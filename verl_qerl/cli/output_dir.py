@@ -45,7 +45,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     that only others may write to.
 
     Raises:
-        FileExistsError: As `check_absent`.
+        FileExistsError: See `check_absent`.
         KeyboardInterrupt: An interrupt, with a sentence that says what it left.
     """
     check_absent(path)

@@ -72,7 +72,7 @@ class WeightFormat(ABC):
     """One way to hold the weight [N, K] of a linear.
 
     Attributes:
-        name: As in `+rollout=<name>`.
+        name: The name in `+rollout=<name>`.
         kind: For messages.
         parts: Names of the tensors a weight becomes, as compressed-tensors has them behind `<module>.`; codes first.
         block_size: K must be a multiple of it.
@@ -162,7 +162,7 @@ class WeightFormat(ABC):
         """The inverse of `to_tensors`.
 
         Args:
-            tensors: Of one weight, by their names without the module.
+            tensors: The tensors of one weight, by their names without the module.
 
         Raises:
             CheckpointFormatError: A tensor is missing or unknown, of another dtype or shape, or holds what no
@@ -232,7 +232,7 @@ def compressed_tensors_config(
         layout: compressed-tensors' name of the format, e.g. `int-quantized`.
         weights: compressed-tensors' QuantizationArgs.
         input_activations: The same, or None where activations stay as they are.
-        ignore: As `WeightFormat.config`'s.
+        ignore: See `WeightFormat.config`.
     """
     group = {
         "targets": ["Linear"],

@@ -25,19 +25,19 @@ class FormatLinear(PackedLinear):
 
 
 class FP8Linear(FormatLinear):
-    """In FP8: E4M3 codes, a float32 scale a channel."""
+    """A linear in FP8: E4M3 codes, a float32 scale a channel."""
 
     form = FP8()
 
 
 class INT8Linear(FormatLinear):
-    """In INT8: codes, a float32 scale a channel."""
+    """A linear in INT8, a float32 scale a channel."""
 
     form = INT8()
 
 
 class MXFP4Linear(FormatLinear):
-    """In MXFP4: two E2M1 codes a byte, an exponent for 32 of them."""
+    """A linear in MXFP4: two E2M1 codes a byte, an exponent for 32 of them."""
 
     form = MXFP4()
 

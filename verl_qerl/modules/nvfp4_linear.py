@@ -33,7 +33,7 @@ class NVFP4Linear(PackedLinear):
 
     @classmethod
     def decode_siblings(cls, linears: Sequence[Any], dtype: torch.dtype) -> Sequence[torch.Tensor]:
-        """See `PackedLinear.decode_siblings`; in one launch."""
+        """See `PackedLinear.decode_siblings`; on a GPU one launch."""
         parts = (linear.tensors() for linear in linears)
         return dequantize_siblings([(codes, scale, last.view(torch.float32)) for codes, scale, last in parts], dtype)
 

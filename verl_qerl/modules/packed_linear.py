@@ -61,7 +61,7 @@ class PackedLinear(nn.Linear):
         return cls(linear.in_features, linear.out_features, linear.bias, linear.weight.device)
 
     def leave_out_of_checkpoints(self) -> None:
-        """From now on `state_dict` does not hold the packed tensors."""
+        """Leave the packed tensors out of `state_dict` from now on."""
         self.persistent = False
 
     def fill(self, packed: PackedWeight) -> None:
@@ -79,7 +79,7 @@ class PackedLinear(nn.Linear):
         return tuple(getattr(self, name) for name in _BUFFERS[: len(self.form.parts)])
 
     def held(self) -> tuple[torch.Tensor, ...]:
-        """The same as `PackedWeight.tensors`, over the module's own storage."""
+        """`PackedWeight.tensors`, over the module's own storage."""
         specs = self.form.held(self.out_features, self.in_features)
         return tuple(
             data.view(DTYPES[spec.dtype]).view(spec.shape) for data, spec in zip(self.tensors(), specs, strict=True)
@@ -123,7 +123,7 @@ class PackedLinear(nn.Linear):
         return self.multiply(input, None if self.bias is None else self.bias.to(input.dtype))
 
     def extra_repr(self) -> str:
-        """As nn.Linear's, with the format."""
+        """What nn.Linear prints, and the format."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, bias={self.bias is not None}, {self.form.name}"
 

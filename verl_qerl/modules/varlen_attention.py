@@ -81,10 +81,10 @@ def varlen_attention(
     Args:
         query: [B, H, S, D].
         key: [B, G, S, D], G dividing H.
-        value: As key.
+        value: Shape of key.
         attention_mask: [B, S] bool of the tokens that are no padding, each row one sequence; None: there is no padding.
         dropout: 0.
-        scaling: Of the scores; None: D ** -0.5.
+        scaling: Factor of the scores; None: D ** -0.5.
         sliding_window: Tokens that each attends to, itself among them; None: all before it.
         is_causal: Not False.
         position_ids: [B, S] or [1, S]; where they do not go on by 1, a sequence starts. Not read beside a mask.

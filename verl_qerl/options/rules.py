@@ -139,7 +139,7 @@ def _bf16_on_cpu(run: Run) -> str | None:
 
 
 def _option(name: str, label: str = "") -> When:
-    """Runs in which an option is on."""
+    """The runs in which an option is on."""
 
     def beside(run: Run) -> str | None:
         value = run(name)

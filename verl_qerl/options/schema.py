@@ -65,7 +65,7 @@ class Options:
 
     @classmethod
     def from_mapping(cls, options: Any) -> Any:
-        """From a node of a configuration; None gives the defaults.
+        """Read a node of a configuration; None gives the defaults.
 
         Raises:
             ValueError: An option is unknown or out of range.
@@ -232,7 +232,7 @@ class Qerl:
 
     @classmethod
     def from_mapping(cls, options: Any) -> "Qerl":
-        """From the node `qerl` of a configuration; None gives the defaults.
+        """Read the node `qerl` of a configuration; None gives the defaults.
 
         Raises:
             ValueError: An option is unknown or out of range.

@@ -64,15 +64,15 @@ class RolloutWorkerExtension:
         return noise.apply(sigma, step), noise.checksum()
 
     def qerl_norm_sizes(self) -> dict[str, float]:
-        """As `NormNoise.sizes`; errors also as `qerl_set_noise`."""
+        """Call `NormNoise.sizes`; raises as `qerl_set_noise` too."""
         return _noise_of(self).sizes()
 
     def qerl_num_noisy(self) -> int:
-        """As `NormNoise.num_noisy`; errors as `qerl_set_noise`."""
+        """Call `NormNoise.num_noisy`; raises as `qerl_set_noise`."""
         return _noise_of(self).num_noisy()
 
     def qerl_norm_weights(self) -> dict[str, torch.Tensor]:
-        """Name -> present float32 weight on the CPU, to look at."""
+        """Name -> current float32 weight on the CPU, for tests and debugging."""
         held = [norms for norms in (self._qerl_noise, self._qerl_norms) if norms is not None]
         norms = {name: norm for one in held for name, norm in one._norms.items()}
         return {name: norm.weight.detach().cpu().clone() for name, norm in norms.items()}
@@ -106,7 +106,7 @@ class Preparation:
 
     @property
     def model(self) -> Any:
-        """It must have been loaded."""
+        """The loaded model; not there before loading."""
         return self.worker.model_runner.get_model()
 
     def take(self, when: "When") -> None:
@@ -208,12 +208,12 @@ STEPS = (
 
 
 def prepare_model(worker: Any, vllm_config: Any) -> None:
-    """Do what the options ask for: `STEPS`, now and after `worker.load_model`.
+    """Take the `STEPS` that the options ask for, now and after `worker.load_model`.
 
     Raises:
-        ValueError: An option is unknown or out of range or does not go together with VLLM_BATCH_INVARIANT, or later
-            the sampler cannot be replaced, or draws of the noise do not fit the engine, or packed
-            linears would run on two streams at once.
+        ValueError: An option is unknown, out of range, or does not go together with VLLM_BATCH_INVARIANT. After
+            loading: the sampler cannot be replaced, draws of the noise do not fit the engine, or packed linears would
+            run on two streams at once.
     """
     worker._qerl_noise = worker._qerl_norms = None
     options = _batch_invariant(rollout_options(vllm_config), vllm_config)

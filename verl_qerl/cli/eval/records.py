@@ -47,7 +47,7 @@ class Answered:
 
     @property
     def share(self) -> float:
-        """Of right answers."""
+        """The share of right answers."""
         return sum(answer.right for answer in self.answers) / len(self.answers)
 
 
@@ -80,7 +80,7 @@ def open_records(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Those of an evaluation.
+    """The settings of an evaluation.
 
     Raises:
         FileNotFoundError: The directory is of none.

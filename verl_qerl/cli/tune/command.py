@@ -156,7 +156,7 @@ def time_with_adapter(tokens: int, packed: Sequence[tuple[torch.Tensor, ...]], l
 
 
 def crossings(times: Sequence[dict[str, float]]) -> dict[str, int]:
-    """Where each path begins to be the fastest for good.
+    """The number of rows from which each path is the fastest.
 
     Args:
         times: Microseconds by rows, ascending.

@@ -23,7 +23,7 @@ def base_record(
     """The record of an engine's model.
 
     Args:
-        mesh: Of FSDP2, whose last dimension shards.
+        mesh: The mesh of FSDP2, whose last dimension shards.
     """
     return BaseRecord(
         recorded_path(path),

@@ -31,7 +31,7 @@ def build_skeleton(
 
     Args:
         model: On the meta device.
-        path: Of the checkpoint; a packed one brings its own list of modules left out.
+        path: The checkpoint; a packed one brings its own list of modules left out.
         ignore: Modules of a bf16 checkpoint that stay dense.
 
     Returns:
@@ -66,7 +66,7 @@ def load_packed(
         model: From `build_skeleton`; its parameters are replaced.
         linears: The same call's result.
         options: Format; scale choice and ignored modules for a bf16 checkpoint.
-        dtype: Of everything that is not packed.
+        dtype: The dtype of everything that is not packed.
 
     Raises:
         CheckpointFormatError: The checkpoint holds a tensor the model has no place for, or lacks one.

@@ -35,7 +35,7 @@ class Recompute:
 
     Attributes:
         budget: Bytes that activations may take, the same on every rank; None as long as nothing is known.
-        bytes_per_token: Of one layer's activations.
+        bytes_per_token: Bytes of one layer's activations for a token.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:

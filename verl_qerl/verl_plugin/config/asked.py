@@ -38,7 +38,7 @@ def asks_for_qerl(arguments: list[str]) -> bool:
     """Whether a command line sets an option of ours, where there is no configuration to look at.
 
     Args:
-        arguments: Hydra's. What files of the user's set is not seen.
+        arguments: The arguments of Hydra; options in files are not seen.
     """
     pairs = [argument.lstrip("+").partition("=")[::2] for argument in arguments]
     values = {name: value.strip().strip("'\"") for name, value in pairs}  # Hydra takes quotes away too

@@ -55,10 +55,10 @@ def use_attention(config: DictConfig) -> None:
     """Name the attention of a run that sets an option of ours; what the user named stays.
 
     Args:
-        config: Of the run, changed in place.
+        config: The whole configuration, changed in place.
 
     Raises:
-        ValueError: As `check_attention`.
+        ValueError: See `check_attention`.
     """
     check_attention(config)
     for model in _models(config):

@@ -48,7 +48,7 @@ def check_names(config: DictConfig) -> None:
     """Look at a composed run, whose files may have old names.
 
     Args:
-        config: Of the whole run, before `apply.py` has written into it.
+        config: The whole configuration, before `apply.py` has written into it.
 
     Raises:
         ValueError: One has an old name, or is no option any more.

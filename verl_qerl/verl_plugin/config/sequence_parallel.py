@@ -21,7 +21,7 @@ def check_sequence_parallel(size: int, attention: str, remove_padding: bool, num
         size: Ranks that share a sequence.
         attention: transformers' name for the attention of the actor.
         remove_padding: `model.use_remove_padding`.
-        num_ranks: Of the actor.
+        num_ranks: Ranks of the actor.
     """
     if size == 1:
         return
@@ -65,7 +65,7 @@ _Engine: Any = object  # mixed into an engine of verl
 
 
 class SequenceParallelMixin(_Engine):
-    """Of verl's FSDP engines; does nothing unless its configuration is one of ours."""
+    """Mixed into verl's FSDP engines; acts only if the engine's configuration is ours."""
 
     def _init_device_mesh(self) -> None:
         if hasattr(self.engine_config, "uaq_scale"):

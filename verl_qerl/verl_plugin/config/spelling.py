@@ -28,7 +28,7 @@ _NODES = {
 
 
 def check_spelling(config: DictConfig) -> None:
-    """Beside an option of ours, warn of a top-level node that is nearly one of ours and holds what only ours do.
+    """In a run of ours, warn of a top-level node whose name is nearly one of ours and that holds options of ours.
 
     A node of the user's own may look like that, so that the run goes on.
     """

@@ -23,14 +23,14 @@ def score_answers(
 
     Args:
         servers: Ray handles of verl's vLLM servers, awake.
-        max_model_len: Of the engines; what does not fit is cut.
+        max_model_len: Context length of the engines; what does not fit is cut.
         own_draws: Whether each row is scored with a draw of the noise of its own, where the engines have several.
 
     Returns:
-        Of each row [len(answer)] float32, NaN behind a cut, and the version of the weights that gave them.
+        For each row [len(answer)] float32, NaN after a cut, and the version of the weights that scored it.
 
     Raises:
-        UnscoredError: As `answer_log_probs`.
+        UnscoredError: See `answer_log_probs`.
     """
     calls = []
     for at, (prompt, response) in enumerate(rows):

@@ -126,7 +126,7 @@ class Gate(Feature):
 
         Args:
             fresh: Keys of the answers that the present weights sampled.
-            metrics: Of the step, changed in place.
+            metrics: The step's metrics, changed in place.
         """
         first, self._first_step = self._first_step, False
         limit = self._gate.max_initial_kl if first else self._gate.max_kl

@@ -84,6 +84,6 @@ def set_noise(run: Run, sigma: float, step: int) -> None:
 
 
 def switch_noise(run: Run, sigma: float, step: int) -> None:
-    """As `set_noise`, between two syncs: what was computed with other norms is dropped from the prefix cache."""
+    """`set_noise` between two syncs: what was computed with other norms is dropped from the prefix cache."""
     set_noise(run, sigma, step)
     ray.get([server.qerl_clear_kv_cache.remote() for server in run.servers()])

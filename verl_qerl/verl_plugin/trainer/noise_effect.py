@@ -102,7 +102,7 @@ class NoiseEffect(Feature):
         """Take the KL of the step's noise, and search for the coming stage's; leaves the noise as it comes.
 
         Raises:
-            UnscoredError: As `score_answers`.
+            UnscoredError: See `score_answers`.
         """
         run = self._run
         sigma = run.sigma(run.step)

@@ -102,7 +102,7 @@ def check_schedule(folder: Path, step: int, config: AQNConfig, total_steps: int)
 
     Raises:
         ValueError: Another number of steps moves sigma, and `aqn.total_steps` does not say that it shall.
-        CheckpointFormatError: As `read_schedule`.
+        CheckpointFormatError: See `read_schedule`.
     """
     saved = read_schedule(folder)
     if saved is None:

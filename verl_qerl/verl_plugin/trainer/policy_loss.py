@@ -42,8 +42,8 @@ class PolicyLoss:
         """Refuse a run on the driver, where verl asks its policy loss (patches/verl/0007).
 
         Raises:
-            RuntimeError: As `check_run`.
-            ValueError: As there.
+            RuntimeError: See `check_run`.
+            ValueError: See `check_run`.
         """
         check_run(config)
 
@@ -61,11 +61,11 @@ class PolicyLoss:
         """Loss of a micro-batch and its metrics; see `algos.acr`.
 
         Args:
-            old_log_prob: Of the proximal policy, [batch, tokens], as all tensors here.
+            old_log_prob: Log-probs of the proximal policy; all tensors are [batch, tokens].
             response_mask: 1 where a token counts.
             loss_agg_mode: How the tokens' losses become one number, by verl's `agg_loss`.
             config: verl's ActorConfig.
-            rollout_log_probs: Of the rollout's policy; by default those that `hand_over` left in `config`.
+            rollout_log_probs: Log-probs of the rollout's policy; by default those that `hand_over` left in `config`.
             rollout_is_weights: verl's rollout correction, which must be off.
 
         Raises:

@@ -109,7 +109,7 @@ class WorkerExtension(RolloutWorkerExtension, vLLMColocateWorkerExtension):
             self._qerl_noise.recapture()
 
     def _update_weights(self, weights: list[tuple[str, torch.Tensor]], peft_config: Any, base_sync_done: bool) -> None:
-        """As verl's, of a bucket; an error is kept, since the sender waits for an answer to every bucket."""
+        """Load a bucket; an error is kept for later, since the sender waits for an answer to every bucket."""
         if self._qerl_error is None:
             try:
                 super()._update_weights(weights, peft_config=peft_config, base_sync_done=base_sync_done)

@@ -98,7 +98,7 @@ def require_placed(manager: Any, lora_id: int, flat: torch.Tensor) -> None:
     other slices than the adapter's, are not read: actors of ours adapt none.
 
     Args:
-        flat: As `place_adapter` left it.
+        flat: The adapter as `place_adapter` left it.
 
     Raises:
         ValueError: The slot is another's, or does not hold it.

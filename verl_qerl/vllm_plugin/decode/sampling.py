@@ -35,7 +35,7 @@ class FusedSampler(Sampler):
     def forward(
         self, logits: torch.Tensor, sampling_metadata: Any, predict_bonus_token: bool = False, **options: Any
     ) -> SamplerOutput:
-        """As vLLM's; logits [R, V], the drawn tokens [R, 1] int32."""
+        """Draw tokens [R, 1] int32 from logits [R, V]."""
         mode = options.get("logprobs_mode_override") or self.logprobs_mode
         reason = "tokens are speculated" if predict_bonus_token else why_stock(sampling_metadata, mode)
         if reason:

@@ -34,7 +34,7 @@ class SyncedNorms:
 
     Args:
         model: The vLLM model, its norms those of the base; their weights become float32.
-        noise: What is on them, if anything; without noise so far.
+        noise: The noise of the engine, still at zero; None without noise.
 
     Raises:
         ValueError: The model lacks one of the norms.
@@ -72,11 +72,7 @@ class SyncedNorms:
 
     @torch.no_grad()
     def require_placed(self, shifts: Mapping[str, torch.Tensor]) -> None:
-        """Compare what the norms hold, below the noise, with what came.
-
-        Raises:
-            ValueError: It is not that.
-        """
+        """Require that the norms hold, below the noise, what the sync brought."""
         below = {} if self._noise is None else self._noise.clean
         weights = self._weights(shifts)
         held = [below.get(name, self._norms[name].weight.data) for name in weights]
