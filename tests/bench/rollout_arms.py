@@ -77,13 +77,15 @@ ATTENTION = {
 # The one place that maps an arm to engine arguments.
 ARMS = {
     "bf16": Arm({}, lora=False),
+    "fp8": Arm({"quantization": "fp8"}, lora=False, linear_bytes=1.0),
     "bf16_lora_stock": Arm({}),
     "bf16_lora_ours": Arm(ours(linear="stock")),
     "nvfp4": Arm({"load_format": DUMMY_NVFP4}, packed=True, lora=False, linear_bytes=0.5625),
     "nvfp4_lora_stock": Arm({"load_format": DUMMY_NVFP4}, packed=True, linear_bytes=0.5625),
     "fp8_lora_stock": Arm({"quantization": "fp8"}, linear_bytes=1.0),
+    "fp8_lora_ours": Arm(ours(linear="stock") | {"quantization": "fp8"}, linear_bytes=1.0),
     "nvfp4_lora_ours": Arm(ours(), packed=True, linear_bytes=0.5625),
-    "nvfp4_lora_resident": Arm(ours(resident=True), packed=True, linear_bytes=2.5625),
+    "nvfp4_lora_fp8": Arm(ours(arithmetic="fp8"), packed=True, linear_bytes=1.5625),
     "nvfp4_lora_stock_sampler": Arm(ours(sampler="stock"), packed=True, linear_bytes=0.5625),
     "nvfp4_lora_stock_attention": Arm(ours(attention="stock"), packed=True, linear_bytes=0.5625),
 }
@@ -112,6 +114,10 @@ VARIANTS |= {
 VARIANTS["bf16_lora_ours_noise"] = dataclasses.replace(
     ARMS["bf16_lora_ours"], options=ours("stock", aqn={"enabled": True})
 )
+VARIANTS |= {  # keys and values in E4M3
+    f"{name}_kv8": dataclasses.replace(ARMS[name], options=ARMS[name].options | {"kv_cache_dtype": "fp8"})
+    for name in ("bf16", "nvfp4_lora_ours")
+}
 VARIANTS["nvfp4_lora_ours_v2"] = dataclasses.replace(ARMS["nvfp4_lora_ours"], runner="1")
 ARMS |= VARIANTS
 

@@ -128,7 +128,7 @@ def updated(table: dict[str, Any], launches: dict[str, dict[str, Launch]], gpu: 
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     note = f"Launches chosen in decode layers with an adapter (tests/bench/tune_layer.py) at {current_commit()}."
     if gpu != table["gpu"]:
-        note += f" dense_rows, decode_rows and times are those of {table['gpu']}."
+        note += f" decode_rows and times are those of {table['gpu']}."
     return {**table, "gpu": gpu, "torch": torch.__version__, "time": when, "note": note, "rows": rows}
 
 

@@ -15,6 +15,19 @@ from typing import Any
 import psutil
 import pytest
 
+ON_CPU = ("+platform=cpu",)
+ON_GPU = (  # sleep mode and attention as verl and we have them; what +platform=cpu sets of processes
+    "actor_rollout_ref.rollout.enforce_eager=True",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    "actor_rollout_ref.rollout.agent.num_workers=1",
+    "data.dataloader_num_workers=0",
+    "reward.num_workers=1",
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+    "ray_kwargs.ray_init.num_cpus=16",
+    "++ray_kwargs.ray_init.include_dashboard=False",
+    "++ray_kwargs.ray_init.object_store_memory=500000000",
+)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = [name for name in ("verl", "vllm") if find_spec(name) is None]  # to import them here would take seconds
@@ -48,29 +61,40 @@ class Workbench:
 
     def qwen3(self) -> Path:
         """Another model with the same tokenizer, which normalizes the heads of q and k."""
+        return self.random("qwen3")
+
+    def random(self, family: str, **sizes: Any) -> Path:
+        """A model of another family, or of other sizes, with the same tokenizer."""
         from transformers import AutoConfig
 
         from verl_qerl.testing import random_decoder
 
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        sizes += ("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings")
+        names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        names += ("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings")
         base = AutoConfig.from_pretrained(self.model)
-        copied = {name: getattr(base, name) for name in (*sizes, "bos_token_id", "eos_token_id", "pad_token_id")}
-        folder = self.folder / "qwen3"
-        random_decoder("qwen3", **copied).save_pretrained(folder)
+        copied = {name: getattr(base, name) for name in (*names, "bos_token_id", "eos_token_id", "pad_token_id")}
+        folder = self.folder / "-".join((family, *sizes))
+        random_decoder(family, **copied | sizes).save_pretrained(folder)
         for file in (*self.model.glob("*token*"), *self.model.glob("*.jinja")):
             shutil.copy(file, folder)
         return folder
 
     def train(
-        self, name: str, *options: str, model: Path | None = None, num_ranks: int = 1, as_users_do: bool = False
+        self,
+        name: str,
+        *options: str,
+        model: Path | None = None,
+        num_ranks: int = 1,
+        as_users_do: bool = False,
+        on_gpu: bool = False,
     ) -> Run:
         """Run `python -m verl.trainer.main_ppo` on the CPU platform; outputs go to a folder of that name.
 
         The driver and what it starts are forks of warm_python.py, and vLLM leaves its sampler uncompiled: fifty seconds
-        of a core, of which nothing is ours. A run can be made `as_users_do`.
+        of a core, of which nothing is ours. A run can be made `as_users_do`; one `on_gpu` always is.
         """
-        out, env, command = self._command(name, options, model, num_ranks, as_users_do)
+        as_users_do |= on_gpu
+        out, env, command = self._command(name, options, model, num_ranks, as_users_do, on_gpu)
         for _ in range(2):
             if as_users_do:
                 done = subprocess.run(
@@ -90,7 +114,7 @@ class Workbench:
 
         The run may be faster than the one that `delay_s` was measured with: the checkpoint of `last_step` ends it too.
         """
-        out, env, command = self._command(name, options, None, 1, False)
+        out, env, command = self._command(name, options, None, 1, False, False)
         tracker = out / "checkpoints" / "latest_checkpointed_iteration.txt"
         with (out / "killed.log").open("w") as log:
             started = subprocess.Popen(command, env=env, cwd=out, stdout=log, stderr=subprocess.STDOUT)
@@ -120,12 +144,18 @@ class Workbench:
         return [row["data"] for row in rows if "training/global_step" in row["data"]]
 
     def _command(
-        self, name: str, options: tuple[str, ...], model: Path | None, num_ranks: int, as_users_do: bool
+        self,
+        name: str,
+        options: tuple[str, ...],
+        model: Path | None,
+        num_ranks: int,
+        as_users_do: bool,
+        on_gpu: bool,
     ) -> tuple[Path, dict[str, str], list[str]]:
         out = self.folder / name
         out.mkdir(exist_ok=True)
         env = os.environ | {
-            "VERL_PLATFORM": "cpu",
+            "VERL_PLATFORM": "nvidia" if on_gpu else "cpu",
             "VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl"),
             "RAY_AUTH_MODE": "disabled",
             "HF_HUB_OFFLINE": "1",
@@ -137,7 +167,14 @@ class Workbench:
         }
         if not as_users_do:
             env["WARM_PYTHON"] = self.warm_python.socket
-        command = [sys.executable, "-m", "verl.trainer.main_ppo", *self.arguments(out, model, num_ranks), *options]
+        command = [
+            sys.executable,
+            "-m",
+            "verl.trainer.main_ppo",
+            *self.arguments(out, model, num_ranks),
+            *(ON_GPU if on_gpu else ON_CPU),
+        ]
+        command += options
         return out, env, command
 
     def arguments(self, out: Path, model: Path | None, num_ranks: int) -> list[str]:
@@ -171,7 +208,6 @@ class Workbench:
             "trainer.total_training_steps=2",
             "trainer.resume_mode=auto",
             f"trainer.default_local_dir={out / 'checkpoints'}",
-            "+platform=cpu",
         ]
 
 

@@ -14,7 +14,7 @@ import verl  # noqa: E402  (its plugins come with it)
 import verl.utils  # noqa: E402
 from hydra import compose, initialize_config_module  # noqa: E402
 from verl.trainer.ppo import core_algos, v1  # noqa: E402
-from verl.utils import torch_functional  # noqa: E402
+from verl.utils import model, torch_functional  # noqa: E402
 from verl.workers.engine.base import EngineRegistry  # noqa: E402
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY  # noqa: E402
 from verl.workers.rollout.replica import RolloutReplicaRegistry  # noqa: E402
@@ -65,6 +65,7 @@ found = {
     "policy losses": sorted(core_algos.POLICY_LOSS_REGISTRY),
     "validate_config": checking,
     "sender": function(transfer.BucketedWeightSender._init_socket),
+    "critic": function(model.load_valuehead_model),
     "log probs": function(torch_functional.logprobs_from_logits_v2),
     "entropy": function(torch_functional.entropy_from_logits),
     "environment": {name: value for name, value in os.environ.items() if before.get(name) != value},

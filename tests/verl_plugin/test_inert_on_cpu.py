@@ -35,6 +35,7 @@ def assert_ours(found: dict) -> None:
     assert (
         models["('cuda', 'nvidia')"] == models["('cpu', 'cpu')"] == "verl_qerl.verl_plugin.actor.engine.QerlFSDPEngine"
     )
+    assert found["critic"][-1] == "shims.py"  # loaded with the attention of the run
     assert "acr" in found["policy losses"]
 
 

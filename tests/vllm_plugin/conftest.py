@@ -271,7 +271,8 @@ def run_script(tmp_path, warm_python) -> Callable[..., object]:
     def run(source: str, *arguments: str, plugins: str | None = None) -> object:
         env = {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
         env |= {"PYTHONPATH": path} if plugins is None else {"PYTHONPATH": path, "VLLM_PLUGINS": plugins}
-        env["TORCH_COMPILE_DISABLE"] = "1"  # vLLM's sampler, for up to eight seconds of a core
+        if not torch.cuda.is_available():
+            env["TORCH_COMPILE_DISABLE"] = "1"  # vLLM's sampler, for up to eight seconds of a core
         script = tmp_path / "script.py"
         script.write_text(source)
         done = warm_python(str(script), *arguments, env=env)

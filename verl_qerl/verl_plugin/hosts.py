@@ -88,7 +88,7 @@ CHANGES: tuple[HostChange, ...] = (
     _change(
         "copy",
         "verl.workers.engine.fsdp.transformer_impl:FSDPEngine._build_module",
-        "Its steps around a model whose linears are packed, or around a critic without a GPU.",
+        "Its steps around a model whose linears are packed.",
         "a216ab0ed208",
     ),
     _change(

@@ -69,6 +69,21 @@ def _watched_sending(original: Callable[[Any], None]) -> Callable[[Any], None]:
     return _init_socket
 
 
+def _attention_of_critic(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Load a critic with the attention of its configuration: verl's loads with flash-attn, whatever was chosen."""
+
+    def load_valuehead_model(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
+        from transformers import AutoModelForTokenClassification
+
+        if model_config._attn_implementation == "flash_attention_2":
+            return original(local_path, torch_dtype, model_config, trust_remote_code)
+        return AutoModelForTokenClassification.from_pretrained(
+            local_path, dtype=torch_dtype, config=model_config, trust_remote_code=trust_remote_code
+        )
+
+    return load_valuehead_model
+
+
 # Needed by the CPU platform.
 PROCESS_GROUP = Shim(
     target="verl.utils.distributed:initialize_global_process_group_ray",
@@ -115,4 +130,13 @@ SENDING = Shim(
     patch="verl/0017",
     wrap=_watched_sending,
 )
-SHIMS: tuple[Shim, ...] = (PROCESS_GROUP, LOG_PROBS, ENTROPY, CONFIG_CHECK, SENDING)
+# In force in runs of ours and on the CPU platform.
+CRITIC = Shim(
+    target="verl.utils.model:load_valuehead_model",
+    versions="==0.9.1",
+    fingerprint="2371ca280654",
+    patched="f0a831d1649f",
+    patch="verl/0018",
+    wrap=_attention_of_critic,
+)
+SHIMS: tuple[Shim, ...] = (PROCESS_GROUP, LOG_PROBS, ENTROPY, CONFIG_CHECK, SENDING, CRITIC)

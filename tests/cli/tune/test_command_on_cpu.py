@@ -7,32 +7,31 @@ import torch
 
 from verl_qerl.cli import main
 from verl_qerl.cli.tune import command as tune
-from verl_qerl.cli.tune.command import _adapter, crossings, describe, fusing, paths
+from verl_qerl.cli.tune.command import _adapter, crossing, describe, fusing, paths
 from verl_qerl.cli.tune.shapes import MODELS
 from verl_qerl.kernels.rollout.w4a16_launch import EACH, GATHERED, INTERMEDIATE_ROWS, TOKENS, guess_launch
 
 
 def times(*rows):
-    names = ("rows", "dense_us", "tiled_us", "decoded_us")
+    names = ("rows", "tiled_us", "decoded_us")
     return [dict(zip(names, row, strict=True)) for row in rows]
 
 
 def test_a_path_begins_where_it_is_the_fastest_for_good():
-    # A bf16 copy is faster at 64 rows by chance.
-    measured = times((1, 10, 4, 20), (64, 9, 10, 20), (128, 12, 11, 21), (256, 20, 22, 30), (2048, 90, 110, 99))
-    assert crossings(measured) == {"dense_rows": 256, "decode_rows": 2048}
+    # Decoding is faster at 64 rows by chance.
+    assert crossing(times((1, 4, 20), (64, 10, 9), (128, 11, 21), (256, 22, 20), (2048, 110, 99))) == 256
 
 
 def test_a_path_that_is_never_fastest_is_never_taken():
-    assert crossings(times((1, 6, 5, 9), (64, 6, 5, 9))) == {"dense_rows": 1 << 30, "decode_rows": 1 << 30}
-    assert crossings(times((1, 4, 5, 3), (64, 4, 5, 3))) == {"dense_rows": 1, "decode_rows": 1}
+    assert crossing(times((1, 5, 9), (64, 5, 9))) == 1 << 30
+    assert crossing(times((1, 5, 3), (64, 5, 3))) == 1
 
 
-def test_the_line_for_the_terminal_names_the_crossings():
-    measured = times((1, 10, 5, 20), (2048, 90, 99, 98))
-    line = describe({"N": 64, "K": 32, **crossings(measured), "times": measured})
-    assert "64 x 32: a bf16 copy from 2048 rows, decoding from 2048;" in line
-    assert "1: 10/5/20" in line
+def test_the_line_for_the_terminal_names_the_crossing():
+    measured = times((1, 5, 20), (2048, 99, 98))
+    line = describe({"N": 64, "K": 32, "decode_rows": crossing(measured), "times": measured})
+    assert "64 x 32: decoding from 2048 rows;" in line
+    assert "1: 5/20" in line
 
 
 def test_paths_are_those_that_a_rollout_takes(monkeypatch):
@@ -52,14 +51,13 @@ def test_paths_are_those_that_a_rollout_takes(monkeypatch):
     monkeypatch.setattr(linear_ops, "lora_linear_repacked", linear_ops._lora_linear_cuda)
     packed = [(torch.zeros(4, 256, dtype=torch.int32), torch.zeros(4, 128, dtype=torch.uint8), torch.ones(1))] * 3
     launches = tuple(guess_launch(128, 64, tokens) for tokens in TOKENS)
-    calls = paths(torch.zeros(5, 64).bfloat16(), packed, [weight] * 2, launches)
+    calls = paths(torch.zeros(5, 64).bfloat16(), packed, launches)
     found = {}
     for name, each in calls.items():
         launched.clear()
         assert all(call() is y for call in each)
         found[name] = launched.copy()
     assert found == {
-        "dense_us": ["expand"] * 2,
         "tiled_us": ["tiled"] * 3,
         "decoded_us": ["decode", "expand"] * 3,
     }
@@ -101,7 +99,7 @@ def asked(tmp_path, monkeypatch):
     pytest.importorskip("vllm")
     monkeypatch.setattr("verl_qerl.vllm_plugin.weights.plans.why_not", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    fields = {"launches": {}, "dense_rows": 1, "decode_rows": 2}
+    fields = {"launches": {}, "decode_rows": 2}
     monkeypatch.setattr(tune, "measure", lambda N, K: {"N": N, "K": K, **fields})
     monkeypatch.setattr(tune, "describe", str)
     return argparse.Namespace(models=["qwen2.5-7b"], tensor_parallel=1, out=tmp_path / "table.json")
@@ -167,7 +165,6 @@ def test_both_ways_to_make_the_adapter_s_part_are_timed(monkeypatch):
     prepared, nothing = [], torch.zeros(1)
     monkeypatch.setattr(tune, "random_packed_weight", lambda N, K, device: None)
     monkeypatch.setattr(tune, "repack", lambda weight: (nothing, nothing, nothing))
-    monkeypatch.setattr(tune, "dequantize_repacked", lambda *tensors: nothing)
     monkeypatch.setattr(tune, "prepare", prepared.extend)
     monkeypatch.setattr(tune, "ROWS", ())
     for fastest in (EACH, GATHERED):

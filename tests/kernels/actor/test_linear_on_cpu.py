@@ -53,7 +53,8 @@ def test_backward_is_the_derivative_of_forward():
     assert torch.autograd.gradcheck(lambda x: nvfp4_linear(x, *tensors(weight), normal(5).double()), (x,))
 
 
-def test_only_packed_tensors_are_saved():
+def test_neither_the_dense_weight_nor_the_packed_one_is_saved():
+    """The packed one stays where it is; verl's activation offload would move what is saved to the host and back."""
     weight, saved = random_packed_weight(128, 256), []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,8 +64,7 @@ def test_only_packed_tensors_are_saved():
     x = normal(7, 256, dtype=torch.bfloat16).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         nvfp4_linear(x, *tensors(weight)).sum().backward()
-    held = [(tensor.dtype, tuple(tensor.shape)) for tensor in saved]
-    assert held == [(torch.uint8, (128, 128)), (torch.uint8, (128, 16)), (torch.float32, ())]
+    assert not saved
 
 
 def test_packed_tensors_get_no_gradient():

@@ -32,10 +32,11 @@ def build(rows: int, K: int, slices: tuple[int, ...], rank: int) -> tuple:
     )
 
 
-@pytest.mark.parametrize("rank", [8, 32, 128])
+@pytest.mark.parametrize("rank", [8, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize("linear", LINEARS, ids=str)
-@pytest.mark.parametrize("rows", [1, 8, 16, 33, 64, 256, 1500])
+@pytest.mark.parametrize("rows", [1, 8, 16, 32, 33, 64, 256, 1500])
 def test_within_the_rounding_of_bf16(rows, linear, rank):
+    """NaN fails too: vLLM's kernel gives some on Hopper, in tiles of 128 columns of one slice (vllm #48590)."""
     x, a, y, b, members, slots = build(rows, *linear, rank)
     bias = torch.randn(y.shape[1], device="cuda").bfloat16()
     out = lora_expand(y, lora_shrink(x, a, ACTIVE), b, members, slots, ACTIVE, bias, x.shape[1])

@@ -12,7 +12,7 @@ import torch
 from verl_qerl.checkpoints.record import write_whole
 from verl_qerl.cli.tune.shapes import Shape, shapes_of
 from verl_qerl.kernels.rollout.lora import member_of_tile
-from verl_qerl.kernels.rollout.repacking import Repacked, dequantize_repacked, repack
+from verl_qerl.kernels.rollout.repacking import Repacked, repack
 from verl_qerl.kernels.rollout.w4a16_launch import TOKENS, Launch, both_ways, launch_candidates
 from verl_qerl.kernels.rollout.w4a16_matmul import Adapter, can_fuse, prepare, w4a16_matmul
 from verl_qerl.testing import random_packed_weight
@@ -77,8 +77,6 @@ def measure(N: int, K: int) -> dict[str, Any]:
         The fields of vllm_plugin.weights.plans.Plan, and `times`, microseconds by rows.
     """
     packed = tiled_copies(N, K)
-    weight = dequantize_repacked(*packed[0])
-    dense = [weight] + [weight.clone() for _ in range(_CACHE_BYTES // (N * K * 2))]
     tried = {
         tokens: [way for launch in fusing(N, K, tokens)[:TRIED] for way in both_ways(tokens, launch)]
         for tokens in TOKENS
@@ -90,12 +88,12 @@ def measure(N: int, K: int) -> dict[str, Any]:
     times = []
     for rows in ROWS:
         x = torch.randn(rows, K, device="cuda", dtype=torch.bfloat16)
-        calls = paths(x, packed, dense, tuple(launches.values()))
+        calls = paths(x, packed, tuple(launches.values()))
         times.append({"rows": rows} | {name: time_us(each) for name, each in calls.items()})
     return {
         "N": N,
         "K": K,
-        **crossings(times),
+        "decode_rows": crossing(times),
         "launches": launches,
         "times": times,
     }
@@ -112,7 +110,6 @@ def tiled_copies(N: int, K: int) -> list[Repacked]:
 def paths(
     x: torch.Tensor,
     packed: Sequence[tuple[torch.Tensor, ...]],
-    dense: Sequence[torch.Tensor],
     launches: tuple[Launch, ...],
 ) -> dict[str, list[Callable[[], torch.Tensor]]]:
     """What a rollout would run, each path over every copy of a weight.
@@ -125,12 +122,11 @@ def paths(
     from verl_qerl.vllm_plugin.weights.plans import PLANS, Plan
 
     never, always = "tune: cuBLAS", "tune: tiled"
-    PLANS[never], PLANS[always] = Plan(launches, 0, 0), Plan(launches, 1 << 30, 1 << 30)
+    PLANS[never], PLANS[always] = Plan(launches, 0), Plan(launches, 1 << 30)
     adapter = (*_adapter(x, packed[0][1].shape[1]), torch.tensor([False]))
     return {
-        "dense_us": [partial(lora_linear_repacked, x, *packed[0], copy, None, never, *adapter) for copy in dense],
-        "tiled_us": [partial(lora_linear_repacked, x, *tensors, None, None, always, *adapter) for tensors in packed],
-        "decoded_us": [partial(lora_linear_repacked, x, *tensors, None, None, never, *adapter) for tensors in packed],
+        "tiled_us": [partial(lora_linear_repacked, x, *tensors, [], None, always, *adapter) for tensors in packed],
+        "decoded_us": [partial(lora_linear_repacked, x, *tensors, [], None, never, *adapter) for tensors in packed],
     }
 
 
@@ -155,22 +151,17 @@ def time_with_adapter(tokens: int, packed: Sequence[tuple[torch.Tensor, ...]], l
     return time_us([partial(w4a16_matmul, x, *tensors, None, adapter, launch) for tensors in packed])
 
 
-def crossings(times: Sequence[dict[str, float]]) -> dict[str, int]:
-    """The number of rows from which each path is the fastest.
+def crossing(times: Sequence[dict[str, float]]) -> int:
+    """From how many rows on decoding is the fastest for good: `decode_rows` of vllm_plugin.weights.plans.Plan.
 
     Args:
         times: Microseconds by rows, ascending.
-
-    Returns:
-        `dense_rows` and `decode_rows` of vllm_plugin.weights.plans.Plan.
     """
-    found = {}
-    for name, path in (("dense_rows", "dense_us"), ("decode_rows", "decoded_us")):
-        found[name] = 1 << 30
-        for entry in reversed(times):
-            if entry[path] > entry["tiled_us"]:
-                break
-            found[name] = int(entry["rows"])
+    found = 1 << 30
+    for entry in reversed(times):
+        if entry["decoded_us"] > entry["tiled_us"]:
+            break
+        found = int(entry["rows"])
     return found
 
 
@@ -200,14 +191,8 @@ def time_us(calls: Sequence[Callable[[], object]], repetitions: int = 5) -> floa
 
 def describe(row: dict[str, Any]) -> str:
     """One line for the terminal."""
-    times = "  ".join(
-        f"{entry['rows']}: {entry['dense_us']:.0f}/{entry['tiled_us']:.0f}/{entry['decoded_us']:.0f}"
-        for entry in row["times"]
-    )
-    return (
-        f"{row['N']} x {row['K']}: a bf16 copy from {row['dense_rows']} rows, decoding from {row['decode_rows']};"
-        f" us dense/packed/decoded  {times}"
-    )
+    times = "  ".join(f"{entry['rows']}: {entry['tiled_us']:.0f}/{entry['decoded_us']:.0f}" for entry in row["times"])
+    return f"{row['N']} x {row['K']}: decoding from {row['decode_rows']} rows; us packed/decoded  {times}"
 
 
 def _now() -> str:

@@ -22,18 +22,19 @@ class _ExpertsLinearFunction(torch.autograd.Function):
         block_scale: torch.Tensor,
         global_decode_scale: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.save_for_backward(ends, codes, block_scale, global_decode_scale)
-        weights = _decode(codes, block_scale, global_decode_scale, x.dtype)
+        ctx.save_for_backward(ends)
+        ctx.packed = codes, block_scale, global_decode_scale  # what is saved, verl's activation offload would move
+        weights = _decode(*ctx.packed, x.dtype)
         return F.grouped_mm(x, weights.transpose(-2, -1), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_y,) = grad_outputs
-        ends, codes, block_scale, global_decode_scale = ctx.saved_tensors
+        (ends,) = ctx.saved_tensors
         grad_x = None
         if ctx.needs_input_grad[0]:
             # A sum over tokens hands on a gradient without strides, which the product does not take.
-            weights = _decode(codes, block_scale, global_decode_scale, grad_y.dtype)
+            weights = _decode(*ctx.packed, grad_y.dtype)
             grad_x = F.grouped_mm(grad_y.contiguous(), weights, offs=ends)
         return grad_x, None, None, None, None
 

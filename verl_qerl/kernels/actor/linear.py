@@ -23,13 +23,13 @@ class _NVFP4LinearFunction(torch.autograd.Function):
         global_decode_scale: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(codes, block_scale, global_decode_scale)
+        ctx.packed = codes, block_scale, global_decode_scale  # what is saved, verl's activation offload would move
         return F.linear(x, dequantize_nvfp4(codes, block_scale, global_decode_scale, x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_y,) = grad_outputs
-        grad_x = grad_y @ dequantize_nvfp4(*ctx.saved_tensors, grad_y.dtype) if ctx.needs_input_grad[0] else None
+        grad_x = grad_y @ dequantize_nvfp4(*ctx.packed, grad_y.dtype) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None, None
 
 

@@ -25,7 +25,7 @@ from verl_qerl.verl_plugin.actor.trained_weights import TrainedWeights
 from verl_qerl.verl_plugin.actor.uaq_engine import check_scale
 from verl_qerl.verl_plugin.config.base_options import BaseOptions
 from verl_qerl.verl_plugin.config.sequence_parallel import SequenceParallelMixin
-from verl_qerl.verl_plugin.shims import LOG_PROBS
+from verl_qerl.verl_plugin.shims import CRITIC, LOG_PROBS
 
 _Stock: Any = FSDPEngineWithLMHead  # verl's untyped decorator hides the class from type checkers
 
@@ -107,8 +107,12 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
 
 
 def install(module: ModuleType) -> None:
-    """Register the engine ahead of the stock one, and the attention that needs no flash-attn; again: nothing."""
+    """Register the engine ahead of the stock one, and the attention that needs no flash-attn; again: nothing.
+
+    A critic, whose engine is verl's, gets that attention too.
+    """
     varlen_attention.register()
+    upstream.install(CRITIC)
     registered = EngineRegistry._engines["language_model"]["fsdp2"]
     if QerlFSDPEngine in registered.values():
         return

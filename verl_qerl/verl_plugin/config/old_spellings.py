@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 _BASE = "actor_rollout_ref.actor.fsdp_config.qerl"
 _ROLLOUT = "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.verl_qerl"
 _KEPT = ("scale", "ignore", "train_norms", "fused_lora")
-_KERNELS = ("linear", "lora", "sampler", "attention", "programmatic_launch", "resident")
+_KERNELS = ("linear", "lora", "sampler", "attention", "programmatic_launch")
 NEW: dict[str, str] = {
     **{f"{_BASE}.{name}": f"qerl.base.{name}" for name in _KEPT},
     f"{_BASE}.share_base": "qerl.base.share",
@@ -22,7 +22,7 @@ DELETED = tuple(
     f"{node}.{name}"
     for nodes, names in (
         (("qerl.base", _BASE), ("keep_dense",)),
-        (("qerl.rollout", _ROLLOUT), ("lm_head", "keep_base_resident")),
+        (("qerl.rollout", _ROLLOUT), ("lm_head", "resident", "keep_base_resident")),
     )
     for node in nodes
     for name in names
