@@ -25,6 +25,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import types
 from collections.abc import Sequence
@@ -90,6 +91,7 @@ def prepare(program: str, cwd: str, environment: dict[str, str], files: Sequence
     path = [os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     sys.path[:] = [first, *dict.fromkeys([*path, *sys.path])]
     importlib.invalidate_caches()
+    tempfile.tempdir = None  # TMPDIR may be another one
     np.random.seed()  # as its import does; Python's own generator notices the fork
 
 

@@ -15,7 +15,7 @@ import paired
 import results
 from claims import CLAIMS, MARGIN, NOT_TESTABLE
 
-from verl_qerl.cli.curves import moving_average
+from verl_qerl.cli.plot.curves import moving_average
 
 HERE = Path(__file__).resolve().parent
 ENDS = 10  # steps of the first and last means

@@ -263,6 +263,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tag", default="", help="added to the names of runs with overrides")
     parser.add_argument("--earlier", type=Path, default=HERE / "results", help="results of earlier sessions")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "verl_qerl_study")
+    parser.add_argument("--save", action="store_true", help="keep what a run has learned, in WORK/NAME/<attempt>/saved")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and stop")
     parser.add_argument("overrides", nargs="*", help="of main_ppo, behind `--`")
     args = parser.parse_args(arguments)
@@ -289,6 +290,8 @@ def command_of(args: argparse.Namespace) -> Callable[[Job, Path], list[str]]:
             f"trainer.validation_data_dir={folder}/validation",
             f"trainer.experiment_name={job.run.name}",
         ]
+        if args.save:
+            places += [f"trainer.save_freq={args.steps}", f"trainer.default_local_dir={folder}/saved"]
         given = [
             *arms.machine(task),
             *arms.attention(args.attention, task),

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from verl_qerl.cli.tune import tiled_copies, time_with_adapter
+from verl_qerl.cli.tune.command import tiled_copies, time_with_adapter
 from verl_qerl.kernels.rollout import w4a16_matmul
 from verl_qerl.kernels.rollout.w4a16_launch import (
     EACH,

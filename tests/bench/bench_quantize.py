@@ -26,13 +26,13 @@ from safetensors.torch import save_file
 
 from verl_qerl.checkpoints.source import INDEX, open_source
 from verl_qerl.checkpoints.stream import packed_stream
-from verl_qerl.cli.quantize import quantize_checkpoint
+from verl_qerl.cli.quantize.command import quantize_checkpoint
 from verl_qerl.formats import NVFP4
 from verl_qerl.formats.nvfp4 import SCALE_CHOICES
 from verl_qerl.testing import current_commit
 
 ROOT = Path(__file__).parents[2]
-GATES = ("tests/formats", "tests/checkpoints", "tests/cli/test_quantize_on_cpu.py")
+GATES = ("tests/formats", "tests/checkpoints", "tests/cli/quantize/test_command_on_cpu.py")
 # Qwen2.5-7B: (out_features, in_features)
 LINEARS = {
     "self_attn.q_proj": (3584, 3584),

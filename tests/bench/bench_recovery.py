@@ -29,7 +29,7 @@ from readme_tables import recovery
 
 from verl_qerl.checkpoints.source import Source, open_source
 from verl_qerl.checkpoints.stream import packed_stream
-from verl_qerl.cli.calibrated_stream import calibrated_stream
+from verl_qerl.cli.quantize.calibration import calibrated_stream
 from verl_qerl.formats import WeightFormat, scaled_format
 from verl_qerl.formats.reference import dequantize, relative_error
 

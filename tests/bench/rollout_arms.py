@@ -12,7 +12,7 @@ from typing import Any
 
 DUMMY_NVFP4 = "bench_dummy_nvfp4"  # load format
 EXTENSION = "verl_qerl.vllm_plugin.worker.RolloutWorkerExtension"
-SCHEDULER = "verl_qerl.vllm_plugin.decode.scheduler.scheduler"
+SCHEDULER = "verl_qerl.vllm_plugin.noise.scheduler.scheduler"
 OURS = "verl_qerl_nvfp4"
 # Divisor of all weights. Block scales reach 448 and codes 6: weights stay below 448 * 6 / 2**20 = 2.6e-3.
 GLOBAL_SCALE = 2.0**20
@@ -52,7 +52,8 @@ def ours(linear: str = "auto", **choices: Any) -> dict[str, Any]:
     """
     options = {"load_format": DUMMY_NVFP4, "quantization": OURS} if linear == "auto" else {}
     options["additional_config"] = {"verl_qerl": {"linear": linear, "lora": "single", **choices}}
-    return options | {"worker_extension_cls": EXTENSION, "scheduler_cls": SCHEDULER}
+    own_draws = {"scheduler_cls": SCHEDULER} if choices.get("aqn", {}).get("draw", "batch") != "batch" else {}
+    return options | {"worker_extension_cls": EXTENSION, **own_draws}
 
 
 def is_ours(options: dict[str, Any]) -> bool:
@@ -84,9 +85,8 @@ ARMS = {
     "fp8_lora_stock": Arm({"quantization": "fp8"}, linear_bytes=1.0),
     "fp8_lora_ours": Arm(ours(linear="stock") | {"quantization": "fp8"}, linear_bytes=1.0),
     "nvfp4_lora_ours": Arm(ours(), packed=True, linear_bytes=0.5625),
-    "nvfp4_lora_resident": Arm(ours(resident=True), packed=True, linear_bytes=2.5625),
+    "nvfp4_lora_fp8": Arm(ours(arithmetic="fp8"), packed=True, linear_bytes=1.5625),
     "nvfp4_lora_stock_sampler": Arm(ours(sampler="stock"), packed=True, linear_bytes=0.5625),
-    "nvfp4_lora_stock_scheduler": Arm(ours() | {"scheduler_cls": None}, packed=True, linear_bytes=0.5625),
     "nvfp4_lora_stock_attention": Arm(ours(attention="stock"), packed=True, linear_bytes=0.5625),
 }
 # As in verl (verl_plugin.rollout.server.choose_runner).

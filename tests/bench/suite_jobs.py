@@ -134,7 +134,6 @@ _DENSE = "hidden_size=1024, intermediate_size=3072, num_hidden_layers=8, num_att
 _SHARDED = f"{_NVFP4} {_NOISE} {_BASE}.shard=true trainer.n_gpus_per_node=2"
 _TP2 = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
 _STOCK = f"{_ROLLOUT}.linear=stock {_ROLLOUT}.lora=stock {_ROLLOUT}.sampler=stock {_ROLLOUT}.attention=stock"
-_STOCK += " +actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls=null"
 _GSM8K_ARMS = {
     "ours": ("everything of ours on", f"{_NVFP4} +aqn.enabled=true"),
     "kernels": ("the same with vLLM's kernels", f"{_NVFP4} +aqn.enabled=true {_STOCK}"),
@@ -179,13 +178,6 @@ JOBS = (
         _OURS_AND_STOCK,
         "256",
         "--no-fixed --realistic --own-process --functions",
-    ),
-    _rollout(
-        "rollout_1.5b_scheduler",
-        "1.5B",
-        "nvfp4_lora_ours nvfp4_lora_stock_scheduler",
-        "256",
-        "--no-fixed --realistic --own-process",
     ),
     # Four times as many at once as verl lets run by itself, and twice as many as vLLM has CUDA graphs for.
     _rollout(

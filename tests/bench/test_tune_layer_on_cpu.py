@@ -16,7 +16,7 @@ AT = TOKENS.index(32)
 @pytest.fixture
 def layers(monkeypatch):
     """Two models share the linear "a", of which FAST takes a tenth less; NOISE takes a thousandth less for "b"."""
-    monkeypatch.setattr(plans, "PLANS", {key: plans.Plan((SLOW,) * len(TOKENS), 1, 2) for key in "ab"})
+    monkeypatch.setattr(plans, "PLANS", {key: plans.Plan((SLOW,) * len(TOKENS), 2) for key in "ab"})
     monkeypatch.setattr(bench, "fusing", lambda N, K, tokens: [SLOW, FAST, NOISE])
     prepared = []
     monkeypatch.setattr(bench.w4a16_matmul, "prepare", lambda launches: prepared.extend(launches))
@@ -67,11 +67,11 @@ def test_linears_of_all_models_are_timed(monkeypatch):
 
 
 def test_the_table_keeps_what_was_not_chosen():
-    first = {"N": 2, "K": 4, "dense_rows": 7, "launches": {"8": [1], "16": [2]}}
+    first = {"N": 2, "K": 4, "decode_rows": 7, "launches": {"8": [1], "16": [2]}}
     table = {"gpu": "x", "rows": [first, {"N": 3, "K": 4, "launches": {"8": [5]}}]}
     made = bench.updated(table, {"2x4": {"16": FAST}}, "NVIDIA H200")
     assert made["rows"] == [
-        {"N": 2, "K": 4, "dense_rows": 7, "launches": {"8": [1], "16": [*FAST]}},
+        {"N": 2, "K": 4, "decode_rows": 7, "launches": {"8": [1], "16": [*FAST]}},
         {"N": 3, "K": 4, "launches": {"8": [5]}},
     ]
     assert made["gpu"] == "NVIDIA H200"

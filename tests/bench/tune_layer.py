@@ -4,7 +4,7 @@
         [--rows 8 64] [--linears qkv o down] [--tried 4]
 
 Starts from the table that the package has, of this GPU or an H200. Each linear of the layers of bench_layer.py, with an
-adapter, gets the launches that `fusing` of verl_qerl.cli.tune names first, with both ways to make X A^T, and keeps the
+adapter, gets the launches that `fusing` of cli/tune/command.py names first, with both ways to make X A^T, and keeps the
 one with which the layers that have it take the least time. What `tune` measures else stays: where other paths cross.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from verl_qerl.cli.tune import fusing
+from verl_qerl.cli.tune.command import fusing
 from verl_qerl.kernels.rollout import w4a16_matmul
 from verl_qerl.kernels.rollout.w4a16_launch import TOKENS, Launch, both_ways
 from verl_qerl.testing import current_commit
@@ -128,7 +128,7 @@ def updated(table: dict[str, Any], launches: dict[str, dict[str, Launch]], gpu: 
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     note = f"Launches chosen in decode layers with an adapter (tests/bench/tune_layer.py) at {current_commit()}."
     if gpu != table["gpu"]:
-        note += f" dense_rows, decode_rows and times are those of {table['gpu']}."
+        note += f" decode_rows and times are those of {table['gpu']}."
     return {**table, "gpu": gpu, "torch": torch.__version__, "time": when, "note": note, "rows": rows}
 
 

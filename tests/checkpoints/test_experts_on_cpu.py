@@ -138,7 +138,7 @@ def test_experts_cannot_be_ignored(model_dir, rule):
 
 
 def test_experts_that_an_nvfp4_checkpoint_left_dense(model_dir, tmp_path):
-    from verl_qerl.cli.quantize import quantize_checkpoint
+    from verl_qerl.cli.quantize.command import quantize_checkpoint
 
     quantize_checkpoint(model_dir, tmp_path / "nvfp4", device="cpu")
     assert packed(open_source(tmp_path / "nvfp4")).keys() == packed(open_source(model_dir)).keys()

@@ -51,7 +51,7 @@ def models(tmp_path_factory) -> Path:
     """Folder with models of two layers and a tokenizer: bf16 (Qwen2), tied (Llama), nvfp4 and int8 (of bf16), moe."""
     from chat_tokenizer import train_tokenizer
 
-    from verl_qerl.cli.quantize import quantize_checkpoint
+    from verl_qerl.cli.quantize.command import quantize_checkpoint
 
     folder = tmp_path_factory.mktemp("models")
     tokenizer = train_tokenizer(["What is 2 + 3? The answer is #### 5", "Ann has 4 apples and buys 3 more."], 320)

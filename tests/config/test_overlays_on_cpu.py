@@ -72,7 +72,6 @@ WRITTEN = {
         "load_format": "verl_qerl_nvfp4",
         "quantization": "verl_qerl_nvfp4",
         "worker_extension_cls": "verl_qerl.verl_plugin.weight_sync.worker_extension.WorkerExtension",
-        "scheduler_cls": "verl_qerl.vllm_plugin.decode.scheduler.scheduler",
         "model_loader_extra_config": {"scale": None, "share_base": False, "ignore": ["lm_head"]},
         "additional_config": {
             "verl_qerl": {

@@ -72,7 +72,7 @@ def validate(configuration, monkeypatch, caplog) -> Callable[..., list[str]]:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """Of test_engine*.py: bf16 (Qwen2), tied (Llama, tied), nvfp4, quantized from bf16, and moe, with experts."""
-    from verl_qerl.cli.quantize import quantize_checkpoint
+    from verl_qerl.cli.quantize.command import quantize_checkpoint
     from verl_qerl.testing import random_decoder, random_qwen2, random_qwen3_moe
 
     folder = tmp_path_factory.mktemp("models")

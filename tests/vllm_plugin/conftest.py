@@ -107,7 +107,7 @@ def model_dir(tmp_path_factory):
 @pytest.fixture(scope="session")
 def packed_dir(model_dir, tmp_path_factory):
     """The Qwen2 model as `quantize --scale minmax` writes it."""
-    from verl_qerl.cli.quantize import quantize_checkpoint
+    from verl_qerl.cli.quantize.command import quantize_checkpoint
 
     out = tmp_path_factory.mktemp("packed") / "qwen2"
     quantize_checkpoint(model_dir("qwen2"), out, scale="minmax", device="cpu")
@@ -271,7 +271,8 @@ def run_script(tmp_path, warm_python) -> Callable[..., object]:
     def run(source: str, *arguments: str, plugins: str | None = None) -> object:
         env = {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
         env |= {"PYTHONPATH": path} if plugins is None else {"PYTHONPATH": path, "VLLM_PLUGINS": plugins}
-        env["TORCH_COMPILE_DISABLE"] = "1"  # vLLM's sampler, for up to eight seconds of a core
+        if not torch.cuda.is_available():
+            env["TORCH_COMPILE_DISABLE"] = "1"  # vLLM's sampler, for up to eight seconds of a core
         script = tmp_path / "script.py"
         script.write_text(source)
         done = warm_python(str(script), *arguments, env=env)

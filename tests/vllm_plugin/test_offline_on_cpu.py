@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_qerl.cli.quantize import quantize_checkpoint
+from verl_qerl.cli.quantize.command import quantize_checkpoint
 from verl_qerl.testing import random_decoder
 from verl_qerl.vllm_plugin.offline import EngineOptions, OfflineEngine, Sampled, engine_options
 

@@ -12,7 +12,7 @@ def config(options):
 @pytest.mark.parametrize("vllm_config", [None, SimpleNamespace(additional_config=None), config(None), config({})])
 def test_defaults(vllm_config):
     options = rollout_options(vllm_config)
-    assert (options.linear, options.lora, options.resident, options.aqn.enabled) == ("auto", "single", False, False)
+    assert (options.linear, options.lora, options.arithmetic, options.aqn.enabled) == ("auto", "single", "bf16", False)
     assert options.keep_base_resident is options.train_norms is False
     assert options.programmatic_launch is True
     assert (options.lm_head, options.sampler, options.attention) == ("bf16", "auto", "auto")
@@ -20,9 +20,9 @@ def test_defaults(vllm_config):
 
 def test_options_are_read():
     options = rollout_options(
-        config({"linear": "stock", "lora": "stock", "resident": True, "aqn": {"enabled": True, "seed": 3}})
+        config({"linear": "stock", "lora": "stock", "arithmetic": "fp8", "aqn": {"enabled": True, "seed": 3}})
     )
-    assert (options.linear, options.lora, options.resident, options.aqn.seed) == ("stock", "stock", True, 3)
+    assert (options.linear, options.lora, options.arithmetic, options.aqn.seed) == ("stock", "stock", "fp8", 3)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_options_are_read():
     [
         (
             {"linears": "auto"},
-            r"unknown option additional_config\.verl_qerl\.linears='auto'.*attention, programmatic_launch, resident",
+            r"unknown option additional_config\.verl_qerl\.linears='auto'.*attention, programmatic_launch, arithmetic",
         ),
         ({"linear": "fast"}, r"additional_config\.verl_qerl\.linear='fast'.*auto, stock"),
         ({"lora": None}, r"additional_config\.verl_qerl\.lora=None.*single, stock"),
@@ -38,7 +38,7 @@ def test_options_are_read():
         ({"sampler": "fast"}, r"additional_config\.verl_qerl\.sampler='fast'.*auto, fused, stock"),
         ({"attention": "fast"}, r"additional_config\.verl_qerl\.attention='fast'.*auto, stock"),
         ({"programmatic_launch": 0}, r"additional_config\.verl_qerl\.programmatic_launch=0.*true, false"),
-        ({"resident": "yes"}, r"additional_config\.verl_qerl\.resident='yes'.*true, false"),
+        ({"arithmetic": "int8"}, r"additional_config\.verl_qerl\.arithmetic='int8'.*bf16, fp8"),
         ({"keep_base_resident": 1}, r"additional_config\.verl_qerl\.keep_base_resident=1.*true, false"),
         ({"train_norms": 1}, r"additional_config\.verl_qerl\.train_norms=1.*true, false"),
         ({"aqn": {"sigma": 1}}, r"unknown option aqn\.sigma"),

@@ -11,10 +11,12 @@ from verl_qerl.cli.interrupts import Interrupted, kept_interrupts
 
 # Command -> module with its add_parser(subparsers), which imports what is slow only when the command runs.
 _COMMANDS = {
-    "quantize": "quantize_arguments",
+    "quantize": "quantize.arguments",
     "export": "export.arguments",
-    **{name: name for name in ("doctor", "data", "plot")},
-    "tune": "tune_arguments",
+    "doctor": "doctor",
+    "data": "data",
+    "plot": "plot.command",
+    "tune": "tune.arguments",
     "plan": "plan",
     "eval": "eval.arguments",
 }

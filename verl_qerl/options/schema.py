@@ -205,10 +205,12 @@ class Rollout(Options):
         "in CUDA graphs our kernels bring weights, and keys and values, into shared memory while the kernel before them"
         " still runs (programmatic dependent launch); false: one after the other, slower, the same bits",
     )
-    resident: bool = option(
-        False,
-        SWITCH,
-        "a bf16 copy of the packed linears beside them for large batches, two bytes a weight",
+    arithmetic: str = option(
+        "bf16",
+        _one_of("bf16", "fp8"),
+        "`fp8`: from 64 rows on, linears of nvfp4 that are on our kernels are multiplied in FP8, activations quantized"
+        " per token, weights by a copy in E4M3 that takes one byte a weight beside the packed one. Adapters stay in"
+        " bf16. The actor computes in bf16, so that log-probs differ by more: look at `qerl/rollout_kl_k3`",
     )
     keep_base_resident: bool = option(
         False,

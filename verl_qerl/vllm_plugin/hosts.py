@@ -67,13 +67,6 @@ ATTENTION = _change(
 SAMPLER = _change(
     "class", "vllm.v1.sample.sampler:Sampler", "Our kernel draws tokens in one launch.", "e012eb6923ec 3823c64e6339"
 )
-KV_CACHE_MANAGER = _change(
-    "class",
-    "vllm.v1.core.kv_cache_manager:KVCacheManager",
-    "A decoding request whose last block has room takes no time to schedule.",
-    "f6996dbe0b66 d62faa0f0612",
-    "vllm/0002",
-)
 
 # Functions hung on objects.
 LOAD_MODEL = _change(
@@ -258,7 +251,6 @@ CHANGES: tuple[HostChange, ...] = (
     LORA_WRAPPER,
     ATTENTION,
     SAMPLER,
-    KV_CACHE_MANAGER,
     LOAD_MODEL,
     EXECUTE_MODEL,
     SLEEP,
@@ -376,11 +368,6 @@ CHANGES: tuple[HostChange, ...] = (
         "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl",
         "Steps in which every request decodes one token run on our attention.",
         {"do_kv_cache_update": "2af5f73b8b80 d15d06a0a44d", "forward": "b75fb9b3eeba 943e91971d4e"},
-    ),
-    *_overrides(
-        "vllm.v1.core.kv_cache_manager:KVCacheManager",
-        "A decoding request whose last block has room needs no new one.",
-        {"allocate_slots": "fdfab91bed9d ea1da4aa7dce"},
     ),
     *_overrides(
         "vllm.v1.sample.sampler:Sampler", "Our kernel draws tokens in one launch.", {"forward": "1d3bc39416a2"}

@@ -11,7 +11,7 @@ from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.options.schema import SWITCH, Rollout, option
 
 KEY = "verl_qerl"
-SCHEDULER = "verl_qerl.vllm_plugin.decode.scheduler.scheduler"  # for vLLM's scheduler_cls
+SCHEDULER = "verl_qerl.vllm_plugin.noise.scheduler.scheduler"  # for vLLM's scheduler_cls
 
 
 @dataclass(frozen=True)

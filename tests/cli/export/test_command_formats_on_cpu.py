@@ -1,4 +1,4 @@
-"""Exports of adapters that were trained on an INT8 base; NVFP4: test_export_on_cpu.py."""
+"""Exports of adapters that were trained on an INT8 base; NVFP4: test_command_on_cpu.py."""
 
 import json
 

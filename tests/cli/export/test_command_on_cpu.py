@@ -15,9 +15,8 @@ from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli import main
-from verl_qerl.cli.export.command import Options, export_checkpoint
-from verl_qerl.cli.export.forms import FORMS
-from verl_qerl.cli.quantize import quantize_checkpoint
+from verl_qerl.cli.export.command import FORMS, Options, export_checkpoint
+from verl_qerl.cli.quantize.command import quantize_checkpoint
 from verl_qerl.formats import NVFP4, PackedWeight
 from verl_qerl.formats.reference import dequantize, quantize, relative_error
 from verl_qerl.modules.adapted_linear import fuse_adapters

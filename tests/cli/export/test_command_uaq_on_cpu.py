@@ -1,4 +1,4 @@
-"""Exports of runs that trained all weights under UAQ; test_export_on_cpu.py has those with adapters."""
+"""Exports of runs that trained all weights under UAQ; test_command_on_cpu.py has those with adapters."""
 
 import json
 
@@ -14,7 +14,7 @@ from verl_qerl.checkpoints.source import open_source, stored_tensors
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli import main
 from verl_qerl.cli.export.command import Options, export_checkpoint
-from verl_qerl.cli.quantize import quantize_checkpoint
+from verl_qerl.cli.quantize.command import quantize_checkpoint
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import PackedWeight
 

@@ -21,7 +21,7 @@ FORMS = ("peft", "merged-bf16", "merged-nvfp4", "modelopt")
 OURS = {"load_format": "verl_qerl_nvfp4", "quantization": "verl_qerl_nvfp4"}
 CASE, NORMS = "ours-nvfp4-lora", "norms-nvfp4-lora"
 # Mean |log p(vLLM) - log p(trainer)|. Both round the same function to bf16 in their own ways; the trainer is 6.5e-3
-# from the exact value (test_export_on_cpu.py bounds it by 1e-2), so two such are at most 2e-2 apart. Measured: 5e-3 to
+# from the exact value (test_command_on_cpu.py bounds it by 1e-2), so two such are at most 2e-2 apart. Measured: 5e-3 to
 # 7e-3. Without the adapter they are 2 apart.
 BOUND = 2e-2
 

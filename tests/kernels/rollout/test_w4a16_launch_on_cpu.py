@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import verl_qerl
-from verl_qerl.cli.tune import TRIED, fusing
-from verl_qerl.cli.tune_shapes import MODELS
+from verl_qerl.cli.tune.command import TRIED, fusing
+from verl_qerl.cli.tune.shapes import MODELS
 from verl_qerl.kernels.rollout import w4a16_launch
 from verl_qerl.kernels.rollout.w4a16_launch import EACH, GATHERED, SHAPES, STREAM_K, TOKENS, Launch, own_rows
 

@@ -22,7 +22,7 @@ each_base = pytest.mark.parametrize("case", [*FORMS, *(f"{name} directory" for n
 @pytest.fixture(scope="module")
 def folder(models, tmp_path_factory):
     """The models of conftest.py, and bf16 quantized to each format."""
-    from verl_qerl.cli.quantize import quantize_checkpoint
+    from verl_qerl.cli.quantize.command import quantize_checkpoint
 
     folder = tmp_path_factory.mktemp("formats")
     for name in ("bf16", "tied", "moe"):

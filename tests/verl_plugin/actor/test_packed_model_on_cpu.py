@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen2ForCausalLM
 
 from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.cli.quantize import quantize_checkpoint
+from verl_qerl.cli.quantize.command import quantize_checkpoint
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats.ignore import is_ignored
 from verl_qerl.formats.nvfp4_layout import quantization_config

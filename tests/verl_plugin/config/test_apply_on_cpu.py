@@ -336,10 +336,8 @@ def test_draws_of_answers_need_the_scheduler(draw, scheduler):
     AQNConfig.from_mapping(OmegaConf.to_container(found.additional_config.verl_qerl.aqn))
 
 
-def test_vllms_own_scheduler_can_be_kept():
-    kept = f"+{ROLLOUT}.engine_kwargs.vllm.scheduler_cls=null"
-    assert told("+qerl.gate.max_kl=1", rollout="+rollout=nvfp4").scheduler_cls == SCHEDULER
-    assert told(kept, rollout="+rollout=nvfp4").scheduler_cls is None
+def test_a_packed_rollout_without_such_draws_keeps_vllms_scheduler():
+    assert "scheduler_cls" not in told("+qerl.gate.max_kl=1", rollout="+rollout=nvfp4")
 
 
 @pytest.mark.parametrize(

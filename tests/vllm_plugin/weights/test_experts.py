@@ -58,7 +58,7 @@ def models(tmp_path_factory):
     from verl_qerl.checkpoints.experts import ADAPTED
     from verl_qerl.checkpoints.source import open_source
     from verl_qerl.checkpoints.stream import packed_stream
-    from verl_qerl.cli.quantize import quantize_checkpoint
+    from verl_qerl.cli.quantize.command import quantize_checkpoint
     from verl_qerl.formats.reference import dequantize
 
     folder = tmp_path_factory.mktemp("models")

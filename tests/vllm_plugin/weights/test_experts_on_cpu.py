@@ -36,7 +36,7 @@ def source(model_dir):
 @pytest.fixture(scope="module")
 def quantized(source, tmp_path_factory):
     """As `quantize` writes it."""
-    from verl_qerl.cli.quantize import quantize_checkpoint
+    from verl_qerl.cli.quantize.command import quantize_checkpoint
 
     out = tmp_path_factory.mktemp("packed") / "qwen3_moe"
     quantize_checkpoint(source.path, out, device="cpu")

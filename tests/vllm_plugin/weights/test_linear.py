@@ -55,10 +55,8 @@ if __name__ == "__main__":
     main()
 """
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-OURS = {
-    "auto": '{"linear": "auto", "lora": "single"}',
-    "resident": '{"linear": "auto", "lora": "single", "resident": true}',
-}
+OURS = '{"linear": "auto", "lora": "single"}'
+FP8 = '{"arithmetic": "fp8"}'
 STOCK = '{"linear": "stock", "lora": "stock"}'
 
 
@@ -137,10 +135,9 @@ def ask(models, tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("options", OURS.values(), ids=list(OURS))
 @pytest.mark.parametrize("adapter", ["base", "first", "second"])
-def test_log_probs_are_those_of_the_reference(options, adapter, ask, models):
-    expected, seen = models[1], ask(options)[adapter]
+def test_log_probs_are_those_of_the_reference(adapter, ask, models):
+    expected, seen = models[1], ask(OURS)[adapter]
     for length, found in seen.items():
         # transformers in bf16 rounds the same activations, in another order.
         rounding = error(expected[f"{adapter} in bf16"][int(length)].tolist(), expected[adapter][int(length)])
@@ -150,16 +147,26 @@ def test_log_probs_are_those_of_the_reference(options, adapter, ask, models):
         assert min(error(found, expected[name][int(length)]) for name in others) > 3 * rounding, length
 
 
-@pytest.mark.parametrize("options", OURS.values(), ids=list(OURS))
-def test_an_adapter_that_comes_back_gives_the_same(options, ask, models):
-    again, first = ask(options)["again"], ask(options)["first"]
+@pytest.mark.parametrize("adapter", ["base", "first", "second"])
+def test_fp8_arithmetic_moves_long_prompts_a_little(adapter, ask, models):
+    fp8, bf16, expected = ask(FP8), ask(OURS), models[1]
+    assert fp8["again"] == fp8["first"]
+    assert fp8[adapter]["8"] == bf16[adapter]["8"]  # too few rows
+    for length in (200, 600):
+        moved = error(fp8[adapter][str(length)], torch.tensor(bf16[adapter][str(length)], dtype=torch.float64))
+        spread = float(expected[adapter][length].std())
+        assert 0.002 * spread < moved < 0.15 * spread, (length, moved, spread)
+
+
+def test_an_adapter_that_comes_back_gives_the_same(ask, models):
+    again, first = ask(OURS)["again"], ask(OURS)["first"]
     assert again == first
 
 
-@pytest.mark.parametrize("options", OURS.values(), ids=list(OURS))
-def test_greedy_tokens_are_those_of_stock_vllm(options, ask):
+def test_greedy_tokens_are_those_of_stock_vllm(ask):
     """Up to the first near-tie: from there on two sequences are two different ones."""
     for name in ("one", "many", "base_decode"):
-        pairs = list(zip(ask(options)[name], ask(STOCK)[name], strict=True))
+        pairs = list(zip(ask(OURS)[name], ask(STOCK)[name], strict=True))
         first_tokens = sum(ours[:8] == stock[:8] for ours, stock in pairs)
-        assert first_tokens >= 0.8 * len(pairs), name
+        # Each token of a random model is a near-tie once in thirty; wrong weights leave no answer the same.
+        assert first_tokens >= 0.6 * len(pairs), name

@@ -28,7 +28,7 @@ def weights(folder, name):
 
 @pytest.fixture(scope="module")
 def packed_dirs(model_dir, tmp_path_factory):
-    from verl_qerl.cli.quantize import quantize_checkpoint
+    from verl_qerl.cli.quantize.command import quantize_checkpoint
 
     out = tmp_path_factory.mktemp("packed")
     for name in FORMS:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("vllm")
-from verl_qerl.cli.tune_shapes import MODELS
+from verl_qerl.cli.tune.shapes import MODELS
 from verl_qerl.kernels.rollout.w4a16_launch import (
     EACH,
     GATHERED,
@@ -40,7 +40,7 @@ def test_a_table_that_ships_has_the_shapes_that_tune_measures(shape, gpu, tables
     assert json.loads(plans.shipped_path(gpu).read_text())["gpu"] == gpu
     row = plans.nearest(*shape, gpu)
     assert (row["N"], row["K"]) == shape
-    assert 32 < row["dense_rows"] <= row["decode_rows"]
+    assert row["decode_rows"] > 32
     assert list(row["launches"]) == [str(tokens) for tokens in TOKENS]
     for tokens, values in row["launches"].items():
         launch = Launch(*values)
@@ -64,7 +64,7 @@ def test_a_plan_takes_measured_launches_and_guesses_the_others(tables, compiled)
     row = plans.nearest(4608, 3584, "NVIDIA H200")
     plan = plans.PLANS[plans.make_plan(4608, 3584, "NVIDIA H200")]
     assert plan.launch(33) == plan.launch(64) == Launch(*row["launches"]["64"])
-    assert (plan.dense_rows, plan.decode_rows) == (row["dense_rows"], row["decode_rows"])
+    assert plan.decode_rows == row["decode_rows"]
     assert compiled == list(plan.kernels())
     small = plans.PLANS[plans.make_plan(768, 2304, "NVIDIA H200")]
     assert small.launches == tuple(guess_launch(768, 2304, tokens) for tokens in TOKENS)
@@ -97,7 +97,7 @@ def test_one_alike_is_right_more_often_than_the_guess(tables):
 
 def test_a_launch_that_shares_k_is_for_no_more_rows_than_it_was_measured_with():
     stream, shared = Launch(1, 3, STREAM_K, 1), Launch(2, 2, 4, 1)
-    plan = plans.Plan((*[Launch(2, 1, 1, 2)] * 6, stream, stream, shared), 1 << 30, 1 << 30)
+    plan = plans.Plan((*[Launch(2, 1, 1, 2)] * 6, stream, stream, shared), 1 << 30)
     assert plan.launch(256) == shared
     assert plan.launch(180) == plan.launch(300) == stream
     assert plan.launch(512) == Launch(1, 2, STREAM_K, 1)
@@ -108,7 +108,7 @@ def test_a_table_says_how_low_rank_is_made_or_it_is_gathered(tables, compiled):
     path = plans.table_path("NVIDIA H200")
     path.parent.mkdir(parents=True)
     launches = {"32": [2, 1, 4, 2], "64": [2, 1, 4, 2, EACH]}
-    row = {"N": 64, "K": 64, "launches": launches, "dense_rows": 3, "decode_rows": 7}
+    row = {"N": 64, "K": 64, "launches": launches, "decode_rows": 7}
     path.write_text(json.dumps({"rows": [row]}))
     plan = plans.PLANS[plans.make_plan(64, 64, "NVIDIA H200")]
     assert plan.launch(32) == Launch(2, 1, 4, 2, GATHERED)
@@ -118,7 +118,7 @@ def test_a_table_says_how_low_rank_is_made_or_it_is_gathered(tables, compiled):
 def write_table(gpu: str, *shapes: tuple[int, int]) -> None:
     path = plans.table_path(gpu)
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [{"N": N, "K": K, "launches": {}, "dense_rows": 3, "decode_rows": 7} for N, K in shapes]
+    rows = [{"N": N, "K": K, "launches": {}, "decode_rows": 7} for N, K in shapes]
     path.write_text(json.dumps({"rows": rows}))
 
 
@@ -159,8 +159,8 @@ def test_a_table_of_the_user_goes_first(tables):
     path = plans.table_path("NVIDIA H200")
     path.parent.mkdir(parents=True)
     rows = [
-        {"N": 64, "K": 64, "launches": {}, "dense_rows": 3, "decode_rows": 7},
-        {"N": 9999, "K": 64, "launches": {}, "dense_rows": 1, "decode_rows": 2},
+        {"N": 64, "K": 64, "launches": {}, "decode_rows": 7},
+        {"N": 9999, "K": 64, "launches": {}, "decode_rows": 2},
     ]
     path.write_text(json.dumps({"rows": rows}))
     assert path == tables / "nvidia_h200.json"
@@ -168,7 +168,7 @@ def test_a_table_of_the_user_goes_first(tables):
     assert plans.nearest(128, 64, "NVIDIA H200") == rows[0]
 
 
-OLD = json.dumps({"rows": [{"N": 64, "K": 64, "launches": {}, "tiled_rows": 3, "decode_rows": 7}]})
+OLD = json.dumps({"rows": [{"N": 64, "K": 64, "launches": {}, "tiled_rows": 3}]})
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_table_that_is_cut_or_of_another_version_is_left_out_and_it_is_said(ta
     path = plans.table_path("NVIDIA H200")
     path.parent.mkdir(parents=True)
     path.write_text(content)
-    assert plans.nearest(64, 64, "NVIDIA H200")["dense_rows"] >= 128
+    assert plans.nearest(64, 64, "NVIDIA H200")["decode_rows"] >= 128
     assert (
         f"{path} is cut short or of another version and left out: run `python -m verl_qerl tune` again" in caplog.text
     )

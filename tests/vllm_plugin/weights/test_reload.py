@@ -48,7 +48,7 @@ def main():
               kv_cache_memory_bytes=1 << 28, gpu_memory_utilization=0.1, enable_sleep_mode=cuda, enforce_eager=not cuda,
               enable_prefix_caching=False, load_format=name, quantization=name,
               hf_overrides={"quantization_config": form.config()},
-              worker_extension_cls="verl_qerl.vllm_plugin.worker.RolloutWorkerExtension",
+              worker_extension_cls="verl_qerl.verl_plugin.weight_sync.worker_extension.WorkerExtension",
               additional_config={"verl_qerl": {"aqn": {"enabled": True}}},
               **({"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]}} if cuda else {}))
     decode = SamplingParams(temperature=0, max_tokens=16, logprobs=0, ignore_eos=True, detokenize=False)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_qerl.cli.eval.questions import PROMPT, TASKS, check_prompt, parse_tasks
-from verl_qerl.cli.quantize_arguments import FORMATS
+from verl_qerl.cli.quantize.arguments import FORMATS
 
 STOCK = "stock"
 
@@ -58,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
     from verl_qerl.cli.eval.answers import check_installed
 
     check_installed()
-    from verl_qerl.cli.eval import evaluate
+    from verl_qerl.cli.eval import command
 
-    return evaluate.run(args)
+    return command.run(args)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_qerl.cli.output_dir import check_absent
-from verl_qerl.cli.quantize_arguments import SCALE_CHOICES, parse_size
+from verl_qerl.cli.quantize.arguments import SCALE_CHOICES, parse_size
 
 # Form of the export -> layout of its packed weights on disk, made of the merged model.
 LAYOUTS = {"merged-nvfp4": "compressed-tensors", "modelopt": "modelopt"}
@@ -49,6 +49,6 @@ def run(args: argparse.Namespace) -> int:
     if args.num_prompts < 1:
         raise ValueError(f"too few prompts: --num-prompts={args.num_prompts}. At least 1 is accepted. Raise it.")
     check_absent(args.out)
-    from verl_qerl.cli.export import command as export
+    from verl_qerl.cli.export import command
 
-    return export.run(args)
+    return command.run(args)

@@ -17,15 +17,14 @@ from tqdm import tqdm
 
 from verl_qerl import __version__
 from verl_qerl.checkpoints.digest import model_digest
+from verl_qerl.checkpoints.experts import is_expert
 from verl_qerl.checkpoints.stream import pack
 from verl_qerl.checkpoints.writer import ShardedWriter, quantized_specs
 from verl_qerl.cli.export.adapter import Adapter, read_adapter, write_peft
 from verl_qerl.cli.export.arguments import FORMS, LAYOUTS, WITH_BASE
-from verl_qerl.cli.export.forms import check_base, check_trained
 from verl_qerl.cli.export.fsdp_checkpoint import Checkpoint, open_checkpoint
 from verl_qerl.cli.export.merge import Base, Merge, open_base
 from verl_qerl.cli.export.prompt_log_probs import log_prob_change
-from verl_qerl.cli.export.summary import summary
 from verl_qerl.cli.model_dir import (
     EXPORT_REPORT,
     check_free_space,
@@ -237,3 +236,116 @@ class _Export:
         if layout == "modelopt":
             write_json(self.folder / "hf_quant_config.json", modelopt_legacy_config(self.base.ignore))
         return digests
+
+
+def check_base(form: str, base: Base, has_prompts: bool) -> None:
+    """Refuse a form that the base has not.
+
+    Args:
+        form: One of FORMS.
+        base: Of the checkpoint.
+        has_prompts: Log-probs are to be compared.
+
+    Raises:
+        ValueError: The base goes into no such form.
+    """
+    if form in (WITH_BASE, *LAYOUTS) and base.format != "nvfp4":
+        raise ValueError(
+            f"a model on a base in another format is not written packed here: to={form}, base={base.name} in"
+            f" {base.format}. Accepted are peft and merged-bf16. Use --to merged-bf16, then `python -m verl_qerl"
+            f" quantize --format {base.format}`."
+        )
+    if form == WITH_BASE and not base.is_packed:
+        raise ValueError(
+            f"the base was not packed while the adapter was trained: to={form}, base={base.name}. Accepted are peft"
+            " and the merged forms. Use --to peft."
+        )
+    if has_prompts and any(map(is_expert, base.linears)):
+        raise ValueError(
+            f"log-probs of a mixture of experts cannot be compared here: base={base.name}. --prompts is accepted with"
+            " models without experts. Leave it out."
+        )
+
+
+def check_trained(form: str, checkpoint: Checkpoint, adapter: Adapter) -> None:
+    """Refuse a form that cannot hold what was trained.
+
+    Args:
+        form: One of FORMS.
+        checkpoint: What was trained.
+        adapter: Of it.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if form in ("peft", WITH_BASE) and not adapter.factors:
+        raise ValueError(
+            f"the checkpoint holds no adapter: {checkpoint.folder} is of a run of all weights. Accepted with it are"
+            " merged-bf16, merged-nvfp4 and modelopt. Use --to merged-bf16."
+        )
+    if form == "peft" and checkpoint.norms:
+        raise ValueError(
+            f"an adapter cannot hold trained norms, which vLLM would not load: {len(checkpoint.norms)} norms in"
+            f" {checkpoint.folder}. Accepted with them are {', '.join(FORMS[1:])}. Use --to {WITH_BASE}."
+        )
+
+
+def summary(report: Mapping[str, Any]) -> str:
+    """What was exported, and for a quantized form the cost by kind of linear."""
+    trained = f"adapter: r={report['r']}, scaling {report['scaling']:g}, " if report["r"] else "all weights: "
+    lines = [
+        f"{trained}{len(report['layers'])} linears; base "
+        f"{report['base_digest'] or 'not packed'}, "
+        + (
+            "as the checkpoint names its packed linears (the base's other tensors are not compared)"
+            if report["base_digest_checked"]
+            else "which the checkpoint does not name"
+        )
+    ]
+    if report["changed_besides_the_adapter"]:
+        lines.append(
+            f"{len(report['changed_besides_the_adapter'])} tensors besides the adapter come from the checkpoint"
+        )
+    if report.get("norms"):
+        update, lost = (sum(norm[part] for norm in report["norms"].values()) for part in ("update", "lost_in_bf16"))
+        share = f"{lost / update:.2f} of their update" if update else "no update"
+        lines.append(f"{len(report['norms'])} trained norms; rounding them to bf16 loses {share}")
+    if report.get("uaq_scale"):
+        lines.append(f"the scaling of UAQ, {report['uaq_scale']:g}, is undone")
+    if "scale" in report:
+        lines += _costs(report)
+    return "\n".join(lines)
+
+
+def _costs(report: Mapping[str, Any]) -> list[str]:
+    """Errors and updates relative to the merged weights, in Frobenius norms, by kind of linear.
+
+    At `error/update` 1 quantization moves a weight as far as training did.
+    """
+    kinds: dict[str, list[dict[str, float]]] = {}
+    for module, layer in report["layers"].items():
+        kinds.setdefault(module.rpartition(".")[2], []).append(layer)
+    lines = [
+        f"{'linear':<12} {'count':>5} {'mean error':>11} {'max error':>11} {'mean update':>12} {'error/update':>13}"
+    ]
+    for kind, layers in kinds.items():
+        errors = [layer["relative_error"] for layer in layers]
+        error, update = sum(errors) / len(layers), sum(layer["relative_update"] for layer in layers) / len(layers)
+        ratio = f"{error / update:.2f}" if update else "-"
+        lines.append(f"{kind:<12} {len(layers):>5} {error:>11.2e} {max(errors):>11.2e} {update:>12.2e} {ratio:>13}")
+    layers = report["layers"].values()
+    updates = sum(layer["relative_update"] for layer in layers)
+    if sum(layer["relative_error"] for layer in layers) > 0.9 * updates > 0:
+        lines.append(
+            "quantization takes the training back: the error is as large as the update, so this model is about as far "
+            "from the trained one as the base is. Serve the base with the adapter (--to base-and-adapter or peft), or "
+            "use --to merged-bf16."
+        )
+    if report["log_probs"]:
+        found = report["log_probs"]
+        lines.append(
+            f"log-probs of {found['tokens']} tokens, {found['prompts']} prompts: |change| mean "
+            f"{found['mean_abs_change']:.4f}, largest {found['max_abs_change']:.4f}; mean change "
+            f"{found['mean_change']:.4f}"
+        )
+    return lines

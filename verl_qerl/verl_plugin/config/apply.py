@@ -37,6 +37,7 @@ _OF_THE_RUN = (
     f"{ROLLOUT}.gpu_memory_utilization",
     f"{ROLLOUT}.tensor_model_parallel_size",
     f"{ROLLOUT}.free_cache_engine",
+    "qerl.rollout.arithmetic",
     f"{ACTOR}.use_dynamic_bsz",
     f"{ACTOR}.ppo_max_token_len_per_gpu",
     f"{ACTOR}.ppo_micro_batch_size_per_gpu",
@@ -165,7 +166,6 @@ def _hold_base(config: DictConfig, run: Run, options: Qerl) -> None:
     }
     OmegaConf.update(config, f"{FSDP}.qerl", held, force_add=True)
     OmegaConf.update(config, VLLM, kwargs, force_add=True)
-    _set_default(config, f"{VLLM}.scheduler_cls", SCHEDULER)
 
 
 def _told(run: Run, aqn: AQNConfig, uaq: UAQConfig) -> dict[str, Any]:

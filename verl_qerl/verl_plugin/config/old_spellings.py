@@ -14,7 +14,6 @@ _KERNELS = (
     "sampler",
     "attention",
     "programmatic_launch",
-    "resident",
     "keep_base_resident",
 )
 NEW: dict[str, str] = {

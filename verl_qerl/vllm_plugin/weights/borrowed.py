@@ -67,7 +67,7 @@ class BorrowedNVFP4(CompressedTensorsW4A4Fp4):
                 " accepted, with linear=auto. Leave +qerl.base.share out."
             )
         self.use_a16, self.group_size = True, 16
-        self.kernel = BorrowedKernel(NvFp4LinearLayerConfig(), options.resident)
+        self.kernel = BorrowedKernel(NvFp4LinearLayerConfig(), options.arithmetic == "fp8")
 
     def create_weights(self, *args: Any, **kwargs: Any) -> None:
         """Of vLLM's shapes, without memory."""
@@ -83,9 +83,9 @@ class BorrowedNVFP4(CompressedTensorsW4A4Fp4):
 class BorrowedKernel(NvFp4LinearKernel):
     """`linear.W4A16Kernel` over tiles that are there already."""
 
-    def __init__(self, config: NvFp4LinearLayerConfig, resident: bool = False) -> None:
+    def __init__(self, config: NvFp4LinearLayerConfig, fp8: bool = False) -> None:
         super().__init__(config)
-        self._resident = resident
+        self._fp8 = fp8
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -116,7 +116,7 @@ class BorrowedKernel(NvFp4LinearKernel):
                     f"qerl.base.share=true is not possible: a linear of {error} Every linear must fit."
                     " Leave +qerl.base.share out."
                 ) from error
-        hold_repacked(layer, tiles, plan, self._resident)
+        hold_repacked(layer, tiles, plan, self._fp8)
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """X W^T + bias; x [..., K], result [..., N]."""

@@ -1,7 +1,7 @@
 """The kernel of a packed linear: one copy of the weight, multiplied as its Plan says for the number of rows.
 
-Few rows go to `kernels.rollout.w4a16_matmul`, many to cuBLAS, over a bf16 copy when there is one (`resident`) and over
-one decoded on the spot otherwise. Every path multiplies by the same bf16 values.
+Few rows go to `kernels.rollout.w4a16_matmul`, many to cuBLAS over a bf16 weight decoded on the spot: the same values.
+With `arithmetic=fp8` many rows are multiplied in FP8 by a copy in E4M3 (`fp8_copy.py`): values close to those.
 """
 
 from typing import Any
@@ -12,8 +12,9 @@ from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKer
 
 from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.nvfp4 import BLOCK_SIZE, nvfp4_weight
-from verl_qerl.kernels.rollout.repacking import Repacked, dequantize_repacked, repack
+from verl_qerl.kernels.rollout.repacking import Repacked, repack
 from verl_qerl.kernels.rollout.w4a16_launch import MULTIPLE
+from verl_qerl.vllm_plugin.weights.fp8_copy import make_copy
 from verl_qerl.vllm_plugin.weights.linear_ops import linear_repacked
 from verl_qerl.vllm_plugin.weights.plans import make_plan, say_once, why_not
 
@@ -23,9 +24,9 @@ _LEAST_NORMAL = 8  # bits of 2**-6 in E4M3
 class W4A16Kernel(NvFp4LinearKernel):
     """Chooses by rows; a linear that our kernels do not take stays with Marlin."""
 
-    def __init__(self, config: NvFp4LinearLayerConfig, resident: bool = False) -> None:
+    def __init__(self, config: NvFp4LinearLayerConfig, fp8: bool = False) -> None:
         super().__init__(config)
-        self._resident = resident
+        self._fp8 = fp8
         self._marlin = MarlinNvFp4LinearKernel(config)
 
     @classmethod
@@ -46,7 +47,7 @@ class W4A16Kernel(NvFp4LinearKernel):
         if plan is None:
             self._marlin.process_weights_after_loading(layer)
             return
-        hold_repacked(layer, repack(packed), plan, self._resident)
+        hold_repacked(layer, repack(packed), plan, self._fp8)
 
     def _plan(self, packed: PackedWeight, dtype: torch.dtype) -> str | None:
         """Key of a plan; None, with the reason said once, for a layer that stays with Marlin."""
@@ -76,18 +77,19 @@ def plan_for(N: int, K: int, dtype: torch.dtype, block_scale: torch.Tensor) -> s
     return make_plan(N, K, torch.cuda.get_device_name(block_scale.device))
 
 
-def hold_repacked(layer: Any, tiles: Repacked, plan: str, resident: bool) -> None:
+def hold_repacked(layer: Any, tiles: Repacked, plan: str, fp8: bool) -> None:
     """Give a layer what `multiply` reads, under vLLM's names.
 
     Args:
         layer: Of vLLM.
         tiles: Of the weight; not copied.
         plan: Key of a Plan.
-        resident: Decode a bf16 copy as well.
+        fp8: Make a copy in E4M3 as well, one byte a weight.
     """
     layer.qerl_plan = plan
     layer.weight, layer.weight_scale, layer.weight_global_scale = map(frozen, tiles)
-    layer.qerl_dense = frozen(dequantize_repacked(*tiles)) if resident else None
+    if fp8:
+        layer.qerl_fp8_codes, layer.qerl_fp8_scale = map(frozen, make_copy(*tiles))
 
 
 def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -96,15 +98,21 @@ def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Te
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def repacked_tensors(layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """packed_codes, scale, global_decode_scale and dense of `linear_repacked`; the layer is from `hold_repacked`."""
-    return layer.weight, layer.weight_scale, layer.weight_global_scale, layer.qerl_dense
+def repacked_tensors(layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """packed_codes, scale, global_decode_scale and fp8_copy of `linear_repacked`; the layer is from `hold_repacked`."""
+    fp8_copy = [layer.qerl_fp8_codes, layer.qerl_fp8_scale] if hasattr(layer, "qerl_fp8_codes") else []
+    return layer.weight, layer.weight_scale, layer.weight_global_scale, fp8_copy
 
 
 def repacked_in_features(model: torch.nn.Module) -> set[int]:
     """in_features of the linears of a model that choose a kernel by rows, as `hold_repacked` prepared them on a GPU."""
     layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "qerl_plan", "")]
     return {layer.weight.shape[0] * BLOCK_SIZE for layer in layers}
+
+
+def has_fp8_copies(model: torch.nn.Module) -> bool:
+    """Whether linears of a model have copies in E4M3 beside them."""
+    return any(hasattr(layer, "qerl_fp8_codes") for layer in model.modules())
 
 
 def frozen(tensor: torch.Tensor) -> torch.nn.Parameter:

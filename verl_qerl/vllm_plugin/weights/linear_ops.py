@@ -7,6 +7,7 @@ import torch
 from verl_qerl.kernels.rollout.lora import lora_expand, lora_shrink
 from verl_qerl.kernels.rollout.repacking import Repacked, dequantize_repacked
 from verl_qerl.kernels.rollout.w4a16_matmul import RANKS, Adapter, can_fuse, w4a16_matmul
+from verl_qerl.vllm_plugin.weights.fp8_copy import multiply_fp8, takes_fp8
 from verl_qerl.vllm_plugin.weights.plans import PLANS, say_once
 
 
@@ -16,7 +17,7 @@ def linear_repacked(
     packed_codes: torch.Tensor,
     scale: torch.Tensor,
     global_decode_scale: torch.Tensor,
-    dense: torch.Tensor | None,
+    fp8_copy: list[torch.Tensor],
     bias: torch.Tensor | None,
     plan: str,
 ) -> torch.Tensor:
@@ -27,14 +28,16 @@ def linear_repacked(
         packed_codes: Of `kernels.rollout.repacking.repack`, [K / 16, 2 N] int32.
         scale: Of `kernels.rollout.repacking.repack`, [K / 16, N] uint8.
         global_decode_scale: [1] float32.
-        dense: [N, K] bf16, the decoded weight, or None.
+        fp8_copy: Of `fp8_copy.make_copy`, by which many rows are multiplied in FP8, or nothing.
         bias: [N] bf16 or None.
         plan: Key of a Plan; constant, so that layers of one shape share their compiled code.
 
     Returns:
         [M, N] bf16.
     """
-    return _multiply_dense(x, (packed_codes, scale, global_decode_scale), dense, bias)
+    if takes_fp8(x.shape[0], fp8_copy):
+        return multiply_fp8(x.contiguous(), fp8_copy, bias)
+    return _decode_and_multiply(x, (packed_codes, scale, global_decode_scale), bias)
 
 
 @linear_repacked.register_kernel("cuda")
@@ -43,21 +46,20 @@ def _linear_cuda(
     packed_codes: torch.Tensor,
     scale: torch.Tensor,
     global_decode_scale: torch.Tensor,
-    dense: torch.Tensor | None,
+    fp8_copy: list[torch.Tensor],
     bias: torch.Tensor | None,
     plan: str,
 ) -> torch.Tensor:
     chosen, rows = PLANS[plan], x.shape[0]
-    if chosen.uses_kernel(rows, dense is not None):
+    if takes_fp8(rows, fp8_copy):
+        return multiply_fp8(x.contiguous(), fp8_copy, bias)
+    if chosen.uses_kernel(rows):
         return w4a16_matmul(x.contiguous(), packed_codes, scale, global_decode_scale, bias, launch=chosen.launch(rows))
-    return _multiply_dense(x, (packed_codes, scale, global_decode_scale), dense, bias)
+    return _decode_and_multiply(x, (packed_codes, scale, global_decode_scale), bias)
 
 
-def _multiply_dense(
-    x: torch.Tensor, weight: Repacked, dense: torch.Tensor | None, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """X W^T + bias over `dense`, or over the weight decoded on the spot."""
-    return torch.nn.functional.linear(x, dequantize_repacked(*weight) if dense is None else dense, bias)
+def _decode_and_multiply(x: torch.Tensor, weight: Repacked, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.nn.functional.linear(x, dequantize_repacked(*weight), bias)
 
 
 @linear_repacked.register_fake
@@ -71,7 +73,7 @@ def lora_linear_repacked(
     packed_codes: torch.Tensor,
     scale: torch.Tensor,
     global_decode_scale: torch.Tensor,
-    dense: torch.Tensor | None,
+    fp8_copy: list[torch.Tensor],
     bias: torch.Tensor | None,
     plan: str,
     a: torch.Tensor,
@@ -87,7 +89,7 @@ def lora_linear_repacked(
         packed_codes: As there.
         scale: As there.
         global_decode_scale: As there.
-        dense: As there.
+        fp8_copy: As there.
         bias: As there.
         plan: As there.
         a: As in `kernels.rollout.lora.lora_shrink`.
@@ -99,7 +101,7 @@ def lora_linear_repacked(
     Returns:
         [M, N] bf16.
     """
-    y = linear_repacked(x, packed_codes, scale, global_decode_scale, dense, None, plan)
+    y = linear_repacked(x, packed_codes, scale, global_decode_scale, fp8_copy, None, plan)
     return lora_expand(y, lora_shrink(x, a, none_active), b, members, slots, none_active, bias, x.shape[1])
 
 
@@ -109,7 +111,7 @@ def _lora_linear_cuda(
     packed_codes: torch.Tensor,
     scale: torch.Tensor,
     global_decode_scale: torch.Tensor,
-    dense: torch.Tensor | None,
+    fp8_copy: list[torch.Tensor],
     bias: torch.Tensor | None,
     plan: str,
     a: torch.Tensor,
@@ -120,10 +122,10 @@ def _lora_linear_cuda(
 ) -> torch.Tensor:
     weight = (packed_codes, scale, global_decode_scale)
     if none_active.item():
-        return linear_repacked(x, *weight, dense, bias, plan)
+        return linear_repacked(x, *weight, fp8_copy, bias, plan)
     x = x.contiguous()
     chosen, rows = PLANS[plan], x.shape[0]
-    if chosen.uses_kernel(rows, dense is not None):
+    if chosen.uses_kernel(rows) and not takes_fp8(rows, fp8_copy):
         launch = chosen.launch(rows)
         if can_fuse(a, b, members, launch):
             return w4a16_matmul(x, *weight, bias, Adapter(a, b, members, slots), launch)
@@ -132,7 +134,7 @@ def _lora_linear_cuda(
             f" ranks {', '.join(map(str, RANKS))}, and members of whole tiles."
         )
     partial = lora_shrink(x, a, none_active)
-    y = linear_repacked(x, *weight, dense, None, plan)
+    y = linear_repacked(x, *weight, fp8_copy, None, plan)
     return lora_expand(y, partial, b, members, slots, none_active, bias, x.shape[1])
 
 

@@ -36,12 +36,10 @@ class Plan:
 
     Attributes:
         launches: Of `kernels.rollout.w4a16_matmul`, by entries of its TOKENS.
-        dense_rows: From here on cuBLAS over a resident copy beats `kernels.rollout.w4a16_matmul`.
-        decode_rows: From here on decoding and cuBLAS beat it.
+        decode_rows: From here on decoding and cuBLAS beat `kernels.rollout.w4a16_matmul`.
     """
 
     launches: tuple[Launch, ...]
-    dense_rows: int
     decode_rows: int
 
     def launch(self, rows: int) -> Launch:
@@ -54,9 +52,9 @@ class Plan:
         many = [(tokens, for_rows(launch, TOKENS[-1] + 1)) for tokens, launch in found if multicast_blocks(tokens) > 1]
         return list(dict.fromkeys(found + many))
 
-    def uses_kernel(self, rows: int, resident: bool) -> bool:
-        """Whether `kernels.rollout.w4a16_matmul` takes a batch, beside a resident copy or without one."""
-        return rows < (self.dense_rows if resident else self.decode_rows)
+    def uses_kernel(self, rows: int) -> bool:
+        """Whether `kernels.rollout.w4a16_matmul` takes a batch."""
+        return rows < self.decode_rows
 
 
 PLANS: dict[str, Plan] = {}
@@ -64,7 +62,7 @@ _OTHERWISE = "NVIDIA H200"  # whose table is used where there is none
 # Weights closer than that have the same fastest launch more often than a guess is right, others less often: one of
 # another size may not fill the GPU.
 _ALIKE = 1.0
-_FIELDS = {"N", "K", "launches", "dense_rows", "decode_rows"}  # of a row of a table
+_FIELDS = {"N", "K", "launches", "decode_rows"}  # of a row of a table
 
 
 def make_plan(N: int, K: int, gpu: str) -> str:
@@ -79,7 +77,7 @@ def make_plan(N: int, K: int, gpu: str) -> str:
     if key not in PLANS:
         row = nearest(N, K, gpu)
         launches = tuple(choose_launch(row, N, K, tokens) for tokens in TOKENS)
-        PLANS[key] = Plan(launches, row["dense_rows"], row["decode_rows"])
+        PLANS[key] = Plan(launches, row["decode_rows"])
         w4a16_matmul.prepare(PLANS[key].kernels())
     return key
 

@@ -1,0 +1,20 @@
+import numpy as np
+import pytest
+
+from verl_qerl.cli.plot.pictures import half_widths, scale_of
+
+
+def test_curves_that_are_far_apart_are_on_a_logarithmic_scale():
+    assert scale_of([[3e-4, 2e-4], [7e-3]]) == "log"
+    assert scale_of([[0.02, 0.1], [0.4]]) == "linear"
+    assert scale_of([[0.0, 0.1]]) == scale_of([[-1.0, 0.1]]) == "linear"
+
+
+def test_error_bars_of_validation():
+    # Newcombe (1998), table I: 81 of 263 have 0.2553 to 0.3662.
+    one = {"mean": [81 / 263], "values": [[81 / 263]], "sd": [0.0]}
+    assert half_widths(one, 263)[:, 0] == pytest.approx([81 / 263 - 0.2553, 0.3662 - 81 / 263], abs=5e-5)
+    assert half_widths(one, None) is None
+    assert half_widths(one | {"mean": [-0.5]}, 263) is None  # a reward of -1 to 1
+    several = {"mean": [0.5, 0.6], "values": [[0.4, 0.6], [0.6, 0.6]], "sd": [0.14, 0.0]}
+    assert np.array_equal(half_widths(several, None), [[0.14, 0.0], [0.14, 0.0]])

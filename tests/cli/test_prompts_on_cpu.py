@@ -1,0 +1,83 @@
+import json
+
+import pytest
+import word_problems
+
+from verl_qerl.cli.prompts import read_prompts, tokenize
+
+CHAT = [{"role": "user", "content": "What is 5 + 3?"}]
+
+
+def test_text_and_chats_are_read_from_json_lines(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in ("What is 2 + 3?", CHAT, "more")))
+    assert read_prompts(file, 2) == ["What is 2 + 3?", CHAT]
+
+
+def test_verls_parquet_is_read(tmp_path):
+    assert word_problems.main(["--out", str(tmp_path / "data"), "--num-train", "4", "--num-test", "2"]) == 0
+    prompts = read_prompts(tmp_path / "data" / "train.parquet", 64)
+    assert len(prompts) == 4
+    assert [turn["role"] for turn in prompts[0]] == ["user"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("p.txt", "x", "prompts of an unknown kind: prompts="),
+        ("p.jsonl", '{"text": "x"}', "row 1 of .* cannot be used: prompt=None"),
+        ("p.jsonl", '{"prompt": 3}', "row 1 of .* cannot be used: prompt=3"),
+        ("p.jsonl", '{"prompt": ""}', "row 1 of .* cannot be used: prompt=.."),
+        ("p.parquet", "no parquet", "prompts cannot be read"),
+    ],
+)
+def test_what_holds_no_prompts_is_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_prompts(tmp_path / name, 4)
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "p.parquet"])
+def test_an_absent_file(tmp_path, name):
+    with pytest.raises(FileNotFoundError, match="a file is missing"):
+        read_prompts(tmp_path / name, 4)
+    (tmp_path / name).mkdir()
+    with pytest.raises(FileNotFoundError, match="a directory was given for a file"):
+        read_prompts(tmp_path / name, 4)
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [("text", ["x"], "a file lacks a column"), ("prompt", [], "a file holds no prompts")],
+)
+def test_a_parquet_without_prompts_is_refused(tmp_path, column, values, message):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({column: pa.array(values, pa.string())}), tmp_path / "p.parquet")
+    with pytest.raises(ValueError, match=message):
+        read_prompts(tmp_path / "p.parquet", 4)
+
+
+def test_text_begins_as_the_model_knows_it_and_a_chat_as_its_template_says(models):
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    folder = models / "nvfp4"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    before = tokenize(folder, ["What is 2 + 3?", CHAT])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="a $0", special_tokens=[("a", 7)])
+    marked = folder.parent / "marked"
+    tokenizer.save_pretrained(marked)
+    assert tokenize(marked, ["What is 2 + 3?", CHAT]) == [[7, *before[0]], before[1]]
+
+
+def test_prompts_of_one_token_are_refused(models):
+    with pytest.raises(ValueError, match="no prompt has two tokens"):
+        tokenize(models / "nvfp4", ["a"])
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(ValueError, match="the model has no tokenizer"):
+        tokenize(tmp_path, ["What is 2 + 3?"])

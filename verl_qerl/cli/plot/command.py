@@ -1,0 +1,127 @@
+"""`plot`: curves of one run, or of several arms and seeds, from the JSON lines of verl's `file` logger."""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl_qerl.cli.plot import curves
+from verl_qerl.cli.plot.curves import STEP_TIME, VALIDATION, WINDOW, Run, Series, first_and_last
+from verl_qerl.cli.plot.pictures import check_picture, draw
+
+REWARD = ("critic/score/mean", "critic/rewards/mean")
+# KL(rollout || actor), which every run has, and KL to the reference come first.
+PANELS = ("rollout_corr/k3_kl", "actor/kl_loss", "actor/entropy", "aqn/sigma")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser("plot", help="curves of a run, or of several arms and seeds", description=__doc__)
+    parser.add_argument(
+        "metrics", type=Path, nargs="+", help="JSON lines of verl's `file` logger; seeds of an arm as ARM-seedN.jsonl"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="picture to write, .png, .pdf or .svg")
+    parser.add_argument("--keys", nargs="+", help="metrics to show instead")
+    parser.add_argument(
+        "--questions", type=int, metavar="N", help="of the validation set: 95 %% intervals of its curve"
+    )
+    parser.add_argument("--baseline", help="arm from which the others are subtracted, seed by seed")
+    parser.add_argument("--json", type=Path, help="file for the numbers of all curves")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the numbers and write the picture.
+
+    Raises:
+        ValueError: `out` is no picture, a metric is missing, or the runs of an arm have no step in common.
+    """
+    check_picture(args.out)
+    if args.questions is not None and args.questions < 1:
+        raise ValueError(f"too small: --questions={args.questions}. 1 or more is accepted. Raise it.")
+    paths = curves.by_arm(args.metrics)
+    arms = {arm: {seed: curves.read_metrics(path) for seed, path in seeds.items()} for arm, seeds in paths.items()}
+    runs = [run for seeds in arms.values() for run in seeds.values()]
+    keys = args.keys or default_keys(runs)
+    for path, one in zip((path for seeds in paths.values() for path in seeds.values()), runs, strict=True):
+        _check_keys(one, keys, path)
+    summary = {arm: curves.summarize(seeds, keys) for arm, seeds in arms.items()}
+    if args.baseline:
+        curves.add_differences(summary, arms, keys, args.baseline)
+    phases = curves.phases(runs[0]) if len(runs) == 1 and not args.keys else {}
+    print("\n".join(step_table(runs[0], keys, phases) if len(runs) == 1 else arm_table(summary, keys)))
+    if args.questions is None and any(VALIDATION.fullmatch(key) for key in keys):
+        print("the validation curve has intervals with --questions, the number of its questions")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    draw(summary, keys, phases, args.questions, args.out)
+    print(f"wrote {args.out}")
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        print(f"wrote {args.json}")
+    return 0
+
+
+def default_keys(runs: Sequence[Run]) -> list[str]:
+    """Reward, validation, KL, entropy and noise, where all runs have them at a step; of several the time of a step."""
+    known = {key for key in runs[0] if set.intersection(*(set(run.get(key, ())) for run in runs))}
+    reward = next((key for key in REWARD if key in known), REWARD[0])
+    panels = (*PANELS, STEP_TIME) if len(runs) > 1 else PANELS
+    return [reward, *sorted(filter(VALIDATION.fullmatch, known)), *(key for key in panels if key in known)]
+
+
+def _check_keys(run: Run, keys: Sequence[str], path: Path) -> None:
+    missing = [key for key in keys if key not in run]
+    if missing:
+        raise ValueError(
+            f"metrics are missing: keys={missing} in {path}. It has {sorted(run)}. Choose from these with --keys."
+        )
+
+
+def step_table(run: Run, keys: Sequence[str], phases: Mapping[str, Series]) -> list[str]:
+    """A line for each step that has any of the metrics; then the ends of the first, and what a step's time goes to."""
+    lines = [" ".join(["  step", *(f"{key:>18}" for key in keys)])]
+    for step in sorted(set().union(*(run[key] for key in keys))):
+        cells = (f"{run[key][step]:>18.5f}" if step in run[key] else f"{'-':>18}" for key in keys)
+        lines.append(" ".join([f"{step:>6}", *cells]))
+    first, last = first_and_last(run[keys[0]])
+    count = min(WINDOW, len(run[keys[0]]))
+    lines.append(f"{keys[0]}: mean of the first {count} steps {first:.4f}, of the last {count} steps {last:.4f}")
+    if phases:
+        medians = (f"{name} {_median(seconds):.2f} s" for name, seconds in phases.items())
+        lines.append(f"medians, of {_median(run[STEP_TIME]):.2f} s a step: {', '.join(medians)}")
+    return lines
+
+
+def _median(seconds: Series) -> float:
+    """Over the steps that have the phase."""
+    return float(np.median([one for one in seconds.values() if one > 0] or [0.0]))
+
+
+def arm_table(summary: Mapping[str, Mapping[str, Any]], keys: Sequence[str]) -> list[str]:
+    """A Markdown table: a line for each arm."""
+    ends = f"mean of the first {WINDOW} steps, of the last {WINDOW}"
+    lines = [
+        f"| arm | seeds | steps | {' | '.join(f'{key}: {ends}' for key in keys)} |",
+        "|---" * (3 + len(keys)) + "|",
+    ]
+    for arm, numbers in summary.items():
+        cells = [
+            str(len(numbers["seeds"])),
+            str(len(numbers[keys[0]]["steps"])),
+            *(_cell(numbers[key]) for key in keys),
+        ]
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    return lines
+
+
+def _cell(numbers: Mapping[str, Any]) -> str:
+    ends = f"{_spread(numbers['first'])}, {_spread(numbers['last'])}"
+    return ends + (f", {_spread(numbers['minus_baseline'])} minus the baseline" if "minus_baseline" in numbers else "")
+
+
+def _spread(number: Sequence[float]) -> str:
+    return f"{number[0]:.4g} +- {number[1]:.2g}"

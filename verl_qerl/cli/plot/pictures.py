@@ -1,0 +1,116 @@
+"""The picture of `plot`: a panel for each metric, and one for what the time of a step goes to."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl_qerl.cli.plot.curves import VALIDATION, Series, moving_average
+
+PICTURES = (".png", ".pdf", ".svg")
+LOG_FROM = 30
+SCHEDULES = ("aqn/sigma", "actor/lr")  # drawn as they are
+
+
+def check_picture(out: Path) -> None:
+    """Require a name that says what kind of picture it is; matplotlib adds an end to one that does not.
+
+    Raises:
+        ValueError: It has another end, or none.
+    """
+    if out.suffix not in PICTURES:
+        raise ValueError(f"no picture: out={out}. A name that ends in {', '.join(PICTURES)} is accepted. Change --out.")
+
+
+def draw(
+    summary: Mapping[str, Mapping[str, Any]],
+    keys: Sequence[str],
+    phases: Mapping[str, Series],
+    questions: int | None,
+    out: Path,
+) -> None:
+    """Draw the panels under a common step axis.
+
+    Args:
+        summary: Of curves.summarize, by arms.
+        keys: The panels.
+        phases: Of curves.phases; may be empty.
+        questions: Of the validation set; None for no intervals.
+        out: Picture to write.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    count = len(keys) + bool(phases)
+    size = (8, 1.5 + 2.2 * count)
+    figure, axes = plt.subplots(count, 1, sharex=True, squeeze=False, figsize=size, layout="constrained")
+    for axis, key in zip(axes[:, 0], keys, strict=False):
+        for arm, numbers in summary.items():
+            label = f"{arm} ({len(numbers['seeds'])})"
+            if VALIDATION.fullmatch(key):
+                _validation(axis, numbers[key], label, questions)
+            elif key in SCHEDULES:
+                axis.plot(numbers[key]["steps"], numbers[key]["mean"], linewidth=1.5, label=label)
+            else:
+                _curve(axis, numbers[key], label)
+        axis.set_yscale(scale_of(numbers[key]["mean"] for numbers in summary.values()))
+        axis.set_title(key, loc="left", fontsize="medium")
+        axis.grid(alpha=0.3)
+    if phases:
+        _stack(axes[-1, 0], phases)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4, title="arm (seeds)")
+    axes[-1, 0].set_xlabel("step")
+    figure.savefig(out, dpi=150)
+    plt.close(figure)
+
+
+def scale_of(curves: Iterable[Sequence[float]]) -> str:
+    """Scale of a panel with these curves: `log` where all are positive and they differ by LOG_FROM, else `linear`."""
+    values = np.concatenate([np.array(curve) for curve in curves])
+    return "log" if 0 < values.min() * LOG_FROM < values.max() else "linear"
+
+
+def half_widths(numbers: Mapping[str, Any], questions: int | None) -> np.ndarray | None:
+    """How far the error bars of a validation curve reach down and up, of shape (2, steps).
+
+    One deviation over the seeds; of one seed Wilson's 95 % interval, as if each question had been answered once; None
+    where the number of questions is not known, or the metric is no share.
+    """
+    from verl_qerl.cli.eval.statistics import wilson
+
+    mean = np.array(numbers["mean"])
+    if len(numbers["values"]) > 1:
+        return np.stack([np.array(numbers["sd"])] * 2)
+    if questions is None or mean.min() < 0 or mean.max() > 1:
+        return None
+    found = [wilson(one, questions) for one in mean.tolist()]
+    return np.array([[one.mean - one.low for one in found], [one.high - one.mean for one in found]])
+
+
+def _validation(axis: Any, numbers: Mapping[str, Any], label: str, questions: int | None) -> None:
+    """The values as they are, with their intervals."""
+    reach = half_widths(numbers, questions)
+    axis.errorbar(numbers["steps"], numbers["mean"], yerr=reach, marker=".", capsize=3, linewidth=1.5, label=label)
+
+
+def _curve(axis: Any, numbers: Mapping[str, Any], label: str) -> None:
+    """The moving average of the means: of one seed over its values, of several in a band of one deviation."""
+    mean, sd = (np.array(moving_average(numbers[part])) for part in ("mean", "sd"))
+    (line,) = axis.plot(numbers["steps"], mean, linewidth=1.5, label=label)
+    if len(numbers["values"]) == 1:
+        axis.plot(numbers["steps"], numbers["mean"], ".", markersize=4, alpha=0.5, color=line.get_color())
+    else:
+        axis.fill_between(numbers["steps"], mean - sd, mean + sd, alpha=0.15, color=line.get_color(), linewidth=0)
+
+
+def _stack(axis: Any, phases: Mapping[str, Series]) -> None:
+    steps = sorted(next(iter(phases.values())))
+    seconds = [[values[step] for step in steps] for values in phases.values()]
+    axis.stackplot(steps, *seconds, labels=phases, alpha=0.8, step="mid")
+    axis.set_ylim(top=1.4 * max(map(sum, zip(*seconds, strict=True))))  # room for the legend
+    axis.set_title("seconds of a step", loc="left", fontsize="medium")
+    axis.legend(loc="upper right", ncols=4, fontsize="small")
+    axis.grid(alpha=0.3)

@@ -1,0 +1,249 @@
+"""`quantize --method gptq`: the texts to calibrate on, what is refused, and the weights calibrated layer by layer.
+
+Each layer gets what the quantized layers before it put out. Memory: the hidden states of the texts (2 bytes times their
+tokens times the hidden size), one layer, and 20 bytes times the square of its widest linear's inputs.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_qerl.checkpoints.experts import is_expert
+from verl_qerl.checkpoints.source import Source, read_tensors
+from verl_qerl.checkpoints.stream import linear_modules
+from verl_qerl.cli.dense_model import empty_model, fill
+from verl_qerl.cli.prompts import read_prompts, tokenize
+from verl_qerl.cli.quantize.arguments import SAMPLES, TOKENS
+from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.formats import FORMATS, PackedWeight, WeightFormat, gptq
+from verl_qerl.formats.nvfp4_layout import fused_group
+from verl_qerl.formats.reference import dequantize
+
+# Whose layers transformers runs on embeddings as they are, by names that checkpoints have too.
+FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3")
+COLUMNS = ("text", "prompt")
+_EMBEDDING = "model.embed_tokens.weight"
+
+Observe = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Texts to calibrate on.
+
+    Attributes:
+        file: Parquet or JSON lines with `text`, or with `prompt`: text or chat messages.
+        samples: Rows that are read at most.
+        tokens: Of a row, from its start, at most.
+    """
+
+    file: Path
+    samples: int = SAMPLES
+    tokens: int = TOKENS
+
+    def read(self, source: Source, ignore: tuple[str, ...]) -> list[list[int]]:
+        """Token ids of each text.
+
+        Raises:
+            FileNotFoundError: No such file.
+            ValueError: It cannot be used, or has fewer tokens than a linear has inputs.
+        """
+        prompts = read_prompts(self.file, self.samples, COLUMNS)
+        found = [ids[: self.tokens] for ids in tokenize(source.path, prompts)]
+        count = sum(map(len, found))
+        widest = max(source.specs[f"{name}.weight"].shape[1] for name in linear_modules(source, ignore))
+        if count < widest:
+            raise ValueError(
+                f"too few tokens to calibrate on: {count} of {len(found)} rows in {self.file}. At least"
+                f" {widest} are needed, as many as the widest linear of {source.path} has inputs. Add rows, or raise"
+                " --calibration-samples or --calibration-tokens."
+            )
+        return found
+
+
+def check_calibrated(source: Source, form: WeightFormat) -> None:
+    """Require a format and a model that are calibrated here.
+
+    Raises:
+        CheckpointFormatError: The model is quantized, has experts, or is of a family that is not known.
+        ValueError: Another format.
+    """
+    if not form.takes_calibration:
+        accepted = ", ".join(name for name, other in FORMATS.items() if other.takes_calibration)
+        raise ValueError(f"{form.name} is not calibrated: --method gptq. {accepted} is accepted. Use --method rtn.")
+    if source.format is not None:
+        raise CheckpointFormatError(
+            f"{source.path} is quantized ({source.format}), and --method gptq calibrates on the answers of the original"
+            " model. An unquantized checkpoint is accepted. Name the original model, or use --method rtn."
+        )
+    expert = next((name for name in source.files if is_expert(name.rpartition(".")[0])), None)
+    if expert:
+        raise CheckpointFormatError(
+            f"a mixture of experts is not calibrated: {expert!r} of {source.path}. Models without experts are accepted,"
+            " since an expert sees only some of the tokens. Use --method rtn."
+        )
+    family = source.config.get("model_type")
+    if family not in FAMILIES:
+        raise CheckpointFormatError(
+            f"models of this family are not calibrated: model_type={family} of {source.path}. Accepted are"
+            f" {', '.join(FAMILIES)}. Use --method rtn."
+        )
+
+
+def calibrated_stream(
+    source: Source,
+    form: WeightFormat,
+    ignore: Sequence[str],
+    device: str,
+    observe: Observe,
+    texts: Sequence[Sequence[int]],
+) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
+    """Every tensor of an unquantized checkpoint, linears packed by GPTQ.
+
+    Args:
+        source: An unquantized checkpoint that `check_calibrated` has accepted.
+        form: With the choice of block scales.
+        ignore: Modules left unquantized.
+        device: Where layers run and weights are quantized.
+        observe: Called for each linear with module, original and packed weight, and by name the `gptq.output_errors` of
+            its codes and of the nearest ones.
+        texts: Token ids.
+
+    Yields:
+        As `checkpoints.stream.packed_stream`.
+
+    Raises:
+        CheckpointFormatError: The tensors are not those of the layers that config.json describes.
+        ValueError: A weight or the inputs of a linear cannot be used.
+    """
+    walk = _Walk(source, device)
+    groups = _in_layers(walk, linear_modules(source, ignore, form))
+    inside = {name for names in walk.names for name in names}
+    for name in source.files:
+        if name not in inside:
+            yield from read_tensors(source, [name]).items()
+    hidden = walk.embed(texts)
+    for i in range(len(walk.names)):
+        yield from _layer(walk, i, groups[i], hidden, form, observe)
+
+
+class _Walk:
+    """The layers of a model without their weights, one of which runs at a time.
+
+    The model's own forward pass runs it, which knows masks and positions: others pass on what they get.
+    """
+
+    def __init__(self, source: Source, device: str) -> None:
+        self.source, self.device = source, device
+        self._decoder = empty_model(source.path).model
+        self._decoder.register_module("norm", torch.nn.Identity())
+        self._decoder.rotary_emb.to(device)
+        self._layers = list(self._decoder.layers)
+        of_layer: dict[str, list[str]] = {f"model.layers.{i}": [] for i in range(len(self._layers))}
+        for name in source.files:
+            of_layer.get(".".join(name.split(".")[:3]), []).append(name)
+        self.names = list(of_layer.values())
+        for layer, names, module in zip(self._layers, self.names, of_layer, strict=True):
+            self._check({f"{module}.{name}" for name, _ in layer.named_parameters()} - set(names))
+        self._check({_EMBEDDING} - set(source.files))
+
+    def _check(self, lacking: set[str]) -> None:
+        if lacking:
+            raise CheckpointFormatError(
+                f"{self.source.path} lacks {min(lacking)!r}, which transformers needs to run the layers. All tensors of"
+                " config.json's model by its names are accepted. Save the model again with transformers."
+            )
+
+    def embed(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """The inputs of the first layer, [1, tokens, hidden] bf16 of each text."""
+        table = read_tensors(self.source, [_EMBEDDING])[_EMBEDDING]
+        return [table[torch.tensor([ids])].bfloat16().to(self.device) for ids in texts]
+
+    def read(self, i: int) -> dict[str, torch.Tensor]:
+        """All tensors of a layer."""
+        return read_tensors(self.source, self.names[i], self.device)
+
+    def hold(self, i: int, weights: Mapping[str, torch.Tensor]) -> Any:
+        """Give layer i weights, by the names of the checkpoint; the layer."""
+        layer, prefix = self._layers[i], f"model.layers.{i}."
+        fill(layer, [(name, weights[prefix + name].bfloat16()) for name, _ in layer.named_parameters()])
+        passing = _Passing()
+        held = [layer if i == j else passing for j in range(len(self._layers))]
+        self._decoder.register_module("layers", torch.nn.ModuleList(held))
+        return layer
+
+    def run(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the layer that was held last makes of [1, tokens, hidden]."""
+        with torch.inference_mode():
+            return self._decoder(inputs_embeds=hidden, use_cache=False).last_hidden_state
+
+    def release(self, i: int) -> None:
+        """Let go of a layer's weights."""
+        self._layers[i].to("meta")
+
+
+class _Passing(torch.nn.Module):
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return hidden
+
+
+def _in_layers(walk: _Walk, linears: set[str]) -> list[list[list[str]]]:
+    """Of each layer, the groups of linears that share inputs and a global scale."""
+    found: list[list[list[str]]] = []
+    for names in walk.names:
+        groups: dict[str, list[str]] = {}
+        for module in (name.removesuffix(".weight") for name in names):
+            if module in linears:
+                groups.setdefault(fused_group(module)[0], []).append(module)
+        found.append(list(groups.values()))
+    outside = linears - {module for groups in found for group in groups for module in group}
+    if outside:
+        raise CheckpointFormatError(
+            f"{min(outside)!r} of {walk.source.path} belongs to no layer that transformers runs: it has"
+            f" {len(walk.names)}. Linears of these layers are calibrated. Name it in --ignore, or use --method rtn."
+        )
+    return found
+
+
+def _layer(
+    walk: _Walk, i: int, groups: list[list[str]], hidden: list[torch.Tensor], form: WeightFormat, observe: Observe
+) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
+    """The tensors of a layer; `hidden` becomes what the next one gets."""
+    tensors = walk.read(i)
+    moments = _moments(walk, i, tensors, groups, hidden)
+    for members in groups:
+        weights = {module: tensors[f"{module}.weight"] for module in members}
+        seen = moments.pop(members[0]).matrix()
+        rounded = form.quantize_group(weights)
+        for module, packed in gptq.calibrate(weights, rounded, seen).items():
+            weight = weights[module]
+            found, nearest = gptq.output_errors(weight, (packed, rounded[module]), seen)
+            observe(module, weight, packed, output_error=found, rtn_output_error=nearest)
+            tensors[f"{module}.weight"] = dequantize(packed)
+            yield module, packed
+    if i + 1 < len(walk.names):
+        walk.hold(i, tensors)
+        for at, states in enumerate(hidden):
+            hidden[at] = walk.run(states)
+    walk.release(i)
+    packed_names = {f"{module}.weight" for members in groups for module in members}
+    yield from ((name, tensor) for name, tensor in tensors.items() if name not in packed_names)
+
+
+def _moments(
+    walk: _Walk, i: int, tensors: Mapping[str, torch.Tensor], groups: list[list[str]], hidden: list[torch.Tensor]
+) -> dict[str, gptq.InputMoments]:
+    """Those of the inputs of each group, by the name of its first member."""
+    layer, found, hooks = walk.hold(i, tensors), {}, []
+    for first, *_ in groups:
+        found[first] = one = gptq.InputMoments(tensors[f"{first}.weight"].shape[1], walk.device)
+        linear = layer.get_submodule(first.removeprefix(f"model.layers.{i}."))
+        hooks.append(linear.register_forward_pre_hook(lambda _, inputs, one=one: one.add(inputs[0])))
+    for states in hidden:
+        walk.run(states)
+    for hook in hooks:
+        hook.remove()
+    return found

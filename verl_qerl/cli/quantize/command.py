@@ -1,0 +1,228 @@
+"""`quantize`: a bf16 checkpoint to one in NVFP4 or a neighbour of it, as a stream.
+
+Reading, arithmetic, and digests and writing run in threads of their own, so that the slowest of them, the disk, sets
+the pace. Memory: a few tensors, whatever the size of the model; more with texts to calibrate on, see
+`calibration.calibrated_stream`.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from verl_qerl import __version__
+from verl_qerl.checkpoints.dense_source import DenseSource, dense_source, left_dense
+from verl_qerl.checkpoints.digest import model_digest
+from verl_qerl.checkpoints.source import Source, open_source
+from verl_qerl.checkpoints.stream import check_held, packed_names, packed_stream
+from verl_qerl.checkpoints.writer import ShardedWriter, quantized_specs
+from verl_qerl.cli.model_dir import (
+    QUANTIZATION_REPORT,
+    check_free_space,
+    copy_other_files,
+    device_name,
+    pick_device,
+    store,
+    total_bytes,
+    write_json,
+)
+from verl_qerl.cli.output_dir import check_absent, new_directory
+from verl_qerl.cli.quantize.arguments import SAMPLES, TOKENS
+from verl_qerl.cli.quantize.calibration import Calibration, calibrated_stream, check_calibrated
+from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.formats import PackedWeight, WeightFormat, scaled_format
+from verl_qerl.formats.ignore import DEFAULT_IGNORE, ROUTER, is_router
+from verl_qerl.formats.reference import relative_error
+from verl_qerl.formats.tensor_spec import TensorSpec
+
+# As packed_stream.
+Pack = Callable[..., Iterator[tuple[str, PackedWeight | torch.Tensor]]]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Quantize, then print the table."""
+    report = quantize_checkpoint(
+        args.model,
+        args.out,
+        form=args.format,
+        scale=args.scale,
+        ignore=args.ignore,
+        device=args.device,
+        max_shard_bytes=args.max_shard_size,
+        requantize=args.requantize,
+        calibration=_calibration(args),
+    )
+    print(_table(report))
+    print(f"wrote {args.out}")
+    return 0
+
+
+def quantize_checkpoint(
+    model: Path,
+    out: Path,
+    *,
+    form: str = "nvfp4",
+    scale: str | None = None,
+    ignore: Sequence[str] = (),
+    device: str = "auto",
+    max_shard_bytes: int = 5 * 10**9,
+    requantize: bool = False,
+    calibration: Calibration | None = None,
+) -> dict[str, Any]:
+    """Quantize `model` into the new directory `out`, which appears when everything is written.
+
+    Args:
+        model: Directory in Hugging Face layout, unquantized.
+        out: Absent or empty; on an error nothing is left.
+        form: Name of the weight format.
+        scale: Scale choice of nvfp4, see `formats.reference.quantize_group`; None is the default of the format.
+        ignore: Modules left as they are, besides lm_head.
+        device: `auto`, `cpu` or `cuda`.
+        max_shard_bytes: Of one output file.
+        requantize: Take a quantized `model` by the weights that it stands for; what it left as it is stays so.
+        calibration: Texts for GPTQ; without, weights are rounded to the nearest codes.
+
+    Returns:
+        What is also written to `quantization_report.json`.
+
+    Raises:
+        FileExistsError: `out` holds something.
+        ValueError: The source is damaged, quantized already or not for the format, or an option does not fit.
+    """
+    check_absent(out)
+    chosen = scaled_format(form, scale)
+    source = open_source(model)
+    rules = tuple(dict.fromkeys((*DEFAULT_IGNORE, *ignore)))
+    if calibration:
+        check_calibrated(source, chosen)
+    if requantize and source.format is not None:
+        source = dense_source(source)
+        rules = (*rules, *left_dense(source, rules))
+    _check(source)
+    check_held(source, chosen)
+    if any(is_router(name.rpartition(".")[0]) for name in source.files):
+        rules = (*rules, ROUTER)
+    specs = quantized_specs(source.specs, packed_names(source, chosen, rules), chosen.specs)
+    where = pick_device(device)
+    texts = calibration.read(source, rules) if calibration else ()
+    with new_directory(out) as folder:
+        check_free_space(folder, total_bytes(specs))
+        report = _write(folder, source, specs, max_shard_bytes, chosen, rules, where, texts)
+        copy_other_files(source.path, folder)
+        write_json(folder / "config.json", source.config | {"quantization_config": chosen.config(rules)})
+        write_json(folder / QUANTIZATION_REPORT, report)
+    return report
+
+
+def _write(
+    folder: Path,
+    source: Source,
+    specs: Mapping[str, TensorSpec],
+    max_shard_bytes: int,
+    form: WeightFormat,
+    ignore: Sequence[str],
+    device: str,
+    texts: Sequence[Sequence[int]],
+) -> dict[str, Any]:
+    """Write the weights; the report."""
+    started = time.perf_counter()
+    with ShardedWriter(folder, specs, max_shard_bytes) as writer:
+        layers = _write_tensors(
+            writer, source, form, ignore, device, partial(calibrated_stream, texts=texts) if texts else packed_stream
+        )
+    seconds = time.perf_counter() - started
+    return {
+        "verl_qerl": __version__,
+        "torch": torch.__version__,
+        "device": device_name(device),
+        "format": form.name,
+        "method": "gptq" if texts else "rtn",
+        **({"calibration": {"samples": len(texts), "tokens": sum(map(len, texts))}} if texts else {}),
+        "ignore": ignore,
+        "source": source.origin.format if isinstance(source, DenseSource) else "unquantized",
+        "seconds": round(seconds, 3),
+        "read_gb_per_s": round(total_bytes(source.specs) / 1e9 / seconds, 3),
+        "bytes_before": total_bytes(source.specs),
+        "bytes_after": total_bytes(specs),
+        "model_digest": model_digest({module: layer["digest"] for module, layer in layers.items()}),
+        "layers": layers,
+    }
+
+
+def _write_tensors(
+    writer: ShardedWriter,
+    source: Source,
+    form: WeightFormat,
+    ignore: Sequence[str],
+    device: str,
+    pack: Pack,
+) -> dict[str, dict[str, Any]]:
+    """Fill `writer`; the report of each layer, in the order of their names."""
+    layers: dict[str, dict[str, Any]] = {}
+    with tqdm(total=total_bytes(source.specs), unit="B", unit_scale=True, desc="quantize") as bar:
+
+        def observe(module: str, weight: torch.Tensor, packed: PackedWeight, **outputs: float) -> None:
+            layers[module] = _layer(weight, packed) | outputs
+            bar.update(weight.nbytes)
+
+        def items() -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
+            for name, item in pack(source, form, ignore, device, observe):
+                if isinstance(item, torch.Tensor):
+                    bar.update(item.nbytes)
+                yield name, item
+
+        for module, digest in store(writer, items()).items():
+            layers[module]["digest"] = digest
+    return dict(sorted(layers.items()))
+
+
+def _layer(weight: torch.Tensor, packed: PackedWeight) -> dict[str, Any]:
+    return {
+        "shape": packed.shape,
+        "scale": packed.form.scale,
+        "bits_per_weight": round(8 * packed.size_bytes / weight.numel(), 4),
+        "relative_error": relative_error(weight, packed),
+    }
+
+
+def _check(source: Source) -> None:
+    if source.format is not None:
+        raise CheckpointFormatError(
+            f"the model is quantized already: {source.path} ({source.format}). An unquantized checkpoint is accepted. "
+            "Use this directory as it is, name the original model, or add --requantize."
+        )
+
+
+def _calibration(args: argparse.Namespace) -> Calibration | None:
+    if args.method != "gptq":
+        return None
+    return Calibration(args.calibration, args.calibration_samples or SAMPLES, args.calibration_tokens or TOKENS)
+
+
+def _table(report: dict[str, Any]) -> str:
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for module, layer in report["layers"].items():
+        kinds.setdefault(module.rpartition(".")[2], []).append(layer)
+    calibrated = report["method"] == "gptq"
+    of_outputs = f" {'of outputs':>11} {'by rtn':>11}" if calibrated else ""
+    lines = [f"{'linear':<12} {'count':>5} {'mean error':>11} {'max error':>11}{of_outputs}"]
+    for kind, layers in kinds.items():
+        errors = [layer["relative_error"] for layer in layers]
+        line = f"{kind:<12} {len(layers):>5} {fmean(errors):>11.4f} {max(errors):>11.4f}"
+        for key in ("output_error", "rtn_output_error") if calibrated else ():
+            line += f" {fmean(layer[key] for layer in layers):>11.4f}"
+        lines.append(line)
+    if report["source"] != "unquantized":
+        lines.append(f"errors are those beside the {report['source']} weights of the source, not beside the original's")
+    before, after = report["bytes_before"] / 1e9, report["bytes_after"] / 1e9
+    lines.append(
+        f"{before:.3f} GB -> {after:.3f} GB in {report['seconds']:.1f} s, {report['read_gb_per_s']:.2f} GB/s read, "
+        f"device {report['device']}, digest {report['model_digest']}"
+    )
+    return "\n".join(lines)
