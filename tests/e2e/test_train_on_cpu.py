@@ -1,10 +1,12 @@
 """verl's own command, end to end: Ray, TransferQueue, FSDP2, vLLM."""
 
+import hashlib
 import json
 import os
 import random
 import re
 import secrets
+import shutil
 import signal
 from pathlib import Path
 
@@ -149,11 +151,16 @@ def test_two_ranks_from_an_nvfp4_directory_save_adapters_only(workbench):
     # vLLM's own kernels for adapters; the other runs take ours.
     options.append("+qerl.rollout.lora=stock")
     options.append("+qerl.base.shard=true")
+    # Both sides read a copy of the packed model in shared memory.
+    copied = Path("/dev/shm/verl-cache") / hashlib.md5(str(packed).encode()).hexdigest()
+    options.append("actor_rollout_ref.model.use_shm=true")
     # Without noise in step 2 the adapter's arrival shows: both sides are the same model.
     run = workbench.train(
         "two_ranks", *options, "aqn.sigma_start=2e-6", "aqn.sigma_end=1e-6", model=packed, num_ranks=2
     )
     run.check()
+    assert {path.name for path in packed.iterdir()} == {path.name for path in (copied / packed.name).iterdir()}
+    shutil.rmtree(copied)
     assert "override_config.attn_implementation is verl_qerl_varlen" in run.log
     assert len(run.steps) == 2
     for step in run.steps:
