@@ -114,6 +114,10 @@ VARIANTS |= {
 VARIANTS["bf16_lora_ours_noise"] = dataclasses.replace(
     ARMS["bf16_lora_ours"], options=ours("stock", aqn={"enabled": True})
 )
+VARIANTS |= {  # keys and values in E4M3
+    f"{name}_kv8": dataclasses.replace(ARMS[name], options=ARMS[name].options | {"kv_cache_dtype": "fp8"})
+    for name in ("bf16", "nvfp4_lora_ours")
+}
 VARIANTS["nvfp4_lora_ours_v2"] = dataclasses.replace(ARMS["nvfp4_lora_ours"], runner="1")
 ARMS |= VARIANTS
 
