@@ -32,18 +32,6 @@ def test_the_format_of_the_base_counts(model, capsys):
     assert "packed base: 29.06" in capsys.readouterr().out
 
 
-def test_a_copy_in_fp8_is_of_vllm_s_share(model, capsys):
-    options = ["plan", "--model", str(model), "--gpu-gib", "141", "--utilization", "0.6"]
-    left = []
-    for more in ([], ["--fp8-copy"]):
-        assert main([*options, *more]) == 0
-        left.append(float(re.search(r"GiB, ([\d.]+) are left", capsys.readouterr().out)[1]))
-    assert left[0] - left[1] == pytest.approx(29.06, abs=0.02)
-    with pytest.raises(SystemExit):
-        main([*options, "--fp8-copy", "--format", "mxfp4"])
-    assert "qerl.base.format=mxfp4 does not go together with +qerl.rollout.arithmetic=fp8" in capsys.readouterr().err
-
-
 def test_one_when_the_estimate_is_above(model, capsys):
     options = ["--gpu-gib", "79.6", "--tokens", "65536", "--utilization", "0.6", "--no-checkpointing"]
     assert main(["plan", "--model", str(model), *options]) == 1

@@ -78,16 +78,6 @@ inline void spread_halves(uint32_t pair, uint32_t& low, uint32_t& high) {
   low = (pair & 0xFFFF) * 0x10001u, high = (pair >> 16) * 0x10001u;
 }
 inline void cvt_bf16(uint16_t& out, float value) { out = narrow(value); }
-inline uint16_t narrow_to_e4m3(float value) {  // to nearest even, at most 448
-  const uint16_t sign = std::signbit(value) ? 0x80 : 0;
-  if (value != value) return 0x7F;
-  const float size = std::min(std::fabs(value), 448.0f);
-  if (size < 0x1p-6f) return sign | (uint16_t)std::nearbyint(size * 512);  // 8 of them are the least normal number
-  int exponent;
-  std::frexp(size, &exponent);  // size = [1/2, 1) * 2^exponent, the code's exponent is one less
-  return sign | (((exponent + 6) << 3) + (uint16_t)std::nearbyint(std::ldexp(size, 4 - exponent)) - 8);
-}
-inline void cvt_e4m3x2(uint16_t& out, float high, float low) { out = narrow_to_e4m3(low) | narrow_to_e4m3(high) << 8; }
 
 template <class... T>
 void load_vector(uint32_t at, T&... to) {

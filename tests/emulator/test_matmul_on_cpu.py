@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl_qerl.kernels.rollout.low_rank import low_rank, quantize_rows
+from verl_qerl.kernels.rollout.low_rank import low_rank
 from verl_qerl.kernels.rollout.w4a16_launch import EACH, STREAM_K, TOKENS, Launch, padded_rows
 from verl_qerl.kernels.rollout.w4a16_matmul import _own_rows, can_fuse, w4a16_matmul
 
@@ -100,21 +100,6 @@ def test_the_low_rank(gpu, rows):
     out = low_rank(x, a, slots, scale)
     assert ((out.double() / 8 - expected).abs() <= 2**-8 * expected.abs() + 1e-5 * expected.abs().max()).all()
     assert torch.equal(out, low_rank(x, a, slots, scale))
-
-
-@pytest.mark.parametrize("rows", [1, 70])
-@pytest.mark.parametrize("adapted", [False, True])
-def test_rows_in_e4m3(gpu, rows, adapted):
-    x, a = torch.randn(rows, 576).bfloat16(), torch.randn(24, 576).bfloat16()
-    x[0] *= torch.logspace(-9, 3, 576)  # subnormal numbers too
-    slots = torch.arange(rows) % 3 - 1
-    if rows > 1:
-        x[-1] = 0
-    codes, scales, low = quantize_rows(x, a, slots) if adapted else quantize_rows(x)
-    of_rows = (x.float().abs().amax(1, keepdim=True) / 448).clamp(min=1 / (512 * 448))
-    assert torch.equal(scales, of_rows)
-    assert torch.equal(codes.view(torch.uint8), (x.float() / of_rows).to(torch.float8_e4m3fn).view(torch.uint8))
-    assert low is None if not adapted else torch.equal(low, low_rank(x, a, slots, torch.full((1,), 2.0**-8)))
 
 
 def test_a_stream_of_fewer_steps_than_blocks_brings_low_only_where_it_is_added(gpu, linear, adapter, on_gpu):

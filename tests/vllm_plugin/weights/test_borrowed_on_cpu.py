@@ -35,7 +35,7 @@ def held(worker) -> dict[str, tuple[bool, str, bool]]:
             found[name.replace(".base_layer", "")] = (
                 mapped,
                 str(module.weight.device),
-                module.qerl_fp8_codes is not None,
+                hasattr(module, "qerl_fp8_codes"),
             )
     return found
 

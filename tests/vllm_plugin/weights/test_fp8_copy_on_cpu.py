@@ -1,7 +1,5 @@
 """The copy in E4M3 against float64: how far its weights and its products are from those of the packed weight."""
 
-import json
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from verl_qerl.formats import DEFAULT_FORMAT, PackedWeight, reference
 from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.kernels.rollout.repacking import repack
 from verl_qerl.vllm_plugin.weights import fp8_copy
-from verl_qerl.vllm_plugin.weights.fp8_copy import FEWEST_ROWS, make_copy, multiply_fp8, takes_fp8
+from verl_qerl.vllm_plugin.weights.fp8_copy import FEWEST_ROWS, make_copy, multiply_fp8, quantize_rows, takes_fp8
 
 N, K = 256, 512
 
@@ -51,6 +49,15 @@ def test_weights_are_those_of_the_packed_ones_up_to_a_rounding_of_e4m3(weight):
     assert relative(decoded(copy), exact) < 0.021
 
 
+@pytest.mark.parametrize(
+    ("amax", "exponent", "code"), [(448.0, 0, 448.0), (450.0, 1, 224.0), (1.0, -8, 256.0), (0.875, -9, 448.0)], ids=str
+)
+def test_the_scale_is_the_smallest_power_of_two_that_holds_the_row(amax, exponent, code):
+    codes, scale = quantize_rows(torch.tensor([[amax, -amax / 4], [0.0, 0.0]], dtype=torch.bfloat16))
+    assert (scale[0].item(), codes[0, 0].float().item()) == (2.0**exponent, code)
+    assert not codes[1].float().any()
+
+
 def test_codes_without_a_mantissa_stay_exact():
     powers = torch.tensor([0, 1, 2, 4, 6])  # of codes 0, 0.5, 1, 2, 4
     codes = powers[torch.randint(5, (64, 64), generator=torch.Generator().manual_seed(0))]
@@ -87,14 +94,3 @@ def test_from_which_row_on():
     copy = [torch.zeros(1), torch.zeros(1)]
     assert [takes_fp8(rows, copy) for rows in (1, FEWEST_ROWS - 1, FEWEST_ROWS, 8192)] == [False, False, True, True]
     assert not takes_fp8(8192, [])
-
-
-def test_the_launch_is_that_of_the_next_larger_batch_that_was_measured(tmp_path, monkeypatch):
-    fp8_copy._tuned.cache_clear()
-    fp8_copy.tuned_launch.cache_clear()
-    monkeypatch.setattr(fp8_copy, "tuned_path", lambda gpu: tmp_path / gpu)
-    rows = [{"N": 64, "K": 32, "rows": rows, "launch": [rows, 64, 128, 4, 3]} for rows in (256, 64)]
-    (tmp_path / "a GPU").write_text(json.dumps({"rows": rows}))
-    assert [fp8_copy.tuned_launch(64, 32, M, "a GPU").rows for M in (1, 64, 65, 256, 9999)] == [64, 64, 256, 256, 256]
-    assert fp8_copy.tuned_launch(64, 64, 64, "a GPU") is None
-    assert fp8_copy.tuned_launch(64, 32, 64, "another") is None

@@ -4,68 +4,15 @@
 // Latency is all: a cluster shares K, each of its warps takes 32 of K at a time, all loads under way at once. Sums go
 // through shared memory, of the cluster in the end, and are added in a fixed order.
 
-// With QUANTIZE, blocks behind those of the product write a row of x each in E4M3 with its scale, at the same time.
-
 #define TILE (16 * 8 * TILES)
 #define THREADS (WARPS * 32)
-
-#if QUANTIZE
-__device__ __forceinline__ u32 to_e4m3(float low, float high) {
-  u16 out;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
-  return out;
-}
-
-__device__ __forceinline__ u32 to_e4m3(u32 first, u32 second, float scale) {
-  return to_e4m3(from_bf16(first & 0xFFFF) / scale, from_bf16(first >> 16) / scale) |
-         to_e4m3(from_bf16(second & 0xFFFF) / scale, from_bf16(second >> 16) / scale) << 16;
-}
-
-// codes = x / scale; scale puts the largest |x| on 448, and is at least what vLLM has for a row of zeros.
-__device__ __forceinline__ void quantize_row(const uint4* x, uint2* codes, float* scale_of_row, int chunks) {
-  __shared__ u32 of_warp[WARPS];
-  u32 largest = 0;  // positive numbers are in the order of their bits
-#pragma unroll 4
-  for (int i = threadIdx.x; i < chunks; i += THREADS) {
-    const uint4 packed = __ldcg(x + i);
-    const u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-    for (int j = 0; j < 4; j++) largest = max(largest, max(words[j] & 0x7FFF, words[j] >> 16 & 0x7FFF));
-  }
-#pragma unroll
-  for (int i = 16; i > 0; i /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, i));
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = largest;
-  __syncthreads();
-#pragma unroll
-  for (int w = 0; w < WARPS; w++) largest = max(largest, of_warp[w]);
-  const float scale = fmaxf(from_bf16(largest) / 448.0f, 1.0f / (512.0f * 448.0f));
-  if (threadIdx.x == 0) *scale_of_row = scale;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < chunks; i += THREADS) {
-    const uint4 packed = __ldcg(x + i);
-    codes[i] = {to_e4m3(packed.x, packed.y, scale), to_e4m3(packed.z, packed.w, scale)};
-  }
-}
-#endif
 
 // x is written by a kernel that may still run when this one starts: no __restrict__.
 extern "C" __global__ void __launch_bounds__(THREADS)
 low_rank(const uint4* x, const uint4* __restrict__ a, const float* __restrict__ global_scale, const long long* slots,
-         u16* low, int M, int K, int columns
-#if QUANTIZE
-         , int low_blocks, uint2* codes, float* scales
-#endif
-) {
+         u16* low, int M, int K, int columns) {
   __shared__ float partial[WARPS * TILE], total[TILE];
   start_next();
-#if QUANTIZE
-  if (blockIdx.x >= low_blocks) {
-    const size_t row_of_x = blockIdx.x - low_blocks;
-    await_inputs();
-    if (row_of_x < M) quantize_row(x + row_of_x * (K / 8), codes + row_of_x * (K / 8), scales + row_of_x, K / 8);
-    return;
-  }
-#endif
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4;
   const int part = blockIdx.x % CLUSTER, block = blockIdx.x / CLUSTER, column_blocks = (columns + 8 * TILES - 1) / (8 * TILES);
   const int token = block / column_blocks * 16, column = block % column_blocks * (8 * TILES);

@@ -7,22 +7,15 @@ b[n] is a power of two, so that products of a block scale and the codes 0, 0.5, 
 ones (of any max |w| / 448 as scale: 2.7 %), a product 3.3 %, of which the activations alone make 2.6 %.
 """
 
-import functools
-import json
-from pathlib import Path
-
 import torch
 
+from verl_qerl.formats.base import power_of_two
 from verl_qerl.formats.fp8 import FP8
-from verl_qerl.kernels.rollout.fp8_matmul import Launch, Low, fp8_matmul
-from verl_qerl.kernels.rollout.low_rank import quantize_rows
 from verl_qerl.kernels.rollout.repacking import ROWS, Repacked, dequantize_repacked
-from verl_qerl.kernels.rollout.w4a16_matmul import Adapter
-from verl_qerl.vllm_plugin.weights.head import quantize_rows as quantize_channels
-from verl_qerl.vllm_plugin.weights.plans import shipped_path
 
 FEWEST_ROWS = 64  # of x; with fewer, the packed weight is read faster than its copy of twice its size
 _WEIGHTS_AT_ONCE = 1 << 24  # decoded to bf16 at a time
+_LEAST_EXPONENT = -100  # of a row of zeros
 
 
 def make_copy(words: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor) -> list[torch.Tensor]:
@@ -43,8 +36,23 @@ def make_copy(words: torch.Tensor, scale: torch.Tensor, global_decode_scale: tor
     for start in range(0, N, step):
         end = min(start + step, N)
         part: Repacked = (words[:, 2 * start : 2 * end], scale[:, start:end], global_decode_scale)
-        codes[start:end], scales[start:end] = quantize_channels(dequantize_repacked(*part))
+        codes[start:end], scales[start:end] = quantize_rows(dequantize_repacked(*part))
     return [codes, scales]
+
+
+def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize rows [N, K] of finite numbers.
+
+    Returns:
+        Codes [N, K] float8_e4m3fn and scales [N, 1] float32: for each row the smallest power of two with which its
+        largest magnitude is at most 448.
+    """
+    rows = rows.float()
+    # amax = mantissa * 2**exponent with a mantissa in [1/2, 1), and 448 = 0.875 * 2**9.
+    mantissa, exponent = torch.frexp(rows.abs().amax(dim=1, keepdim=True))
+    exponent = torch.where(mantissa > 0.875, exponent - 8, exponent - 9)
+    exponent = exponent.masked_fill(mantissa == 0, _LEAST_EXPONENT).clamp(min=_LEAST_EXPONENT)
+    return (rows * power_of_two(-exponent)).to(torch.float8_e4m3fn), power_of_two(exponent)
 
 
 def takes_fp8(rows: int, fp8_copy: list[torch.Tensor]) -> bool:
@@ -52,47 +60,23 @@ def takes_fp8(rows: int, fp8_copy: list[torch.Tensor]) -> bool:
     return bool(fp8_copy) and rows >= FEWEST_ROWS
 
 
-def multiply_fp8(
-    x: torch.Tensor, fp8_copy: list[torch.Tensor], bias: torch.Tensor | None, adapter: Adapter | None = None
-) -> torch.Tensor:
-    """X W^T + bias in FP8, and the product of one adapter in bf16.
+def multiply_fp8(x: torch.Tensor, fp8_copy: list[torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+    """X W^T + bias in FP8; without a GPU the same numbers are multiplied in float32.
 
     Args:
         x: [M, K] bf16, contiguous.
-        fp8_copy: Of `make_copy`.
+        fp8_copy: Of `make_copy`, N and K multiples of 16.
         bias: [N] bf16 or None.
-        adapter: On a GPU, one that `kernels.rollout.fp8_matmul.can_add` accepts, or None.
 
     Returns:
         [M, N] bf16.
     """
     codes, scales = fp8_copy
-    if not x.is_cuda:  # the same numbers, multiplied in float32
+    if not x.is_cuda:
         rows, of_rows = FP8.quantize_rows(x)
         y = rows.float() @ codes.float().T * of_rows * scales.T
         return (y if bias is None else y + bias.float()).to(x.dtype)
-    rows, of_rows, low = quantize_rows(x, *((adapter.a, adapter.slots) if adapter else ()))
-    product = None if low is None or adapter is None else Low(low, adapter.b, adapter.members)
-    launch = tuned_launch(*codes.shape, len(x), torch.cuda.get_device_name(x.device))
-    return fp8_matmul(rows, of_rows, codes, scales, bias, product, launch)
+    from vllm import _custom_ops as ops  # needs vLLM's CUDA kernels
 
-
-def tuned_path(gpu: str) -> Path:
-    """Where tests/bench/bench_fp8.py writes which launches are the fastest on a GPU."""
-    return shipped_path(f"fp8 {gpu}")
-
-
-@functools.cache
-def _tuned(gpu: str) -> dict[tuple[int, int], dict[int, Launch]]:
-    path = tuned_path(gpu)
-    found: dict[tuple[int, int], dict[int, Launch]] = {}
-    for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else ():
-        found.setdefault((row["N"], row["K"]), {})[row["rows"]] = Launch(*row["launch"])
-    return found
-
-
-@functools.cache
-def tuned_launch(N: int, K: int, M: int, gpu: str) -> Launch | None:
-    """The fastest one of the next larger batch that was measured, else of the largest; None for other weights."""
-    launches = _tuned(gpu).get((N, K))
-    return launches[min((rows for rows in launches if rows >= M), default=max(launches))] if launches else None
+    rows, of_rows = ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
+    return ops.cutlass_scaled_mm(rows, codes.t(), of_rows, scales, x.dtype, bias)

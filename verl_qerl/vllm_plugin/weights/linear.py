@@ -22,7 +22,7 @@ _LEAST_NORMAL = 8  # bits of 2**-6 in E4M3
 
 
 class W4A16Kernel(NvFp4LinearKernel):
-    """Chooses by rows; a linear that our kernels do not take stays with Marlin."""
+    """Chooses the kernel by the number of rows; a linear that our kernels do not take stays on Marlin."""
 
     def __init__(self, config: NvFp4LinearLayerConfig, fp8: bool = False) -> None:
         super().__init__(config)
@@ -31,13 +31,13 @@ class W4A16Kernel(NvFp4LinearKernel):
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """On Hopper."""
+        """Whether this GPU runs our kernels (Hopper), or the reason why not."""
         reason = why_not()
         return reason is None, reason
 
     @classmethod
     def can_implement(cls, config: NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
-        """Every NVFP4 layer, some of them by Marlin."""
+        """Every NVFP4 layer: what our kernels do not take runs on Marlin."""
         return True, None
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -81,14 +81,14 @@ def hold_repacked(layer: Any, tiles: Repacked, plan: str, fp8: bool) -> None:
     """Give a layer what `multiply` reads, under vLLM's names.
 
     Args:
-        layer: Of vLLM.
-        tiles: Of the weight; not copied.
+        tiles: The repacked weight; not copied.
         plan: Key of a Plan.
         fp8: Make a copy in E4M3 as well, one byte a weight.
     """
     layer.qerl_plan = plan
     layer.weight, layer.weight_scale, layer.weight_global_scale = map(frozen, tiles)
-    layer.qerl_fp8_codes, layer.qerl_fp8_scale = map(frozen, make_copy(*tiles)) if fp8 else (None, None)
+    if fp8:
+        layer.qerl_fp8_codes, layer.qerl_fp8_scale = map(frozen, make_copy(*tiles))
 
 
 def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -99,7 +99,7 @@ def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Te
 
 def repacked_tensors(layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """packed_codes, scale, global_decode_scale and fp8_copy of `linear_repacked`; the layer is from `hold_repacked`."""
-    fp8_copy = [] if layer.qerl_fp8_codes is None else [layer.qerl_fp8_codes, layer.qerl_fp8_scale]
+    fp8_copy = [layer.qerl_fp8_codes, layer.qerl_fp8_scale] if hasattr(layer, "qerl_fp8_codes") else []
     return layer.weight, layer.weight_scale, layer.weight_global_scale, fp8_copy
 
 
@@ -111,9 +111,9 @@ def repacked_in_features(model: torch.nn.Module) -> set[int]:
 
 def has_fp8_copies(model: torch.nn.Module) -> bool:
     """Whether linears of a model have copies in E4M3 beside them."""
-    return any(getattr(layer, "qerl_fp8_codes", None) is not None for layer in model.modules())
+    return any(hasattr(layer, "qerl_fp8_codes") for layer in model.modules())
 
 
 def frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
-    """`tensor` itself as a parameter that is not trained."""
+    """The tensor as a parameter that is not trained; no copy."""
     return torch.nn.Parameter(tensor, requires_grad=False)

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from verl_qerl.kernels.rollout.fp8_matmul import can_add
 from verl_qerl.kernels.rollout.lora import lora_expand, lora_shrink
 from verl_qerl.kernels.rollout.repacking import Repacked, dequantize_repacked
 from verl_qerl.kernels.rollout.w4a16_matmul import RANKS, Adapter, can_fuse, w4a16_matmul
@@ -26,8 +25,8 @@ def linear_repacked(
 
     Args:
         x: [M, K] bf16.
-        packed_codes: Of `kernels.rollout.repacking.repack`, [K / 16, 2 N] int32.
-        scale: Of `kernels.rollout.repacking.repack`, [K / 16, N] uint8.
+        packed_codes: [K / 16, 2 N] int32, from `kernels.rollout.repacking.repack`.
+        scale: [K / 16, N] uint8, from the same.
         global_decode_scale: [1] float32.
         fp8_copy: Of `fp8_copy.make_copy`, by which many rows are multiplied in FP8, or nothing.
         bias: [N] bf16 or None.
@@ -85,19 +84,7 @@ def lora_linear_repacked(
 ) -> torch.Tensor:
     """`linear_repacked` and the product of one adapter, which our own kernel adds in the same launch.
 
-    Args:
-        x: As in `linear_repacked`, like all up to `plan`.
-        packed_codes: As there.
-        scale: As there.
-        global_decode_scale: As there.
-        fp8_copy: As there.
-        bias: As there.
-        plan: As there.
-        a: As in `kernels.rollout.lora.lora_shrink`.
-        b: As in `kernels.rollout.lora.lora_expand`, like all that follow.
-        members: As there.
-        slots: As there.
-        none_active: As there.
+    The arguments of the adapter are those of `kernels.rollout.lora.lora_shrink` and `lora_expand`.
 
     Returns:
         [M, N] bf16.
@@ -126,13 +113,10 @@ def _lora_linear_cuda(
         return linear_repacked(x, *weight, fp8_copy, bias, plan)
     x = x.contiguous()
     chosen, rows = PLANS[plan], x.shape[0]
-    is_in_fp8 = takes_fp8(rows, fp8_copy)
-    if is_in_fp8 or chosen.uses_kernel(rows):
-        launch, adapter = chosen.launch(rows), Adapter(a, b, members, slots)
-        if is_in_fp8 and can_add(b, members):
-            return multiply_fp8(x, fp8_copy, bias, adapter)
-        if not is_in_fp8 and can_fuse(a, b, members, launch):
-            return w4a16_matmul(x, *weight, bias, adapter, launch)
+    if chosen.uses_kernel(rows) and not takes_fp8(rows, fp8_copy):
+        launch = chosen.launch(rows)
+        if can_fuse(a, b, members, launch):
+            return w4a16_matmul(x, *weight, bias, Adapter(a, b, members, slots), launch)
         say_once(
             f"linears of {plan} take three launches with an adapter of rank {b.shape[1]}: the one that does it takes"
             f" ranks {', '.join(map(str, RANKS))}, and members of whole tiles."
