@@ -37,7 +37,6 @@ _OF_THE_RUN = (
     f"{ROLLOUT}.gpu_memory_utilization",
     f"{ROLLOUT}.tensor_model_parallel_size",
     f"{ROLLOUT}.free_cache_engine",
-    "qerl.rollout.arithmetic",
     f"{ACTOR}.use_dynamic_bsz",
     f"{ACTOR}.ppo_max_token_len_per_gpu",
     f"{ACTOR}.ppo_micro_batch_size_per_gpu",
