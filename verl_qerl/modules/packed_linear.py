@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from verl_qerl.formats import PackedWeight, WeightFormat
 from verl_qerl.formats.tensor_spec import DTYPES, TensorSpec
+from verl_qerl.kernels.actor.linear import frozen_linear
 
 _BUFFERS = ("weight", "weight_scale", "weight_decode_scale")  # in the order of `PackedWeight.tensors`
 
@@ -97,10 +97,6 @@ class PackedLinear(nn.Linear):
         """The weight, [N, K] of `dtype`, from the packed tensors."""
         raise NotImplementedError
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """X W^T + bias, [..., N] of x's dtype, from the packed tensors."""
-        raise NotImplementedError
-
     def check_packed(self, packed: PackedWeight) -> None:
         """Refuse a weight of another format or shape.
 
@@ -132,10 +128,7 @@ class PackedLinear(nn.Linear):
         device = input.device.type
         if torch.is_autocast_enabled(device):
             input = input.to(torch.get_autocast_dtype(device))
-        bias = None if self.bias is None else self.bias.to(input.dtype)
-        if self.dense is not None:
-            return F.linear(input, self.dense.to(input.dtype), bias)
-        return self.multiply(input, bias)
+        return frozen_linear(input, self.decode, None if self.bias is None else self.bias.to(input.dtype))
 
     def extra_repr(self) -> str:
         """As nn.Linear's, with the format."""

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from verl_qerl.formats import PackedWeight
-from verl_qerl.kernels.actor.linear import frozen_linear
 from verl_qerl.kernels.rollout.repacking import Repacked, dequantize_repacked, undo_repack
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 
@@ -55,10 +54,3 @@ class RepackedNVFP4Linear(NVFP4Linear):
     def decode_siblings(cls, linears: Sequence[Any], dtype: torch.dtype) -> Sequence[torch.Tensor]:
         """See `PackedLinear.decode_siblings`; from tiles, which NVFP4Linear's launch does not read."""
         return super(NVFP4Linear, cls).decode_siblings(linears, dtype)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., K] -> [..., N], in the dtype of the input or of an active autocast."""
-        device = input.device.type
-        if torch.is_autocast_enabled(device):
-            input = input.to(torch.get_autocast_dtype(device))
-        return frozen_linear(input, self.decode, None if self.bias is None else self.bias.to(input.dtype))
