@@ -254,13 +254,13 @@ def unrounded(actor: object) -> None:
 
     from verl_qerl.modules.convert import packed_linears
 
-    def multiply(linear: object, x: object, bias: object) -> object:
+    def forward(linear: object, x: object) -> object:
         codes, scale = linear.packed().tensors
         y = (x.float() @ codes.float().t()) * scale.t()
-        return (y if bias is None else y + bias.float()).to(x.dtype)
+        return (y if linear.bias is None else y + linear.bias.float()).to(x.dtype)
 
     for _, linear in packed_linears(actor):
-        linear.multiply = functools.partial(multiply, linear)
+        linear.forward = functools.partial(forward, linear)
 
 
 def build_actor(arm: str, model: str, adapter: Path):

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.formats.reference import dequantize, quantize
-from verl_qerl.kernels.actor import linear
-from verl_qerl.modules import NVFP4Linear
+from verl_qerl.modules import NVFP4Linear, nvfp4_linear
 from verl_qerl.testing import random_packed_weight
 
 
@@ -57,8 +56,8 @@ def test_gradients_reach_the_input_alone():
 
 def test_autocast_decides_the_dtype(monkeypatch):
     packed, _, dense = build(dtype=torch.float32)
-    operator, decoded_to = linear.dequantize_nvfp4, []
-    monkeypatch.setattr(linear, "dequantize_nvfp4", lambda *args: decoded_to.append(args[-1]) or operator(*args))
+    operator, decoded_to = nvfp4_linear.dequantize_nvfp4, []
+    monkeypatch.setattr(nvfp4_linear, "dequantize_nvfp4", lambda *args: decoded_to.append(args[-1]) or operator(*args))
     grads = []
     for module in (packed, dense):
         x = torch.randn(3, 48, generator=torch.Generator().manual_seed(1)).requires_grad_()

@@ -101,3 +101,16 @@ def test_a_weight_of_another_shape_is_refused(name):
 def test_in_features_that_the_format_cannot_hold(name, K, block):
     with pytest.raises(ValueError, match=rf"^in_features={K} is not a multiple of {block}\. {name.upper()} cannot"):
         PACKED_LINEARS[name].from_linear(nn.Linear(K, 8))
+
+
+@each_format
+@pytest.mark.parametrize("kept", [False, True], ids=["packed", "dense"])
+def test_no_weight_is_saved_for_backward(name, kept):
+    """It stays where it is; verl's activation offload would move what is saved to the host and back."""
+    packed, _, dense = build(name)
+    packed.dense = dense.weight.detach() if kept else None
+    saved = []
+    x = torch.randn(5, 64, dtype=torch.bfloat16).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor), lambda tensor: tensor):
+        assert packed(x).requires_grad
+    assert not saved

@@ -4,7 +4,6 @@ import torch
 
 from verl_qerl.formats import FP8, INT8, MXFP4
 from verl_qerl.kernels.actor.dequantize_formats import dequantize_format
-from verl_qerl.kernels.actor.linear import frozen_linear
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.modules.packed_linear import PackedLinear
 
@@ -18,10 +17,6 @@ class FormatLinear(PackedLinear):
     def decode(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight, [N, K] of `dtype`."""
         return dequantize_format(self.form, self.held(), dtype)
-
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """X W^T + bias, [..., N] of x's dtype."""
-        return frozen_linear(x, self.decode, bias)
 
 
 class FP8Linear(FormatLinear):

@@ -7,7 +7,6 @@ import torch
 
 from verl_qerl.formats import NVFP4
 from verl_qerl.kernels.actor.dequantize import dequantize_nvfp4, dequantize_siblings
-from verl_qerl.kernels.actor.linear import nvfp4_linear
 from verl_qerl.modules.packed_linear import PackedLinear
 
 
@@ -36,8 +35,3 @@ class NVFP4Linear(PackedLinear):
         """See `PackedLinear.decode_siblings`; on a GPU one launch."""
         parts = (linear.tensors() for linear in linears)
         return dequantize_siblings([(codes, scale, last.view(torch.float32)) for codes, scale, last in parts], dtype)
-
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """X W^T + bias, [..., N] of x's dtype."""
-        codes, scale, decode_scale = self.tensors()
-        return nvfp4_linear(x, codes, scale, decode_scale.view(torch.float32), bias)

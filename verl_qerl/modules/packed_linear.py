@@ -12,6 +12,7 @@ import torch.nn as nn
 
 from verl_qerl.formats import PackedWeight, WeightFormat
 from verl_qerl.formats.tensor_spec import DTYPES, TensorSpec
+from verl_qerl.kernels.actor.linear import frozen_linear
 
 _BUFFERS = ("weight", "weight_scale", "weight_decode_scale")  # in the order of `PackedWeight.tensors`
 
@@ -93,10 +94,6 @@ class PackedLinear(nn.Linear):
         """The weight, [N, K] of `dtype`."""
         raise NotImplementedError
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """X W^T + bias, [..., N] of x's dtype."""
-        raise NotImplementedError
-
     def check_packed(self, packed: PackedWeight) -> None:
         """Refuse a weight of another format or shape."""
         if packed.form.name != self.form.name:
@@ -120,7 +117,7 @@ class PackedLinear(nn.Linear):
         device = input.device.type
         if torch.is_autocast_enabled(device):
             input = input.to(torch.get_autocast_dtype(device))
-        return self.multiply(input, None if self.bias is None else self.bias.to(input.dtype))
+        return frozen_linear(input, self.decode, None if self.bias is None else self.bias.to(input.dtype))
 
     def extra_repr(self) -> str:
         """What nn.Linear prints, and the format."""

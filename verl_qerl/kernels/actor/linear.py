@@ -1,7 +1,8 @@
 """y = x W^T with a packed, frozen W: dequantize one layer, then the dense product of the library.
 
 At training sizes a fused product cannot win (the dequantization costs about 209 / tokens of the product, 2.5 % at 8k),
-so there is none. Neither pass keeps the dense weight: backward decodes it again.
+so there is none. Neither pass keeps the dense weight: backward decodes it again. Nor is the packed one saved for
+backward: verl's activation offload would move it to the host and back.
 """
 
 from collections.abc import Callable
@@ -9,50 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-
-from verl_qerl.kernels.actor.dequantize import dequantize_nvfp4
-
-
-class _NVFP4LinearFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        codes: torch.Tensor,
-        block_scale: torch.Tensor,
-        global_decode_scale: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        ctx.packed = codes, block_scale, global_decode_scale  # what is saved, verl's activation offload would move
-        return F.linear(x, dequantize_nvfp4(codes, block_scale, global_decode_scale, x.dtype), bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (grad_y,) = grad_outputs
-        grad_x = grad_y @ dequantize_nvfp4(*ctx.packed, grad_y.dtype) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, None, None
-
-
-def nvfp4_linear(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    block_scale: torch.Tensor,
-    global_decode_scale: torch.Tensor,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The product x W^T + bias, W = dequantize(codes, block_scale, global_decode_scale), differentiable in x alone.
-
-    Args:
-        x: [..., K] bfloat16, float16 or float32.
-        codes: [N, K / 2] uint8.
-        block_scale: [N, K / 16] uint8, the bytes of float8_e4m3fn.
-        global_decode_scale: One float32.
-        bias: [N] of x's dtype, frozen, or None.
-
-    Returns:
-        [..., N] of x's dtype.
-    """
-    return _NVFP4LinearFunction.apply(x, codes, block_scale, global_decode_scale, bias)
 
 
 class _FrozenLinearFunction(torch.autograd.Function):

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from verl_qerl.formats import PackedWeight
-from verl_qerl.kernels.actor.linear import frozen_linear
 from verl_qerl.kernels.rollout.repacking import Repacked, dequantize_repacked, undo_repack
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 
@@ -55,7 +54,3 @@ class RepackedNVFP4Linear(NVFP4Linear):
     def decode_siblings(cls, linears: Sequence[Any], dtype: torch.dtype) -> Sequence[torch.Tensor]:
         """See `PackedLinear.decode_siblings`; NVFP4Linear's one launch cannot read tiles."""
         return super(NVFP4Linear, cls).decode_siblings(linears, dtype)
-
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """X W^T + bias, [..., N] of x's dtype."""
-        return frozen_linear(x, self.decode, bias)
