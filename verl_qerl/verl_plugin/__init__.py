@@ -18,7 +18,7 @@ from verl_qerl import upstream
 from verl_qerl.errors import UpstreamDriftError
 from verl_qerl.verl_plugin import hooks
 from verl_qerl.verl_plugin.config import legacy
-from verl_qerl.verl_plugin.config.asked import asks_for_qerl
+from verl_qerl.verl_plugin.config.uses_qerl import asks_for_qerl
 from verl_qerl.verl_plugin.warnings_kept import keep_warnings
 
 logger = logging.getLogger(__name__)

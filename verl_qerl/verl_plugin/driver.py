@@ -22,8 +22,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl import upstream, verl_plugin
 from verl_qerl.errors import UpstreamDriftError
-from verl_qerl.verl_plugin.config.asked import uses_qerl
 from verl_qerl.verl_plugin.config.old_spellings import check_arguments
+from verl_qerl.verl_plugin.config.uses_qerl import uses_qerl
 from verl_qerl.verl_plugin.shims import CONFIG_CHECK
 
 logger = logging.getLogger(__name__)

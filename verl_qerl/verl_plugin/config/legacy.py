@@ -5,7 +5,7 @@ from types import ModuleType
 
 from omegaconf import DictConfig
 
-from verl_qerl.verl_plugin.config.asked import asks_for_qerl
+from verl_qerl.verl_plugin.config.uses_qerl import asks_for_qerl
 
 # Packages whose programs have trainers of their own and do not check the configuration on the driver.
 PROGRAMS = ("verl.experimental.one_step_off_policy", "verl.experimental.fully_async_policy")

@@ -58,7 +58,7 @@ def requiring(receiver: Callable[[], None]) -> Iterator[None]:
         _require_receiver.reset(token)
 
 
-class WatchedSending:
+class WatchedSender:
     """A socket of verl's sender that raises instead of waiting for a receiver that has gone.
 
     Args:
