@@ -1,8 +1,12 @@
 """verl's own command, end to end: Ray, TransferQueue, FSDP2, vLLM."""
 
+import hashlib
 import json
+import os
 import random
+import re
 import secrets
+import shutil
 import signal
 from pathlib import Path
 
@@ -147,11 +151,16 @@ def test_two_ranks_from_an_nvfp4_directory_save_adapters_only(workbench):
     # vLLM's own kernels for adapters; the other runs take ours.
     options.append("+qerl.rollout.lora=stock")
     options.append("+qerl.base.shard=true")
+    # Both sides read a copy of the packed model in shared memory.
+    copied = Path("/dev/shm/verl-cache") / hashlib.md5(str(packed).encode()).hexdigest()
+    options.append("actor_rollout_ref.model.use_shm=true")
     # Without noise in step 2 the adapter's arrival shows: both sides are the same model.
     run = workbench.train(
         "two_ranks", *options, "aqn.sigma_start=2e-6", "aqn.sigma_end=1e-6", model=packed, num_ranks=2
     )
     run.check()
+    assert {path.name for path in packed.iterdir()} == {path.name for path in (copied / packed.name).iterdir()}
+    shutil.rmtree(copied)
     assert "override_config.attn_implementation is verl_qerl_varlen" in run.log
     assert len(run.steps) == 2
     for step in run.steps:
@@ -319,11 +328,43 @@ def test_verls_weights_are_of_a_quantized_noisy_rollout(int8_base_run):
         assert noisy["qerl/rollout_kl_k3"] > 2 * step["qerl/rollout_kl_k3"]
 
 
-def test_a_critic_beside_a_packed_actor(workbench):
+@pytest.fixture(scope="module")
+def critic_run(workbench):
+    """A critic and a reference beside an actor with an adapter; a plugin of vLLM's loses the adapter of step 3."""
+    plugin = workbench.folder / "forgetful"
+    (plugin / "forgetful-1.dist-info").mkdir(parents=True)
+    (plugin / "forgetful-1.dist-info" / "METADATA").write_text("Name: forgetful\nVersion: 1\n")
+    entry = "[vllm.general_plugins]\nforgetful = forgetful:install\n"
+    (plugin / "forgetful-1.dist-info" / "entry_points.txt").write_text(entry)
+    (plugin / "forgetful.py").write_text(
+        "def install():\n"
+        "    from verl_qerl.vllm_plugin.adapter import buffers\n"
+        "    place, calls = buffers.place_adapter, []\n"
+        "    def forget(*args):\n"
+        "        calls.append(args)\n"
+        "        return place(*args) if len(calls) < 4 else 0\n"  # before the first step, and after each
+        "    buffers.place_adapter = forget\n"
+    )
     options = ("algorithm.adv_estimator=gae", f"critic.model.path={workbench.model}", "critic.optim.lr=1e-3")
     options += ("critic.ppo_micro_batch_size_per_gpu=4", "actor_rollout_ref.actor.use_kl_loss=True")
-    options += ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",)
-    first, second = workbench.train("gae", "+rollout=nvfp4", *options).check().steps
+    options += ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4", "trainer.total_training_steps=3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(plugin), prepend=os.pathsep)
+        run = workbench.train("gae", "+rollout=nvfp4", *options)
+    assert len(run.steps) == 2, run.log[-6000:]
+    return run
+
+
+def test_an_adapter_that_is_lost_ends_the_run(critic_run):
+    assert critic_run.code != 0
+    message = (
+        r"the rollout does not hold the adapter that came: \d+ of \d+ bytes differ\. Without it the rollout samples"
+    )
+    assert re.search(message, critic_run.log), critic_run.log[-6000:]
+
+
+def test_a_critic_beside_a_packed_actor(critic_run):
+    first, second = critic_run.steps
     assert first["critic/vf_loss"] > 0
     assert first["critic/grad_norm"] > 0
     assert first["critic/values/mean"] != second["critic/values/mean"]

@@ -117,10 +117,14 @@ def _requantized(run: Run) -> str | None:
     return f"{beside} and {LORA_RANK}=0" if beside and not run(LORA_RANK) else None
 
 
-def _with_critic(run: Run) -> str | None:
+def trains_critic(run: Run) -> bool:
+    """Whether a run trains a critic, as verl decides it."""
     enabled = run("critic.enable")
-    trained = run("algorithm.adv_estimator") == "gae" if enabled is None else enabled
-    return f"{_quantized(run)} and a critic" if _quantized(run) and trained else None
+    return bool(run("algorithm.adv_estimator") == "gae" if enabled is None else enabled)
+
+
+def _with_critic(run: Run) -> str | None:
+    return f"{_quantized(run)} and a critic" if _quantized(run) and trains_critic(run) else None
 
 
 def _not_nvfp4(run: Run) -> str | None:

@@ -85,21 +85,17 @@ def compare(folder, targets, checkpointed):
 
 
 def main():
-    torch.distributed.init_process_group(
-        "gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl",
-        store=torch.distributed.HashStore(),
-        rank=0,
-        world_size=1,
-    )
     with tempfile.TemporaryDirectory() as folder:
-        random_qwen2(num_hidden_layers=LAYERS, gain=2.0).save_pretrained(folder)
+        backend = "gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl"
+        torch.distributed.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+        random_qwen2(num_hidden_layers=LAYERS, gain=2.0).save_pretrained(f"{folder}/model")
         found = {
-            f"{kind}, {'checkpointed' if checkpointed else 'kept'}": compare(folder, targets, checkpointed)
+            f"{kind}, {'checkpointed' if checkpointed else 'kept'}": compare(f"{folder}/model", targets, checkpointed)
             for kind, targets in (("all", "all-linear"), ("some", ["q_proj", "down_proj"]))
             for checkpointed in (False, True)
         }
+        torch.distributed.destroy_process_group()
     print(json.dumps(found))
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from verl_qerl.verl_plugin.config.sequence_parallel import SequenceParallelMixin
 
 SCRIPT = Path(__file__).with_name("sequence_parallel_cases.py")
 SHARED = ("logits", "head", "sharded", "kept", "moe", "whole")
+MODEL = "actor_rollout_ref.model"
 GOOD = {"size": 2, "attention": "flash_attention_2", "remove_padding": True, "num_ranks": 4}
 
 
@@ -92,7 +93,9 @@ def test_ranks_that_share_sequences_hold_and_send_the_same(ranks, case):
 
 def test_another_attention_is_refused_with_our_options_alone(ranks):
     for found in ranks:
-        assert found["refused"]["ours"].startswith("model.override_config.attn_implementation=sdpa does not go")
+        assert found["refused"]["ours"].startswith(
+            "actor_rollout_ref.model.override_config.attn_implementation=sdpa does not go"
+        )
         assert found["refused"]["stock"]
 
 
@@ -114,9 +117,12 @@ def test_what_verl_can_share_passes(changes):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"num_ranks": 3}, r"size=2 does not divide the 3 GPUs of the actor\. Accepted are divisors of it"),
+        ({"num_ranks": 3}, r"size=2 does not divide the 3 GPUs of the run\. Accepted are divisors of it"),
         ({"size": 0}, r"size=0 does not divide the 4 GPUs"),
-        ({"remove_padding": False}, r"^model\.use_remove_padding=False does not go together .* Accepted is True\. Set"),
+        (
+            {"remove_padding": False},
+            r"^actor_rollout_ref\.model\.use_remove_padding=False .* Accepted is True\. Set",
+        ),
         ({"attention": "sdpa"}, r"attn_implementation=sdpa does not go together .* Accepted is flash_attention_2"),
         ({"attention": "eager"}, r"attn_implementation=eager does not go together"),
         ({"attention": "flex_attention"}, r"attn_implementation=flex_attention does not go together"),

@@ -177,7 +177,7 @@ BAD = {
         "trainer.n_gpus_per_node=1",
         "trainer.nnodes=3",
         f"{ROLLOUT}.tensor_model_parallel_size=1",
-    ): r"ulysses_sequence_parallel_size=2 does not divide the 3 GPUs of the actor",
+    ): r"ulysses_sequence_parallel_size=2 does not divide the 3 GPUs of the run",
     (
         f"{ROLLOUT}.tensor_model_parallel_size=4",
         "trainer.n_gpus_per_node=1",
@@ -263,6 +263,15 @@ BAD_ALONE = {
         "trainer.device=cpu",
         f"{MODEL}.enable_activation_offload=True",
     ): r"enable_activation_offload=True does not go together with trainer\.device=cpu: activations are in the host's",
+    (
+        "+aqn.enabled=true",
+        f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",
+    ): r"model\.override_config\.attn_implementation=verl_qerl_varlen does not go together .* install flash-attn",
+    (
+        "+aqn.enabled=true",
+        "algorithm.adv_estimator=gae",
+        "critic.fsdp.ulysses_sequence_parallel_size=2",
+    ): r"^critic\.model\.override_config\.attn_implementation=verl_qerl_varlen does not go together with critic\.fs",
 }
 
 
@@ -276,6 +285,7 @@ GOOD_ALONE = (
     (f"{MODEL}.lora_rank=0",),  # on a GPU
     ("trainer.device=cpu",),
     ("trainer.max_actor_ckpt_to_keep=1",),
+    ("+aqn.enabled=true", "critic.fsdp.ulysses_sequence_parallel_size=2", "algorithm.adv_estimator=grpo"),  # no critic
 )
 
 
