@@ -1,4 +1,4 @@
-"""Programs and trainers of verl that know none of our options; say so instead of training without them."""
+"""Programs and trainers of verl that do not know our options are refused, since they would train without them."""
 
 import sys
 from types import ModuleType
