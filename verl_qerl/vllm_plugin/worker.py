@@ -1,4 +1,4 @@
-"""Methods that vLLM's workers gain: `collective_rpc("qerl_set_noise", ...)`.
+"""The extension of vLLM's workers: it prepares the model, and adds methods such as `qerl_set_noise`.
 
 vLLM appends an extension to the bases of its worker class, so that nothing here can override a method; what has to run
 after loading is hung on the instance.

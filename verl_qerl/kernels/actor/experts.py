@@ -34,7 +34,8 @@ class _ExpertsLinearFunction(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             # A sum over tokens hands on a gradient without strides, which the product does not take.
-            weights = _decode(*ctx.packed, grad_y.dtype)
+            codes, block_scale, global_decode_scale = ctx.packed
+            weights = _decode(codes, block_scale, global_decode_scale, grad_y.dtype)
             grad_x = F.grouped_mm(grad_y.contiguous(), weights, offs=ends)
         return grad_x, None, None, None, None
 
