@@ -76,8 +76,7 @@ def random_decoder(family: str, seed: int = 0, gain: float = 1.0, **sizes: Any) 
     """A bf16 model of transformers without experts: two layers of two heads, embeddings that are not tied.
 
     Args:
-        family: As `model_type` of a config.json.
-        seed: Of the weights.
+        family: A `model_type` of config.json.
         gain: Matrices are multiplied by it: with 3, log-probs are far from uniform.
         sizes: What is otherwise in its configuration.
     """
@@ -99,7 +98,6 @@ def random_qwen3_moe(seed: int = 0, **sizes: Any) -> Any:
     """A bf16 Qwen3-MoE of transformers: a dense layer and one of four experts, two of which see a token.
 
     Args:
-        seed: Of the weights.
         sizes: What is otherwise in its configuration.
     """
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM

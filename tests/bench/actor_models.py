@@ -15,7 +15,6 @@ from verl_qerl.formats.nvfp4 import BLOCK_SIZE, nvfp4_weight
 from verl_qerl.kernels.actor.dequantize import dequantize
 from verl_qerl.modules import NVFP4Linear, replace_linears
 from verl_qerl.modules.adapted_linear import fuse_adapters
-from verl_qerl.modules.convert import packed_linears
 
 # Of Qwen2.5; "tiny" is for a CPU.
 SHAPES = {
@@ -59,12 +58,10 @@ class Arm:
     Attributes:
         base: bf16, nvfp4 or nf4.
         fused: Whether the adapters are fused; else they are PEFT's.
-        dense: Whether a bf16 copy of the packed base is kept.
     """
 
     base: str
     fused: bool = False
-    dense: bool = False
 
 
 ARMS = {
@@ -72,7 +69,6 @@ ARMS = {
     "bf16_fused": Arm("bf16", fused=True),
     "nvfp4_peft": Arm("nvfp4"),
     "nvfp4_fused": Arm("nvfp4", fused=True),
-    "nvfp4_fused_dense": Arm("nvfp4", fused=True, dense=True),
     "nf4_peft": Arm("nf4"),
 }
 
@@ -152,9 +148,6 @@ def build(base: Base, arm: Arm, device: str, kind: type[NVFP4Linear] = NVFP4Line
             parameter.data.normal_(std=0.02, generator=generator)
     if arm.fused and fuse_adapters(peft_model) != 7 * base.layers:
         raise RuntimeError("not every linear was fused")
-    if arm.dense:
-        for _, linear in packed_linears(peft_model):
-            linear.dense = linear.decode(torch.bfloat16)
     return peft_model.train()
 
 

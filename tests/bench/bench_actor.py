@@ -189,8 +189,7 @@ def free() -> None:
 
 def weight_gib(model: nn.Module) -> float:
     tensors = [*model.parameters(), *model.buffers()]
-    dense = [module.dense for module in model.modules() if getattr(module, "dense", None) is not None]
-    return sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, *dense)) / 2**30
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**30
 
 
 def run_shape(shape: str, args: argparse.Namespace, device: str, arms: dict[str, Any], report: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """How long a new adapter takes from the actor into the rollout, ours beside verl's, and what sleep and waking cost.
 
     python tests/bench/bench_adapter_sync.py --out FILE.json --model 7B --rank 32
-    python tests/bench/bench_adapter_sync.py --out FILE.json --model 7B --rank 32 --keep-base-resident
+    python tests/bench/bench_adapter_sync.py --out FILE.json --model 7B --rank 32
 
 Two processes on one GPU, as in a run: an actor that holds the adapter in float32 under FSDP2, and a vLLM engine with
 our worker extension (dummy weights, no CUDA graphs). Timed is what happens between them: gathering (ours with a
@@ -40,7 +40,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--bucket-mb", type=int, default=256, help="update_weights_bucket_megabytes")
     parser.add_argument("--lora", default="single", choices=["single", "stock"], help="kernels of the rollout")
-    parser.add_argument("--keep-base-resident", action="store_true")
     args = parser.parse_args(arguments)
     os.environ |= {"VERL_RAY_JOB_ID": JOB, "VERL_REPLICA_RANK": "0"}
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -154,7 +153,7 @@ def measure(args: argparse.Namespace, actor: Connection) -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     shape = rollout_arms.SHAPES[args.model]
     work = Path(tempfile.mkdtemp())
-    additional = {"lora": args.lora, "keep_base_resident": args.keep_base_resident}
+    additional = {"lora": args.lora}
     llm = vllm.LLM(
         model=str(rollout_arms.write_model(work / "model", shape, packed=True)),
         skip_tokenizer_init=True,

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rollout_report import ARMS, BASELINE, label, tables
+from rollout_report import ARMS, STOCK, label, tables
 
 ROOT = Path(__file__).parents[2]
 READMES = (ROOT / "README.md", ROOT / "tests" / "bench" / "results" / "README.md")
@@ -55,7 +55,7 @@ def speed(files: list[dict[str, Any]]) -> str:
     for data in files:
         values = measured(data["rows"])
         for model in sorted({row["model"] for row in data["rows"]}):
-            base = {column: values.get((model, BASELINE, column)) for column in columns}
+            base = {column: values.get((model, STOCK, column)) for column in columns}
             cells = [absolute(base[column], column) for column in columns]
             name = label(model, data)
             lines.append(f"| {name}: bf16, stock | {' | '.join(cells)} |")

@@ -29,8 +29,9 @@ LISTS = {
     "engines": ENGINE,
     "failures": ENGINE,
 }
-BASELINE = "bf16_lora_stock"
+PLAIN, STOCK = "bf16", "bf16_lora_stock"
 _FIRST = (
+    "bf16",
     "bf16_lora_stock",
     "bf16_lora_ours",
     "nvfp4_lora_stock",
@@ -38,7 +39,7 @@ _FIRST = (
     "nvfp4_lora_ours",
     "nvfp4_lora_fp8",
 )
-_WITHOUT = ("bf16", "nvfp4")
+_WITHOUT = ("nvfp4", "fp8")
 # In the order of the tables: the named ones, others of ours, and at last those without an adapter.
 ARMS = (*_FIRST, *(arm for arm in rollout_arms.ARMS if arm not in _FIRST + _WITHOUT), *_WITHOUT)
 
@@ -154,9 +155,15 @@ def one_line(row: dict[str, Any]) -> str:
     return f"{place} context {row['context']!s:10} {'  '.join(values)}"
 
 
+def baseline(rows: list[dict[str, Any]]) -> str:
+    """The arm that others are compared with: plain bf16, as a merged adapter decodes, where it was measured."""
+    return PLAIN if any(row["arm"] == PLAIN for row in rows) else STOCK
+
+
 def tables(data: dict[str, Any]) -> str:
-    """Markdown: decode, prefill and the realistic rollout, each value with its ratio to stock bf16 + LoRA."""
+    """Markdown: decode, prefill and the realistic rollout, each value with its ratio to the baseline."""
     rows = data["rows"]
+    base_arm = baseline(rows)
     parts = []
     for model, rank in sorted({(row["model"], row["rank"]) for row in rows if row["rank"]}, key=by_size):
         # Arms without an adapter stand beside every rank.
@@ -166,13 +173,13 @@ def tables(data: dict[str, Any]) -> str:
         for prompt, context in sorted({(row["prompt"], row["context"]) for row in fixed}):
             these = [row for row in fixed if (row["prompt"], row["context"]) == (prompt, context)]
             where = f"{name}, rank {rank}, prompt {prompt}"
-            title = f"{where}, context up to {context}: decode, ms per step (times as fast as {BASELINE})"
-            parts.append(table(title, these, "decode_ms_per_step", lambda value, base: base / value))
-            title = f"{where}: prefill, s (time of {BASELINE} = 1)"
-            parts.append(table(title, these, "prefill_s", lambda value, base: value / base))
-        title = f"{name}, rank {rank}, realistic rollout: new tokens per second (times {BASELINE})"
+            title = f"{where}, context up to {context}: decode, ms per step (times as fast as {base_arm})"
+            parts.append(table(title, these, base_arm, "decode_ms_per_step", lambda value, base: base / value))
+            title = f"{where}: prefill, s (time of {base_arm} = 1)"
+            parts.append(table(title, these, base_arm, "prefill_s", lambda value, base: value / base))
+        title = f"{name}, rank {rank}, realistic rollout: new tokens per second (times {base_arm})"
         whole = [row for row in chosen if row["context"] == "realistic"]
-        parts.append(table(title, whole, "tokens_per_s", lambda value, base: value / base))
+        parts.append(table(title, whole, base_arm, "tokens_per_s", lambda value, base: value / base))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -193,7 +200,7 @@ def by_size(entry: tuple[str, int]) -> tuple[float, str, int]:
     return (float(size[1]) if size else 0, model, rank)
 
 
-def table(title: str, rows: list[dict], field: str, ratio: Callable[[float, float], float]) -> str:
+def table(title: str, rows: list[dict], base_arm: str, field: str, ratio: Callable[[float, float], float]) -> str:
     """One row per arm, one column per batch; empty where nothing of `field` was measured."""
     values = {(row["arm"], row["batch"]): row[field] for row in rows if row[field] is not None}
     if not values:
@@ -203,7 +210,7 @@ def table(title: str, rows: list[dict], field: str, ratio: Callable[[float, floa
     arms = [*(arm for arm in ARMS if arm in found), *(arm for arm in found if arm not in ARMS)]  # some had other names
     lines = [f"| arm, batch | {' | '.join(map(str, batches))} |", "|---|" + "---|" * len(batches)]
     for arm in arms:
-        cells = [cell(values.get((arm, batch)), values.get((BASELINE, batch)), ratio) for batch in batches]
+        cells = [cell(values.get((arm, batch)), values.get((base_arm, batch)), ratio) for batch in batches]
         lines.append(f"| {arm} | {' | '.join(cells)} |")
     return "\n".join([title, "", *lines])
 

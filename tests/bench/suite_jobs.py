@@ -220,12 +220,6 @@ JOBS = (
     ),
     _random("qwen3", "Qwen3, CUDA graphs, sleep", f"random_decoder('qwen3', gain=2, {_DENSE}", beside=False),
     _random("llama", "Llama, CUDA graphs, sleep", f"random_decoder('llama', gain=2, {_DENSE}", beside=False),
-    _verl("verl_head", "the head in fp8", f"{_NVFP4} {_NOISE} {_ROLLOUT}.lm_head=fp8 +qerl.gate.max_initial_kl=0.05"),
-    _verl(
-        "verl_keep",
-        "copies that are kept",
-        f"{_NVFP4} {_NOISE} {_SLEEP} {_BASE}.keep_dense=true {_ROLLOUT}.keep_base_resident=true",
-    ),
     _verl(
         "verl_share",
         "one base, trained norms",

@@ -53,7 +53,6 @@ WRITTEN = {
         "train_norms": False,
         "shard": False,
         "share": False,
-        "keep_dense": False,
         "fused_lora": True,
         "has_adapter": True,
         "run": {

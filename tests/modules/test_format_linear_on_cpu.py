@@ -71,8 +71,8 @@ def test_a_recomputed_layer_decodes_once_for_both_passes(tiny_model, monkeypatch
     model, _ = models(tiny_model, "int8")
     fuse_adapters(model)
     count = []
-    decode = INT8Linear.decode_packed
-    monkeypatch.setattr(INT8Linear, "decode_packed", lambda self, dtype: count.append(self) or decode(self, dtype))
+    decode = INT8Linear.decode
+    monkeypatch.setattr(INT8Linear, "decode", lambda self, dtype: count.append(self) or decode(self, dtype))
     layer = model.base_model.model.model.layers[0].mlp
     x = torch.randn(3, 32, dtype=torch.bfloat16, requires_grad=True)
     checkpoint(layer, x, use_reentrant=False).sum().backward()

@@ -27,8 +27,8 @@ BAD = [
     ),
     (1, r"^qerl=1 is no group of options"),
     (
-        {"rollout": {"lm_head": "FP8"}},
-        r"^qerl\.rollout\.lm_head='FP8' is no value of this option\. Accepted: bf16, fp8\.",
+        {"rollout": {"lora": "Single"}},
+        r"^qerl\.rollout\.lora='Single' is no value of this option\. Accepted: single, stock\.",
     ),
     ({"rollout": {"linear": ["auto"]}}, r"^qerl\.rollout\.linear=\['auto'\] is no value"),
     (

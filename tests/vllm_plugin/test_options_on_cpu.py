@@ -13,9 +13,9 @@ def config(options):
 def test_defaults(vllm_config):
     options = rollout_options(vllm_config)
     assert (options.linear, options.lora, options.arithmetic, options.aqn.enabled) == ("auto", "single", "bf16", False)
-    assert options.keep_base_resident is options.train_norms is False
+    assert options.train_norms is False
     assert options.programmatic_launch is True
-    assert (options.lm_head, options.sampler, options.attention) == ("bf16", "auto", "auto")
+    assert (options.sampler, options.attention) == ("auto", "auto")
 
 
 def test_options_are_read():
@@ -34,12 +34,10 @@ def test_options_are_read():
         ),
         ({"linear": "fast"}, r"additional_config\.verl_qerl\.linear='fast'.*auto, stock"),
         ({"lora": None}, r"additional_config\.verl_qerl\.lora=None.*single, stock"),
-        ({"lm_head": "FP8"}, r"additional_config\.verl_qerl\.lm_head='FP8'.*bf16, fp8"),
         ({"sampler": "fast"}, r"additional_config\.verl_qerl\.sampler='fast'.*auto, fused, stock"),
         ({"attention": "fast"}, r"additional_config\.verl_qerl\.attention='fast'.*auto, stock"),
         ({"programmatic_launch": 0}, r"additional_config\.verl_qerl\.programmatic_launch=0.*true, false"),
         ({"arithmetic": "int8"}, r"additional_config\.verl_qerl\.arithmetic='int8'.*bf16, fp8"),
-        ({"keep_base_resident": 1}, r"additional_config\.verl_qerl\.keep_base_resident=1.*true, false"),
         ({"train_norms": 1}, r"additional_config\.verl_qerl\.train_norms=1.*true, false"),
         ({"aqn": {"sigma": 1}}, r"unknown option aqn\.sigma"),
     ],

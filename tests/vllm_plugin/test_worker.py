@@ -99,13 +99,11 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("keep", [False, True], ids=["backed up", "resident"])
 @pytest.mark.parametrize(
     "kernels", [{"linear": "stock", "lora": "stock"}, {}], ids=["vLLM's kernels", "kernels of ours"]
 )
-def test_adapters_act_under_cuda_graphs_and_survive_sleep(random_qwen2, random_adapter, run_script, kernels, keep):
-    options = json.dumps(kernels | {"keep_base_resident": keep})
-    seen = run_script(ADAPTERS, str(random_qwen2), str(random_adapter(1)), str(random_adapter(2)), options)
+def test_adapters_act_under_cuda_graphs_and_survive_sleep(random_qwen2, random_adapter, run_script, kernels):
+    seen = run_script(ADAPTERS, str(random_qwen2), str(random_adapter(1)), str(random_adapter(2)), json.dumps(kernels))
     assert seen.pop("num_linears") == 16
-    assert seen.pop("pool") == (["kv_cache"] if keep else ["kv_cache", "weights"])
+    assert seen.pop("pool") == ["kv_cache", "weights"]
     assert all(seen.values()), seen

@@ -38,11 +38,6 @@ class ACRConfig:
     max_ratio: float = 2.0
 
     def __post_init__(self) -> None:
-        """Refuse values out of range.
-
-        Raises:
-            ValueError: One sentence that names the option, its value and what is accepted.
-        """
         value = self.max_ratio
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 1:
             raise ValueError(
@@ -52,7 +47,7 @@ class ACRConfig:
 
     @classmethod
     def from_mapping(cls, options: Any) -> "ACRConfig":
-        """From the `acr` node of a configuration; None gives the defaults.
+        """Read the `acr` node of a configuration; None gives the defaults.
 
         Raises:
             ValueError: An option is unknown or out of range.
@@ -75,11 +70,6 @@ class ClipRange:
     dual: float = 3.0
 
     def __post_init__(self) -> None:
-        """Refuse a dual clip that would cut into the range.
-
-        Raises:
-            ValueError: c is not above 1.
-        """
         if not self.dual > 1:
             raise ValueError(
                 f"clip_ratio_c={self.dual!r} is out of range. Accepted is a number above 1."
@@ -101,11 +91,9 @@ def acr_loss(
     """Loss per token, and metrics.
 
     Args:
-        log_probs: Of the three policies; gradients flow into theta alone.
+        log_probs: Log-probs under the three policies; only theta gets gradients.
         advantages: [batch, tokens].
         mask: [batch, tokens], 0 where a token does not count. What stands there, NaN included, has no influence.
-        clip: Bounds of the ratio.
-        max_ratio: C.
 
     Returns:
         The loss to be minimized, [batch, tokens] float32, 0 where masked; and means over the tokens that count:

@@ -42,14 +42,13 @@ class AQNConfig:
     """Options of Adaptive Quantization Noise; every default is the paper's (table 4, figure 9).
 
     Attributes:
-        enabled: Whether noise is injected.
         sigma_start: Standard deviation at stage 1, > 0, in the unit that `mode` says.
         sigma_end: Standard deviation at the last stage, in (0, sigma_start].
         num_stages: K >= 2, the first of which is free of noise.
         schedule: `exponential`, `linear`, `cosine` or `logarithmic`.
         mode: `additive` (w + Z), `multiplicative` (w (1 + Z)) or `relative` (w + RMS(w) Z).
         targets: Names of the norms that get noise, the last part of the module's name.
-        seed: Of the draw, together with step and name.
+        seed: Seed of the draws; step and name of the norm enter too.
         total_steps: M, the steps that the stages are spread over, after which sigma of step M stays (sigma_end, where M
             is at least num_stages); None: all of the run's.
         target_kl: KL(with noise || without) in nats per token, in (0, 1], that the noise of stage 1 causes. Its sigma
@@ -72,11 +71,6 @@ class AQNConfig:
     draw: str = "batch"
 
     def __post_init__(self) -> None:
-        """Refuse values out of range.
-
-        Raises:
-            ValueError: One sentence that names the option, its value and what is accepted.
-        """
         for name, value, kind in (("enabled", self.enabled, bool), ("seed", self.seed, int)):
             if type(value) is not kind:
                 raise _bad(name, value, f"a {kind.__name__}")
@@ -106,7 +100,7 @@ class AQNConfig:
 
     @classmethod
     def from_mapping(cls, options: dict[str, Any] | None) -> "AQNConfig":
-        """From the `aqn` node of a configuration; None gives the defaults (off).
+        """Read the `aqn` node of a configuration; None gives the defaults (off).
 
         Raises:
             ValueError: An option is unknown, out of range, or without effect.
@@ -140,7 +134,6 @@ def sigma_at_step(
     Args:
         config: Options; its `total_steps` comes before the argument.
         step: From 1.
-        total_steps: Of the run.
         searched: With `target_kl`: stage -> (first step, the sigma that stands in for that of stage 1). A stage that is
             not there has no noise, nor has a step before the first. None: the schedule alone.
 
@@ -192,7 +185,7 @@ def noisy_weight(clean: torch.Tensor, noise: torch.Tensor, sigma: float, mode: s
         mode: `additive`, `multiplicative` or `relative`.
 
     Returns:
-        As noise, float32.
+        The shape of `noise`, float32.
     """
     if sigma == 0.0:
         return clean

@@ -65,7 +65,7 @@ class Undefined(NamedTuple):
 
 
 def undefined_log_probs(log_probs: torch.Tensor, mask: torch.Tensor) -> Undefined | None:
-    """Where log-probs of sampled tokens are NaN or infinite; None where all that count are finite.
+    """The places of NaN or infinite log-probs of sampled tokens; None if all that count are finite.
 
     Args:
         log_probs: [batch, tokens].

@@ -28,11 +28,11 @@ class Scores(NamedTuple):
     """Log-probs of the same tokens by five models; see the module. [batch, tokens] each, in nats.
 
     Attributes:
-        actor: Of the policy in training.
-        clean: Of the rollout engine without noise.
-        sampled: Of the rollout when it sampled.
-        quantized: Of the actor with rounded weights, or None.
-        noisy: Of the rollout engine with noise, or None.
+        actor: Under the policy in training.
+        clean: By the rollout engine without noise.
+        sampled: By the rollout when it sampled.
+        quantized: By the actor with rounded weights, or None.
+        noisy: By the rollout engine with noise, or None.
     """
 
     actor: torch.Tensor
@@ -59,12 +59,11 @@ def mismatch_parts(scores: Scores, mask: torch.Tensor, stale: torch.Tensor) -> d
     """Take d = actor - sampled apart.
 
     Args:
-        scores: Of the tokens.
         mask: [batch, tokens], 0 where a token does not count. What stands there, NaN included, has no influence.
         stale: [batch] bool: whether other weights than the present ones sampled the sequence.
 
     Returns:
-        Of PARTS those that there are: `kernel` always, `quantization` and `noise` where scored, `staleness` where a
+        The PARTS that exist: `kernel` always, `quantization` and `noise` where scored, `staleness` where a
         sequence is stale. In float64. Empty where no token counts.
 
     Raises:

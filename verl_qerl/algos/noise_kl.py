@@ -43,7 +43,6 @@ class Searched:
     Attributes:
         sigma: The best of those tried.
         kl: What it causes, as measured.
-        tries: How often KL was measured.
         bound: The bound that keeps it from the target, or None.
     """
 

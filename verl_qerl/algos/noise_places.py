@@ -1,4 +1,4 @@
-"""Where the norms that get noise lie in a model.
+"""The places of the norms that get noise in a model.
 
 QeRL puts noise on the norm whose output attention reads, and on the one whose output the MLP reads (section 3.3). The
 names alone do not say so: in Gemma 2 and 3 `post_attention_layernorm` comes after the attention, before the sum.

@@ -17,7 +17,7 @@ def read_options(kind: type[Options], node: str, options: Any, example: str) -> 
         example: How one is set: `+aqn.enabled=true`.
 
     Raises:
-        ValueError: There is something else than options, or one that `kind` does not know; or as `kind` raises.
+        ValueError: The node holds no options, or one that `kind` does not know or refuses.
     """
     if options is not None and not isinstance(options, Mapping):
         raise ValueError(
@@ -33,7 +33,7 @@ def read_options(kind: type[Options], node: str, options: Any, example: str) -> 
 
 
 def read_switched(kind: type[Options], node: str, options: Any) -> Options:
-    """As `read_options`, for what `enabled` switches on.
+    """`read_options` for a node that `enabled` switches on.
 
     Raises:
         ValueError: Also where options are set, and `enabled` is not.

@@ -25,7 +25,7 @@ def shifted_norm(name: str) -> str | None:
     """The norm that a tensor shifts, by its module's name in the base model; None for another tensor.
 
     Args:
-        name: As PEFT saves it, or as in the state of a model.
+        name: The name that PEFT saves, or that of the model's state.
     """
     found = _NAME.fullmatch(name)
     return found[1] if found else None

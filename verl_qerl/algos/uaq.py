@@ -51,7 +51,6 @@ class UAQConfig:
     """Options of Update-Aware Quantization.
 
     Attributes:
-        enabled: Whether the weights are scaled before training.
         scale: s in (1, MAX_SCALE]; the paper's is 1.5, and its 2 was worse than none. Powers of two round nothing.
     """
 
@@ -59,11 +58,6 @@ class UAQConfig:
     scale: float = 1.5
 
     def __post_init__(self) -> None:
-        """Refuse values out of range.
-
-        Raises:
-            ValueError: One sentence that names the option, its value and what is accepted.
-        """
         if not isinstance(self.enabled, bool):
             raise _bad("enabled", self.enabled, "true or false")
         is_number = isinstance(self.scale, int | float) and not isinstance(self.scale, bool)
@@ -73,7 +67,7 @@ class UAQConfig:
 
     @classmethod
     def from_mapping(cls, options: Any) -> "UAQConfig":
-        """From the `uaq` node of a configuration; None gives the defaults (off).
+        """Read the `uaq` node of a configuration; None gives the defaults (off).
 
         Raises:
             ValueError: An option is unknown, out of range, or without effect.
@@ -90,7 +84,7 @@ def scaled_parameters(names: Iterable[str]) -> dict[str, str]:
     """The parameters that UAQ scales.
 
     Args:
-        names: Of all parameters of a model, as transformers spells them.
+        names: All parameters of a model, as transformers names them.
 
     Returns:
         name -> `norm` or `linear`.
@@ -129,7 +123,6 @@ def fold_(role: str, weight: torch.Tensor, scale: float) -> torch.Tensor:
     Args:
         role: `norm` or `linear`.
         weight: [K] or [N, K], float.
-        scale: s.
     """
     return weight.mul_(scale) if role == "norm" else weight.div_(scale)
 
@@ -150,8 +143,7 @@ def write_record(folder: Path, scale: float | None, base: str) -> None:
     Write it before the weights: without it they pass for those of a run without UAQ.
 
     Args:
-        folder: Of the checkpoint; made if need be.
-        scale: s, or None.
+        folder: The checkpoint's folder; it is created if it is missing.
         base: model.path of the run.
     """
     if scale is None:

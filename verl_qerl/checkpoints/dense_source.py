@@ -35,7 +35,7 @@ class DenseSource(Source):
     modules: frozenset[str]
 
     def tensors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Source.tensors`. Memory: the parts of a weight that are waiting for each other.
+        """See `Source.tensors`. Memory: the parts of incomplete weights.
 
         Raises:
             CheckpointFormatError: A weight lacks a tensor, or has one that is not known.

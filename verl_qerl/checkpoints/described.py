@@ -86,7 +86,6 @@ def stored_format(config: Mapping[str, Any], where: str = "the checkpoint") -> t
 
     Args:
         config: The config.json.
-        where: The checkpoint, for messages.
 
     Returns:
         (name of the format, or BLOCK_FP8; layout of its tensors), (None, `bf16`) of what is not quantized.
@@ -117,11 +116,7 @@ def check_described(where: str, config: Mapping[str, Any]) -> None:
     """Require a config.json without entries on quantization that are not honoured, whatever the format.
 
     Args:
-        where: The checkpoint, for messages.
-        config: Its config.json; `stored_format` has accepted it.
-
-    Raises:
-        CheckpointFormatError: There are some.
+        config: A config.json that `stored_format` has accepted.
     """
     found = described(config)
     if not found:
@@ -150,8 +145,7 @@ def check_arguments(where: str, config: Mapping[str, Any], ours: Mapping[str, An
     """Require groups with the arguments that a format has here.
 
     Args:
-        where: The checkpoint, for messages.
-        config: Its config.json.
+        config: The checkpoint's config.json.
         ours: The `quantization_config` that the format has here. Where its activations are not quantized, those of the
             checkpoint may be.
         form: Name of the format.

@@ -28,11 +28,6 @@ def is_expert(module: str) -> bool:
 def check_experts(where: str, config: Mapping, names: Iterable[str]) -> None:
     """Require experts that are read here, every one of them.
 
-    Args:
-        where: The checkpoint, for messages.
-        config: Its config.json.
-        names: Of its tensors.
-
     Raises:
         CheckpointFormatError: A tensor belongs to experts of another kind, or an expert lacks a linear.
     """
@@ -73,10 +68,6 @@ def number_of_experts(config: Mapping[str, Any]) -> Any:
 def linears_of_experts(where: str, names: Iterable[str]) -> list[tuple[str, int, str]]:
     """(layer, expert, linear) of every tensor among `names` that belongs to experts.
 
-    Args:
-        where: What holds them, for messages.
-        names: Of tensors.
-
     Raises:
         CheckpointFormatError: One is no linear of one expert.
     """
@@ -97,11 +88,7 @@ def check_all_packed(where: str, dense: Iterable[str]) -> None:
     """Require that no linear of an expert stays as it is.
 
     Args:
-        where: The checkpoint, for messages.
         dense: The modules that are not packed.
-
-    Raises:
-        ValueError: One belongs to an expert.
     """
     left_out = sorted(filter(is_expert, dense))
     if left_out:

@@ -21,8 +21,6 @@ def linears_among(
     Args:
         shapes: tensor name -> shape, of a whole model.
         ignore: Modules left in bf16 (default: lm_head).
-        where: What holds the tensors, for messages.
-        form: The format.
 
     Raises:
         ValueError: There is none, `ignore` names no module, one has in_features that the format cannot hold, a fused
@@ -60,7 +58,6 @@ def in_groups(
 
     Args:
         tensors: (name, tensor), in any order; every weight of `linears` among them, as a tensor or packed.
-        linears: Names of modules.
         together: False makes every linear a group of its own.
 
     Yields:

@@ -11,7 +11,6 @@ def read_object(path: Path, remedy: str = "Download the model again.") -> dict[s
     """The object that a file holds.
 
     Args:
-        path: Of the file.
         remedy: Last sentence of the error for a damaged one.
 
     Raises:

@@ -16,7 +16,7 @@ _CHUNK = 1 << 22  # elements; bounds the temporaries
 
 @dataclass(frozen=True)
 class Manifest:
-    """Of one sync.
+    """What one weight sync sent.
 
     Attributes:
         checksums: tensor name -> checksum, of everything that was sent.
@@ -62,7 +62,6 @@ def with_manifest(
 
     Args:
         tensors: (name, tensor) as they are sent.
-        num_bytes_bf16: Of the model in bf16.
     """
     sums: dict[str, torch.Tensor] = {}
     num_bytes = 0

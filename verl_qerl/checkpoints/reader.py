@@ -35,8 +35,8 @@ def read_shard(path: Path, device: torch.device) -> Iterator[tuple[str, torch.Te
     """Every tensor of one file, in the order of its bytes.
 
     Args:
-        path: Of a file that `open_source` has accepted.
-        device: Of the tensors. A `cuda` device names its index: threads have a current device of their own.
+        path: A file that `open_source` has accepted.
+        device: Where the tensors go. A `cuda` device must have an index: threads have a current device of their own.
 
     Raises:
         CheckpointFormatError: The file ends early.

@@ -68,7 +68,6 @@ def read_whole(path: Path, make: Callable[[Any], Content], what: str, remedy: st
     """What `make` makes of a file of `write_whole`; None where there is none.
 
     Args:
-        path: Of the file.
         make: Takes the decoded JSON, whatever it is. It may fail as code does on values of another kind.
         what: Beginning of the error: `the record of UAQ`.
         remedy: Its last sentence.

@@ -27,8 +27,6 @@ class Source:
     """A model directory whose tensors are known but not read.
 
     Attributes:
-        path: The directory.
-        config: Its config.json.
         format: Name of the weight format of its linears, or BLOCK_FP8; None: they are not quantized.
         layout: How their tensors are named: `bf16`, `compressed-tensors` or `modelopt`.
         files: tensor name -> shard file name.
@@ -59,8 +57,8 @@ def open_source(path: str | Path, revision: str | None = None, cache_dir: str | 
     """Read config.json and the headers of every shard.
 
     Args:
-        path: Of the model, or a hub id, which is fetched.
-        revision: Of a hub id: branch, tag or commit (default: main).
+        path: Directory of the model, or a hub id, which is fetched.
+        revision: Branch, tag or commit of a hub id (default: main).
         cache_dir: Where a hub id is fetched to (default: Hugging Face's cache).
 
     Raises:
@@ -180,7 +178,6 @@ def whole_weights(
     Args:
         source: From `open_source`.
         modules: Those with packed weights.
-        device: Where tensors are read to.
         drops_activation_scales: Leave out what scales activations or a KV cache.
 
     Yields:

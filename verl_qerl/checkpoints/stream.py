@@ -36,7 +36,6 @@ def packed_stream(
 
     Args:
         source: From `open_source`; not quantized, or in this format.
-        form: The format, with its choice of scale.
         ignore: Modules of a source that is not quantized, left as they are (default: lm_head).
         device: Where weights are read to and quantized.
         observe: Called with module, original and packed weight of each linear that is quantized here.
@@ -66,7 +65,6 @@ def pack(
     Args:
         tensors: (name, tensor), in any order; every weight of `linears` among them.
         linears: Modules whose `weight` is packed; see `groups.linears_among`.
-        form: The format.
         observe: Called with module, original and packed weight of each linear, once it is quantized.
     """
     for name, item in in_groups(tensors, linears, form.shares_scale):
@@ -93,7 +91,6 @@ def quantize_stream(
     Args:
         tensors: (name, tensor), in any order; every weight of `linears` among them.
         linears: Modules whose `weight` is quantized; see `groups.linears_among`.
-        form: The format.
         dtype: Everything is rounded to it first, and what is not quantized stays in it.
 
     Yields:
@@ -153,11 +150,7 @@ def linear_modules(
 
 
 def check_format(source: Source, form: str) -> None:
-    """Require weights that are not quantized, or in `form`.
-
-    Raises:
-        CheckpointFormatError: They are in another format.
-    """
+    """Require weights that are not quantized, or in `form`."""
     if source.format not in (None, form):
         use = "" if source.format == BLOCK_FP8 else f"Use +rollout={source.format}, or point"
         raise CheckpointFormatError(
@@ -230,7 +223,6 @@ def left_out(source: Source, form: WeightFormat, ignore: Sequence[str] | None = 
 
     Args:
         source: From `open_source`; `check_held` has accepted it.
-        form: The format.
         ignore: Modules of a source that is not quantized (default: lm_head).
     """
     if source.format is None:

@@ -34,7 +34,6 @@ def quantized_specs(
     """What a checkpoint holds once `linears` are packed, in the order of `dense`, what it holds before.
 
     Args:
-        dense: name -> dtype and shape.
         linears: Modules whose `weight` is packed.
         of_weight: The tensors that a weight [N, K] becomes, as `WeightFormat.specs`.
     """
@@ -63,7 +62,7 @@ class ShardedWriter:
     Args:
         folder: Exists and holds no weights.
         specs: Name -> dtype and shape of every tensor to come.
-        max_shard_bytes: Of one file's data; a single larger tensor has a file of its own.
+        max_shard_bytes: Limit of a file's data; a larger tensor gets a file of its own.
     """
 
     def __init__(self, folder: Path, specs: Mapping[str, TensorSpec], max_shard_bytes: int) -> None:

@@ -47,10 +47,9 @@ def run_guarded(parser: argparse.ArgumentParser, run: Callable[[], int]) -> int:
 
     Args:
         parser: Ends the program; its `prog` begins the sentence.
-        run: Returns the exit code.
 
     Returns:
-        As `main`.
+        See `main`.
     """
     try:
         with kept_interrupts():

@@ -107,7 +107,7 @@ def _of_levels(rows: Iterable[Row], levels: Sequence[str], split: str) -> list[R
 
 
 def plain(question: str) -> str:
-    """The same text for all ways to write a question that the module names."""
+    """A text that is the same for all ways to write a question that the module lists."""
     return re.sub(r"[\s$]", "", question).casefold().rstrip(".?!:;,")
 
 
@@ -138,7 +138,6 @@ def kept(questions: Iterable[str], held_out: Mapping[str, Iterable[str]]) -> lis
     """Numbers of the questions that come first and are not held out; says how many are left out, and why.
 
     Args:
-        questions: To train on.
         held_out: Name of an evaluation set -> its questions. What several have counts for the first of them.
 
     Raises:
@@ -171,7 +170,6 @@ def write_splits(out: Path, splits: Mapping[str, list[Row]]) -> None:
 
     Args:
         out: Directory that must not exist; it appears whole or not at all.
-        splits: Name -> rows.
     """
     with new_directory(out) as directory:
         for split, rows in splits.items():
@@ -222,12 +220,8 @@ def check_file(path: Path, name: str, accepted: str) -> None:
     """Require a file.
 
     Args:
-        path: Of it.
-        name: Of the path in the message.
+        name: What the message calls the path.
         accepted: What may be in it, with its verb.
-
-    Raises:
-        FileNotFoundError: There is none.
     """
     if not path.is_file():
         what = "a directory was given for a file" if path.is_dir() else "a file is missing"
@@ -238,7 +232,6 @@ def read_jsonl(path: Path, required: Mapping[str, type]) -> list[Row]:
     """Read one JSON object per line.
 
     Args:
-        path: Of the file.
         required: Keys that each has, and of what kind their values are.
 
     Raises:
@@ -367,7 +360,7 @@ def gsm8k_row(record: Mapping[str, Any], split: str, index: int) -> Row:
 
 
 def _math_row(record: Mapping[str, Any], split: str, index: int, where: str) -> Row:
-    """From the hub's flat columns, or from a parquet that nests them in reward_model.ground_truth."""
+    """A row from the hub's flat columns, or from a parquet that nests them in reward_model.ground_truth."""
     nested = (record.get("reward_model") or {}).get("ground_truth")
     fields = record if "solution" in record or not isinstance(nested, dict) else nested
     problem = "problem" if fields.get("problem") else "question"

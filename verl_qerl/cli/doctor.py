@@ -168,13 +168,13 @@ def hydra_rows() -> list[Row]:
 
 
 def shim_rows() -> list[Row]:
-    """For each shim, whether what it replaces is still what it was written for."""
+    """A row for each shim: whether the function that it replaces is still the one it was written for."""
     shims = importlib.import_module("verl_qerl.verl_plugin.shims").SHIMS
     return [_shim_row(shim) for shim in shims]
 
 
 def host_rows() -> list[Row]:
-    """For each host, what we change in it or repeat of it, and whether its source is the one ours was written for.
+    """A row for each host: what we change in it or copy from it, and whether its source is the known one.
 
     Another source is no failure by itself: hosts whose versions are not pinned may differ, and so may patched ones.
     """

@@ -13,11 +13,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(KeyboardInterrupt):
-    """One of these signals came.
-
-    Attributes:
-        number: Of the signal.
-    """
+    """One of these signals came."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

@@ -49,7 +49,7 @@ def store(
 def _store(
     writer: ShardedWriter, digests: dict[str, str], name: str, item: PackedWeight | torch.Tensor, layout: str
 ) -> None:
-    """Runs in a thread."""
+    """Write one item; called in a thread."""
     if isinstance(item, torch.Tensor):
         writer.add(name, item)
         return

@@ -22,7 +22,6 @@ def check_absent(path: Path, ours: Path | None = None) -> None:
     """Refuse to write over earlier output; worth calling before long work.
 
     Args:
-        path: Of the output.
         ours: What may be in it.
 
     Raises:
@@ -46,7 +45,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     that only others may write to.
 
     Raises:
-        FileExistsError: As `check_absent`.
+        FileExistsError: See `check_absent`.
         KeyboardInterrupt: An interrupt, with a sentence that says what it left.
     """
     check_absent(path)

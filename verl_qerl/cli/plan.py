@@ -87,11 +87,7 @@ def _judge(shape: "ModelShape", settings: "Settings", total: float) -> tuple[boo
 
 
 def _check_ranges(args: argparse.Namespace) -> None:
-    """Refuse numbers that no run has.
-
-    Raises:
-        ValueError: The first such option.
-    """
+    """Refuse numbers that no run has."""
     for name in ("gpu_gib", "rank", "gpus", "tokens", "tensor_parallel", "utilization"):
         value, (low, high) = getattr(args, name), (0, 1) if name == "utilization" else (1, 10**9)
         if not low <= value <= high:
@@ -100,11 +96,7 @@ def _check_ranges(args: argparse.Namespace) -> None:
 
 
 def _check_together(args: argparse.Namespace) -> None:
-    """Refuse what a run refuses, by the same table of rules.
-
-    Raises:
-        ValueError: The first option that does not go together with another.
-    """
+    """Refuse what a run refuses, by the same table of rules."""
     from verl_qerl.options import rules
 
     run = {

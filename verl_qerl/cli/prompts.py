@@ -14,7 +14,6 @@ def read_prompts(path: Path, count: int, columns: Sequence[str] = ("prompt",)) -
 
     Args:
         path: Parquet or JSON lines.
-        count: How many at most.
         columns: The first of them that the first row has is read.
 
     Raises:

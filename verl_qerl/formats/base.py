@@ -20,7 +20,6 @@ class PackedWeight:
     """One weight [N, K] in a format.
 
     Attributes:
-        form: The format.
         tensors: One for each of its parts, as `WeightFormat.held` describes them.
     """
 
@@ -28,11 +27,6 @@ class PackedWeight:
     tensors: tuple[torch.Tensor, ...]
 
     def __post_init__(self) -> None:
-        """Refuse tensors that do not fit together.
-
-        Raises:
-            ValueError: A dtype or a shape is not the one the format asks for.
-        """
         if self.codes.ndim != 2:
             raise ValueError(f"codes of {self.form.kind} are a matrix, not {tuple(self.codes.shape)}.")
         for part, spec, tensor in zip(self.form.parts, self.form.held(*self.shape), self.tensors, strict=True):
@@ -78,7 +72,7 @@ class WeightFormat(ABC):
     """One way to hold the weight [N, K] of a linear.
 
     Attributes:
-        name: As in `+rollout=<name>`.
+        name: The name in `+rollout=<name>`.
         kind: For messages.
         parts: Names of the tensors a weight becomes, as compressed-tensors has them behind `<module>.`; codes first.
         block_size: K must be a multiple of it.
@@ -103,11 +97,6 @@ class WeightFormat(ABC):
     scale_choices: ClassVar[tuple[str, ...]] = ("minmax",)
 
     def __post_init__(self) -> None:
-        """Check the choice of scale.
-
-        Raises:
-            ValueError: There is no such choice.
-        """
         if self.scale not in self.scale_choices:
             raise ValueError(
                 f"unknown scale choice: scale={self.scale!r} of {self.name}. Accepted are"
@@ -124,7 +113,6 @@ class WeightFormat(ABC):
 
         Args:
             weight: [N, K], floating point, finite.
-            name: For messages.
 
         Returns:
             The weight, packed, on its device; the same bits on every device.
@@ -174,9 +162,7 @@ class WeightFormat(ABC):
         """The inverse of `to_tensors`.
 
         Args:
-            where: What the weight belongs to, for messages.
-            tensors: Of one weight, by their names without the module.
-            layout: Of the checkpoint.
+            tensors: The tensors of one weight, by their names without the module.
 
         Raises:
             CheckpointFormatError: A tensor is missing or unknown, of another dtype or shape, or holds what no
@@ -246,7 +232,7 @@ def compressed_tensors_config(
         layout: compressed-tensors' name of the format, e.g. `int-quantized`.
         weights: compressed-tensors' QuantizationArgs.
         input_activations: The same, or None where activations stay as they are.
-        ignore: As `WeightFormat.config`'s.
+        ignore: See `WeightFormat.config`.
     """
     group = {
         "targets": ["Linear"],
@@ -266,17 +252,7 @@ def compressed_tensors_config(
 
 
 def check_in_features(name: str, in_features: int, block_size: int, kind: str) -> None:
-    """Require in_features that a format can hold.
-
-    Args:
-        name: Of the weight, for messages.
-        in_features: K.
-        block_size: Of the format.
-        kind: Its name, for messages.
-
-    Raises:
-        ValueError: It is no multiple of the block size.
-    """
+    """Require in_features that a format can hold."""
     if in_features % block_size:
         raise ValueError(
             f"in_features={in_features} of {name!r} is not a multiple of {block_size}."
@@ -285,16 +261,7 @@ def check_in_features(name: str, in_features: int, block_size: int, kind: str) -
 
 
 def check_weight(name: str, weight: torch.Tensor, kind: str) -> None:
-    """Require a finite matrix of floating point numbers that are not codes of a quantized weight: of 16 bits or more.
-
-    Args:
-        name: For messages.
-        weight: To be quantized.
-        kind: Name of the format, for messages.
-
-    Raises:
-        ValueError: It is not one.
-    """
+    """Require a finite matrix of floats of 16 bits or more: narrower ones are the codes of a quantized weight."""
     if weight.ndim != 2 or not weight.is_floating_point() or weight.element_size() < 2:
         raise ValueError(
             f"{name!r} is {weight.dtype} with shape {tuple(weight.shape)}. {kind} holds float matrices, of 16 bits or"

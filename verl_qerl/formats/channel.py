@@ -67,7 +67,6 @@ def channel_scale(weight: torch.Tensor, largest: float) -> torch.Tensor:
 
     Args:
         weight: [N, K].
-        largest: Of the format's numbers.
 
     Returns:
         [N, 1] float32, at least the smallest normal number, so that a channel of zeros has a scale too.

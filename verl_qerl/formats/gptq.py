@@ -29,7 +29,7 @@ class InputMoments:
 
     Args:
         in_features: K.
-        device: Of the inputs. It holds a float32 matrix [K, K].
+        device: Where the inputs are, and a float32 matrix [K, K] is held.
     """
 
     def __init__(self, in_features: int, device: torch.device | str) -> None:
@@ -56,7 +56,7 @@ def calibrate(
 
     Args:
         weights: name -> [N, K] floating point, finite; N may differ.
-        rounded: They, as `NVFP4.quantize_group` packs them.
+        rounded: The same weights, packed by `NVFP4.quantize_group`.
         moments: [K, K] float32 on the weights' device, see `InputMoments`.
 
     Raises:

@@ -30,16 +30,7 @@ def ignore_rules(ignore: Any) -> tuple[str, ...]:
 
 
 def check_rules(rules: Iterable[str], modules: Iterable[str], where: str) -> None:
-    """Require that each rule of `ignore` names a module.
-
-    Args:
-        rules: From `ignore_rules`.
-        modules: Names of all modules.
-        where: What has these modules, for messages.
-
-    Raises:
-        ValueError: One names none.
-    """
+    """Require that each rule of `ignore` names a module."""
     modules = set(modules)
     for rule in rules:
         # A model with tied embeddings has no lm_head, one without experts no router.

@@ -60,7 +60,7 @@ def modelopt_config(ignore: Sequence[str]) -> dict:
 
 
 def modelopt_legacy_config(ignore: Sequence[str]) -> dict:
-    """The same as hf_quant_config.json, which readers of ModelOpt's older files look for."""
+    """The content of hf_quant_config.json, which readers of ModelOpt's older files look for."""
     return {
         "producer": {"name": "modelopt"},  # readers take it for the name of the format
         "quantization": {

@@ -18,7 +18,7 @@ def quantize_group(weights: Mapping[str, torch.Tensor], scale: str = DEFAULT_SCA
 
     Args:
         weights: name -> [N, K] floating point, K % 16 == 0; N may differ.
-        scale: Of each block; see `NVFP4`.
+        scale: How the scale of each block is chosen; see `NVFP4`.
 
     Returns:
         name -> weight on its device, all with one global scale, a power of two.

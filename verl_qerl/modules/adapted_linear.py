@@ -35,8 +35,8 @@ class AdaptedLinear(LoraLinear):
         """(A, B, scaling, bias) of what the fused function takes, or None where it does not compute what PEFT would.
 
         Args:
-            dtype: Of the products.
-            cast: Whether A and B are cast to it, as under autocast; else they must have it.
+            dtype: The dtype of the products.
+            cast: Whether A and B are cast to it, as under autocast; else they must have that dtype.
         """
         active = self.active_adapters
         if self.disable_adapters or self.merged or len(active) != 1 or active[0] in self.lora_variant:

@@ -14,25 +14,25 @@ class FormatLinear(PackedLinear):
     W is decoded to the dtype of x, so rounded once more where the format has a float32 scale (INT8, FP8).
     """
 
-    def decode_packed(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight, [N, K] of `dtype`, from the packed tensors."""
+    def decode(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight, [N, K] of `dtype`."""
         return dequantize_format(self.form, self.held(), dtype)
 
 
 class FP8Linear(FormatLinear):
-    """In FP8: E4M3 codes, a float32 scale a channel."""
+    """A linear in FP8: E4M3 codes, a float32 scale a channel."""
 
     form = FP8()
 
 
 class INT8Linear(FormatLinear):
-    """In INT8: codes, a float32 scale a channel."""
+    """A linear in INT8, a float32 scale a channel."""
 
     form = INT8()
 
 
 class MXFP4Linear(FormatLinear):
-    """In MXFP4: two E2M1 codes a byte, an exponent for 32 of them."""
+    """A linear in MXFP4: two E2M1 codes a byte, an exponent for 32 of them."""
 
     form = MXFP4()
 

@@ -16,7 +16,7 @@ from verl_qerl.kernels.actor.experts import experts_linear
 class PackedStack(nn.Module):
     """Weights of one shape, [G, N, K], each packed with a global scale of its own.
 
-    As in NVFP4Linear the tensors are uint8 buffers on every rank and no part of a checkpoint.
+    The tensors are uint8 buffers, as in NVFP4Linear: every rank holds them, and no checkpoint does.
 
     Attributes:
         codes: [G, N, K / 2] uint8.
@@ -68,12 +68,7 @@ class PackedStack(nn.Module):
 
 @dataclass(frozen=True)
 class ExpertLinear:
-    """One linear of one expert: a place in a stack that a packed weight is read into.
-
-    Attributes:
-        stack: Holds it.
-        index: Its place.
-    """
+    """One linear of one expert: a place in a stack that a packed weight is read into."""
 
     stack: PackedStack
     index: int
@@ -89,11 +84,11 @@ class ExpertLinear:
         return self.stack.shape[2]
 
     def fill(self, packed: PackedWeight) -> None:
-        """As NVFP4Linear's, but copies."""
+        """See `PackedLinear.fill`; copies into the stack."""
         self.stack.fill(self.index, packed)
 
     def packed(self) -> PackedWeight:
-        """As NVFP4Linear's."""
+        """See `PackedLinear.packed`."""
         return self.stack.packed(self.index)
 
 

@@ -25,15 +25,13 @@ class NVFP4Linear(PackedLinear):
         """(weight, weight_scale, weight_decode_scale)."""
         return self.weight, self.weight_scale, self.weight_decode_scale
 
-    def decode_packed(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight, [N, K] of `dtype`, from the packed tensors."""
+    def decode(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight, [N, K] of `dtype`."""
         codes, scale, decode_scale = self.tensors()
         return dequantize_nvfp4(codes, scale, decode_scale.view(torch.float32), dtype)
 
     @classmethod
     def decode_siblings(cls, linears: Sequence[Any], dtype: torch.dtype) -> Sequence[torch.Tensor]:
-        """See `PackedLinear.decode_siblings`; in one launch."""
-        if any(linear.dense is not None for linear in linears):
-            return super().decode_siblings(linears, dtype)
+        """See `PackedLinear.decode_siblings`; on a GPU one launch."""
         parts = (linear.tensors() for linear in linears)
         return dequantize_siblings([(codes, scale, last.view(torch.float32)) for codes, scale, last in parts], dtype)

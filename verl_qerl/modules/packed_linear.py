@@ -24,8 +24,6 @@ class PackedLinear(nn.Linear):
     parameters. Every rank holds all of them. They are not persistent: a checkpoint names the base, it does not copy it.
 
     Attributes:
-        form: The format.
-        dense: A copy of the weight, [N, K] bfloat16, that `decode` and `forward` read instead; None: there is none.
         persistent: Whether `state_dict` holds the packed tensors.
         weight: [N, ...] uint8, the bytes of the codes.
         weight_scale: [N, ...] uint8, those of the scales.
@@ -38,7 +36,6 @@ class PackedLinear(nn.Linear):
     weight_scale: torch.Tensor
     weight_decode_scale: torch.Tensor
     persistent = False
-    dense: torch.Tensor | None = None
 
     def __init__(
         self, in_features: int, out_features: int, bias: nn.Parameter | None, device: torch.device | str
@@ -65,7 +62,7 @@ class PackedLinear(nn.Linear):
         return cls(linear.in_features, linear.out_features, linear.bias, linear.weight.device)
 
     def leave_out_of_checkpoints(self) -> None:
-        """From now on `state_dict` does not hold the packed tensors."""
+        """Leave the packed tensors out of `state_dict` from now on."""
         self.persistent = False
 
     def fill(self, packed: PackedWeight) -> None:
@@ -83,7 +80,7 @@ class PackedLinear(nn.Linear):
         return tuple(getattr(self, name) for name in _BUFFERS[: len(self.form.parts)])
 
     def held(self) -> tuple[torch.Tensor, ...]:
-        """The same as `PackedWeight.tensors`, over the module's own storage."""
+        """`PackedWeight.tensors`, over the module's own storage."""
         specs = self.form.held(self.out_features, self.in_features)
         return tuple(
             data.view(DTYPES[spec.dtype]).view(spec.shape) for data, spec in zip(self.tensors(), specs, strict=True)
@@ -93,16 +90,12 @@ class PackedLinear(nn.Linear):
         """The weight, over the module's own storage."""
         return PackedWeight(self.form, self.held())
 
-    def decode_packed(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight, [N, K] of `dtype`, from the packed tensors."""
+    def decode(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight, [N, K] of `dtype`."""
         raise NotImplementedError
 
     def check_packed(self, packed: PackedWeight) -> None:
-        """Refuse a weight of another format or shape.
-
-        Raises:
-            ValueError: It is one.
-        """
+        """Refuse a weight of another format or shape."""
         if packed.form.name != self.form.name:
             raise ValueError(
                 f"the packed weight is in another format than the linear, {self.form.name}: {packed.form.name}. Both"
@@ -113,10 +106,6 @@ class PackedLinear(nn.Linear):
                 f"the packed weight is {packed.shape}, the linear {(self.out_features, self.in_features)}."
                 " Both must be (out_features, in_features). Check that config.json belongs to these weights."
             )
-
-    def decode(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight, [N, K] of `dtype`."""
-        return self.decode_packed(dtype) if self.dense is None else self.dense.to(dtype)
 
     @classmethod
     def decode_siblings(cls, linears: Sequence[Any], dtype: torch.dtype) -> Sequence[torch.Tensor]:
@@ -131,7 +120,7 @@ class PackedLinear(nn.Linear):
         return frozen_linear(input, self.decode, None if self.bias is None else self.bias.to(input.dtype))
 
     def extra_repr(self) -> str:
-        """As nn.Linear's, with the format."""
+        """What nn.Linear prints, and the format."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, bias={self.bias is not None}, {self.form.name}"
 

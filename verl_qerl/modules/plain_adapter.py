@@ -14,7 +14,7 @@ def check_plain(options: Mapping[str, Any], remedy: str) -> None:
     """Refuse an adapter of which the rollout or an export would leave out a part, which vLLM says nothing about.
 
     Args:
-        options: Of peft's LoraConfig, those that differ from its defaults.
+        options: The options of PEFT's LoraConfig that differ from its defaults.
         remedy: End of the error.
 
     Raises:

@@ -24,7 +24,7 @@ def rounded_linears(model: nn.Module, groups: Sequence[Sequence[str]], round_gro
     """Have the linears multiply by rounded weights inside the context; not for training.
 
     Args:
-        model: Its linears keep their weights.
+        model: The linears keep their weights; only what they multiply by is rounded.
         groups: Names of linears that are rounded together, such as q, k and v where they share a scale. While one of
             them computes the weights of all must be there, as those of a decoder layer are under FSDP2.
         round_group: What rounding is; the result has shape and dtype of its argument.

@@ -48,11 +48,7 @@ def register() -> None:
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Refuse a model that asks for NAME and has parts that it cannot compute; any other passes.
-
-    Raises:
-        ValueError: It has.
-    """
+    """Refuse a model that asks for NAME and has parts that it cannot compute; any other passes."""
     config = model.config
     if config._attn_implementation != NAME:
         return
@@ -83,13 +79,12 @@ def varlen_attention(
     """Causal attention within each sequence, in transformers' attention interface.
 
     Args:
-        module: The attention layer that calls.
         query: [B, H, S, D].
         key: [B, G, S, D], G dividing H.
-        value: As key.
+        value: Shape of key.
         attention_mask: [B, S] bool of the tokens that are no padding, each row one sequence; None: there is no padding.
         dropout: 0.
-        scaling: Of the scores; None: D ** -0.5.
+        scaling: Factor of the scores; None: D ** -0.5.
         sliding_window: Tokens that each attends to, itself among them; None: all before it.
         is_causal: Not False.
         position_ids: [B, S] or [1, S]; where they do not go on by 1, a sequence starts. Not read beside a mask.
@@ -165,11 +160,8 @@ def padding_mask(
         kv_length: S.
         mask_function: (row, head, q, k) -> whether q attends to k.
         attention_mask: [B, S] bool of the tokens that are no padding.
-        config: Of the model.
         local_size: Size of a window or chunk.
         use_vmap: Whether a mask of the model's own is in `mask_function`.
-        device: Of the tokens.
-        more: Not read.
 
     Returns:
         [B, S] bool of the tokens that are no padding, or None where all are.

@@ -38,9 +38,7 @@ class Need(NamedTuple):
     """A setting that something needs.
 
     Attributes:
-        name: Of the setting.
         accepts: Whether its value is accepted; None is one that nobody set.
-        accepted: In words.
     """
 
     name: str
@@ -52,10 +50,7 @@ class Rule(NamedTuple):
     """A value that is refused in some runs.
 
     Attributes:
-        when: In which.
-        need: What it must be.
         why: The reason, empty where the names say it.
-        remedy: What to do.
     """
 
     when: When
@@ -68,7 +63,6 @@ def check(run: Run, rules: Iterable[Rule] | None = None) -> None:
     """Refuse a run that breaks a rule.
 
     Args:
-        run: The run.
         rules: Default: all of them.
 
     Raises:
@@ -153,7 +147,7 @@ def _bf16_on_cpu(run: Run) -> str | None:
 
 
 def _option(name: str, label: str = "") -> When:
-    """Runs in which an option is on."""
+    """The runs in which an option is on."""
 
     def beside(run: Run) -> str | None:
         value = run(name)
@@ -298,7 +292,7 @@ RULES: tuple[Rule, ...] = (
     Rule(REQUANTIZED, Need(f"{MODEL}.lora_adapter_path", _off, "null"), _ADAPTER, f"Set {LORA_RANK}."),
     *(
         Rule(REQUANTIZED, _no(f"qerl.base.{name}"), "there is no packed base", f"Leave it out, or set {LORA_RANK}.")
-        for name in ("shard", "share", "keep_dense")
+        for name in ("shard", "share")
     ),
     Rule(
         REQUANTIZED,
@@ -332,12 +326,6 @@ RULES: tuple[Rule, ...] = (
         SHARE,
         Need(f"{ROLLOUT}.gpu_memory_utilization", lambda v: v != 0, "a share above 0"),
         "there is no rollout to share with",
-        _ONE,
-    ),
-    Rule(
-        SHARD,
-        _no("qerl.base.keep_dense"),
-        "a rank that holds a part of the base cannot keep a copy of the whole",
         _ONE,
     ),
     # Arithmetic of the rollout.

@@ -20,12 +20,7 @@ LATER_STEPS = 5
 
 
 class Accepts(NamedTuple):
-    """Which values an option takes.
-
-    Attributes:
-        told: In words.
-        test: Whether a value is one.
-    """
+    """Which values an option takes."""
 
     told: str
     test: Callable[[Any], bool]
@@ -59,11 +54,6 @@ class Options:
     NODE: ClassVar[str]
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ValueError: One is none of those that its option takes.
-        """
         for each in fields(self):
             accepts = each.metadata.get("accepts")
             value = getattr(self, each.name)
@@ -75,7 +65,7 @@ class Options:
 
     @classmethod
     def from_mapping(cls, options: Any) -> Any:
-        """From a node of a configuration; None gives the defaults.
+        """Read a node of a configuration; None gives the defaults.
 
         Raises:
             ValueError: An option is unknown or out of range.
@@ -128,12 +118,6 @@ class Base(Options):
         "one copy of the packed base on a GPU: the rollout maps the actor's memory (CUDA IPC) and has that much more"
         " for its KV cache; for less memory lower `gpu_memory_utilization` with it",
     )
-    keep_dense: bool = option(
-        False,
-        SWITCH,
-        "a bf16 copy of the base while the actor computes, given back before the rollout wakes; from the second update"
-        " on, where memory allows",
-    )
     fused_lora: bool = option(
         True,
         SWITCH,
@@ -141,11 +125,6 @@ class Base(Options):
     )
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ValueError: One is none of those that its option takes.
-        """
         super().__post_init__()
         object.__setattr__(self, "ignore", tuple(self.ignore))
         choices = FORMATS[self.format].scale_choices if self.format is not None else ()
@@ -176,13 +155,6 @@ class Rollout(Options):
         "the path for one adapter (`max_loras` 1), for bf16 rollouts too. Ranks 8, 16, 32, 64 and 128 share the"
         " linear's launch, others take two of their own. `stock`: vLLM's",
     )
-    lm_head: str = option(
-        "bf16",
-        _one_of("bf16", "fp8"),
-        "`fp8`: the output head as E4M3 weights with one scale per vocabulary row, activations in bf16 (Marlin): half"
-        " the head's bytes, which helps small batches. The actor's head stays as it is, so that log-probs differ by"
-        " more: look at `qerl/rollout_kl_k3`. With `+rollout=...`, and with bf16 rollouts of an adapter",
-    )
     sampler: str = option(
         "auto",
         _one_of("auto", "fused", "stock"),
@@ -211,12 +183,6 @@ class Rollout(Options):
         "`fp8`: from 64 rows on, linears of nvfp4 that are on our kernels are multiplied in FP8, activations quantized"
         " per token, weights by a copy in E4M3 that takes one byte a weight beside the packed one. Adapters stay in"
         " bf16. The actor computes in bf16, so that log-probs differ by more: look at `qerl/rollout_kl_k3`",
-    )
-    keep_base_resident: bool = option(
-        False,
-        SWITCH,
-        "a sleeping engine gives up its KV cache alone; else vLLM copies its weights to the host for every update and"
-        " back",
     )
 
 
@@ -261,11 +227,6 @@ class Qerl:
     gate: Gate = Gate()
 
     def __post_init__(self) -> None:
-        """Read what is a mapping.
-
-        Raises:
-            ValueError: An option is unknown or out of range.
-        """
         for name, kind in NODES.items():
             node = getattr(self, name)
             if not isinstance(node, kind):
@@ -273,7 +234,7 @@ class Qerl:
 
     @classmethod
     def from_mapping(cls, options: Any) -> "Qerl":
-        """From the node `qerl` of a configuration; None gives the defaults.
+        """Read the node `qerl` of a configuration; None gives the defaults.
 
         Raises:
             ValueError: An option is unknown or out of range.

@@ -29,19 +29,19 @@ class Settings:
     """What of a run's configuration decides its memory.
 
     Attributes:
-        rank: Of the adapters.
+        rank: LoRA rank.
         adapted_features: Inputs and outputs of the linears that carry one; None: of all (with experts, of the
             attention's).
         gpus: Over which FSDP2 shards.
         tokens: Most tokens of a micro-batch: its limit with dynamic batch sizes, else its answers at full length.
-        checkpointing: Of gradients.
+        checkpointing: Whether layers are computed again in the backward pass.
         whole_logits: The head's logits of a micro-batch exist at once (`use_fused_kernels=False`).
         shard_base, share_base: `qerl.base.shard` and `qerl.base.share`.
         param_offload, optimizer_offload, offload_policy: As in fsdp_config; the packed base goes with the first alone.
         utilization: rollout.gpu_memory_utilization; 0: no rollout on these GPUs.
-        tensor_parallel: Of the rollout.
+        tensor_parallel: GPUs that share one rollout engine.
         sleeps: Whether the rollout gives its memory back (`rollout.free_cache_engine`).
-        format: Of the packed base: a name in `BYTES_PER_WEIGHT`.
+        format: Format of the packed base, a key of `BYTES_PER_WEIGHT`.
         fp8_copy: The rollout has a copy of it in E4M3 (`qerl.rollout.arithmetic=fp8`).
     """
 
@@ -92,8 +92,6 @@ def plan(shape: ModelShape, settings: Settings, gpu_bytes: float) -> tuple[Phase
     """Memory of rollout and update on each GPU.
 
     Args:
-        shape: Of the model.
-        settings: Of the run.
         gpu_bytes: All memory of one GPU.
 
     Returns:

@@ -36,9 +36,6 @@ _ENV_VARS = "ray_kwargs.ray_init.runtime_env.env_vars"
 def install(module: ModuleType) -> None:
     """Wrap verl's `validate_config`.
 
-    Args:
-        module: `verl.utils`.
-
     Raises:
         SystemExit: The command line has an option under an old name, which Hydra would only call unknown.
     """
@@ -61,7 +58,7 @@ def look_at(config: DictConfig, use_critic: bool) -> None:
     """Register our side of a run that sets an option of ours, and check it; leave another run alone.
 
     Args:
-        config: Of the whole run. The environment of its Ray workers is changed in place.
+        config: The whole configuration; the environment of its Ray workers is changed in place.
         use_critic: Whether verl trains a critic.
 
     Raises:
@@ -83,7 +80,7 @@ def tell_workers(config: DictConfig) -> None:
     """Put `VERL_QERL_ACTIVE=1` into the environment of the Ray workers that verl is about to start.
 
     Args:
-        config: Of the whole run, changed in place.
+        config: The whole configuration, changed in place.
 
     Raises:
         RuntimeError: Ray runs already in this process, and its workers have no such variable.
@@ -105,8 +102,7 @@ def check_run(config: DictConfig, use_critic: bool) -> None:
     """Check every option of ours and write what it means into verl's nodes (config/apply.py).
 
     Args:
-        config: Of the whole run, changed in place.
-        use_critic: Whether verl trains a critic.
+        config: The whole configuration, changed in place.
 
     Raises:
         RuntimeError: A host is of another version.

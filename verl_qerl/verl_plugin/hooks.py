@@ -19,8 +19,7 @@ def when_imported(name: str, then: str) -> None:
     """Import module `then` and call its `install(module)` once `name` is imported; at once if it already is.
 
     Args:
-        name: Of the module to wait for.
-        then: Of a module with `install(module: ModuleType) -> None`, which must bear repeated calls.
+        then: A module with `install(module: ModuleType) -> None`, which may be called again.
     """
     if name in sys.modules and _is_complete(sys.modules[name]):
         _install(then, sys.modules[name])

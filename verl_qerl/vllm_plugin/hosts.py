@@ -87,12 +87,6 @@ SLEEP = _change(
     "Sleep at level 2 is refused where nothing could bring the weights back.",
     "3681f1cc82bc cf1fcecd6a92",
 )
-MEMORY_POOL = _change(
-    "method",
-    "vllm.v1.worker.gpu_worker:Worker._maybe_get_memory_pool_context",
-    "Weights stay where they are while the engine sleeps (keep_base_resident).",
-    "4118b2abd4cd",
-)
 MAX_SPLIT = _change(
     "method",
     "vllm.v1.worker.gpu_worker:Worker._scoped_allocator_max_split",
@@ -106,7 +100,7 @@ AVAILABLE_MEMORY = _change(
     "With sleep mode the KV cache stays within the engine's share of the GPU.",
     "63920244d546 8a3a2d383bfc",
 )
-_IN_POOL = "The head is quantized, and unused buffers of LoRA freed, in the memory that sleep mode keeps weights in."
+_IN_POOL = "Unused buffers of LoRA are freed, in the memory that sleep mode keeps weights in."
 LOAD_IN_POOL = (
     _change(
         "method", "vllm.v1.worker.gpu_model_runner:GPUModelRunner.load_model", _IN_POOL, "8cdc51431fb3 37a720854bbd"
@@ -179,12 +173,6 @@ LORA_TARGETS = _change(
     "Experts get no buffers for adapters that they never have.",
     "59a5e5dc818d e6331ccd2d19",
 )
-HEAD = _change(
-    "data",
-    "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding",
-    "The output head is held in FP8 (lm_head=fp8).",
-    "538486092da3 1a63c3164834",
-)
 RELOADED = _change(
     "data",
     "vllm.model_executor.layers.linear:LinearBase",
@@ -254,7 +242,6 @@ CHANGES: tuple[HostChange, ...] = (
     LOAD_MODEL,
     EXECUTE_MODEL,
     SLEEP,
-    MEMORY_POOL,
     MAX_SPLIT,
     AVAILABLE_MEMORY,
     *LOAD_IN_POOL,
@@ -268,7 +255,6 @@ CHANGES: tuple[HostChange, ...] = (
     REQUEST,
     ADDITIONAL_CONFIG,
     LORA_TARGETS,
-    HEAD,
     RELOADED,
     *_FOLLOWED,
     _change(
@@ -348,11 +334,6 @@ CHANGES: tuple[HostChange, ...] = (
         ":CompressedTensorsW8A8Int8",
         "vLLM's INT8 on a CPU cannot be reloaded or adapted, and is wrong without VNNI.",
         {"create_weights": "433b150f4b7e", "process_weights_after_loading": "dcabfa5f481a"},
-    ),
-    *_overrides(
-        "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
-        "The output head is multiplied in FP8 (lm_head=fp8).",
-        {"apply": "218ee489ba7f", "process_weights_after_loading": "a3c94ddd1d6c"},
     ),
     *_overrides(
         "vllm.model_executor.model_loader.base_loader:BaseModelLoader",

@@ -46,7 +46,7 @@ class EngineOptions:
         max_model_len: Tokens of the longest prompt and its answer.
         tensor_parallel: GPUs that share the model.
         memory: Share of a GPU's memory; None for vLLM's own.
-        seed: Of sampling.
+        seed: Seed of sampling.
     """
 
     model: str
@@ -61,7 +61,7 @@ class EngineOptions:
 
 
 class OfflineEngine:
-    """See the module.
+    """One vLLM engine with our kernels, in this process.
 
     Raises:
         ValueError: vLLM is missing or of another release, or the adapter's rank is none that vLLM takes.
@@ -93,7 +93,7 @@ class OfflineEngine:
         Args:
             prompts: Token ids.
             log_probs: Give those of the answers too, of the model itself, whatever the temperature.
-            **sampling: Of vLLM's SamplingParams.
+            **sampling: Arguments of vLLM's SamplingParams.
 
         Yields:
             (number of the prompt, its answers).
@@ -163,7 +163,7 @@ def engine_options(options: EngineOptions) -> dict[str, Any]:
 
 
 def _sampled(output: Any) -> Sampled:
-    """Of one of vLLM's completions."""
+    """The sample of one of vLLM's completions."""
     tokens = list(output.token_ids)
     found = output.logprobs or []
     log_probs = [at[token].logprob for token, at in zip(tokens, found, strict=False)]

@@ -20,14 +20,13 @@ from verl_qerl.vllm_plugin import NAMES, hosts
 from verl_qerl.vllm_plugin.adapter.lora import compute_plain_logits, release_buffers, use_single_adapter
 from verl_qerl.vllm_plugin.decode.attention import use_decode_attention
 from verl_qerl.vllm_plugin.decode.elementwise import use_programmatic_launch
-from verl_qerl.vllm_plugin.decode.memory_share import can_sleep, stay_within_share, use_segments_again
+from verl_qerl.vllm_plugin.decode.memory_share import stay_within_share, use_segments_again
 from verl_qerl.vllm_plugin.decode.sampling import use_fused_sampler
 from verl_qerl.vllm_plugin.noise.noise_rows import NoiseRows, check_draws
 from verl_qerl.vllm_plugin.noise.norm_noise import NormNoise, check_model
 from verl_qerl.vllm_plugin.noise.synced_norms import SyncedNorms
 from verl_qerl.vllm_plugin.options import RolloutOptions, asked_of_vllm, named, rollout_options
 from verl_qerl.vllm_plugin.weights.borrowed import borrowed_by, is_borrowing
-from verl_qerl.vllm_plugin.weights.head import quantize_head
 from verl_qerl.vllm_plugin.weights.linear import has_fp8_copies, repacked_in_features
 
 logger = logging.getLogger(__name__)
@@ -65,15 +64,15 @@ class RolloutWorkerExtension:
         return noise.apply(sigma, step), noise.checksum()
 
     def qerl_norm_sizes(self) -> dict[str, float]:
-        """As `NormNoise.sizes`; errors also as `qerl_set_noise`."""
+        """Call `NormNoise.sizes`; raises as `qerl_set_noise` too."""
         return _noise_of(self).sizes()
 
     def qerl_num_noisy(self) -> int:
-        """As `NormNoise.num_noisy`; errors as `qerl_set_noise`."""
+        """Call `NormNoise.num_noisy`; raises as `qerl_set_noise`."""
         return _noise_of(self).num_noisy()
 
     def qerl_norm_weights(self) -> dict[str, torch.Tensor]:
-        """Name -> present float32 weight on the CPU, to look at."""
+        """Name -> current float32 weight on the CPU, for tests and debugging."""
         held = [norms for norms in (self._qerl_noise, self._qerl_norms) if norms is not None]
         norms = {name: norm for one in held for name, norm in one._norms.items()}
         return {name: norm.weight.detach().cpu().clone() for name, norm in norms.items()}
@@ -107,7 +106,7 @@ class Preparation:
 
     @property
     def model(self) -> Any:
-        """It must have been loaded."""
+        """The loaded model; not there before loading."""
         return self.worker.model_runner.get_model()
 
     def take(self, when: "When") -> None:
@@ -131,20 +130,6 @@ class Step(NamedTuple):
     when: When
     function: Callable[[Preparation], Any]
     needed: Callable[[Preparation], Any] = lambda e: True
-
-
-def _keep_weights(engine: Preparation) -> None:
-    """Allocate weights, and LoRA's buffers with them, outside of the memory that sleep mode unmaps."""
-    worker = engine.worker
-    if not can_sleep(engine.vllm_config):
-        logger.warning("verl_qerl: keep_base_resident changes nothing: sleep mode is off, so that weights never leave.")
-        return
-    pool = worker._maybe_get_memory_pool_context
-
-    def pool_of_the_cache(tag: str) -> Any:
-        return contextlib.nullcontext() if tag == "weights" else pool(tag)
-
-    upstream.hang(hosts.MEMORY_POOL, worker, pool_of_the_cache)
 
 
 def _put_lora_on_one_path(engine: Preparation) -> None:
@@ -217,10 +202,8 @@ def _replace_sampler(engine: Preparation) -> None:
 # In their order. Norms are synced onto the noise, so noise is made first; what lies between linears is replaced where
 # there are some on our kernels.
 STEPS = (
-    Step("weights stay", When.BEFORE, _keep_weights, lambda e: e.options.keep_base_resident),
     Step("memory segments", When.BEFORE, lambda e: use_segments_again(e.worker, e.vllm_config)),
     Step("share of the memory", When.BEFORE, lambda e: stay_within_share(e.worker, e.vllm_config)),
-    Step("head", When.IN_POOL, lambda e: quantize_head(e.model), lambda e: e.options.lm_head == "fp8"),
     Step("LoRA's buffers", When.IN_POOL, lambda e: release_buffers(e.model, e.lora_config), lambda e: e.lora_config),
     Step("LoRA", When.LOADED, _put_lora_on_one_path, lambda e: e.lora_config),
     Step("noise", When.LOADED, _make_noise, lambda e: e.options.aqn.enabled),
@@ -235,12 +218,12 @@ STEPS = (
 
 
 def prepare_model(worker: Any, vllm_config: Any) -> None:
-    """Do what the options ask for: `STEPS`, now and after `worker.load_model`.
+    """Take the `STEPS` that the options ask for, now and after `worker.load_model`.
 
     Raises:
-        ValueError: An option is unknown or out of range or does not go together with VLLM_BATCH_INVARIANT, or later
-            the head cannot be quantized or the sampler replaced, or draws of the noise do not fit the engine, or packed
-            linears would run on two streams at once.
+        ValueError: An option is unknown, out of range, or does not go together with VLLM_BATCH_INVARIANT. After
+            loading: the sampler cannot be replaced, draws of the noise do not fit the engine, or packed linears would
+            run on two streams at once.
     """
     worker._qerl_noise = worker._qerl_norms = None
     options = _batch_invariant(rollout_options(vllm_config), vllm_config)
@@ -266,12 +249,11 @@ def _batch_invariant(options: RolloutOptions, vllm_config: Any) -> RolloutOption
     asked = asked_of_vllm(vllm_config)
     if asked != "VLLM_BATCH_INVARIANT=1":
         return options
-    for name, value in (("sampler", "fused"), ("lm_head", "fp8")):
-        if getattr(options, name) == value:
-            raise ValueError(
-                f"{named(name, value)} does not go together with {asked}: its results depend"
-                " on the batch. Accepted is the default. Leave one of them out."
-            )
+    if options.sampler == "fused":
+        raise ValueError(
+            f"{named('sampler', 'fused')} does not go together with {asked}: its results depend"
+            " on the batch. Accepted is the default. Leave one of them out."
+        )
     logger.warning("verl_qerl: LoRA, the sampler and attention stay vLLM's: %s, and ours depend on the batch.", asked)
     return replace(options, lora="stock", sampler="stock", attention="stock")
 

@@ -287,7 +287,6 @@ RUNS = {
     "sharded tied": lambda: base("tied", **SHARDED),
     "sharded full": lambda: resume(False, SHARDED, SHARDED),
     "sharded, then not": lambda: resume(True, SHARDED, None),
-    "kept dense": lambda: {"norms": [step(build("bf16", qerl={"keep_dense": dense})) for dense in (False, True)]},
     "bf16": lambda: base("bf16"),
     "tied": lambda: base("tied"),
     "nvfp4": lambda: base("nvfp4"),

@@ -24,16 +24,11 @@ def refused():
     return found
 
 
-def kept_dense():
-    return [step(build("bf16", qerl={"format": "int8", "keep_dense": dense})) for dense in (False, True)]
-
-
 RUNS = {name: lambda name=name: base("bf16", format=name) for name in ("fp8", "int8", "mxfp4")}
 RUNS |= {f"{name} directory": lambda name=name: base(name, format=name) for name in ("fp8", "int8", "mxfp4")}
 RUNS |= {
     "tied": lambda: base("tied", format="int8"),
     "resume": lambda: resume(True, {"format": "int8"}, {"format": "int8"}),
-    "kept dense": kept_dense,
     "refused": refused,
 }
 

@@ -120,7 +120,6 @@ RUNS = {
     "moe": lambda: forward("moe"),
     "peft": lambda: forward(fused_lora=False),
     "sharded": lambda: forward(shard=True),
-    "kept dense": lambda: [step(shifted(keep_dense=dense)) for dense in (False, True)],
     "lora": lambda: resume(True, NORMS, NORMS),
     "full": lambda: resume(False, NORMS, NORMS),
     "save": save,

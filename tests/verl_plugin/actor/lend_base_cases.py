@@ -54,7 +54,7 @@ def shared():
 
 
 def norms():
-    options = ({}, SHARED, SHARED | {"keep_dense": True}, SHARED | {"fused_lora": False}, {"fused_lora": False})
+    options = ({}, SHARED, SHARED | {"fused_lora": False}, {"fused_lora": False})
     return [step(built("bf16", qerl=qerl)) for qerl in options]
 
 

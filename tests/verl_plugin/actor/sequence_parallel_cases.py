@@ -123,7 +123,7 @@ RUNS = {
     "logits": lambda: both(),
     "head": lambda: both(head=True),
     "sharded": lambda: both(head=True, model="tied", qerl={"shard": True, "train_norms": True}),
-    "kept": lambda: both(enable_gradient_checkpointing=False, qerl={"keep_dense": True, "fused_lora": False}),
+    "kept": lambda: both(enable_gradient_checkpointing=False, qerl={"fused_lora": False}),
     "moe": lambda: both(head=True, model="moe"),
     "whole": lambda: both(**WHOLE),
     "refused": refused,

@@ -34,7 +34,6 @@ def alone(models, fresh_process, tmp_path_factory):
         "stock",
         "options",
         "registry",
-        "kept dense",
         "log-probs",
         "sharded",
         "liger",
@@ -257,11 +256,6 @@ def test_two_ranks_that_share_a_base_resume(ranks, name):
 def test_one_rank_has_nothing_to_share(alone):
     assert "ShardedNVFP4Linear" not in alone["sharded"]["types"].values()
     assert torch.equal(alone["sharded"]["logits"], alone["bf16"]["logits"])
-
-
-def test_a_dense_copy_changes_no_bit_of_a_step(alone):
-    packed, dense = alone["kept dense"]["norms"]
-    assert packed == dense > 0
 
 
 def test_log_probs_from_the_head_are_those_of_whole_logits(alone, ranks):

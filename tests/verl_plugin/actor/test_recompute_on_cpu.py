@@ -147,12 +147,10 @@ def test_an_optimizer_whose_state_came_last_is_counted(model, monkeypatch):
     assert found.budget == (60 + 12 - 14 - 9 - 2 - 4) * GIB
 
 
-def test_it_waits_for_what_is_not_settled_and_for_an_update_that_ends_well(model, monkeypatch):
+def test_it_waits_for_an_update_that_ends_well(model, monkeypatch):
     cuda = Cuda(monkeypatch)
     found = Recompute(model, CPU)
     found.bytes_per_token, found._tokens = 1.0, 1
-    with found.within(mode(), settled=False):
-        pass
     with pytest.raises(KeyError), found.within(mode()):
         raise KeyError
     assert found.budget is None

@@ -25,7 +25,7 @@ from verl_qerl.options.schema import NODES
 from verl_qerl.verl_plugin.config import attention
 from verl_qerl.verl_plugin.config.apply import WORKER_EXTENSION, aqn_options, prepare
 from verl_qerl.verl_plugin.config.base_options import BaseOptions, QerlFSDPEngineConfig
-from verl_qerl.verl_plugin.config.old_spellings import NEW, check_arguments
+from verl_qerl.verl_plugin.config.old_spellings import DELETED, NEW, check_arguments
 from verl_qerl.vllm_plugin.options import SCHEDULER
 
 MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{node}" for node in ("model", "actor", "rollout"))
@@ -113,9 +113,8 @@ BAD = {
     ("++qerl.base.format=int8", "+qerl.base.scale=mse"): r"scale='mse' .*Accepted: minmax, with \+rollout=int8",
     (
         f"{MODEL}.lora_rank=0",
-        "+qerl.base.keep_dense=True",
-    ): r"keep_dense=True does not .* no packed base\. Accepted is false",
-    (f"{MODEL}.lora_rank=0", "+qerl.base.share=True"): r"share=True does not .*lora_rank=0: there is no packed base",
+        "+qerl.base.share=True",
+    ): r"share=True does not .*lora_rank=0: there is no packed base\. Accepted is false",
     (f"++{ACTOR}.fsdp_config.qat.enable=true",): r"qat\.enable=True does not go together with \+rollout=nvfp4: both ",
     ("+qerl.base.share=1",): r"^qerl\.base\.share=1 is no value of this option\. Accepted: true, false\.",
     ("+qerl.kernels.linear=stock",): r"^unknown option qerl\.kernels=.* Known options are base, rollout, gate\.",
@@ -137,10 +136,6 @@ BAD = {
         f"{ACTOR}.fsdp_config.param_offload=True",
         ONE_GPU,
     ): r"param_offload=True does not go together with \+qerl\.base\.share=true",
-    (
-        "+qerl.base.shard=True",
-        "+qerl.base.keep_dense=True",
-    ): r"keep_dense=True does not go together with \+qerl\.base\.shard=true: a rank .* Leave one of the two out\.$",
     (
         f"{MODEL}.lora_rank=0",
         "+qerl.base.train_norms=True",
@@ -311,9 +306,18 @@ def test_an_old_name_is_refused_with_the_new_one(name):
     check_arguments([f"+{NEW[name]}=1", "trainer.nnodes=1"])
 
 
+@pytest.mark.parametrize("name", DELETED)
+def test_a_deleted_option_is_refused(name):
+    said = rf"^{re.escape(name)}=1 is an option that was deleted: .* Leave it out\.$"
+    with pytest.raises(ValueError, match=said):
+        prepare(composed(f"++{name}=1", rollout=None))
+    with pytest.raises(ValueError, match=said):
+        check_arguments(["+rollout=nvfp4", f"+{name}=1"])
+
+
 def test_every_new_name_is_an_option():
     kinds = {f"qerl.{node}.{each.name}" for node, kind in NODES.items() for each in fields(kind)}
-    assert set(NEW.values()) == kinds - {"qerl.base.format"}
+    assert set(NEW.values()) == kinds - {"qerl.base.format", "qerl.rollout.arithmetic"}  # which never had another name
 
 
 def told(*overrides, rollout=None):

@@ -17,7 +17,6 @@ from worker_extension_fakes import (
     NAMED,
     SHIFTED,
     SHIFTS,
-    Base,
     ModelOptNvFp4Config,
     Sender,
     config,
@@ -200,16 +199,6 @@ def requantized(load_format, adapter):
     return {"log": log, "told": told}
 
 
-def fp8_head(**options):
-    """Whether a worker whose head is to be in FP8 is made."""
-    kind = type("Worker", (Base, WorkerExtension), {})
-    try:
-        kind(vllm_config=config(lm_head="fp8", **options))
-    except ValueError as error:
-        return str(error)
-    return None
-
-
 def upstream(quant_config):
     """Whether verl's own class takes the model for QAT: it sets a flag, or fails where it patches vLLM."""
     try:
@@ -261,10 +250,6 @@ def cases():
     yield "whole model, adapter", requantized("verl_qerl_nvfp4", adapter=True)
     yield "broken bucket", broken_bucket(False)
     yield "broken bucket, broken model", broken_bucket(True)
-    for adapter in (True, False):
-        for load_format in ("auto", "dummy", "verl_qerl_int8", "verl_qerl_nvfp4"):
-            made = fp8_head(load_format=load_format, adapter=adapter)
-            yield f"fp8 head, {load_format}{', adapter' if adapter else ''}", made
     yield "clash", [name for name in dir(WorkerExtension) if not name.startswith("__") and hasattr(VllmWorker, name)]
     # Last, since these change vLLM where they succeed.
     yield "upstream", [upstream(compressed), upstream(ModelOptNvFp4Config())]

@@ -102,7 +102,9 @@ def log_probs(model) -> dict[int, torch.Tensor]:
 
 
 def error(found, expected: torch.Tensor) -> float:
-    return float((torch.as_tensor(found, dtype=torch.float64) - expected).pow(2).mean().sqrt())
+    """Root mean square over nine tenths of the tokens: rounding sends single ones to other experts."""
+    squares = (torch.as_tensor(found, dtype=torch.float64) - expected).pow(2).sort().values
+    return float(squares[: len(squares) * 9 // 10].mean().sqrt())
 
 
 def test_marlin_computes_with_the_decoded_experts_stock_and_ours(models, run_script):
@@ -132,7 +134,7 @@ def test_marlin_computes_with_the_decoded_experts_stock_and_ours(models, run_scr
         for length in LENGTHS:
             found, _ = engine[name][str(length)]
             truth = expected[reference][length]
-            # transformers in bf16 rounds the same activations in another order, and routes some tokens elsewhere.
+            # transformers in bf16 rounds the same activations in another order.
             rounding = error(expected[f"{reference} in bf16"][length], truth)
             assert error(found, truth) < 2.5 * rounding, (name, length)
             other = expected["adapter" if reference == "base" else "base"][length]

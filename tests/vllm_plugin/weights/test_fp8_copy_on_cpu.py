@@ -8,7 +8,7 @@ from verl_qerl.formats import DEFAULT_FORMAT, PackedWeight, reference
 from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.kernels.rollout.repacking import repack
 from verl_qerl.vllm_plugin.weights import fp8_copy
-from verl_qerl.vllm_plugin.weights.fp8_copy import FEWEST_ROWS, make_copy, multiply_fp8, takes_fp8
+from verl_qerl.vllm_plugin.weights.fp8_copy import FEWEST_ROWS, make_copy, multiply_fp8, quantize_rows, takes_fp8
 
 N, K = 256, 512
 
@@ -47,6 +47,15 @@ def test_weights_are_those_of_the_packed_ones_up_to_a_rounding_of_e4m3(weight):
     assert bool(((decoded(copy) - exact).abs() <= limit).all())
     # 1.96 % of Gaussian weights, of which 79 % stay exact; with scales max |w| / 448 it is 2.72 %, and 13 % do.
     assert relative(decoded(copy), exact) < 0.021
+
+
+@pytest.mark.parametrize(
+    ("amax", "exponent", "code"), [(448.0, 0, 448.0), (450.0, 1, 224.0), (1.0, -8, 256.0), (0.875, -9, 448.0)], ids=str
+)
+def test_the_scale_is_the_smallest_power_of_two_that_holds_the_row(amax, exponent, code):
+    codes, scale = quantize_rows(torch.tensor([[amax, -amax / 4], [0.0, 0.0]], dtype=torch.bfloat16))
+    assert (scale[0].item(), codes[0, 0].float().item()) == (2.0**exponent, code)
+    assert not codes[1].float().any()
 
 
 def test_codes_without_a_mantissa_stay_exact():

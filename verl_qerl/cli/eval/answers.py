@@ -33,7 +33,6 @@ class Verdict(NamedTuple):
     Attributes:
         answer: What the box holds, or what was found at the end; None where there is nothing.
         right: Whether it equals the truth.
-        boxed: Whether it is in a box.
     """
 
     answer: str | None
@@ -42,11 +41,7 @@ class Verdict(NamedTuple):
 
 
 def check_installed() -> None:
-    """Require math-verify.
-
-    Raises:
-        ValueError: It is not installed.
-    """
+    """Require math-verify."""
     if importlib.util.find_spec("math_verify") is None:
         raise ValueError(
             "math-verify is not installed: `eval` compares answers with it. Version 0.8 or later is accepted. Run"
@@ -58,7 +53,6 @@ def judge(text: str, truth: str, cut: bool = False) -> Verdict:
     """The verdict on a whole text.
 
     Args:
-        text: What the model wrote.
         truth: The inside of a box.
         cut: The text reached its limit of tokens; without a box it has no answer, whatever number it ends in.
     """

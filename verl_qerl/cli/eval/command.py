@@ -23,8 +23,8 @@ _SAMPLING = ("samples", "temperature", "top_p", "max_tokens", "prompt", "seed")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A question that is to be answered: its task, its number, itself, and its chat as token ids."""
+class Prompt:
+    """A question that is to be answered, with its chat as token ids."""
 
     task: str
     index: int
@@ -80,11 +80,11 @@ def _unanswered(
     return missing
 
 
-def encode(model: str, missing: Sequence[tuple[str, int, Question]], prompt: str) -> list[Asked]:
-    """The chats, up to the assistant's turn.
+def encode(model: str, missing: Sequence[tuple[str, int, Question]], prompt: str) -> list[Prompt]:
+    """Each question as a chat up to the assistant's turn.
 
     Raises:
-        ValueError: The model has no tokenizer, or that no chat template.
+        ValueError: The model has no tokenizer, or the tokenizer no chat template.
     """
     from transformers import AutoTokenizer
 
@@ -100,10 +100,10 @@ def encode(model: str, missing: Sequence[tuple[str, int, Question]], prompt: str
     chats = [[{"role": "user", "content": prompt.replace(SLOT, question.text)}] for _, _, question in missing]
     texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
     tokens = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return [Asked(*what, ids) for what, ids in zip(missing, tokens, strict=True)]
+    return [Prompt(*what, ids) for what, ids in zip(missing, tokens, strict=True)]
 
 
-def _options(found: Served, args: argparse.Namespace, asked: Sequence[Asked]) -> EngineOptions:
+def _options(found: Served, args: argparse.Namespace, asked: Sequence[Prompt]) -> EngineOptions:
     from transformers import AutoConfig
 
     longest = max(len(one.tokens) for one in asked)
@@ -128,9 +128,9 @@ def _options(found: Served, args: argparse.Namespace, asked: Sequence[Asked]) ->
 
 
 def answer(
-    options: EngineOptions, devices: Sequence[str | None], asked: Sequence[Asked], args: argparse.Namespace
+    options: EngineOptions, devices: Sequence[str | None], asked: Sequence[Prompt], args: argparse.Namespace
 ) -> None:
-    """Have all questions answered, and keep each as it is done; by an engine for each of `devices` (see `gpus`)."""
+    """Answer all questions by an engine for each of `devices` (see `gpus`), and record each when it is answered."""
     sampling = {"n": args.samples, "temperature": args.temperature, "max_tokens": args.max_tokens}
     if args.temperature > 0:
         sampling["top_p"] = args.top_p

@@ -26,8 +26,7 @@ class Work:
     Attributes:
         options: How it is made.
         prompts: Token ids of each question.
-        truths: The right answer to each question.
-        sampling: Of vLLM's SamplingParams.
+        sampling: Arguments of vLLM's SamplingParams.
     """
 
     options: "EngineOptions"
@@ -45,7 +44,7 @@ def judged(work: Work) -> Judged:
     """(number of the question, its answers) as each is ready; an adapter is looked for in the first answer.
 
     Raises:
-        ValueError: See served.check_applied.
+        ValueError: See `served.check_applied`.
     """
     from verl_qerl.cli.eval.served import check_applied
 
@@ -68,7 +67,6 @@ def gpus(engines: int, each: int) -> list[str | None]:
     """CUDA_VISIBLE_DEVICES of each engine; None where the machine has no GPU.
 
     Args:
-        engines: How many.
         each: GPUs of one.
 
     Raises:
@@ -89,11 +87,11 @@ def gpus(engines: int, each: int) -> list[str | None]:
 
 
 def in_processes(work: Work, devices: Sequence[str | None], answers: Callable[[Work], Judged] = judged) -> Judged:
-    """As `judged`, from an engine for each of `devices`; all of them end with the iterator, and with this process.
+    """What `judged` yields, from one engine for each of `devices`; they end with the iterator or this process.
 
     Raises:
-        ValueError: As an engine's.
-        OSError: As an engine's, or one ended before it had answered.
+        ValueError: An engine raised it.
+        OSError: An engine raised it, or ended before it had answered.
     """
     count = min(len(devices), len(work.prompts))
     context = multiprocessing.get_context("spawn")

@@ -63,11 +63,7 @@ def parse_tasks(text: str) -> list[str]:
 
 
 def check_prompt(prompt: str) -> None:
-    """Require a place for the question.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Require a place for the question."""
     if SLOT not in prompt:
         raise ValueError(
             f"the prompt has no place for the question: --prompt={prompt!r}. Text with {SLOT} is accepted. Put it in."
@@ -75,12 +71,12 @@ def check_prompt(prompt: str) -> None:
 
 
 def read_questions(task: str, source: Path | None, option: str = "--source") -> list[Question]:
-    """All questions of a task.
+    """The questions of a task.
 
     Args:
         task: One of TASKS.
         source: Directory with TASK/test.jsonl (or .json, .parquet) or TASK.jsonl; None for the hub.
-        option: Of the command, which gives the directory.
+        option: The option of the command that takes a directory, for messages.
 
     Raises:
         FileNotFoundError: The directory has no such file.
@@ -147,7 +143,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def question_of(row: Mapping[str, Any], where: str) -> Question:
-    """Of the hub's flat columns, or of verl's schema; instructions around the question are taken away.
+    """A question from the hub's flat columns or from verl's schema; instructions around it are removed.
 
     Raises:
         ValueError: It lacks its question or answer; `where` names it.

@@ -20,12 +20,8 @@ class Answer:
     """One of the answers to a question.
 
     Attributes:
-        text: Whole.
         tokens: That it has, with the one that ends it.
         cut: It reached the limit.
-        answer: See Verdict.
-        right: See Verdict.
-        boxed: See Verdict.
     """
 
     text: str
@@ -51,7 +47,7 @@ class Answered:
 
     @property
     def share(self) -> float:
-        """Of right answers."""
+        """The share of right answers."""
         return sum(answer.right for answer in self.answers) / len(self.answers)
 
 
@@ -84,7 +80,7 @@ def open_records(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Those of an evaluation.
+    """The settings of an evaluation.
 
     Raises:
         FileNotFoundError: The directory is of none.
@@ -147,11 +143,7 @@ def _line(row: Mapping[str, Any]) -> Answered:
 
 
 def check_questions(lines: Sequence[Answered], questions: Sequence[Question], where: str) -> None:
-    """Require lines of these questions.
-
-    Raises:
-        ValueError: One is of another question.
-    """
+    """Require lines of these questions."""
     for line in lines:
         if line.index >= len(questions) or questions[line.index] != line.question:
             raise ValueError(

@@ -41,7 +41,6 @@ def served(
 
     Args:
         model: Directory or hub id; with a checkpoint in place of the base that it names.
-        adapter: PEFT directory.
         checkpoint: Folder that verl's FSDP2 engine has saved; excludes `adapter`.
         form: A weight format, STOCK, or None for the one that the files are in.
         scratch: Existing folder on a disk with room for a model.

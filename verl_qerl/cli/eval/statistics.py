@@ -41,7 +41,6 @@ def accuracy(shares: Sequence[float], samples: int) -> Interval:
 
     Args:
         shares: For each question, the share of its answers that are right, 0 to 1.
-        samples: Answers a question.
     """
     values = np.asarray(shares, dtype=float)
     mean, variance = float(values.mean()), float(values.var()) / len(values)

@@ -22,7 +22,6 @@ class Adapter:
 
     Attributes:
         r: Rank; 0 for a run of all weights, which has no factors.
-        alpha: lora_alpha.
         use_rslora: Whether the scaling is alpha / sqrt(r) (arXiv 2312.03732) and not alpha / r.
         targets: What names exactly these modules, for PEFT's `target_modules`.
         factors: module -> (A [r, in], B [out, r]).
@@ -81,7 +80,6 @@ def write_peft(folder: Path, adapter: Adapter, base: str) -> None:
 
     Args:
         folder: Exists and is empty.
-        adapter: What to write.
         base: Name or directory of the base, for PEFT's `base_model_name_or_path`.
     """
     config = {

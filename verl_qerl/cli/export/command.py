@@ -49,8 +49,6 @@ class Options:
 
     Attributes:
         scale: Scale choice of a quantized export; None for the base's own, or the default where that is not known.
-        device: `auto`, `cpu` or `cuda`.
-        max_shard_bytes: Of one output file.
         prompts: The log-prob change of a quantized export is measured on these.
     """
 
@@ -78,9 +76,7 @@ def export_checkpoint(
     Args:
         checkpoint: See `fsdp_checkpoint.open_checkpoint`.
         out: Absent or empty; on an error nothing is left.
-        form: One of FORMS.
         base: Directory or hub id, in place of the base that the checkpoint names; the bits must be the same.
-        options: See Options.
 
     Returns:
         What is also written to `export_report.json`.
@@ -241,11 +237,6 @@ class _Export:
 def check_base(form: str, base: Base, has_prompts: bool) -> None:
     """Refuse a form that the base has not.
 
-    Args:
-        form: One of FORMS.
-        base: Of the checkpoint.
-        has_prompts: Log-probs are to be compared.
-
     Raises:
         ValueError: The base goes into no such form.
     """
@@ -268,16 +259,7 @@ def check_base(form: str, base: Base, has_prompts: bool) -> None:
 
 
 def check_trained(form: str, checkpoint: Checkpoint, adapter: Adapter) -> None:
-    """Refuse a form that cannot hold what was trained.
-
-    Args:
-        form: One of FORMS.
-        checkpoint: What was trained.
-        adapter: Of it.
-
-    Raises:
-        ValueError: It cannot.
-    """
+    """Refuse a form that cannot hold what was trained."""
     if form in ("peft", WITH_BASE) and not adapter.factors:
         raise ValueError(
             f"the checkpoint holds no adapter: {checkpoint.folder} is of a run of all weights. Accepted with it are"

@@ -32,7 +32,6 @@ class Checkpoint:
     """What one step of a run has trained.
 
     Attributes:
-        folder: Of the shards.
         world_size: Ranks that wrote it.
         factors: module -> (A [r, in], B [out, r]) as trained; none in a run of all weights, which UAQ's are.
         others: name in the base model -> tensor, for a checkpoint that is not LoRA-only.

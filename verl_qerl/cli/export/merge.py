@@ -28,7 +28,6 @@ class Base:
 
     Attributes:
         name: Directory or hub id, as given or recorded.
-        source: Its files.
         record: What the checkpoint says of it; None when another engine than ours wrote the checkpoint.
         linears: Modules that were packed in training (`is_packed`), or are in a quantized export.
         is_packed: Whether training saw those packed.

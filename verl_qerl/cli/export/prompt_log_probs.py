@@ -47,7 +47,7 @@ def log_prob_change(
 
 
 def _log_probs(model: Any, tokens: Sequence[Sequence[int]], device: str) -> torch.Tensor:
-    """Of every token but the first of each prompt, float32 on the CPU."""
+    """Log-probs of every token but the first of each prompt, float32 on the CPU."""
     found = []
     with torch.inference_mode():
         for prompt in tokens:

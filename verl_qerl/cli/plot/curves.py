@@ -62,7 +62,6 @@ def summarize(seeds: Mapping[int, Run], keys: Sequence[str]) -> dict[str, Any]:
     """Numbers of one arm.
 
     Args:
-        seeds: Seed -> run.
         keys: Metrics that every run has.
 
     Returns:

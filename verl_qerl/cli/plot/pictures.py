@@ -33,11 +33,9 @@ def draw(
     """Draw the panels under a common step axis.
 
     Args:
-        summary: Of curves.summarize, by arms.
-        keys: The panels.
-        phases: Of curves.phases; may be empty.
-        questions: Of the validation set; None for no intervals.
-        out: Picture to write.
+        summary: Arm -> what `curves.summarize` returns.
+        phases: From `curves.phases`; may be empty.
+        questions: Number of questions in the validation set; None for no intervals.
     """
     import matplotlib
 

@@ -37,7 +37,7 @@ class Calibration:
     Attributes:
         file: Parquet or JSON lines with `text`, or with `prompt`: text or chat messages.
         samples: Rows that are read at most.
-        tokens: Of a row, from its start, at most.
+        tokens: Tokens that are read of a row, from its start, at most.
     """
 
     file: Path
@@ -105,15 +105,11 @@ def calibrated_stream(
 
     Args:
         source: An unquantized checkpoint that `check_calibrated` has accepted.
-        form: With the choice of block scales.
-        ignore: Modules left unquantized.
-        device: Where layers run and weights are quantized.
         observe: Called for each linear with module, original and packed weight, and by name the `gptq.output_errors` of
             its codes and of the nearest ones.
-        texts: Token ids.
 
     Yields:
-        As `checkpoints.stream.packed_stream`.
+        See `checkpoints.stream.packed_stream`.
 
     Raises:
         CheckpointFormatError: The tensors are not those of the layers that config.json describes.
@@ -163,7 +159,7 @@ class _Walk:
         return [table[torch.tensor([ids])].bfloat16().to(self.device) for ids in texts]
 
     def read(self, i: int) -> dict[str, torch.Tensor]:
-        """All tensors of a layer."""
+        """The tensors of layer i."""
         return read_tensors(self.source, self.names[i], self.device)
 
     def hold(self, i: int, weights: Mapping[str, torch.Tensor]) -> Any:
@@ -191,7 +187,7 @@ class _Passing(torch.nn.Module):
 
 
 def _in_layers(walk: _Walk, linears: set[str]) -> list[list[list[str]]]:
-    """Of each layer, the groups of linears that share inputs and a global scale."""
+    """The groups of linears of each layer that share inputs and a global scale."""
     found: list[list[list[str]]] = []
     for names in walk.names:
         groups: dict[str, list[str]] = {}
@@ -236,7 +232,7 @@ def _layer(
 def _moments(
     walk: _Walk, i: int, tensors: Mapping[str, torch.Tensor], groups: list[list[str]], hidden: list[torch.Tensor]
 ) -> dict[str, gptq.InputMoments]:
-    """Those of the inputs of each group, by the name of its first member."""
+    """The moments of the inputs of each group, by the name of its first member."""
     layer, found, hooks = walk.hold(i, tensors), {}, []
     for first, *_ in groups:
         found[first] = one = gptq.InputMoments(tensors[f"{first}.weight"].shape[1], walk.device)

@@ -117,7 +117,6 @@ def paths(
     Args:
         x: [M, K] bf16.
         packed: Tiled copies of a weight, as `lora_linear_repacked` takes them.
-        launches: Of a Plan.
     """
     from verl_qerl.vllm_plugin.weights.linear_ops import lora_linear_repacked
     from verl_qerl.vllm_plugin.weights.plans import PLANS, Plan

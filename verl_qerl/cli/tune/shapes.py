@@ -12,7 +12,7 @@ Shape = tuple[int, int]  # (out_features, in_features) of a fused linear as vLLM
 
 
 class Sizes(NamedTuple):
-    """Of a decoder, as config.json has them; `intermediate` is 0 where all layers have experts."""
+    """Sizes of a decoder from config.json; `intermediate` is 0 where all layers have experts."""
 
     hidden: int
     intermediate: int
@@ -23,7 +23,7 @@ class Sizes(NamedTuple):
     def linears(self, ranks: int) -> list[Shape]:
         """What each rank of a tensor-parallel rollout has: some outputs of qkv and gate_up, some inputs of o and down.
 
-        As vLLM has it (model_executor/layers/linear.py), ranks share a head of k and v where there are fewer.
+        In vLLM (model_executor/layers/linear.py) ranks share a head of k and v where there are fewer.
 
         Raises:
             ValueError: So many ranks cannot share these.
@@ -63,7 +63,6 @@ def shapes_of(models: Iterable[str], ranks: int = 1) -> list[Shape]:
 
     Args:
         models: Names of MODELS, directories with a config.json, or such files.
-        ranks: Of a tensor-parallel rollout.
 
     Raises:
         ValueError: A model is neither, so many ranks cannot share it, or none of its linears can be measured.

@@ -33,7 +33,6 @@ def dequantize_nvfp4(
         codes: [N, K / 2] uint8.
         block_scale: [N, K / 16] uint8, the bytes of float8_e4m3fn.
         global_decode_scale: [] or [G] float32: weights stacked along N, each of N / G rows, have a scale each.
-        dtype: Of the result.
 
     Returns:
         [N, K] of `dtype`.
@@ -64,7 +63,6 @@ def dequantize_siblings(weights: Sequence[Tensors], dtype: torch.dtype) -> tuple
     Args:
         weights: Up to three, (codes, block_scale, global_decode_scale) of each as of `dequantize_nvfp4`, with one
             global scale.
-        dtype: Of the results.
 
     Returns:
         [N_i, K] of `dtype`, each; on a GPU views of one tensor.
@@ -92,7 +90,6 @@ def launch(weights: Sequence[Tensors], dtype: torch.dtype) -> torch.Tensor:
 
     Args:
         weights: Up to three of one K on one device, as of `dequantize_siblings`; or one as of `dequantize_nvfp4`.
-        dtype: Of the result.
 
     Returns:
         [sum of N, K] of `dtype`, one weight below the other.

@@ -22,8 +22,7 @@ def dequantize_format(
     """Decode a weight of INT8, FP8 or MXFP4.
 
     Args:
-        form: The format.
-        tensors: As `PackedWeight.tensors`, of a weight [N, K], on one device.
+        tensors: `PackedWeight.tensors` of a weight [N, K], on one device.
         dtype: bfloat16, float16 or float32 (elsewhere than on a GPU: any).
 
     Returns:

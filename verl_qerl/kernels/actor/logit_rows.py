@@ -47,12 +47,9 @@ def gradient_of_rows(
         d H / d logit_v = - p_v (log p_v + H) / temperature
 
     Args:
-        logits: As there; may be overwritten.
-        labels: As there.
-        temperature: As there.
+        logits: [R, V], may be overwritten.
         scored: Logarithms of the sums, and entropies, which are read where they have a gradient.
-        grads: Of the log-probs and of the entropies, [R] float32 each; None: no gradient of these.
-        fused: As there.
+        grads: Gradients of the log-probs and of the entropies, [R] float32 each; None: no gradient of these.
 
     Returns:
         [R, V] of logits' dtype, computed in float32 and rounded once.

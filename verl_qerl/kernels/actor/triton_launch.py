@@ -33,7 +33,7 @@ class TritonLauncher:
             tensors: On the current device.
             integers: Not constexpr.
             constants: Each tl.constexpr.
-            num_warps: Of a program.
+            num_warps: Warps of a program.
         """
         # All that Triton compiles for: values of integers, where it asks for less of them, do no harm.
         key = (tensors[0].device, tuple([tensor.dtype for tensor in tensors]), integers, constants, num_warps)

@@ -51,7 +51,7 @@ def decode_attention(
     Args:
         q: [B, heads, head_size] bf16, rows side by side, heads as `can_attend` says.
         k: [B, kv_heads, head_size] bf16, of the new tokens.
-        v: As k.
+        v: Shape and dtype of k.
         cache: [pages, 2, page, kv_heads, head_size] bf16, one that `can_read` accepts; keys, then values. It gets k
             and v.
         lengths: [>= B] int32, with the new token; 0 gives zeros.

@@ -42,7 +42,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
         epsilon: Added to the mean of the squares.
 
     Returns:
-        As x.
+        Shape and dtype of x.
     """
     return normalized(x.float(), weight, epsilon).to(x.dtype)
 
@@ -54,13 +54,10 @@ def add_rms_norm(
     """`rms_norm` of x + residual, which is rounded for the second result alone.
 
     Args:
-        x: As in `rms_norm`.
-        residual: As x.
-        weight: As in `rms_norm`.
-        epsilon: As there.
+        residual: Shape and dtype of x.
 
     Returns:
-        The normalized sum, and the sum; both as x.
+        The normalized sum, and the sum; shape and dtype of x.
     """
     total = x.float() + residual.float()
     return normalized(total, weight, epsilon).to(x.dtype), total.to(x.dtype)
@@ -77,7 +74,7 @@ def rms_norm_rows(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, epsil
         epsilon: Added to the mean of the squares.
 
     Returns:
-        As x.
+        Shape and dtype of x.
     """
     return _normalized_rows(x.float(), table, ids, epsilon).to(x.dtype)
 
@@ -96,7 +93,7 @@ def add_rms_norm_rows(
         epsilon: Added to the mean of the squares.
 
     Returns:
-        The normalized sum, and the sum; both as x.
+        The normalized sum, and the sum; shape and dtype of x.
     """
     total = x.float() + residual.float()
     return _normalized_rows(total, table, ids, epsilon).to(x.dtype), total.to(x.dtype)
@@ -132,7 +129,7 @@ def prepare_rows(columns: Iterable[int], device: torch.device) -> None:
     """Compile what norms with a weight for each token need now, not on first use.
 
     Args:
-        columns: Of the rows of each norm.
+        columns: Numbers of columns of the norms.
         device: A GPU; nothing is compiled for one that the kernels do not run on.
     """
     torch.cuda.synchronize()  # the device has a context

@@ -46,8 +46,7 @@ class Kernel:
     """One kernel of a compiled source.
 
     Args:
-        source: CUDA C++.
-        name: Of the kernel, extern "C".
+        name: The kernel's name, extern "C".
     """
 
     def __init__(self, source: str, name: str) -> None:

@@ -37,7 +37,6 @@ def member_of_tile(slices: tuple[int, ...], device: torch.device | str) -> torch
 
     Args:
         slices: Output columns of each member, in order.
-        device: Of the result.
 
     Returns:
         [N / tile] int32, with the largest tile that divides every member.
@@ -101,11 +100,10 @@ def lora_expand(
 
     Args:
         y: [M, N] bf16.
-        partial: Of `lora_shrink`.
+        partial: From `lora_shrink`.
         b: [N, R] bf16, the scaling alpha / r folded in.
-        members: Of `member_of_tile`.
+        members: From `member_of_tile`.
         slots: [>= M] int64; tokens with a negative entry have no adapter.
-        none_active: As in `lora_shrink`.
         bias: [N] bf16 or None.
         in_features: K, which tells how many parts there are.
 

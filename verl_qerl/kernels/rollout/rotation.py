@@ -45,7 +45,7 @@ def rotate(
         head_size: One that `can_rotate` accepts.
 
     Returns:
-        As q and as k, contiguous.
+        The rotated q and k, contiguous.
     """
     cosine, sine = table.index_select(0, positions)[:, None].chunk(2, dim=-1)
     return _rotated(q, cosine, sine, head_size), _rotated(k, cosine, sine, head_size)
@@ -65,17 +65,13 @@ def norm_rotate(
     """`rms_norm` of each head, and `rotate` of what that gives.
 
     Args:
-        q: As in `rotate`.
-        k: As there.
         q_weight: [head_size] bf16 or float32, of the heads of q.
-        k_weight: As q_weight, of those of k.
-        epsilon: As in `rms_norm`.
-        positions: As in `rotate`.
-        table: As there.
-        head_size: As there, up to 512.
+        k_weight: The same for the heads of k.
+        epsilon: Added to the mean of the squares.
+        head_size: One that `can_rotate` accepts, up to 512.
 
     Returns:
-        As `rotate`.
+        The rotated q and k, contiguous.
     """
     heads = [
         normalized(x.unflatten(-1, (-1, head_size)).float(), weight, epsilon).to(x.dtype).flatten(-2)

@@ -56,7 +56,7 @@ class Launch(NamedTuple):
 
     Attributes:
         warp_tiles: Tiles of 16 columns of each warp: 1, 2 or 4.
-        warpgroups: Of a thread block, without the one that loads.
+        warpgroups: Warpgroups of a thread block, without the one that loads.
         split_k: Thread blocks of a cluster that share K, up to 8; or STREAM_K: the steps of all output tiles are laid
             end to end, and each block gets an equal share of them.
         blocks_per_sm: Thread blocks of a multiprocessor.
@@ -102,9 +102,7 @@ def own_rows(launch: Launch, rank: int, members: int, per_entry: int) -> int:
     """Rows of A whose X A^T a thread block computes itself; 0 where it is gathered.
 
     Args:
-        launch: Of the product.
         rank: Rows of A of a member.
-        members: Of the linear.
         per_entry: Columns that surely belong to one member.
     """
     # A warpgroup has columns of one member. Where members begin is known to the GPU alone.

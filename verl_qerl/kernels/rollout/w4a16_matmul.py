@@ -55,7 +55,7 @@ class Adapter(NamedTuple):
     Attributes:
         a: [L R, K] bf16.
         b: [N, R] bf16, the scaling alpha / r folded in.
-        members: Of `kernels.rollout.lora.member_of_tile`.
+        members: From `kernels.rollout.lora.member_of_tile`.
         slots: [>= M] int64; tokens with a negative entry have no adapter.
     """
 
@@ -170,7 +170,7 @@ def ring(tokens: int, K: int, rank: int, launch: Launch, own: int = 0) -> tuple[
 
 
 def low_static_bytes(tokens: int) -> int:
-    """Of the shared memory that the kernel declares itself, for sums of X A^T."""
+    """Bytes of shared memory that the kernel itself declares, for sums of X A^T."""
     return 0 if _is_given(tokens) else _LOW_WARPS * _low_tiles(tokens) * 512
 
 
@@ -183,9 +183,6 @@ def low_rank_tasks(
         M: Rows of X, at most INTERMEDIATE_ROWS.
         K: Columns of X.
         columns: Rows of A; 0 for none.
-        launch: Of the product.
-        grid: Its thread blocks.
-        multiprocessors: Of the GPU.
     """
     # So few that they all run at the same time, wherever clusters fit: the others wait for them. With stream-K all do.
     # On a H200 clusters fit onto three quarters at least; a group of multiprocessors that holds one, onto half of it.

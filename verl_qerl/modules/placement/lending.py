@@ -56,8 +56,7 @@ class Lender:
     """Hands a base to the first that asks, and to nobody else.
 
     Args:
-        base: Of `share_base`; it must live as long as this process.
-        path: Of the socket.
+        base: From `share_base`; it must live as long as this process.
 
     Raises:
         RuntimeError: The folder is open to others, or another process lends there.
@@ -113,7 +112,7 @@ class Borrowed:
 
     Attributes:
         base: Mapped, not copied; nothing may write there.
-        pid: Of the owner.
+        pid: Process id of the owner.
     """
 
     base: SharedBase
@@ -139,8 +138,7 @@ def borrow(path: Path, device: torch.device) -> Borrowed:
     """Map the base that a `Lender` has.
 
     Args:
-        path: Of its socket.
-        device: Of this process: the same as the owner's.
+        device: The owner's GPU, as this process names it.
 
     Raises:
         RuntimeError: Nobody lends there, or somebody whose base cannot be used; the message says what differs.

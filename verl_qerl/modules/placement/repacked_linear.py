@@ -42,15 +42,15 @@ class RepackedNVFP4Linear(NVFP4Linear):
         raise RuntimeError("a shared base cannot be filled again: qerl.base.share=true. Start another run.")
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As NVFP4Linear's: a copy in a checkpoint's layout."""
+        """A copy of the tensors in a checkpoint's layout; see `NVFP4Linear.tensors`."""
         packed = undo_repack(*self.tiles)
         return packed.codes, packed.block_scale.view(torch.uint8), self.tiles[2].view(torch.uint8)
 
     def decode(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight, [N, K] of `dtype`."""
-        return (dequantize_repacked(*self.tiles) if self.dense is None else self.dense).to(dtype)
+        return dequantize_repacked(*self.tiles).to(dtype)
 
     @classmethod
     def decode_siblings(cls, linears: Sequence[Any], dtype: torch.dtype) -> Sequence[torch.Tensor]:
-        """See `PackedLinear.decode_siblings`; from tiles, which NVFP4Linear's launch does not read."""
+        """See `PackedLinear.decode_siblings`; NVFP4Linear's one launch cannot read tiles."""
         return super(NVFP4Linear, cls).decode_siblings(linears, dtype)

@@ -33,7 +33,7 @@ class PackedBytes(torch.Tensor):
 
     @classmethod
     def over(cls, data: torch.Tensor) -> torch.Tensor:
-        """The same storage as PackedBytes; `data` is a plain tensor, bf16."""
+        """Wrap a plain bf16 tensor as PackedBytes over the same storage."""
         return torch.Tensor._make_subclass(cls, data)
 
     @classmethod
@@ -100,7 +100,7 @@ class ShardedNVFP4Linear(NVFP4Linear):
         return codes.view(N, K // 2), scale.view(N, K // BLOCK_SIZE), flat[:4]
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As NVFP4Linear's.
+        """See `PackedLinear.tensors`; the bytes must have been gathered.
 
         Raises:
             RuntimeError: They are sharded, or not what `packed` gathered before; that is looked at once.

@@ -17,7 +17,7 @@ def join_shards(files: Sequence[Path]) -> dict[str, torch.Tensor]:
     """Whole tensors of a model.
 
     Args:
-        files: Of all ranks, in their order; each holds name -> tensor.
+        files: One file per rank, in the order of the ranks, each name -> tensor.
 
     Returns:
         name -> tensor on the CPU. What is not sharded is the first rank's.
@@ -47,9 +47,7 @@ def join_tensor(folder: Path, name: str, parts: Sequence[torch.Tensor]) -> torch
     """Put one tensor together; a plain one is the same on every rank.
 
     Args:
-        folder: Of the files, for errors.
-        name: For errors.
-        parts: Of all ranks, in their order.
+        parts: One per rank, in the order of the ranks.
     """
     first = parts[0]
     if not isinstance(first, DTensor):
@@ -129,7 +127,7 @@ def join_optimizer(files: Sequence[Path]) -> dict[str, Any]:
     """The state of an optimizer with its tensors whole.
 
     Args:
-        files: Of all ranks, in their order; each is the `state_dict` of the same optimizer.
+        files: One `state_dict` of the optimizer per rank, in the order of the ranks.
 
     Raises:
         CheckpointFormatError: A file is cut, or the ranks do not fit together.

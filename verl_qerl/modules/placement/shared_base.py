@@ -30,7 +30,7 @@ class RepackedGroup:
         members: Names as in a checkpoint, in vLLM's order.
         rows: out_features of each, multiples of 64.
         columns: in_features.
-        offset: Of the first byte: packed_codes, block scales, then the four bytes of the global scale.
+        offset: Where the packed codes start, which block scales and four bytes of the global scale follow.
     """
 
     members: tuple[str, ...]
@@ -40,7 +40,7 @@ class RepackedGroup:
 
     @property
     def num_bytes(self) -> int:
-        """From `offset` to where the next group may start."""
+        """Bytes from `offset` to where the next group may start."""
         N = sum(self.rows)
         used = N * self.columns // 2 + N * self.columns // BLOCK_SIZE + 4
         return -(-used // _ALIGNMENT) * _ALIGNMENT
@@ -59,7 +59,7 @@ class RepackedGroup:
         )
 
     def member_tiles(self, flat: torch.Tensor) -> list[Repacked]:
-        """The same of each member: columns of them."""
+        """The tiles of each member, slices of the columns of `tiles`."""
         packed_codes, scale, decode_scale = self.tiles(flat)
         parts = zip(packed_codes.split([2 * n for n in self.rows], 1), scale.split(self.rows, 1), strict=True)
         return [(some_words, some_scale, decode_scale) for some_words, some_scale in parts]

@@ -23,11 +23,7 @@ def base_record(
     """The record of an engine's model.
 
     Args:
-        path: model.path.
-        options: Of the base.
-        digests: module -> digest of its packed linears.
-        adapter: As PEFT holds it.
-        mesh: Of FSDP2, whose last dimension shards.
+        mesh: The mesh of FSDP2, whose last dimension shards.
     """
     return BaseRecord(
         recorded_path(path),

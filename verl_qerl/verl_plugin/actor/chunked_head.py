@@ -17,11 +17,7 @@ from verl_qerl.verl_plugin import hosts
 
 
 class ChunkedHead(nn.Linear):
-    """nn.Linear that gives the log-probs of labels, when there are any, instead of logits.
-
-    Attributes:
-        fused: As in `linear_log_probs`.
-    """
+    """nn.Linear that gives the log-probs of labels, when there are any, instead of logits."""
 
     fused: bool = False
 
@@ -67,7 +63,6 @@ def install_chunked_head(model: nn.Module, backend: str | None, fused: bool = Fa
     Args:
         model: A causal language model of transformers, before PEFT and FSDP2; its class and that of its head change.
         backend: `model.fused_kernel_options.impl_backend`.
-        fused: As in `linear_log_probs`.
 
     Raises:
         ValueError: Another backend than torch is asked for, the head is no plain linear, or its logits are changed.

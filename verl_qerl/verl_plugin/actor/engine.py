@@ -1,4 +1,4 @@
-"""verl's FSDP engine with a packed, frozen base; or with all weights trained, and quantized as they are sent.
+"""verl's FSDP engine with a packed, frozen base, or with all weights trained and quantized when they are sent.
 
 Chosen by verl's registry through the vendor key, before the stock class; without our options it is the stock class.
 What differs is in `FrozenBase` and `TrainedWeights`, one of which an engine has.
@@ -37,7 +37,7 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
 
     @cached_property
     def weights(self) -> FrozenBase | TrainedWeights:
-        """What they make of the model; chosen once."""
+        """How the engine holds its weights; chosen once."""
         options: BaseOptions | None = getattr(self.engine_config, "qerl", None)
         if options is not None and options.has_adapter:
             return FrozenBase(self, options)
@@ -65,27 +65,23 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
         return super()._build_optimizer(self.weights.of_optimizer(module))
 
     def prepare_model_inputs(self, micro_batch: Any) -> Any:
-        """As verl's, and what our head takes."""
+        """The inputs of verl's model, and those of our head."""
         inputs, output_args = super().prepare_model_inputs(micro_batch)
         inputs.update(self.weights.inputs(micro_batch))
         return inputs, output_args
 
     def train_mode(self, **kwargs: Any) -> Any:
-        """As verl's, with a dense copy of the base if it is asked for, and layers that need no recomputation."""
-        mode = self.weights.within(super().train_mode(**kwargs), training=True)
-        return mode if self._recompute is None else self._recompute.within(mode, self.weights.is_settled)
-
-    def eval_mode(self, **kwargs: Any) -> Any:
-        """As verl's, with a dense copy of the base if it is asked for."""
-        return self.weights.within(super().eval_mode(**kwargs), training=False)
+        """Enter verl's training mode, in which as many layers keep their activations as memory allows."""
+        mode = super().train_mode(**kwargs)
+        return mode if self._recompute is None else self._recompute.within(mode)
 
     def forward_backward_batch(self, data: Any, *args: Any, **kwargs: Any) -> Any:
-        """As verl's, with rounded linears where the batch asks for them."""
+        """Run verl's passes, with rounded linears where the batch asks for them."""
         with self.weights.forward_mode(data):
             return super().forward_backward_batch(data, *args, **kwargs)
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """As verl's, with our records."""
+        """Write verl's checkpoint and our records."""
         folder = Path(local_path)
         if self.rank == 0:  # verl's barrier comes before the first file is replaced
             self.weights.before_save(folder)
@@ -94,18 +90,18 @@ class QerlFSDPEngine(SequenceParallelMixin, _Stock):
         self.weights.after_save(folder)
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """As verl's, of a checkpoint that fits this run.
+        """Load a checkpoint that fits this run.
 
         Raises:
-            CheckpointFormatError: It does not; the model is as it was, on every rank. Also where UAQ scaled the weights
-                of one of the two.
+            CheckpointFormatError: It does not fit, or UAQ scaled the weights of only one of the two. The model is left
+                unchanged, on every rank.
         """
         check_scale(Path(local_path), self._uaq_scale)
         with self.weights.loadable(Path(local_path)) as folder:
             super().load_checkpoint(str(folder), *args, **kwargs)
 
     def get_per_tensor_param(self, *args: Any, base_sync_done: bool = False, **kwargs: Any) -> Any:
-        """As verl's, in the form that our rollout takes."""
+        """The tensors of a weight sync, in the form that our rollout takes."""
         stock = partial(super().get_per_tensor_param, *args, base_sync_done=base_sync_done, **kwargs)
         return self.weights.to_send(stock, base_sync_done)
 

@@ -1,4 +1,4 @@
-"""What verl's FSDP2 engine does otherwise where the base is packed and frozen, below an adapter.
+"""What verl's FSDP2 engine does differently where the base is packed and frozen, below an adapter.
 
 Order of construction: an empty model, packed linears read into it, PEFT on top, FSDP2 around. Packed tensors are uint8
 buffers, broadcast by verl to every rank, or with `qerl.base.shard` spread over the ranks. Adapters are float32,
@@ -35,7 +35,6 @@ from verl_qerl.modules.trained_norm import train_norms
 from verl_qerl.modules.varlen_attention import check_model
 from verl_qerl.verl_plugin.actor.base_record import adapter_options, base_record
 from verl_qerl.verl_plugin.actor.chunked_head import install_chunked_head
-from verl_qerl.verl_plugin.actor.dense_base import DenseBase
 from verl_qerl.verl_plugin.actor.expert_adapters import adapt_attention_only
 from verl_qerl.verl_plugin.actor.lend_base import lend_base
 from verl_qerl.verl_plugin.actor.liger import apply_liger
@@ -52,12 +51,8 @@ _Build = Callable[[Any], Any]
 class FrozenBase:
     """The engine's base.
 
-    Args:
-        engine: verl's, whose configurations are read.
-        options: Of the base.
-
     Attributes:
-        lender: Of the base to the rollout, with `qerl.base.share`.
+        lender: Lends the base to the rollout, with `qerl.base.share`.
     """
 
     def __init__(self, engine: Any, options: BaseOptions) -> None:
@@ -67,7 +62,6 @@ class FrozenBase:
         self._adapter: FlatAdapter | None = None
         self._digests: dict[str, str] = {}
         self._digests_sent = False
-        self._dense: DenseBase | None = None
 
     def build_module(self, stock: Callable[[], nn.Module]) -> nn.Module:
         """The model with packed linears, in place of what `stock` would load."""
@@ -140,34 +134,21 @@ class FrozenBase:
         return module
 
     def of_optimizer(self, module: nn.Module) -> Any:
-        """As without qerl.base.shard, so that the states of both are the same, and one resumes the other."""
+        """The module without its packed bytes, so that runs with and without qerl.base.shard resume each other."""
         return _WithoutPackedBytes(module)
 
     def inputs(self, micro_batch: Any) -> dict[str, Any]:
-        """For the model; where the head gives log-probs, it is told whether the entropy is wanted."""
+        """Further inputs of the model: whether a head that gives log-probs shall give the entropy too."""
         if not tu.get_non_tensor_data(micro_batch, "use_fused_kernels", default=False):
             return {}
         return {"calculate_entropy": tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False)}
 
-    def within(self, mode: Any, training: bool) -> Any:
-        """The mode, with the dense copy of the base if it is asked for."""
-        if not self.options.keep_dense:
-            return mode
-        if self._dense is None:
-            self._dense = DenseBase([linear for _, linear in packed_linears(self._engine.module)])
-        return self._dense.within(mode, training)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the memory of the base will not change any more."""
-        return self._dense is None or self._dense.fits is not None
-
     def forward_mode(self, data: Any) -> AbstractContextManager[Any]:
-        """Nothing else than verl's forward and backward."""
+        """Do nothing: the passes are verl's."""
         return nullcontext()
 
     def before_save(self, folder: Path) -> None:
-        """On rank 0: the files to come are not whole yet."""
+        """Remove the record, on rank 0: the files that follow are not complete yet."""
         remove_record(folder)
 
     def after_save(self, folder: Path) -> None:

@@ -17,12 +17,11 @@ def lend_base(module: nn.Module, rank: int) -> Lender:
     """Move the packed base where the rollout can map it, and wait for the rollout to ask.
 
     Args:
-        module: Of the engine, on its device.
-        rank: Of the actor: the number of the rollout replica on its GPU.
+        rank: The actor's rank, which is the number of the rollout replica on its GPU.
 
     Raises:
-        RuntimeError: As Lender.
-        ValueError: As `share_base`.
+        RuntimeError: See `Lender`.
+        ValueError: See `share_base`.
     """
     # Expandable segments have no CUDA IPC handle; verl switches them on after the first weight sync.
     set_expandable_segments(False)

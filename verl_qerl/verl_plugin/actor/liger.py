@@ -20,8 +20,7 @@ def check_liger(config: DictConfig, model_type: str | None) -> None:
     """Refuse on the driver what the workers could not do.
 
     Args:
-        config: Of a whole run with a packed base.
-        model_type: As config.json of model.path has it; None: not known here.
+        model_type: The model_type of model.path's config.json; None if it is not known here.
 
     Raises:
         ValueError: model.use_liger is true, and Liger is not installed, the run is on the CPU, or Liger's kernels do

@@ -29,9 +29,6 @@ def check_memory(engine: Any, run: Mapping[str, Any]) -> None:
     Args:
         engine: The FSDP2 engine, its configurations read and nothing built.
         run: Values of other nodes, by name (`BaseOptions.run`).
-
-    Raises:
-        ValueError: It does not fit.
     """
     if not torch.cuda.is_available():
         return

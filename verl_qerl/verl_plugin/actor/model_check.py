@@ -18,7 +18,7 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
     """Refuse models that a run cannot train or sample with.
 
     Args:
-        config: Of the whole run. Models that the driver cannot reach are looked at by the workers alone.
+        config: The whole configuration. Models that the driver cannot reach are checked by the workers alone.
         use_critic: Whether verl trains a critic.
 
     Raises:

@@ -31,10 +31,8 @@ def build_skeleton(
 
     Args:
         model: On the meta device.
-        path: Of the checkpoint; a packed one brings its own list of modules left out.
+        path: The checkpoint; a packed one brings its own list of modules left out.
         ignore: Modules of a bf16 checkpoint that stay dense.
-        kind: Of the packed linears.
-        form: What they hold.
 
     Returns:
         name -> packed linear, or the place of an expert's linear.
@@ -67,9 +65,8 @@ def load_packed(
     Args:
         model: From `build_skeleton`; its parameters are replaced.
         linears: The same call's result.
-        path: Of the checkpoint.
         options: Format; scale choice and ignored modules for a bf16 checkpoint.
-        dtype: Of everything that is not packed.
+        dtype: The dtype of everything that is not packed.
 
     Raises:
         CheckpointFormatError: The checkpoint holds a tensor the model has no place for, or lacks one.

@@ -35,7 +35,7 @@ class Recompute:
 
     Attributes:
         budget: Bytes that activations may take, the same on every rank; None as long as nothing is known.
-        bytes_per_token: Of one layer's activations.
+        bytes_per_token: Bytes of one layer's activations for a token.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -53,15 +53,10 @@ class Recompute:
             self._layers[-1].register_forward_hook(self._stop, prepend=True)
 
     @contextmanager
-    def within(self, mode: AbstractContextManager[Any], settled: bool = True) -> Iterator[Any]:
-        """`mode` of one update; the first one that ends well is what the budget follows from.
-
-        Args:
-            mode: Of verl's engine.
-            settled: Whether all else that stays in memory is there; else the decision waits for another update.
-        """
+    def within(self, mode: AbstractContextManager[Any]) -> Iterator[Any]:
+        """The `mode` of verl's engine for one update; the first one that ends well is what the budget follows from."""
         # verl enters the mode of a mini-batch within that of the update.
-        decides = settled and not self._inside and self.budget is None and self._layers and torch.cuda.is_available()
+        decides = not self._inside and self.budget is None and self._layers and torch.cuda.is_available()
         with mode as entered:
             if decides:
                 torch.cuda.reset_peak_memory_stats()

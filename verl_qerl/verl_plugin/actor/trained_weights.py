@@ -1,4 +1,4 @@
-"""What verl's FSDP engine does otherwise where all weights are trained: UAQ, and a rollout quantized at every sync."""
+"""What verl's FSDP engine does differently where all weights are trained: UAQ, and quantizing at every sync."""
 
 import logging
 from collections.abc import Callable
@@ -30,19 +30,16 @@ class TrainedWeights:
     """The engine's weights; without options they are as verl has them.
 
     Args:
-        engine: verl's, whose configurations are read.
-        options: Of the rollout's format; None where the rollout takes the weights as they are.
-        uaq_scale: Of UAQ; None without.
+        options: How the rollout is quantized; None if it takes the weights as they are.
+        uaq_scale: The scale of UAQ; None without UAQ.
     """
-
-    is_settled = True
 
     def __init__(self, engine: Any, options: BaseOptions | None, uaq_scale: float | None) -> None:
         self.options = options
         self._engine, self._uaq_scale = engine, uaq_scale
 
     def build_module(self, stock: Callable[[], Any]) -> nn.Module:
-        """As verl's; weights that a sync is to quantize must not be quantized."""
+        """Build verl's module; weights that a sync quantizes must not be quantized already."""
         if self.options is not None:
             check_unquantized(self._engine.model_config.local_path, self.options.format)
         module = stock()
@@ -50,11 +47,11 @@ class TrainedWeights:
         return module
 
     def build_lora_module(self, module: Any, stock: Callable[[Any], Any]) -> Any:
-        """As verl's."""
+        """Build verl's module."""
         return stock(module)
 
     def build_fsdp_module(self, module: nn.Module, stock: Callable[[Any], Any]) -> nn.Module:
-        """As verl's, of weights that UAQ has scaled."""
+        """Build verl's module, after UAQ has scaled its weights."""
         if self._uaq_scale is not None:
             count = fold_model(module, self._uaq_scale)
             if self._engine.rank == 0:
@@ -62,19 +59,15 @@ class TrainedWeights:
         return stock(module)
 
     def of_optimizer(self, module: nn.Module) -> nn.Module:
-        """All of it."""
+        """The whole module."""
         return module
 
     def inputs(self, micro_batch: Any) -> dict[str, Any]:
-        """None beside verl's."""
+        """No further inputs."""
         return {}
 
-    def within(self, mode: Any, training: bool) -> Any:
-        """The mode as it is."""
-        return mode
-
     def forward_mode(self, data: Any) -> AbstractContextManager[Any]:
-        """Where the batch asks for it, the linears are rounded as the rollout holds them."""
+        """Round the linears as the rollout holds them, if the batch asks for it."""
         options = self.options
         if options is None or not tu.get_non_tensor_data(data, key=ROUNDED, default=False):
             return nullcontext()
@@ -83,13 +76,13 @@ class TrainedWeights:
         return rounded_linears(self._engine.module, groups_of_linears(linears, form), partial(round_group, form=form))
 
     def before_save(self, folder: Path) -> None:
-        """Nothing marks the files as whole."""
+        """Do nothing: no record marks the files as complete."""
 
     def after_save(self, folder: Path) -> None:
-        """Nothing does."""
+        """Do nothing."""
 
     def loadable(self, folder: Path) -> AbstractContextManager[Path]:
-        """The checkpoint as it is."""
+        """The checkpoint itself."""
         return nullcontext(folder)
 
     def to_send(self, stock: Callable[[], Any], base_sync_done: bool) -> Any:

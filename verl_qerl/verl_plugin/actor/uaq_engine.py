@@ -16,8 +16,7 @@ def fold_model(model: nn.Module, scale: float) -> int:
     """Scale the weights of a model that has just been loaded, in place; its function stays.
 
     Args:
-        model: Of transformers; on ranks that get their weights from another it may be on the meta device.
-        scale: s.
+        model: A model of transformers; on ranks that get their weights from another it may be on the meta device.
 
     Returns:
         Number of weights scaled.
@@ -63,11 +62,7 @@ def check_scale(folder: Path, scale: float | None) -> None:
     """Require that a checkpoint's weights were scaled as this run's are, on every rank alike.
 
     Args:
-        folder: Of the checkpoint; rank 0 looks.
-        scale: Of this run, or None.
-
-    Raises:
-        CheckpointFormatError: They were not.
+        folder: The checkpoint's folder, read by rank 0.
     """
     told: list[Any] = [None]
     if dist.get_rank() == 0:

@@ -27,7 +27,7 @@ def check_adapter(config: DictConfig) -> None:
     """Refuse an adapter that the run cannot train or sample with; warn of options that its file overrules.
 
     Args:
-        config: Of the whole run. An adapter that is not a local directory is looked at by the workers alone.
+        config: The whole configuration. An adapter that is no local directory is checked by the workers alone.
 
     Raises:
         ValueError: It is on the head or the embeddings of a packed base, or of a rank above `model.lora_rank`.
@@ -75,7 +75,7 @@ def _check_targets(options: Mapping[str, Any], where: str, remedy: str) -> None:
 
 
 def _warn_of_overruled(path: str, saved: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Where verl reads an adapter it takes that one's options, and those of the command have no effect."""
+    """The options of the adapter that verl reads, if it reads one: those of the command then have no effect."""
     names = ("lora_alpha", *(name for name, unset in _UNSET.items() if model.get(name) != unset))
     overruled = [name for name in names if _as_set(model.get(name)) != _as_set(saved.get(name))]
     if overruled:

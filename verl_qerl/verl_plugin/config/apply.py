@@ -50,7 +50,7 @@ def prepare(config: DictConfig) -> None:
     """Check a run and write what its options mean; a run that has none, or is prepared, stays as it is.
 
     Args:
-        config: Of the whole run, changed in place.
+        config: The whole configuration, changed in place.
 
     Raises:
         RuntimeError: vLLM is of another version.
@@ -67,8 +67,8 @@ def check_run(config: DictConfig) -> None:
     """Refuse bad options; without any, what the CPU platform cannot do is all that is looked at.
 
     Raises:
-        RuntimeError: As `prepare`.
-        ValueError: As there.
+        RuntimeError: See `prepare`.
+        ValueError: See `prepare`.
     """
     if _is_prepared(config):
         return
@@ -195,7 +195,7 @@ def _tell_workers(config: DictConfig, told: dict[str, Any]) -> None:
 
 
 def _set_default(config: DictConfig, name: str, value: str) -> str | None:
-    """What a run says, null among it, and else `value`, which is set."""
+    """The value that the run sets, which may be null; if it sets none, `value` is written and returned."""
     found = OmegaConf.select(config, name, default=_UNSET)
     if found is not _UNSET:
         return found

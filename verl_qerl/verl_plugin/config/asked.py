@@ -27,11 +27,7 @@ _NAMES_OURS = (
 
 
 def uses_qerl(config: DictConfig) -> bool:
-    """Whether a run sets an option of ours. `+platform=cpu` is none: VERL_PLATFORM=cpu registers what belongs to it.
-
-    Args:
-        config: Of the whole run.
-    """
+    """Whether a run sets an option of ours. `+platform=cpu` is none: VERL_PLATFORM=cpu registers what belongs to it."""
     if any(OmegaConf.select(config, name) is not None for name in (*_NODES, *_SET_BY_US)):
         return True
     named = (str(OmegaConf.select(config, name)) for name in _NAMES_OURS)
@@ -42,7 +38,7 @@ def asks_for_qerl(arguments: list[str]) -> bool:
     """Whether a command line sets an option of ours, where there is no configuration to look at.
 
     Args:
-        arguments: Hydra's. What files of the user's set is not seen.
+        arguments: The arguments of Hydra; options in files are not seen.
     """
     pairs = [argument.lstrip("+").partition("=")[::2] for argument in arguments]
     values = {name: value.strip().strip("'\"") for name, value in pairs}  # Hydra takes quotes away too

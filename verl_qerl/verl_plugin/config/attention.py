@@ -38,9 +38,6 @@ def default_attention() -> str:
 def check_attention(config: DictConfig) -> None:
     """Look at a run on the driver; without an option of ours nothing is refused.
 
-    Args:
-        config: Of the whole run.
-
     Raises:
         ValueError: It asks for flash-attn, which cannot be imported.
     """
@@ -58,10 +55,10 @@ def use_attention(config: DictConfig) -> None:
     """Name the attention of a run that sets an option of ours; what the user named stays.
 
     Args:
-        config: Of the run, changed in place.
+        config: The whole configuration, changed in place.
 
     Raises:
-        ValueError: As `check_attention`.
+        ValueError: See `check_attention`.
     """
     check_attention(config)
     for model in _models(config):

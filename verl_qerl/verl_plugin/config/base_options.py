@@ -38,11 +38,6 @@ class BaseOptions(Base):
     run: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the values, and put the format's own choice of scale where there is none.
-
-        Raises:
-            ValueError: One is none of those that its option takes.
-        """
         super().__post_init__()
         if self.scale is None:
             object.__setattr__(self, "scale", FORMATS[self.format].scale_choices[0])
@@ -75,12 +70,6 @@ class QerlFSDPEngineConfig(ScaledFSDPEngineConfig):
     qerl: Any = None
 
     def __post_init__(self) -> None:
-        """Check the registration and the values.
-
-        Raises:
-            RuntimeError: Our side of verl is not registered.
-            ValueError: A value is out of range.
-        """
         super().__post_init__()
         if verl_plugin.FAILURE is not None:
             raise RuntimeError(f"verl_qerl cannot be used: {verl_plugin.FAILURE}")

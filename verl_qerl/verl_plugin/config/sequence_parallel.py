@@ -82,7 +82,7 @@ _Engine: Any = object  # mixed into an engine of verl
 
 
 class SequenceParallelMixin(_Engine):
-    """Of verl's FSDP engines; does nothing unless its configuration is one of ours."""
+    """Mixed into verl's FSDP engines; acts only if the engine's configuration is ours."""
 
     def _init_device_mesh(self) -> None:
         if hasattr(self.engine_config, "uaq_scale"):

@@ -28,12 +28,9 @@ _NODES = {
 
 
 def check_spelling(config: DictConfig) -> None:
-    """Beside an option of ours, warn of a top-level node that is nearly one of ours and holds what only ours do.
+    """In a run of ours, warn of a top-level node whose name is nearly one of ours and that holds options of ours.
 
     A node of the user's own may look like that, so that the run goes on.
-
-    Args:
-        config: Of the whole run.
     """
     for name in map(str, config):
         near = get_close_matches(name, _NODES, n=len(_NODES), cutoff=0.6) if name not in _NODES else []

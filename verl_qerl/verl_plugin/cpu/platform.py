@@ -71,10 +71,10 @@ class PlatformCPU(PlatformBase):
         return 1
 
     def set_device(self, device_index: int) -> None:
-        """Nothing to choose."""
+        """Do nothing: there is one device."""
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Nothing runs asynchronously."""
+        """Do nothing: nothing runs asynchronously."""
 
     def manual_seed(self, seed: int) -> None:
         """Seed torch."""
@@ -91,7 +91,7 @@ class PlatformCPU(PlatformBase):
         """No caching allocator."""
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-        """None."""
+        """A CPU has no compute capability."""
         return None, None
 
     def communication_backend_name(self) -> str:
@@ -117,7 +117,7 @@ class PlatformCPU(PlatformBase):
         return "GPU"
 
     def ray_noset_envvars(self) -> list[str]:
-        """As on CUDA."""
+        """The variable that keeps Ray from changing the visible devices."""
         return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
 
     def is_ipc_supported(self) -> bool:
@@ -125,15 +125,15 @@ class PlatformCPU(PlatformBase):
         return False
 
     def rollout_env_vars(self) -> dict[str, str]:
-        """None needed."""
+        """No variables are needed."""
         return {}
 
     def get_collective_module(self) -> Any:
-        """None."""
+        """There is no NCCL."""
         return None
 
     def cudart(self) -> Any:
-        """None."""
+        """There is no CUDA runtime."""
         return None
 
 

@@ -23,15 +23,14 @@ def score_answers(
 
     Args:
         servers: Ray handles of verl's vLLM servers, awake.
-        rows: Prompts and their answers.
-        max_model_len: Of the engines; what does not fit is cut.
+        max_model_len: Context length of the engines; what does not fit is cut.
         own_draws: Whether each row is scored with a draw of the noise of its own, where the engines have several.
 
     Returns:
-        Of each row [len(answer)] float32, NaN behind a cut, and the version of the weights that gave them.
+        For each row [len(answer)] float32, NaN after a cut, and the version of the weights that scored it.
 
     Raises:
-        UnscoredError: As `answer_log_probs`.
+        UnscoredError: See `answer_log_probs`.
     """
     calls = []
     for at, (prompt, response) in enumerate(rows):
@@ -53,7 +52,6 @@ def answer_log_probs(fields: dict[str, Any], prompt: Sequence[int], response: Se
 
     Args:
         fields: `extra_fields`: at place j `prompt_ids` and `prompt_logprobs` of token j + 1; the last one is padding.
-        prompt: Token ids.
         response: Token ids, cut where the engine had no more room.
 
     Returns:

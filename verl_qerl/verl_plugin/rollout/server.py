@@ -1,4 +1,4 @@
-"""verl's vLLM replica with a server that adapts to our checkpoints and returns what its workers answer."""
+"""verl's vLLM replica, with a server that reads our checkpoints and returns the answers of its workers."""
 
 import logging
 import os
@@ -30,9 +30,9 @@ _HEALTH = "verl_qerl_health"
 
 
 def install(module: ModuleType) -> None:
-    """Have the rollout name `vllm` resolve to our replica, and to our sender of its weights.
+    """Make the rollout name `vllm` resolve to our replica and to our sender of its weights.
 
-    vLLM is imported by the process that asks for it only.
+    vLLM is imported only by a process that asks for it.
     """
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 
@@ -54,12 +54,8 @@ def _load_replica() -> type:
     return QerlReplica
 
 
-class Asked:
-    """What our trainers ask of a server beside verl's own methods.
-
-    Attributes:
-        engine: vLLM's.
-    """
+class TrainerCalls:
+    """Methods of a server that our trainers call, beside verl's own."""
 
     engine: Any
 
@@ -69,12 +65,12 @@ class Asked:
         return self.engine.errored
 
     async def qerl_clear_kv_cache(self) -> None:
-        """As verl's clear_kv_cache, but also while requests run: vLLM then clears nothing and verl does not look.
+        """Clear the cache as verl's clear_kv_cache does, also while requests run: there vLLM clears nothing silently.
 
-        They lose no token: vLLM takes them back into its queue and computes their keys and values again.
+        Running requests lose no token: vLLM puts them back into its queue and computes their keys and values again.
 
         Raises:
-            RuntimeError: Some were kept.
+            RuntimeError: vLLM has kept some blocks.
         """
         server: Any = self
         await server.clear_kv_cache()
@@ -85,24 +81,24 @@ class Asked:
             )
 
 
-class AskingOnce(_Server):
-    """Asks the engine for an answer once, when it is whole, in runs with a format of ours."""
+class WholeAnswers(_Server):
+    """Asks the engine for one output of each request, when the answer is whole, if the weight format is ours."""
 
     _final_outputs: FinalOutputs | None = None
 
     @property
     def qerl_base(self) -> str | None:
-        """Name of the rollout's weight format, if it is ours."""
+        """Name of the rollout's weight format; None if the format is not ours."""
         return ((self.config.custom or {}).get("qerl") or {}).get("base")
 
     def qerl_ask_once(self) -> None:
-        """From now on, if the format is ours."""
+        """Start to ask for whole answers, if the format is ours."""
         self._final_outputs = FinalOutputs(self.engine) if self.qerl_base else None
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **more: Any
     ) -> Any:
-        """As verl's."""
+        """Generate as verl's server does, with one output for the whole answer."""
         if self._final_outputs is None:
             return await super().generate(prompt_ids, sampling_params, request_id, **more)
         with self._final_outputs.asking(request_id, sampling_params) as params:
@@ -115,8 +111,8 @@ def _load_server() -> type:
     from verl_qerl.verl_plugin.rollout.adapter_listing import AdapterListing
     from verl_qerl.verl_plugin.weight_sync.run_name import ENV, run_name
 
-    class QerlServer(Asked, AskingOnce, vLLMHttpServer):
-        """vLLMHttpServer; as stock unless `rollout.custom.qerl` is set, but for its sockets and listed adapters."""
+    class QerlServer(TrainerCalls, WholeAnswers, vLLMHttpServer):
+        """vLLMHttpServer with sockets and adapter lists of ours; the rest is stock without `rollout.custom.qerl`."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -134,7 +130,7 @@ def _load_server() -> type:
             args: tuple = (),
             kwargs: dict[str, Any] | None = None,
         ) -> list[Any]:
-            """As verl's, with the result of every worker (patches/verl/0004)."""
+            """Return the result of every worker, which verl's method drops (patches/verl/0004)."""
             return await self.engine.collective_rpc(method=method, timeout=timeout, args=args, kwargs=kwargs)
 
         def _preprocess_engine_kwargs(self, engine_kwargs: dict) -> None:
@@ -150,9 +146,9 @@ def _load_server() -> type:
 
 
 def choose_runner() -> None:
-    """Have the engines of this process run vLLM's V1 model runner, unless the environment names one.
+    """Make the engines of this process run vLLM's V1 model runner, unless the environment names one.
 
-    vLLM 0.24.0 would run Qwen3, Llama and Mistral on the other one, which does not take our sampler.
+    vLLM 0.24.0 would run Qwen3, Llama and Mistral on its V2 runner, which does not take our sampler.
     """
     if RUNNER not in os.environ:
         os.environ[RUNNER] = "0"
@@ -160,14 +156,13 @@ def choose_runner() -> None:
 
 
 def cover_batches(engine_kwargs: dict, config: Any) -> None:
-    """Have CUDA graphs of every batch that decodes; vLLM's list ends at 512, whatever `max_num_seqs`.
+    """Capture CUDA graphs for every batch size up to `max_num_seqs`; vLLM's own list ends at 512.
 
-    Beside vLLM's kernels for LoRA the list stays vLLM's, which takes larger graphs there for 30 GiB that they do not
-    fill (7B; tests/bench/results/h200/rollout_7b_1024.json).
+    With vLLM's LoRA kernels the list stays vLLM's: it reserves 30 GiB for larger graphs there that they do not fill
+    (7B; tests/bench/results/h200/rollout_7b_1024.json).
 
     Args:
-        engine_kwargs: Of an engine with an adapter. Changed in place, unless they or the rollout name sizes of graphs.
-        config: verl's, of the rollout.
+        engine_kwargs: Arguments of an engine with an adapter. Changed in place unless the user chose the sizes.
     """
     ours = mapping(engine_kwargs.get("additional_config")).get(OPTIONS) or {}
     several = engine_kwargs.get("max_loras", 1) != 1  # verl sets 1
@@ -189,8 +184,6 @@ def describe_checkpoint(engine_kwargs: dict, path: str, form: str = "nvfp4") -> 
     Args:
         engine_kwargs: Changed in place. The modules left out are those that a packed directory names or holds
             unpacked, and for a bf16 one those of `model_loader_extra_config`.
-        path: Of the model.
-        form: Name of the weight format.
 
     Raises:
         CheckpointFormatError: The model is stored in another format, or this one does not hold its experts.

@@ -31,11 +31,11 @@ class WholeCheckpoints(Feature):
 
     @classmethod
     def from_config(cls, run: Run) -> Feature | None:
-        """As `Feature.from_config`."""
+        """See `Feature.from_config`."""
         return None if OmegaConf.select(run.config, "qerl.base.format") is None else cls(run)
 
     def before_save(self, folder: Path) -> None:
-        """Of a run that was killed in this step: they would pass for the new ones until those are written."""
+        """Remove records of a run that was killed in this step, which would pass for the new ones."""
         (folder / _DATA).unlink(missing_ok=True)
         (folder / _NO_QUEUE_YET).unlink(missing_ok=True)
         if (folder / _QUEUE).exists():

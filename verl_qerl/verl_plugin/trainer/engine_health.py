@@ -17,7 +17,7 @@ class EngineHealth(Feature):
 
     @classmethod
     def from_config(cls, run: Run) -> Feature | None:
-        """As `Feature.from_config`."""
+        """See `Feature.from_config`."""
         return cls(run) if run.gate is not None else None
 
     def before_sample_end(self) -> None:

@@ -1,4 +1,4 @@
-"""What a feature of the trainer is: hooks that it may have, and the run that they see."""
+"""The interface of a feature of the trainer: its hooks, and the run that they see."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,14 +13,13 @@ from verl_qerl.verl_plugin.weight_sync.requantize import requantizes
 
 
 class Rescored(NamedTuple):
-    """Sequences of one batch, by key, and what the engine said of the tokens of their answers.
+    """Sequences of one batch and the log-probs that the rollout engine gives to the tokens of their answers.
 
     Attributes:
-        keys: Of the sequences.
-        clean: [tokens] float32 of each, without noise; NaN behind a cut.
-        noisy: The same with the noise of the step; None without noise, or where nobody asked.
-        stale: [sequences] bool, whether other weights sampled it.
-        own_draws: Whether answers were sampled with draws of the noise of their own, which no score has.
+        clean: [tokens] float32 for each sequence, without noise; NaN where the engine cut the answer.
+        noisy: The same with the noise of the step; None if there is no noise or no feature asked for it.
+        stale: [sequences] bool, whether earlier weights sampled the sequence.
+        own_draws: Whether each answer was sampled with its own draw of the noise, which scoring cannot repeat.
     """
 
     keys: list[str]
@@ -34,14 +33,12 @@ class Run:
     """A run of verl's trainer: its options, its rollout workers, its metrics, and what features tell each other.
 
     Attributes:
-        trainer: verl's, whose constructor has not run yet when features are made.
-        config: Of the whole run.
-        aqn: Options of the noise.
+        trainer: verl's trainer; its constructor has not run yet when features are made.
         gate: Options of the gate; None where no option of ours is set.
-        requantizes: Whether all weights are trained, and the rollout's quantized at every sync.
+        requantizes: Whether all weights are trained and every sync quantizes them.
         searched: Stage -> (first step, sigma) found for `aqn.target_kl`, as `sigma_at_step` takes it.
         sampled: The batch that was sampled last, if a feature `reads_sample`.
-        rescored: Answers of it that the rollout has scored again; None where nobody asked.
+        rescored: Answers of that batch that the rollout has scored again; None if no feature asked for it.
     """
 
     def __init__(self, trainer: Any, config: DictConfig, aqn: AQNConfig, gate: Gate | None) -> None:
@@ -54,7 +51,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The step that is going on; between steps and before training, the last one that is done."""
+        """The current step; between steps and before training, the last one that has ended."""
         return self.trainer.global_steps
 
     @property
@@ -77,11 +74,11 @@ class Run:
         return [answer for answers in ray.get(calls) for answer in answers or ()]
 
     def add_metrics(self, found: dict[str, Any]) -> None:
-        """To those of the step that ends."""
+        """Add to the metrics of the step that is ending."""
         self._metrics |= found
 
     def take_metrics(self) -> dict[str, Any]:
-        """Those that were added since the last call."""
+        """The metrics that were added since the last call."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
@@ -123,9 +120,8 @@ class Feature:
         """The actor's log-probs are there, before any update.
 
         Args:
-            batch: Keys of the answers.
             tags: Key -> what the replay buffer knows of the answer.
-            metrics: Of the step, changed in place.
+            metrics: The step's metrics, changed in place.
         """
 
     def before_values(self, batch: Any) -> None:
@@ -147,7 +143,7 @@ class Feature:
         """A checkpoint will be written to `folder`, which may not be there yet."""
 
     def after_save(self, folder: Path) -> None:
-        """All of it is written."""
+        """The whole checkpoint is written."""
 
     def before_load(self) -> None:
         """A checkpoint will be looked for, and loaded."""

@@ -42,9 +42,6 @@ _CHECK_WEIGHTS = "Check that both have the same weights and versions"
 def gate_options(config: DictConfig) -> GateOptions | None:
     """Options of a run, with the limits in force; None where it neither sets any nor has a rollout of ours.
 
-    Args:
-        config: Of the whole run.
-
     Raises:
         ValueError: An option is unknown or out of range.
     """
@@ -77,7 +74,7 @@ class Gate(Feature):
 
     @classmethod
     def from_config(cls, run: Run) -> Feature | None:
-        """As `Feature.from_config`; what keeps a run of ours from comparing is told."""
+        """See `Feature.from_config`; what keeps a run from comparing is logged."""
         if run.gate is None:
             return None
         obstacle = rules.unmet(run_of(run.config), rules.COMPARED)
@@ -128,10 +125,8 @@ class Gate(Feature):
         """Hold a step against its limit.
 
         Args:
-            batch: Of the step.
             fresh: Keys of the answers that the present weights sampled.
-            sampled: Their difference.
-            metrics: Of the step, changed in place.
+            metrics: The step's metrics, changed in place.
         """
         first, self._first_step = self._first_step, False
         limit = self._gate.max_initial_kl if first else self._gate.max_kl

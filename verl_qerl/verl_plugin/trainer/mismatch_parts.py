@@ -24,7 +24,7 @@ class MismatchParts(Feature):
 
     @classmethod
     def from_config(cls, run: Run) -> Feature | None:
-        """As `Feature.from_config`."""
+        """See `Feature.from_config`."""
         return cls(run) if run.gate is not None and run.gate.mismatch_sample else None
 
     def before_sample_end(self) -> None:

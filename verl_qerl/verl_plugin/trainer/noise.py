@@ -21,7 +21,7 @@ class Noise(Feature):
 
     @classmethod
     def from_config(cls, run: Run) -> Feature | None:
-        """As `Feature.from_config`."""
+        """See `Feature.from_config`."""
         return cls(run) if run.aqn.enabled else None
 
     def before_init_end(self) -> None:
@@ -62,9 +62,7 @@ def set_noise(run: Run, sigma: float, step: int) -> None:
     """Have every worker of every replica set its norms; a weight sync must follow, or `switch_noise` be taken.
 
     Args:
-        run: With noise.
         sigma: Standard deviation, 0 for the clean norms.
-        step: Which names the draw.
 
     Raises:
         RuntimeError: They have not set the same number of norms, at least one, to the same weights.
@@ -86,6 +84,6 @@ def set_noise(run: Run, sigma: float, step: int) -> None:
 
 
 def switch_noise(run: Run, sigma: float, step: int) -> None:
-    """As `set_noise`, between two syncs: what was computed with other norms is dropped from the prefix cache."""
+    """`set_noise` between two syncs: what was computed with other norms is dropped from the prefix cache."""
     set_noise(run, sigma, step)
     ray.get([server.qerl_clear_kv_cache.remote() for server in run.servers()])

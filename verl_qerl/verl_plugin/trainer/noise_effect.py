@@ -55,7 +55,7 @@ class NoiseEffect(Feature):
 
     @classmethod
     def from_config(cls, run: Run) -> Feature | None:
-        """As `Feature.from_config`."""
+        """See `Feature.from_config`."""
         return cls(run) if run.aqn.enabled else None
 
     def after_init_end(self) -> None:
@@ -102,7 +102,7 @@ class NoiseEffect(Feature):
         """Take the KL of the step's noise, and search for the coming stage's; leaves the noise as it comes.
 
         Raises:
-            UnscoredError: As `score_answers`.
+            UnscoredError: See `score_answers`.
         """
         run = self._run
         sigma = run.sigma(run.step)

@@ -61,8 +61,6 @@ def write_schedule(
 
     Args:
         folder: global_step_N; made if need be.
-        config: Of the run.
-        total_steps: Of the run.
         searched: Stage -> (first step, sigma) found for `target_kl`.
     """
     if not config.enabled:
@@ -98,15 +96,13 @@ def check_schedule(folder: Path, step: int, config: AQNConfig, total_steps: int)
     Args:
         folder: global_step_N.
         step: N; the first step to come is the next.
-        config: Options of this run.
-        total_steps: Of this run.
 
     Returns:
         Stage -> (first step, sigma) found for `target_kl` that this run goes on with.
 
     Raises:
         ValueError: Another number of steps moves sigma, and `aqn.total_steps` does not say that it shall.
-        CheckpointFormatError: As `read_schedule`.
+        CheckpointFormatError: See `read_schedule`.
     """
     saved = read_schedule(folder)
     if saved is None:

@@ -27,9 +27,6 @@ NAME = "acr"
 def acr_options(config: DictConfig) -> ACRConfig | None:
     """Options of a run, None where its policy loss is another one.
 
-    Args:
-        config: Of the whole run.
-
     Raises:
         ValueError: An option of ACR is unknown or out of range.
     """
@@ -45,8 +42,8 @@ class PolicyLoss:
         """Refuse a run on the driver, where verl asks its policy loss (patches/verl/0007).
 
         Raises:
-            RuntimeError: As `check_run`.
-            ValueError: As there.
+            RuntimeError: See `check_run`.
+            ValueError: See `check_run`.
         """
         check_run(config)
 
@@ -64,13 +61,11 @@ class PolicyLoss:
         """Loss of a micro-batch and its metrics; see `algos.acr`.
 
         Args:
-            old_log_prob: Of the proximal policy, [batch, tokens], as all tensors here.
-            log_prob: Of the policy that is trained.
-            advantages: Per token.
+            old_log_prob: Log-probs of the proximal policy; all tensors are [batch, tokens].
             response_mask: 1 where a token counts.
             loss_agg_mode: How the tokens' losses become one number, by verl's `agg_loss`.
             config: verl's ActorConfig.
-            rollout_log_probs: Of the rollout's policy; by default those that `hand_over` left in `config`.
+            rollout_log_probs: Log-probs of the rollout's policy; by default those that `hand_over` left in `config`.
             rollout_is_weights: verl's rollout correction, which must be off.
 
         Raises:
@@ -108,13 +103,6 @@ def _clip_range(config: Any) -> ClipRange:
 def hand_over(options: ACRConfig, config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
     """Call verl's `ppo_loss`, whose policy loss finds the rollout's log-probs in its configuration.
 
-    Args:
-        options: Of ACR.
-        config: verl's ActorConfig.
-        model_output: As `ppo_loss` takes it, the rest as well.
-        data: The micro-batch, a TensorDict.
-        dp_group: Of data-parallel ranks.
-
     Raises:
         ValueError: The batch holds no log-probs of the rollout.
     """
@@ -140,7 +128,7 @@ class ActorLoss(Feature):
 
     @classmethod
     def from_config(cls, run: Run) -> Feature | None:
-        """As `Feature.from_config`."""
+        """See `Feature.from_config`."""
         options = acr_options(run.config)
         return None if options is None else cls(run, options)
 

@@ -21,7 +21,7 @@ class Polling(Feature):
 
     @classmethod
     def from_config(cls, run: Run) -> Feature | None:
-        """As `Feature.from_config`."""
+        """See `Feature.from_config`."""
         ours = run.gate is not None and run.config.trainer.v1.trainer_mode in _MODES
         return cls(run) if ours else None
 

@@ -34,12 +34,11 @@ def rescore(run: Run, count: int, wants_noisy: bool = False) -> Rescored:
     """Have answers of the batch that was sampled last scored by the rollout, which must be awake.
 
     Args:
-        run: Its noise is that of the step, before and after.
-        count: How many.
+        run: Its rollout has the noise of the step, before and after.
         wants_noisy: Whether they are wanted with the noise of the step too.
 
     Raises:
-        UnscoredError: As `score_answers`.
+        UnscoredError: See `score_answers`.
     """
     import transfer_queue as tq  # not on the driver, which asks for options only
 
@@ -74,9 +73,8 @@ def score_rounded(run: Run, batch: Any, keys: list[str]) -> torch.Tensor:
     """Log-probs of the answers' tokens by the actor with its weights rounded, [batch, tokens] padded.
 
     Args:
-        run: Of the batch.
-        batch: Whose other answers fill up what the actor's ranks share.
-        keys: Of the answers, which come first.
+        batch: Its other answers fill up what the actor's ranks share.
+        keys: The keys of the answers, which come first.
     """
     import transfer_queue as tq
     from transfer_queue import KVBatchMeta
@@ -99,7 +97,7 @@ def score_rounded(run: Run, batch: Any, keys: list[str]) -> torch.Tensor:
 
 
 def evenly(keys: list[str], count: int) -> list[str]:
-    """At most `count` of the keys, spread over all."""
+    """At most `count` of the keys, evenly spread."""
     return keys[:: max(1, len(keys) // count)][:count]
 
 

@@ -22,7 +22,7 @@ def can_ask(config: DictConfig) -> bool:
     """Whether a run's rollout workers are ours, and answer.
 
     Args:
-        config: Of the whole run, with the worker extension that its options ask for.
+        config: The whole configuration, with the worker extension that its options ask for.
     """
     rollout = "actor_rollout_ref.rollout"
     extension = OmegaConf.select(config, f"{rollout}.engine_kwargs.vllm.worker_extension_cls")
@@ -42,7 +42,7 @@ class SyncCheck(Feature):
 
     @classmethod
     def from_config(cls, run: Run) -> Feature | None:
-        """As `Feature.from_config`."""
+        """See `Feature.from_config`."""
         return cls(run) if run.requantizes or can_ask(run.config) else None
 
     def after_init_end(self) -> None:

@@ -49,7 +49,6 @@ class FeaturedTrainer(_Trainer):
 
     Attributes:
         run: What features see of the trainer.
-        features: Those of this run.
     """
 
     FEATURES = FEATURES
@@ -68,13 +67,13 @@ class FeaturedTrainer(_Trainer):
         return buffer
 
     def on_init_end(self) -> None:
-        """As verl's, which syncs the weights."""
+        """Run the features around verl's hook, which syncs the weights for the first time."""
         self._tell("before_init_end")
         super().on_init_end()
         self._tell("after_init_end")
 
     def on_sample_end(self) -> None:
-        """As verl's, which puts the rollout to sleep."""
+        """Run the features before verl's hook, which puts the rollout to sleep."""
         self._tell("before_sample_end")
         super().on_sample_end()
 
@@ -89,7 +88,7 @@ class FeaturedTrainer(_Trainer):
         return super()._compute_values(batch, metrics)
 
     def on_step_end(self) -> None:
-        """As verl's, which syncs the weights."""
+        """Run the features around verl's hook, which syncs the weights."""
         self._tell("before_step_end")
         super().on_step_end()
         self._tell("after_step_end")
@@ -98,12 +97,12 @@ class FeaturedTrainer(_Trainer):
         return {**super()._consume_sync_metrics(), **self.run.take_metrics()}
 
     def on_validate_begin(self) -> None:
-        """As verl's."""
+        """Run the features before verl's hook."""
         self._tell("before_validate_begin")
         super().on_validate_begin()
 
     def on_validate_end(self) -> None:
-        """As verl's."""
+        """Run the features after verl's hook."""
         super().on_validate_end()
         self._tell("after_validate_end")
 
@@ -140,11 +139,10 @@ class FeaturedTrainer(_Trainer):
 
 
 def prepare(trainer: Any, config: DictConfig) -> Run:
-    """Have the options of a run written into verl's nodes, where the driver has not, and read those of features.
+    """Write the options of a run into verl's nodes, where the driver has not done it, and read those of the features.
 
     Args:
-        trainer: Of the run.
-        config: Of the whole run, changed in place, before verl reads it.
+        config: The whole configuration, changed in place before verl reads it.
 
     Raises:
         RuntimeError: vLLM is of another version.

@@ -25,7 +25,6 @@ class FlatAdapter:
     """The adapter of a PEFT model under FSDP2, or of one that is not sharded.
 
     Args:
-        module: The model.
         names: Name that the rollout knows -> name of a parameter [rows, columns] of `module`, whole or sharded by rows.
             What shifts a norm is a vector: rows of one column, after all matrices.
         device: Where the collective runs and the result lies.
@@ -60,7 +59,7 @@ class FlatAdapter:
 
     @torch.no_grad()
     def gather(self) -> torch.Tensor:
-        """All parameters in the order of `layout`, on every rank; in their dtype."""
+        """The parameters one after the other in the order of `layout`, in their dtype; on every rank."""
         local = [one.to_local() if isinstance(one, DTensor) else one for one in self._parameters()]
         size = dist.get_world_size(self._group) if self._group is not None else 1
         if size == 1:
@@ -78,7 +77,7 @@ class FlatAdapter:
 
 
 def adapter_checksum(flat: torch.Tensor) -> int:
-    """Of an adapter as both sides can have it: rounded to bf16, in which rollouts take it."""
+    """Checksum of an adapter that both sides can compute: of its bf16 values, which rollouts take."""
     return int(checksum(flat.to(torch.bfloat16)))
 
 
@@ -93,9 +92,7 @@ class FlatReceiver:
     """Puts pieces together.
 
     Args:
-        numel: Of the whole.
-        dtype: Of the result; pieces are rounded to it.
-        device: Of the result.
+        dtype: The dtype of the result, to which pieces are rounded.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:

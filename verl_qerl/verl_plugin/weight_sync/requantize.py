@@ -38,8 +38,6 @@ def quantized_for_rollout(
     Args:
         tensors: (name, tensor) of the actor's model, whole.
         shapes: The same names -> shapes.
-        form: The format.
-        ignore: Modules left in bf16.
         tied: Whether lm_head is the embedding, and so not sent twice.
 
     Raises:
@@ -67,7 +65,6 @@ def round_group(weights: Mapping[str, torch.Tensor], form: WeightFormat) -> dict
 
     Args:
         weights: module -> weight [N, K] of a group of linears.
-        form: The format.
 
     Returns:
         The same names; rounded to bf16 and to `form` as in a sync, in the dtype of the argument.

@@ -31,7 +31,7 @@ class QerlServerAdapter(ServerAdapter):
             self.zmq_handle = of_this_run(self.zmq_handle)
 
     async def update_weights(self, *args: Any, **kwargs: Any) -> None:
-        """As verl's, which waits without a limit for an engine that has ended to take the weights.
+        """Send the weights; verl's own method waits without a limit for an engine that has ended.
 
         Raises:
             RuntimeError: It has ended, or a worker has; and whatever the workers raise.

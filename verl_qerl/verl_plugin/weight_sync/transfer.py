@@ -59,10 +59,10 @@ def requiring(receiver: Callable[[], None]) -> Iterator[None]:
 
 
 class WatchedSending:
-    """A socket of verl's sender that raises in the place of waiting for a receiver that has gone.
+    """A socket of verl's sender that raises instead of waiting for a receiver that has gone.
 
     Args:
-        socket: zmq's, bound, of kind REQ.
+        socket: A bound REQ socket of zmq.
     """
 
     def __init__(self, socket: Any) -> None:
@@ -72,22 +72,22 @@ class WatchedSending:
         self._num_answers = 0
 
     def send_pyobj(self, message: Any) -> None:
-        """As zmq's.
+        """Send a message once a receiver is there.
 
         Raises:
-            RuntimeError: The receiver has closed its socket; and whatever `requiring` was given raises.
+            RuntimeError: The receiver has closed its socket. What was given to `requiring` may raise other errors.
         """
         self._wait(zmq.POLLOUT)  # not before a receiver is there
         self._socket.send_pyobj(message)
 
     def recv(self) -> bytes:
-        """As zmq's; raises as `send_pyobj`."""
+        """Wait for the answer; raises as `send_pyobj`."""
         self._wait(zmq.POLLIN)
         self._num_answers += 1
         return self._socket.recv()
 
     def close(self) -> None:
-        """As zmq's."""
+        """Close the socket and stop watching it."""
         self._socket.disable_monitor()
         self._socket.close()
 

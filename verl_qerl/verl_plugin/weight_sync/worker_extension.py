@@ -24,7 +24,6 @@ from verl_qerl.vllm_plugin.adapter.buffers import (
     unflatten,
 )
 from verl_qerl.vllm_plugin.noise.synced_norms import split_shifts
-from verl_qerl.vllm_plugin.options import rollout_options
 from verl_qerl.vllm_plugin.weights.loader import base_digests
 from verl_qerl.vllm_plugin.weights.reload import LOADING_ERRORS, InPlaceReload, SyncReport, without_frames
 from verl_qerl.vllm_plugin.worker import RolloutWorkerExtension, prepare_model
@@ -63,8 +62,6 @@ class WorkerExtension(RolloutWorkerExtension, vLLMColocateWorkerExtension):
         worker._qerl_format = get_format(vllm_plugin.NAMES[str(load_format)]) if requantized else None
         worker._qerl_num_syncs = 0
         worker._qerl_checksum = worker._qerl_report = worker._qerl_error = None
-        if load_format not in vllm_plugin.NAMES and ("dummy" in str(load_format) or not has_adapter):
-            _refuse_fp8_head(vllm_config)
         prepare_model(worker, vllm_config)
         return worker
 
@@ -112,7 +109,7 @@ class WorkerExtension(RolloutWorkerExtension, vLLMColocateWorkerExtension):
             self._qerl_noise.recapture()
 
     def _update_weights(self, weights: list[tuple[str, torch.Tensor]], peft_config: Any, base_sync_done: bool) -> None:
-        """As verl's, of a bucket; an error is kept, since the sender waits for an answer to every bucket."""
+        """Load a bucket; an error is kept for later, since the sender waits for an answer to every bucket."""
         if self._qerl_error is None:
             try:
                 super()._update_weights(weights, peft_config=peft_config, base_sync_done=base_sync_done)
@@ -205,15 +202,6 @@ def _require_same(sent: int, came: int, flat: torch.Tensor) -> None:
 def _checksum_of_all(checksums: Mapping[str, int]) -> int:
     lines = "\n".join(f"{name} {value}" for name, value in sorted(checksums.items()))
     return int.from_bytes(hashlib.sha256(lines.encode()).digest()[:8], "big", signed=True)
-
-
-def _refuse_fp8_head(vllm_config: Any) -> None:
-    if rollout_options(vllm_config).lm_head == "fp8":
-        raise ValueError(
-            "verl would send a bf16 head to a rollout that holds it in FP8: qerl.rollout.lm_head=fp8"
-            " without `+rollout=...`. Accepted is an adapter (model.lora_rank) and a load_format other than dummy, or"
-            " `+rollout=...`. Leave the option out, or set one of these."
-        )
 
 
 def _without_nvfp4(vllm_config: Any) -> Any:

@@ -20,7 +20,6 @@ class _Plan:
     """How a flat adapter goes into the buffers.
 
     Attributes:
-        key: What it was made for.
         copies: Part of a buffer and the span that it takes.
         scaled: Spans of all B.
         zeros: Parts of buffers beyond the adapter's rank, or of members that it leaves out.
@@ -37,11 +36,7 @@ class _Plan:
 
 
 def can_place(manager: Any) -> bool:
-    """Whether the one slot is all that there is: nothing can bring back an earlier state from the host.
-
-    Args:
-        manager: vLLM's LoRAModelManager.
-    """
+    """Whether the one slot is all that there is: nothing can bring back an earlier state from the host."""
     return manager.capacity == 1
 
 
@@ -59,10 +54,8 @@ def place_adapter(
 
     Args:
         manager: vLLM's LoRAModelManager, for which `can_place`.
-        lora_id: Of the adapter.
         layout: What is where in `flat`: A [R, K] and B [N, R] of every linear.
         flat: One after the other, in the dtype of the buffers and on their device. It is changed.
-        peft_config: Its configuration, as a dictionary.
 
     Returns:
         Number of linears written.
@@ -105,9 +98,7 @@ def require_placed(manager: Any, lora_id: int, flat: torch.Tensor) -> None:
     other slices than the adapter's, are not read: actors of ours adapt none.
 
     Args:
-        manager: vLLM's LoRAModelManager.
-        lora_id: Of the adapter.
-        flat: As `place_adapter` left it.
+        flat: The adapter as `place_adapter` left it.
 
     Raises:
         ValueError: The slot is another's, or does not hold it.

@@ -51,7 +51,6 @@ def release_buffers(model: torch.nn.Module, lora_config: Any) -> int:
 
     Args:
         model: vLLM's, with its LoRA layers and no adapter.
-        lora_config: vLLM's.
 
     Returns:
         Bytes freed.
@@ -73,7 +72,6 @@ def use_single_adapter(model: torch.nn.Module, lora_config: Any) -> int:
 
     Args:
         model: vLLM's, with its LoRA layers.
-        lora_config: vLLM's.
 
     Returns:
         Number of linears converted.
@@ -155,7 +153,7 @@ def _watching(base: type, only_ours: bool) -> type:
         def update_metadata(
             self, mapping: Any, lora_index_to_id: list, max_loras: int, vocab_size: int, **kwargs: Any
         ) -> None:
-            """As vLLM's; without its sorting of tokens by adapter when none of its kernels is left."""
+            """Update vLLM's metadata; tokens are sorted by adapter only if a kernel of vLLM's is left that needs it."""
             if only_ours:
                 self.is_prefill = mapping.is_prefill
                 self._update_base_metadata(mapping, lora_index_to_id, max_loras, vocab_size)

@@ -1,6 +1,6 @@
-"""vLLM's FlashAttention with `kernels.rollout.attention` for steps that bring one token of each sequence.
+"""Steps in which each sequence gets one token run on `kernels.rollout.attention`.
 
-Everything else (prompts, chunks of them, shared prefixes taken apart, speculation) stays with FlashAttention.
+All other steps (prompts, chunks of prompts, cascade attention, speculation) stay with vLLM's FlashAttention.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from verl_qerl.vllm_plugin.weights.plans import say_once
 
 
 class DecodeAttentionImpl(FlashAttentionImpl):
-    """Of heads for which `why_stock` finds nothing; one launch attends, and puts keys and values into the cache."""
+    """FlashAttention whose decode steps are one launch, which also writes keys and values into the cache."""
 
     def do_kv_cache_update(
         self,
@@ -28,7 +28,7 @@ class DecodeAttentionImpl(FlashAttentionImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """As vLLM's, or nothing where `forward` does it."""
+        """Write keys and values into the cache, unless `forward` will do it."""
         metadata = get_forward_context().attn_metadata
         if isinstance(metadata, dict) and _decodes(metadata[layer.layer_name], kv_cache):
             return
@@ -46,7 +46,7 @@ class DecodeAttentionImpl(FlashAttentionImpl):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """As vLLM's; query and output [T, heads, head_size], key and value [T, kv_heads, head_size]."""
+        """Attend; query and output [T, heads, head_size], key and value [T, kv_heads, head_size]."""
         if not _decodes(attn_metadata, kv_cache):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
         rows = slice(attn_metadata.num_actual_tokens)
@@ -69,11 +69,7 @@ def _decodes(metadata: Any, cache: torch.Tensor) -> bool:
 
 
 def why_stock(impl: Any) -> str | None:
-    """Why the attention of a layer stays vLLM's, or None.
-
-    Args:
-        impl: Of vLLM's Attention.
-    """
+    """Why the attention of a layer stays vLLM's; None if it does not."""
     if type(impl) is not FlashAttentionImpl:
         return f"its implementation is {type(impl).__name__}"
     reasons = {
@@ -103,16 +99,16 @@ def captures_what_begins(vllm_config: Any) -> bool:
 
 
 def use_decode_attention(model: torch.nn.Module, vllm_config: Any) -> int:
-    """Give the attention of a model the faster steps, and compile what they run.
+    """Put the decode steps of a model's attention on our kernel, and compile it.
 
-    Call it after loading and before anything is compiled. Layers that it does not take keep vLLM's, which is said once.
+    Call it after loading and before anything is compiled. Layers that the kernel does not take keep vLLM's attention,
+    which is logged once.
 
     Args:
-        model: vLLM's.
-        vllm_config: Of its engine; one whose graphs could not tell decoding from beginning keeps vLLM's too.
+        vllm_config: The engine's; if its CUDA graphs mix decoding with prompts, all layers keep vLLM's attention.
 
     Returns:
-        Number of layers that have it.
+        Number of layers on our kernel.
     """
     if captures_what_begins(vllm_config):
         say_once(

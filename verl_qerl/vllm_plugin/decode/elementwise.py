@@ -1,4 +1,4 @@
-"""vLLM's norms, activations and rotary embeddings beside our linears, on `kernels.rollout.elementwise`.
+"""vLLM's norms, activations and rotary embeddings on our kernels, for models whose linears are ours.
 
 These kernels let the next linear load its weights while they run (programmatic dependent launch), which the code that
 torch compiles of vLLM's own does not.
@@ -22,10 +22,10 @@ from verl_qerl.vllm_plugin import hosts
 
 
 class PDLRMSNorm(RMSNorm):
-    """Of rows of a model's hidden size, with a weight."""
+    """A norm with a weight over rows of the model's hidden size."""
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """As vLLM's `forward_native`: the normalized x, or that of the sum and the sum."""
+        """The normalized x; with a residual, the normalized sum and the sum."""
         if residual is None:
             return rms_norm(x, self.weight.data, self.variance_epsilon)
         return add_rms_norm(x, residual, self.weight.data, self.variance_epsilon)
@@ -35,17 +35,17 @@ class PDLSiluAndMul(SiluAndMul):
     """SiLU of the left half of a row, times its right half."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As vLLM's `forward_native`; x [..., 2 I], result [..., I]."""
+        """[..., 2 I] -> [..., I]."""
         return silu_mul(x) if can_silu(x) else self.forward_native(x)
 
 
 class PDLRotaryEmbedding(RotaryEmbedding):
-    """Of whole heads, their halves turned together."""
+    """The rotation of whole heads whose halves are turned together (NeoX style)."""
 
     def forward(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As vLLM's `forward_native`; query and key [T, heads * head_size]."""
+        """Rotate query and key, [T, heads * head_size] each."""
         table = self._match_cos_sin_cache_dtype(query)
         if key is None or not can_rotate(query, key, positions, table, self.head_size):
             return self.forward_native(positions, query, key)
@@ -53,10 +53,10 @@ class PDLRotaryEmbedding(RotaryEmbedding):
 
 
 class _PDLHeads:
-    """Attention of Qwen3, with the norms of heads and their rotation as one launch."""
+    """Attention of Qwen3 in which the norms of the heads and their rotation are one launch."""
 
     def forward(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """As vLLM's (model_executor/models/qwen3.py, qwen3_moe.py)."""
+        """The steps of vLLM's forward (model_executor/models/qwen3.py, qwen3_moe.py)."""
         qkv, _ = self.qkv_proj(hidden_states)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         table, epsilon = self.rotary_emb._match_cos_sin_cache_dtype(q), self.q_norm.variance_epsilon
@@ -72,11 +72,11 @@ class _PDLHeads:
 
 
 class PDLQwen3Attention(_PDLHeads, Qwen3Attention):
-    """Of a dense model."""
+    """Attention of a dense Qwen3."""
 
 
 class PDLQwen3MoeAttention(_PDLHeads, Qwen3MoeAttention):
-    """Of a mixture of experts."""
+    """Attention of a Qwen3 with experts."""
 
 
 _PDL: dict[type, tuple[HostChange, type]] = {
@@ -89,15 +89,14 @@ _PDL: dict[type, tuple[HostChange, type]] = {
 
 
 def use_programmatic_launch(model: torch.nn.Module, columns: set[int], left: torch.dtype | None = None) -> int:
-    """Replace norms, activations and rotary positions by those that let the next kernel start early.
+    """Replace norms, activations and rotary embeddings by kernels with programmatic dependent launch.
 
-    Call it after loading and before anything is compiled. Modules that compute something else than vLLM's own stay as
-    they are, and so do norms of other rows; those of heads are part of their attention.
+    Call it after loading and before anything is compiled. Modules that compute something else than vLLM's own stay
+    vLLM's, and so do norms over other rows. The norms of heads are part of their attention.
 
     Args:
-        model: vLLM's.
-        columns: Of `linear.repacked_in_features`; where there are none, nothing is replaced.
-        left: Norms of rows with a weight of this dtype stay as they are.
+        columns: in_features of our linears, from `linear.repacked_in_features`; if empty, nothing is replaced.
+        left: Norms whose weight has this dtype stay vLLM's.
 
     Returns:
         Number of modules replaced.
@@ -117,12 +116,12 @@ def use_programmatic_launch(model: torch.nn.Module, columns: set[int], left: tor
 
 
 def _kind(module: Any, columns: set[int], left: torch.dtype | None) -> type | None:
-    """Key of _PDL of a module that is replaced."""
+    """The key of _PDL for a module that is to be replaced, else None."""
     kind = type(module)
     if kind is SiluAndMul:
         return kind
     if isinstance(module, RotaryEmbedding):
-        # Of other frequencies alone, as Llama 3 and YaRN have them.
+        # Subclasses that only change the frequencies (Llama 3, YaRN) compute the same.
         computes = ("forward", "forward_native", "forward_cuda")
         same = all(getattr(kind, name) is getattr(RotaryEmbedding, name) for name in computes)
         whole = module.is_neox_style and module.rotary_dim == module.head_size

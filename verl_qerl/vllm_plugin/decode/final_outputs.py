@@ -28,7 +28,7 @@ class FinalOutputs:
         upstream.hang(hosts.ADD_REQUEST, engine, self)
 
     async def __call__(self, request_id: str, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's; the collector of outputs."""
+        """Add a request; returns vLLM's collector of its outputs."""
         from vllm import RequestOutput
 
         collector = await self._add(request_id, *args, **kwargs)
@@ -42,7 +42,7 @@ class FinalOutputs:
 
         Args:
             request_id: verl's.
-            sampling_params: Of the request. What they set themselves stays; those with stop strings need the text.
+            sampling_params: What they set themselves is kept; requests with stop strings need the text.
         """
         from vllm.sampling_params import RequestOutputKind
 

@@ -35,8 +35,7 @@ def use_segments_again(worker: Any, vllm_config: Any) -> None:
     """Have a worker that sleeps load its weights in segments that may be used again once they are empty.
 
     Args:
-        worker: Of vLLM, before it loads.
-        vllm_config: Its configuration.
+        worker: vLLM's worker, before it loads.
     """
     limited: Callable[..., AbstractContextManager] | None = getattr(worker, "_scoped_allocator_max_split", None)
     if not can_sleep(vllm_config) or limited is None:
@@ -52,9 +51,9 @@ def stay_within_share(worker: Any, vllm_config: Any) -> None:
     """Have a worker that sleeps give the KV cache no more than is left of its share of the GPU.
 
     Args:
-        worker: Of vLLM; on a GPU it has `requested_memory`, `init_snapshot` and, from its profile,
+        worker: vLLM's worker; on a GPU it has `requested_memory`, `init_snapshot` and, from its profile,
             `peak_activation_memory` and `cudagraph_memory_estimate` when it is asked, all in bytes.
-        vllm_config: Its configuration. A KV cache whose bytes are given keeps them.
+        vllm_config: A KV cache whose size it gives in bytes keeps that size.
     """
     if not can_sleep(vllm_config) or vllm_config.cache_config.kv_cache_memory_bytes:
         return

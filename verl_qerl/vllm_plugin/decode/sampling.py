@@ -35,7 +35,7 @@ class FusedSampler(Sampler):
     def forward(
         self, logits: torch.Tensor, sampling_metadata: Any, predict_bonus_token: bool = False, **options: Any
     ) -> SamplerOutput:
-        """As vLLM's; logits [R, V], the drawn tokens [R, 1] int32."""
+        """Draw tokens [R, 1] int32 from logits [R, V]."""
         mode = options.get("logprobs_mode_override") or self.logprobs_mode
         reason = "tokens are speculated" if predict_bonus_token else why_stock(sampling_metadata, mode)
         if reason:
@@ -57,7 +57,6 @@ def why_stock(metadata: Any, mode: str) -> str | None:
     """Why a batch is not for `draw_tokens`, or None.
 
     Args:
-        metadata: vLLM's SamplingMetadata.
         mode: vLLM's logprobs_mode, which verl sets to processed_logprobs.
     """
     processors = (*metadata.logitsprocs.non_argmax_invariant, *metadata.logitsprocs.argmax_invariant)
@@ -98,7 +97,6 @@ def use_fused_sampler(runner: Any, required: bool = True) -> None:
     """Give a model runner of vLLM the faster sampler, and compile what it runs.
 
     Args:
-        runner: vLLM's.
         required: Else on a GPU only, where it is faster, and a sampler that cannot be replaced stays.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Whose draw of the noise a token gets, where `aqn.draw` is `sequence` or `token`: a row of each norm's table.
+"""Which draw of the noise a token gets where `aqn.draw` is `sequence` or `token`: a row of each norm's table.
 
 Row 0 is the clean weight, and tokens of a prompt have it: groups share their prompt's keys and values, and the prefix
 cache holds prompts alone (`scheduler.py`). So the first token of an answer is drawn from the clean model, and each
@@ -22,15 +22,7 @@ from verl_qerl.vllm_plugin.options import SCHEDULER
 
 
 def check_draws(vllm_config: Any, config: AQNConfig) -> None:
-    """Look at what an engine does with its batches, before it loads.
-
-    Args:
-        vllm_config: vLLM's.
-        config: Of the noise.
-
-    Raises:
-        ValueError: The engine does something that draws for each sequence or token do not go together with.
-    """
+    """Refuse, before it loads, an engine whose batches rule out draws for each sequence or token."""
     if not config.enabled or config.draw == "batch":
         return
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
@@ -83,10 +75,10 @@ class NoiseRows:
         self._of_batch: tuple[np.ndarray, ...] = ()
 
     def give_tables(self, norms: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Have norms take their weights by these rows; name -> [NUM_DRAWS, K], their rows with noise.
+        """Make norms take their weights by these rows; returns name -> [NUM_DRAWS, K], the rows with noise.
 
         Raises:
-            ValueError: As `give_table`.
+            ValueError: See `give_table`.
         """
         tables = {name: give_table(name, norm, self.ids) for name, norm in norms.items()}
         compile_norms(tables.values())
@@ -110,7 +102,7 @@ class NoiseRows:
             num_scheduled: [requests] tokens of each request of the runner's batch.
 
         Raises:
-            ValueError: As `row_asked_for`.
+            ValueError: See `row_asked_for`.
         """
         batch = self._runner.input_batch
         names = batch.req_ids
@@ -162,11 +154,8 @@ class NoiseRows:
 def row_asked_for(params: Any) -> int | None:
     """The row that a request has for all of its tokens, if it asks for one.
 
-    Args:
-        params: vLLM's SamplingParams, or None.
-
     Raises:
-        ValueError: It is no row.
+        ValueError: There is no such row.
     """
     row = (getattr(params, "extra_args", None) or {}).get(FORCED_DRAW)
     if row is not None and (type(row) is not int or not 0 <= row <= NUM_DRAWS):

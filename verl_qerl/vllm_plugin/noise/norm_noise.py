@@ -35,11 +35,10 @@ class NormNoise:
 
     Args:
         model: The vLLM model; weights of the targets become float32.
-        config: Targets, mode and seed.
         uaq_scale: s of UAQ. Additive noise on the norms that UAQ multiplies is multiplied too, so that sigma keeps its
             meaning: (s w + s Z) with the linears divided by s is the model with w + Z. The other modes are in units of
             the weight, which has s in it.
-        tables: Of several draws, or None for one; the first of them is that one.
+        tables: Rows for several draws, the first of which is what a single draw would be; None for a single draw.
 
     Raises:
         ValueError: A target names no norm of this model, or one that multiplies by 1 + w where the mode's unit is w. Or
@@ -126,7 +125,7 @@ class NormNoise:
         return sum(bool((rows != self._clean[name]).any(1).all()) for name, rows in held.items())
 
     def checksum(self) -> int:
-        """Of the float32 weights as they are set: equal on every rank and replica, which hold norms whole."""
+        """Checksum of the float32 weights as they are set; equal on all ranks and replicas, which hold norms whole."""
         held = self._tables or {name: norm.weight.data for name, norm in self._norms.items()}
         return int(checksum(torch.cat([weights.reshape(-1) for weights in held.values()])))
 
@@ -135,7 +134,7 @@ def check_model(vllm_config: Any, config: AQNConfig) -> None:
     """Refuse a model whose norms may lie elsewhere; say where noise reaches more than attention and MLP.
 
     Raises:
-        ValueError: As `check_places`.
+        ValueError: See `check_places`.
     """
     family = vllm_config.model_config.hf_text_config.model_type
     check_places(family, config.targets)
@@ -159,7 +158,6 @@ def find_norms(model: torch.nn.Module, targets: tuple[str, ...], remedy: str) ->
 
     Args:
         model: Before anything is compiled or captured.
-        targets: Last parts of the names.
         remedy: End of the error.
 
     Raises:

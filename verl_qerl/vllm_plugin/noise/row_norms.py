@@ -16,7 +16,7 @@ from verl_qerl.vllm_plugin import hosts
 
 
 class RowRMSNorm(RMSNorm):
-    """`give_table` makes it of vLLM's.
+    """vLLM's RMSNorm with a table of weights; made by `give_table`.
 
     Attributes:
         table: [1 + NUM_DRAWS, K] float32. Row 0 is the clean weight, and the storage of `weight`.
@@ -27,7 +27,7 @@ class RowRMSNorm(RMSNorm):
     ids: torch.Tensor
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """As vLLM's `forward_native`: the normalized x, or that of the sum and the sum."""
+        """The normalized x; with a residual, the normalized sum and the sum."""
         if residual is None:
             return rms_norm_rows(x, self.table, self.ids, self.variance_epsilon)
         return add_rms_norm_rows(x, residual, self.table, self.ids, self.variance_epsilon)
@@ -37,8 +37,7 @@ def give_table(name: str, norm: Any, ids: torch.Tensor) -> torch.Tensor:
     """Make a norm of vLLM a RowRMSNorm, all rows of its table the weight it has.
 
     Args:
-        name: Of the module.
-        norm: Its weight in float32; before anything is compiled or captured.
+        norm: With a float32 weight, before anything is compiled or captured.
         ids: [M] int32, filled before each step, for at least as many tokens as a step has.
 
     Returns:

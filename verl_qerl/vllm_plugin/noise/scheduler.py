@@ -15,12 +15,7 @@ from verl_qerl.vllm_plugin.options import rollout_options
 
 
 def scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
-    """For vLLM's `scheduler_cls`: the scheduler that it would have by itself, with such a cache where noise needs it.
-
-    Args:
-        vllm_config: Of the engine; whether it schedules ahead decides which of vLLM's schedulers this is.
-        kwargs: As vLLM's schedulers.
-    """
+    """For vLLM's `scheduler_cls`: the scheduler that vLLM would choose, with such a cache where the noise needs it."""
     kind = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
     made = kind(vllm_config=vllm_config, **kwargs)
     aqn = rollout_options(vllm_config).aqn
@@ -30,7 +25,7 @@ def scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
 
 
 def cache_prompts_alone(manager: Any) -> None:
-    """Have a KVCacheManager keep tokens of answers out of the prefix cache.
+    """Make a KVCacheManager keep tokens of answers out of the prefix cache.
 
     A request that asks for a row of the noise (`algos.aqn.FORCED_DRAW`) neither reads the cache nor adds to it: its
     prompt has noise too.

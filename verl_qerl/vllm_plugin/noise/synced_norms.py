@@ -34,7 +34,7 @@ class SyncedNorms:
 
     Args:
         model: The vLLM model, its norms those of the base; their weights become float32.
-        noise: What is on them, if anything; without noise so far.
+        noise: The noise of the engine, still at zero; None without noise.
 
     Raises:
         ValueError: The model lacks one of the norms.
@@ -46,11 +46,7 @@ class SyncedNorms:
         self._noise = noise
 
     def check(self, shifts: Mapping[str, torch.Tensor]) -> None:
-        """Require a shift of the right size for every norm and for nothing else.
-
-        Raises:
-            ValueError: They do not fit.
-        """
+        """Require a shift of the right size for every norm and for nothing else."""
         found, held = ({name: one.numel() for name, one in part.items()} for part in (shifts, self._base))
         differing = sorted(name for name in found.keys() | held.keys() if found.get(name) != held.get(name))
         if differing:
@@ -76,11 +72,7 @@ class SyncedNorms:
 
     @torch.no_grad()
     def require_placed(self, shifts: Mapping[str, torch.Tensor]) -> None:
-        """Compare what the norms hold, below the noise, with what came.
-
-        Raises:
-            ValueError: It is not that.
-        """
+        """Require that the norms hold, below the noise, what the sync brought."""
         below = {} if self._noise is None else self._noise.clean
         weights = self._weights(shifts)
         held = [below.get(name, self._norms[name].weight.data) for name in weights]

@@ -47,7 +47,7 @@ class BorrowedNVFP4(CompressedTensorsW4A4Fp4):
     """
 
     def __init__(self) -> None:
-        # vLLM's own __init__ makes a kernel of its choice. The rest of it is these three attributes.
+        # vLLM's __init__ chooses a kernel. The rest of it is these three attributes.
         config = get_current_vllm_config_or_none()
         options = rollout_options(config)
         asked = asked_of_vllm(config)
@@ -70,7 +70,7 @@ class BorrowedNVFP4(CompressedTensorsW4A4Fp4):
         self.kernel = BorrowedKernel(NvFp4LinearLayerConfig(), options.arithmetic == "fp8")
 
     def create_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Of vLLM's shapes, without memory."""
+        """Create parameters of vLLM's shapes on the meta device, without memory."""
         with torch.device("meta"):
             super().create_weights(*args, **kwargs)
 
@@ -89,12 +89,12 @@ class BorrowedKernel(NvFp4LinearKernel):
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """Where `BorrowedNVFP4` can be made."""
+        """Always: `BorrowedNVFP4` has refused GPUs that it does not run on."""
         return True, None
 
     @classmethod
     def can_implement(cls, config: NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
-        """Every NVFP4 layer that `attach` gave tiles."""
+        """Every NVFP4 layer, since `attach` gives each its tiles."""
         return True, None
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -129,11 +129,10 @@ def attach(model: torch.nn.Module, members: Mapping[str, list[str]], device: tor
     Args:
         model: vLLM's, its quantized linears empty.
         members: Linear of `model` -> the linears of a checkpoint that it consists of, for all that are quantized.
-        device: Of the model.
 
     Raises:
-        RuntimeError: As `borrow`.
-        ValueError: The actor's base is of another model.
+        RuntimeError: The base cannot be mapped; see `borrow`.
+        ValueError: The actor's base belongs to another model.
     """
     # The name that our server gave this run, as the two ends of a weight sync have it.
     job, replica = os.environ.get("VERL_RAY_JOB_ID", "0"), os.environ.get("VERL_REPLICA_RANK", "0")

@@ -33,8 +33,8 @@ def experts_method(layer: Any, prefix: str, form: str = "nvfp4") -> Any:
     """The method of `layer` where it is not vLLM's own choice.
 
     Args:
-        layer: Of vLLM's model; not yet filled.
-        prefix: Its name.
+        layer: A layer of vLLM's model, not filled yet.
+        prefix: The layer's name.
         form: Name of the weight format.
 
     Returns:

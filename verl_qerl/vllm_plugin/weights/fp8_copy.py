@@ -9,12 +9,13 @@ ones (of any max |w| / 448 as scale: 2.7 %), a product 3.3 %, of which the activ
 
 import torch
 
+from verl_qerl.formats.base import power_of_two
 from verl_qerl.formats.fp8 import FP8
 from verl_qerl.kernels.rollout.repacking import ROWS, Repacked, dequantize_repacked
-from verl_qerl.vllm_plugin.weights.head import quantize_rows
 
 FEWEST_ROWS = 64  # of x; with fewer, the packed weight is read faster than its copy of twice its size
 _WEIGHTS_AT_ONCE = 1 << 24  # decoded to bf16 at a time
+_LEAST_EXPONENT = -100  # of a row of zeros
 
 
 def make_copy(words: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor) -> list[torch.Tensor]:
@@ -37,6 +38,21 @@ def make_copy(words: torch.Tensor, scale: torch.Tensor, global_decode_scale: tor
         part: Repacked = (words[:, 2 * start : 2 * end], scale[:, start:end], global_decode_scale)
         codes[start:end], scales[start:end] = quantize_rows(dequantize_repacked(*part))
     return [codes, scales]
+
+
+def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize rows [N, K] of finite numbers.
+
+    Returns:
+        Codes [N, K] float8_e4m3fn and scales [N, 1] float32: for each row the smallest power of two with which its
+        largest magnitude is at most 448.
+    """
+    rows = rows.float()
+    # amax = mantissa * 2**exponent with a mantissa in [1/2, 1), and 448 = 0.875 * 2**9.
+    mantissa, exponent = torch.frexp(rows.abs().amax(dim=1, keepdim=True))
+    exponent = torch.where(mantissa > 0.875, exponent - 8, exponent - 9)
+    exponent = exponent.masked_fill(mantissa == 0, _LEAST_EXPONENT).clamp(min=_LEAST_EXPONENT)
+    return (rows * power_of_two(-exponent)).to(torch.float8_e4m3fn), power_of_two(exponent)
 
 
 def takes_fp8(rows: int, fp8_copy: list[torch.Tensor]) -> bool:

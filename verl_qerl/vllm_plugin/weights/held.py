@@ -31,7 +31,7 @@ def holds(linear: Any, members: Sequence[torch.Tensor]) -> bool:
     """Whether the kernel of `linear` multiplies by these weights.
 
     Args:
-        linear: Of vLLM, after its weights were processed.
+        linear: A linear of vLLM whose weights have been processed.
         members: The dense weights [N_i, K] float32 of the linears of a checkpoint that it consists of, in order, whole.
     """
     expected = _shard(linear, members)

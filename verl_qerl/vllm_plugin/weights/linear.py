@@ -22,7 +22,7 @@ _LEAST_NORMAL = 8  # bits of 2**-6 in E4M3
 
 
 class W4A16Kernel(NvFp4LinearKernel):
-    """Chooses by rows; a linear that our kernels do not take stays with Marlin."""
+    """Chooses the kernel by the number of rows; a linear that our kernels do not take stays on Marlin."""
 
     def __init__(self, config: NvFp4LinearLayerConfig, fp8: bool = False) -> None:
         super().__init__(config)
@@ -31,13 +31,13 @@ class W4A16Kernel(NvFp4LinearKernel):
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """On Hopper."""
+        """Whether this GPU runs our kernels (Hopper), or the reason why not."""
         reason = why_not()
         return reason is None, reason
 
     @classmethod
     def can_implement(cls, config: NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
-        """Every NVFP4 layer, some of them by Marlin."""
+        """Every NVFP4 layer: what our kernels do not take runs on Marlin."""
         return True, None
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -81,8 +81,7 @@ def hold_repacked(layer: Any, tiles: Repacked, plan: str, fp8: bool) -> None:
     """Give a layer what `multiply` reads, under vLLM's names.
 
     Args:
-        layer: Of vLLM.
-        tiles: Of the weight; not copied.
+        tiles: The repacked weight; not copied.
         plan: Key of a Plan.
         fp8: Make a copy in E4M3 as well, one byte a weight.
     """
@@ -116,5 +115,5 @@ def has_fp8_copies(model: torch.nn.Module) -> bool:
 
 
 def frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
-    """`tensor` itself as a parameter that is not trained."""
+    """The tensor as a parameter that is not trained; no copy."""
     return torch.nn.Parameter(tensor, requires_grad=False)

@@ -25,8 +25,8 @@ def linear_repacked(
 
     Args:
         x: [M, K] bf16.
-        packed_codes: Of `kernels.rollout.repacking.repack`, [K / 16, 2 N] int32.
-        scale: Of `kernels.rollout.repacking.repack`, [K / 16, N] uint8.
+        packed_codes: [K / 16, 2 N] int32, from `kernels.rollout.repacking.repack`.
+        scale: [K / 16, N] uint8, from the same.
         global_decode_scale: [1] float32.
         fp8_copy: Of `fp8_copy.make_copy`, by which many rows are multiplied in FP8, or nothing.
         bias: [N] bf16 or None.
@@ -84,19 +84,7 @@ def lora_linear_repacked(
 ) -> torch.Tensor:
     """`linear_repacked` and the product of one adapter, which our own kernel adds in the same launch.
 
-    Args:
-        x: As in `linear_repacked`, like all up to `plan`.
-        packed_codes: As there.
-        scale: As there.
-        global_decode_scale: As there.
-        fp8_copy: As there.
-        bias: As there.
-        plan: As there.
-        a: As in `kernels.rollout.lora.lora_shrink`.
-        b: As in `kernels.rollout.lora.lora_expand`, like all that follow.
-        members: As there.
-        slots: As there.
-        none_active: As there.
+    The arguments of the adapter are those of `kernels.rollout.lora.lora_shrink` and `lora_expand`.
 
     Returns:
         [M, N] bf16.

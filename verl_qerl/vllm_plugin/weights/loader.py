@@ -61,7 +61,7 @@ class QuantizingModelLoader(BaseModelLoader):
         self._source(model_config)
 
     def load_model(self, vllm_config: Any, model_config: ModelConfig, prefix: str = "") -> torch.nn.Module:
-        """As vLLM's; of a checkpoint without a quantization_config, with the linears in bf16 that `ignore` names."""
+        """Load the model; without a quantization_config, the linears that `ignore` names stay in bf16."""
         config = vllm_config.quant_config
         if self._ignore is not None and getattr(config, "follows_loader", False):
             config.leave_dense(self._ignore)

@@ -35,7 +35,7 @@ class Plan:
     """How to multiply by a weight of one shape.
 
     Attributes:
-        launches: Of `kernels.rollout.w4a16_matmul`, by entries of its TOKENS.
+        launches: One launch of `kernels.rollout.w4a16_matmul` for each entry of its TOKENS.
         decode_rows: From here on decoding and cuBLAS beat `kernels.rollout.w4a16_matmul`.
     """
 
@@ -71,7 +71,7 @@ def make_plan(N: int, K: int, gpu: str) -> str:
     Args:
         N: out_features.
         K: in_features.
-        gpu: As CUDA names it.
+        gpu: The name that CUDA gives.
     """
     key = f"{N}x{K}"
     if key not in PLANS:
@@ -83,10 +83,10 @@ def make_plan(N: int, K: int, gpu: str) -> str:
 
 
 def choose_launch(row: dict[str, Any], N: int, K: int, tokens: int) -> Launch:
-    """For a weight [N, K] and an entry of TOKENS: what was measured, for it or one alike, or a guess.
+    """The launch for a weight [N, K] and an entry of TOKENS: measured for this or a similar shape, else guessed.
 
     Args:
-        row: Of `nearest`.
+        row: From `nearest`.
         N: out_features.
         K: in_features.
         tokens: Entry of TOKENS.
@@ -134,23 +134,23 @@ def nearest(N: int, K: int, gpu: str) -> dict[str, Any]:
 
 
 def distance(one: tuple[int, int], other: tuple[int, int]) -> float:
-    """Between two weights [N, K]: factors of two in N and in K, added."""
+    """Distance of two shapes [N, K]: factors of two in N and in K, added."""
     return sum(abs(math.log2(size / its)) for size, its in zip(one, other, strict=True))
 
 
 def closest(shapes: Iterable[tuple[int, int]], shape: tuple[int, int]) -> tuple[int, int]:
-    """Of some weights [N, K], the one nearest to another."""
+    """The nearest of some shapes [N, K] to another."""
     return min(shapes, key=lambda one: distance(one, shape))
 
 
 def table_path(gpu: str) -> Path:
-    """Where `tune` writes the table of a GPU, which goes before the one that ships."""
+    """The path of the table that `tune` writes for a GPU; it is used before the one that ships."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "verl_qerl" / _file_name(gpu)
 
 
 def shipped_path(gpu: str) -> Path:
-    """Where the package has the table of a GPU, if it has one."""
+    """The path of a GPU's table in the package; there may be none."""
     return Path(__file__).parent / "tuned" / _file_name(gpu)
 
 

@@ -77,7 +77,7 @@ class RolloutConfig(CompressedTensorsConfig):
         super().__init__(**options)
 
     def leave_dense(self, names: Iterable[str]) -> None:
-        """Have these modules, and no others, stay in bf16."""
+        """Leave these modules, and no others, in bf16."""
         self.ignore = list(names)
 
     def get_name(self) -> Any:
@@ -92,7 +92,7 @@ class RolloutConfig(CompressedTensorsConfig):
         return cls.NAME if user_quant == cls.NAME else None
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """As compressed-tensors', but routers are never packed, and experts run without a GPU too."""
+        """The method of compressed-tensors, but routers are never packed, and experts also run without a GPU."""
         if is_router(prefix):
             return UnquantizedLinearMethod()
         return experts_method(layer, prefix, NAMES[self.NAME]) or super().get_quant_method(layer, prefix)
@@ -117,25 +117,25 @@ class RolloutConfig(CompressedTensorsConfig):
 
 # Written out, not made in a loop: vLLM sends them to its workers by name.
 class FP8Config(RolloutConfig):
-    """Of FP8."""
+    """Rollouts in FP8."""
 
     NAME = f"{PREFIX}fp8"
 
 
 class INT8Config(RolloutConfig):
-    """Of INT8."""
+    """Rollouts in INT8."""
 
     NAME = f"{PREFIX}int8"
 
 
 class MXFP4Config(RolloutConfig):
-    """Of MXFP4."""
+    """Rollouts in MXFP4."""
 
     NAME = f"{PREFIX}mxfp4"
 
 
 class NVFP4Config(RolloutConfig):
-    """Of NVFP4."""
+    """Rollouts in NVFP4."""
 
     NAME = f"{PREFIX}nvfp4"
 
@@ -146,11 +146,7 @@ CONFIGS: dict[str, type[RolloutConfig]] = {
 
 
 def _check_backend(form: str) -> None:
-    """Refuse kernels that quantize activations, and read scales that a checkpoint of 4-bit weights alone lacks.
-
-    Raises:
-        ValueError: The user asks vLLM for others than Marlin.
-    """
+    """Refuse kernels that quantize activations: they read scales that a checkpoint of 4-bit weights lacks."""
     asked = asked_of_vllm(get_current_vllm_config_or_none())
     if asked not in (None, _MARLIN):
         raise ValueError(
@@ -194,7 +190,7 @@ class W4A16MXFP4(CompressedTensorsW4A4Mxfp4):
     """Weight-only MXFP4: vLLM's own choice quantizes activations as well on GPUs that multiply 4-bit numbers."""
 
     def __init__(self) -> None:
-        # As vLLM's own __init__, which chooses the kernel by the GPU.
+        # Replaces vLLM's __init__, which chooses the kernel by the GPU.
         self.group_size = 32
         config = MxFp4LinearLayerConfig()
         if current_platform.is_cpu():
@@ -207,7 +203,7 @@ class W4A16MXFP4(CompressedTensorsW4A4Mxfp4):
 
 
 class W8A8INT8(CompressedTensorsW8A8Int8):
-    """vLLM's INT8, on a CPU safe to reload and to adapt, and right on one without VNNI.
+    """vLLM's INT8; on a CPU it can be reloaded and adapted, and it is right without VNNI.
 
     oneDNN goes on reading the scales where they were when it packed a weight; vLLM's reload copies them into older
     storage and frees that place, so that a product has the scales of other data. And vLLM asks the weight, of which
@@ -215,7 +211,7 @@ class W8A8INT8(CompressedTensorsW8A8Int8):
     """
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's, with our kernel where vLLM's multiplies wrongly."""
+        """Create vLLM's weights, with our kernel where vLLM's computes wrong products."""
         super().create_weights(layer, *args, **kwargs)
         if current_platform.is_cpu() and not onednn_multiplies_int8():
             logger.warning_once(
@@ -225,7 +221,7 @@ class W8A8INT8(CompressedTensorsW8A8Int8):
             self.kernel = INT8ReferenceKernel(self.kernel.config, self.kernel.layer_param_names)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """As vLLM's; the scales stay where oneDNN reads them, and an empty tensor stands for the weight."""
+        """Process the weights; the scales stay where oneDNN reads them, and an empty tensor stands for the weight."""
         super().process_weights_after_loading(layer)
         if current_platform.is_cpu():
             self._scales_of_onednn = layer.weight_scale.data

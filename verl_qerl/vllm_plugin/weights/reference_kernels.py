@@ -22,16 +22,16 @@ from verl_qerl.vllm_plugin.weights.linear import frozen
 
 
 class _Everywhere:
-    """What vLLM asks a kernel before it takes it; the schemes of `quantization` make ours where they fit."""
+    """Answers to vLLM's questions about a kernel; `quantization` makes ours only where they fit."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """On every machine."""
+        """Always."""
         return True, None
 
     @classmethod
     def can_implement(cls, config: Any) -> tuple[bool, str | None]:
-        """Every layer."""
+        """Always."""
         return True, None
 
 

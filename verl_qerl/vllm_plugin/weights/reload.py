@@ -52,7 +52,7 @@ def without_frames(error: Exception) -> Exception:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """Of one sync.
+    """The numbers of one weight sync.
 
     Attributes:
         manifest: What the actor sent.
@@ -72,7 +72,6 @@ class InPlaceReload:
 
     Args:
         model: vLLM's.
-        vllm_config: Of the engine.
         form: Format of the quantized linears.
         num_before: Syncs of this engine before this one.
     """
@@ -241,7 +240,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 def _looked_at(names: list[str], num_before: int) -> list[str]:
-    """All linears at the first sync, later those of one layer."""
+    """The linears to check: all of them at the first sync, those of one layer at later ones."""
     if num_before == 0:
         return names
     layers = sorted({int(number) for name in names for number in re.findall(r"\.layers\.(\d+)\.", f".{name}.")})
