@@ -80,7 +80,7 @@ def run_layer(
 
     def multiply(name: str, x: torch.Tensor) -> torch.Tensor:
         of = layer[name]
-        weight = (x, of["words"], of["scale"], of["of_all"], [], None, of["plan"])
+        weight = (x, of["words"], of["scale"], of["of_all"], None, of["plan"])
         if not adapted:
             return linear_repacked(*weight)
         return lora_linear_repacked(*weight, *of["adapter"], inputs["slots"], inputs["none_active"])

@@ -85,7 +85,6 @@ ARMS = {
     "fp8_lora_stock": Arm({"quantization": "fp8"}, linear_bytes=1.0),
     "fp8_lora_ours": Arm(ours(linear="stock") | {"quantization": "fp8"}, linear_bytes=1.0),
     "nvfp4_lora_ours": Arm(ours(), packed=True, linear_bytes=0.5625),
-    "nvfp4_lora_fp8": Arm(ours(arithmetic="fp8"), packed=True, linear_bytes=1.5625),
     "nvfp4_lora_stock_sampler": Arm(ours(sampler="stock"), packed=True, linear_bytes=0.5625),
     "nvfp4_lora_stock_attention": Arm(ours(attention="stock"), packed=True, linear_bytes=0.5625),
 }

@@ -45,7 +45,7 @@ STAGES = (
     Stage("32B", (_OURS, _BASELINE), batches=(1, 32, 64, 128, 256), deep=(32,), new_tokens=128),
     Stage("7B", ("bf16_lora_ours", "nvfp4_lora_stock")),
     Stage("14B", (_OURS, _BASELINE), batches=(1, 32, 64, 128, 256), deep=(32,), new_tokens=128, realistic=False),
-    Stage("7B", ("fp8_lora_stock", "nvfp4_lora_fp8"), deep=(32,)),
+    Stage("7B", ("fp8_lora_stock",), deep=(32,)),
     Stage(
         "32B",
         ("bf16_lora_ours", "nvfp4_lora_stock", "fp8_lora_stock"),

@@ -37,7 +37,6 @@ _FIRST = (
     "nvfp4_lora_stock",
     "fp8_lora_stock",
     "nvfp4_lora_ours",
-    "nvfp4_lora_fp8",
 )
 _WITHOUT = ("nvfp4", "fp8")
 # In the order of the tables: the named ones, others of ours, and at last those without an adapter.

@@ -173,7 +173,7 @@ def test_a_plan_takes_what_the_file_lacks(bench, tmp_path, capsys):
     )
     report.data["commit"] = "another"  # ours are measured again, vLLM's own are not
     again = {job["arm"] for job in bench.planned(args, report)}
-    assert again == {"bf16_lora_stock", "bf16_lora_ours", "nvfp4_lora_ours", "nvfp4_lora_fp8"}
+    assert again == {"bf16_lora_stock", "bf16_lora_ours", "nvfp4_lora_ours"}
     capsys.readouterr()
     assert not list(bench.planned(bench.parse(["--out", str(out), "--plan", "1"]), report))
     assert "no time for nvfp4_lora_ours 7B rank 32" in capsys.readouterr().out

@@ -16,7 +16,6 @@ RUNS = (
     NVFP4 | {"critic.enable": True},
     NVFP4 | {"qerl.base.share": True},
     NVFP4 | {"qerl.base.shard": True},
-    NVFP4 | {"qerl.rollout.arithmetic": "fp8"},
     {"aqn.enabled": True},
     {"uaq.enabled": True},
     {rules.LOSS_MODE: "acr"},
@@ -55,21 +54,6 @@ def test_the_reason_and_the_remedy_are_told():
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2 does not go together with +qerl.base.share=true: both"
         " sides must hold the whole base on each GPU. Accepted is 1. Set it to 1, or leave +qerl.base.share out."
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({}, "qerl.base.format=None does not go together with +qerl.rollout.arithmetic=fp8"),
-        ({"qerl.base.format": "mxfp4", rules.LORA_RANK: 8}, "qerl.base.format=mxfp4 does not go"),
-        ({"qerl.base.format": "nvfp4"}, "actor_rollout_ref.model.lora_rank=None does not go"),
-        (NVFP4 | {"qerl.rollout.linear": "stock"}, "qerl.rollout.linear=stock does not go"),
-    ],
-)
-def test_fp8_arithmetic_is_for_a_packed_base_on_our_kernels(options, said):
-    rules.check((options | {"qerl.rollout.arithmetic": "bf16"}).get)
-    with pytest.raises(ValueError, match=re.escape(said)):
-        rules.check((options | {"qerl.rollout.arithmetic": "fp8"}).get)
 
 
 @pytest.mark.parametrize(("scale", "refused"), [(None, True), (1.5, True), (2.0, False)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl_qerl.formats import get_format
-from verl_qerl.planning.memory_plan import BYTES_PER_WEIGHT, GIB, Settings, check, passes, plan, rollout_weights, table
+from verl_qerl.planning.memory_plan import BYTES_PER_WEIGHT, GIB, Settings, check, passes, plan, table
 from verl_qerl.planning.model_shape import ModelShape
 
 QWEN = {"vocab_size": 152_064, "rms_norm_eps": 1e-6}
@@ -54,16 +54,6 @@ def test_what_more_gpus_take_away():
     assert two["packed base"] == one["packed base"]
     assert all(two[name] == one[name] / 2 for name in one if name != "packed base")
     assert all(shared[name] == one[name] / 2 for name in one)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_copy_in_fp8_takes_a_byte_a_weight_of_the_rollout_s_share(shared):
-    shape, settings = ModelShape.from_config(CONFIG_7B), Settings(rank=32, utilization=0.5, share_base=shared)
-    copied = replace(settings, fp8_copy=True)
-    assert rollout_weights(shape, copied) - rollout_weights(shape, settings) == shape.packed_weights
-    assert plan(shape, copied, 80 * GIB) == plan(shape, settings, 80 * GIB)  # within what vLLM is told to take
-    halved = replace(copied, tensor_parallel=2)
-    assert rollout_weights(shape, halved) == rollout_weights(shape, copied) / 2
 
 
 def test_what_offloading_takes_from_the_rollout():

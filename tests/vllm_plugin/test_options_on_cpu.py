@@ -12,17 +12,15 @@ def config(options):
 @pytest.mark.parametrize("vllm_config", [None, SimpleNamespace(additional_config=None), config(None), config({})])
 def test_defaults(vllm_config):
     options = rollout_options(vllm_config)
-    assert (options.linear, options.lora, options.arithmetic, options.aqn.enabled) == ("auto", "single", "bf16", False)
+    assert (options.linear, options.lora, options.aqn.enabled) == ("auto", "single", False)
     assert options.train_norms is False
     assert options.programmatic_launch is True
     assert (options.sampler, options.attention) == ("auto", "auto")
 
 
 def test_options_are_read():
-    options = rollout_options(
-        config({"linear": "stock", "lora": "stock", "arithmetic": "fp8", "aqn": {"enabled": True, "seed": 3}})
-    )
-    assert (options.linear, options.lora, options.arithmetic, options.aqn.seed) == ("stock", "stock", "fp8", 3)
+    options = rollout_options(config({"linear": "stock", "lora": "stock", "aqn": {"enabled": True, "seed": 3}}))
+    assert (options.linear, options.lora, options.aqn.seed) == ("stock", "stock", 3)
 
 
 @pytest.mark.parametrize(
@@ -30,14 +28,13 @@ def test_options_are_read():
     [
         (
             {"linears": "auto"},
-            r"unknown option additional_config\.verl_qerl\.linears='auto'.*attention, programmatic_launch, arithmetic",
+            r"unknown option additional_config\.verl_qerl\.linears='auto'.*attention, programmatic_launch",
         ),
         ({"linear": "fast"}, r"additional_config\.verl_qerl\.linear='fast'.*auto, stock"),
         ({"lora": None}, r"additional_config\.verl_qerl\.lora=None.*single, stock"),
         ({"sampler": "fast"}, r"additional_config\.verl_qerl\.sampler='fast'.*auto, fused, stock"),
         ({"attention": "fast"}, r"additional_config\.verl_qerl\.attention='fast'.*auto, stock"),
         ({"programmatic_launch": 0}, r"additional_config\.verl_qerl\.programmatic_launch=0.*true, false"),
-        ({"arithmetic": "int8"}, r"additional_config\.verl_qerl\.arithmetic='int8'.*bf16, fp8"),
         ({"train_norms": 1}, r"additional_config\.verl_qerl\.train_norms=1.*true, false"),
         ({"aqn": {"sigma": 1}}, r"unknown option aqn\.sigma"),
     ],

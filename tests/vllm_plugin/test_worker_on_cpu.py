@@ -325,13 +325,3 @@ def test_a_sleep_that_would_lose_our_weights_is_refused():
         ours.sleep(level=2)
     stock.sleep(2)
     assert (ours.slept, stock.slept) == ([1], [2])
-
-
-@pytest.mark.parametrize(("copied", "said"), [(True, 0), (False, 1)])
-def test_an_engine_without_linears_for_fp8_says_that_it_computes_in_bf16(copied, said, caplog):
-    model = torch.nn.Linear(2, 2)
-    if copied:
-        model.qerl_fp8_codes = torch.zeros(1)
-    engine = SimpleNamespace(model=model)
-    worker_module._say_no_fp8(engine)
-    assert caplog.text.count("computes in bf16: qerl.rollout.arithmetic=fp8 (in vLLM additional_config") == said

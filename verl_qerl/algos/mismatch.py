@@ -1,4 +1,4 @@
-"""How far the rollout is from the actor, from the tokens that the rollout sampled; `mismatch_parts` takes it apart.
+"""How far the rollout is from the actor, measured on the tokens that the rollout sampled; see `mismatch_parts` too.
 
 Per token, with d = log pi_actor - log pi_rollout, the estimator k3 of Schulman, "Approximating KL divergence" (2020),
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from verl_qerl.checkpoints.described import check_arguments, described
+from verl_qerl.checkpoints.quantization_config import check_arguments, described
 from verl_qerl.checkpoints.source import Source, whole_weights
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import FORMATS, WeightFormat, reference

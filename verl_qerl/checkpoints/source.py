@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from verl_qerl.checkpoints.described import check_described, described, stored_format
 from verl_qerl.checkpoints.experts import check_experts
-from verl_qerl.checkpoints.json_object import read_object
+from verl_qerl.checkpoints.model_config import read_object
+from verl_qerl.checkpoints.quantization_config import check_described, described, stored_format
 from verl_qerl.checkpoints.reader import read_shard
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats.nvfp4_layout import is_activation_scale

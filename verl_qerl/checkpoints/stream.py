@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
 import torch
 
-from verl_qerl.checkpoints.described import BLOCK_FP8, check_arguments
 from verl_qerl.checkpoints.experts import check_all_packed, is_expert
 from verl_qerl.checkpoints.groups import in_groups, linears_among
+from verl_qerl.checkpoints.quantization_config import BLOCK_FP8, check_arguments
 from verl_qerl.checkpoints.source import Source, stored_tensors, whole_weights
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import DEFAULT_FORMAT, FORMATS, PackedWeight, WeightFormat

@@ -1,4 +1,4 @@
-"""A signal that asks for the end ends a command, whatever it was in the middle of, with what it wrote taken away."""
+"""SIGINT, SIGTERM and SIGHUP end a command wherever it is, and unfinished output is removed."""
 
 import multiprocessing
 import os

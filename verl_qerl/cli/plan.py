@@ -31,7 +31,6 @@ def add_parser(subparsers: Any) -> None:
         "no-checkpointing": "of gradients",
         "share-base": "qerl.base.share: one packed base for actor and rollout",
         "shard-base": "qerl.base.shard: each GPU has a part of the packed base",
-        "fp8-copy": "qerl.rollout.arithmetic=fp8: the rollout has a copy of the base in E4M3",
         "fused-kernels": "model.use_fused_kernels; else the logits of a micro-batch exist at once, as verl has it",
         "param-offload": "fsdp_config.param_offload",
         "optimizer-offload": "fsdp_config.optimizer_offload",
@@ -57,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from verl_qerl.planning.model_shape import ModelShape
 
     shape = ModelShape.from_config(read_config(args.model))
-    switches = ("shard_base", "share_base", "fp8_copy", "param_offload", "optimizer_offload", "offload_policy")
+    switches = ("shard_base", "share_base", "param_offload", "optimizer_offload", "offload_policy")
     values = ("format", "rank", "gpus", "tokens", "utilization", "tensor_parallel")
     settings = Settings(
         **{name: getattr(args, name) for name in (*values, *switches)},
@@ -103,7 +102,6 @@ def _check_together(args: argparse.Namespace) -> None:
         "qerl.base.format": args.format,
         "qerl.base.share": args.share_base,
         "qerl.base.shard": args.shard_base,
-        "qerl.rollout.arithmetic": "fp8" if args.fp8_copy else None,
         rules.LORA_RANK: args.rank,
         f"{rules.ROLLOUT}.tensor_model_parallel_size": args.tensor_parallel,
         f"{rules.ROLLOUT}.gpu_memory_utilization": args.utilization,

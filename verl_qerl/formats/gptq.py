@@ -1,4 +1,4 @@
-"""NVFP4 by GPTQ (Frantar et al. 2022, arXiv 2210.17323): codes that keep what a linear answers to given inputs.
+"""NVFP4 by GPTQ (Frantar et al. 2022, arXiv 2210.17323): codes that keep a linear's outputs on given inputs.
 
 Scales are fixed first, as without inputs. Then columns are rounded one after the other, those with the largest inputs
 first, and each takes up the errors of the columns before it. It is computed in the form of LDLQ, which gives the same

@@ -1,4 +1,4 @@
-"""A model that computes, for a while, with its linears rounded to another format and back.
+"""Passes of a model whose linears are rounded to another format and back, for a while.
 
 Rounding happens in the forward pass of each linear, on the weight as it is there: whole and in the dtype of the pass
 under FSDP2. So nothing is saved or restored, and one more weight exists at a time.

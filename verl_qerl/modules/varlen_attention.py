@@ -1,4 +1,4 @@
-"""Attention over sequences of any lengths behind each other, for models of transformers, without flash-attn.
+"""Attention over packed sequences of any lengths, for models of transformers, without flash-attn.
 
 Registered under NAME: `attn_implementation=verl_qerl_varlen`. On a GPU it is FlashAttention as torch ships it
 (torch.nn.attention.varlen), elsewhere and in float32 one scaled_dot_product_attention a sequence. As with

@@ -132,10 +132,6 @@ def _not_nvfp4(run: Run) -> str | None:
     return None if beside in (None, "+rollout=nvfp4") else beside
 
 
-def _fp8_arithmetic(run: Run) -> str | None:
-    return "+qerl.rollout.arithmetic=fp8" if run("qerl.rollout.arithmetic") == "fp8" else None
-
-
 def _rounding_scale(run: Run) -> str | None:
     scale = run("uaq.scale") or UAQConfig.scale
     return f"+uaq.scale={scale:g}" if run("uaq.enabled") and not is_power_of_two(scale) else None
@@ -163,7 +159,6 @@ REQUANTIZED = When("`+rollout=...` without an adapter", _requantized)
 CRITIC = When("`+rollout=...` with a critic", _with_critic)
 PLAIN = When("without `+rollout`", lambda run: "a rollout in bf16" if _quantized(run) is None else None)
 NOT_NVFP4 = When("`+rollout=int8`, `fp8`, `mxfp4`", _not_nvfp4)
-FP8_ARITHMETIC = When("`+qerl.rollout.arithmetic=fp8`", _fp8_arithmetic)
 SHARE, SHARD = (_option(f"qerl.base.{name}") for name in ("share", "shard"))
 AQN, UAQ = _option("aqn.enabled"), _option("uaq.enabled")
 ROUNDING = When("`+uaq.scale` that is no power of two", _rounding_scale)
@@ -328,20 +323,6 @@ RULES: tuple[Rule, ...] = (
         "there is no rollout to share with",
         _ONE,
     ),
-    # Arithmetic of the rollout.
-    Rule(
-        FP8_ARITHMETIC,
-        Need("qerl.base.format", lambda v: v == "nvfp4", "nvfp4"),
-        "fp8 and int8 rollouts multiply in 8 bits anyway, and others have no such kernel",
-        "Add +rollout=nvfp4, or leave the option out.",
-    ),
-    Rule(
-        FP8_ARITHMETIC,
-        Need(LORA_RANK, bool, "the rank of an adapter"),
-        "the copy in E4M3 is made once, of a base that is not trained",
-        f"Set {LORA_RANK}, or leave the option out.",
-    ),
-    Rule(FP8_ARITHMETIC, Need("qerl.rollout.linear", _is("auto"), "auto"), "vLLM's Marlin knows no such copy", _ONE),
     # Noise.
     Rule(AQN, _V1, f"{_NO_V1} AQN", _LEAVE),
     Rule(AQN, _MODES, "other modes have no noise", "Change it, or leave +aqn.enabled out."),

@@ -177,13 +177,6 @@ class Rollout(Options):
         "in CUDA graphs our kernels bring weights, and keys and values, into shared memory while the kernel before them"
         " still runs (programmatic dependent launch); false: one after the other, slower, the same bits",
     )
-    arithmetic: str = option(
-        "bf16",
-        _one_of("bf16", "fp8"),
-        "`fp8`: from 64 rows on, linears of nvfp4 that are on our kernels are multiplied in FP8, activations quantized"
-        " per token, weights by a copy in E4M3 that takes one byte a weight beside the packed one. Adapters stay in"
-        " bf16. The actor computes in bf16, so that log-probs differ by more: look at `qerl/rollout_kl_k3`",
-    )
 
 
 @dataclass(frozen=True)

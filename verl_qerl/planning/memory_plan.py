@@ -42,7 +42,6 @@ class Settings:
         tensor_parallel: GPUs that share one rollout engine.
         sleeps: Whether the rollout gives its memory back (`rollout.free_cache_engine`).
         format: Format of the packed base, a key of `BYTES_PER_WEIGHT`.
-        fp8_copy: The rollout has a copy of it in E4M3 (`qerl.rollout.arithmetic=fp8`).
     """
 
     rank: int
@@ -60,7 +59,6 @@ class Settings:
     tensor_parallel: int = 1
     sleeps: bool = True
     format: str = "nvfp4"
-    fp8_copy: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,8 +132,7 @@ def plan(shape: ModelShape, settings: Settings, gpu_bytes: float) -> tuple[Phase
 def rollout_weights(shape: ModelShape, s: Settings) -> float:
     """Bytes of vLLM's own weights on each GPU; a shared base is the actor's, and counted there."""
     packed = 0 if s.share_base else _packed(shape, s)
-    copy = shape.packed_weights if s.fp8_copy else 0
-    return (packed + copy + 2 * shape.head_weights) / s.tensor_parallel
+    return (packed + 2 * shape.head_weights) / s.tensor_parallel
 
 
 def _packed(shape: ModelShape, s: Settings) -> float:

@@ -17,8 +17,8 @@ from packaging.specifiers import SpecifierSet
 from verl_qerl import upstream
 from verl_qerl.errors import UpstreamDriftError
 from verl_qerl.verl_plugin import hooks
-from verl_qerl.verl_plugin.config import legacy
-from verl_qerl.verl_plugin.config.asked import asks_for_qerl
+from verl_qerl.verl_plugin.config import other_programs
+from verl_qerl.verl_plugin.config.uses_qerl import asks_for_qerl
 from verl_qerl.verl_plugin.warnings_kept import keep_warnings
 
 logger = logging.getLogger(__name__)
@@ -44,8 +44,8 @@ def _register() -> None:
         activate()
     hooks.when_imported("verl.utils", "verl_qerl.verl_plugin.driver")
     if asks_for_qerl(sys.argv):
-        for program in legacy.PROGRAMS:
-            hooks.when_imported(program, legacy.__name__)
+        for program in other_programs.PROGRAMS:
+            hooks.when_imported(program, other_programs.__name__)
 
 
 def activate() -> None:

@@ -22,8 +22,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl import upstream, verl_plugin
 from verl_qerl.errors import UpstreamDriftError
-from verl_qerl.verl_plugin.config.asked import uses_qerl
 from verl_qerl.verl_plugin.config.old_spellings import check_arguments
+from verl_qerl.verl_plugin.config.uses_qerl import uses_qerl
 from verl_qerl.verl_plugin.shims import CONFIG_CHECK
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def check_run(config: DictConfig, use_critic: bool) -> None:
     from verl_qerl.verl_plugin.actor.model_check import check_models
     from verl_qerl.verl_plugin.config.adapter_check import check_adapter
     from verl_qerl.verl_plugin.config.apply import prepare
-    from verl_qerl.verl_plugin.config.legacy import check_trainer
+    from verl_qerl.verl_plugin.config.other_programs import check_trainer
 
     policy_loss = POLICY_LOSS_REGISTRY.get(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     check_config = getattr(policy_loss, "check_config", None)

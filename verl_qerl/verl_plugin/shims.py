@@ -61,10 +61,10 @@ def _watched_sending(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """Have a sender of weights see that its receiver has gone: verl's waits for an answer without a limit."""
 
     def _init_socket(self: Any) -> None:
-        from verl_qerl.verl_plugin.weight_sync.transfer import WatchedSending
+        from verl_qerl.verl_plugin.weight_sync.transfer import WatchedSender
 
         original(self)
-        self.socket = WatchedSending(self.socket)
+        self.socket = WatchedSender(self.socket)
 
     return _init_socket
 

@@ -1,4 +1,4 @@
-"""Warnings of ours where a host has silenced the root logger.
+"""Keeps our warnings visible where a host has silenced the root logger.
 
 A package that vLLM's server imports (model_hosting_container_standards) sets the root logger and its handlers to ERROR,
 in verl's trainer too. verl keeps its own loggers apart from the root for that reason, and ours need the same.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl_qerl.checkpoints.json_object import read_object
+from verl_qerl.checkpoints.model_config import read_object
 from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import check_held, left_out
 from verl_qerl.formats import get_format

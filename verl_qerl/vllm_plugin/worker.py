@@ -1,4 +1,4 @@
-"""Methods that vLLM's workers gain: `collective_rpc("qerl_set_noise", ...)`.
+"""The extension of vLLM's workers: it prepares the model, and adds methods such as `qerl_set_noise`.
 
 vLLM appends an extension to the bases of its worker class, so that nothing here can override a method; what has to run
 after loading is hung on the instance.
@@ -27,7 +27,7 @@ from verl_qerl.vllm_plugin.noise.norm_noise import NormNoise, check_model
 from verl_qerl.vllm_plugin.noise.synced_norms import SyncedNorms
 from verl_qerl.vllm_plugin.options import RolloutOptions, asked_of_vllm, named, rollout_options
 from verl_qerl.vllm_plugin.weights.borrowed import borrowed_by, is_borrowing
-from verl_qerl.vllm_plugin.weights.linear import has_fp8_copies, repacked_in_features
+from verl_qerl.vllm_plugin.weights.linear import repacked_in_features
 
 logger = logging.getLogger(__name__)
 
@@ -167,15 +167,6 @@ def _find_linears(engine: Preparation) -> None:
     engine.told["linear"] = sorted(engine.columns)
 
 
-def _say_no_fp8(engine: Preparation) -> None:
-    if not has_fp8_copies(engine.model):
-        logger.warning(
-            "verl_qerl: the rollout computes in bf16: %s needs linears of nvfp4 on our kernels, and this engine has"
-            " none. A Hopper GPU and linear=auto are accepted. Leave the option out, or change that.",
-            named("arithmetic", "fp8"),
-        )
-
-
 def _refuse_microbatches(engine: Preparation) -> None:
     """Keep packed linears and attention on one stream: their thread blocks exchange sums in one workspace a device."""
     parallel = getattr(engine.vllm_config, "parallel_config", None)
@@ -210,7 +201,6 @@ STEPS = (
     Step("owner of the weights", When.LOADED, _watch_owner, lambda e: is_borrowing(e.vllm_config)),
     Step("trained norms", When.LOADED, _make_norms, lambda e: e.options.train_norms),
     Step("linears", When.LOADED, _find_linears),
-    Step("FP8", When.LOADED, _say_no_fp8, lambda e: e.options.arithmetic == "fp8"),
     Step("one stream", When.LOADED, _refuse_microbatches, lambda e: e.columns),
     Step("between linears", When.LOADED, _replace_between_linears, lambda e: e.columns),
     Step("sampler", When.LOADED, _replace_sampler, lambda e: e.options.sampler != "stock"),

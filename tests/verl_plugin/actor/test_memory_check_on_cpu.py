@@ -22,7 +22,6 @@ RUN = {
     "rollout.gpu_memory_utilization": 0.6,
     "rollout.tensor_model_parallel_size": 2,
     "rollout.free_cache_engine": True,
-    "qerl.rollout.arithmetic": None,
     "actor.use_dynamic_bsz": False,
     "actor.ppo_max_token_len_per_gpu": 16384,
     "actor.ppo_micro_batch_size_per_gpu": 2,
@@ -91,11 +90,6 @@ def test_every_switch_of_the_run_is_one_of_the_settings(engine, where, name, val
 def test_a_rollout_that_never_sleeps_is_one_of_the_settings(engine):
     assert settings_of(engine, RUN, SHAPE).sleeps
     assert not settings_of(engine, RUN | {"rollout.free_cache_engine": False}, SHAPE).sleeps
-
-
-def test_a_copy_in_fp8_is_one_of_the_settings(engine):
-    assert not settings_of(engine, RUN, SHAPE).fp8_copy
-    assert settings_of(engine, RUN | {"qerl.rollout.arithmetic": "fp8"}, SHAPE).fp8_copy
 
 
 @pytest.mark.parametrize(

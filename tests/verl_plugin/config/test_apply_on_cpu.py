@@ -317,7 +317,7 @@ def test_a_deleted_option_is_refused(name):
 
 def test_every_new_name_is_an_option():
     kinds = {f"qerl.{node}.{each.name}" for node, kind in NODES.items() for each in fields(kind)}
-    assert set(NEW.values()) == kinds - {"qerl.base.format", "qerl.rollout.arithmetic"}  # which never had another name
+    assert set(NEW.values()) == kinds - {"qerl.base.format"}
 
 
 def told(*overrides, rollout=None):

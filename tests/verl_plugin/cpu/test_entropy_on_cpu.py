@@ -17,11 +17,11 @@ import dataclasses
 import verl
 import verl.utils.torch_functional as module
 from verl_qerl import upstream
-from verl_qerl.verl_plugin.cpu import entropy
+from verl_qerl.verl_plugin.cpu import shims
 assert hasattr(module.entropy_from_logits, "__wrapped__")
-upstream.uninstall(entropy.ENTROPY)
-entropy.ENTROPY = dataclasses.replace(entropy.ENTROPY, patched=entropy.ENTROPY.fingerprint)
-entropy.install(module)
+upstream.uninstall(shims.ENTROPY)
+shims.SHIMS[module.__name__] = dataclasses.replace(shims.ENTROPY, patched=shims.ENTROPY.fingerprint)
+shims.install(module)
 assert not hasattr(module.entropy_from_logits, "__wrapped__")
 """
 

@@ -14,15 +14,15 @@ print("backend", dist.get_backend())
 """
 DRIFTED = """
 import dataclasses
-from verl_qerl.verl_plugin.cpu import process_group
-process_group.PROCESS_GROUP = dataclasses.replace(process_group.PROCESS_GROUP, fingerprint="000000000000")
+from verl_qerl.verl_plugin.cpu import shims
+shims.SHIMS["verl.utils.distributed"] = dataclasses.replace(shims.PROCESS_GROUP, fingerprint="000000000000")
 import verl.utils.distributed
 """
 STOOD_DOWN = """
 import dataclasses
-from verl_qerl.verl_plugin.cpu import process_group
-shim = process_group.PROCESS_GROUP
-process_group.PROCESS_GROUP = dataclasses.replace(shim, patched=shim.fingerprint)
+from verl_qerl.verl_plugin.cpu import shims
+shim = shims.PROCESS_GROUP
+shims.SHIMS["verl.utils.distributed"] = dataclasses.replace(shim, patched=shim.fingerprint)
 import verl.utils.distributed as module
 assert not hasattr(module.initialize_global_process_group_ray, "__wrapped__")
 """

@@ -11,7 +11,6 @@ from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
 from verl_qerl.kernels.rollout.repacking import undo_repack
 from verl_qerl.testing import random_packed_weight
 from verl_qerl.vllm_plugin.weights import linear, plans
-from verl_qerl.vllm_plugin.weights.fp8_copy import FEWEST_ROWS
 
 CPU = "an unknown GPU"
 
@@ -21,7 +20,7 @@ def kernel(monkeypatch):
     """Made without the question whether this machine has a GPU; `left` are the layers that went to Marlin."""
     plans.say_once.cache_clear()
     made = linear.W4A16Kernel.__new__(linear.W4A16Kernel)
-    made.config, made._fp8, made.left = NvFp4LinearLayerConfig(), False, []
+    made.config, made.left = NvFp4LinearLayerConfig(), []
     made._marlin = SimpleNamespace(process_weights_after_loading=made.left.append)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: CPU)
     return made
@@ -55,21 +54,6 @@ def test_a_layer_is_arranged_and_keeps_its_values(kernel, monkeypatch):
     x = torch.randn(3, 128).bfloat16()
     assert kernel.apply_weights(layer, x).shape == (3, 192)
     assert not kernel.left
-
-
-def test_a_copy_in_fp8_is_made_where_the_kernel_is_to_have_one(kernel, monkeypatch):
-    monkeypatch.setattr(linear, "make_plan", lambda N, K, gpu: f"{N}x{K}")
-    model, weight, x = torch.nn.Module(), random_packed_weight(192, 128), torch.randn(FEWEST_ROWS, 128).bfloat16()
-    found = []
-    for kernel._fp8 in (False, True):
-        model.layer = torch.nn.Module()
-        vars(model.layer).update(vars(layer_of(192, 128, weight=weight)))
-        kernel.process_weights_after_loading(model.layer)
-        assert linear.has_fp8_copies(model) is kernel._fp8
-        found.append(kernel.apply_weights(model.layer, x).double())
-    bf16, fp8 = found
-    assert 0.01 < (fp8 - bf16).norm() / bf16.norm() < 0.045
-    assert torch.equal(kernel.apply_weights(model.layer, x[:3]).double(), bf16[:3])
 
 
 def test_subnormal_scales_go_to_marlin_and_it_is_said_once(kernel, caplog):

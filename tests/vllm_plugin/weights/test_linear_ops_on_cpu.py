@@ -10,7 +10,6 @@ from verl_qerl.kernels.rollout.repacking import repack
 from verl_qerl.kernels.rollout.w4a16_launch import TOKENS, guess_launch
 from verl_qerl.testing import random_packed_weight
 from verl_qerl.vllm_plugin.weights import linear_ops
-from verl_qerl.vllm_plugin.weights.fp8_copy import FEWEST_ROWS, make_copy, multiply_fp8
 from verl_qerl.vllm_plugin.weights.linear_ops import linear_repacked, lora_linear_repacked
 from verl_qerl.vllm_plugin.weights.plans import Plan
 
@@ -33,40 +32,27 @@ def given():
 def test_multiplies_by_the_decoded_weight(given):
     x, tensors, dense, bias, _ = given
     expected = torch.nn.functional.linear(x, dense, bias)
-    for copy in ([], make_copy(*tensors)):
-        assert torch.equal(linear_repacked(x, *tensors, copy, bias, "128x64"), expected)
-
-
-def test_many_rows_are_multiplied_by_the_copy(given):
-    _, tensors, dense, bias, _ = given
-    copy = make_copy(*tensors)
-    x = torch.randn(FEWEST_ROWS, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
-    y = linear_repacked(x, *tensors, copy, bias, "128x64")
-    assert torch.equal(y, multiply_fp8(x, copy, bias))
-    assert not torch.equal(y, torch.nn.functional.linear(x, dense, bias))
+    assert torch.equal(linear_repacked(x, *tensors, bias, "128x64"), expected)
 
 
 def test_adds_the_adapter_and_then_the_bias(given):
     x, tensors, dense, bias, (a, *rest) = given
-    out = lora_linear_repacked(x, *tensors, [], bias, "128x64", a, *rest, ACTIVE)
+    out = lora_linear_repacked(x, *tensors, bias, "128x64", a, *rest, ACTIVE)
     y = torch.nn.functional.linear(x, dense)
     assert torch.equal(out, lora_expand(y, lora_shrink(x, a, ACTIVE), *rest, ACTIVE, bias, 64))
-    assert (out - linear_repacked(x, *tensors, [], bias, "128x64")).abs().max() > 1
+    assert (out - linear_repacked(x, *tensors, bias, "128x64")).abs().max() > 1
 
 
 def test_without_an_active_adapter_it_is_the_base(given):
     x, tensors, _, bias, (a, *rest) = given
-    out = lora_linear_repacked(x, *tensors, [], bias, "128x64", a, *rest, NONE)
-    torch.testing.assert_close(out, linear_repacked(x, *tensors, [], bias, "128x64"), rtol=1e-2, atol=1e-2)
+    out = lora_linear_repacked(x, *tensors, bias, "128x64", a, *rest, NONE)
+    torch.testing.assert_close(out, linear_repacked(x, *tensors, bias, "128x64"), rtol=1e-2, atol=1e-2)
 
 
 def test_can_be_traced(given):
     x, tensors, _, bias, (a, *rest) = given
-    torch.library.opcheck(linear_repacked, (x, *tensors, [], bias, "128x64"))
-    tests = ("test_faketensor", "test_aot_dispatch_dynamic")  # that of the schema cannot compare numbers in FP8
-    copied = (x, *tensors, make_copy(*tensors), bias, "128x64")
-    torch.library.opcheck(linear_repacked, copied, test_utils=tests)
-    torch.library.opcheck(lora_linear_repacked, (x, *tensors, [], None, "128x64", a, *rest, ACTIVE))
+    torch.library.opcheck(linear_repacked, (x, *tensors, bias, "128x64"))
+    torch.library.opcheck(lora_linear_repacked, (x, *tensors, None, "128x64", a, *rest, ACTIVE))
 
 
 @pytest.fixture
@@ -90,7 +76,6 @@ def called(monkeypatch):
 
     monkeypatch.setattr(linear_ops, "w4a16_matmul", record("tiled", product))
     monkeypatch.setattr(linear_ops, "dequantize_repacked", record("decode", lambda *_: torch.zeros(128, 64).bfloat16()))
-    monkeypatch.setattr(linear_ops, "multiply_fp8", record("fp8", lambda x, copy, _: x.new_zeros(len(x), len(copy[0]))))
     monkeypatch.setattr(linear_ops, "lora_shrink", record("lora_shrink", shrink))
     monkeypatch.setattr(linear_ops, "lora_expand", record("lora_expand", lambda y, *_: y))
     monkeypatch.setattr(linear_ops, "linear_repacked", linear_ops._linear_cuda)
@@ -99,32 +84,20 @@ def called(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize(
-    ("rows", "packed", "copied"),
-    [
-        (1, "tiled", "tiled"),
-        (FEWEST_ROWS - 1, "tiled", "tiled"),
-        (FEWEST_ROWS, "tiled", "fp8"),
-        (299, "tiled", "fp8"),
-        (300, "decode", "fp8"),
-    ],
-)
-def test_rows_choose_the_kernel(rows, packed, copied, given, called):
+@pytest.mark.parametrize(("rows", "path"), [(1, "tiled"), (299, "tiled"), (300, "decode")])
+def test_rows_choose_the_kernel(rows, path, given, called):
     _, tensors, *_ = given
     x, slots = torch.zeros(rows, 64).bfloat16(), torch.zeros(rows, dtype=torch.int64)
     a, b = torch.zeros(16, 64).bfloat16(), torch.zeros(128, 16).bfloat16()
     adapter = (a, b, torch.zeros(1, dtype=torch.int32), slots)  # one member of 128 columns
-    for copy, path in (([], packed), (make_copy(*tensors), copied)):
-        linear_ops._linear_cuda(x, *tensors, copy, None, "128x64")
-        assert called == [path]
-        called.clear()
-        linear_ops._lora_linear_cuda(x, *tensors, copy, None, "128x64", *adapter, ACTIVE)
-        folded = ["lora_shrink", path, "lora_expand"]
-        assert called == (["tiled with adapter"] if path == "tiled" else folded)
-        called.clear()
-        linear_ops._lora_linear_cuda(x, *tensors, copy, None, "128x64", *adapter, NONE)
-        assert called == [path]
-        called.clear()
+    linear_ops._linear_cuda(x, *tensors, None, "128x64")
+    assert called == [path]
+    called.clear()
+    linear_ops._lora_linear_cuda(x, *tensors, None, "128x64", *adapter, ACTIVE)
+    assert called == (["tiled with adapter"] if path == "tiled" else ["lora_shrink", "decode", "lora_expand"])
+    called.clear()
+    linear_ops._lora_linear_cuda(x, *tensors, None, "128x64", *adapter, NONE)
+    assert called == [path]
 
 
 def test_an_adapter_that_cannot_be_folded_in_is_added_by_itself_and_that_is_said(given, called, caplog):
@@ -135,7 +108,7 @@ def test_an_adapter_that_cannot_be_folded_in_is_added_by_itself_and_that_is_said
     members = torch.zeros(1, dtype=torch.int32)
     for _ in range(2):
         called.clear()
-        linear_ops._lora_linear_cuda(x, *tensors, [], None, "128x64", a, b, members, slots, ACTIVE)
+        linear_ops._lora_linear_cuda(x, *tensors, None, "128x64", a, b, members, slots, ACTIVE)
         assert called == ["lora_shrink", "tiled", "lora_expand"]
     said = "verl_qerl: linears of 128x64 take three launches with an adapter of rank 24: "
     assert [record.message[: len(said)] for record in caplog.records] == [said]

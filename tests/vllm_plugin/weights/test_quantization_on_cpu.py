@@ -139,7 +139,7 @@ def on_a_gpu(monkeypatch):
         quantization.CompressedTensorsW4A4Fp4, "__init__", lambda self, **_: vars(self).update(kernel="stock")
     )
     monkeypatch.setattr(plans, "why_not", lambda: None)
-    monkeypatch.setattr(linear, "W4A16Kernel", lambda config, fp8: "tiled")
+    monkeypatch.setattr(linear, "W4A16Kernel", lambda config: "tiled")
 
     def engine(backend: str):
         config = SimpleNamespace(additional_config={}, kernel_config=SimpleNamespace(linear_backend=backend))

@@ -1,4 +1,4 @@
-"""What math-verify finds in a text and whether it is right, in a process of its own.
+"""math-verify's verdict on a text; runs in a process of its own.
 
 Strings go in, and strings and truth values come out: sympy would compute a power like 9^(9^9) anew to unpickle it.
 """

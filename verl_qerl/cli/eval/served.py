@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from verl_qerl.checkpoints.json_object import read_object
+from verl_qerl.checkpoints.model_config import read_object
 from verl_qerl.checkpoints.source import open_source, read_specs
 from verl_qerl.cli.eval.arguments import STOCK
 from verl_qerl.cli.export.adapter import read_adapter

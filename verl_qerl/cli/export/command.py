@@ -1,4 +1,4 @@
-"""`export`: a LoRA checkpoint of a verl run, or one with UAQ, to what vLLM, transformers and PEFT load.
+"""`export`: turns a checkpoint of a verl run (LoRA, or with UAQ) into what vLLM, transformers and PEFT load.
 
 The weights pass as a stream; what re-quantization costs is measured on the way.
 """

@@ -16,7 +16,7 @@ import torch
 from verl_qerl.algos.trained_norms import split_norms
 from verl_qerl.algos.uaq import read_record as read_uaq_record
 from verl_qerl.algos.uaq import scaled_parameters, unfold_
-from verl_qerl.checkpoints.json_object import read_object
+from verl_qerl.checkpoints.model_config import read_object
 from verl_qerl.checkpoints.record import BaseRecord, read_record
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.modules.placement.shards import join_shards, unfit

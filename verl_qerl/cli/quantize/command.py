@@ -1,4 +1,4 @@
-"""`quantize`: a bf16 checkpoint to one in NVFP4 or a neighbour of it, as a stream.
+"""`quantize`: turns a bf16 checkpoint into one in NVFP4 or another format, as a stream.
 
 Reading, arithmetic, and digests and writing run in threads of their own, so that the slowest of them, the disk, sets
 the pace. Memory: a few tensors, whatever the size of the model; more with texts to calibrate on, see

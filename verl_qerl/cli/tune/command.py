@@ -125,8 +125,8 @@ def paths(
     PLANS[never], PLANS[always] = Plan(launches, 0), Plan(launches, 1 << 30)
     adapter = (*_adapter(x, packed[0][1].shape[1]), torch.tensor([False]))
     return {
-        "tiled_us": [partial(lora_linear_repacked, x, *tensors, [], None, always, *adapter) for tensors in packed],
-        "decoded_us": [partial(lora_linear_repacked, x, *tensors, [], None, never, *adapter) for tensors in packed],
+        "tiled_us": [partial(lora_linear_repacked, x, *tensors, None, always, *adapter) for tensors in packed],
+        "decoded_us": [partial(lora_linear_repacked, x, *tensors, None, never, *adapter) for tensors in packed],
     }
 
 

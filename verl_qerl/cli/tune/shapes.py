@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from verl_qerl.checkpoints.json_object import read_object
+from verl_qerl.checkpoints.model_config import read_object
 from verl_qerl.kernels.rollout.w4a16_launch import MULTIPLE
 from verl_qerl.planning.model_shape import ModelShape
 

@@ -24,7 +24,7 @@ class _ExpertsLinearFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(ends)
         ctx.packed = codes, block_scale, global_decode_scale  # what is saved, verl's activation offload would move
-        weights = _decode(*ctx.packed, dtype=x.dtype)
+        weights = _decode(*ctx.packed, x.dtype)
         return F.grouped_mm(x, weights.transpose(-2, -1), offs=ends)
 
     @staticmethod
@@ -34,7 +34,8 @@ class _ExpertsLinearFunction(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             # A sum over tokens hands on a gradient without strides, which the product does not take.
-            weights = _decode(*ctx.packed, dtype=grad_y.dtype)
+            codes, block_scale, global_decode_scale = ctx.packed
+            weights = _decode(codes, block_scale, global_decode_scale, grad_y.dtype)
             grad_x = F.grouped_mm(grad_y.contiguous(), weights, offs=ends)
         return grad_x, None, None, None, None
 

@@ -71,7 +71,6 @@ def settings_of(engine: Any, run: Mapping[str, Any], shape: ModelShape) -> Setti
         tensor_parallel=run.get("rollout.tensor_model_parallel_size") or 1,
         sleeps=bool(run.get("rollout.free_cache_engine", True)),
         format=config.qerl.format,
-        fp8_copy=run.get("qerl.rollout.arithmetic") == "fp8",
     )
 
 

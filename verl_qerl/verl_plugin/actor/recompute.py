@@ -1,4 +1,4 @@
-"""Gradient checkpointing of as few layers as memory asks for.
+"""Gradient checkpointing of as few layers as the memory allows.
 
 With checkpointing every decoder layer is computed twice in an update, which is a third of its arithmetic where the base
 is frozen. How many layers can keep their activations depends on the GPU and on the tokens of a micro-batch, so it is

@@ -18,12 +18,12 @@ from verl_qerl.algos.uaq import UAQConfig
 from verl_qerl.options import rules
 from verl_qerl.options.rules import ACTOR, FSDP, LORA_RANK, ROLLOUT, VLLM, Run
 from verl_qerl.options.schema import Qerl
-from verl_qerl.verl_plugin.config.asked import uses_qerl
 from verl_qerl.verl_plugin.config.attention import check_attention, use_attention
 from verl_qerl.verl_plugin.config.nodes import mapping, plain
 from verl_qerl.verl_plugin.config.old_spellings import check_names
 from verl_qerl.verl_plugin.config.sequence_parallel import check_sharing
 from verl_qerl.verl_plugin.config.spelling import check_spelling
+from verl_qerl.verl_plugin.config.uses_qerl import uses_qerl
 from verl_qerl.vllm_plugin import PREFIX
 from verl_qerl.vllm_plugin.options import KEY, SCHEDULER
 
@@ -37,7 +37,6 @@ _OF_THE_RUN = (
     f"{ROLLOUT}.gpu_memory_utilization",
     f"{ROLLOUT}.tensor_model_parallel_size",
     f"{ROLLOUT}.free_cache_engine",
-    "qerl.rollout.arithmetic",
     f"{ACTOR}.use_dynamic_bsz",
     f"{ACTOR}.ppo_max_token_len_per_gpu",
     f"{ACTOR}.ppo_micro_batch_size_per_gpu",

@@ -12,7 +12,7 @@ import logging
 from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl.modules.varlen_attention import NAME
-from verl_qerl.verl_plugin.config.asked import uses_qerl
+from verl_qerl.verl_plugin.config.uses_qerl import uses_qerl
 
 logger = logging.getLogger(__name__)
 

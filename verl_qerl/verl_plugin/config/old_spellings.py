@@ -1,4 +1,4 @@
-"""Options that are refused: those under the names that they had until they moved to one tree, and deleted ones."""
+"""Options that are refused: under the names that they had before they moved to one tree, and deleted ones."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""A node of ours that is misspelled: Hydra's `+` takes any name, and nothing would read it."""
+"""Misspelled nodes of ours: Hydra's `+` accepts any name, and nothing would read it."""
 
 import logging
 from collections.abc import Mapping

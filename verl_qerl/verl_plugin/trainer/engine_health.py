@@ -1,4 +1,4 @@
-"""Says that a rollout engine has ended, where verl goes on with what is left of the answers or names an option."""
+"""Ends a run whose rollout engine has ended; verl would go on with the remaining answers, or blame an option."""
 
 import ray
 from ray.exceptions import RayError

@@ -1,4 +1,4 @@
-"""After each weight sync: do all rollout workers hold what the actor sent, and this time's?
+"""After each weight sync all rollout workers must hold what the actor sent, in this sync and not in an earlier one.
 
 A worker looks itself at what a sync left in its engine, and counts the syncs that passed: an adapter and trained norms
 are read back, quantized weights have checksums and `vllm_plugin.weights.reload` asks the kernels, a packed base never

@@ -1,4 +1,4 @@
-"""verl's sender of weights to vLLM, at a socket that is this run's alone, and to an engine that runs."""
+"""verl's sender of weights to vLLM, over a socket that only this run uses, and only while the engine runs."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""verl's weight transfer, neither end of which waits for one that has gone.
+"""verl's weight transfer, in which neither end waits for the other after it has gone.
 
 verl's two ends wait for each other's messages without a limit. A sender that fails in the middle of a stream (a weight
 with NaN, no memory for a gathered tensor) closes its socket and ends the run with its error, and the receiver would
@@ -58,7 +58,7 @@ def requiring(receiver: Callable[[], None]) -> Iterator[None]:
         _require_receiver.reset(token)
 
 
-class WatchedSending:
+class WatchedSender:
     """A socket of verl's sender that raises instead of waiting for a receiver that has gone.
 
     Args:

@@ -1,4 +1,4 @@
-"""A new state of an adapter, from device to device into vLLM's buffers.
+"""Copies a new state of an adapter into vLLM's buffers, from device to device.
 
 vLLM's way to replace one is to remove it, to copy every tensor into pinned host memory, and from there into the
 buffers. Those are the same storage for as long as the engine lives, so that captured CUDA graphs see what is copied

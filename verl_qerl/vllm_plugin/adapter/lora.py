@@ -94,7 +94,7 @@ def use_single_adapter(model: torch.nn.Module, lora_config: Any) -> int:
     # One wrapper holds the batch of all layers that see the same tokens: a model with images has several.
     wrappers = {id(layer.punica_wrapper): layer.punica_wrapper for layer in linears}
     stock = {id(getattr(layer, "punica_wrapper", None)) for layer in left}
-    active = {key: _watch(wrapper, only_ours=key not in stock) for key, wrapper in wrappers.items()}
+    active = {key: _track_active(wrapper, only_ours=key not in stock) for key, wrapper in wrappers.items()}
     for layer in linears:
         _convert(layer, active[id(layer.punica_wrapper)])
     return len(linears)
@@ -140,16 +140,16 @@ def _is_odd(layer: Any) -> bool:
     return any(size % 16 for size in layer.output_slices) or type(layer.base_layer).forward not in _FORWARDS
 
 
-def _watch(wrapper: Any, only_ours: bool) -> torch.Tensor:
+def _track_active(wrapper: Any, only_ours: bool) -> torch.Tensor:
     """A bool on the CPU that `wrapper` keeps: true while no token of the batch has an adapter."""
     wrapper.qerl_none_active = torch.ones(1, dtype=torch.bool)
-    upstream.swap_class(hosts.LORA_WRAPPER, wrapper, _watching(type(wrapper), only_ours))
+    upstream.swap_class(hosts.LORA_WRAPPER, wrapper, _with_tracking(type(wrapper), only_ours))
     return wrapper.qerl_none_active
 
 
 @functools.cache
-def _watching(base: type, only_ours: bool) -> type:
-    class Watching(base):
+def _with_tracking(base: type, only_ours: bool) -> type:
+    class TracksActive(base):
         def update_metadata(
             self, mapping: Any, lora_index_to_id: list, max_loras: int, vocab_size: int, **kwargs: Any
         ) -> None:
@@ -161,7 +161,7 @@ def _watching(base: type, only_ours: bool) -> type:
                 super().update_metadata(mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)
             self.qerl_none_active.fill_(not any(mapping.index_mapping))
 
-    return Watching
+    return TracksActive
 
 
 def _convert(layer: Any, none_active: torch.Tensor) -> None:

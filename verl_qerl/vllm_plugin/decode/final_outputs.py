@@ -1,4 +1,4 @@
-"""An answer is asked of vLLM once, when it is whole, and as tokens alone (patches/verl/0016).
+"""vLLM returns each answer once, when it is whole, and as tokens alone (patches/verl/0016).
 
 verl's server asks for what there is of an answer after every token, with its text and with a dictionary of log-probs
 for each token, and uses the tokens and log-probs of the last one. The process in front of the engine makes all of that,

@@ -1,4 +1,4 @@
-"""vLLM's sampler with `kernels.rollout.sampling` for what RL draws: from the whole distribution, at a temperature.
+"""vLLM's sampler on `kernels.rollout.sampling` where RL needs it: the whole distribution at a temperature.
 
 Everything else (greedy, top-k, top-p, min-p, penalties, masks, a seed for a request, more log-probs than the drawn
 token's) is left to vLLM's, which says once why.

@@ -67,7 +67,7 @@ class BorrowedNVFP4(CompressedTensorsW4A4Fp4):
                 " accepted, with linear=auto. Leave +qerl.base.share out."
             )
         self.use_a16, self.group_size = True, 16
-        self.kernel = BorrowedKernel(NvFp4LinearLayerConfig(), options.arithmetic == "fp8")
+        self.kernel = BorrowedKernel(NvFp4LinearLayerConfig())
 
     def create_weights(self, *args: Any, **kwargs: Any) -> None:
         """Create parameters of vLLM's shapes on the meta device, without memory."""
@@ -82,10 +82,6 @@ class BorrowedNVFP4(CompressedTensorsW4A4Fp4):
 
 class BorrowedKernel(NvFp4LinearKernel):
     """`linear.W4A16Kernel` over tiles that are there already."""
-
-    def __init__(self, config: NvFp4LinearLayerConfig, fp8: bool = False) -> None:
-        super().__init__(config)
-        self._fp8 = fp8
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -116,7 +112,7 @@ class BorrowedKernel(NvFp4LinearKernel):
                     f"qerl.base.share=true is not possible: a linear of {error} Every linear must fit."
                     " Leave +qerl.base.share out."
                 ) from error
-        hold_repacked(layer, tiles, plan, self._fp8)
+        hold_repacked(layer, tiles, plan)
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """X W^T + bias; x [..., K], result [..., N]."""

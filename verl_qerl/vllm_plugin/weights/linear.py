@@ -1,7 +1,6 @@
 """The kernel of a packed linear: one copy of the weight, multiplied as its Plan says for the number of rows.
 
 Few rows go to `kernels.rollout.w4a16_matmul`, many to cuBLAS over a bf16 weight decoded on the spot: the same values.
-With `arithmetic=fp8` many rows are multiplied in FP8 by a copy in E4M3 (`fp8_copy.py`): values close to those.
 """
 
 from typing import Any
@@ -14,7 +13,6 @@ from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.nvfp4 import BLOCK_SIZE, nvfp4_weight
 from verl_qerl.kernels.rollout.repacking import Repacked, repack
 from verl_qerl.kernels.rollout.w4a16_launch import MULTIPLE
-from verl_qerl.vllm_plugin.weights.fp8_copy import make_copy
 from verl_qerl.vllm_plugin.weights.linear_ops import linear_repacked
 from verl_qerl.vllm_plugin.weights.plans import make_plan, say_once, why_not
 
@@ -24,9 +22,8 @@ _LEAST_NORMAL = 8  # bits of 2**-6 in E4M3
 class W4A16Kernel(NvFp4LinearKernel):
     """Chooses the kernel by the number of rows; a linear that our kernels do not take stays on Marlin."""
 
-    def __init__(self, config: NvFp4LinearLayerConfig, fp8: bool = False) -> None:
+    def __init__(self, config: NvFp4LinearLayerConfig) -> None:
         super().__init__(config)
-        self._fp8 = fp8
         self._marlin = MarlinNvFp4LinearKernel(config)
 
     @classmethod
@@ -47,7 +44,7 @@ class W4A16Kernel(NvFp4LinearKernel):
         if plan is None:
             self._marlin.process_weights_after_loading(layer)
             return
-        hold_repacked(layer, repack(packed), plan, self._fp8)
+        hold_repacked(layer, repack(packed), plan)
 
     def _plan(self, packed: PackedWeight, dtype: torch.dtype) -> str | None:
         """Key of a plan; None, with the reason said once, for a layer that stays with Marlin."""
@@ -77,18 +74,15 @@ def plan_for(N: int, K: int, dtype: torch.dtype, block_scale: torch.Tensor) -> s
     return make_plan(N, K, torch.cuda.get_device_name(block_scale.device))
 
 
-def hold_repacked(layer: Any, tiles: Repacked, plan: str, fp8: bool) -> None:
+def hold_repacked(layer: Any, tiles: Repacked, plan: str) -> None:
     """Give a layer what `multiply` reads, under vLLM's names.
 
     Args:
         tiles: The repacked weight; not copied.
         plan: Key of a Plan.
-        fp8: Make a copy in E4M3 as well, one byte a weight.
     """
     layer.qerl_plan = plan
     layer.weight, layer.weight_scale, layer.weight_global_scale = map(frozen, tiles)
-    if fp8:
-        layer.qerl_fp8_codes, layer.qerl_fp8_scale = map(frozen, make_copy(*tiles))
 
 
 def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -97,21 +91,15 @@ def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Te
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def repacked_tensors(layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """packed_codes, scale, global_decode_scale and fp8_copy of `linear_repacked`; the layer is from `hold_repacked`."""
-    fp8_copy = [layer.qerl_fp8_codes, layer.qerl_fp8_scale] if hasattr(layer, "qerl_fp8_codes") else []
-    return layer.weight, layer.weight_scale, layer.weight_global_scale, fp8_copy
+def repacked_tensors(layer: Any) -> Repacked:
+    """packed_codes, scale and global_decode_scale of `linear_repacked`; the layer is from `hold_repacked`."""
+    return layer.weight, layer.weight_scale, layer.weight_global_scale
 
 
 def repacked_in_features(model: torch.nn.Module) -> set[int]:
     """in_features of the linears of a model that choose a kernel by rows, as `hold_repacked` prepared them on a GPU."""
     layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "qerl_plan", "")]
     return {layer.weight.shape[0] * BLOCK_SIZE for layer in layers}
-
-
-def has_fp8_copies(model: torch.nn.Module) -> bool:
-    """Whether linears of a model have copies in E4M3 beside them."""
-    return any(hasattr(layer, "qerl_fp8_codes") for layer in model.modules())
 
 
 def frozen(tensor: torch.Tensor) -> torch.nn.Parameter:

@@ -7,7 +7,6 @@ import torch
 from verl_qerl.kernels.rollout.lora import lora_expand, lora_shrink
 from verl_qerl.kernels.rollout.repacking import Repacked, dequantize_repacked
 from verl_qerl.kernels.rollout.w4a16_matmul import RANKS, Adapter, can_fuse, w4a16_matmul
-from verl_qerl.vllm_plugin.weights.fp8_copy import multiply_fp8, takes_fp8
 from verl_qerl.vllm_plugin.weights.plans import PLANS, say_once
 
 
@@ -17,7 +16,6 @@ def linear_repacked(
     packed_codes: torch.Tensor,
     scale: torch.Tensor,
     global_decode_scale: torch.Tensor,
-    fp8_copy: list[torch.Tensor],
     bias: torch.Tensor | None,
     plan: str,
 ) -> torch.Tensor:
@@ -28,15 +26,12 @@ def linear_repacked(
         packed_codes: [K / 16, 2 N] int32, from `kernels.rollout.repacking.repack`.
         scale: [K / 16, N] uint8, from the same.
         global_decode_scale: [1] float32.
-        fp8_copy: Of `fp8_copy.make_copy`, by which many rows are multiplied in FP8, or nothing.
         bias: [N] bf16 or None.
         plan: Key of a Plan; constant, so that layers of one shape share their compiled code.
 
     Returns:
         [M, N] bf16.
     """
-    if takes_fp8(x.shape[0], fp8_copy):
-        return multiply_fp8(x.contiguous(), fp8_copy, bias)
     return _decode_and_multiply(x, (packed_codes, scale, global_decode_scale), bias)
 
 
@@ -46,13 +41,10 @@ def _linear_cuda(
     packed_codes: torch.Tensor,
     scale: torch.Tensor,
     global_decode_scale: torch.Tensor,
-    fp8_copy: list[torch.Tensor],
     bias: torch.Tensor | None,
     plan: str,
 ) -> torch.Tensor:
     chosen, rows = PLANS[plan], x.shape[0]
-    if takes_fp8(rows, fp8_copy):
-        return multiply_fp8(x.contiguous(), fp8_copy, bias)
     if chosen.uses_kernel(rows):
         return w4a16_matmul(x.contiguous(), packed_codes, scale, global_decode_scale, bias, launch=chosen.launch(rows))
     return _decode_and_multiply(x, (packed_codes, scale, global_decode_scale), bias)
@@ -73,7 +65,6 @@ def lora_linear_repacked(
     packed_codes: torch.Tensor,
     scale: torch.Tensor,
     global_decode_scale: torch.Tensor,
-    fp8_copy: list[torch.Tensor],
     bias: torch.Tensor | None,
     plan: str,
     a: torch.Tensor,
@@ -89,7 +80,7 @@ def lora_linear_repacked(
     Returns:
         [M, N] bf16.
     """
-    y = linear_repacked(x, packed_codes, scale, global_decode_scale, fp8_copy, None, plan)
+    y = linear_repacked(x, packed_codes, scale, global_decode_scale, None, plan)
     return lora_expand(y, lora_shrink(x, a, none_active), b, members, slots, none_active, bias, x.shape[1])
 
 
@@ -99,7 +90,6 @@ def _lora_linear_cuda(
     packed_codes: torch.Tensor,
     scale: torch.Tensor,
     global_decode_scale: torch.Tensor,
-    fp8_copy: list[torch.Tensor],
     bias: torch.Tensor | None,
     plan: str,
     a: torch.Tensor,
@@ -110,10 +100,10 @@ def _lora_linear_cuda(
 ) -> torch.Tensor:
     weight = (packed_codes, scale, global_decode_scale)
     if none_active.item():
-        return linear_repacked(x, *weight, fp8_copy, bias, plan)
+        return linear_repacked(x, *weight, bias, plan)
     x = x.contiguous()
     chosen, rows = PLANS[plan], x.shape[0]
-    if chosen.uses_kernel(rows) and not takes_fp8(rows, fp8_copy):
+    if chosen.uses_kernel(rows):
         launch = chosen.launch(rows)
         if can_fuse(a, b, members, launch):
             return w4a16_matmul(x, *weight, bias, Adapter(a, b, members, slots), launch)
@@ -122,7 +112,7 @@ def _lora_linear_cuda(
             f" ranks {', '.join(map(str, RANKS))}, and members of whole tiles."
         )
     partial = lora_shrink(x, a, none_active)
-    y = linear_repacked(x, *weight, fp8_copy, None, plan)
+    y = linear_repacked(x, *weight, None, plan)
     return lora_expand(y, partial, b, members, slots, none_active, bias, x.shape[1])
 
 

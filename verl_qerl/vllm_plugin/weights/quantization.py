@@ -183,7 +183,7 @@ class W4A16NVFP4(CompressedTensorsW4A4Fp4):
         if reason:
             logger.warning_once("NVFP4 linears run on Marlin, which is slow for large batches: %s.", reason)
             return
-        self.kernel = W4A16Kernel(NvFp4LinearLayerConfig(), fp8=options.arithmetic == "fp8")
+        self.kernel = W4A16Kernel(NvFp4LinearLayerConfig())
 
 
 class W4A16MXFP4(CompressedTensorsW4A4Mxfp4):

@@ -4,7 +4,7 @@ vLLM puts a layer on the meta device, collects its tensors, processes them for t
 storage that CUDA graphs hold. It tolerates what must not happen here: a layer without new weights keeps the old ones
 (after a sleep at level 2: nothing at all), a fused linear may lack a member, a name nobody knows is skipped. So names
 are compared with those of the model, checksums with those of the sender, and the kernels are asked what they hold: all
-of them at the first sync, those of one layer at each later one, in turn (`held.py`).
+of them at the first sync, those of one layer at each later one, in turn (`kernel_check.py`).
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from verl_qerl.checkpoints.manifest import Manifest, checksum, read_checksums
 from verl_qerl.formats import WeightFormat
 from verl_qerl.formats.reference import dequantize
 from verl_qerl.vllm_plugin import hosts
-from verl_qerl.vllm_plugin.weights.held import Expected, holds, quantized_linears
+from verl_qerl.vllm_plugin.weights.kernel_check import Expected, holds, quantized_linears
 from verl_qerl.vllm_plugin.weights.loader import checkpoint_members, fused_members
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("verl")
 
-from verl_qerl.verl_plugin.config.asked import asks_for_qerl, uses_qerl
+from verl_qerl.verl_plugin.config.uses_qerl import asks_for_qerl, uses_qerl
 
 ADDITIONAL = "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config"
 VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"

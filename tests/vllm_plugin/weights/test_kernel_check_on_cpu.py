@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from verl_qerl.vllm_plugin.weights.held import Expected, holds
+from verl_qerl.vllm_plugin.weights.kernel_check import Expected, holds
 
 
 class Dense:
@@ -37,7 +37,7 @@ def random(N, K, seed=0):
 
 def test_a_weight_is_held_when_all_of_it_is(monkeypatch):
     weight = random(48, 100)
-    monkeypatch.setattr("verl_qerl.vllm_plugin.weights.held._ROWS", 32)  # the last chunk is a short one
+    monkeypatch.setattr("verl_qerl.vllm_plugin.weights.kernel_check._ROWS", 32)  # the last chunk is a short one
     column = kinds().ColumnParallelLinear
     assert holds(linear(column, weight), [weight])
     for row, k in ((0, 0), (47, 99), (13, 64)):

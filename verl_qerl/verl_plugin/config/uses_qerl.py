@@ -1,4 +1,4 @@
-"""Whether a run asks for anything of ours; else it is a stock run, and is left alone."""
+"""Whether a run sets an option of ours; if not, it is a stock run and nothing of it is changed."""
 
 from omegaconf import DictConfig, OmegaConf
 

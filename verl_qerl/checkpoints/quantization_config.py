@@ -1,4 +1,4 @@
-"""What config.json says of how a checkpoint is quantized: each entry is honoured, said to be unused, or refused.
+"""How config.json says that a checkpoint is quantized: each entry is honoured, logged as unused, or refused.
 
 An entry that is passed over may change the model (a rotation of the activations, another block size) on both sides of
 a run alike, so that no comparison between them sees it. Which linears are packed is not asked here: the files tell.

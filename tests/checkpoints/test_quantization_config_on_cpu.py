@@ -6,8 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from verl_qerl.checkpoints import described
-from verl_qerl.checkpoints.described import stored_format
+from verl_qerl.checkpoints.quantization_config import _say_unused, stored_format
 from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import check_held, left_out, packed_stream
 from verl_qerl.errors import CheckpointFormatError
@@ -23,7 +22,7 @@ W4A4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size"
 
 @pytest.fixture(autouse=True)
 def fresh():
-    described._say_unused.cache_clear()
+    _say_unused.cache_clear()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from types import ModuleType
 
 import pytest
 
-from verl_qerl.verl_plugin.config import legacy
+from verl_qerl.verl_plugin.config import other_programs
 
 MODULE = ModuleType("verl.experimental.fully_async_policy")
 
@@ -29,21 +29,21 @@ def test_stops_a_run_that_asks_for_qerl(monkeypatch, option):
         SystemExit,
         match=r"^verl\.experimental\.fully_async_policy has no AQN, .*no \+qerl\.rollout\. Accepted is",
     ):
-        legacy.install(MODULE)
+        other_programs.install(MODULE)
 
 
 @pytest.mark.parametrize("option", ["trainer.n_gpus_per_node=1", "+aqnx.enabled=true", "rollout=nvfp4x"])
 def test_leaves_other_runs_alone(monkeypatch, option):
     monkeypatch.setattr(sys, "argv", ["-m", option])
-    legacy.install(MODULE)
+    other_programs.install(MODULE)
 
 
 @pytest.mark.parametrize("option", ["+aqn.enabled=true", "trainer.n_gpus_per_node=1"])
 def test_programs_are_waited_for_where_the_command_line_asks_for_qerl(option):
     code = """
 import sys
-from verl_qerl.verl_plugin import FAILURE, hooks, legacy
-print(FAILURE, {*legacy.PROGRAMS} <= {*hooks._waiting})
+from verl_qerl.verl_plugin import FAILURE, hooks, other_programs
+print(FAILURE, {*other_programs.PROGRAMS} <= {*hooks._waiting})
 """
     command = [sys.executable, "-c", code, option]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)

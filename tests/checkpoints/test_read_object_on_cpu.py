@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_qerl.checkpoints.json_object import read_object
+from verl_qerl.checkpoints.model_config import read_object
 from verl_qerl.errors import CheckpointFormatError
 
 

@@ -1,11 +1,11 @@
-"""Programs and trainers of verl that know none of our options; say so instead of training without them."""
+"""Programs and trainers of verl that do not know our options are refused, since they would train without them."""
 
 import sys
 from types import ModuleType
 
 from omegaconf import DictConfig
 
-from verl_qerl.verl_plugin.config.asked import asks_for_qerl
+from verl_qerl.verl_plugin.config.uses_qerl import asks_for_qerl
 
 # Packages whose programs have trainers of their own and do not check the configuration on the driver.
 PROGRAMS = ("verl.experimental.one_step_off_policy", "verl.experimental.fully_async_policy")
