@@ -114,6 +114,7 @@ def check_run(config: DictConfig, use_critic: bool) -> None:
     from verl_qerl.verl_plugin.config.adapter_check import check_adapter
     from verl_qerl.verl_plugin.config.apply import prepare
     from verl_qerl.verl_plugin.config.other_programs import check_trainer
+    from verl_qerl.verl_plugin.config.shared_memory import check_copies
 
     policy_loss = POLICY_LOSS_REGISTRY.get(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     check_config = getattr(policy_loss, "check_config", None)
@@ -123,3 +124,4 @@ def check_run(config: DictConfig, use_critic: bool) -> None:
     check_trainer(config)
     check_models(config, use_critic)
     check_adapter(config)
+    check_copies(config)

@@ -91,6 +91,7 @@ CHANGES: tuple[HostChange, ...] = (
         "Its steps around a model whose linears are packed.",
         "a216ab0ed208",
     ),
+    _change("copy", "verl.utils.fs:copy_to_shm", "Its name for a copy, which may be old.", "3f64fce75977"),
     _change(
         "override",
         "verl.models.transformers.dense_common:forward_with_torch_backend",
