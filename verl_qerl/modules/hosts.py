@@ -1,6 +1,6 @@
 """What we change in PEFT, transformers and torch, or repeat of their sources, while an actor is built and trained.
 
-Their versions are not pinned: the fingerprints are those of one version that was tested.
+Their versions are not pinned: the fingerprints are those of the versions that were tested, on a GPU and on a CPU.
 """
 
 from functools import partial
@@ -8,7 +8,7 @@ from functools import partial
 from verl_qerl import upstream
 from verl_qerl.upstream import HostChange
 
-_PEFT, _TRANSFORMERS, _TORCH = ("0.21.2",), ("5.10.4",), ("2.13.0",)
+_PEFT, _TRANSFORMERS, _TORCH = ("0.21.0", "0.21.2"), ("5.9.0", "5.10.4"), ("2.11.0", "2.13.0")
 _peft = partial(HostChange, _PEFT)
 _transformers = partial(HostChange, _TRANSFORMERS)
 _torch = partial(HostChange, _TORCH)
@@ -60,6 +60,10 @@ CHANGES: tuple[HostChange, ...] = (
         _TORCH,
         "torch.nn.modules.module:Module",
         "A packed weight spread over ranks is saved, loaded and moved as the bytes that it is.",
-        {"_apply": "3ad584b1fbee", "_load_from_state_dict": "7d6e454eb2f5", "_save_to_state_dict": "b5044b50b237"},
+        {
+            "_apply": "3ad584b1fbee",
+            "_load_from_state_dict": "e4487a7c8db7 7d6e454eb2f5",
+            "_save_to_state_dict": "b5044b50b237",
+        },
     ),
 )
