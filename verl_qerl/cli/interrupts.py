@@ -56,7 +56,7 @@ def kept_interrupts() -> Iterator[None]:
 
 
 def end_with_the_parent() -> None:
-    """Have this process end when the one that started it does, killed or not."""
+    """End this process when the one that started it ends, killed or not."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()

@@ -21,7 +21,7 @@ RoundGroup = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
 @contextmanager
 def rounded_linears(model: nn.Module, groups: Sequence[Sequence[str]], round_group: RoundGroup) -> Iterator[None]:
-    """Have the linears multiply by rounded weights inside the context; not for training.
+    """Let the linears multiply by rounded weights inside the context; not for training.
 
     Args:
         model: The linears keep their weights; only what they multiply by is rounded.

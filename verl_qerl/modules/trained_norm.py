@@ -47,7 +47,7 @@ class TrainedNorm(ModulesToSaveWrapper):
 
 
 def train_norms(model: nn.Module) -> int:
-    """Have the two norms of every decoder layer trained, in place.
+    """Make the two norms of every decoder layer trainable, in place.
 
     Args:
         model: With an adapter of PEFT or about to get one; weights may be on the meta device.

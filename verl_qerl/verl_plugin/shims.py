@@ -58,7 +58,7 @@ def _looked_at(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _watched_sending(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Have a sender of weights see that its receiver has gone: verl's waits for an answer without a limit."""
+    """Let a sender of weights notice that its receiver has gone: verl's waits for an answer without a limit."""
 
     def _init_socket(self: Any) -> None:
         from verl_qerl.verl_plugin.weight_sync.transfer import WatchedSender

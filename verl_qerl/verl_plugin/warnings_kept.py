@@ -16,7 +16,7 @@ class _WhereRootDrops(logging.StreamHandler):
 
 
 def keep_warnings() -> None:
-    """Have warnings of this package written whatever becomes of the root logger; a second call does nothing."""
+    """Write warnings of this package whatever happens to the root logger; a second call does nothing."""
     ours = logging.getLogger("verl_qerl")
     if any(isinstance(handler, _WhereRootDrops) for handler in ours.handlers):
         return

@@ -249,9 +249,9 @@ def _batch_invariant(options: RolloutOptions, vllm_config: Any) -> RolloutOption
 
 
 def _compile_apart(vllm_config: Any) -> dict[str, Any]:
-    """Have what is compiled here kept apart from stock vLLM's, by what this returns: vLLM asks when it compiles.
+    """Keep code that is compiled here apart from stock vLLM's; returns the part of vLLM's cache key that is ours.
 
-    Without it an engine runs what another has compiled of the same options, in which our layers are missing.
+    Without it an engine would run what another has compiled with the same options, in which our layers are missing.
     """
     prepared: dict[str, Any] = {"version": verl_qerl.__version__}
     if vllm_config is not None:

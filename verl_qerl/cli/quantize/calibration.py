@@ -177,7 +177,7 @@ class _Walk:
             return self._decoder(inputs_embeds=hidden, use_cache=False).last_hidden_state
 
     def release(self, i: int) -> None:
-        """Let go of a layer's weights."""
+        """Free a layer's weights."""
         self._layers[i].to("meta")
 
 

@@ -108,7 +108,7 @@ def launch(weights: Sequence[Tensors], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _tile(num_blocks: int) -> tuple[int, int, int]:
-    """Of _TILES, for rows of so many blocks."""
+    """The entry of _TILES for rows of so many blocks."""
     fitting = (tile for tile in _TILES if -(-num_blocks // tile[1]) * tile[1] <= _WASTE * num_blocks)
     return next(fitting, _TILES[-1])
 

@@ -18,7 +18,7 @@ Scored = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def score_rows(
     logits: torch.Tensor, labels: torch.Tensor, temperature: float, entropy: bool, fused: bool = False
 ) -> Scored:
-    """Of softmax(logits / temperature): log-probs of labels, the logarithms of its sums, and its entropies.
+    """From softmax(logits / temperature): log-probs of labels, logarithms of the sums, and entropies.
 
     Args:
         logits: [R, V] floating point, finite; rows of stride 1.

@@ -22,7 +22,7 @@ programmatic_launch = True
 
 
 def set_programmatic_launch(on: bool) -> None:
-    """Have the kernels of this process start early in CUDA graphs, as they do by default, or not."""
+    """Turn programmatic dependent launch of this process's kernels on (the default) or off."""
     global programmatic_launch
     programmatic_launch = on
 
@@ -143,7 +143,7 @@ def _driver() -> ctypes.CDLL:
 
 @functools.cache
 def count_multiprocessors(device: torch.device) -> int:
-    """Of a GPU."""
+    """Number of a GPU's multiprocessors."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

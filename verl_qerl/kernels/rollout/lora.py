@@ -164,7 +164,7 @@ def launch_shrink(x: torch.Tensor, a: torch.Tensor, partial: torch.Tensor) -> No
 
 @functools.cache
 def _shared_bytes(device: torch.device) -> int:
-    """Of shared memory that a thread block may have: 99 KiB where compute capability is 8.6, 8.9 or 12.0."""
+    """Bytes of shared memory that a thread block may have: 99 KiB where compute capability is 8.6, 8.9 or 12.0."""
     if device.type != "cuda":  # Triton's interpreter
         return _STAGED_BYTES
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

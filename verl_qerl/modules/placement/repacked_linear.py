@@ -27,7 +27,7 @@ class RepackedNVFP4Linear(NVFP4Linear):
 
     @staticmethod
     def hold(linear: NVFP4Linear, tiles: Repacked) -> None:
-        """Have `linear` decode from `tiles`, in place; its own packed tensors are given back."""
+        """Make `linear` decode from `tiles`, in place; its own packed tensors are freed."""
         for name in ("weight", "weight_scale", "weight_decode_scale"):
             setattr(linear, name, torch.empty(0, dtype=torch.uint8, device=tiles[0].device))
         linear.__class__ = RepackedNVFP4Linear

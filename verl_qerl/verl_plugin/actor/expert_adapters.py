@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def adapt_attention_only(model: nn.Module, config: Any) -> None:
-    """Have `target_modules=all-linear` mean the attention where experts are packed, and refuse other targets.
+    """Let `target_modules=all-linear` mean the attention where experts are packed, and refuse other targets.
 
     PEFT 0.21 takes `all-linear` of such a model for adapters on the experts' stacked weights, which a packed base does
     not have, and on the router, and leaves out its dense MLPs.

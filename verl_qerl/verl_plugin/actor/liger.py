@@ -43,7 +43,7 @@ def check_liger(config: DictConfig, model_type: str | None) -> None:
 
 
 def apply_liger(module: Any) -> None:
-    """Have norms, SiLU and rotary positions of a model computed by Liger.
+    """Put norms, SiLU and rotary positions of a model on Liger's kernels.
 
     Norms and MLPs of this model change. The rotary function is that of all models of the family in this process, as
     where verl applies Liger itself.

@@ -19,7 +19,7 @@ class UnscoredError(RuntimeError):
 def score_answers(
     servers: Sequence[Any], rows: Sequence[Row], max_model_len: int | None, own_draws: bool = False
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """Have the rollout's servers score answers, in one forward pass each, at temperature 1 over the whole vocabulary.
+    """Let the rollout's servers score answers, in one forward pass each, at temperature 1 over the whole vocabulary.
 
     Args:
         servers: Ray handles of verl's vLLM servers, awake.

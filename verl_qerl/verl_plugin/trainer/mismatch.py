@@ -89,7 +89,7 @@ class Gate(Feature):
         return made
 
     def before_sample_end(self) -> None:
-        """Have answers scored without noise if a limit needs it, where `MismatchParts` has not for its own ends."""
+        """Score answers without noise if a limit needs it and `MismatchParts` has not done so."""
         run: Run = self._run
         if self._gate.mismatch_sample:
             return

@@ -28,7 +28,7 @@ class MismatchParts(Feature):
         return cls(run) if run.gate is not None and run.gate.mismatch_sample else None
 
     def before_sample_end(self) -> None:
-        """Have it scored while the rollout is awake."""
+        """Score the sample while the rollout is awake."""
         gate = self._run.gate
         assert gate is not None
         run: Run = self._run

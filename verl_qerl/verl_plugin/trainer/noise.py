@@ -59,7 +59,7 @@ class Noise(Feature):
 
 
 def set_noise(run: Run, sigma: float, step: int) -> None:
-    """Have every worker of every replica set its norms; a weight sync must follow, or `switch_noise` be taken.
+    """Set the norms of every worker of every replica; a weight sync must follow (else use `switch_noise`).
 
     Args:
         sigma: Standard deviation, 0 for the clean norms.

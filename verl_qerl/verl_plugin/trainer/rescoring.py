@@ -31,7 +31,7 @@ def keep_sample(buffer: Any, run: Run) -> None:
 
 
 def rescore(run: Run, count: int, wants_noisy: bool = False) -> Rescored:
-    """Have answers of the batch that was sampled last scored by the rollout, which must be awake.
+    """Let the rollout, which must be awake, score answers of the batch that was sampled last.
 
     Args:
         run: Its rollout has the noise of the step, before and after.

@@ -50,7 +50,7 @@ _require_receiver: ContextVar[Callable[[], None] | None] = ContextVar("require_r
 
 @contextlib.contextmanager
 def requiring(receiver: Callable[[], None]) -> Iterator[None]:
-    """Have senders that are made inside call this each second in which they wait; what it raises ends the transfer."""
+    """Senders made inside the context call this every second while they wait; what it raises ends the transfer."""
     token = _require_receiver.set(receiver)
     try:
         yield

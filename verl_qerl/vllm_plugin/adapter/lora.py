@@ -44,7 +44,7 @@ _FORWARDS = (ColumnParallelLinear.forward, ReplicatedLinear.forward, RowParallel
 
 
 def release_buffers(model: torch.nn.Module, lora_config: Any) -> int:
-    """Free vLLM's own buffers of the linears that `use_single_adapter` will take; they have a shape alone then.
+    """Free vLLM's own buffers of the linears that `use_single_adapter` will take; only their shapes remain.
 
     Call it where they were allocated: in the memory of sleep mode, of which only what is free when loading ends is
     given back; the rest is copied to the host whenever the engine falls asleep.
@@ -68,7 +68,7 @@ def use_single_adapter(model: torch.nn.Module, lora_config: Any) -> int:
     """Put the LoRA linears of `model` on the path for one adapter.
 
     Call it after loading, before an adapter comes and before anything is compiled. Linears that it does not take keep
-    vLLM's path; why is said once.
+    vLLM's path, and the reason is logged.
 
     Args:
         model: vLLM's, with its LoRA layers.
@@ -101,7 +101,7 @@ def use_single_adapter(model: torch.nn.Module, lora_config: Any) -> int:
 
 
 def compute_plain_logits(model: torch.nn.Module) -> int:
-    """Have vLLM compute logits without its LoRA for the head, which verl has no way to train.
+    """Make vLLM compute logits without its LoRA for the head, which verl cannot train.
 
     Its kernels take a row for each request. The logits of a whole prompt (prompt_logprobs) have a row for each token,
     which ends an engine on the CPU.
@@ -136,7 +136,7 @@ def _why_not(lora_config: Any) -> str | None:
 
 
 def _is_odd(layer: Any) -> bool:
-    """Whether our operators do not take its columns, or its base computes in a way of its own (GateLinear)."""
+    """Whether our operators cannot take its columns, or its base has a forward pass of its own (GateLinear)."""
     return any(size % 16 for size in layer.output_slices) or type(layer.base_layer).forward not in _FORWARDS
 
 

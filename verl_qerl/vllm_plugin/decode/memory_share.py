@@ -32,7 +32,7 @@ def can_sleep(vllm_config: Any) -> bool:
 
 
 def use_segments_again(worker: Any, vllm_config: Any) -> None:
-    """Have a worker that sleeps load its weights in segments that may be used again once they are empty.
+    """Make a worker with sleep mode load its weights in segments that can be reused once they are empty.
 
     Args:
         worker: vLLM's worker, before it loads.
@@ -48,7 +48,7 @@ def use_segments_again(worker: Any, vllm_config: Any) -> None:
 
 
 def stay_within_share(worker: Any, vllm_config: Any) -> None:
-    """Have a worker that sleeps give the KV cache no more than is left of its share of the GPU.
+    """Make a worker with sleep mode give the KV cache no more than what is left of its share of the GPU.
 
     Args:
         worker: vLLM's worker; on a GPU it has `requested_memory`, `init_snapshot` and, from its profile,

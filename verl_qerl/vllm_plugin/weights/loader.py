@@ -100,7 +100,7 @@ class QuantizingModelLoader(BaseModelLoader):
         setattr(model, _DIGESTS, digests)
 
     def _attach(self, model: Any, members: dict[str, set[str]], device: torch.device) -> dict[str, str]:
-        """Have the linears compute with the actor's base; their parameters leave `members`."""
+        """Map the actor's base into the linears; their parameters are removed from `members`."""
         empty = {name for name, parameter in model.named_parameters() if parameter.is_meta}
         for name in empty:
             del members[name]

@@ -214,7 +214,7 @@ def tied_heads(model: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
 
 
 def _follow(name: str, head: Any, embedding: Any) -> None:
-    """Have a tied head compute with the new embedding, whose weight vLLM has given back to both of them."""
+    """Make a tied head compute with the new embedding, whose weight both share again."""
     if head.weight is not embedding.weight:
         raise ValueError(
             f"vLLM untied {name!r} from the embedding while it reloaded, so that it has older weights. One weight for"
