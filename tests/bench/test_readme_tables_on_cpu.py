@@ -103,7 +103,7 @@ def test_the_first_page_has_decoding_beside_both_stock_arms():
     assert "{:.2f}x at 1 sequence, {:.2f}x at 32, {:.2f}x at 256".format(*lora) in front
     (plain,) = (row["decode_ms_per_step"] for row in merged if row["arm"] == "bf16")
     beside = [plain[str(batch)] / ms for batch, ms in zip((1, 32), ours, strict=False)]
-    assert "at 1 and 32 it is about {:.1f}x and {:.1f}x, from another call".format(*beside) in front
+    assert "at 1 and 32 about {:.1f}x and {:.1f}x ([another call]".format(*beside) in front
 
 
 def test_the_first_page_has_decoding_beside_plain_bf16_of_the_same_call():
@@ -124,8 +124,8 @@ def test_a_draw_for_each_sequence_or_token_costs_less_than_three_per_cent():
 
 def test_the_first_page_has_the_update_of_7b():
     seconds = {row["arm"]: row["update_s"][-1] for row in result("update_7b")["rows"]}
-    text = f"{seconds['ours_liger']:.1f} s with `model.use_liger=True`, stock verl's engine without it"
-    assert f"{text} {seconds['stock']:.1f} s in the same call" in PAGES[0].read_text()
+    told = f"{seconds['ours_liger']:.1f} s with `model.use_liger=True`, stock verl {seconds['stock']:.1f} s without"
+    assert f"{told}, in the same call" in PAGES[0].read_text()
 
 
 def test_the_first_page_has_what_noise_does():
