@@ -24,9 +24,9 @@ if (($#)); then
     exit
 fi
 
-# Two processes that take about as long. Runs of verl, benchmarks and evaluations are chains of processes that wait for each other's
-# imports: they take one core and a little. The other tests run beside them, and need no threads for their small tensors,
-# which would wait for a core.
+# Two processes that take about as long. Runs of verl, benchmarks and evaluations are chains of processes that wait for
+# each other's imports: they take one core and a little. The other tests run beside them, and need no threads for their
+# small tensors, which would wait for a core.
 export OMP_NUM_THREADS=1
 log=$(mktemp)
 set -m  # a process group, which goes with this script
