@@ -84,9 +84,10 @@ def engine_options(model: str, setting: Setting) -> dict[str, Any]:
     from verl_qerl.vllm_plugin.options import SCHEDULER
 
     aqn: dict[str, Any] = {"enabled": True}
+    own_draws = {}
     if setting.draw != "batch":
         aqn |= {"mode": setting.mode, "draw": setting.draw}
-    own_draws = {"scheduler_cls": SCHEDULER} if setting.draw != "batch" else {}
+        own_draws = {"scheduler_cls": SCHEDULER}
     options: dict[str, Any] = own_draws | {
         "model": model,
         "worker_extension_cls": "noise_extension.Noise",

@@ -29,9 +29,9 @@ def check_sequence_parallel(
         size: Ranks that share a sequence.
         attention: transformers' name for the attention of the model.
         remove_padding: `model.use_remove_padding`.
-        num_ranks: Of the actor, or of the critic.
-        option: Name of the size.
-        model: Node of the other options.
+        num_ranks: Number of ranks that the model is trained on.
+        option: The option that sets the size, for messages.
+        model: Node of the model in the configuration, for messages.
 
     Raises:
         ValueError: They could not.
@@ -61,7 +61,7 @@ def check_sharing(run: Run) -> None:
     """`check_sequence_parallel` of actor and critic, on the driver; their attention may be one of ours.
 
     Raises:
-        ValueError: As there.
+        ValueError: Ranks of one of the two would share sequences and could not.
     """
     older_name = run(f"{ACTOR}.{_SIZE}") or 1  # wins in verl where it is set
     sizes = {"actor_rollout_ref.model": (_OPTION, older_name if older_name > 1 else run(f"{FSDP}.{_SIZE}") or 1)}

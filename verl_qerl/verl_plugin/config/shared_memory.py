@@ -17,7 +17,7 @@ def check_copies(config: DictConfig) -> None:
     """Refuse a copy that is of another time than its directory; other nodes than the driver's are not looked at.
 
     Args:
-        config: Of the whole run.
+        config: The whole configuration of the run.
 
     Raises:
         ValueError: There is one.
