@@ -298,7 +298,8 @@ def test_tokens_have_draws_of_their_own(engines, answer):
     found, _ = answer(engine)
     set_noise(engine, 0.0)
     assert torch.equal(found[:, 0], clean[:, 0])
-    assert len(set(found[:, 1].tolist())) == 4
+    # Two tokens of a step have the same one of NUM_DRAWS now and then, two answers do not.
+    assert len({tuple(one) for one in found.tolist()}) == 4
 
 
 @pytest.fixture
