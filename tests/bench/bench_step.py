@@ -9,8 +9,8 @@ The runs are those of recipes/study (--data is what its prepare.py makes): 64 qu
     -- data.train_batch_size=16 actor_rollout_ref.actor.ppo_mini_batch_size=16 data.max_response_length=2048
        actor_rollout_ref.rollout.max_model_len=2304 actor_rollout_ref.rollout.ignore_eos=True
 
-Stock runs are helped: they look for answers every 0.2 s, keep the base in bf16, and a head that is not tied has fused
-kernels (fused_head.py). Steps after the first count. Exit code 1 when an arm has no second step.
+Stock runs are helped: the study lets them look for answers every 0.2 s, they keep the base in bf16, and a head that is
+not tied has fused kernels (fused_head.py). Steps after the first count. Exit code 1 when an arm has no second step.
 """
 
 import argparse
@@ -31,12 +31,7 @@ STUDY = HERE.parents[1] / "recipes" / "study" / "run.py"
 PHASES = {"step": "step", "rollout": "gen", "log_probs": "old_log_prob", "update": "update_actor"} | {
     "weight_sync": "update_weights"
 }
-_SAMPLER = "trainer.v1.sampler.custom_sampler"
-TUNED = [
-    f"{_SAMPLER}.path={HERE / 'fast_sampler.py'}",
-    f"{_SAMPLER}.name=FastSampler",
-    "actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16",
-]
+TUNED = ["actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16"]
 
 
 class Arm(NamedTuple):
