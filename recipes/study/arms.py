@@ -156,6 +156,7 @@ def machine(task: Task) -> list[str]:
         f"{ROLLOUT}.calculate_log_probs=True",
         f"{ROLLOUT}.agent.num_workers=4",
         "data.filter_overlong_prompts=True",
+        "data.filter_overlong_prompts_workers=1",  # verl takes a quarter of the cores, in each of the runs at once
         "data.dataloader_num_workers=0",
         "reward.num_workers=1",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
