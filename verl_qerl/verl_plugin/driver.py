@@ -15,14 +15,12 @@ Checks are imported when a run needs them: this module is imported in every proc
 import dataclasses
 import logging
 import os
-import sys
 from types import ModuleType
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl import upstream, verl_plugin
 from verl_qerl.errors import UpstreamDriftError
-from verl_qerl.verl_plugin.config.old_spellings import check_arguments
 from verl_qerl.verl_plugin.config.uses_qerl import uses_qerl
 from verl_qerl.verl_plugin.shims import CONFIG_CHECK
 
@@ -34,15 +32,7 @@ _ENV_VARS = "ray_kwargs.ray_init.runtime_env.env_vars"
 
 
 def install(module: ModuleType) -> None:
-    """Wrap verl's `validate_config`.
-
-    Raises:
-        SystemExit: The command line has an option under an old name, which Hydra would only call unknown.
-    """
-    try:
-        check_arguments(sys.argv[1:])
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
+    """Wrap verl's `validate_config`; a verl whose own is another one is left alone, with a warning."""
     try:
         if not upstream.install(CONFIG_CHECK):
             upstream.install(_ON_PATCHED)
@@ -113,7 +103,6 @@ def check_run(config: DictConfig, use_critic: bool) -> None:
     from verl_qerl.verl_plugin.actor.model_check import check_models
     from verl_qerl.verl_plugin.config.adapter_check import check_adapter
     from verl_qerl.verl_plugin.config.apply import prepare
-    from verl_qerl.verl_plugin.config.other_programs import check_trainer
     from verl_qerl.verl_plugin.config.shared_memory import check_copies
 
     policy_loss = POLICY_LOSS_REGISTRY.get(config.actor_rollout_ref.actor.policy_loss.loss_mode)
@@ -121,7 +110,6 @@ def check_run(config: DictConfig, use_critic: bool) -> None:
     if check_config is not None:
         check_config(config)
     prepare(config)
-    check_trainer(config)
     check_models(config, use_critic)
     check_adapter(config)
     check_copies(config)

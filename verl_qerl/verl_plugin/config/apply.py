@@ -20,7 +20,6 @@ from verl_qerl.options.rules import ACTOR, FSDP, LORA_RANK, ROLLOUT, VLLM, Run
 from verl_qerl.options.schema import Qerl
 from verl_qerl.verl_plugin.config.attention import check_attention, use_attention
 from verl_qerl.verl_plugin.config.nodes import mapping, plain
-from verl_qerl.verl_plugin.config.old_spellings import check_names
 from verl_qerl.verl_plugin.config.sequence_parallel import check_sharing
 from verl_qerl.verl_plugin.config.spelling import check_spelling
 from verl_qerl.verl_plugin.config.uses_qerl import uses_qerl
@@ -73,7 +72,6 @@ def check_run(config: DictConfig) -> None:
         return
     run, ours = run_of(config), uses_qerl(config)
     if ours:
-        check_names(config)
         check_spelling(config)
         options, aqn, _ = qerl_options(config), aqn_options(config), UAQConfig.from_mapping(run("uaq"))
         ACRConfig.from_mapping(run("acr"))
@@ -81,7 +79,7 @@ def check_run(config: DictConfig) -> None:
             problem = vllm_plugin.version_problem()
             if problem:
                 raise RuntimeError(problem)
-    rules.check(run)
+    rules.check(run, rules.RULES if ours else rules.OF_THE_CPU)
     if ours:
         _check_gpus(run)
         check_sharing(run)
@@ -135,9 +133,7 @@ def _apply(config: DictConfig) -> None:
             _hold_base(config, run, options)
         if uaq.enabled:
             node = OmegaConf.select(config, FSDP)
-            if node.get("_target_", rules.STOCK_ENGINE) == rules.STOCK_ENGINE:
-                node["_target_"] = rules.SCALED_ENGINE
-            node["uaq_scale"] = uaq.scale
+            node["_target_"], node["uaq_scale"] = rules.OUR_ENGINE, uaq.scale
         if told:
             _tell_workers(config, told)
         if aqn.enabled and aqn.draw != "batch":  # the scheduler keeps answers out of the prefix cache
