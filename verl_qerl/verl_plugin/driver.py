@@ -55,15 +55,14 @@ def look_at(config: DictConfig, use_critic: bool) -> None:
         RuntimeError: The workers would know nothing of it, or a host is of another version.
         ValueError: An option is refused.
     """
-    if OmegaConf.select(config, "trainer.device") == "cpu":  # which +platform=cpu sets, and stock verl does not know
-        from verl_qerl.options import rules
-        from verl_qerl.verl_plugin.config.apply import run_of
-
-        rules.check(run_of(config), rules.OF_THE_CPU)
     if uses_qerl(config):
         verl_plugin.activate()
         tell_workers(config)
         check_run(config, use_critic)
+    elif OmegaConf.select(config, "trainer.device") == "cpu":  # which +platform=cpu sets, and stock verl does not know
+        from verl_qerl.verl_plugin.config.apply import prepare
+
+        prepare(config)
 
 
 def tell_workers(config: DictConfig) -> None:

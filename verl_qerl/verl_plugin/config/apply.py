@@ -45,7 +45,9 @@ _OF_THE_RUN = (
 
 
 def prepare(config: DictConfig) -> None:
-    """Check a run and write what its options mean; a run that has none, or is prepared, stays as it is.
+    """Check a run and write what its options mean; one that is prepared stays as it is.
+
+    Of a run without an option of ours, what the CPU platform cannot do is all that is looked at.
 
     Args:
         config: The whole configuration, changed in place.
@@ -54,40 +56,24 @@ def prepare(config: DictConfig) -> None:
         RuntimeError: vLLM is of another version.
         ValueError: An option is unknown, out of range, or does not go together with the rest of the run.
     """
-    if _is_prepared(config):
+    run = run_of(config)
+    if run(APPLIED) is not None:
         return
-    check_run(config)
-    if uses_qerl(config):
-        _apply(config)
-
-
-def check_run(config: DictConfig) -> None:
-    """Refuse bad options; without any, what the CPU platform cannot do is all that is looked at.
-
-    Raises:
-        RuntimeError: See `prepare`.
-        ValueError: See `prepare`.
-    """
-    if _is_prepared(config):
+    if not uses_qerl(config):
+        rules.check(run, rules.OF_THE_CPU)
         return
-    run, ours = run_of(config), uses_qerl(config)
-    if ours:
-        check_spelling(config)
-        options, aqn, _ = qerl_options(config), aqn_options(config), UAQConfig.from_mapping(run("uaq"))
-        ACRConfig.from_mapping(run("acr"))
-        if options.base.format is not None or aqn.enabled or run("qerl.rollout"):
-            problem = vllm_plugin.version_problem()
-            if problem:
-                raise RuntimeError(problem)
-    rules.check(run, rules.RULES if ours else rules.OF_THE_CPU)
-    if ours:
-        _check_gpus(run)
-        check_sharing(run)
-        check_attention(config)
-
-
-def _is_prepared(config: DictConfig) -> bool:
-    return OmegaConf.select(config, APPLIED) is not None
+    check_spelling(config)
+    options, aqn, uaq = qerl_options(config), aqn_options(config), UAQConfig.from_mapping(run("uaq"))
+    ACRConfig.from_mapping(run("acr"))
+    if options.base.format is not None or aqn.enabled or run("qerl.rollout"):
+        problem = vllm_plugin.version_problem()
+        if problem:
+            raise RuntimeError(problem)
+    rules.check(run)
+    _check_gpus(run)
+    check_sharing(run)
+    check_attention(config)
+    _apply(config, options, aqn, uaq)
 
 
 def run_of(config: DictConfig) -> Run:
@@ -124,9 +110,8 @@ def _check_gpus(run: Run) -> None:
         )
 
 
-def _apply(config: DictConfig) -> None:
-    run, options, aqn = run_of(config), qerl_options(config), aqn_options(config)
-    uaq = UAQConfig.from_mapping(run("uaq"))
+def _apply(config: DictConfig, options: Qerl, aqn: AQNConfig, uaq: UAQConfig) -> None:
+    run = run_of(config)
     told = _told(run, aqn, uaq)  # the workers of the rollout
     with open_dict(config):
         if options.base.format is not None:

@@ -65,7 +65,6 @@ class Gate(Feature):
         super().__init__(run)
         self._gate = gate
         self._engine_obstacle = rules.unmet(run_of(run.config), rules.SCORED)
-        self.reads_sample = self._engine_obstacle is None
         # The third of verl's modes updates the actor several times between two syncs.
         self._watches = OmegaConf.select(run.config, "trainer.v1.trainer_mode") in ("sync", "colocate_async")
         self._first_step = True

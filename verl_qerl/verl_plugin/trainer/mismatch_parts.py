@@ -20,8 +20,6 @@ from verl_qerl.verl_plugin.trainer.rescoring import padded, rescore, score_round
 class MismatchParts(Feature):
     """Has a part of each batch scored again, and takes the difference apart."""
 
-    reads_sample = True
-
     @classmethod
     def from_config(cls, run: Run) -> Feature | None:
         """See `Feature.from_config`."""

@@ -45,8 +45,6 @@ class _Sample(NamedTuple):
 class NoiseEffect(Feature):
     """Looks at the noise while the rollout is awake; in runs with `aqn.enabled`."""
 
-    reads_sample = True
-
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._sizes: dict[str, float] = {}

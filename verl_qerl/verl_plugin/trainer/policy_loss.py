@@ -17,7 +17,6 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from verl_qerl.algos.acr import ACRConfig, ClipRange, LogProbs, acr_loss
 from verl_qerl.options.rules import LOSS_MODE
-from verl_qerl.verl_plugin.config.apply import check_run
 from verl_qerl.verl_plugin.config.nodes import plain
 from verl_qerl.verl_plugin.trainer.feature import Feature, Run
 
@@ -37,15 +36,6 @@ def acr_options(config: DictConfig) -> ACRConfig | None:
 
 class PolicyLoss:
     """The function verl calls for `loss_mode=acr`."""
-
-    def check_config(self, config: DictConfig) -> None:
-        """Refuse a run on the driver, where verl asks its policy loss (patches/verl/0007).
-
-        Raises:
-            RuntimeError: See `check_run`.
-            ValueError: See `check_run`.
-        """
-        check_run(config)
 
     def __call__(
         self,
