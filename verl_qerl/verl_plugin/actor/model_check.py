@@ -27,23 +27,23 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
     """
     if OmegaConf.select(config, _BASE) is not None:
         path = str(OmegaConf.select(config, f"{_MODEL}.path"))
-        _check_text(path)
+        found = _config_of(path)
+        _check_text(path, found)
         if OmegaConf.select(config, f"{_MODEL}.lora_rank") or OmegaConf.select(config, f"{_MODEL}.lora.rank"):
-            check_liger(config, (_config_of(path) or {}).get("model_type"))
+            check_liger(config, found.get("model_type"))
         _check_override(plain(OmegaConf.select(config, f"{_MODEL}.override_config")) or {})
     if use_critic:
         _check_critic(str(OmegaConf.select(config, "critic.model.path")))
 
 
-def _config_of(path: str) -> dict[str, Any] | None:
+def _config_of(path: str) -> dict[str, Any]:
     try:
         return read_config(path)
     except (ValueError, OSError):
-        return None  # the workers may reach it, and say what is wrong with it if they cannot
+        return {}  # the workers may reach it, and say what is wrong with it if they cannot
 
 
-def _check_text(path: str) -> None:
-    found = _config_of(path) or {}
+def _check_text(path: str, found: dict[str, Any]) -> None:
     parts = [name for name in _SENSES if found.get(name)]
     if parts:
         raise ValueError(
@@ -64,7 +64,7 @@ def _check_override(override: dict[str, Any]) -> None:
 
 
 def _check_critic(path: str) -> None:
-    if (_config_of(path) or {}).get("quantization_config"):
+    if _config_of(path).get("quantization_config"):
         raise ValueError(
             f"critic.model.path={path} is quantized: verl trains all weights of a critic, and cannot train packed ones."
             " A bf16 model is accepted. Set critic.model.path to the one that this was made of."

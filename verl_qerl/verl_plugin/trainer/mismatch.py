@@ -30,7 +30,7 @@ from verl_qerl.options.schema import Gate as GateOptions
 from verl_qerl.verl_plugin.config.apply import aqn_options, qerl_options, run_of
 from verl_qerl.verl_plugin.rollout.engine_scores import UnscoredError
 from verl_qerl.verl_plugin.trainer.feature import Feature, Run
-from verl_qerl.verl_plugin.trainer.rescoring import evenly, padded, rescore, score_rounded
+from verl_qerl.verl_plugin.trainer.rescoring import evenly, log_probs_of, padded, rescore, score_rounded
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Gate(Feature):
     def after_old_log_prob(self, batch: Any, tags: dict[str, dict], metrics: dict[str, Any]) -> None:
         """Compare, before any update."""
         step = self._run.step
-        data = _log_probs_of(batch.keys, batch.partition_id)
+        data = log_probs_of(batch.keys, batch.partition_id)
         rollout, actor, mask = data
         found, undefined = rollout_mismatch(*data), undefined_log_probs(rollout, mask)
         if undefined is not None:
@@ -155,7 +155,7 @@ class Gate(Feature):
         if sigma and rescored is None:
             return None, ""
         keys = rescored.keys if rescored is not None else evenly(fresh, self._gate.mismatch_sample or _SAMPLE)
-        rollout, actor, mask = _log_probs_of(keys, batch.partition_id)
+        rollout, actor, mask = log_probs_of(keys, batch.partition_id)
         if not mask.any():
             return None, ""
         how = f" of {len(keys)} answers"
@@ -230,13 +230,3 @@ def _broken(undefined: Undefined, num_tokens: int, step: int) -> str:
         f" {undefined.num_answers} answers, first at token {undefined.first} of one. Finite ones are needed: its"
         " weights or its kernels are broken. Try `+qerl.rollout.linear=stock`, and report this."
     )
-
-
-def _log_probs_of(keys: list[str], partition_id: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(rollout_log_probs, old_log_probs, response_mask) in the TransferQueue, [sequences, tokens] padded."""
-    import transfer_queue as tq  # not on the driver, which asks for options only
-
-    fields = ("rollout_log_probs", "old_log_probs", "response_mask")
-    data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=list(fields)).to_padded_tensor()
-    rollout, actor, mask = (data[name] for name in fields)
-    return rollout, actor, mask

@@ -60,7 +60,12 @@ class NoiseEffect(Feature):
         """Now the engine has the weights of which the noise has a size."""
         run = self._run
         if getattr(run.trainer, "processor", None) is not None:
-            _refuse_search(run.aqn)
+            if run.aqn.target_kl is not None:
+                raise ValueError(
+                    f"aqn.target_kl={run.aqn.target_kl} does not go together with a model that takes images: the"
+                    " rollout scores prompts of text alone. Accepted is null. Leave it out and set"
+                    " `+aqn.sigma_start=...`."
+                )
             self._give_up("this model takes images, and the rollout scores prompts of text alone")
         (self._sizes, *_) = run.ask_workers("qerl_norm_sizes")
         _tell_sizes(run.aqn, self._sizes)
@@ -164,14 +169,6 @@ def _sample_of(batch: Any, max_model_len: int | None) -> _Sample:
         rows.append((prompt.tolist(), response[:room].tolist()))
         masks.append(mask[:room].bool())
     return _Sample(rows, masks)
-
-
-def _refuse_search(config: AQNConfig) -> None:
-    if config.target_kl is not None:
-        raise ValueError(
-            f"aqn.target_kl={config.target_kl} does not go together with a model that takes images: the rollout scores"
-            " prompts of text alone. Accepted is null. Leave it out and set `+aqn.sigma_start=...`."
-        )
 
 
 def _check_reach(sigma: float, step: int, noisy: list[int], total: int) -> None:
