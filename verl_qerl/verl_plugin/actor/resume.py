@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 # verl's name for a part of a checkpoint -> how the files of a rank begin.
 _FILES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
-# Of rank 0; written by verl after the shards.
+# What rank 0 writes beside the shards, after them.
 _BESIDE = ("fsdp_config.json", "lora_train_meta.json")
 
 

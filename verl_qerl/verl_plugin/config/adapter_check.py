@@ -1,7 +1,7 @@
 """What the driver can say of a run's adapter and critic before Ray starts; stock verl fails minutes later, in a worker.
 
-Where the base is packed, an adapter on the head or the embeddings is
-refused: those are no packed linears, FSDP2 cannot shard them with an adapter on, and the rollout has no place for one.
+Where the base is packed, an adapter on the head or the embeddings is refused: those are no packed linears, FSDP2 cannot
+shard them with an adapter on, and the rollout has no place for one.
 """
 
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _MODEL = "actor_rollout_ref.model"
 _BASE = "qerl.base.format"
-# As PEFT sees them in the models of transformers.
+# Their names in the models of transformers, as PEFT sees them.
 _NO_LAYERS = ("lm_head", "model.embed_tokens")
 _UNSET = {"target_modules": "all-linear", "exclude_modules": None}  # verl's defaults
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from verl_qerl.algos.mismatch import Mismatch, Undefined, rollout_mismatch, undefined_log_probs
 from verl_qerl.algos.mismatch_parts import PARTS
@@ -65,8 +65,6 @@ class Gate(Feature):
         super().__init__(run)
         self._gate = gate
         self._engine_obstacle = rules.unmet(run_of(run.config), rules.SCORED)
-        # The third of verl's modes updates the actor several times between two syncs.
-        self._watches = OmegaConf.select(run.config, "trainer.v1.trainer_mode") in ("sync", "colocate_async")
         self._first_step = True
         self._looks_closely = False  # the last step was above the limit
         self._kl_before: float | None = None  # of the last step, if it was above the limit with all set apart
@@ -129,7 +127,7 @@ class Gate(Feature):
         """
         first, self._first_step = self._first_step, False
         limit = self._gate.max_initial_kl if first else self._gate.max_kl
-        if limit is None or not (first or self._watches):
+        if limit is None or not (first or self._run.syncs_each_step):
             return
         if not first and sampled.kl_k3 <= limit:
             self._looks_closely, self._kl_before = False, None

@@ -20,7 +20,7 @@ from verl_qerl.formats import WeightFormat
 from verl_qerl.formats.nvfp4_layout import fused_group
 from verl_qerl.formats.reference import dequantize
 
-# Of a batch whose log-probs are to be those of the rounded weights.
+# Set in a batch whose log-probs are to be those of the rounded weights.
 ROUNDED = "verl_qerl_rounded_weights"
 _BF16_BYTES = 2
 
