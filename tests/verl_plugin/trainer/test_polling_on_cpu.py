@@ -17,6 +17,9 @@ SAMPLER = """
 class Sampler:
     def __init__(self, **kwargs):
         {state}
+
+    def sample(self, **kwargs):
+        return None, {{}}
 """
 
 
