@@ -160,8 +160,7 @@ REQUANTIZED = When("`+rollout=...` without an adapter", _requantized)
 CRITIC = When("`+rollout=...` with a critic", _with_critic)
 PLAIN = When("without `+rollout`", lambda run: "a rollout in bf16" if _quantized(run) is None else None)
 NOT_NVFP4 = When("`+rollout=int8`, `fp8`, `mxfp4`", _not_nvfp4)
-SHARE, SHARD = (_option(f"qerl.base.{name}") for name in ("share", "shard"))
-AQN, UAQ = _option("aqn.enabled"), _option("uaq.enabled")
+SHARE, AQN, UAQ = (_option(name) for name in ("qerl.base.share", "aqn.enabled", "uaq.enabled"))
 ROUNDING = When("`+uaq.scale` that is no power of two", _rounding_scale)
 ACR = When("`loss_mode=acr`", lambda run: f"{LOSS_MODE}=acr" if run(LOSS_MODE) == "acr" else None)
 NO_ACR = When(
@@ -237,8 +236,8 @@ RULES: tuple[Rule, ...] = (
     *_rules(
         OURS,
         (Need("trainer.use_v1", _on, "True"), "verl's first trainer knows none of them", _LEAVE),
-        (_null(f"{FSDP}.qerl"), "+qerl.base.* is written there", "Set that in its place."),
-        (_null(f"{VLLM}.additional_config.verl_qerl"), "+qerl.rollout.* is written there", "Set that in its place."),
+        (_null(f"{FSDP}.qerl"), "the driver writes +qerl.base.* there", "Set these."),
+        (_null(f"{VLLM}.additional_config.verl_qerl"), "the driver writes +qerl.rollout.* there", "Set these."),
     ),
     *_rules(
         QUANTIZED,

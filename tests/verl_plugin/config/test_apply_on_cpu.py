@@ -241,10 +241,10 @@ BAD_ALONE = {
     ): r"^qerl\.base=\{'share': True\} does not go together with a rollout in bf16: .* `\+rollout",
     (
         f"+{ACTOR}.fsdp_config.qerl.scale=minmax",  # which apply.py would write over
-    ): r"fsdp_config\.qerl=\{'scale': 'minmax'\} does not go .*: \+qerl\.base\.\* is written there\. Accepted is null",
+    ): r"fsdp_config\.qerl=\{'scale': 'minmax'\} does not .*: the driver writes \+qerl\.base\.\* there\. Accepted is",
     (
         f"+{ROLLOUT}.engine_kwargs.vllm.additional_config.verl_qerl.lora=stock",
-    ): r"additional_config\.verl_qerl=\{'lora': 'stock'\} does not .*: \+qerl\.rollout\.\* is written there\.",
+    ): r"additional_config\.verl_qerl=\{'lora': 'stock'\} does not .*: the driver writes \+qerl\.rollout\.\* there\.",
     ("+qerl.base.keep_dense=true",): r"^unknown option qerl\.base\.keep_dense=True\. Known options are format, scale",
     ("+qerl.max_kl=1",): r"^unknown option qerl\.max_kl=1\. Known options are base, rollout, gate\.",
     ("+qerl.base=1",): r"^qerl\.base=1 is no group of options\. Accepted are options such as `\+qerl\.base\.",

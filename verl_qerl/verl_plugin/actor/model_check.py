@@ -5,11 +5,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl.checkpoints.model_config import read_config
+from verl_qerl.options.rules import LORA_RANK, MODEL
 from verl_qerl.verl_plugin.actor.liger import check_liger
 from verl_qerl.verl_plugin.config.nodes import plain
 
-_MODEL = "actor_rollout_ref.model"
-_BASE = "qerl.base.format"
 # Parts of the configurations of models that see or hear.
 _SENSES = ("vision_config", "audio_config", "thinker_config")
 
@@ -25,13 +24,13 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
         ValueError: With `+rollout=...`, model.path is no text model, override_config has options of its position
             embedding, or `check_liger` refuses; or the critic's path is quantized.
     """
-    if OmegaConf.select(config, _BASE) is not None:
-        path = str(OmegaConf.select(config, f"{_MODEL}.path"))
+    if OmegaConf.select(config, "qerl.base.format") is not None:
+        path = str(OmegaConf.select(config, f"{MODEL}.path"))
         found = _config_of(path)
         _check_text(path, found)
-        if OmegaConf.select(config, f"{_MODEL}.lora_rank") or OmegaConf.select(config, f"{_MODEL}.lora.rank"):
+        if OmegaConf.select(config, LORA_RANK) or OmegaConf.select(config, f"{MODEL}.lora.rank"):
             check_liger(config, found.get("model_type"))
-        _check_override(plain(OmegaConf.select(config, f"{_MODEL}.override_config")) or {})
+        _check_override(plain(OmegaConf.select(config, f"{MODEL}.override_config")) or {})
     if use_critic:
         _check_critic(str(OmegaConf.select(config, "critic.model.path")))
 
