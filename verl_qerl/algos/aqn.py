@@ -100,7 +100,7 @@ def stage_of(config: AQNConfig, step: int, total_steps: int) -> int:
     """Stage k in [0, K-1] of training step `step` (from 1); stages differ in length by at most one step.
 
     Args:
-        total_steps: Of the run; the config's own comes before it.
+        total_steps: Steps of the run; `config.total_steps` comes before it.
 
     Raises:
         ValueError: The step lies outside of training.

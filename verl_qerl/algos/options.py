@@ -15,7 +15,7 @@ class Accepts(NamedTuple):
 
 
 def one_of(*choices: str) -> Accepts:
-    """A few words."""
+    """One of these words."""
     return Accepts(", ".join(choices), choices.__contains__)
 
 
