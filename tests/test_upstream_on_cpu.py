@@ -20,7 +20,6 @@ from verl_qerl.upstream import (
     set_data,
     swap_class,
     unhang,
-    uninstall,
 )
 
 SOURCE = """
@@ -81,23 +80,17 @@ def make_shim(model, **changes):
     return Shim(**(fields | changes))
 
 
-def test_replaces_once_and_gives_back(upstream):
+def test_replaces_once(upstream):
     shim = make_shim(upstream)
     assert install(shim) is True
     assert install(shim) is True
     assert upstream.Model().run(1) == 30
-    uninstall(shim)
-    assert upstream.Model().run(1) == 3
-    uninstall(shim)
-    assert upstream.Model().run(1) == 3
 
 
 def test_replaces_a_function(upstream):
     shim = make_shim(upstream, target="toyhost.model:scale", fingerprint=fingerprint(upstream.scale))
     install(shim)
     assert upstream.scale(1) == 20
-    uninstall(shim)
-    assert upstream.scale(1) == 2
 
 
 def test_the_replacement_looks_like_the_original(upstream):
@@ -138,7 +131,6 @@ def test_refuses_a_target_that_another_shim_has(upstream):
     install(make_shim(upstream))
     with pytest.raises(UpstreamDriftError, match="the shim of toyhost/0001 has replaced it already"):
         install(make_shim(upstream, patch="toyhost/0002"))
-    uninstall(make_shim(upstream, patch="toyhost/0002"))
     assert upstream.Model().run(1) == 30
 
 
@@ -156,8 +148,6 @@ def test_replaces_a_function_where_it_is_known_to_be_bound(upstream):
     shim = make_shim(upstream, **changes, bindings=("toyhost.user",))
     assert install(shim) is True
     assert (upstream.scale(1), user.scale(1)) == (20, 20)
-    uninstall(shim)
-    assert (upstream.scale(1), user.scale(1)) == (2, 2)
 
 
 def test_refuses_a_binding_that_is_gone(upstream):
@@ -218,7 +208,6 @@ def test_untested_versions_are_a_warning_where_that_is_asked_for(upstream, monke
     assert upstream.Model().run(2) == 60
     told = ["cannot replace toyhost.model:Model.run: its source"] if "fingerprint" in changes else []
     assert [" ".join(message.split()[:5]) for message in caplog.messages] == told
-    uninstall(shim)
 
 
 def test_the_warning_comes_once_and_lists_what_differs(upstream, monkeypatch, caplog):

@@ -162,7 +162,7 @@ def test_shapes_that_would_broadcast_are_refused():
 
 @pytest.mark.parametrize("value", [0.99, 0, -1, "2", True, None, float("nan"), [2]], ids=str)
 def test_c_below_one_is_refused(value):
-    with pytest.raises(ValueError, match=r"^acr\.max_ratio=.* is out of range\. Accepted is a number of at least 1"):
+    with pytest.raises(ValueError, match=r"^acr\.max_ratio=.* is no value .*\. Accepted: a number of at least 1"):
         ACRConfig(max_ratio=value)
 
 

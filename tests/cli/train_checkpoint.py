@@ -20,7 +20,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.modules.convert import packed_weights
 from verl_qerl.verl_plugin.actor.engine import QerlFSDPEngine
-from verl_qerl.verl_plugin.config.base_options import QerlFSDPEngineConfig, ScaledFSDPEngineConfig
+from verl_qerl.verl_plugin.config.base_options import QerlFSDPEngineConfig
 
 MODELS, OUT, *CASES = sys.argv[1:]
 TOKENS = torch.tensor([[(7 * i) % 300 for i in range(64)]])
@@ -40,7 +40,7 @@ def build(kind, model, contents):
         qerl = {"format": kind} if kind == "int8" else {"scale": "minmax", "train_norms": kind == "norms"}
         cls, config = QerlFSDPEngine, QerlFSDPEngineConfig(**settings, qerl=qerl)
     elif kind == "uaq":
-        cls, config = QerlFSDPEngine, ScaledFSDPEngineConfig(**settings | {"model_dtype": "fp32"}, uaq_scale=1.5)
+        cls, config = QerlFSDPEngine, QerlFSDPEngineConfig(**settings | {"model_dtype": "fp32"}, uaq_scale=1.5)
     else:
         cls, config = FSDPEngineWithLMHead, FSDPEngineConfig(**settings)
     optimizer = FSDPOptimizerConfig(lr=2e-3 if kind == "uaq" else 2e-2, total_training_steps=10, lr_warmup_steps=0)

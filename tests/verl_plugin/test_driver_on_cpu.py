@@ -100,7 +100,7 @@ def test_a_ray_that_runs_already_must_have_told_its_workers(env_vars, monkeypatc
     [
         ([ACR, f"{ROLLOUT}.calculate_log_probs=False"], "calculate_log_probs=False does not go together with"),
         (["+mine=noise"], "aqn.sigma=0.1"),  # a file of the user's: the command line names no option of ours
-        (["+qerl.gate.mismatch_sample=0", "trainer.use_v1=False"], "trainer.use_v1=False has no AQN"),
+        (["+qerl.gate.mismatch_sample=0", "trainer.use_v1=False"], "trainer.use_v1=False does not go together with"),
     ],
 )
 def test_main_ppo_stops_before_ray(fresh_process, tmp_path, options, refused):

@@ -138,7 +138,7 @@ def test_an_unknown_target_names_the_norms_there_are(start, model_dir, family, n
 
 
 def test_a_bad_option_stops_the_engine(start, model_dir):
-    with pytest.raises(ValueError, match=r"aqn\.sigma_start=2 is out of range"):
+    with pytest.raises(ValueError, match=r"aqn\.sigma_start=2 is no value of this option"):
         start(model_dir("qwen2"), aqn={"enabled": True, "sigma_start": 2})
 
 

@@ -16,18 +16,18 @@ The paper's text was not at hand: the equation is the one on which its published
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
-from verl_qerl.algos.options import read_options
+from verl_qerl.algos.options import Accepts, Options, is_number, option
 
-# Of a log-ratio: as verl's losses clamp theirs. exp(20) = 5e8, so that a larger C never truncates.
+# Log-ratios are clamped as in verl's losses. exp(20) = 5e8, so that a larger C never truncates.
 _MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
-class ACRConfig:
+class ACRConfig(Options):
     """Options of ACR.
 
     Attributes:
@@ -35,24 +35,12 @@ class ACRConfig:
             8 for DAPO; no value is printed in what we could read of QuRL.
     """
 
-    max_ratio: float = 2.0
+    NODE: ClassVar[str] = "acr"
 
-    def __post_init__(self) -> None:
-        value = self.max_ratio
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 1:
-            raise ValueError(
-                f"acr.max_ratio={value!r} is out of range. Accepted is a number of at least 1, at which equal policies"
-                " are left alone. Correct the option."
-            )
-
-    @classmethod
-    def from_mapping(cls, options: Any) -> "ACRConfig":
-        """Read the `acr` node of a configuration; None gives the defaults.
-
-        Raises:
-            ValueError: An option is unknown or out of range.
-        """
-        return read_options(cls, "acr", options, "+acr.max_ratio=4")
+    max_ratio: float = option(
+        2.0,
+        Accepts("a number of at least 1, at which equal policies are left alone", lambda v: is_number(v) and v >= 1),
+    )
 
 
 @dataclass(frozen=True)

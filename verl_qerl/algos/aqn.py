@@ -12,12 +12,12 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 import torch
 
-from verl_qerl.algos.options import read_switched
+from verl_qerl.algos.options import SWITCH, Accepts, Options, is_names, is_number, one_of, option
 
 # t = (k - 1) / n with n = K - 2 intervals: 0 at stage 1, below 1 up to stage K - 2.
 _SCHEDULES: dict[str, Callable[[float, float, float, int], float]] = {
@@ -35,10 +35,13 @@ NUM_DRAWS = 64
 # A request with SamplingParams(extra_args={FORCED_DRAW: n}) has the nth of them for all of its tokens, those of the
 # prompt too; 0 are the clean weights.
 FORCED_DRAW = "aqn_row"
+_SIGMA = Accepts(
+    "a number in (0, 1); to switch noise off, leave out `+aqn.enabled=true`", lambda v: is_number(v) and 0 < v < 1
+)
 
 
 @dataclass(frozen=True)
-class AQNConfig:
+class AQNConfig(Options):
     """Options of Adaptive Quantization Noise; every default is the paper's (table 4, figure 9).
 
     Attributes:
@@ -58,72 +61,55 @@ class AQNConfig:
             forward pass having its own (`token`).
     """
 
-    enabled: bool = False
-    sigma_start: float = 1e-2
-    sigma_end: float = 5e-4
-    num_stages: int = 10
-    schedule: str = "exponential"
-    mode: str = "additive"
-    targets: tuple[str, ...] = TARGETS
-    seed: int = 0
-    total_steps: int | None = None
-    target_kl: float | None = None
-    draw: str = "batch"
+    NODE: ClassVar[str] = "aqn"
+
+    enabled: bool = option(False, SWITCH)
+    sigma_start: float = option(1e-2, _SIGMA)
+    sigma_end: float = option(5e-4, _SIGMA)
+    num_stages: int = option(
+        10,
+        Accepts("an integer of at least 2: one stage without noise, one with", lambda v: type(v) is int and v >= 2),
+    )
+    schedule: str = option("exponential", one_of(*SCHEDULES))
+    mode: str = option("additive", one_of(*MODES))
+    targets: tuple[str, ...] = option(
+        TARGETS, Accepts("a list of norm names such as [input_layernorm]", lambda v: is_names(v) and len(v) > 0)
+    )
+    seed: int = option(0, Accepts("an integer", lambda v: type(v) is int))
+    total_steps: int | None = option(
+        None,
+        Accepts("a number of steps, or null for all of the run's", lambda v: v is None or (type(v) is int and v >= 1)),
+    )
+    target_kl: float | None = option(
+        None,
+        Accepts(
+            "a KL in (0, 1], in nats per token, or null for the sigma of the schedule",
+            lambda v: v is None or (is_number(v) and 0 < v <= 1),
+        ),
+    )
+    draw: str = option("batch", one_of(*DRAWS))
 
     def __post_init__(self) -> None:
-        for name, value, kind in (("enabled", self.enabled, bool), ("seed", self.seed, int)):
-            if type(value) is not kind:
-                raise _bad(name, value, f"a {kind.__name__}")
-        for name in ("sigma_start", "sigma_end"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
-                raise _bad(name, value, "a number in (0, 1); to switch noise off, leave out `+aqn.enabled=true`")
+        super().__post_init__()
         if self.sigma_end > self.sigma_start:
-            raise _bad("sigma_end", self.sigma_end, f"at most sigma_start={self.sigma_start}, since noise decays")
-        if type(self.num_stages) is not int or self.num_stages < 2:
-            raise _bad("num_stages", self.num_stages, "an integer of at least 2: one stage without noise, one with")
-        if self.total_steps is not None and (type(self.total_steps) is not int or self.total_steps < 1):
-            raise _bad("total_steps", self.total_steps, "a number of steps, or null for all of the run's")
-        target = self.target_kl
-        if target is not None and (type(target) not in (int, float) or not 0 < target <= 1):
-            raise _bad("target_kl", target, "a KL in (0, 1], in nats per token, or null for the sigma of the schedule")
-        if self.schedule not in SCHEDULES:
-            raise _bad("schedule", self.schedule, f"one of {', '.join(SCHEDULES)}")
-        if self.mode not in MODES:
-            raise _bad("mode", self.mode, f"one of {', '.join(MODES)}")
-        if self.draw not in DRAWS:
-            raise _bad("draw", self.draw, f"one of {', '.join(DRAWS)}")
-        is_list = isinstance(self.targets, list | tuple) and len(self.targets) > 0
-        if not is_list or not all(isinstance(target, str) for target in self.targets):
-            raise _bad("targets", self.targets, "a list of norm names such as [input_layernorm]")
+            raise self._refused("sigma_end", f"at most sigma_start={self.sigma_start}, since noise decays")
         object.__setattr__(self, "targets", tuple(self.targets))
 
-    @classmethod
-    def from_mapping(cls, options: dict[str, Any] | None) -> "AQNConfig":
-        """Read the `aqn` node of a configuration; None gives the defaults (off).
 
-        Raises:
-            ValueError: An option is unknown, out of range, or without effect.
-        """
-        return read_switched(cls, "aqn", options)
+def stage_of(config: AQNConfig, step: int, total_steps: int) -> int:
+    """Stage k in [0, K-1] of training step `step` (from 1); stages differ in length by at most one step.
 
-
-def stage_at_step(step: int, total_steps: int, num_stages: int) -> int:
-    """Stage k in [0, K-1] of training step 1 .. total_steps; stages differ in length by at most one step.
+    Args:
+        total_steps: Steps of the run; `config.total_steps` comes before it.
 
     Raises:
         ValueError: The step lies outside of training.
     """
-    if not 1 <= step <= total_steps:
-        raise ValueError(f"step={step} is outside of training. Steps run from 1 to total_steps={total_steps}.")
-    return (step - 1) * num_stages // total_steps
-
-
-def stage_of(config: AQNConfig, step: int, total_steps: int) -> int:
-    """Stage of training step `step` (from 1) under a schedule; arguments and errors as `sigma_at_step`."""
     if config.total_steps is not None:
         step, total_steps = min(step, config.total_steps), config.total_steps
-    return stage_at_step(step, total_steps, config.num_stages)
+    if not 1 <= step <= total_steps:
+        raise ValueError(f"step={step} is outside of training. Steps run from 1 to total_steps={total_steps}.")
+    return (step - 1) * config.num_stages // total_steps
 
 
 def sigma_at_step(
@@ -133,7 +119,6 @@ def sigma_at_step(
 
     Args:
         config: Options; its `total_steps` comes before the argument.
-        step: From 1.
         searched: With `target_kl`: stage -> (first step, the sigma that stands in for that of stage 1). A stage that is
             not there has no noise, nor has a step before the first. None: the schedule alone.
 
@@ -192,7 +177,3 @@ def noisy_weight(clean: torch.Tensor, noise: torch.Tensor, sigma: float, mode: s
     if mode == "multiplicative":
         return clean * (1.0 + sigma * noise)
     return clean + (sigma if mode == "additive" else (sigma * norm_rms(clean)).float()) * noise
-
-
-def _bad(name: str, value: object, accepted: str) -> ValueError:
-    return ValueError(f"aqn.{name}={value!r} is out of range. Accepted is {accepted}. Set `+aqn.{name}=...` anew.")

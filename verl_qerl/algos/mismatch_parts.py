@@ -83,20 +83,15 @@ def mismatch_parts(scores: Scores, mask: torch.Tensor, stale: torch.Tensor) -> d
     noisy = clean if scores.noisy is None else scores.noisy[keep].double()
     old = stale[:, None].expand_as(keep)[keep]
     last = noisy - sampled
-    found = {
-        "quantization": actor - quantized,
-        "kernel": quantized - clean + torch.where(old, 0.0, last),
-        "noise": clean - noisy,
-        "staleness": torch.where(old, last, 0.0),
-    }
-    there = {
-        "quantization": scores.quantized is not None,
-        "noise": scores.noisy is not None,
-        "staleness": bool(old.any()),
-    }
+    parts = {"kernel": quantized - clean + torch.where(old, 0.0, last)}
+    if scores.quantized is not None:
+        parts["quantization"] = actor - quantized
+    if scores.noisy is not None:
+        parts["noise"] = clean - noisy
+    if old.any():
+        parts["staleness"] = torch.where(old, last, 0.0)
     whole = actor - sampled
     return {
         name: Part(part.abs().mean().item(), ((part * whole).sum() / whole.square().sum()).item())
-        for name, part in found.items()
-        if there.get(name, True)
+        for name, part in parts.items()
     }

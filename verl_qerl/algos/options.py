@@ -1,49 +1,90 @@
-"""Options of a configuration node -> a frozen dataclass, which checks their values itself."""
+"""Options of a configuration node as a frozen dataclass, which checks their names and values."""
 
-from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
-Options = TypeVar("Options")
+_Node = TypeVar("_Node", bound="Options")
 
 
-def read_options(kind: type[Options], node: str, options: Any, example: str) -> Options:
-    """Build `kind` from the options that a run sets; None gives the defaults.
+class Accepts(NamedTuple):
+    """Which values an option takes."""
 
-    Args:
-        kind: A dataclass.
-        node: Where the options stand, for the messages: `aqn`.
-        options: A mapping, or None.
-        example: How one is set: `+aqn.enabled=true`.
+    told: str
+    test: Callable[[Any], bool]
 
-    Raises:
-        ValueError: The node holds no options, or one that `kind` does not know or refuses.
+
+def one_of(*choices: str) -> Accepts:
+    """One of these words."""
+    return Accepts(", ".join(choices), choices.__contains__)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_names(value: Any) -> bool:
+    """Whether a value is a list of strings, maybe an empty one."""
+    return isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+
+
+SWITCH = Accepts("true, false", lambda value: isinstance(value, bool))
+
+
+def option(default: Any, accepts: Accepts, meaning: str = "") -> Any:
+    """A field of Options: its default, which values it takes, and what it is for in the documentation."""
+    return field(default=default, metadata={"accepts": accepts, "meaning": meaning})
+
+
+@dataclass(frozen=True)
+class Options:
+    """A node of options.
+
+    Attributes:
+        NODE: Where it stands in a configuration, for the messages.
     """
-    if options is not None and not isinstance(options, Mapping):
-        raise ValueError(
-            f"{node}={options!r} is no group of options. Accepted are options such as `{example}`. Set them one by one."
+
+    NODE: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            accepts = each.metadata.get("accepts")
+            if accepts is not None and not accepts.test(getattr(self, each.name)):
+                raise self._refused(each.name, accepts.told)
+
+    def _refused(self, name: str, accepted: str) -> ValueError:
+        value = getattr(self, name)
+        return ValueError(
+            f"{self.NODE}.{name}={value!r} is no value of this option. Accepted: {accepted}. Choose one of them."
         )
-    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    for name, value in (options or {}).items():
-        if name not in known:
+
+    @classmethod
+    def from_mapping(cls: type[_Node], options: Any) -> _Node:
+        """Read a node of a configuration; None gives the defaults.
+
+        Raises:
+            ValueError: An option is unknown or its value is not accepted, or the node has a switch `enabled` that is
+                not set beside the others.
+        """
+        known = [each.name for each in fields(cls)]
+        if options is not None and not isinstance(options, Mapping):
             raise ValueError(
-                f"unknown option {node}.{name}={value!r}. Known options are {', '.join(known)}. Check the spelling."
+                f"{cls.NODE}={options!r} is no group of options. Accepted are options such as `+{cls.NODE}.{known[0]}="
+                "...`. Set them one by one."
             )
-    return kind(**(options or {}))
-
-
-def read_switched(kind: type[Options], node: str, options: Any) -> Options:
-    """`read_options` for a node that `enabled` switches on.
-
-    Raises:
-        ValueError: Also where options are set, and `enabled` is not.
-    """
-    example = f"+{node}.enabled=true"
-    found = read_options(kind, node, options, example)
-    if options and "enabled" not in options:
-        name, value = next(iter(options.items()))
-        raise ValueError(
-            f"{node}.{name}={value} has no effect while {node.upper()} is off. Accepted is the option beside"
-            f" `{example}`. Add it, or leave both out."
-        )
-    return found
+        given = dict(options or {})
+        for name, value in given.items():
+            if name not in known:
+                raise ValueError(
+                    f"unknown option {cls.NODE}.{name}={value!r}. Known options are {', '.join(known)}. Check the"
+                    " spelling."
+                )
+        found = cls(**given)
+        if given and "enabled" in known and "enabled" not in given:
+            name, value = next(iter(given.items()))
+            raise ValueError(
+                f"{cls.NODE}.{name}={value} has no effect while {cls.NODE.upper()} is off. Accepted is the option"
+                f" beside `+{cls.NODE}.enabled=true`. Add it, or leave both out."
+            )
+        return found

@@ -23,11 +23,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from verl_qerl.algos.options import read_switched
+from verl_qerl.algos.options import SWITCH, Accepts, Options, is_number, option
 from verl_qerl.checkpoints.record import read_whole, write_whole
 
 RECORD = "verl_qerl_uaq.json"
@@ -47,32 +47,24 @@ _IN_LAYER = re.compile(r"(.*\blayers\.\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
-class UAQConfig:
+class UAQConfig(Options):
     """Options of Update-Aware Quantization.
 
     Attributes:
         scale: s in (1, MAX_SCALE]; the paper's is 1.5, and its 2 was worse than none. Powers of two round nothing.
     """
 
-    enabled: bool = False
-    scale: float = 1.5
+    NODE: ClassVar[str] = "uaq"
+
+    enabled: bool = option(False, SWITCH)
+    scale: float = option(
+        1.5,
+        Accepts(f"a number above 1 and at most {MAX_SCALE:g}", lambda v: is_number(v) and 1 < v <= MAX_SCALE),
+    )
 
     def __post_init__(self) -> None:
-        if not isinstance(self.enabled, bool):
-            raise _bad("enabled", self.enabled, "true or false")
-        is_number = isinstance(self.scale, int | float) and not isinstance(self.scale, bool)
-        if not is_number or not 1 < self.scale <= MAX_SCALE:
-            raise _bad("scale", self.scale, f"a number above 1 and at most {MAX_SCALE:g}")
+        super().__post_init__()
         object.__setattr__(self, "scale", float(self.scale))
-
-    @classmethod
-    def from_mapping(cls, options: Any) -> "UAQConfig":
-        """Read the `uaq` node of a configuration; None gives the defaults (off).
-
-        Raises:
-            ValueError: An option is unknown, out of range, or without effect.
-        """
-        return read_switched(cls, "uaq", options)
 
 
 def is_power_of_two(scale: float) -> bool:
@@ -167,7 +159,3 @@ def read_record(folder: Path) -> Mapping[str, Any] | None:
         return found
 
     return read_whole(folder / RECORD, make, "the record of UAQ", "Take another checkpoint.")
-
-
-def _bad(name: str, value: object, accepted: str) -> ValueError:
-    return ValueError(f"uaq.{name}={value!r} is out of range. Accepted is {accepted}. Set `+uaq.{name}=...` anew.")

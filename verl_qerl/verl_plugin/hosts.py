@@ -137,7 +137,6 @@ CHANGES: tuple[HostChange, ...] = (
             "_build_fsdp_module": "41da6c4ed82d",
             "_build_lora_module": "76f34df1cec5",
             "_build_optimizer": "30cd7818997a",
-            "_init_device_mesh": "993f18e62fd2",
             "forward_backward_batch": "788138f58fb1",
             "get_per_tensor_param": "84342236ef69",
             "load_checkpoint": "6c3090b487ad",

@@ -1,6 +1,7 @@
 """What verl lacks and a wrapper can supply. Shims stand down once their patch in patches/ is applied, all but one."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,37 +85,35 @@ def _attention_of_critic(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_valuehead_model
 
 
+_shim = partial(Shim, versions="==0.9.1")
+
 # Needed by the CPU platform.
-PROCESS_GROUP = Shim(
+PROCESS_GROUP = _shim(
     target="verl.utils.distributed:initialize_global_process_group_ray",
-    versions="==0.9.1",
     fingerprint="761a94d1a2e0",
     patched="75c43fbe0859",
     patch="verl/0002",
     wrap=_gloo_on_cpu,
 )
 # In force where the engine has options of ours; with flash-attn verl does not get there.
-LOG_PROBS = Shim(
+LOG_PROBS = _shim(
     target="verl.utils.torch_functional:logprobs_from_logits_v2",
-    versions="==0.9.1",
     fingerprint="1074be97faf3",
     patched="473b1706eaf4",
     patch="verl/0006",
     wrap=_float32_log_probs,
 )
 # Needed by the CPU platform.
-ENTROPY = Shim(
+ENTROPY = _shim(
     target="verl.utils.torch_functional:entropy_from_logits",
-    versions="==0.9.1",
     fingerprint="f69d6578eeb3",
     patched="daa4c2e5f67d",
     patch="verl/0006",
     wrap=_float32_entropy,
 )
 # In force everywhere, with the patch too: it decides whether anything else of ours is (driver.py).
-CONFIG_CHECK = Shim(
+CONFIG_CHECK = _shim(
     target="verl.utils.config:validate_config",
-    versions="==0.9.1",
     fingerprint="ab4096deecfe",
     patched="f62545372c47",
     patch="verl/0007",
@@ -122,18 +121,16 @@ CONFIG_CHECK = Shim(
     bindings=("verl.utils",),
 )
 # In force where an actor has a rollout to send to.
-SENDING = Shim(
+SENDING = _shim(
     target="verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightSender._init_socket",
-    versions="==0.9.1",
     fingerprint="23603b065142",
     patched="3cee14a9074f",
     patch="verl/0017",
     wrap=_watched_sending,
 )
 # In force in runs of ours and on the CPU platform.
-CRITIC = Shim(
+CRITIC = _shim(
     target="verl.utils.model:load_valuehead_model",
-    versions="==0.9.1",
     fingerprint="2371ca280654",
     patched="f0a831d1649f",
     patch="verl/0018",

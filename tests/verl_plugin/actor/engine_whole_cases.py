@@ -15,7 +15,7 @@ from verl_qerl.algos.uaq import read_record
 from verl_qerl.formats import get_format
 from verl_qerl.formats.reference import dequantize
 from verl_qerl.verl_plugin.actor import engine as ours
-from verl_qerl.verl_plugin.config.base_options import QerlFSDPEngineConfig, ScaledFSDPEngineConfig
+from verl_qerl.verl_plugin.config.base_options import QerlFSDPEngineConfig
 from verl_qerl.verl_plugin.weight_sync.requantize import ROUNDED
 
 
@@ -46,7 +46,7 @@ def train_all(scale, model="bf16", qerl=None):
     )
     settings = {"strategy": "fsdp2", "use_torch_compile": False, "uaq_scale": scale}
     ours_too = qerl and QerlFSDPEngineConfig(**settings, model_dtype="fp32", qerl=qerl | {"has_adapter": False})
-    config = ours_too or ScaledFSDPEngineConfig(**settings)
+    config = ours_too or QerlFSDPEngineConfig(**settings)
     optimizer = FSDPOptimizerConfig(lr=1e-3, total_training_steps=10)
     found = ours.QerlFSDPEngine(model_config, config, optimizer, CheckpointConfig())
     found.initialize()

@@ -105,16 +105,6 @@ def both(**options):
     return {size: update(size, **options) for size in (1, 2)}
 
 
-def refused():
-    """Another attention with our options, and with verl's alone, which takes it."""
-    try:
-        engine_of(2, attention="sdpa")
-        said = ""
-    except ValueError as error:
-        said = str(error)
-    return {"ours": said, "stock": engine_of(2, attention="sdpa", packed=False).use_ulysses_sp}
-
-
 WHOLE = {"qerl": {"format": "int8", "has_adapter": False}, "settings": {"uaq_scale": 2.0}}
 WHOLE |= {"lora_only": False, "dtype": None, "lora_rank": 0}
 RUNS = {
@@ -126,7 +116,6 @@ RUNS = {
     "kept": lambda: both(enable_gradient_checkpointing=False, qerl={"fused_lora": False}),
     "moe": lambda: both(head=True, model="moe"),
     "whole": lambda: both(**WHOLE),
-    "refused": refused,
 }
 
 if __name__ == "__main__":

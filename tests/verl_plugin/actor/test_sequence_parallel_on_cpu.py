@@ -1,7 +1,6 @@
 """Two ranks that share sequences compute what each computes alone: verl's Ulysses around our engine."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -10,19 +9,24 @@ pytest.importorskip("verl")
 import torch
 
 from verl_qerl.testing import assert_close
-from verl_qerl.verl_plugin.config.sequence_parallel import SequenceParallelMixin, check_sequence_parallel
+from verl_qerl.verl_plugin.config.sequence_parallel import check_sharing
 
 SCRIPT = Path(__file__).with_name("sequence_parallel_cases.py")
 SHARED = ("logits", "head", "sharded", "kept", "moe", "whole")
-MODEL = "actor_rollout_ref.model"
-GOOD = {"size": 2, "attention": "flash_attention_2", "remove_padding": True, "num_ranks": 4}
+NAMES = {
+    "size": "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size",
+    "attention": "actor_rollout_ref.model.override_config.attn_implementation",
+    "remove_padding": "actor_rollout_ref.model.use_remove_padding",
+    "num_gpus": "trainer.n_gpus_per_node",
+}
+GOOD = {"size": 2, "attention": "flash_attention_2", "remove_padding": True, "num_gpus": 4}
 
 
 @pytest.fixture(scope="module")
 def ranks(models, fresh_process, tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
     # Ours first: what verl replaces in transformers stays replaced for the others.
-    fresh_process(str(SCRIPT), str(models), str(out), *SHARED, "padded", "unpadded", "refused", ranks=2)
+    fresh_process(str(SCRIPT), str(models), str(out), *SHARED, "padded", "unpadded", ranks=2)
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 
@@ -91,14 +95,6 @@ def test_ranks_that_share_sequences_hold_and_send_the_same(ranks, case):
         assert all(torch.equal(found["sent"][name], tensor) for name, tensor in alone["sent"].items())
 
 
-def test_another_attention_is_refused_with_our_options_alone(ranks):
-    for found in ranks:
-        assert found["refused"]["ours"].startswith(
-            "actor_rollout_ref.model.override_config.attn_implementation=sdpa does not go"
-        )
-        assert found["refused"]["stock"]
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -106,18 +102,18 @@ def test_another_attention_is_refused_with_our_options_alone(ranks):
         {"size": 4},
         {"attention": "flash_attention_3"},
         {"attention": "kernels-community/flash-attn2"},
-        {"size": 1, "attention": "sdpa", "remove_padding": False, "num_ranks": 3},
+        {"size": 1, "attention": "sdpa", "remove_padding": False, "num_gpus": 3},
     ],
     ids=str,
 )
 def test_what_verl_can_share_passes(changes):
-    check_sequence_parallel(**GOOD | changes)
+    check_sharing({NAMES[name]: value for name, value in (GOOD | changes).items()}.get)
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"num_ranks": 3}, r"size=2 does not divide the 3 GPUs of the run\. Accepted are divisors of it"),
+        ({"num_gpus": 3}, r"size=2 does not divide the 3 GPUs of the run\. Accepted are divisors of it"),
         ({"size": 0}, r"size=0 does not divide the 4 GPUs"),
         (
             {"remove_padding": False},
@@ -135,28 +131,7 @@ def test_what_verl_can_share_passes(changes):
 )
 def test_what_verl_cannot_share_is_refused(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
-        check_sequence_parallel(**GOOD | changes)
-
-
-def test_an_engine_asks_before_it_makes_groups_of_ranks(monkeypatch):
-    made = []
-
-    class Engine(SequenceParallelMixin, type("Stock", (), {"_init_device_mesh": lambda self: made.append(self)})):
-        model_config = SimpleNamespace(
-            use_remove_padding=True, hf_config=SimpleNamespace(_attn_implementation="flash_attention_2")
-        )
-
-        def __init__(self, **config):
-            self.engine_config = SimpleNamespace(ulysses_sequence_parallel_size=2, **config)
-
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
-    with pytest.raises(ValueError, match=r"=2 does not divide the 3 GPUs"):
-        Engine(uaq_scale=None)._init_device_mesh()
-    assert not made
-    Engine()._init_device_mesh()  # verl's own configuration
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    Engine(uaq_scale=None)._init_device_mesh()
-    assert len(made) == 2
+        check_sharing({NAMES[name]: value for name, value in (GOOD | changes).items()}.get)
 
 
 def test_the_head_gives_log_probs_and_entropy_of_the_logits(ranks):

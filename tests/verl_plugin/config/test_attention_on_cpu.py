@@ -73,7 +73,7 @@ def test_a_stock_run_stays_as_it_is():
     before = composed()
     assert attention_of() == [None, None]
     assert prepared(composed()) == before
-    attention.check_attention(composed(FLASH))
+    assert prepared(composed(FLASH)) == composed(FLASH)
 
 
 def test_other_engines_are_left_alone():

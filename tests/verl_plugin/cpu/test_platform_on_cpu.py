@@ -44,8 +44,8 @@ def test_every_method_takes_what_verl_passes():
     for name in PlatformBase.__abstractmethods__:
         wanted, ours = getattr(PlatformBase, name), getattr(PlatformCPU, name)
         if not isinstance(wanted, property):
-            given = [p.name for p in inspect.signature(wanted).parameters.values()]
-            assert [p.name for p in inspect.signature(ours).parameters.values()] == given, name
+            _, *given = inspect.signature(wanted).parameters
+            inspect.signature(ours).bind("self", **dict.fromkeys(given))
 
 
 def test_it_is_a_cpu():

@@ -8,7 +8,7 @@ pytest.importorskip("transfer_queue")
 from verl.utils.config import validate_config
 
 from verl_qerl.testing import load_beside
-from verl_qerl.verl_plugin.config.apply import check_run
+from verl_qerl.verl_plugin.config.apply import prepare
 from verl_qerl.verl_plugin.rollout.engine_scores import answer_log_probs
 from verl_qerl.verl_plugin.trainer import mismatch_parts
 
@@ -187,7 +187,7 @@ BAD = {
 def test_where_it_cannot_be_had_is_refused_on_the_driver(overrides):
     config = composed(PARTS, *overrides)
     with pytest.raises(ValueError, match=BAD[overrides]):
-        check_run(config)
+        prepare(config)
     if "sglang" not in overrides[0]:
         with pytest.raises(ValueError, match=BAD[overrides]):
             validate_config(config=config, use_reference_policy=False, use_critic=False)

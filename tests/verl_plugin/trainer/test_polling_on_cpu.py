@@ -17,6 +17,9 @@ SAMPLER = """
 class Sampler:
     def __init__(self, **kwargs):
         {state}
+
+    def sample(self, **kwargs):
+        return None, {{}}
 """
 
 
@@ -36,7 +39,8 @@ def buffer_of(mode, sampler=None, **nodes):
     kind = get_trainer_cls(mode)
     trainer = kind.__new__(kind)
     trainer.config, trainer.trainer_mode = OmegaConf.create(config), mode
-    polling = Polling.from_config(prepare(trainer, trainer.config))
+    trainer.run = prepare(trainer, trainer.config)
+    polling = Polling.from_config(trainer.run)
     trainer.features = [] if polling is None else [polling]
     return trainer._build_replay_buffer()
 

@@ -11,7 +11,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from verl_qerl.verl_plugin import asks_for_qerl
 from verl_qerl.verl_plugin.config.apply import prepare
-from verl_qerl.verl_plugin.config.base_options import ScaledFSDPEngineConfig
+from verl_qerl.verl_plugin.config.base_options import QerlFSDPEngineConfig
 from verl_qerl.vllm_plugin.options import rollout_options
 
 UAQ = "+uaq.enabled=true"
@@ -34,7 +34,7 @@ BAD = {
         "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16",
     ): r"model_dtype=bf16 does not go together with \+uaq\.scale=1\.5: the scale .*, or \+uaq\.scale=2\.",
     ("trainer.use_v1=False",): r"^trainer\.use_v1=False does not go together",
-    ("+uaq.scale=1",): r"^uaq\.scale=1 is out of range",
+    ("+uaq.scale=1",): r"^uaq\.scale=1 is no value of this option",
     ("+uaq.s=2",): r"^unknown option uaq\.s=2",
 }
 
@@ -83,7 +83,7 @@ def test_options_compose_from_the_command_line():
 def test_the_scale_reaches_engine_and_noise(trainer_config):
     config = trainer_config(UAQ, "+uaq.scale=2", "+aqn.enabled=true", "actor_rollout_ref.actor.strategy=fsdp2")
     engine = omega_conf_to_dataclass(config.actor_rollout_ref.actor).engine
-    assert (type(engine), engine.uaq_scale, engine.strategy) == (ScaledFSDPEngineConfig, 2.0, "fsdp2")
+    assert (type(engine), engine.uaq_scale, engine.strategy) == (QerlFSDPEngineConfig, 2.0, "fsdp2")
     assert config.actor_rollout_ref.ref.fsdp_config._target_ == "verl.workers.config.FSDPEngineConfig"
     additional = OmegaConf.to_container(OmegaConf.select(config, f"{VLLM}.additional_config"))
     vllm_config = type("VllmConfig", (), {"additional_config": additional})

@@ -24,13 +24,12 @@ from verl_qerl.verl_plugin.actor.recompute import Recompute
 from verl_qerl.verl_plugin.actor.trained_weights import TrainedWeights
 from verl_qerl.verl_plugin.actor.uaq_engine import check_scale
 from verl_qerl.verl_plugin.config.base_options import BaseOptions
-from verl_qerl.verl_plugin.config.sequence_parallel import SequenceParallelMixin
 from verl_qerl.verl_plugin.shims import CRITIC, LOG_PROBS
 
 _Stock: Any = FSDPEngineWithLMHead  # verl's untyped decorator hides the class from type checkers
 
 
-class QerlFSDPEngine(SequenceParallelMixin, _Stock):
+class QerlFSDPEngine(_Stock):
     """FSDPEngineWithLMHead whose model is as `engine_config.qerl` and `engine_config.uaq_scale` say."""
 
     _recompute: Recompute | None = None

@@ -10,7 +10,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-_MODEL = "actor_rollout_ref.model"
+from verl_qerl.options.rules import MODEL
+
 # Layers of these keep linears q, k, v and gate, up, down, which Liger calls as transformers does. Of a mixture of
 # experts it replaces what holds the packed experts.
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -26,7 +27,7 @@ def check_liger(config: DictConfig, model_type: str | None) -> None:
         ValueError: model.use_liger is true, and Liger is not installed, the run is on the CPU, or Liger's kernels do
             not fit the model.
     """
-    if not OmegaConf.select(config, f"{_MODEL}.use_liger"):
+    if not OmegaConf.select(config, f"{MODEL}.use_liger"):
         return
     if importlib.util.find_spec("liger_kernel") is None:
         raise ValueError(

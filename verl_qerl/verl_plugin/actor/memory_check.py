@@ -16,7 +16,7 @@ from verl_qerl.verl_plugin.config.nodes import plain
 
 logger = logging.getLogger(__name__)
 
-# Of a layer, in the order of ModelShape.linears.
+# The linears of a layer, in the order of ModelShape.linears.
 _LINEARS = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),

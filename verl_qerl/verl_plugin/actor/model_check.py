@@ -5,11 +5,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl.checkpoints.model_config import read_config
+from verl_qerl.options.rules import LORA_RANK, MODEL
 from verl_qerl.verl_plugin.actor.liger import check_liger
 from verl_qerl.verl_plugin.config.nodes import plain
 
-_MODEL = "actor_rollout_ref.model"
-_BASE = "qerl.base.format"
 # Parts of the configurations of models that see or hear.
 _SENSES = ("vision_config", "audio_config", "thinker_config")
 
@@ -25,25 +24,25 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
         ValueError: With `+rollout=...`, model.path is no text model, override_config has options of its position
             embedding, or `check_liger` refuses; or the critic's path is quantized.
     """
-    if OmegaConf.select(config, _BASE) is not None:
-        path = str(OmegaConf.select(config, f"{_MODEL}.path"))
-        _check_text(path)
-        if OmegaConf.select(config, f"{_MODEL}.lora_rank") or OmegaConf.select(config, f"{_MODEL}.lora.rank"):
-            check_liger(config, (_config_of(path) or {}).get("model_type"))
-        _check_override(plain(OmegaConf.select(config, f"{_MODEL}.override_config")) or {})
+    if OmegaConf.select(config, "qerl.base.format") is not None:
+        path = str(OmegaConf.select(config, f"{MODEL}.path"))
+        found = _config_of(path)
+        _check_text(path, found)
+        if OmegaConf.select(config, LORA_RANK) or OmegaConf.select(config, f"{MODEL}.lora.rank"):
+            check_liger(config, found.get("model_type"))
+        _check_override(plain(OmegaConf.select(config, f"{MODEL}.override_config")) or {})
     if use_critic:
         _check_critic(str(OmegaConf.select(config, "critic.model.path")))
 
 
-def _config_of(path: str) -> dict[str, Any] | None:
+def _config_of(path: str) -> dict[str, Any]:
     try:
         return read_config(path)
     except (ValueError, OSError):
-        return None  # the workers may reach it, and say what is wrong with it if they cannot
+        return {}  # the workers may reach it, and say what is wrong with it if they cannot
 
 
-def _check_text(path: str) -> None:
-    found = _config_of(path) or {}
+def _check_text(path: str, found: dict[str, Any]) -> None:
     parts = [name for name in _SENSES if found.get(name)]
     if parts:
         raise ValueError(
@@ -64,7 +63,7 @@ def _check_override(override: dict[str, Any]) -> None:
 
 
 def _check_critic(path: str) -> None:
-    if (_config_of(path) or {}).get("quantization_config"):
+    if _config_of(path).get("quantization_config"):
         raise ValueError(
             f"critic.model.path={path} is quantized: verl trains all weights of a critic, and cannot train packed ones."
             " A bf16 model is accepted. Set critic.model.path to the one that this was made of."

@@ -124,10 +124,8 @@ class Recompute:
 def checkpointed_layers(module: nn.Module) -> tuple[list[Any], nn.Module | None]:
     """(decoder layers that are checkpointed, the module that calls them in order); ([], None) where there are none."""
     for name, child in module.named_modules():
-        if isinstance(child, nn.ModuleList) and child and all(_is_checkpointed(layer) for layer in child):
+        if not isinstance(child, nn.ModuleList) or not child:
+            continue
+        if all(getattr(layer, "gradient_checkpointing", False) is True for layer in child):
             return list(child), module.get_submodule(name.rpartition(".")[0])
     return [], None
-
-
-def _is_checkpointed(layer: Any) -> bool:
-    return getattr(layer, "gradient_checkpointing", False) is True

@@ -7,10 +7,10 @@ writes last, after the files of all ranks, tells a whole checkpoint from one tha
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,11 @@ from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.modules.placement.shards import cut_like, join_optimizer, join_shards
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 # verl's name for a part of a checkpoint -> how the files of a rank begin.
 _FILES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
-# Of rank 0; written by verl after the shards.
+# What rank 0 writes beside the shards, after them.
 _BESIDE = ("fsdp_config.json", "lora_train_meta.json")
 
 
@@ -44,6 +45,24 @@ def saved_files(folder: Path, parts: Sequence[str]) -> dict[str, int]:
     return {name: size for files in of_ranks for name, size in files.items()}
 
 
+def read_on_first_rank(read: Callable[[], _T]) -> _T:
+    """What `read` finds on rank 0, whose node alone may have the file; the same on every rank.
+
+    Raises:
+        CheckpointFormatError: `read` raises it; on every rank.
+    """
+    told: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            told[0] = read()
+        except CheckpointFormatError as error:
+            told[1] = str(error)
+    dist.broadcast_object_list(told, src=0)
+    if told[1] is not None:
+        raise CheckpointFormatError(told[1])
+    return told[0]
+
+
 def check_checkpoint(folder: Path, held: BaseRecord, parts: Sequence[str]) -> BaseRecord:
     """Require that the checkpoint is whole and belongs to this model.
 
@@ -58,17 +77,17 @@ def check_checkpoint(folder: Path, held: BaseRecord, parts: Sequence[str]) -> Ba
     Raises:
         CheckpointFormatError: It is half-written, cut, or of another base, adapter or number of ranks; on every rank.
     """
-    found: list[Any] = [None]
-    if dist.get_rank() == 0:  # the record is on its node alone
-        try:
-            record = read_record(folder)
-            found[0] = record if record and record.files else _no_mark(folder)
-        except CheckpointFormatError as error:
-            found[0] = str(error)
-    dist.broadcast_object_list(found, src=0)
-    record = found[0]
-    if isinstance(record, str):
-        raise CheckpointFormatError(record)
+
+    def read() -> BaseRecord:
+        record = read_record(folder)
+        if record and record.files:
+            return record
+        raise CheckpointFormatError(
+            f"the checkpoint is half-written, or not of this engine: {folder} has no {RECORD} that lists its files. "
+            "It is written after everything else. Resume from an earlier step."
+        )
+
+    record = read_on_first_rank(read)
     problem = (
         _other_model(folder, record, held) or _other_ranks(folder, record, held) or _cut(folder, record, held, parts)
     )
@@ -125,13 +144,6 @@ def _cut_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> d
             key: cut_like(whole, target) if whole.shape == target.shape else whole for key, whole in entries.items()
         }
     return {**state, "state": cut}
-
-
-def _no_mark(folder: Path) -> str:
-    return (
-        f"the checkpoint is half-written, or not of this engine: {folder} has no {RECORD} that lists its files. "
-        "It is written after everything else. Resume from an earlier step."
-    )
 
 
 def _other_model(folder: Path, record: BaseRecord, held: BaseRecord) -> str | None:

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 
 from verl_qerl.algos.uaq import RECORD, fold_, is_power_of_two, read_record, scaled_parameters
 from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.verl_plugin.actor.resume import read_on_first_rank
 
 
 @torch.no_grad()
@@ -64,18 +64,10 @@ def check_scale(folder: Path, scale: float | None) -> None:
     Args:
         folder: The checkpoint's folder, read by rank 0.
     """
-    told: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            told[0] = (read_record(folder) or {}).get("scale")
-        except CheckpointFormatError as error:
-            told[0] = str(error)
-    dist.broadcast_object_list(told, src=0)
-    if isinstance(told[0], str):
-        raise CheckpointFormatError(told[0])
-    if told[0] != scale:
-        was, now = ("not scaled by UAQ" if s is None else f"scaled by uaq.scale={s:g}" for s in (told[0], scale))
-        remedy = "Leave out +uaq.*" if told[0] is None else f"Set +uaq.enabled=true +uaq.scale={told[0]:g}"
+    saved = read_on_first_rank(lambda: (read_record(folder) or {}).get("scale"))
+    if saved != scale:
+        was, now = ("not scaled by UAQ" if s is None else f"scaled by uaq.scale={s:g}" for s in (saved, scale))
+        remedy = "Leave out +uaq.*" if saved is None else f"Set +uaq.enabled=true +uaq.scale={saved:g}"
         raise CheckpointFormatError(
             f"the weights of the checkpoint are {was}, those of this run {now}: {folder / RECORD}. The same is"
             f" accepted. {remedy}, or train from an export of it."

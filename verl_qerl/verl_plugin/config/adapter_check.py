@@ -1,7 +1,7 @@
 """What the driver can say of a run's adapter and critic before Ray starts; stock verl fails minutes later, in a worker.
 
-Where the base is packed, an adapter on the head or the embeddings is
-refused: those are no packed linears, FSDP2 cannot shard them with an adapter on, and the rollout has no place for one.
+Where the base is packed, an adapter on the head or the embeddings is refused: those are no packed linears, FSDP2 cannot
+shard them with an adapter on, and the rollout has no place for one.
 """
 
 import logging
@@ -12,13 +12,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl.checkpoints.model_config import read_object
+from verl_qerl.options.rules import MODEL
 from verl_qerl.verl_plugin.config.nodes import plain
 
 logger = logging.getLogger(__name__)
 
-_MODEL = "actor_rollout_ref.model"
-_BASE = "qerl.base.format"
-# As PEFT sees them in the models of transformers.
+# Their names in the models of transformers, as PEFT sees them.
 _NO_LAYERS = ("lm_head", "model.embed_tokens")
 _UNSET = {"target_modules": "all-linear", "exclude_modules": None}  # verl's defaults
 
@@ -32,10 +31,10 @@ def check_adapter(config: DictConfig) -> None:
     Raises:
         ValueError: It is on the head or the embeddings of a packed base, or of a rank above `model.lora_rank`.
     """
-    model = plain(OmegaConf.select(config, _MODEL))
+    model = plain(OmegaConf.select(config, MODEL))
     if not model.get("lora_rank"):
         return
-    is_packed = OmegaConf.select(config, _BASE) is not None
+    is_packed = OmegaConf.select(config, "qerl.base.format") is not None
     path = model.get("lora_adapter_path")
     if not path:
         if is_packed:

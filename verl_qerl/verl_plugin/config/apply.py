@@ -20,7 +20,6 @@ from verl_qerl.options.rules import ACTOR, FSDP, LORA_RANK, ROLLOUT, VLLM, Run
 from verl_qerl.options.schema import Qerl
 from verl_qerl.verl_plugin.config.attention import check_attention, use_attention
 from verl_qerl.verl_plugin.config.nodes import mapping, plain
-from verl_qerl.verl_plugin.config.old_spellings import check_names
 from verl_qerl.verl_plugin.config.sequence_parallel import check_sharing
 from verl_qerl.verl_plugin.config.spelling import check_spelling
 from verl_qerl.verl_plugin.config.uses_qerl import uses_qerl
@@ -46,7 +45,9 @@ _OF_THE_RUN = (
 
 
 def prepare(config: DictConfig) -> None:
-    """Check a run and write what its options mean; a run that has none, or is prepared, stays as it is.
+    """Check a run and write what its options mean; one that is prepared stays as it is.
+
+    Of a run without an option of ours, what the CPU platform cannot do is all that is looked at.
 
     Args:
         config: The whole configuration, changed in place.
@@ -55,41 +56,24 @@ def prepare(config: DictConfig) -> None:
         RuntimeError: vLLM is of another version.
         ValueError: An option is unknown, out of range, or does not go together with the rest of the run.
     """
-    if _is_prepared(config):
+    run = run_of(config)
+    if run(APPLIED) is not None:
         return
-    check_run(config)
-    if uses_qerl(config):
-        _apply(config)
-
-
-def check_run(config: DictConfig) -> None:
-    """Refuse bad options; without any, what the CPU platform cannot do is all that is looked at.
-
-    Raises:
-        RuntimeError: See `prepare`.
-        ValueError: See `prepare`.
-    """
-    if _is_prepared(config):
+    if not uses_qerl(config):
+        rules.check(run, rules.OF_THE_CPU)
         return
-    run, ours = run_of(config), uses_qerl(config)
-    if ours:
-        check_names(config)
-        check_spelling(config)
-        options, aqn, _ = qerl_options(config), aqn_options(config), UAQConfig.from_mapping(run("uaq"))
-        ACRConfig.from_mapping(run("acr"))
-        if options.base.format is not None or aqn.enabled or run("qerl.rollout"):
-            problem = vllm_plugin.version_problem()
-            if problem:
-                raise RuntimeError(problem)
+    check_spelling(config)
+    options, aqn, uaq = qerl_options(config), aqn_options(config), UAQConfig.from_mapping(run("uaq"))
+    ACRConfig.from_mapping(run("acr"))
+    if options.base.format is not None or aqn.enabled or run("qerl.rollout"):
+        problem = vllm_plugin.version_problem()
+        if problem:
+            raise RuntimeError(problem)
     rules.check(run)
-    if ours:
-        _check_gpus(run)
-        check_sharing(run)
-        check_attention(config)
-
-
-def _is_prepared(config: DictConfig) -> bool:
-    return OmegaConf.select(config, APPLIED) is not None
+    _check_gpus(run)
+    check_sharing(run)
+    check_attention(config)
+    _apply(config, options, aqn, uaq)
 
 
 def run_of(config: DictConfig) -> Run:
@@ -126,18 +110,15 @@ def _check_gpus(run: Run) -> None:
         )
 
 
-def _apply(config: DictConfig) -> None:
-    run, options, aqn = run_of(config), qerl_options(config), aqn_options(config)
-    uaq = UAQConfig.from_mapping(run("uaq"))
+def _apply(config: DictConfig, options: Qerl, aqn: AQNConfig, uaq: UAQConfig) -> None:
+    run = run_of(config)
     told = _told(run, aqn, uaq)  # the workers of the rollout
     with open_dict(config):
         if options.base.format is not None:
             _hold_base(config, run, options)
         if uaq.enabled:
             node = OmegaConf.select(config, FSDP)
-            if node.get("_target_", rules.STOCK_ENGINE) == rules.STOCK_ENGINE:
-                node["_target_"] = rules.SCALED_ENGINE
-            node["uaq_scale"] = uaq.scale
+            node["_target_"], node["uaq_scale"] = rules.OUR_ENGINE, uaq.scale
         if told:
             _tell_workers(config, told)
         if aqn.enabled and aqn.draw != "batch":  # the scheduler keeps answers out of the prefix cache

@@ -12,7 +12,6 @@ import logging
 from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl.modules.varlen_attention import NAME
-from verl_qerl.verl_plugin.config.uses_qerl import uses_qerl
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +35,10 @@ def default_attention() -> str:
 
 
 def check_attention(config: DictConfig) -> None:
-    """Look at a run on the driver; without an option of ours nothing is refused.
+    """Refuse a run with an option of ours that asks for flash-attn where it cannot be imported.
 
     Raises:
-        ValueError: It asks for flash-attn, which cannot be imported.
+        ValueError: It does.
     """
     for model in _models(config):
         asked = OmegaConf.select(config, f"{model}.{_OPTION}")
@@ -52,15 +51,7 @@ def check_attention(config: DictConfig) -> None:
 
 
 def use_attention(config: DictConfig) -> None:
-    """Name the attention of a run that sets an option of ours; what the user named stays.
-
-    Args:
-        config: The whole configuration, changed in place.
-
-    Raises:
-        ValueError: See `check_attention`.
-    """
-    check_attention(config)
+    """Name the attention of a run with an option of ours, in place; what the user named stays."""
     for model in _models(config):
         if not has_flash_attn() and OmegaConf.select(config, f"{model}.{_OPTION}") is None:
             OmegaConf.update(config, f"{model}.{_OPTION}", NAME, force_add=True)
@@ -68,6 +59,6 @@ def use_attention(config: DictConfig) -> None:
 
 
 def _models(config: DictConfig) -> list[str]:
-    """Nodes of models that FSDP trains or scores, in a run with an option of ours."""
+    """Nodes of models that FSDP trains or scores."""
     fsdp = OmegaConf.select(config, "actor_rollout_ref.actor.strategy") in ("fsdp", "fsdp2")
-    return [name for name in _MODELS if fsdp and uses_qerl(config) and OmegaConf.select(config, name) is not None]
+    return [name for name in _MODELS if fsdp and OmegaConf.select(config, name) is not None]

@@ -49,25 +49,16 @@ class BaseOptions(Base):
 
 
 @dataclass
-class ScaledFSDPEngineConfig(FSDPEngineConfig):
-    """FSDPEngineConfig with the scale of UAQ.
+class QerlFSDPEngineConfig(FSDPEngineConfig):
+    """FSDPEngineConfig of a run with `+rollout=...` or UAQ.
 
     Attributes:
+        qerl: How the engine holds its base, or quantizes what it sends; None for a rollout in bf16.
         uaq_scale: s by which the engine scales what it loads; None leaves the weights as model.path has them.
     """
 
-    uaq_scale: float | None = None
-
-
-@dataclass
-class QerlFSDPEngineConfig(ScaledFSDPEngineConfig):
-    """FSDPEngineConfig of a run with `+rollout=...`.
-
-    Attributes:
-        qerl: How the engine holds its base, or quantizes what it sends; None until `apply.py` has filled it in.
-    """
-
     qerl: Any = None
+    uaq_scale: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

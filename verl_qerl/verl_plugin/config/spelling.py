@@ -11,20 +11,13 @@ from verl_qerl.algos.acr import ACRConfig
 from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.algos.uaq import UAQConfig
 from verl_qerl.formats import FORMATS
-from verl_qerl.options.schema import NODES
+from verl_qerl.options.schema import Qerl
 
 logger = logging.getLogger(__name__)
 
 # Node -> names of its options, or of its files in config/.
-_NODES = {
-    **{
-        node: {field.name for field in fields(options)}
-        for node, options in (("aqn", AQNConfig), ("acr", ACRConfig), ("uaq", UAQConfig))
-    },
-    "qerl": set(NODES),
-    "rollout": set(FORMATS),
-    "platform": {"cpu"},
-}
+_NODES = {kind.NODE: {field.name for field in fields(kind)} for kind in (AQNConfig, ACRConfig, UAQConfig, Qerl)}
+_NODES |= {"rollout": set(FORMATS), "platform": {"cpu"}}
 
 
 def check_spelling(config: DictConfig) -> None:

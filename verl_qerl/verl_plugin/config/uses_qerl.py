@@ -7,11 +7,8 @@ _NODES = ("aqn", "acr", "uaq", "qerl")
 _ROLLOUT = "actor_rollout_ref.rollout"
 _VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
 _LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
-# Old names of what is under `qerl` now, which are refused; apply.py writes there too.
-_SET_BY_US = (
-    "actor_rollout_ref.actor.fsdp_config.qerl",
-    f"{_VLLM}.additional_config.verl_qerl",
-)
+# Where apply.py writes; a run that sets them itself is refused.
+_SET_BY_US = ("actor_rollout_ref.actor.fsdp_config.qerl", f"{_VLLM}.additional_config.verl_qerl")
 # Classes, loaders and an attention that a run may name without another option of ours.
 _NAMES_OURS = (
     f"{_VLLM}.worker_extension_cls",

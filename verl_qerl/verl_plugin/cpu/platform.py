@@ -54,6 +54,10 @@ class PlatformCPU(PlatformBase):
     vendor_name = property(lambda self: "cpu")  # type: ignore[assignment]
     device_module = property(lambda self: _DEVICE_MODULE)  # type: ignore[assignment]
 
+    # There is one device, on which nothing runs asynchronously; no caching allocator, profiler, NCCL or CUDA runtime.
+    set_device = synchronize = set_allocator_settings = empty_cache = _nothing
+    profiler_start = profiler_stop = get_collective_module = cudart = _nothing
+
     def is_available(self) -> bool:
         """Always."""
         return True
@@ -70,25 +74,11 @@ class PlatformCPU(PlatformBase):
         """One device a process."""
         return 1
 
-    def set_device(self, device_index: int) -> None:
-        """Do nothing: there is one device."""
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Do nothing: nothing runs asynchronously."""
-
     def manual_seed(self, seed: int) -> None:
         """Seed torch."""
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        """Seed torch."""
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None:
-        """No caching allocator."""
-
-    def empty_cache(self) -> None:
-        """No caching allocator."""
+    manual_seed_all = manual_seed
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         """A CPU has no compute capability."""
@@ -106,12 +96,6 @@ class PlatformCPU(PlatformBase):
         """No profiler."""
         return contextlib.nullcontext()
 
-    def profiler_start(self) -> None:
-        """No profiler."""
-
-    def profiler_stop(self) -> None:
-        """No profiler."""
-
     def ray_resource_name(self) -> str:
         """The name verl's resource pools count."""
         return "GPU"
@@ -127,14 +111,6 @@ class PlatformCPU(PlatformBase):
     def rollout_env_vars(self) -> dict[str, str]:
         """No variables are needed."""
         return {}
-
-    def get_collective_module(self) -> Any:
-        """There is no NCCL."""
-        return None
-
-    def cudart(self) -> Any:
-        """There is no CUDA runtime."""
-        return None
 
 
 def register() -> None:

@@ -91,10 +91,6 @@ class WholeAnswers(_Server):
         """Name of the rollout's weight format; None if the format is not ours."""
         return ((self.config.custom or {}).get("qerl") or {}).get("base")
 
-    def qerl_ask_once(self) -> None:
-        """Start to ask for whole answers, if the format is ours."""
-        self._final_outputs = FinalOutputs(self.engine) if self.qerl_base else None
-
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **more: Any
     ) -> Any:
@@ -121,7 +117,7 @@ def _load_server() -> type:
         async def run_server(self, args: Any) -> None:
             await super().run_server(args)
             AdapterListing(self.engine)
-            self.qerl_ask_once()
+            self._final_outputs = FinalOutputs(self.engine) if self.qerl_base else None
 
         async def collective_rpc(
             self,

@@ -8,8 +8,9 @@ import torch
 from omegaconf import DictConfig
 
 from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
+from verl_qerl.options.rules import REQUANTIZED, SYNC_MODES
 from verl_qerl.options.schema import Gate
-from verl_qerl.verl_plugin.weight_sync.requantize import requantizes
+from verl_qerl.verl_plugin.config.apply import run_of
 
 
 class Rescored(NamedTuple):
@@ -35,15 +36,17 @@ class Run:
     Attributes:
         trainer: verl's trainer; its constructor has not run yet when features are made.
         gate: Options of the gate; None where no option of ours is set.
+        syncs_each_step: Whether every step syncs the weights once; `separate_async` makes several updates between two.
         requantizes: Whether all weights are trained and every sync quantizes them.
         searched: Stage -> (first step, sigma) found for `aqn.target_kl`, as `sigma_at_step` takes it.
-        sampled: The batch that was sampled last, if a feature `reads_sample`.
+        sampled: The batch that was sampled last.
         rescored: Answers of that batch that the rollout has scored again; None if no feature asked for it.
     """
 
     def __init__(self, trainer: Any, config: DictConfig, aqn: AQNConfig, gate: Gate | None) -> None:
         self.trainer, self.config, self.aqn, self.gate = trainer, config, aqn, gate
-        self.requantizes = requantizes(config)
+        self.syncs_each_step = run_of(config)("trainer.v1.trainer_mode") in SYNC_MODES
+        self.requantizes = REQUANTIZED.beside(run_of(config)) is not None
         self.searched: dict[int, tuple[int, float]] = {}
         self.sampled: Any = None
         self.rescored: Rescored | None = None
@@ -84,13 +87,7 @@ class Run:
 
 
 class Feature:
-    """Something that our options add to verl's trainer; each hook is called by the method of verl that it names.
-
-    Attributes:
-        reads_sample: Whether `run.sampled` is to be kept.
-    """
-
-    reads_sample = False
+    """Something that our options add to verl's trainer; each hook is called by the method of verl that it names."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from verl_qerl.algos.mismatch import Mismatch, Undefined, rollout_mismatch, undefined_log_probs
 from verl_qerl.algos.mismatch_parts import PARTS
@@ -30,7 +30,7 @@ from verl_qerl.options.schema import Gate as GateOptions
 from verl_qerl.verl_plugin.config.apply import aqn_options, qerl_options, run_of
 from verl_qerl.verl_plugin.rollout.engine_scores import UnscoredError
 from verl_qerl.verl_plugin.trainer.feature import Feature, Run
-from verl_qerl.verl_plugin.trainer.rescoring import evenly, padded, rescore, score_rounded
+from verl_qerl.verl_plugin.trainer.rescoring import evenly, log_probs_of, padded, rescore, score_rounded
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +65,6 @@ class Gate(Feature):
         super().__init__(run)
         self._gate = gate
         self._engine_obstacle = rules.unmet(run_of(run.config), rules.SCORED)
-        self.reads_sample = self._engine_obstacle is None
-        # The third of verl's modes updates the actor several times between two syncs.
-        self._watches = OmegaConf.select(run.config, "trainer.v1.trainer_mode") in ("sync", "colocate_async")
         self._first_step = True
         self._looks_closely = False  # the last step was above the limit
         self._kl_before: float | None = None  # of the last step, if it was above the limit with all set apart
@@ -106,7 +103,7 @@ class Gate(Feature):
     def after_old_log_prob(self, batch: Any, tags: dict[str, dict], metrics: dict[str, Any]) -> None:
         """Compare, before any update."""
         step = self._run.step
-        data = _log_probs_of(batch.keys, batch.partition_id)
+        data = log_probs_of(batch.keys, batch.partition_id)
         rollout, actor, mask = data
         found, undefined = rollout_mismatch(*data), undefined_log_probs(rollout, mask)
         if undefined is not None:
@@ -130,7 +127,7 @@ class Gate(Feature):
         """
         first, self._first_step = self._first_step, False
         limit = self._gate.max_initial_kl if first else self._gate.max_kl
-        if limit is None or not (first or self._watches):
+        if limit is None or not (first or self._run.syncs_each_step):
             return
         if not first and sampled.kl_k3 <= limit:
             self._looks_closely, self._kl_before = False, None
@@ -156,7 +153,7 @@ class Gate(Feature):
         if sigma and rescored is None:
             return None, ""
         keys = rescored.keys if rescored is not None else evenly(fresh, self._gate.mismatch_sample or _SAMPLE)
-        rollout, actor, mask = _log_probs_of(keys, batch.partition_id)
+        rollout, actor, mask = log_probs_of(keys, batch.partition_id)
         if not mask.any():
             return None, ""
         how = f" of {len(keys)} answers"
@@ -231,13 +228,3 @@ def _broken(undefined: Undefined, num_tokens: int, step: int) -> str:
         f" {undefined.num_answers} answers, first at token {undefined.first} of one. Finite ones are needed: its"
         " weights or its kernels are broken. Try `+qerl.rollout.linear=stock`, and report this."
     )
-
-
-def _log_probs_of(keys: list[str], partition_id: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(rollout_log_probs, old_log_probs, response_mask) in the TransferQueue, [sequences, tokens] padded."""
-    import transfer_queue as tq  # not on the driver, which asks for options only
-
-    fields = ("rollout_log_probs", "old_log_probs", "response_mask")
-    data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=list(fields)).to_padded_tensor()
-    rollout, actor, mask = (data[name] for name in fields)
-    return rollout, actor, mask

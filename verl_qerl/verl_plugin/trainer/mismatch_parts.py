@@ -14,13 +14,11 @@ import torch
 
 from verl_qerl.algos.mismatch_parts import Scores, mismatch_parts
 from verl_qerl.verl_plugin.trainer.feature import Feature, Rescored, Run
-from verl_qerl.verl_plugin.trainer.rescoring import padded, rescore, score_rounded
+from verl_qerl.verl_plugin.trainer.rescoring import log_probs_of, padded, rescore, score_rounded
 
 
 class MismatchParts(Feature):
     """Has a part of each batch scored again, and takes the difference apart."""
-
-    reads_sample = True
 
     @classmethod
     def from_config(cls, run: Run) -> Feature | None:
@@ -45,19 +43,16 @@ class MismatchParts(Feature):
 
 def _parts_of(partition_id: str, rescored: Rescored, quantized: torch.Tensor | None) -> dict[str, float]:
     """Metric -> value. `quantized`: of these sequences and maybe more, behind them."""
-    import transfer_queue as tq
-
-    fields = ["rollout_log_probs", "old_log_probs", "response_mask"]
-    data = tq.kv_batch_get(keys=rescored.keys, partition_id=partition_id, select_fields=fields).to_padded_tensor()
-    mask = data["response_mask"].bool()
+    rollout, actor, mask = log_probs_of(rescored.keys, partition_id)
+    mask = mask.bool()
     clean = padded(rescored.clean, mask.shape[1])
     noisy = None if rescored.noisy is None else padded(rescored.noisy, mask.shape[1])
     mask &= ~clean.isnan()  # behind the cut
     if rescored.own_draws:  # of older weights it says nothing
-        noisy = torch.where(rescored.stale[:, None], clean, data["rollout_log_probs"])
+        noisy = torch.where(rescored.stale[:, None], clean, rollout)
     if quantized is not None:
         quantized = quantized[: len(mask), : mask.shape[1]]
-    scores = Scores(data["old_log_probs"], clean, data["rollout_log_probs"], quantized, noisy)
+    scores = Scores(actor, clean, rollout, quantized, noisy)
     metrics: dict[str, float] = {"num_tokens": int(mask.sum())}
     for name, part in mismatch_parts(scores, mask, rescored.stale).items():
         metrics |= {name: part.abs_diff, f"{name}_share": part.share}

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 NUM_ANSWERS = 32
 MAX_TOKENS = 256  # of each answer: the engine holds the logits of a prompt and its answer at once
-# Of the root mean square of a norm's weights, median over norms. At 2e-3 a pretrained Llama of 135M moved by no more
-# than bf16 rounds; at 0.07 Qwen2.5-Coder-1.5B lost a fifth of its right answers, and at 0.2 the Llama its language.
+# Sigma over the root mean square of a norm's weights, median over norms. At 2e-3 a pretrained Llama of 135M moved by no
+# more than bf16 rounds; at 0.07 Qwen2.5-Coder-1.5B lost a fifth of its right answers, at 0.2 the Llama its language.
 USUAL_SIZES = (1e-3, 0.1)
 
 
@@ -44,8 +44,6 @@ class _Sample(NamedTuple):
 
 class NoiseEffect(Feature):
     """Looks at the noise while the rollout is awake; in runs with `aqn.enabled`."""
-
-    reads_sample = True
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -62,7 +60,12 @@ class NoiseEffect(Feature):
         """Now the engine has the weights of which the noise has a size."""
         run = self._run
         if getattr(run.trainer, "processor", None) is not None:
-            _refuse_search(run.aqn)
+            if run.aqn.target_kl is not None:
+                raise ValueError(
+                    f"aqn.target_kl={run.aqn.target_kl} does not go together with a model that takes images: the"
+                    " rollout scores prompts of text alone. Accepted is null. Leave it out and set"
+                    " `+aqn.sigma_start=...`."
+                )
             self._give_up("this model takes images, and the rollout scores prompts of text alone")
         (self._sizes, *_) = run.ask_workers("qerl_norm_sizes")
         _tell_sizes(run.aqn, self._sizes)
@@ -166,14 +169,6 @@ def _sample_of(batch: Any, max_model_len: int | None) -> _Sample:
         rows.append((prompt.tolist(), response[:room].tolist()))
         masks.append(mask[:room].bool())
     return _Sample(rows, masks)
-
-
-def _refuse_search(config: AQNConfig) -> None:
-    if config.target_kl is not None:
-        raise ValueError(
-            f"aqn.target_kl={config.target_kl} does not go together with a model that takes images: the rollout scores"
-            " prompts of text alone. Accepted is null. Leave it out and set `+aqn.sigma_start=...`."
-        )
 
 
 def _check_reach(sigma: float, step: int, noisy: list[int], total: int) -> None:

@@ -12,40 +12,19 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_qerl.algos.acr import ACRConfig, ClipRange, LogProbs, acr_loss
 from verl_qerl.options.rules import LOSS_MODE
-from verl_qerl.verl_plugin.config.apply import check_run
 from verl_qerl.verl_plugin.config.nodes import plain
 from verl_qerl.verl_plugin.trainer.feature import Feature, Run
 
 NAME = "acr"
 
 
-def acr_options(config: DictConfig) -> ACRConfig | None:
-    """Options of a run, None where its policy loss is another one.
-
-    Raises:
-        ValueError: An option of ACR is unknown or out of range.
-    """
-    if OmegaConf.select(config, LOSS_MODE) != NAME:
-        return None
-    return ACRConfig.from_mapping(plain(OmegaConf.select(config, NAME)))
-
-
 class PolicyLoss:
     """The function verl calls for `loss_mode=acr`."""
-
-    def check_config(self, config: DictConfig) -> None:
-        """Refuse a run on the driver, where verl asks its policy loss (patches/verl/0007).
-
-        Raises:
-            RuntimeError: See `check_run`.
-            ValueError: See `check_run`.
-        """
-        check_run(config)
 
     def __call__(
         self,
@@ -122,20 +101,17 @@ def hand_over(options: ACRConfig, config: Any, model_output: Any, data: Any, dp_
 class ActorLoss(Feature):
     """Gives the actor its loss function, where the policy loss is ACR."""
 
-    def __init__(self, run: Run, options: ACRConfig) -> None:
-        super().__init__(run)
-        self._options = options
-
     @classmethod
     def from_config(cls, run: Run) -> Feature | None:
         """See `Feature.from_config`."""
-        options = acr_options(run.config)
-        return None if options is None else cls(run, options)
+        return cls(run) if OmegaConf.select(run.config, LOSS_MODE) == NAME else None
 
     def before_init_end(self) -> None:
         """Before the first batch."""
-        actor = omega_conf_to_dataclass(self._run.config.actor_rollout_ref.actor)
-        self._run.trainer.actor_rollout_wg.set_loss_fn(partial(hand_over, self._options, actor))
+        config = self._run.config
+        options = ACRConfig.from_mapping(plain(OmegaConf.select(config, NAME)))
+        actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+        self._run.trainer.actor_rollout_wg.set_loss_fn(partial(hand_over, options, actor))
 
 
 def install(module: ModuleType) -> None:

@@ -12,8 +12,6 @@ from verl_qerl.verl_plugin.trainer.feature import Feature, Run
 
 POLL_S = 0.2
 _VERLS_S = 2.0  # which nobody has chosen
-# `separate_async` takes a wait that is longer than one interval for a sign that the rollout is too slow.
-_MODES = ("sync", "colocate_async")
 
 
 class Polling(Feature):
@@ -22,8 +20,8 @@ class Polling(Feature):
     @classmethod
     def from_config(cls, run: Run) -> Feature | None:
         """See `Feature.from_config`."""
-        ours = run.gate is not None and run.config.trainer.v1.trainer_mode in _MODES
-        return cls(run) if ours else None
+        # `separate_async` takes a wait that is longer than one interval for a sign that the rollout is too slow.
+        return cls(run) if run.gate is not None and run.syncs_each_step else None
 
     def on_replay_buffer(self, buffer: Any) -> None:
         """Shorten the interval; one that a sampler of the user's has chosen stays."""

@@ -96,6 +96,16 @@ def score_rounded(run: Run, batch: Any, keys: list[str]) -> torch.Tensor:
     return found.to_padded_tensor(torch.nan)
 
 
+def log_probs_of(keys: list[str], partition_id: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(rollout_log_probs, old_log_probs, response_mask) in the TransferQueue, [sequences, tokens] padded."""
+    import transfer_queue as tq
+
+    fields = ["rollout_log_probs", "old_log_probs", "response_mask"]
+    data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=fields).to_padded_tensor()
+    rollout, actor, mask = (data[name] for name in fields)
+    return rollout, actor, mask
+
+
 def evenly(keys: list[str], count: int) -> list[str]:
     """At most `count` of the keys, evenly spread."""
     return keys[:: max(1, len(keys) // count)][:count]

@@ -9,27 +9,11 @@ the rest, would sample from another policy and only the KL of later steps would 
 import time
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
+from verl_qerl.options.rules import ROLLOUT, VLLM
 from verl_qerl.verl_plugin.config.apply import WORKER_EXTENSION
 from verl_qerl.verl_plugin.trainer.feature import Feature, Run
-
-# Trainers whose weight sync runs in `on_init_end` and `on_step_end`.
-_MODES = ("sync", "colocate_async")
-
-
-def can_ask(config: DictConfig) -> bool:
-    """Whether a run's rollout workers are ours, and answer.
-
-    Args:
-        config: The whole configuration, with the worker extension that its options ask for.
-    """
-    rollout = "actor_rollout_ref.rollout"
-    extension = OmegaConf.select(config, f"{rollout}.engine_kwargs.vllm.worker_extension_cls")
-    # Disaggregated, the servers are verl's own, which drop the answers.
-    elsewhere = OmegaConf.select(config, f"{rollout}.disaggregation.enabled", default=False)
-    mode = OmegaConf.select(config, "trainer.v1.trainer_mode", default="sync")
-    return extension == WORKER_EXTENSION and not elsewhere and mode in _MODES
 
 
 class SyncCheck(Feature):
@@ -43,7 +27,11 @@ class SyncCheck(Feature):
     @classmethod
     def from_config(cls, run: Run) -> Feature | None:
         """See `Feature.from_config`."""
-        return cls(run) if run.requantizes or can_ask(run.config) else None
+        extension = OmegaConf.select(run.config, f"{VLLM}.worker_extension_cls")
+        # Disaggregated, the servers are verl's own, which drop the answers.
+        elsewhere = OmegaConf.select(run.config, f"{ROLLOUT}.disaggregation.enabled", default=False)
+        can_ask = extension == WORKER_EXTENSION and not elsewhere and run.syncs_each_step
+        return cls(run) if run.requantizes or can_ask else None
 
     def after_init_end(self) -> None:
         """Ask the workers."""

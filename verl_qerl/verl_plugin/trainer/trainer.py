@@ -61,8 +61,7 @@ class FeaturedTrainer(_Trainer):
 
     def _build_replay_buffer(self) -> Any:
         buffer = super()._build_replay_buffer()
-        if any(feature.reads_sample for feature in self.features):
-            keep_sample(buffer, self.run)
+        keep_sample(buffer, self.run)
         self._tell("on_replay_buffer", buffer)
         return buffer
 

@@ -9,7 +9,6 @@ rows, so any degree of tensor parallelism holds the same weights.
 from collections.abc import Iterable, Iterator, Mapping, Set
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl.checkpoints.experts import number_of_experts
 from verl_qerl.checkpoints.groups import linears_among
@@ -21,7 +20,7 @@ from verl_qerl.formats import WeightFormat
 from verl_qerl.formats.nvfp4_layout import fused_group
 from verl_qerl.formats.reference import dequantize
 
-# Of a batch whose log-probs are to be those of the rounded weights.
+# Set in a batch whose log-probs are to be those of the rounded weights.
 ROUNDED = "verl_qerl_rounded_weights"
 _BF16_BYTES = 2
 
@@ -71,12 +70,6 @@ def round_group(weights: Mapping[str, torch.Tensor], form: WeightFormat) -> dict
     """
     packed = form.quantize_group({name: weight.to(torch.bfloat16) for name, weight in weights.items()})
     return {name: dequantize(packed[name], weight.dtype) for name, weight in weights.items()}
-
-
-def requantizes(config: DictConfig) -> bool:
-    """Whether a run trains all weights and quantizes the rollout's at every sync."""
-    form, rank = (OmegaConf.select(config, name) for name in ("qerl.base.format", "actor_rollout_ref.model.lora_rank"))
-    return form is not None and not rank
 
 
 def check_unquantized(path: str, form: str) -> None:

@@ -14,36 +14,6 @@ from typing import Any
 import zmq
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
-
-class _Watched:
-    """A socket of verl's receiver that raises in the place of a message which will not come."""
-
-    def __init__(self, socket: Any) -> None:
-        self._socket = socket
-        self._events = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._num_messages = 0
-
-    def recv_pyobj(self) -> Any:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._events, zmq.POLLIN)
-        poller.poll()
-        if not self._socket.poll(0):  # a message that came before the end counts
-            raise RuntimeError(
-                f"the actor has ended in the middle of a weight sync, after {self._num_messages} messages. A whole"
-                " stream of weights is needed. Look for the actor's own error: this engine has half of its weights."
-            )
-        self._num_messages += 1
-        return self._socket.recv_pyobj()
-
-    def send(self, data: bytes) -> None:
-        self._socket.send(data)
-
-    def close(self) -> None:
-        self._socket.disable_monitor()
-        self._socket.close()
-
-
 _LOOK_MS = 1000  # between two looks at a receiver that says nothing
 _require_receiver: ContextVar[Callable[[], None] | None] = ContextVar("require_receiver", default=None)
 
@@ -58,18 +28,50 @@ def requiring(receiver: Callable[[], None]) -> Iterator[None]:
         _require_receiver.reset(token)
 
 
-class WatchedSender:
-    """A socket of verl's sender that raises instead of waiting for a receiver that has gone.
-
-    Args:
-        socket: A bound REQ socket of zmq.
-    """
+class _Watched:
+    """A socket of zmq that sees when the other end has closed its own; `_count` is of the messages that have come."""
 
     def __init__(self, socket: Any) -> None:
         self._socket = socket
         self._events = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._count = 0
+
+    def _poller(self, what: int) -> zmq.Poller:
+        """Wakes when the socket is ready for `what`, or the other end has gone."""
+        poller = zmq.Poller()
+        poller.register(self._socket, what)
+        poller.register(self._events, zmq.POLLIN)
+        return poller
+
+    def close(self) -> None:
+        """Close the socket and stop watching it."""
+        self._socket.disable_monitor()
+        self._socket.close()
+
+
+class _WatchedReceiver(_Watched):
+    """A socket of verl's receiver that raises in the place of a message which will not come."""
+
+    def recv_pyobj(self) -> Any:
+        self._poller(zmq.POLLIN).poll()
+        if not self._socket.poll(0):  # a message that came before the end counts
+            raise RuntimeError(
+                f"the actor has ended in the middle of a weight sync, after {self._count} messages. A whole stream of"
+                " weights is needed. Look for the actor's own error: this engine has half of its weights."
+            )
+        self._count += 1
+        return self._socket.recv_pyobj()
+
+    def send(self, data: bytes) -> None:
+        self._socket.send(data)
+
+
+class WatchedSender(_Watched):
+    """A bound REQ socket of verl's sender that raises instead of waiting for a receiver that has gone."""
+
+    def __init__(self, socket: Any) -> None:
+        super().__init__(socket)
         self._require = _require_receiver.get()
-        self._num_answers = 0
 
     def send_pyobj(self, message: Any) -> None:
         """Send a message once a receiver is there.
@@ -77,30 +79,23 @@ class WatchedSender:
         Raises:
             RuntimeError: The receiver has closed its socket. What was given to `requiring` may raise other errors.
         """
-        self._wait(zmq.POLLOUT)  # not before a receiver is there
+        self._wait(zmq.POLLOUT)
         self._socket.send_pyobj(message)
 
     def recv(self) -> bytes:
         """Wait for the answer; raises as `send_pyobj`."""
         self._wait(zmq.POLLIN)
-        self._num_answers += 1
+        self._count += 1
         return self._socket.recv()
 
-    def close(self) -> None:
-        """Close the socket and stop watching it."""
-        self._socket.disable_monitor()
-        self._socket.close()
-
     def _wait(self, what: int) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, what)
-        poller.register(self._events, zmq.POLLIN)
+        poller = self._poller(what)
         while not dict(poller.poll(_LOOK_MS)).get(self._socket):
             if self._events.poll(0) and not self._socket.poll(0, what):  # an answer that came before the end counts
                 raise RuntimeError(
-                    f"the rollout's worker has ended in the middle of a weight sync, after {self._num_answers} answers."
-                    " One that takes all weights is needed. Look for its own error in the log above (Worker,"
-                    " EngineCore): remove the cause and start again."
+                    f"the rollout's worker has ended in the middle of a weight sync, after {self._count} answers. One"
+                    " that takes all weights is needed. Look for its own error in the log above (Worker, EngineCore):"
+                    " remove the cause and start again."
                 )
             if self._require is not None:
                 self._require()
@@ -116,4 +111,4 @@ class WatchfulReceiver(BucketedWeightReceiver):
 
     def _init_socket(self) -> None:
         super()._init_socket()
-        self.socket = _Watched(self.socket)
+        self.socket = _WatchedReceiver(self.socket)
