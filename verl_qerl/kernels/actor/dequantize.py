@@ -37,17 +37,12 @@ def dequantize_nvfp4(
     Returns:
         [N, K] of `dtype`.
     """
+    if codes.is_cuda:
+        return launch([(codes, block_scale, global_decode_scale)], dtype)
     scales = global_decode_scale.reshape(-1)
     parts = zip(codes.chunk(len(scales)), block_scale.view(torch.float8_e4m3fn).chunk(len(scales)), scales, strict=True)
     decoded = [NVFP4().dequantize(part, dtype) for part in parts]
     return decoded[0] if len(decoded) == 1 else torch.cat(decoded)
-
-
-@dequantize_nvfp4.register_kernel("cuda")
-def _dequantize_cuda(
-    codes: torch.Tensor, block_scale: torch.Tensor, global_decode_scale: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    return launch([(codes, block_scale, global_decode_scale)], dtype)
 
 
 @dequantize_nvfp4.register_fake
