@@ -71,7 +71,7 @@ def forward(gpu, linear, adapter, monkeypatch):
         qkv = product(y, "qkv")
         pool.give(y)
         q, k, v = qkv.split([HIDDEN, HEAD, HEAD], 1)
-        turned = rotation._rotate_cuda(q, k, positions, table, HEAD)
+        turned = rotation._launch(q, k, None, 0.0, positions, table, HEAD)
         if cache:
             attended = attend(pool, cache, *turned, v)
             pool.give(qkv, *turned)
@@ -85,7 +85,7 @@ def forward(gpu, linear, adapter, monkeypatch):
         pool.give(x, total)
         wide = product(y, "up")
         pool.give(y)
-        act = elementwise._silu_mul_cuda(wide)
+        act = elementwise._launch_silu(wide)
         pool.give(wide)
         x = product(act, "down")
         pool.give(act)
@@ -105,7 +105,7 @@ def forward(gpu, linear, adapter, monkeypatch):
             patch.setattr(torch, "empty", pool.empty)
             patch.setattr(torch, "empty_like", lambda like: pool.empty(like.shape))
             patch.setattr(rotation, "_rotate_fake", lambda q, k, *_: (pool.empty(q.shape), pool.empty(k.shape)))
-            patch.setattr(elementwise, "_silu_mul_fake", lambda x: pool.empty(len(x), x.shape[1] // 2))
+            patch.setattr(elementwise, "_half_like", lambda x: pool.empty(len(x), x.shape[1] // 2))
             gpu.seed = seed
             with gpu.graph():
                 for cache in caches:

@@ -3,23 +3,16 @@
 import pytest
 import torch
 
-from verl_qerl.kernels.rollout import elementwise
-from verl_qerl.kernels.rollout.elementwise import add_rms_norm_rows, rms_norm_rows
+from verl_qerl.kernels.rollout.elementwise import _launch_norm, add_rms_norm_rows, rms_norm_rows
 
 IDS = torch.tensor([3, 0, 2, 2, 1, 0], dtype=torch.int32)
 
 
-@pytest.fixture
-def given(monkeypatch):
+def given(K: int) -> list[torch.Tensor]:
     """x [4, 3, K], the residual and a table of four weights."""
-    monkeypatch.setattr(elementwise, "_has_kernel", lambda *_: True)
-
-    def make(K: int) -> list[torch.Tensor]:
-        generator = torch.Generator().manual_seed(K)
-        x, residual = (3 * torch.randn(4, 3, K, generator=generator).bfloat16() for _ in range(2))
-        return [x, residual, 1 + 0.3 * torch.randn(4, K, generator=generator)]
-
-    return make
+    generator = torch.Generator().manual_seed(K)
+    x, residual = (3 * torch.randn(4, 3, K, generator=generator).bfloat16() for _ in range(2))
+    return [x, residual, 1 + 0.3 * torch.randn(4, K, generator=generator)]
 
 
 def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -29,11 +22,11 @@ def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("K", [8, 264, 2560])
-def test_each_token_has_a_weight_of_its_own(gpu, given, K):
+def test_each_token_has_a_weight_of_its_own(gpu, K):
     x, residual, table = given(K)
     for of in (x, x[:, 0]):  # heads of a token share its weight
-        assert is_close(elementwise._rms_norm_rows_cuda(of, table, IDS, 1e-5), rms_norm_rows(of, table, IDS, 1e-5))
-    found = elementwise._add_rms_norm_rows_cuda(x, residual, table, IDS, 1e-5)
+        assert is_close(_launch_norm(of, None, table, 1e-5, IDS)[0], rms_norm_rows(of, table, IDS, 1e-5))
+    found = _launch_norm(x, residual, table, 1e-5, IDS)
     expected = add_rms_norm_rows(x, residual, table, IDS, 1e-5)
     assert is_close(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
@@ -47,8 +40,8 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_changed_is_missed(gpu, given, mutate, change):
+def test_what_is_changed_is_missed(gpu, mutate, change):
     x, _, table = given(264)
     mutate(CHANGES[change])
-    assert not is_close(elementwise._rms_norm_rows_cuda(x, table, IDS, 1e-5), rms_norm_rows(x, table, IDS, 1e-5))
+    assert not is_close(_launch_norm(x, None, table, 1e-5, IDS)[0], rms_norm_rows(x, table, IDS, 1e-5))
     assert all(mutate.found.values())

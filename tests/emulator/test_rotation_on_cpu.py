@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_qerl.kernels.rollout.rotation import _norm_rotate_cuda, _rotate_cuda, norm_rotate, rotate
+from verl_qerl.kernels.rollout.rotation import _launch, norm_rotate, rotate
 from verl_qerl.testing import load_beside
 
 cases = load_beside(str(Path(__file__).parents[1] / "kernels" / "rollout" / "unwritten.py"), "rotation_cases")
@@ -16,17 +16,18 @@ SHAPES = [(128, 3, 1), (128, 6, 2), (64, 6, 2), (64, 12, 4), (16, 30, 2), (512, 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (128, 7, 1), (64, 5, 1)], ids=str)
 def test_the_rotation(gpu, shape):
-    given = (*cases.heads(3, *shape), shape[0])
-    assert all(torch.equal(*pair) for pair in zip(_rotate_cuda(*given), rotate(*given), strict=True))
+    q, k, *places = (*cases.heads(3, *shape), shape[0])
+    found = _launch(q, k, None, 0.0, *places)
+    assert all(torch.equal(*pair) for pair in zip(found, rotate(q, k, *places), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_norms_of_heads(gpu, shape, dtype):
-    q, k, positions, table = cases.heads(3, *shape)
+    q, k, *places = (*cases.heads(3, *shape), shape[0])
     weights = cases.head_norms(shape[0], dtype)
-    given = (q, k, *weights, 1e-5, positions, table, shape[0])
-    for found, expected in zip(_norm_rotate_cuda(*given), norm_rotate(*given), strict=True):
+    pairs = zip(_launch(q, k, weights, 1e-5, *places), norm_rotate(q, k, *weights, 1e-5, *places), strict=True)
+    for found, expected in pairs:
         assert torch.allclose(found.float(), expected.float(), rtol=2**-6, atol=2**-6)
         # A neighbour where float32 sums differ, else the same bits.
         assert (found == expected).float().mean() > 0.99
@@ -43,9 +44,8 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_is_missed(gpu, mutate, change):
     mutate(CHANGES[change])
-    q, k, positions, table = cases.heads(3, 128, 3, 1)
+    q, k, *places = (*cases.heads(3, 128, 3, 1), 128)
     weights = cases.head_norms(128, torch.float32)
-    given = (q, k, *weights, 1e-5, positions, table, 128)
-    pairs = zip(_norm_rotate_cuda(*given), norm_rotate(*given), strict=True)
+    pairs = zip(_launch(q, k, weights, 1e-5, *places), norm_rotate(q, k, *weights, 1e-5, *places), strict=True)
     assert any((found == expected).float().mean() < 0.9 for found, expected in pairs)
     assert all(mutate.found.values())

@@ -7,7 +7,8 @@ import torch
 
 from verl_qerl.formats.reference import quantize
 from verl_qerl.kernels.actor.dequantize import dequantize_siblings
-from verl_qerl.modules import nvfp4_linear, replace_linears
+from verl_qerl.modules import nvfp4_linear
+from verl_qerl.modules.convert import replace_linears
 from verl_qerl.testing import assert_close, rms_error_ratio
 
 peft = pytest.importorskip("peft")

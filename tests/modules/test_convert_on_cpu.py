@@ -1,8 +1,8 @@
 import pytest
 import torch.nn as nn
 
-from verl_qerl.modules import NVFP4Linear, replace_linears
-from verl_qerl.modules.convert import packed_linears
+from verl_qerl.modules.convert import packed_linears, replace_linears
+from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 
 LEAVES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 NAMES = [

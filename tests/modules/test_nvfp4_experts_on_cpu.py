@@ -9,9 +9,9 @@ from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.ignore import is_packed_module
 from verl_qerl.formats.reference import dequantize, quantize
-from verl_qerl.modules import NVFP4Linear
 from verl_qerl.modules.convert import packed_linears, packed_weights, replace_experts, replace_linears
 from verl_qerl.modules.nvfp4_experts import NVFP4Experts, PackedStack
+from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.testing import assert_close, random_packed_weight, random_qwen3_moe, set_linear
 
 pytest.importorskip("transformers")

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.formats.reference import dequantize, quantize
-from verl_qerl.modules import NVFP4Linear, nvfp4_linear
+from verl_qerl.modules import nvfp4_linear
+from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.testing import random_packed_weight
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from verl_qerl.formats.reference import dequantize, quantize
-from verl_qerl.modules import NVFP4Linear, replace_linears
+from verl_qerl.modules.convert import replace_linears
+from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 
 peft = pytest.importorskip("peft")
 

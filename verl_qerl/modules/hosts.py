@@ -3,23 +3,20 @@
 Their versions are not pinned: the fingerprints are those of the versions that were tested, on a GPU and on a CPU.
 """
 
-from functools import partial
-
 from verl_qerl import upstream
 from verl_qerl.upstream import HostChange
 
 _PEFT, _TRANSFORMERS, _TORCH = ("0.21.0", "0.21.2"), ("5.9.0", "5.10.4"), ("2.11.0", "2.13.0")
-_peft = partial(HostChange, _PEFT)
-_transformers = partial(HostChange, _TRANSFORMERS)
-_torch = partial(HostChange, _TORCH)
 
-LORA_LINEAR = _peft(
+LORA_LINEAR = HostChange(
+    _PEFT,
     "class",
     "peft.tuners.lora.layer:Linear",
     "Linears with one input compute base and adapter in one fused function.",
     "c909a8357d38",
 )
-LINEAR_FORWARD = _torch(
+LINEAR_FORWARD = HostChange(
+    _TORCH,
     "method",
     "torch.nn.modules.linear:Linear.forward",
     "For one pass linears multiply by weights rounded as the rollout holds them.",
@@ -31,7 +28,7 @@ CHANGES: tuple[HostChange, ...] = (
     *upstream.overrides(
         _PEFT,
         "peft.tuners.lora.layer:Linear",
-        "Linears with one input compute base and adapter in one fused function.",
+        LORA_LINEAR.why,
         {"forward": "a15acbef02c6"},
     ),
     *upstream.overrides(
@@ -44,13 +41,15 @@ CHANGES: tuple[HostChange, ...] = (
             "_forward_wrapped_passthrough": "60d65a64159d",
         },
     ),
-    _transformers(
+    HostChange(
+        _TRANSFORMERS,
         "override",
         "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeExperts",
         "Packed experts stand in its place.",
         "ab5ff281521e",
     ),
-    _transformers(
+    HostChange(
+        _TRANSFORMERS,
         "copy",
         "transformers.integrations.moe:grouped_mm_experts_forward",
         "Its steps, in their order, over packed weights.",

@@ -10,6 +10,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.nvfp4 import BLOCK_SIZE, nvfp4_weight
+from verl_qerl.kernels.actor.dequantize import dequantize_nvfp4
 from verl_qerl.kernels.actor.experts import experts_linear
 
 
@@ -60,6 +61,11 @@ class PackedStack(nn.Module):
         """Weight g over the stack's own storage."""
         decode_scale = self.decode_scale.view(torch.float32)[g]
         return nvfp4_weight(self.codes[g], self.scale[g].view(torch.float8_e4m3fn), decode_scale)
+
+    def decode(self, dtype: torch.dtype) -> torch.Tensor:
+        """All weights, one below the other: [G * N, K] of `dtype`."""
+        codes, scale = self.codes.flatten(0, 1), self.scale.flatten(0, 1)
+        return dequantize_nvfp4(codes, scale, self.decode_scale.view(torch.float32), dtype)
 
     def extra_repr(self) -> str:
         """Number and shape of the weights."""
@@ -154,7 +160,5 @@ class NVFP4Experts(nn.Module):
         return summed.to(hidden_states.dtype)
 
     def _product(self, x: torch.Tensor, ends: torch.Tensor, stack: PackedStack) -> torch.Tensor:
-        G, N, _ = stack.shape
-        rows = G * N // self.num_experts  # of an expert: gate above up, as a chunk of the output expects them
-        codes, scale = (part.view(self.num_experts, rows, -1) for part in (stack.codes, stack.scale))
-        return experts_linear(x, ends, codes, scale, stack.decode_scale.view(torch.float32))
+        # Of an expert: gate above up, as a chunk of the output expects them.
+        return experts_linear(x, ends, lambda dtype: stack.decode(dtype).view(self.num_experts, -1, x.shape[1]))

@@ -21,10 +21,6 @@ class NVFP4Linear(PackedLinear):
 
     form = NVFP4()
 
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(weight, weight_scale, weight_decode_scale)."""
-        return self.weight, self.weight_scale, self.weight_decode_scale
-
     def decode(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight, [N, K] of `dtype`."""
         codes, scale, decode_scale = self.tensors()

@@ -10,7 +10,6 @@ from peft.utils import ModulesToSaveWrapper
 from verl_qerl.algos.trained_norms import NORMS, SHIFT
 
 _ADAPTER = "default"
-_IN_LAYER = re.compile(rf"(.*\blayers\.\d+)\.({'|'.join(NORMS)})")
 _LAYER = re.compile(r".*\blayers\.\d+")
 
 
@@ -62,9 +61,9 @@ def train_norms(model: nn.Module) -> int:
     for name, module in model.named_modules():
         if _LAYER.fullmatch(name):
             layers.setdefault(name, {})
-        found = _IN_LAYER.fullmatch(name)
-        if found:
-            layers[found[1]][found[2]] = module
+        parent, _, leaf = name.rpartition(".")
+        if leaf in NORMS and parent in layers:  # parents come first
+            layers[parent][leaf] = module
     if not layers:
         raise _unknown("the model has no decoder layers")
     for layer, norms in layers.items():

@@ -140,7 +140,7 @@ def _put_lora_on_one_path(engine: Preparation) -> None:
 def _make_noise(engine: Preparation) -> None:
     options, worker = engine.options, engine.worker
     rows = NoiseRows(worker.model_runner, options.aqn.draw) if options.aqn.draw != "batch" else None
-    worker._qerl_noise = NormNoise(engine.model, options.aqn, options.uaq_scale, rows)
+    worker._qerl_noise = NormNoise(engine.model, options.aqn, options.uaq_scale, rows and rows.give_tables)
     if rows is not None:
         rows.watch()
 

@@ -47,8 +47,6 @@ def test_paths_are_those_that_a_rollout_takes(monkeypatch):
     monkeypatch.setattr(linear_ops, "w4a16_matmul", record("tiled", y))
     monkeypatch.setattr(linear_ops, "dequantize_repacked", record("decode", weight))
     monkeypatch.setattr(linear_ops, "lora_expand", record("expand", y))
-    monkeypatch.setattr(linear_ops, "linear_repacked", linear_ops._linear_cuda)
-    monkeypatch.setattr(linear_ops, "lora_linear_repacked", linear_ops._lora_linear_cuda)
     packed = [(torch.zeros(4, 256, dtype=torch.int32), torch.zeros(4, 128, dtype=torch.uint8), torch.ones(1))] * 3
     launches = tuple(guess_launch(128, 64, tokens) for tokens in TOKENS)
     calls = paths(torch.zeros(5, 64).bfloat16(), packed, launches)

@@ -5,7 +5,7 @@ import torch
 
 from verl_qerl.formats import PackedWeight, reference
 from verl_qerl.formats.nvfp4 import nvfp4_weight
-from verl_qerl.kernels.actor.dequantize import dequantize, dequantize_siblings
+from verl_qerl.kernels.actor.dequantize import dequantize_nvfp4, dequantize_siblings
 from verl_qerl.testing import random_packed_weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -13,6 +13,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 SMALL = [(1, 16), (1, 1024), (3, 48), (5, 1040), (7, 16), (9, 3072), (2, 4112)]
 LARGE = [(3584, 3584), (512, 3584), (18944, 3584), (3584, 18944), (18945, 3600)]  # the linears of a 7B, one made odd
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def dequantize(weight: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return dequantize_nvfp4(weight.codes, weight.block_scale.view(torch.uint8), weight.global_decode_scale, dtype)
 
 
 def with_global(weight: PackedWeight, value: float) -> PackedWeight:

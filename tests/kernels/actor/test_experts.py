@@ -15,6 +15,11 @@ E = 128
 STACKS = {"gate_up": (1536, 2048, 2), "down": (2048, 768, 1)}  # N, K, weights an expert
 
 
+def decoder(codes, scale, decode):
+    rows = codes.flatten(0, 1), scale.flatten(0, 1), decode
+    return lambda dtype: dequantize_nvfp4(*rows, dtype).view(*codes.shape[:2], -1)
+
+
 def stack(N: int, K: int, parts: int):
     """Random codes and scales on the GPU; every weight has a global scale of its own."""
     generator = torch.Generator("cuda").manual_seed(0)
@@ -28,7 +33,7 @@ def stack(N: int, K: int, parts: int):
 def test_each_weight_is_decoded_with_its_global_scale(sizes):
     N, K, parts = sizes
     codes, scale, decode = stack(*sizes)
-    dense = dequantize_nvfp4(codes.flatten(0, 1), scale.flatten(0, 1), decode, torch.bfloat16).view(E * parts, -1, K)
+    dense = decoder(codes, scale, decode)(torch.bfloat16).view(E * parts, -1, K)
     rows = N // parts
     for g in (0, 1, E * parts // 2, E * parts - 1):
         of_g = slice(g * rows, (g + 1) * rows)
@@ -39,7 +44,7 @@ def test_each_weight_is_decoded_with_its_global_scale(sizes):
 @pytest.mark.parametrize("sizes", STACKS.values(), ids=STACKS.keys())
 def test_forward_and_backward_are_the_products_of_each_expert(sizes):
     N, K, _ = sizes
-    codes, scale, decode = stack(*sizes)
+    decode = decoder(*stack(*sizes))
     generator = torch.Generator("cuda").manual_seed(1)
     counts = torch.randint(0, 129, (E,), generator=generator, device="cuda")
     counts[[0, 77]] = 0  # experts that no token chose
@@ -47,9 +52,9 @@ def test_forward_and_backward_are_the_products_of_each_expert(sizes):
     S = int(ends[-1])
     x = torch.randn(S, K, generator=generator, device="cuda").bfloat16().requires_grad_()
     grad = torch.randn(S, N, generator=generator, device="cuda").bfloat16()
-    y = experts_linear(x, ends, codes, scale, decode)
+    y = experts_linear(x, ends, decode)
     y.backward(grad)
-    dense = dequantize_nvfp4(codes.flatten(0, 1), scale.flatten(0, 1), decode, torch.bfloat16).view(E, N, K)
+    dense = decode(torch.bfloat16)
     for e in (1, 2, 64, 127):
         of_e = slice(int(ends[e - 1]), int(ends[e]))
         # bf16 of a sum in float32: half a unit of the last place, rms 1.7e-3.

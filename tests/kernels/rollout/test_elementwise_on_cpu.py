@@ -104,8 +104,8 @@ def launched(monkeypatch):
 def test_a_launch_covers_every_row(launched):
     x, residual = (torch.zeros(2, 3, 4, 264, dtype=torch.bfloat16)[:, 1] for _ in range(2))
     weight = torch.ones(264)
-    elementwise._add_rms_norm_cuda(x, residual, weight, 1e-5)
-    elementwise._rms_norm_cuda(x, weight.bfloat16(), 1e-5)
+    elementwise._launch_norm(x, residual, weight, 1e-5)
+    elementwise._launch_norm(x, None, weight.bfloat16(), 1e-5)
     for (how, grid, threads, args), (wide, adds) in zip(launched, ((True, 1), (False, 0)), strict=True):
         assert (how, grid, threads) == ((64, 1, wide, False), 8, 64)
         assert all(one.is_contiguous() and one.shape == (2, 4, 264) for one in (*args[:2], *args[3:5]))
@@ -136,8 +136,8 @@ def test_each_token_has_a_weight_of_its_own(shape):
 def test_a_launch_with_a_weight_for_each_token(launched, monkeypatch):
     monkeypatch.setattr(elementwise, "_has_kernel", lambda *_: True)
     x, table = torch.zeros(4, 3, 264, dtype=torch.bfloat16), torch.ones(4, 264)
-    elementwise._rms_norm_rows_cuda(x, table, IDS, 1e-5)
-    elementwise._add_rms_norm_rows_cuda(x[:, 0], x[:, 1], table, IDS, 1e-5)
+    rms_norm_rows(x, table, IDS, 1e-5)
+    add_rms_norm_rows(x[:, 0], x[:, 1], table, IDS, 1e-5)
     for (how, grid, _, args), (rows, adds) in zip(launched, ((12, 0), (4, 1)), strict=True):
         assert (how, grid) == ((64, 1, True, True), rows)
         assert args[2] is table
@@ -145,20 +145,11 @@ def test_a_launch_with_a_weight_for_each_token(launched, monkeypatch):
         assert args[8] is IDS
         assert args[9] == rows // 4
     with pytest.raises(ValueError, match="9 tokens have 8 row ids"):
-        elementwise._rms_norm_rows_cuda(torch.zeros(9, 264, dtype=torch.bfloat16), table, IDS, 1e-5)
-
-
-def test_where_there_is_no_kernel_torch_normalizes(launched, monkeypatch):
-    monkeypatch.setattr(elementwise, "_has_kernel", lambda *_: False)
-    x, table = torch.randn(4, 64).bfloat16(), torch.randn(4, 64)
-    assert torch.equal(elementwise._rms_norm_rows_cuda(x, table, IDS, 1e-5), rms_norm_rows(x, table, IDS, 1e-5))
-    pairs = (op(x, x, table, IDS, 1e-5) for op in (elementwise._add_rms_norm_rows_cuda, add_rms_norm_rows))
-    assert all(torch.equal(*pair) for pair in zip(*pairs, strict=True))
-    assert not launched
+        rms_norm_rows(torch.zeros(9, 264, dtype=torch.bfloat16), table, IDS, 1e-5)
 
 
 def test_a_launch_covers_every_activation(launched):
-    y = elementwise._silu_mul_cuda(torch.zeros(5, 2 * 1000, dtype=torch.bfloat16))
+    y = elementwise._launch_silu(torch.zeros(5, 2 * 1000, dtype=torch.bfloat16))
     ((_, grid, threads, args),) = launched
     assert y.shape == (5, 1000)
     assert args[2:] == [125, 625]

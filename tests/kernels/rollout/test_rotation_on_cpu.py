@@ -68,10 +68,10 @@ def test_a_launch_has_a_block_for_each_token(monkeypatch, dtype):
     monkeypatch.setattr(rotation, "_kernel", lambda norms: lambda *given: launched.append((norms, *given)))
     q, k, positions, table = heads(5, 64)
     if dtype is None:
-        rotation._rotate_cuda(q, k, positions, table, 64)
+        rotation._launch(q, k, None, 0.0, positions, table, 64)
     else:
         weights = head_norms(64, dtype)
-        rotation._norm_rotate_cuda(q, k, *weights, 1e-5, positions, table, 64)
+        rotation._launch(q, k, weights, 1e-5, positions, table, 64)
     ((norms, grid, threads, args),) = launched
     assert (norms, grid, threads) == (dtype, 5, 256)
     assert args[6:11] == [4, 3, 2, 7 * 8, 7 * 8]  # chunks of half a head, heads, chunks from a token to the next

@@ -8,7 +8,7 @@ import torch.nn as nn
 
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.manifest import checksum
-from verl_qerl.modules import NVFP4Linear
+from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.modules.placement.sharded_linear import PackedBytes, ShardedNVFP4Linear
 from verl_qerl.testing import random_packed_weight
 
@@ -36,16 +36,15 @@ def test_computes_as_the_module_that_is_not_sharded(shape):
     assert torch.equal(module(x), other(x))
     assert torch.equal(module.decode(torch.float32), other.decode(torch.float32))
     assert same_bits(module.packed(), weight)
-    assert [t.shape for t in (module.weight, module.weight_scale, module.weight_decode_scale)] == [
-        t.shape for t in (other.weight, other.weight_scale, other.weight_decode_scale)
-    ]
+    assert [t.shape for t in module.tensors()] == [t.shape for t in other.tensors()]
 
 
 def test_codes_and_scales_start_where_a_kernel_can_load_them():
     module, _, _ = build(64, 128)
     start = module.packed_bytes.data_ptr()
-    assert (module.weight.data_ptr() - start) % 16 == 0
-    assert (module.weight_scale.data_ptr() - start) % 16 == 0
+    codes, scale, _ = module.tensors()
+    assert (codes.data_ptr() - start) % 16 == 0
+    assert (scale.data_ptr() - start) % 16 == 0
 
 
 def test_one_frozen_parameter_beside_the_bias():

@@ -17,8 +17,8 @@ from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats.ignore import is_ignored
 from verl_qerl.formats.nvfp4_layout import quantization_config
 from verl_qerl.formats.reference import dequantize, quantize_group
-from verl_qerl.modules import NVFP4Linear
 from verl_qerl.modules.convert import packed_linears
+from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.modules.placement.sharded_linear import ShardedNVFP4Linear
 from verl_qerl.testing import random_decoder, random_qwen3_moe
 from verl_qerl.verl_plugin.actor.packed_model import build_skeleton, load_packed

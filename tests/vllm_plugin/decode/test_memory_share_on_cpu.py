@@ -79,12 +79,6 @@ def test_segments_of_20_mib_are_used_again(sleeps, asked, given):
     assert limits == [given]
 
 
-def test_a_worker_without_the_limit_stays_without():
-    worker = SimpleNamespace()
-    use_segments_again(worker, make_config())
-    assert not vars(worker)
-
-
 def test_vllm_calls_it_that():
     from vllm.v1.worker.gpu_worker import Worker
 

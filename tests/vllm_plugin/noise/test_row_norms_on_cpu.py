@@ -38,7 +38,7 @@ def layer():
 
 
 def build(layer, tables=None, **options) -> NormNoise:
-    return NormNoise(layer, AQNConfig(enabled=True, **options), 1.0, tables or Tables())
+    return NormNoise(layer, AQNConfig(enabled=True, **options), 1.0, (tables or Tables()).give_tables)
 
 
 def outputs(norm) -> list[torch.Tensor]:

@@ -32,27 +32,27 @@ def given():
 def test_multiplies_by_the_decoded_weight(given):
     x, tensors, dense, bias, _ = given
     expected = torch.nn.functional.linear(x, dense, bias)
-    assert torch.equal(linear_repacked(x, *tensors, bias, "128x64"), expected)
+    assert torch.equal(linear_repacked(x, *tensors, bias, ""), expected)
 
 
 def test_adds_the_adapter_and_then_the_bias(given):
     x, tensors, dense, bias, (a, *rest) = given
-    out = lora_linear_repacked(x, *tensors, bias, "128x64", a, *rest, ACTIVE)
+    out = lora_linear_repacked(x, *tensors, bias, "", a, *rest, ACTIVE)
     y = torch.nn.functional.linear(x, dense)
     assert torch.equal(out, lora_expand(y, lora_shrink(x, a, ACTIVE), *rest, ACTIVE, bias, 64))
-    assert (out - linear_repacked(x, *tensors, bias, "128x64")).abs().max() > 1
+    assert (out - linear_repacked(x, *tensors, bias, "")).abs().max() > 1
 
 
 def test_without_an_active_adapter_it_is_the_base(given):
     x, tensors, _, bias, (a, *rest) = given
-    out = lora_linear_repacked(x, *tensors, bias, "128x64", a, *rest, NONE)
-    torch.testing.assert_close(out, linear_repacked(x, *tensors, bias, "128x64"), rtol=1e-2, atol=1e-2)
+    out = lora_linear_repacked(x, *tensors, bias, "", a, *rest, NONE)
+    torch.testing.assert_close(out, linear_repacked(x, *tensors, bias, ""), rtol=1e-2, atol=1e-2)
 
 
 def test_can_be_traced(given):
     x, tensors, _, bias, (a, *rest) = given
-    torch.library.opcheck(linear_repacked, (x, *tensors, bias, "128x64"))
-    torch.library.opcheck(lora_linear_repacked, (x, *tensors, None, "128x64", a, *rest, ACTIVE))
+    torch.library.opcheck(linear_repacked, (x, *tensors, bias, ""))
+    torch.library.opcheck(lora_linear_repacked, (x, *tensors, None, "", a, *rest, ACTIVE))
 
 
 @pytest.fixture
@@ -78,7 +78,6 @@ def called(monkeypatch):
     monkeypatch.setattr(linear_ops, "dequantize_repacked", record("decode", lambda *_: torch.zeros(128, 64).bfloat16()))
     monkeypatch.setattr(linear_ops, "lora_shrink", record("lora_shrink", shrink))
     monkeypatch.setattr(linear_ops, "lora_expand", record("lora_expand", lambda y, *_: y))
-    monkeypatch.setattr(linear_ops, "linear_repacked", linear_ops._linear_cuda)
     plan = Plan(tuple(guess_launch(128, 64, tokens) for tokens in TOKENS), decode_rows=300)
     monkeypatch.setattr(linear_ops, "PLANS", {"128x64": plan})
     return names
@@ -90,13 +89,13 @@ def test_rows_choose_the_kernel(rows, path, given, called):
     x, slots = torch.zeros(rows, 64).bfloat16(), torch.zeros(rows, dtype=torch.int64)
     a, b = torch.zeros(16, 64).bfloat16(), torch.zeros(128, 16).bfloat16()
     adapter = (a, b, torch.zeros(1, dtype=torch.int32), slots)  # one member of 128 columns
-    linear_ops._linear_cuda(x, *tensors, None, "128x64")
+    linear_repacked(x, *tensors, None, "128x64")
     assert called == [path]
     called.clear()
-    linear_ops._lora_linear_cuda(x, *tensors, None, "128x64", *adapter, ACTIVE)
+    lora_linear_repacked(x, *tensors, None, "128x64", *adapter, ACTIVE)
     assert called == (["tiled with adapter"] if path == "tiled" else ["lora_shrink", "decode", "lora_expand"])
     called.clear()
-    linear_ops._lora_linear_cuda(x, *tensors, None, "128x64", *adapter, NONE)
+    lora_linear_repacked(x, *tensors, None, "128x64", *adapter, NONE)
     assert called == [path]
 
 
@@ -108,7 +107,7 @@ def test_an_adapter_that_cannot_be_folded_in_is_added_by_itself_and_that_is_said
     members = torch.zeros(1, dtype=torch.int32)
     for _ in range(2):
         called.clear()
-        linear_ops._lora_linear_cuda(x, *tensors, None, "128x64", a, b, members, slots, ACTIVE)
+        lora_linear_repacked(x, *tensors, None, "128x64", a, b, members, slots, ACTIVE)
         assert called == ["lora_shrink", "tiled", "lora_expand"]
     said = "verl_qerl: linears of 128x64 take three launches with an adapter of rank 24: "
     assert [record.message[: len(said)] for record in caplog.records] == [said]

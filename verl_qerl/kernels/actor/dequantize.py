@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from verl_qerl.formats import NVFP4, PackedWeight
+from verl_qerl.formats import NVFP4
 from verl_qerl.formats.nvfp4 import BLOCK_SIZE
 from verl_qerl.kernels.actor.triton_launch import TritonLauncher
 
@@ -27,27 +27,23 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # codes, block_scale 
 def dequantize_nvfp4(
     codes: torch.Tensor, block_scale: torch.Tensor, global_decode_scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Decode an NVFP4 weight; the operator behind `dequantize`.
+    """Decode an NVFP4 weight, bit for bit as `formats.reference.dequantize`.
 
     Args:
         codes: [N, K / 2] uint8.
         block_scale: [N, K / 16] uint8, the bytes of float8_e4m3fn.
         global_decode_scale: [] or [G] float32: weights stacked along N, each of N / G rows, have a scale each.
+        dtype: bfloat16, float16 or float32.
 
     Returns:
         [N, K] of `dtype`.
     """
+    if codes.is_cuda:
+        return launch([(codes, block_scale, global_decode_scale)], dtype)
     scales = global_decode_scale.reshape(-1)
     parts = zip(codes.chunk(len(scales)), block_scale.view(torch.float8_e4m3fn).chunk(len(scales)), scales, strict=True)
     decoded = [NVFP4().dequantize(part, dtype) for part in parts]
     return decoded[0] if len(decoded) == 1 else torch.cat(decoded)
-
-
-@dequantize_nvfp4.register_kernel("cuda")
-def _dequantize_cuda(
-    codes: torch.Tensor, block_scale: torch.Tensor, global_decode_scale: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    return launch([(codes, block_scale, global_decode_scale)], dtype)
 
 
 @dequantize_nvfp4.register_fake
@@ -70,19 +66,6 @@ def dequantize_siblings(weights: Sequence[Tensors], dtype: torch.dtype) -> tuple
     if torch.compiler.is_compiling() or not weights[0][0].is_cuda:
         return tuple(dequantize_nvfp4(*weight, dtype) for weight in weights)
     return launch(weights, dtype).split_with_sizes([codes.shape[0] for codes, *_ in weights])
-
-
-def dequantize(weight: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Decode an NVFP4 weight, bit for bit as `formats.reference.dequantize`.
-
-    Args:
-        weight: [N, K].
-        dtype: bfloat16, float16 or float32.
-
-    Returns:
-        [N, K] of `dtype` on the weight's device.
-    """
-    return dequantize_nvfp4(weight.codes, weight.block_scale.view(torch.uint8), weight.global_decode_scale, dtype)
 
 
 def launch(weights: Sequence[Tensors], dtype: torch.dtype) -> torch.Tensor:

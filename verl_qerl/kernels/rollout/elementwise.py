@@ -8,6 +8,7 @@ The norms whose tokens have weights of their own also run on other GPUs, in torc
 import ctypes
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -44,6 +45,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     Returns:
         Shape and dtype of x.
     """
+    if x.is_cuda:
+        return _launch_norm(x, None, weight, epsilon)[0]
     return normalized(x.float(), weight, epsilon).to(x.dtype)
 
 
@@ -59,6 +62,8 @@ def add_rms_norm(
     Returns:
         The normalized sum, and the sum; shape and dtype of x.
     """
+    if x.is_cuda:
+        return _launch_norm(x, residual, weight, epsilon)
     total = x.float() + residual.float()
     return normalized(total, weight, epsilon).to(x.dtype), total.to(x.dtype)
 
@@ -76,6 +81,8 @@ def rms_norm_rows(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, epsil
     Returns:
         Shape and dtype of x.
     """
+    if _has_kernel(x.device, x.dtype, x.shape[-1]):
+        return _launch_norm(x, None, table, epsilon, ids)[0]
     return _normalized_rows(x.float(), table, ids, epsilon).to(x.dtype)
 
 
@@ -83,20 +90,23 @@ def rms_norm_rows(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, epsil
 def add_rms_norm_rows(
     x: torch.Tensor, residual: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rms_norm_rows` of x + residual, which is rounded for the second result alone.
-
-    Args:
-        x: [T, ..., K], T <= M.
-        residual: Shape and dtype of x.
-        table: [N, K] float32, the weights that there are.
-        ids: [M] int32, each token's row of `table`.
-        epsilon: Added to the mean of the squares.
-
-    Returns:
-        The normalized sum, and the sum; shape and dtype of x.
-    """
+    """`rms_norm_rows` of x + residual, which is rounded for the second result alone; see `add_rms_norm`."""
+    if _has_kernel(x.device, x.dtype, x.shape[-1]):
+        return _launch_norm(x, residual, table, epsilon, ids)
     total = x.float() + residual.float()
     return _normalized_rows(total, table, ids, epsilon).to(x.dtype), total.to(x.dtype)
+
+
+@rms_norm.register_fake
+@rms_norm_rows.register_fake
+def _like(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+@add_rms_norm.register_fake
+@add_rms_norm_rows.register_fake
+def _two_like(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
 @torch.library.custom_op("verl_qerl::silu_mul", mutates_args=())
@@ -109,8 +119,15 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
     Returns:
         [..., I] bf16.
     """
+    if x.is_cuda:
+        return _launch_silu(x)
     gate, up = x.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
+
+
+@silu_mul.register_fake
+def _half_like(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
 def prepare(norms: Iterable[tuple[int, torch.dtype]]) -> None:
@@ -144,73 +161,6 @@ def normalized(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.T
     return (x * scale).to(weight.dtype) * weight
 
 
-@rms_norm.register_kernel("cuda")
-def _rms_norm_cuda(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    return _launch_norm(x.contiguous(), None, weight, epsilon)[0]
-
-
-@add_rms_norm.register_kernel("cuda")
-def _add_rms_norm_cuda(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _launch_norm(x.contiguous(), residual.contiguous(), weight, epsilon)
-
-
-@rms_norm_rows.register_kernel("cuda")
-def _rms_norm_rows_cuda(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, epsilon: float) -> torch.Tensor:
-    if not _has_kernel(x.device, x.dtype, x.shape[-1]):
-        return _normalized_rows(x.float(), table, ids, epsilon).to(x.dtype)
-    return _launch_norm(x.contiguous(), None, table, epsilon, ids)[0]
-
-
-@add_rms_norm_rows.register_kernel("cuda")
-def _add_rms_norm_rows_cuda(
-    x: torch.Tensor, residual: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if not _has_kernel(x.device, x.dtype, x.shape[-1]):
-        total = x.float() + residual.float()
-        return _normalized_rows(total, table, ids, epsilon).to(x.dtype), total.to(x.dtype)
-    return _launch_norm(x.contiguous(), residual.contiguous(), table, epsilon, ids)
-
-
-@silu_mul.register_kernel("cuda")
-def _silu_mul_cuda(x: torch.Tensor) -> torch.Tensor:
-    y = _silu_mul_fake(x)
-    count = y.numel() // CHUNK
-    args = [x.contiguous(), y, y.shape[-1] // CHUNK, count]
-    _silu_kernel()(-(-count // _SILU_THREADS), _SILU_THREADS, args)
-    return y
-
-
-@rms_norm.register_fake
-def _rms_norm_fake(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
-@add_rms_norm.register_fake
-def _add_rms_norm_fake(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
-@rms_norm_rows.register_fake
-def _rms_norm_rows_fake(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, epsilon: float) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
-@add_rms_norm_rows.register_fake
-def _add_rms_norm_rows_fake(
-    x: torch.Tensor, residual: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
-@silu_mul.register_fake
-def _silu_mul_fake(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-
-
 def _normalized_rows(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, epsilon: float) -> torch.Tensor:
     """RMSNorm of float32 rows [T, ..., K] with each token's weight."""
     weight = table.index_select(0, ids[: x.shape[0]])
@@ -224,19 +174,27 @@ def _launch_norm(
     epsilon: float,
     ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    K = x.shape[-1]
+    x, K = x.contiguous(), x.shape[-1]
     threads, chunks = _block(K)
     rows = x.numel() // K
     y = torch.empty_like(x)
-    total = y if residual is None else torch.empty_like(x)
     adds = residual is not None
-    args = [x, residual if adds else x, weight, y, total, K, int(adds), ctypes.c_float(epsilon)]
+    total = torch.empty_like(x) if adds else y
+    args = [x, residual.contiguous() if adds else x, weight, y, total, K, int(adds), ctypes.c_float(epsilon)]
     if ids is not None:
         if x.shape[0] > ids.shape[0]:
             raise ValueError(f"{x.shape[0]} tokens have {ids.shape[0]} row ids. Accepted are at most as many tokens.")
         args += [ids, rows // max(x.shape[0], 1)]
     _norm_kernel(threads, chunks, weight.dtype == torch.float32, ids is not None)(rows, threads, args)
     return y, total
+
+
+def _launch_silu(x: torch.Tensor) -> torch.Tensor:
+    y = _half_like(x)
+    count = y.numel() // CHUNK
+    args = [x.contiguous(), y, y.shape[-1] // CHUNK, count]
+    _silu_kernel()(-(-count // _SILU_THREADS), _SILU_THREADS, args)
+    return y
 
 
 def _block(K: int) -> tuple[int, int]:
@@ -255,7 +213,7 @@ def source(threads: int, chunks: int, wide: bool, head_norms: bool = False, rows
 @functools.cache
 def _has_kernel(device: torch.device, dtype: torch.dtype, K: int) -> bool:
     """Whether the kernel takes rows of K columns with weights in float32."""
-    fits = dtype == torch.bfloat16 and K % CHUNK == 0 and K <= MAX_COLUMNS
+    fits = device.type == "cuda" and dtype == torch.bfloat16 and K % CHUNK == 0 and K <= MAX_COLUMNS
     return fits and torch.cuda.get_device_capability(device) == (9, 0)
 
 

@@ -64,19 +64,16 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, none_active: torch.Tensor) -> 
         none_active: One bool on the CPU; true skips the work (read by the host, so constant within a CUDA graph).
 
     Returns:
-        [>= S M, L R] float32, S = `num_splits(M, K)`: M rows of each part, one part after the other.
+        [>= S M, L R] float32, S = `num_splits(M, K)`: M rows of each part, one part after the other; anything where
+        none is active.
     """
-    partial = _empty_parts(x, a).zero_()
-    if not none_active.item():
-        partial[: x.shape[0]] = x.float() @ a.float().T
-    return partial
-
-
-@lora_shrink.register_kernel("cuda")
-def _shrink_cuda(x: torch.Tensor, a: torch.Tensor, none_active: torch.Tensor) -> torch.Tensor:
     partial = _empty_parts(x, a)
-    if not none_active.item():
+    if none_active.item():
+        return partial
+    if x.is_cuda:
         launch_shrink(x, a, partial)
+    else:
+        partial.zero_()[: x.shape[0]] = x.float() @ a.float().T
     return partial
 
 
@@ -110,34 +107,21 @@ def lora_expand(
     Returns:
         [M, N] bf16.
     """
-    total = y.float() if bias is None else y.float() + bias.float()
-    if not none_active.item():
-        M = y.shape[0]
-        splits = num_splits(M, in_features)
-        parts = partial[: splits * M].view(splits, M, partial.shape[1])
-        low = parts.sum(0).to(y.dtype).float() * (slots[:M] >= 0)[:, None]
-        rank, tile = b.shape[1], b.shape[0] // len(members)
-        per_row = members.long().repeat_interleave(tile)
-        for member in range(low.shape[1] // rank):
-            rows = per_row == member
-            total[:, rows] += low[:, member * rank : (member + 1) * rank] @ b[rows].float().T
-    return total.to(y.dtype)
-
-
-@lora_expand.register_kernel("cuda")
-def _expand_cuda(
-    y: torch.Tensor,
-    partial: torch.Tensor,
-    b: torch.Tensor,
-    members: torch.Tensor,
-    slots: torch.Tensor,
-    none_active: torch.Tensor,
-    bias: torch.Tensor | None,
-    in_features: int,
-) -> torch.Tensor:
     if none_active.item():
         return y.clone() if bias is None else y + bias
-    return launch_expand(y, partial, b, members, slots, bias, in_features)
+    if y.is_cuda:
+        return launch_expand(y, partial, b, members, slots, bias, in_features)
+    total = y.float() if bias is None else y.float() + bias.float()
+    M = y.shape[0]
+    splits = num_splits(M, in_features)
+    parts = partial[: splits * M].view(splits, M, partial.shape[1])
+    low = parts.sum(0).to(y.dtype).float() * (slots[:M] >= 0)[:, None]
+    rank, tile = b.shape[1], b.shape[0] // len(members)
+    per_row = members.long().repeat_interleave(tile)
+    for member in range(low.shape[1] // rank):
+        rows = per_row == member
+        total[:, rows] += low[:, member * rank : (member + 1) * rank] @ b[rows].float().T
+    return total.to(y.dtype)
 
 
 @lora_expand.register_fake

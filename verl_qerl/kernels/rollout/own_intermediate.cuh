@@ -1,6 +1,6 @@
-// The LoRA intermediate x a^T, computed by each thread block for its own part of K (EACH): rows of a come through the ring beside the codes, and
-// the first warpgroup multiplies them by x, both in shared memory. What its part of K gives is rounded and multiplied by b
-// in the same block, and added up with the block's other sums: nobody waits for another block.
+// The LoRA intermediate x a^T, computed by each thread block for its own part of K (EACH): rows of a come through the
+// ring beside the codes, and the first warpgroup multiplies them by x, both in shared memory. What its part of K gives is
+// rounded, multiplied by b in the same block and added to the block's other sums: nobody waits for another block.
 //
 // It takes one wgmma for each 16 of K more, however few columns a block has: for linears of few columns.
 

@@ -106,20 +106,13 @@ def dequantize_repacked(
     Returns:
         [N, K] bf16, bit for bit as `formats.reference.dequantize` of the weight.
     """
+    if packed_codes.is_cuda:
+        return launch(packed_codes, scale, global_decode_scale)
     return reference.dequantize(undo_repack(packed_codes, scale, global_decode_scale), torch.bfloat16)
 
 
-@dequantize_repacked.register_kernel("cuda")
-def _dequantize_cuda(
-    packed_codes: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor
-) -> torch.Tensor:
-    return launch(packed_codes, scale, global_decode_scale)
-
-
 @dequantize_repacked.register_fake
-def _dequantize_fake(
-    packed_codes: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor
-) -> torch.Tensor:
+def _dequantize_fake(packed_codes: torch.Tensor, scale: torch.Tensor, *_: Any) -> torch.Tensor:
     return packed_codes.new_empty((scale.shape[1], scale.shape[0] * COLUMNS), dtype=torch.bfloat16)
 
 

@@ -60,8 +60,8 @@ __device__ __forceinline__ Segment segment_at(int from, int to, int steps, int r
           min(steps - first, to - from)};
 }
 
-// Which entries of the LoRA intermediate belong to columns, and how many stages of the ring they take: one for all warpgroups, where the
-// columns of this block (and of the other one of a multicast cluster) are of one member, otherwise one for each.
+// Which entries of the LoRA intermediate belong to columns, and the stages of the ring that they take: one for all
+// warpgroups, if the columns of this block (and of the other of a multicast cluster) are of one member, else one for each.
 struct Members {
   const int* of_entry;
   int rank, per_entry, N;
@@ -73,7 +73,7 @@ struct Members {
   }
 };
 
-// Of a segment, the stages that hold the LoRA intermediate instead of x: the last ones, where it begins with the first step of its columns.
+// Stages of a segment that hold the LoRA intermediate, not x: the last ones, if it begins with its columns' first step.
 __device__ __forceinline__ int low_stages(const Members& of, const Segment& segment) {
   return GIVEN && of.rank && segment.first == 0 ? of.stages(segment.column) * of.chunks() : 0;
 }

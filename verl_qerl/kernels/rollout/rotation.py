@@ -47,6 +47,8 @@ def rotate(
     Returns:
         The rotated q and k, contiguous.
     """
+    if q.is_cuda:
+        return _launch(q, k, None, 0.0, positions, table, head_size)
     cosine, sine = table.index_select(0, positions)[:, None].chunk(2, dim=-1)
     return _rotated(q, cosine, sine, head_size), _rotated(k, cosine, sine, head_size)
 
@@ -73,6 +75,8 @@ def norm_rotate(
     Returns:
         The rotated q and k, contiguous.
     """
+    if q.is_cuda:
+        return _launch(q, k, (q_weight, k_weight), epsilon, positions, table, head_size)
     heads = [
         normalized(x.unflatten(-1, (-1, head_size)).float(), weight, epsilon).to(x.dtype).flatten(-2)
         for x, weight in ((q, q_weight), (k, k_weight))
@@ -95,18 +99,6 @@ def _rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, head_siz
     first, second = x.unflatten(-1, (-1, head_size)).chunk(2, dim=-1)
     turned = (first * cosine - second * sine, second * cosine + first * sine)
     return torch.cat(turned, dim=-1).flatten(-2)
-
-
-@rotate.register_kernel("cuda")
-def _rotate_cuda(q: torch.Tensor, k: torch.Tensor, *places: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _launch(q, k, None, 0.0, *places)
-
-
-@norm_rotate.register_kernel("cuda")
-def _norm_rotate_cuda(
-    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, epsilon: float, *places: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _launch(q, k, (q_weight, k_weight), epsilon, *places)
 
 
 def _in_chunks(x: torch.Tensor) -> torch.Tensor:

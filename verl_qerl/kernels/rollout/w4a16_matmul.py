@@ -230,26 +230,26 @@ def source(tokens: int, launch: Launch) -> str:
             f"{launch} for {tokens} rows: intermediate={EACH} is for split_k > 0 and up to {INTERMEDIATE_ROWS} rows."
             " Use 0."
         )
-    defines = {
-        "TOKENS": tokens,
-        "WARP_TILES": launch.warp_tiles,
-        "WARPGROUPS": launch.warpgroups,
-        "BLOCKS_PER_SM": launch.blocks_per_sm,
-    }
-    defines |= {
-        "STREAM_K": int(launch.split_k == STREAM_K),
-        "GIVEN": int(_is_given(tokens)),
-        "EACH": launch.intermediate,
-    }
-    defines |= {
-        "MULTICAST": multicast_blocks(tokens),
-        "BOX": box_columns(launch.columns),
-        "OUT_TOKENS": _out_rows(tokens),
-    }
-    defines |= {"LOW_WARPS": _LOW_WARPS, "LOW_TILES": _low_tiles(tokens)}
-    defines |= {"LOW_AHEAD": 6 if tokens <= 32 and launch.blocks_per_sm < 3 else 4, "HELPERS": _helpers(tokens, launch)}
-    defines |= {"HELPER_REGISTERS": helper_registers(launch), "REGISTERS": registers(tokens, launch)}
-    return read_source(*_FILES, **defines).replace("@WGMMA@", _wgmma(tokens, launch.intermediate == EACH))
+    text = read_source(
+        *_FILES,
+        TOKENS=tokens,
+        WARP_TILES=launch.warp_tiles,
+        WARPGROUPS=launch.warpgroups,
+        BLOCKS_PER_SM=launch.blocks_per_sm,
+        STREAM_K=int(launch.split_k == STREAM_K),
+        GIVEN=int(_is_given(tokens)),
+        EACH=launch.intermediate,
+        MULTICAST=multicast_blocks(tokens),
+        BOX=box_columns(launch.columns),
+        OUT_TOKENS=_out_rows(tokens),
+        LOW_WARPS=_LOW_WARPS,
+        LOW_TILES=_low_tiles(tokens),
+        LOW_AHEAD=6 if tokens <= 32 and launch.blocks_per_sm < 3 else 4,
+        HELPERS=_helpers(tokens, launch),
+        HELPER_REGISTERS=helper_registers(launch),
+        REGISTERS=registers(tokens, launch),
+    )
+    return text.replace("@WGMMA@", _wgmma(tokens, launch.intermediate == EACH))
 
 
 def _wgmma(tokens: int, with_shared: bool = False) -> str:

@@ -18,13 +18,12 @@ import threading
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from verl_qerl import __version__
-from verl_qerl.modules.placement.shared_base import RepackedGroup, SharedBase
+from verl_qerl.modules.placement.shared_base import RepackedGroup, SharedBase, shared_by_name
 
 logger = logging.getLogger(__name__)
 
@@ -177,19 +176,14 @@ def _refused(what: str, remedy: str) -> RuntimeError:
 
 
 def _message(base: SharedBase) -> bytes:
-    # For shared memory torch asks once more how it is to be handed over.
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
-        content: dict[str, Any] = {
+    with shared_by_name():  # torch asks once more how it is to be handed over
+        content = {
             "version": __version__,
             "device": _identity(base.flat.device),
             "groups": [(group.members, group.rows, group.columns, group.offset) for group in base.groups],
             "handle": reduce_tensor(base.flat),
         }
         return bytes(ForkingPickler.dumps(content))
-    finally:
-        torch.multiprocessing.set_sharing_strategy(before)
 
 
 def _identity(device: torch.device) -> str:

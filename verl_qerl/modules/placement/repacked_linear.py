@@ -42,7 +42,7 @@ class RepackedNVFP4Linear(NVFP4Linear):
         raise RuntimeError("a shared base cannot be filled again: qerl.base.share=true. Start another run.")
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A copy of the tensors in a checkpoint's layout; see `NVFP4Linear.tensors`."""
+        """A copy of the tensors in a checkpoint's layout; see `PackedLinear.tensors`."""
         packed = undo_repack(*self.tiles)
         return packed.codes, packed.block_scale.view(torch.uint8), self.tiles[2].view(torch.uint8)
 

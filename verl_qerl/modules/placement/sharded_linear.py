@@ -126,16 +126,6 @@ class ShardedNVFP4Linear(NVFP4Linear):
         """[N, K / 2] uint8, the codes."""
         return self.tensors()[0]
 
-    @property
-    def weight_scale(self) -> torch.Tensor:  # type: ignore[override]
-        """[N, K / 16] uint8, the bytes of float8_e4m3fn."""
-        return self.tensors()[1]
-
-    @property
-    def weight_decode_scale(self) -> torch.Tensor:  # type: ignore[override]
-        """[4] uint8, the bytes of one float32."""
-        return self.tensors()[2]
-
     def fill(self, packed: PackedWeight) -> None:
         """Copy the tensors of `packed`, to their own device.
 

@@ -5,7 +5,8 @@ Linears that vLLM runs as one (q, k, v; gate, up) are stacked along N and repack
 place.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -85,7 +86,7 @@ def share_base(model: nn.Module) -> SharedBase:
     segment: those have no IPC handle.
 
     Args:
-        model: On its device; its NVFP4Linears become TiledNVFP4Linears.
+        model: On its device; its NVFP4Linears become RepackedNVFP4Linears.
 
     Raises:
         ValueError: It has experts, sharded linears or none, or an out_features that tiles do not divide.
@@ -108,11 +109,17 @@ def share_base(model: nn.Module) -> SharedBase:
 def _memory(num_bytes: int, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    # torch's other strategy hands over file descriptors, which only a process that it started itself could take.
+    with shared_by_name():
+        return torch.empty(num_bytes, dtype=torch.uint8).share_memory_()
+
+
+@contextmanager
+def shared_by_name() -> Iterator[None]:
+    """Give shared memory a name: torch's other strategy hands over file descriptors, which only a child could take."""
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
-        return torch.empty(num_bytes, dtype=torch.uint8).share_memory_()
+        yield
     finally:
         torch.multiprocessing.set_sharing_strategy(before)
 

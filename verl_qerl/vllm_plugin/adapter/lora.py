@@ -10,15 +10,7 @@ import logging
 from typing import Any
 
 import torch
-from vllm.lora.layers import (
-    ColumnParallelLinearWithLoRA,
-    LogitsProcessorWithLoRA,
-    MergedColumnParallelLinearWithLoRA,
-    MergedQKVParallelLinearWithLoRA,
-    QKVParallelLinearWithLoRA,
-    ReplicatedLinearWithLoRA,
-    RowParallelLinearWithLoRA,
-)
+from vllm.lora import layers as vllm_layers
 from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 
@@ -30,15 +22,7 @@ from verl_qerl.vllm_plugin.weights.linear_ops import lora_linear_repacked
 
 logger = logging.getLogger(__name__)
 
-_CONVERTED = (
-    ColumnParallelLinearWithLoRA,
-    MergedColumnParallelLinearWithLoRA,
-    MergedQKVParallelLinearWithLoRA,
-    QKVParallelLinearWithLoRA,
-    ReplicatedLinearWithLoRA,
-    RowParallelLinearWithLoRA,
-)
-
+_CONVERTED = tuple(getattr(vllm_layers, change.target.rpartition(":")[2]) for change in hosts.LORA_LINEARS)
 # Of linears that compute what their quantization method does, and nothing else.
 _FORWARDS = (ColumnParallelLinear.forward, ReplicatedLinear.forward, RowParallelLinear.forward)
 
@@ -112,7 +96,7 @@ def compute_plain_logits(model: torch.nn.Module) -> int:
     found = [
         (name, module.base_layer)
         for name, module in model.named_modules()
-        if isinstance(module, LogitsProcessorWithLoRA)
+        if isinstance(module, vllm_layers.LogitsProcessorWithLoRA)
     ]
     for name, processor in found:
         model.set_submodule(name, processor)

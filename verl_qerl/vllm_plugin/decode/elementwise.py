@@ -95,15 +95,13 @@ def use_programmatic_launch(model: torch.nn.Module, columns: set[int], left: tor
     vLLM's, and so do norms over other rows. The norms of heads are part of their attention.
 
     Args:
-        columns: in_features of our linears, from `linear.repacked_in_features`; if empty, nothing is replaced.
+        columns: in_features of our linears, from `linear.repacked_in_features`.
         left: Norms whose weight has this dtype stay vLLM's.
 
     Returns:
         Number of modules replaced.
     """
-    found: dict[Any, type] = {
-        module: kind for module in model.modules() if columns and (kind := _kind(module, columns, left))
-    }
+    found: dict[Any, type] = {module: kind for module in model.modules() if (kind := _kind(module, columns, left))}
     for module, kind in found.items():
         change, ours = _PDL[kind]
         upstream.swap_class(change, module, ours)

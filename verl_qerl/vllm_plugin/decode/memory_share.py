@@ -11,7 +11,6 @@ empties hundreds of them (patches/vllm/0001).
 """
 
 import logging
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -37,9 +36,9 @@ def use_segments_again(worker: Any, vllm_config: Any) -> None:
     Args:
         worker: vLLM's worker, before it loads.
     """
-    limited: Callable[..., AbstractContextManager] | None = getattr(worker, "_scoped_allocator_max_split", None)
-    if not can_sleep(vllm_config) or limited is None:
+    if not can_sleep(vllm_config):
         return
+    limited = worker._scoped_allocator_max_split
 
     def limited_above_segments(max_split_size_mb: int) -> AbstractContextManager:
         return limited(max_split_size_mb=max(max_split_size_mb, _SPLIT_MIB))

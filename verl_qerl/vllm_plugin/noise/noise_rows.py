@@ -16,8 +16,9 @@ from vllm.v1.utils import CpuGpuBuffer
 
 from verl_qerl import upstream
 from verl_qerl.algos.aqn import FORCED_DRAW, NUM_DRAWS, AQNConfig
+from verl_qerl.kernels.rollout.elementwise import prepare_rows
 from verl_qerl.vllm_plugin import hosts
-from verl_qerl.vllm_plugin.noise.row_norms import compile_norms, give_table
+from verl_qerl.vllm_plugin.noise.row_norms import give_table
 from verl_qerl.vllm_plugin.options import SCHEDULER
 
 
@@ -30,7 +31,7 @@ def check_draws(vllm_config: Any, config: AQNConfig) -> None:
         "speculative decoding": vllm_config.speculative_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "microbatches (enable_dbo, ubatch_size)": parallel.use_ubatching,
-        "prefill_context_parallel_size": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        "prefill_context_parallel_size": parallel.prefill_context_parallel_size > 1,
     }
     found = [name for name, holds in asked.items() if holds]
     if found:
@@ -81,7 +82,8 @@ class NoiseRows:
             ValueError: See `give_table`.
         """
         tables = {name: give_table(name, norm, self.ids) for name, norm in norms.items()}
-        compile_norms(tables.values())
+        if self.ids.is_cuda:  # now, not while a graph is captured
+            prepare_rows({table.shape[1] for table in tables.values()}, self.ids.device)
         return tables
 
     def watch(self) -> None:

@@ -10,8 +10,8 @@ Weights are changed in place, so that captured CUDA graphs and compiled code see
 With one draw for the batch the weight gets noise; with several the rows of a table do, and the weight stays clean.
 """
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -21,13 +21,8 @@ from verl_qerl.algos.uaq import norm_scale
 from verl_qerl.checkpoints.manifest import checksum
 from verl_qerl.vllm_plugin.weights.plans import say_once
 
-
-class Tables(Protocol):
-    """Who has several draws of each norm."""
-
-    def give_tables(self, norms: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Name -> [draws, K] float32, in which the norm's noisy weights are kept."""
-        ...
+# Norms by name -> [draws, K] float32 of each, in which its noisy weights are kept.
+GiveTables = Callable[[Mapping[str, Any]], dict[str, torch.Tensor]]
 
 
 class NormNoise:
@@ -38,15 +33,20 @@ class NormNoise:
         uaq_scale: s of UAQ. Additive noise on the norms that UAQ multiplies is multiplied too, so that sigma keeps its
             meaning: (s w + s Z) with the linears divided by s is the model with w + Z. The other modes are in units of
             the weight, which has s in it.
-        tables: Rows for several draws, the first of which is what a single draw would be; None for a single draw.
+        give_tables: Gives rows for several draws, the first of which is what a single draw would be; None for a single
+            draw.
 
     Raises:
         ValueError: A target names no norm of this model, or one that multiplies by 1 + w where the mode's unit is w. Or
-            as `tables` raises.
+            as `give_tables` raises.
     """
 
     def __init__(
-        self, model: torch.nn.Module, config: AQNConfig, uaq_scale: float = 1.0, tables: Tables | None = None
+        self,
+        model: torch.nn.Module,
+        config: AQNConfig,
+        uaq_scale: float = 1.0,
+        give_tables: GiveTables | None = None,
     ) -> None:
         self._config = config
         self._norms = find_norms(model, config.targets, "Name them with `+aqn.targets=[...]`.")
@@ -54,7 +54,7 @@ class NormNoise:
             _refuse_offsets(self._norms, config.mode)
         self._uaq = {name: norm_scale(name, uaq_scale) for name in self._norms}
         self._sigma, self._step = 0.0, 0
-        self._tables = tables.give_tables(self._norms) if tables is not None else {}
+        self._tables = give_tables(self._norms) if give_tables is not None else {}
         self.recapture()
 
     @property

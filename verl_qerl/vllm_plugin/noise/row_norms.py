@@ -3,7 +3,6 @@
 Tables are changed in place, so that captured CUDA graphs and compiled code see it.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 
 from verl_qerl import upstream
 from verl_qerl.algos.aqn import NUM_DRAWS
-from verl_qerl.kernels.rollout.elementwise import add_rms_norm_rows, prepare_rows, rms_norm_rows
+from verl_qerl.kernels.rollout.elementwise import add_rms_norm_rows, rms_norm_rows
 from verl_qerl.vllm_plugin import hosts
 
 
@@ -57,10 +56,3 @@ def give_table(name: str, norm: Any, ids: torch.Tensor) -> torch.Tensor:
     by_rows = upstream.swap_class(hosts.RMS_NORM, norm, RowRMSNorm)
     by_rows.table, by_rows.ids = table, ids
     return table[1:]
-
-
-def compile_norms(tables: Iterable[torch.Tensor]) -> None:
-    """Compile what norms with these tables launch on a GPU now, not while a graph is captured."""
-    found = list(tables)
-    if found and found[0].is_cuda:
-        prepare_rows({table.shape[1] for table in found}, found[0].device)

@@ -18,7 +18,7 @@ from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.kernels.rollout.repacking import Repacked, undo_repack
 from verl_qerl.modules.placement.lending import Borrowed, borrow, meeting_place
 from verl_qerl.vllm_plugin.options import asked_of_vllm, named, rollout_options
-from verl_qerl.vllm_plugin.weights.linear import hold_repacked, multiply, plan_for
+from verl_qerl.vllm_plugin.weights.linear import Everywhere, hold_repacked, multiply, plan_for
 from verl_qerl.vllm_plugin.weights.plans import why_not
 
 logger = logging.getLogger(__name__)
@@ -80,18 +80,8 @@ class BorrowedNVFP4(CompressedTensorsW4A4Fp4):
         self.kernel.process_weights_after_loading(layer)
 
 
-class BorrowedKernel(NvFp4LinearKernel):
-    """`linear.W4A16Kernel` over tiles that are there already."""
-
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """Always: `BorrowedNVFP4` has refused GPUs that it does not run on."""
-        return True, None
-
-    @classmethod
-    def can_implement(cls, config: NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
-        """Every NVFP4 layer, since `attach` gives each its tiles."""
-        return True, None
+class BorrowedKernel(Everywhere, NvFp4LinearKernel):
+    """`linear.W4A16Kernel` over tiles that `attach` gave the layer; `BorrowedNVFP4` refuses GPUs that it is not for."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Hold the tiles.

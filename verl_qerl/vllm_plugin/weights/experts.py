@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
-from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
@@ -23,19 +22,12 @@ from verl_qerl.formats.nvfp4_layout import BLOCK_SCALE, CODES, GLOBAL_SCALE
 from verl_qerl.kernels.actor.dequantize import dequantize_nvfp4
 from verl_qerl.vllm_plugin import hosts
 
-logger = init_logger(__name__)
-
 _PARTS = (CODES, BLOCK_SCALE, GLOBAL_SCALE)
 _UNREAD = "input_global_scale"  # of activations; vLLM makes room for it, weight-only kernels do not read it
 
 
 def experts_method(layer: Any, prefix: str, form: str = "nvfp4") -> Any:
-    """The method of `layer` where it is not vLLM's own choice.
-
-    Args:
-        layer: A layer of vLLM's model, not filled yet.
-        prefix: The layer's name.
-        form: Name of the weight format.
+    """The method of `layer`, called `prefix`, where it is not vLLM's own choice.
 
     Returns:
         A method of packed experts without a GPU; None: not experts, or vLLM's own.

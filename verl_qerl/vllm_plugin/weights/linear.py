@@ -9,7 +9,6 @@ import torch
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
 from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKernel
 
-from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.nvfp4 import BLOCK_SIZE, nvfp4_weight
 from verl_qerl.kernels.rollout.repacking import Repacked, repack
 from verl_qerl.kernels.rollout.w4a16_launch import MULTIPLE
@@ -17,6 +16,20 @@ from verl_qerl.vllm_plugin.weights.linear_ops import linear_repacked
 from verl_qerl.vllm_plugin.weights.plans import make_plan, say_once, why_not
 
 _LEAST_NORMAL = 8  # bits of 2**-6 in E4M3
+
+
+class Everywhere:
+    """Answers to vLLM's questions about a kernel, for those that a scheme of ours makes only where they fit."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        """Always."""
+        return True, None
+
+    @classmethod
+    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+        """Always."""
+        return True, None
 
 
 class W4A16Kernel(NvFp4LinearKernel):
@@ -40,19 +53,13 @@ class W4A16Kernel(NvFp4LinearKernel):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Repack the weight; vLLM's names hold the repacked tensors afterwards."""
         packed = nvfp4_weight(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
-        plan = self._plan(packed, layer.params_dtype)
-        if plan is None:
+        try:
+            plan = plan_for(*packed.shape, layer.params_dtype, packed.block_scale)
+        except ValueError as error:
+            say_once(f"NVFP4 linears run on Marlin: {error}")
             self._marlin.process_weights_after_loading(layer)
             return
         hold_repacked(layer, repack(packed), plan)
-
-    def _plan(self, packed: PackedWeight, dtype: torch.dtype) -> str | None:
-        """Key of a plan; None, with the reason said once, for a layer that stays with Marlin."""
-        try:
-            return plan_for(*packed.shape, dtype, packed.block_scale)
-        except ValueError as error:
-            say_once(f"NVFP4 linears run on Marlin: {error}")
-            return None
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """X W^T + bias; x [..., K], result [..., N]."""

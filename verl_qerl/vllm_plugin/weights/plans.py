@@ -66,13 +66,7 @@ _FIELDS = {"N", "K", "launches", "decode_rows"}  # of a row of a table
 
 
 def make_plan(N: int, K: int, gpu: str) -> str:
-    """Key of the plan for a weight [N, K] on a GPU, made on first use.
-
-    Args:
-        N: out_features.
-        K: in_features.
-        gpu: The name that CUDA gives.
-    """
+    """Key of the plan for a weight [N, K] on a GPU, by the name that CUDA gives; made on first use."""
     key = f"{N}x{K}"
     if key not in PLANS:
         row = nearest(N, K, gpu)
@@ -83,14 +77,7 @@ def make_plan(N: int, K: int, gpu: str) -> str:
 
 
 def choose_launch(row: dict[str, Any], N: int, K: int, tokens: int) -> Launch:
-    """The launch for a weight [N, K] and an entry of TOKENS: measured for this or a similar shape, else guessed.
-
-    Args:
-        row: From `nearest`.
-        N: out_features.
-        K: in_features.
-        tokens: Entry of TOKENS.
-    """
+    """The launch for a weight [N, K] and an entry of TOKENS: that of `row` (see `nearest`) if it fits, else a guess."""
     apart = distance((row["N"], row["K"]), (N, K))
     if apart < _ALIKE and str(tokens) in row["launches"]:
         launch = Launch(*row["launches"][str(tokens)])

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
-from vllm.logger import init_logger
 from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearLayerConfig
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -28,6 +27,8 @@ from verl_qerl.vllm_plugin import NAMES, PREFIX
 from verl_qerl.vllm_plugin.options import asked_of_vllm, rollout_options
 from verl_qerl.vllm_plugin.weights.borrowed import BorrowedNVFP4, is_borrowing
 from verl_qerl.vllm_plugin.weights.experts import experts_method
+from verl_qerl.vllm_plugin.weights.linear import W4A16Kernel
+from verl_qerl.vllm_plugin.weights.plans import say_once, why_not
 from verl_qerl.vllm_plugin.weights.reference_kernels import (
     INT8ReferenceKernel,
     MXFP4ReferenceKernel,
@@ -35,8 +36,6 @@ from verl_qerl.vllm_plugin.weights.reference_kernels import (
     W8A8FP8Reference,
     onednn_multiplies_int8,
 )
-
-logger = init_logger(__name__)
 
 _MARLIN = "linear_backend='marlin'"
 # Compute capabilities of the GPUs that vLLM 0.24.0 has a kernel for: at least the first, below the second.
@@ -160,28 +159,21 @@ class W4A16NVFP4(CompressedTensorsW4A4Fp4):
     """Weight-only NVFP4: packed weights, activations in bf16."""
 
     def __init__(self) -> None:
-        if not current_platform.is_cpu():
-            _check_backend("NVFP4")
-            super().__init__(use_a16=True)
-            self._choose_by_rows()
+        if current_platform.is_cpu():
+            # vLLM's own __init__ raises on a CPU: it forces Marlin. The rest of it is these three attributes.
+            self.use_a16 = True
+            self.kernel = ReferenceKernel(NvFp4LinearLayerConfig())
+            self.group_size = 16
             return
-        # vLLM's own __init__ raises on a CPU: it forces Marlin. The rest of it is these three attributes.
-        self.use_a16 = True
-        self.kernel = ReferenceKernel(NvFp4LinearLayerConfig())
-        self.group_size = 16
-
-    def _choose_by_rows(self) -> None:
-        # Not at the top: it needs vLLM's CUDA kernels, which the CPU build lacks.
-        from verl_qerl.vllm_plugin.weights.linear import W4A16Kernel
-        from verl_qerl.vllm_plugin.weights.plans import why_not
-
+        _check_backend("NVFP4")
+        super().__init__(use_a16=True)
         config = get_current_vllm_config_or_none()
         options, asked = rollout_options(config), asked_of_vllm(config)
         if options.linear == "stock":
             return
         reason = f"{asked} asks for it" if asked else why_not()
         if reason:
-            logger.warning_once("NVFP4 linears run on Marlin, which is slow for large batches: %s.", reason)
+            say_once(f"NVFP4 linears run on Marlin, which is slow for large batches: {reason}.")
             return
         self.kernel = W4A16Kernel(NvFp4LinearLayerConfig())
 
@@ -214,7 +206,7 @@ class W8A8INT8(CompressedTensorsW8A8Int8):
         """Create vLLM's weights, with our kernel where vLLM's computes wrong products."""
         super().create_weights(layer, *args, **kwargs)
         if current_platform.is_cpu() and not onednn_multiplies_int8():
-            logger.warning_once(
+            say_once(
                 "INT8 linears run on a reference in float32, which is slow: vLLM's kernel computes wrong products on"
                 " this CPU, which has no VNNI."
             )
@@ -225,9 +217,6 @@ class W8A8INT8(CompressedTensorsW8A8Int8):
         super().process_weights_after_loading(layer)
         if current_platform.is_cpu():
             self._scales_of_onednn = layer.weight_scale.data
-            if layer.weight is None and _has_adapters():
+            has_adapters = getattr(get_current_vllm_config_or_none(), "lora_config", None) is not None
+            if layer.weight is None and has_adapters:
                 layer.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.int8), requires_grad=False)
-
-
-def _has_adapters() -> bool:
-    return getattr(get_current_vllm_config_or_none(), "lora_config", None) is not None

@@ -16,51 +16,39 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import In
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 
-from verl_qerl.formats import FP8, INT8, MXFP4, NVFP4
+from verl_qerl.formats import FP8, INT8, MXFP4, NVFP4, WeightFormat
 from verl_qerl.formats.channel import ChannelFormat
-from verl_qerl.vllm_plugin.weights.linear import frozen
+from verl_qerl.vllm_plugin.weights.linear import Everywhere, frozen
 
 
-class _Everywhere:
-    """Answers to vLLM's questions about a kernel; `quantization` makes ours only where they fit."""
-
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """Always."""
-        return True, None
-
-    @classmethod
-    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
-        """Always."""
-        return True, None
-
-
-class ReferenceKernel(_Everywhere, NvFp4LinearKernel):
+class _Dense(Everywhere):
     """Decodes the whole weight after loading and multiplies densely: exact, and as large as bf16."""
 
+    form: WeightFormat
+    scales: tuple[str, ...]  # vLLM's names, in the order of `PackedWeight.tensors`
+
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replace the packed weight [N, K / 2] by the dense one [N, K] of the layer's dtype."""
-        tensors = (layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
-        layer.weight = frozen(NVFP4().dequantize(tensors, layer.params_dtype))
-        del layer.weight_scale, layer.weight_global_scale
+        tensors = [getattr(layer, name).data for name in ("weight", *self.scales)]
+        layer.weight = frozen(self.form.dequantize(tensors, layer.params_dtype))
+        for name in self.scales:
+            delattr(layer, name)
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """X W^T + bias; x [..., K], result [..., N]."""
         return torch.nn.functional.linear(x, layer.weight, bias)
 
 
-class MXFP4ReferenceKernel(_Everywhere, MxFp4LinearKernel):
-    """`ReferenceKernel` for MXFP4."""
+class ReferenceKernel(_Dense, NvFp4LinearKernel):
+    """A dense linear in the place of an NVFP4 one."""
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Replace the packed weight [N, K / 2] by the dense one [N, K] of the layer's dtype."""
-        tensors = (layer.weight.data, layer.weight_scale.data)
-        layer.weight = frozen(MXFP4().dequantize(tensors, layer.params_dtype))
-        del layer.weight_scale
+    form, scales = NVFP4(), ("weight_scale", "weight_global_scale")
 
-    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """X W^T + bias; x [..., K], result [..., N]."""
-        return torch.nn.functional.linear(x, layer.weight, bias)
+
+class MXFP4ReferenceKernel(_Dense, MxFp4LinearKernel):
+    """A dense linear in the place of an MXFP4 one."""
+
+    form, scales = MXFP4(), ("weight_scale",)
 
 
 class _W8A8:
@@ -113,7 +101,7 @@ class W8A8FP8Reference(_W8A8, CompressedTensorsScheme):
         )
 
 
-class INT8ReferenceKernel(_Everywhere, _W8A8, Int8ScaledMMLinearKernel):
+class INT8ReferenceKernel(Everywhere, _W8A8, Int8ScaledMMLinearKernel):
     """INT8 weights per channel and activations per token, with sums in float32."""
 
     form = INT8()
