@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from qerl_testing import quantize, quantize_group
 from safetensors.torch import save_file
 
 from verl_qerl.checkpoints.digest import weight_digest
@@ -14,7 +15,7 @@ from verl_qerl.formats import NVFP4, PackedWeight
 from verl_qerl.formats.base import named_tensors
 from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.formats.nvfp4_layout import quantization_config
-from verl_qerl.formats.reference import dequantize, quantize, quantize_group
+from verl_qerl.formats.reference import dequantize
 
 QKV = tuple(f"model.layers.0.self_attn.{kind}_proj" for kind in "qkv")
 OTHERS = ("model.layers.0.self_attn.o_proj", "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj")

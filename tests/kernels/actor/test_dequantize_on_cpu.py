@@ -4,11 +4,11 @@ import importlib
 
 import pytest
 import torch
+from qerl_testing import random_packed_weight
 
 from verl_qerl.formats import PackedWeight, reference
 from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.kernels.actor.dequantize import dequantize, dequantize_nvfp4, dequantize_siblings
-from verl_qerl.testing import random_packed_weight
 
 kernel = importlib.import_module(
     "verl_qerl.kernels.actor.dequantize"

@@ -80,7 +80,7 @@ def quantize_checkpoint(
     Args:
         model: Directory in Hugging Face layout, unquantized.
         out: Absent or empty; on an error nothing is left.
-        scale: Scale choice of nvfp4, see `formats.reference.quantize_group`; None is the default of the format.
+        scale: Scale choice of the format, see `WeightFormat`; None is its default.
         ignore: Modules left as they are, besides lm_head.
         requantize: Take a quantized `model` by the weights that it stands for; what it left as it is stays so.
         calibration: Texts for GPTQ; without, weights are rounded to the nearest codes.

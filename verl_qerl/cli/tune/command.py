@@ -11,11 +11,11 @@ import torch
 
 from verl_qerl.checkpoints.record import write_whole
 from verl_qerl.cli.tune.shapes import Shape, shapes_of
+from verl_qerl.formats import DEFAULT_FORMAT
 from verl_qerl.kernels.rollout.lora import member_of_tile
 from verl_qerl.kernels.rollout.repacking import Repacked, repack
 from verl_qerl.kernels.rollout.w4a16_launch import TOKENS, Launch, both_ways, launch_candidates
 from verl_qerl.kernels.rollout.w4a16_matmul import Adapter, can_fuse, prepare, w4a16_matmul
-from verl_qerl.testing import random_packed_weight
 
 ROWS = (1, 8, 16, 24, 32, 48, 64, 96, 128, 176, 256, 512, 1024, 2048, 4096, 8192)
 TRIED = 12  # launches of w4a16_matmul, the most promising ones, each with both ways to make X A^T
@@ -101,7 +101,8 @@ def measure(N: int, K: int) -> dict[str, Any]:
 
 def tiled_copies(N: int, K: int) -> list[Repacked]:
     """A random weight [N, K] on the GPU as often as the L2 cache cannot hold it."""
-    packed = [repack(random_packed_weight(N, K, device="cuda"))]
+    weight = torch.randn(N, K, generator=torch.Generator().manual_seed(0)) * 0.02
+    packed = [repack(DEFAULT_FORMAT.quantize(weight.to("cuda")))]
     words, scale, scale_of_all = packed[0]
     clones = range(_CACHE_BYTES // (N * K * 9 // 16))
     return packed + [(words.clone(), scale.clone(), scale_of_all) for _ in clones]
