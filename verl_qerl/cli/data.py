@@ -88,9 +88,6 @@ def run(args: argparse.Namespace) -> int:
         splits["train"] = [splits["train"][number] for number in kept(_questions(splits["train"]), held_out)]
     if args.levels:
         splits = {split: _of_levels(rows, args.levels, split) for split, rows in splits.items()}
-    for rows in splits.values():
-        for index, row in enumerate(rows):
-            row["extra_info"]["index"] = index
     write_splits(args.out, splits)
     return 0
 
@@ -166,21 +163,30 @@ def kept(questions: Iterable[str], held_out: Mapping[str, Iterable[str]]) -> lis
 
 
 def write_splits(out: Path, splits: Mapping[str, list[Row]]) -> None:
-    """Write and report `<split>.parquet` for verl and, of questions as GSM8K's, `<split>.jsonl`.
+    """Number the rows, and write `<split>.parquet` for verl and, of questions as GSM8K's, `<split>.jsonl`.
 
     Args:
         out: Directory that must not exist; it appears whole or not at all.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     with new_directory(out) as directory:
         for split, rows in splits.items():
-            _write(directory, split, rows)
+            for index, row in enumerate(rows):
+                row["extra_info"]["index"] = index
+            pq.write_table(pa.Table.from_pylist(rows), directory / f"{split}.parquet")
+            if rows[0]["data_source"] == GSM8K_SOURCE:
+                problems = [{key: row["extra_info"][key] for key in PROBLEM} for row in rows]
+                text = "".join(json.dumps(problem) + "\n" for problem in problems)
+                (directory / f"{split}.jsonl").write_text(text, encoding="utf-8")
     for split, rows in splits.items():
         print(f"{out / split}.parquet: {len(rows)} rows")
 
 
 def gsm8k_prompt(question: str) -> list[dict[str, str]]:
     """The chat that verl sends for a GSM8K question."""
-    return [{"role": "user", "content": f"{question} {GSM8K_INSTRUCTION}"}]
+    return _chat(question, GSM8K_INSTRUCTION)
 
 
 def gsm8k_ground_truth(answer: str) -> str:
@@ -267,36 +273,30 @@ def _check_kinds(row: Mapping[str, Any], required: Mapping[str, type], where: st
 
 
 def _gsm8k(args: argparse.Namespace) -> dict[str, list[Row]]:
-    directory = _local(args.source)
-    splits = {}
+    directory, splits = _local(args.source), {}
     for split in SPLITS:
         if directory is not None:
             records: Iterable[Mapping[str, Any]] = read_jsonl(directory / f"{split}.jsonl", PROBLEM)
         else:
             records = from_hub(args.source, split, "main")
-        splits[split] = [gsm8k_row(record, split, index) for index, record in enumerate(records)]
+        splits[split] = [gsm8k_row(record, split) for record in records]
     return splits
 
 
 def _math(args: argparse.Namespace) -> dict[str, list[Row]]:
-    import pyarrow.parquet as pq
+    from verl_qerl.cli.eval.questions import read_rows
 
-    directory = _local(args.source)
-    splits = {}
+    directory, splits = _local(args.source), {}
     for split in SPLITS:
-        if directory is None:
-            records: Iterable[Mapping[str, Any]] = from_hub(args.source, split, None)
-        elif (path := directory / f"{split}.parquet").is_file():
-            records = pq.read_table(path).to_pylist()
+        if directory is not None:
+            check_file(directory / f"{split}.parquet", "path", "MATH as parquet is")
+            records = read_rows(directory / f"{split}.parquet")
         else:
-            raise FileNotFoundError(f"a file is missing: path={path}. MATH as parquet is accepted. Check --source.")
-        rows = []
-        for number, record in enumerate(records, start=1):
-            where = f"row {number} of {split}"
-            if args.levels is not None:
-                _check_kinds(record, {"level": str}, where)
-            rows.append(_math_row(record, split, len(rows), where))
-        splits[split] = rows
+            records = from_hub(args.source, split, None)
+        splits[split] = [_math_row(record, split, f"row {n} of {split}") for n, record in enumerate(records, start=1)]
+        if args.levels is not None:
+            for number, record in enumerate(records, start=1):
+                _check_kinds(record, {"level": str}, f"row {number} of {split}")
     return splits
 
 
@@ -317,10 +317,9 @@ def _training(args: argparse.Namespace) -> dict[str, list[Row]]:
         configs = [level.lower().replace(" ", "_") for level in levels]
         records, where = [row for config in configs for row in from_hub(hub, "train", config)], hub
     rows = []
-    for index, record in enumerate(records):
-        question = question_of(record, f"row {index + 1} of {where}")
-        prompt = [{"role": "user", "content": f"{question.text} {MATH_INSTRUCTION}"}]
-        rows.append(_row(data_source, prompt, question.truth, "train", index, question.text, question.truth))
+    for number, record in enumerate(records, start=1):
+        question = question_of(record, f"row {number} of {where}")
+        rows.append(_row(data_source, question.text, MATH_INSTRUCTION, question.truth, "train"))
         rows[-1]["extra_info"] |= {key: record[key] for key in ("source", "llama8b_solve_rate") if key in record}
     return {"train": rows}
 
@@ -340,26 +339,21 @@ def _training_file(source: Path) -> Path:
 def _evaluation(args: argparse.Namespace) -> dict[str, list[Row]]:
     from verl_qerl.cli.eval.questions import read_questions
 
-    rows = []
-    for index, question in enumerate(read_questions(args.name, args.source)):
-        prompt = [{"role": "user", "content": f"{question.text} {MATH_INSTRUCTION}"}]
-        rows.append(_row(EVALUATION[args.name], prompt, question.truth, "test", index, question.text, question.truth))
-    return {"test": rows}
+    source, found = EVALUATION[args.name], read_questions(args.name, args.source)
+    return {"test": [_row(source, one.text, MATH_INSTRUCTION, one.truth, "test") for one in found]}
 
 
-def gsm8k_row(record: Mapping[str, Any], split: str, index: int) -> Row:
+def gsm8k_row(record: Mapping[str, Any], split: str) -> Row:
     """A row of verl's schema, of a question and its answer in GSM8K's form.
 
     Raises:
         ValueError: The answer has no `#### N`.
     """
-    truth = gsm8k_ground_truth(record["answer"])
-    return _row(
-        GSM8K_SOURCE, gsm8k_prompt(record["question"]), truth, split, index, record["question"], record["answer"]
-    )
+    question, answer = record["question"], record["answer"]
+    return _row(GSM8K_SOURCE, question, GSM8K_INSTRUCTION, gsm8k_ground_truth(answer), split, answer)
 
 
-def _math_row(record: Mapping[str, Any], split: str, index: int, where: str) -> Row:
+def _math_row(record: Mapping[str, Any], split: str, where: str) -> Row:
     """A row from the hub's flat columns, or from a parquet that nests them in reward_model.ground_truth."""
     nested = (record.get("reward_model") or {}).get("ground_truth")
     fields = record if "solution" in record or not isinstance(nested, dict) else nested
@@ -367,34 +361,24 @@ def _math_row(record: Mapping[str, Any], split: str, index: int, where: str) -> 
     _check_kinds(fields, {problem: str, "solution": str}, where)
     question, solution = fields[problem], fields["solution"]
     truth = last_boxed(solution)  # as verl; a column `target`, where there is one, is normalised and fails its reward
-    prompt = [{"role": "user", "content": f"{question} {MATH_INSTRUCTION}"}]
-    row = _row(MATH_SOURCE, prompt, truth, split, index, question, solution)
+    row = _row(MATH_SOURCE, question, MATH_INSTRUCTION, truth, split, solution)
     row["extra_info"] |= {key: record[key] for key in ("level", "type") if key in record}
     return row
 
 
-def _row(
-    source: str, prompt: list[dict[str, str]], truth: str, split: str, index: int, question: str, answer: str
-) -> Row:
+def _row(source: str, question: str, instruction: str, truth: str, split: str, answer: str | None = None) -> Row:
+    """A row of verl's schema; the answer is the truth alone where it is not given."""
     return {
         "data_source": source,
-        "prompt": prompt,
+        "prompt": _chat(question, instruction),
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": truth},
-        "extra_info": {"split": split, "index": index, "question": question, "answer": answer},
+        "extra_info": {"split": split, "question": question, "answer": truth if answer is None else answer},
     }
 
 
-def _write(directory: Path, split: str, rows: list[Row]) -> None:
-    """The parquet for verl, and of GSM8K the same questions as JSON lines."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.Table.from_pylist(rows), directory / f"{split}.parquet")
-    if rows[0]["data_source"] == GSM8K_SOURCE:
-        problems = [{key: row["extra_info"][key] for key in ("question", "answer")} for row in rows]
-        text = "".join(json.dumps(problem) + "\n" for problem in problems)
-        (directory / f"{split}.jsonl").write_text(text, encoding="utf-8")
+def _chat(question: str, instruction: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"{question} {instruction}"}]
 
 
 def _local(source: str) -> Path | None:
