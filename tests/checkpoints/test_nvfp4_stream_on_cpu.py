@@ -355,6 +355,12 @@ def test_a_name_that_is_no_directory_is_looked_up_as_a_hub_id(monkeypatch):
         open_source("nobody/no-such-model")
 
 
+@pytest.mark.parametrize("path", ["./missing", "../missing"])
+def test_a_path_that_is_not_there_is_no_hub_id(path):
+    with pytest.raises(CheckpointFormatError, match=r"missing/config.json does not exist"):
+        open_source(path)
+
+
 def test_a_hub_id_is_fetched_at_its_revision_to_its_folder(monkeypatch, tmp_path):
     path, asked = save(tmp_path / "m", [bf16_tensors()]), []
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from verl_qerl.checkpoints.model_config import is_hub_id
 from verl_qerl.cli.output_dir import check_absent, new_directory
 
 GSM8K_SOURCE = "openai/gsm8k"
@@ -386,7 +387,7 @@ def _local(source: str) -> Path | None:
     path = Path(source)
     if path.is_dir():
         return path
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not source.startswith("."):
+    if is_hub_id(source):
         return None
     raise FileNotFoundError(f"no such source: source={source}. A directory or owner/name is accepted. Check --source.")
 
