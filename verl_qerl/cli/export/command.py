@@ -37,7 +37,7 @@ from verl_qerl.cli.model_dir import (
 )
 from verl_qerl.cli.output_dir import check_absent, new_directory
 from verl_qerl.cli.prompts import Prompt, read_prompts, tokenize
-from verl_qerl.formats import PackedWeight, scaled_format
+from verl_qerl.formats import PackedWeight, get_format
 from verl_qerl.formats.nvfp4_layout import modelopt_config, modelopt_legacy_config
 from verl_qerl.formats.reference import relative_error
 from verl_qerl.formats.tensor_spec import TensorSpec
@@ -119,7 +119,7 @@ class _Export:
     ) -> None:
         self.folder, self.form, self.base, self.adapter = folder, form, base, adapter
         self.checkpoint, self.options, self.device = checkpoint, options, device
-        self.format = scaled_format("nvfp4", options.scale or (base.scale if form in LAYOUTS else None))
+        self.format = get_format("nvfp4", options.scale or (base.scale if form in LAYOUTS else None))
         # Before the long work: a model without a tokenizer is refused here.
         self.tokens = tokenize(base.source.path, options.prompts) if options.prompts else []
         self.merge: Merge | None = None

@@ -15,7 +15,7 @@ from verl_qerl.cli.export.adapter import Adapter
 from verl_qerl.cli.export.fsdp_checkpoint import Checkpoint
 from verl_qerl.cli.model_dir import QUANTIZATION_REPORT
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats import DEFAULT_FORMAT, PackedWeight, get_format, scaled_format
+from verl_qerl.formats import DEFAULT_FORMAT, PackedWeight, get_format
 from verl_qerl.formats.ignore import DEFAULT_IGNORE, is_packed_module, is_router
 from verl_qerl.formats.nvfp4_layout import is_activation_scale
 from verl_qerl.formats.reference import dequantize
@@ -78,8 +78,8 @@ class Base:
         if not self.is_packed:
             return stored_tensors(self.source, device)
         if self.record is None:
-            return packed_stream(self.source, scaled_format(self.format), device=device)
-        form = scaled_format(self.format, self.record.scale)
+            return packed_stream(self.source, get_format(self.format), device=device)
+        form = get_format(self.format, self.record.scale)
         return packed_stream(self.source, form, self.record.ignore, device)
 
 

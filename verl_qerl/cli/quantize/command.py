@@ -36,7 +36,7 @@ from verl_qerl.cli.output_dir import check_absent, new_directory
 from verl_qerl.cli.quantize.arguments import SAMPLES, TOKENS
 from verl_qerl.cli.quantize.calibration import Calibration, calibrated_stream, check_calibrated
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats import PackedWeight, WeightFormat, scaled_format
+from verl_qerl.formats import PackedWeight, WeightFormat, get_format
 from verl_qerl.formats.ignore import DEFAULT_IGNORE, ROUTER, is_router
 from verl_qerl.formats.reference import relative_error
 from verl_qerl.formats.tensor_spec import TensorSpec
@@ -93,7 +93,7 @@ def quantize_checkpoint(
         ValueError: The source is damaged, quantized already or not for the format, or an option does not fit.
     """
     check_absent(out)
-    chosen = scaled_format(form, scale)
+    chosen = get_format(form, scale)
     source = open_source(model)
     rules = tuple(dict.fromkeys((*DEFAULT_IGNORE, *ignore)))
     if calibration:
