@@ -264,6 +264,41 @@ def read_jsonl(path: Path, required: Mapping[str, type]) -> list[Row]:
     return rows
 
 
+def read_rows(path: Path, what: str, count: int | None = None) -> list[Row]:
+    """The objects of JSON lines, or else of a JSON list or parquet.
+
+    Args:
+        what: `questions` or the like, for messages.
+        count: So many at most, from the first.
+
+    Raises:
+        FileNotFoundError: No such file.
+        ValueError: It holds something else.
+    """
+    if path.suffix == ".jsonl":
+        rows = read_jsonl(path, {})
+    else:
+        check_file(path, what, "JSON or parquet is")
+        try:
+            if path.suffix == ".json":
+                rows = json.loads(path.read_text(encoding="utf-8"))
+            else:
+                import pyarrow.parquet as pq
+
+                rows = pq.read_table(path).slice(0, count).to_pylist()
+        except ValueError as error:  # json's and pyarrow's are
+            raise ValueError(
+                f"{what} cannot be read: {path} ({error}). Objects, as JSON or parquet, are accepted. Download it"
+                " again."
+            ) from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(
+            f"{what} cannot be read: {path} holds no list of objects. JSON or parquet with one object each is accepted."
+            " Download it again."
+        )
+    return rows[:count]
+
+
 def _check_kinds(row: Mapping[str, Any], required: Mapping[str, type], where: str) -> None:
     """Require values of these kinds; `where` names the row in the error."""
     for key, kind in required.items():
@@ -276,24 +311,17 @@ def _check_kinds(row: Mapping[str, Any], required: Mapping[str, type], where: st
 def _gsm8k(args: argparse.Namespace) -> dict[str, list[Row]]:
     directory, splits = _local(args.source), {}
     for split in SPLITS:
-        if directory is not None:
-            records: Iterable[Mapping[str, Any]] = read_jsonl(directory / f"{split}.jsonl", PROBLEM)
-        else:
-            records = from_hub(args.source, split, "main")
+        path = directory and directory / f"{split}.jsonl"
+        records = read_jsonl(path, PROBLEM) if path else from_hub(args.source, split, "main")
         splits[split] = [gsm8k_row(record, split) for record in records]
     return splits
 
 
 def _math(args: argparse.Namespace) -> dict[str, list[Row]]:
-    from verl_qerl.cli.eval.questions import read_rows
-
     directory, splits = _local(args.source), {}
     for split in SPLITS:
-        if directory is not None:
-            check_file(directory / f"{split}.parquet", "path", "MATH as parquet is")
-            records = read_rows(directory / f"{split}.parquet")
-        else:
-            records = from_hub(args.source, split, None)
+        path = directory and directory / f"{split}.parquet"
+        records = read_rows(path, "questions") if path else from_hub(args.source, split, None)
         splits[split] = [_math_row(record, split, f"row {n} of {split}") for n, record in enumerate(records, start=1)]
         if args.levels is not None:
             for number, record in enumerate(records, start=1):
@@ -302,7 +330,7 @@ def _math(args: argparse.Namespace) -> dict[str, list[Row]]:
 
 
 def _training(args: argparse.Namespace) -> dict[str, list[Row]]:
-    from verl_qerl.cli.eval.questions import question_of, read_rows
+    from verl_qerl.cli.eval.questions import question_of
 
     hub, data_source = TRAINING[args.name]
     if args.source is not None:
@@ -312,7 +340,7 @@ def _training(args: argparse.Namespace) -> dict[str, list[Row]]:
                 f"levels are those of the hub: --levels with --source={args.source}. --source alone is accepted, with"
                 " the file of these levels. Leave --levels out."
             )
-        records, where = read_rows(path), str(path)
+        records, where = read_rows(path, "questions"), str(path)
     else:
         levels = args.hub_levels or ("all",)
         configs = [level.lower().replace(" ", "_") for level in levels]

@@ -17,6 +17,7 @@ from verl_qerl.cli.eval.records import Answered, append, check_questions, open_r
 from verl_qerl.cli.eval.report import report
 from verl_qerl.cli.eval.served import ADAPTER, served
 from verl_qerl.cli.export.fsdp_checkpoint import open_checkpoint
+from verl_qerl.cli.prompts import load_tokenizer, token_ids
 from verl_qerl.vllm_plugin.offline import EngineOptions
 
 _SAMPLING = ("samples", "temperature", "top_p", "max_tokens", "prompt", "seed")
@@ -81,26 +82,10 @@ def _unanswered(
 
 
 def encode(model: str, missing: Sequence[tuple[str, int, Question]], prompt: str) -> list[Prompt]:
-    """Each question as a chat up to the assistant's turn.
-
-    Raises:
-        ValueError: The model has no tokenizer, or the tokenizer no chat template.
-    """
-    from transformers import AutoTokenizer
-
-    folder = Path(model)
-    if folder.is_dir() and not any(folder.glob("tokenizer*")):  # from nothing, transformers makes an empty one
-        raise ValueError(f"the model has no tokenizer: {model}. One is needed. Copy its files there.")
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"the tokenizer has no chat template: {model}. One is needed to ask as the model was trained. Copy"
-            " chat_template.jinja of the instruction-tuned model there."
-        )
+    """Each question as a chat up to the assistant's turn."""
+    tokenizer = load_tokenizer(model, chats=True)
     chats = [[{"role": "user", "content": prompt.replace(SLOT, question.text)}] for _, _, question in missing]
-    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
-    tokens = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return [Prompt(*what, ids) for what, ids in zip(missing, tokens, strict=True)]
+    return [Prompt(*what, token_ids(tokenizer, chat)) for what, chat in zip(missing, chats, strict=True)]
 
 
 def _options(found: EngineOptions, args: argparse.Namespace, asked: Sequence[Prompt]) -> EngineOptions:

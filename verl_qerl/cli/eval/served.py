@@ -12,7 +12,7 @@ from verl_qerl.cli.export.adapter import read_adapter
 from verl_qerl.cli.export.arguments import WITH_BASE
 from verl_qerl.cli.export.command import export_checkpoint
 from verl_qerl.cli.export.fsdp_checkpoint import open_checkpoint
-from verl_qerl.cli.export.merge import matrix_shapes, open_base
+from verl_qerl.cli.export.merge import dense_specs, matrix_shapes, open_base
 from verl_qerl.formats import FORMATS
 from verl_qerl.vllm_plugin.offline import ADAPTER_CONFIG, EngineOptions
 
@@ -87,7 +87,7 @@ def check_fits(adapter: Path, model: str) -> None:
                 " a training checkpoint with --checkpoint."
             )
     base = read_object(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
-    shapes = matrix_shapes(open_source(model))
+    shapes = matrix_shapes(dense_specs(open_source(model)))
     for name, spec in read_specs(adapter / ADAPTER).items():
         module, _, factor = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
         if factor not in ("lora_A", "lora_B"):

@@ -47,6 +47,10 @@ Pack = Callable[..., Iterator[tuple[str, PackedWeight | torch.Tensor]]]
 
 def run(args: argparse.Namespace) -> int:
     """Quantize, then print the table."""
+    calibration = None
+    if args.method == "gptq":
+        samples, tokens = args.calibration_samples or SAMPLES, args.calibration_tokens or TOKENS
+        calibration = Calibration(args.calibration, samples, tokens)
     report = quantize_checkpoint(
         args.model,
         args.out,
@@ -56,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         device=args.device,
         max_shard_bytes=args.max_shard_size,
         requantize=args.requantize,
-        calibration=_calibration(args),
+        calibration=calibration,
     )
     print(_table(report))
     print(f"wrote {args.out}")
@@ -101,7 +105,11 @@ def quantize_checkpoint(
     if requantize and source.format is not None:
         source = dense_source(source)
         rules = (*rules, *left_dense(source, rules))
-    _check(source)
+    if source.format is not None:
+        raise CheckpointFormatError(
+            f"the model is quantized already: {source.path} ({source.format}). An unquantized checkpoint is accepted. "
+            "Use this directory as it is, name the original model, or add --requantize."
+        )
     check_held(source, chosen)
     if any(is_router(name.rpartition(".")[0]) for name in source.files):
         rules = (*rules, ROUTER)
@@ -186,20 +194,6 @@ def _layer(weight: torch.Tensor, packed: PackedWeight) -> dict[str, Any]:
         "bits_per_weight": round(8 * packed.size_bytes / weight.numel(), 4),
         "relative_error": relative_error(weight, packed),
     }
-
-
-def _check(source: Source) -> None:
-    if source.format is not None:
-        raise CheckpointFormatError(
-            f"the model is quantized already: {source.path} ({source.format}). An unquantized checkpoint is accepted. "
-            "Use this directory as it is, name the original model, or add --requantize."
-        )
-
-
-def _calibration(args: argparse.Namespace) -> Calibration | None:
-    if args.method != "gptq":
-        return None
-    return Calibration(args.calibration, args.calibration_samples or SAMPLES, args.calibration_tokens or TOKENS)
 
 
 def _table(report: dict[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """`python -m verl_qerl tune`: measure where the kernels of a rollout cross on this GPU."""
 
 import argparse
-import datetime
 from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     for N, K in shapes:
         rows.append(measure(N, K))
         print(describe(rows[-1]), flush=True)
-        content = {"gpu": gpu, "torch": torch.__version__, "time": _now(), "rows": rows}
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        content = {"gpu": gpu, "torch": torch.__version__, "time": now, "rows": rows}
         write_whole(path, content)  # a rollout that starts meanwhile reads a whole table
     print(f"written to {path}")
     return 0
@@ -90,13 +91,7 @@ def measure(N: int, K: int) -> dict[str, Any]:
         x = torch.randn(rows, K, device="cuda", dtype=torch.bfloat16)
         calls = paths(x, packed, tuple(launches.values()))
         times.append({"rows": rows} | {name: time_us(each) for name, each in calls.items()})
-    return {
-        "N": N,
-        "K": K,
-        "decode_rows": crossing(times),
-        "launches": launches,
-        "times": times,
-    }
+    return {"N": N, "K": K, "decode_rows": crossing(times), "launches": launches, "times": times}
 
 
 def tiled_copies(N: int, K: int) -> list[Repacked]:
@@ -194,7 +189,3 @@ def describe(row: dict[str, Any]) -> str:
     """One line for the terminal."""
     times = "  ".join(f"{entry['rows']}: {entry['tiled_us']:.0f}/{entry['decoded_us']:.0f}" for entry in row["times"])
     return f"{row['N']} x {row['K']}: decoding from {row['decode_rows']} rows; us packed/decoded  {times}"
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
