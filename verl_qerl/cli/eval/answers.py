@@ -32,7 +32,6 @@ class Verdict(NamedTuple):
 
     Attributes:
         answer: What the box holds, or what was found at the end; None where there is nothing.
-        right: Whether it equals the truth.
     """
 
     answer: str | None

@@ -26,7 +26,6 @@ class Work:
     """What an engine has to do.
 
     Attributes:
-        options: How it is made.
         prompts: Token ids of each question.
         sampling: Arguments of vLLM's SamplingParams.
     """

@@ -73,7 +73,6 @@ def read_questions(task: str, source: Path | None, option: str = "--source") -> 
     """The questions of a task.
 
     Args:
-        task: One of TASKS.
         source: Directory with TASK/test.jsonl (or .json, .parquet) or TASK.jsonl; None for the hub.
         option: The option of the command that takes a directory, for messages.
 

@@ -1,6 +1,6 @@
 """Base and adapter as one stream of bf16 tensors; memory: a few tensors, whatever the size of the model."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,6 @@ def open_base(path: str | Path | None, checkpoint: Checkpoint) -> Base:
 
     Args:
         path: Directory or hub id, in place of the one that the checkpoint names.
-        checkpoint: From `open_checkpoint`.
 
     Raises:
         ValueError: No base is named, it cannot be read, or it is packed and that of the run was not.
@@ -176,7 +175,8 @@ class Merge:
         self._check_others()
         for name, item in self.base.items(self.device):
             if isinstance(item, PackedWeight):
-                self._check_digest(name, item)
+                self.digests[name] = weight_digest(item)
+                self._check_digests([name])
                 self.observe(item.size_bytes)
                 yield f"{name}.weight", item, self._merge(name, dequantize(item, torch.float32))
                 continue
@@ -190,12 +190,8 @@ class Merge:
                 weight = self._shifted(module, weight)
             rounded = weight.to(torch.bfloat16)
             yield name, rounded, self._merge(module, weight) if module in self.adapter.factors else rounded
-        self._check_all_came()
-
-    def run(self) -> None:
-        """Check the base and find what changed, without keeping the result."""
-        for _ in self.tensors():
-            pass
+        if self.base.record:
+            self._check_digests(sorted(self.base.record.digests))  # all have come
 
     def _merge(self, module: str, weight: torch.Tensor) -> torch.Tensor:
         if module not in self.adapter.factors:
@@ -253,10 +249,9 @@ class Merge:
                 )
         for name, tensor in self.others.items():
             spec = self.base.specs.get(name)
-            if spec is None and tied and name == "lm_head.weight":
-                embedding = self.others.get("model.embed_tokens.weight", tensor)
-                if torch.equal(tensor, embedding):
-                    continue  # the embedding once more
+            is_tied = spec is None and tied and name == "lm_head.weight"
+            if is_tied and torch.equal(tensor, self.others.get("model.embed_tokens.weight", tensor)):
+                continue  # the embedding once more
             if spec is None or spec.shape != tuple(tensor.shape):
                 raise CheckpointFormatError(
                     f"the checkpoint does not fit the base: it holds {name!r} of {tuple(tensor.shape)}, the base "
@@ -264,21 +259,12 @@ class Merge:
                     " --base."
                 )
 
-    def _check_digest(self, module: str, weight: PackedWeight) -> None:
-        self.digests[module] = weight_digest(weight)
-        if self.base.record and self.base.record.digests.get(module) != self.digests[module]:
-            raise self._other_base(module)
-
-    def _check_all_came(self) -> None:
-        if self.base.record:
-            missing = sorted(self.base.record.digests.keys() - self.digests.keys())
-            if missing:
-                raise self._other_base(missing[0])
-
-    def _other_base(self, module: str) -> CheckpointFormatError:
-        digests = self.base.record.digests if self.base.record else {}
-        return CheckpointFormatError(
-            f"the base is not the one of the checkpoint: {self.base.source.path} holds {module!r} with digest "
-            f"{self.digests.get(module)}, the checkpoint names {digests.get(module)}. The same bits are accepted. "
-            "Name the model.path of the run with --base."
-        )
+    def _check_digests(self, modules: Iterable[str]) -> None:
+        wanted = self.base.record.digests if self.base.record else {}
+        for module in modules:
+            if wanted.get(module) != self.digests.get(module):
+                raise CheckpointFormatError(
+                    f"the base is not the one of the checkpoint: {self.base.source.path} holds {module!r} with digest"
+                    f" {self.digests.get(module)}, the checkpoint names {wanted.get(module)}. The same bits are"
+                    " accepted. Name the model.path of the run with --base."
+                )
