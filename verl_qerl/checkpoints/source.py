@@ -144,7 +144,7 @@ def read_tensors(source: Source, names: Iterable[str], device: str | torch.devic
         by_file.setdefault(source.files[name], []).append(name)
     found = {}
     for file, held in by_file.items():
-        with _open(source.path / file, "cpu") as shard:
+        with _open(source.path / file) as shard:
             found |= {name: shard.get_tensor(name).to(device) for name in held}
     return found
 
@@ -185,7 +185,7 @@ def _read(path: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]
     if device.type == "cuda":
         yield from read_shard(path, device)
         return
-    with _open(path, "cpu") as shard:  # pages are read as they are used, and arithmetic on a CPU is slower than that
+    with _open(path) as shard:  # pages are read as they are used, and arithmetic on a CPU is slower than that
         for name in shard.keys():  # noqa: SIM118 (safe_open is no mapping)
             yield name, shard.get_tensor(name)
 
@@ -196,7 +196,7 @@ def read_specs(path: Path) -> dict[str, TensorSpec]:
     Raises:
         CheckpointFormatError: It is missing or cut, or has a dtype that is not known.
     """
-    with _open(path, "cpu") as shard:
+    with _open(path) as shard:
         slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118
         specs = {name: TensorSpec(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
     unknown = sorted({spec.dtype for spec in specs.values()} - set(DTYPES))
@@ -207,9 +207,9 @@ def read_specs(path: Path) -> dict[str, TensorSpec]:
     return specs
 
 
-def _open(path: Path, device: str) -> safe_open:
+def _open(path: Path) -> safe_open:
     try:
-        return safe_open(path, framework="pt", device=device)
+        return safe_open(path, framework="pt")
     except FileNotFoundError as error:
         raise CheckpointFormatError(
             f"a shard is missing: {path}. Every shard that the index names must be there. Download the model again."

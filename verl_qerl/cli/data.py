@@ -333,18 +333,17 @@ def _training(args: argparse.Namespace) -> dict[str, list[Row]]:
     from verl_qerl.cli.eval.questions import question_of
 
     hub, data_source = TRAINING[args.name]
-    if args.source is not None:
-        path = _training_file(args.source)
-        if args.hub_levels:
-            raise ValueError(
-                f"levels are those of the hub: --levels with --source={args.source}. --source alone is accepted, with"
-                " the file of these levels. Leave --levels out."
-            )
-        records, where = read_rows(path, "questions"), str(path)
-    else:
-        levels = args.hub_levels or ("all",)
-        configs = [level.lower().replace(" ", "_") for level in levels]
+    if args.source is None:
+        configs = [level.lower().replace(" ", "_") for level in args.hub_levels or ("all",)]
         records, where = [row for config in configs for row in from_hub(hub, "train", config)], hub
+    elif args.hub_levels:
+        raise ValueError(
+            f"levels are those of the hub: --levels with --source={args.source}. --source alone is accepted, with"
+            " the file of these levels. Leave --levels out."
+        )
+    else:
+        path = _training_file(args.source)
+        records, where = read_rows(path, "questions"), str(path)
     rows = []
     for number, record in enumerate(records, start=1):
         question = question_of(record, f"row {number} of {where}")
