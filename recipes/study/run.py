@@ -29,7 +29,8 @@ import results
 from arms import Run
 from records import Records
 
-from verl_qerl.testing import current_commit
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "bench"))
+from qerl_testing import current_commit
 
 HERE = Path(__file__).resolve().parent
 MARK = "QERL_STUDY_RUN"  # in the environment of all that a run starts

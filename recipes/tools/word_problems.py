@@ -125,7 +125,7 @@ def _run(args: argparse.Namespace) -> int:
     parts = {"train": problems[: args.num_train], "test": problems[args.num_train :]}
     write_splits(
         args.out,
-        {split: [gsm8k_row(asdict(p), split, i) for i, p in enumerate(part)] for split, part in parts.items()},
+        {split: [gsm8k_row(asdict(p), split) for p in part] for split, part in parts.items()},
     )
     return 0
 

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from qerl_testing import load_beside, rms_error_ratio
 from torch.utils.checkpoint import checkpoint  # noqa: F401  (its first import is slow)
 
 from verl_qerl.kernels.actor.log_probs import log_probs_of_labels
-from verl_qerl.testing import load_beside, rms_error_ratio
 
 models = load_beside(__file__, "actor_models")
 table = load_beside(__file__, "actor_table").table

@@ -19,9 +19,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from qerl_testing import current_commit
 
 from verl_qerl.kernels.rollout.repacking import dequantize_repacked
-from verl_qerl.testing import current_commit
 
 ROOT = Path(__file__).parents[2]
 GATE = ROOT / "tests" / "kernels" / "actor" / "test_dequantize.py"

@@ -20,7 +20,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from verl_qerl.testing import current_commit
+from qerl_testing import current_commit
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the worker is asked for log-probs in this process
 

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from qerl_testing import current_commit
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -29,7 +30,6 @@ from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli.quantize.command import quantize_checkpoint
 from verl_qerl.formats import NVFP4
 from verl_qerl.formats.nvfp4 import SCALE_CHOICES
-from verl_qerl.testing import current_commit
 
 ROOT = Path(__file__).parents[2]
 GATES = ("tests/formats", "tests/checkpoints", "tests/cli/quantize/test_command_on_cpu.py")

@@ -30,7 +30,7 @@ from readme_tables import recovery
 from verl_qerl.checkpoints.source import Source, open_source
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli.quantize.calibration import calibrated_stream
-from verl_qerl.formats import WeightFormat, scaled_format
+from verl_qerl.formats import WeightFormat, get_format
 from verl_qerl.formats.reference import dequantize, relative_error
 
 # Method -> format and scale choice; None is that of the format.
@@ -104,7 +104,7 @@ class Recovery:
         yield {"method": "bf16", "bits": 16.0} | of_losses(losses)
         inputs = self.inputs()
         for method in self.methods:
-            form = scaled_format(*METHODS[method])
+            form = get_format(*METHODS[method])
             began, used = time.perf_counter(), time.process_time()
             linears, originals = self.quantize(method, form, inputs)
             seconds, used = time.perf_counter() - began, time.process_time() - used

@@ -21,9 +21,9 @@ from typing import Any
 
 import rollout_arms
 import torch
+from qerl_testing import current_commit
 
 from verl_qerl.formats import get_format
-from verl_qerl.testing import current_commit
 
 ARMS = ("bf16", "int8", "fp8", "nvfp4", "mxfp4")
 HANDLE = "ipc:///tmp/verl-qerl-bench-{}.sock"

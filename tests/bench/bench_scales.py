@@ -23,13 +23,13 @@ from typing import Any
 import host_time
 import rollout_report
 import torch
+from qerl_testing import quantize, rms_error_ratio
 
 from verl_qerl.formats import PackedWeight, nvfp4
 from verl_qerl.formats.base import in_chunks
 from verl_qerl.formats.e2m1 import E2M1_VALUES, e2m1_codes, pack_codes
 from verl_qerl.formats.nvfp4 import SCALE_CHOICES
-from verl_qerl.formats.reference import dequantize, quantize
-from verl_qerl.testing import rms_error_ratio
+from verl_qerl.formats.reference import dequantize
 
 Quantizer = Callable[[torch.Tensor], PackedWeight]
 _STEPS = range(-3, 8)  # of E4M3, around the scale nearest to amax / 6: 0.8 to 1.8 times that lies within

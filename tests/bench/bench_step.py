@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl_qerl.testing import current_commit
+from qerl_testing import current_commit
 
 HERE = Path(__file__).resolve().parent
 STUDY = HERE.parents[1] / "recipes" / "study" / "run.py"

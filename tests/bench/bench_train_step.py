@@ -22,7 +22,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from verl_qerl.testing import current_commit
+from qerl_testing import current_commit
 
 # In the order verl runs them within a step (trainer_base.py: fit, _step_once).
 PHASES = (

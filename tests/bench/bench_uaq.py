@@ -22,12 +22,12 @@ from pathlib import Path
 
 import torch
 import transformers
+from qerl_testing import current_commit
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl_qerl.algos.uaq import fold_, scaled_parameters, unfold_
 from verl_qerl.formats.int8 import INT8
 from verl_qerl.formats.reference import dequantize
-from verl_qerl.testing import current_commit
 
 VOCAB, LENGTH, BATCH = 61, 32, 16
 PRETRAIN_STEPS, PRETRAIN_LR = 200, 2e-3

@@ -23,9 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from qerl_testing import load_beside
 from tensordict import TensorDict
-
-from verl_qerl.testing import load_beside
 
 describe_machine = load_beside(__file__, "bench_dequantize").describe_machine
 PACKED_ATTENTION = "verl_qerl_varlen"

@@ -6,8 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-from verl_qerl.testing import load_beside
+from qerl_testing import load_beside
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from qerl_testing import load_beside
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from verl_qerl.checkpoints.writer import ShardedWriter, quantized_specs
@@ -22,7 +23,6 @@ from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.ignore import DEFAULT_IGNORE, is_packed_module
 from verl_qerl.formats.nvfp4_layout import quantization_config
 from verl_qerl.formats.tensor_spec import TensorSpec
-from verl_qerl.testing import load_beside
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes" / "tools"))
 from chat_tokenizer import train_tokenizer

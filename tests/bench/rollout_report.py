@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import rollout_arms
-
-from verl_qerl.testing import current_commit
+from qerl_testing import current_commit
 
 KEY = ("arm", "model", "batch", "rank", "prompt", "context")
 ENGINE = ("arm", "model", "rank")

@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-
-from verl_qerl.testing import current_commit
+from qerl_testing import current_commit
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -62,13 +62,15 @@ def _random(name: str, what: str, make: str, options: str = "", beside: bool = T
     Args:
         name: verl_NAME.
         what: For --list.
-        make: A call of verl_qerl.testing without its end, which the size of the vocabulary is.
+        make: A call of qerl_testing.py without its end, which the size of the vocabulary is.
         options: More overrides.
         beside: It shares its GPU with others; else it has CUDA graphs and sleeps.
     """
     words = "vocab_size=config.from_pretrained('$WORK/base').vocab_size, max_position_embeddings=512"
-    imports = "from transformers import AutoConfig as config; from verl_qerl import testing"
-    made = f"{imports}; testing.{make}, {words}).save_pretrained('$WORK/{name}')"
+    imports = (
+        "import sys; sys.path.append('tests/bench'); import qerl_testing; from transformers import AutoConfig as config"
+    )
+    made = f"{imports}; qerl_testing.{make}, {words}).save_pretrained('$WORK/{name}')"
     copied = f'cp "$WORK"/base/{{*token*,*.jinja}} "$WORK/{name}"'
     alone = "" if beside else f"{_SLEEP} actor_rollout_ref.rollout.enforce_eager=False"
     path = f'actor_rollout_ref.model.path="$WORK/{name}"'

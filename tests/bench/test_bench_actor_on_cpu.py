@@ -5,8 +5,7 @@ import statistics
 
 import pytest
 import torch
-
-from verl_qerl.testing import load_beside
+from qerl_testing import load_beside
 
 pytest.importorskip("peft")
 

@@ -4,8 +4,7 @@ import json
 
 import pytest
 import torch
-
-from verl_qerl.testing import load_beside
+from qerl_testing import load_beside
 
 bench = load_beside(__file__, "bench_dequantize")
 

@@ -1,9 +1,9 @@
 """Which launches are compared for a linear that a table lacks."""
 
 import pytest
+from qerl_testing import load_beside
 
 from verl_qerl.kernels.rollout.w4a16_launch import EACH, GATHERED, Launch, guess_launch
-from verl_qerl.testing import load_beside
 
 pytest.importorskip("vllm")
 guess = load_beside(__file__, "bench_guess")

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-
-from verl_qerl.testing import load_beside
+from qerl_testing import load_beside
 
 bench = load_beside(__file__, "bench_layer")
 TINY = bench.rollout_arms.Shape(hidden=128, intermediate=192, layers=1, heads=2, kv_heads=1)

@@ -11,8 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-
-from verl_qerl.testing import random_qwen2
+from qerl_testing import random_qwen2
 
 SCRIPT = Path(__file__).with_name("bench_noise.py")
 

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-
-from verl_qerl.testing import load_beside
+from qerl_testing import load_beside
 
 bench = load_beside(__file__, "bench_quantize")
 

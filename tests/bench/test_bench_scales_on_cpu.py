@@ -8,9 +8,9 @@ from types import ModuleType
 import pytest
 import torch
 from chat_tokenizer import train_tokenizer
+from qerl_testing import quantize, random_qwen2
 
-from verl_qerl.formats.reference import dequantize, quantize
-from verl_qerl.testing import random_qwen2
+from verl_qerl.formats.reference import dequantize
 
 
 @pytest.fixture(scope="module")

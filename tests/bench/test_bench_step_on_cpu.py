@@ -6,8 +6,7 @@ import shlex
 import subprocess
 
 import pytest
-
-from verl_qerl.testing import load_beside, random_qwen2
+from qerl_testing import load_beside, random_qwen2
 
 pytest.importorskip("verl")
 

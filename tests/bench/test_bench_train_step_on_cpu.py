@@ -1,8 +1,7 @@
 """What the benchmark makes of samples and metrics; the rest of it is a verl run on a GPU."""
 
 import pytest
-
-from verl_qerl.testing import load_beside
+from qerl_testing import load_beside
 
 bench = load_beside(__file__, "bench_train_step")
 

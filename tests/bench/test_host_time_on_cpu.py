@@ -6,8 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-
-from verl_qerl.testing import load_beside
+from qerl_testing import load_beside
 
 pytest.importorskip("vllm")
 host_time = load_beside(__file__, "host_time")

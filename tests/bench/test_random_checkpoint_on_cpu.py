@@ -6,12 +6,12 @@ import torch
 pytest.importorskip("peft")
 pytest.importorskip("verl")
 
+from qerl_testing import load_beside
 from transformers import AutoConfig, AutoTokenizer, Qwen2ForCausalLM
 
 from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.formats import PackedWeight
-from verl_qerl.testing import load_beside
 from verl_qerl.verl_plugin.actor.packed_model import build_skeleton, load_packed
 from verl_qerl.verl_plugin.config.base_options import BaseOptions
 

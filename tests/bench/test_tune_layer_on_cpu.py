@@ -3,9 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
+from qerl_testing import load_beside
 
 from verl_qerl.kernels.rollout.w4a16_launch import EACH, STREAM_K, TOKENS, Launch
-from verl_qerl.testing import load_beside
 from verl_qerl.vllm_plugin.weights import plans
 
 bench = load_beside(__file__, "tune_layer")

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from verl_qerl.testing import load_beside
+from qerl_testing import load_beside
 
 pytest.importorskip("verl")
 

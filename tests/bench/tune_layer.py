@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from qerl_testing import current_commit
 
 from verl_qerl.cli.tune.command import fusing
 from verl_qerl.kernels.rollout import w4a16_matmul
 from verl_qerl.kernels.rollout.w4a16_launch import TOKENS, Launch, both_ways
-from verl_qerl.testing import current_commit
 from verl_qerl.vllm_plugin.weights import plans
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -2,10 +2,10 @@ import hashlib
 
 import pytest
 import torch
+from qerl_testing import random_packed_weight
 
 from verl_qerl.checkpoints.digest import check_same_base, differing_weights, model_digest, weight_digest
 from verl_qerl.formats.nvfp4 import nvfp4_weight
-from verl_qerl.testing import random_packed_weight
 
 
 def test_digest_is_sha256_of_shape_codes_block_scales_and_global_scale() -> None:

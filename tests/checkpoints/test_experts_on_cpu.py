@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from qerl_testing import quantize_group, random_qwen3_moe
 from safetensors.torch import load_file, save_file
 
 from verl_qerl.checkpoints.digest import weight_digest
@@ -15,8 +16,6 @@ from verl_qerl.checkpoints.source import Source, open_source
 from verl_qerl.checkpoints.stream import linear_modules, packed_stream
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import PackedWeight
-from verl_qerl.formats.reference import quantize_group
-from verl_qerl.testing import random_qwen3_moe
 
 pytest.importorskip("transformers")
 EXPERTS = "model.layers.1.mlp.experts"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from qerl_testing import quantize, quantize_group
 from safetensors.torch import save_file
 
 from verl_qerl.checkpoints.digest import weight_digest
@@ -14,7 +15,7 @@ from verl_qerl.formats import NVFP4, PackedWeight
 from verl_qerl.formats.base import named_tensors
 from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.formats.nvfp4_layout import quantization_config
-from verl_qerl.formats.reference import dequantize, quantize, quantize_group
+from verl_qerl.formats.reference import dequantize
 
 QKV = tuple(f"model.layers.0.self_attn.{kind}_proj" for kind in "qkv")
 OTHERS = ("model.layers.0.self_attn.o_proj", "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj")
@@ -352,6 +353,12 @@ def test_a_name_that_is_no_directory_is_looked_up_as_a_hub_id(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(CheckpointFormatError, match="neither a directory nor a model of the hub"):
         open_source("nobody/no-such-model")
+
+
+@pytest.mark.parametrize("path", ["./missing", "../missing"])
+def test_a_path_that_is_not_there_is_no_hub_id(path):
+    with pytest.raises(CheckpointFormatError, match=r"missing/config.json does not exist"):
+        open_source(path)
 
 
 def test_a_hub_id_is_fetched_at_its_revision_to_its_folder(monkeypatch, tmp_path):

@@ -188,7 +188,7 @@ def test_a_damaged_weight_is_refused_by_name(tmp_path, kind):
 
 
 def test_experts_are_held_by_nvfp4_alone(tmp_path):
-    from verl_qerl.testing import random_qwen3_moe
+    from qerl_testing import random_qwen3_moe
 
     random_qwen3_moe().save_pretrained(tmp_path)
     source = open_source(tmp_path)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from verl_qerl.testing import random_decoder, random_qwen3_moe
+from qerl_testing import random_decoder, random_qwen3_moe
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("train_checkpoint.py")

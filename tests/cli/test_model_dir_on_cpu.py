@@ -2,13 +2,13 @@ import json
 
 import pytest
 import torch
+from qerl_testing import random_packed_weight
 
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.writer import ShardedWriter
 from verl_qerl.cli.model_dir import copy_other_files, device_name, pick_device, store
 from verl_qerl.formats.tensor_spec import TensorSpec
-from verl_qerl.testing import random_packed_weight
 
 
 def test_what_describes_the_source_alone_is_not_copied(tmp_path):

@@ -48,7 +48,7 @@ def test_an_absent_file(tmp_path, name):
 
 @pytest.mark.parametrize(
     ("column", "values", "message"),
-    [("text", ["x"], "a file lacks a column"), ("prompt", [], "a file holds no prompts")],
+    [("text", ["x"], "row 1 of .* cannot be used: prompt=None"), ("prompt", [], "a file holds no prompts")],
 )
 def test_a_parquet_without_prompts_is_refused(tmp_path, column, values, message):
     import pyarrow as pa
@@ -81,3 +81,14 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     with pytest.raises(ValueError, match="the model has no tokenizer"):
         tokenize(tmp_path, ["What is 2 + 3?"])
+
+
+def test_a_chat_for_a_tokenizer_without_a_template_is_refused(models, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(models / "nvfp4")
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    assert tokenize(tmp_path, ["What is 2 + 3?"])
+    with pytest.raises(ValueError, match=r"the tokenizer has no chat template: .*\. One is needed"):
+        tokenize(tmp_path, ["What is 2 + 3?", CHAT])

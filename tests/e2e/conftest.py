@@ -65,9 +65,8 @@ class Workbench:
 
     def random(self, family: str, **sizes: Any) -> Path:
         """A model of another family, or of other sizes, with the same tokenizer."""
+        from qerl_testing import random_decoder
         from transformers import AutoConfig
-
-        from verl_qerl.testing import random_decoder
 
         names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         names += ("num_key_value_heads", "max_position_embeddings", "tie_word_embeddings")

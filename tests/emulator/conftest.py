@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from qerl_testing import load_beside
 
 from verl_qerl.kernels.rollout import launch
 from verl_qerl.kernels.rollout.w4a16_matmul import Adapter
-from verl_qerl.testing import load_beside
 
 
 @pytest.fixture(scope="session")

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from qerl_testing import load_beside
 
 from verl_qerl.kernels.rollout import attention, elementwise, launch, low_rank, rotation, w4a16_matmul
-from verl_qerl.testing import load_beside
 
 translate = load_beside(__file__, "cuda_to_cpp").translate
 

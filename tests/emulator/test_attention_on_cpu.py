@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from verl_qerl.testing import load_beside
+from qerl_testing import load_beside
 
 cases = load_beside(str(Path(__file__).parents[1] / "kernels" / "rollout" / "unwritten.py"), "attention_cases")
 

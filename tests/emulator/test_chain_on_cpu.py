@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from qerl_testing import load_beside
 
 from verl_qerl.kernels.rollout import attention, elementwise, rotation
 from verl_qerl.kernels.rollout import launch as launch_module
@@ -11,7 +12,6 @@ from verl_qerl.kernels.rollout.attention import decode_attention
 from verl_qerl.kernels.rollout.launch import Kernel, read_source
 from verl_qerl.kernels.rollout.w4a16_launch import EACH, STREAM_K, Launch
 from verl_qerl.kernels.rollout.w4a16_matmul import w4a16_matmul
-from verl_qerl.testing import load_beside
 
 HIDDEN, HEAD, LAYERS = 384, 64, 2
 Pool = load_beside(__file__, "graph_memory").Pool

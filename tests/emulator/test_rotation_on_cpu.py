@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from qerl_testing import load_beside
 
 from verl_qerl.kernels.rollout.rotation import _launch, norm_rotate, rotate
-from verl_qerl.testing import load_beside
 
 cases = load_beside(str(Path(__file__).parents[1] / "kernels" / "rollout" / "unwritten.py"), "rotation_cases")
 

@@ -1,10 +1,11 @@
 import pytest
 import torch
+from qerl_testing import quantize_group
 
 from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.e2m1 import E2M1_VALUES, e2m1_codes
 from verl_qerl.formats.gptq import DAMPING, InputMoments, calibrate, output_errors
-from verl_qerl.formats.reference import dequantize, quantize_group, relative_error
+from verl_qerl.formats.reference import dequantize, relative_error
 
 
 def correlated(tokens: int, K: int, seed: int = 0) -> torch.Tensor:

@@ -3,6 +3,7 @@ from functools import partial
 
 import pytest
 import torch
+from qerl_testing import random_packed_weight
 
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.source import open_source
@@ -12,7 +13,6 @@ from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import DEFAULT_FORMAT, nvfp4_layout
 from verl_qerl.formats.base import named_tensors
 from verl_qerl.formats.ignore import ignored_modules
-from verl_qerl.testing import random_packed_weight
 
 MODULE = "model.layers.0.mlp.down_proj"
 

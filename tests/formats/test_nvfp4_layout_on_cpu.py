@@ -2,6 +2,7 @@ import logging
 
 import pytest
 import torch
+from qerl_testing import quantize, random_packed_weight
 
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.errors import CheckpointFormatError
@@ -14,8 +15,7 @@ from verl_qerl.formats.nvfp4_layout import (
     is_activation_scale,
     quantization_config,
 )
-from verl_qerl.formats.reference import dequantize, quantize
-from verl_qerl.testing import random_packed_weight
+from verl_qerl.formats.reference import dequantize
 
 
 def without_module(tensors: dict[str, torch.Tensor], module: str) -> dict[str, torch.Tensor]:

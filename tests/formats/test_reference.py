@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from qerl_testing import quantize_group
 
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.formats.nvfp4 import SCALE_CHOICES
-from verl_qerl.formats.reference import dequantize, quantize_group
+from verl_qerl.formats.reference import dequantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

@@ -1,12 +1,12 @@
 import pytest
 import torch
+from qerl_testing import quantize, quantize_group, sqnr_db
 
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.formats import PackedWeight, base
 from verl_qerl.formats.e2m1 import E2M1_VALUES
 from verl_qerl.formats.nvfp4 import SCALE_CHOICES
-from verl_qerl.formats.reference import dequantize, quantize, quantize_group, relative_error
-from verl_qerl.testing import sqnr_db
+from verl_qerl.formats.reference import dequantize, relative_error
 
 
 def codes_of(weight: PackedWeight) -> list[list[int]]:
@@ -231,7 +231,7 @@ def test_golden_bits(scale: str) -> None:
 @pytest.mark.parametrize("K", [1, 8, 24, 4097])
 def test_in_features_must_be_a_multiple_of_16(K: int) -> None:
     with pytest.raises(ValueError, match=rf"in_features={K} of 'm' is not a multiple of 16. .* Add 'm' to `ignore`"):
-        quantize(torch.ones(2, K), name="m")
+        quantize_group({"m": torch.ones(2, K)})
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)

@@ -1,6 +1,5 @@
 import pytest
-
-from verl_qerl.testing import random_qwen2
+from qerl_testing import random_qwen2
 
 
 @pytest.fixture

@@ -8,16 +8,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from qerl_testing import foreach_copy_as_cuda, quantize, random_qwen2
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.formats.reference import quantize
 from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.modules.convert import packed_linears, replace_linears
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.modules.placement.sharded_linear import ShardedNVFP4Linear
-from verl_qerl.testing import foreach_copy_as_cuda, random_qwen2
 
 torch._foreach_copy_ = foreach_copy_as_cuda
 

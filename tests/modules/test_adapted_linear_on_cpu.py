@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
+from qerl_testing import assert_close, quantize, rms_error_ratio
 
-from verl_qerl.formats.reference import quantize
 from verl_qerl.kernels.actor.dequantize import dequantize_siblings
 from verl_qerl.modules import nvfp4_linear
 from verl_qerl.modules.convert import replace_linears
-from verl_qerl.testing import assert_close, rms_error_ratio
 
 peft = pytest.importorskip("peft")
 from verl_qerl.modules.adapted_linear import AdaptedLinear, fuse_adapters  # noqa: E402

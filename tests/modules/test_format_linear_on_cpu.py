@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
+from qerl_testing import rms_error_ratio
 from torch.utils.checkpoint import checkpoint
 
 from verl_qerl.checkpoints.digest import weight_digest
@@ -12,7 +13,6 @@ from verl_qerl.formats import FORMATS, get_format
 from verl_qerl.formats.reference import dequantize
 from verl_qerl.modules.convert import packed_weights, replace_linears
 from verl_qerl.modules.format_linear import PACKED_LINEARS, INT8Linear
-from verl_qerl.testing import rms_error_ratio
 
 peft = pytest.importorskip("peft")
 from verl_qerl.modules.adapted_linear import AdaptedLinear, fuse_adapters  # noqa: E402

@@ -2,17 +2,17 @@
 
 import pytest
 import torch
+from qerl_testing import assert_close, quantize, random_packed_weight, random_qwen3_moe, set_linear
 
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.ignore import is_packed_module
-from verl_qerl.formats.reference import dequantize, quantize
+from verl_qerl.formats.reference import dequantize
 from verl_qerl.modules.convert import packed_linears, packed_weights, replace_experts, replace_linears
 from verl_qerl.modules.nvfp4_experts import NVFP4Experts, PackedStack
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
-from verl_qerl.testing import assert_close, random_packed_weight, random_qwen3_moe, set_linear
 
 pytest.importorskip("transformers")
 TOKENS = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(3))

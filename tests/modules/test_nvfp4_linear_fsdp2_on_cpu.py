@@ -1,6 +1,7 @@
 """Two gloo ranks, each with the whole packed base and half of every parameter, compute what one process does."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ SCRIPT = Path(__file__).with_name("fsdp2_two_ranks.py")
 def ranks(warm_python, tmp_path_factory):
     """What each rank found: sharded and whole."""
     out = tmp_path_factory.mktemp("fsdp2")
-    result = warm_python(str(SCRIPT), str(out), env=os.environ | {"OMP_NUM_THREADS": "1"}, ranks=2)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    result = warm_python(str(SCRIPT), str(out), env=env, ranks=2)
     assert result.returncode == 0, result.stderr[-4000:]
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 

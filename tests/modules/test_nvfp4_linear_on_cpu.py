@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from qerl_testing import quantize, random_packed_weight
 
 from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.formats.reference import dequantize, quantize
+from verl_qerl.formats.reference import dequantize
 from verl_qerl.modules import nvfp4_linear
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
-from verl_qerl.testing import random_packed_weight
 
 
 def build(N: int = 24, K: int = 48, bias: bool = True, dtype: torch.dtype = torch.bfloat16):

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from qerl_testing import quantize
 
-from verl_qerl.formats.reference import dequantize, quantize
+from verl_qerl.formats.reference import dequantize
 from verl_qerl.modules.convert import replace_linears
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from qerl_testing import assert_close, load_beside, random_qwen2
 
 from verl_qerl.modules import varlen_attention as varlen
-from verl_qerl.testing import assert_close, load_beside, random_qwen2
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

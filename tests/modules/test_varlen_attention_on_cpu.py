@@ -5,10 +5,10 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+from qerl_testing import assert_close, load_beside
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, MistralConfig, Qwen2Config
 
 from verl_qerl.modules import varlen_attention as varlen
-from verl_qerl.testing import assert_close, load_beside
 
 reference = load_beside(__file__, "varlen_reference")
 attention, inputs, positions = reference.attention, reference.inputs, reference.positions

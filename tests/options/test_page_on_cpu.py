@@ -1,7 +1,8 @@
 """The tables of options in the documentation are those of the code."""
 
+from qerl_testing import load_beside
+
 from verl_qerl.options.schema import NODES
-from verl_qerl.testing import load_beside
 
 page = load_beside(__file__, "page")
 

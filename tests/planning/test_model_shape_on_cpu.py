@@ -1,8 +1,8 @@
 import pytest
 import torch
+from qerl_testing import random_qwen3_moe
 
 from verl_qerl.planning.model_shape import ModelShape
-from verl_qerl.testing import random_qwen3_moe
 
 CONFIG_7B = {"vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
 CONFIG_7B |= {"num_attention_heads": 28, "num_key_value_heads": 4}

@@ -18,7 +18,7 @@ def fresh_process(warm_python) -> Callable[..., subprocess.CompletedProcess]:
     processes there are.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "bench"), os.environ.get("PYTHONPATH", "")])
     settings = {"VERL_PLATFORM": "cpu", "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
     def run(*args: str, fails: bool = False, ranks: int = 1, **env: str) -> subprocess.CompletedProcess:
@@ -72,8 +72,9 @@ def validate(configuration, monkeypatch, caplog) -> Callable[..., list[str]]:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """Of test_engine*.py: bf16 (Qwen2), tied (Llama, tied), nvfp4, quantized from bf16, and moe, with experts."""
+    from qerl_testing import random_decoder, random_qwen2, random_qwen3_moe
+
     from verl_qerl.cli.quantize.command import quantize_checkpoint
-    from verl_qerl.testing import random_decoder, random_qwen2, random_qwen3_moe
 
     folder = tmp_path_factory.mktemp("models")
     random_qwen2().save_pretrained(folder / "bf16")

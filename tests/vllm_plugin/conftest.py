@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import qerl_testing
 import torch
 
-from verl_qerl import testing
 from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.formats import NVFP4
@@ -57,7 +57,7 @@ def save_model(folder: Path, family: str) -> None:
 
     if family == "qwen3_moe":
         sizes = {"vocab_size": VOCABULARY, "num_hidden_layers": 3, "max_position_embeddings": 512}
-        testing.random_qwen3_moe(**sizes, eos_token_id=VOCABULARY - 2).save_pretrained(folder)
+        qerl_testing.random_qwen3_moe(**sizes, eos_token_id=VOCABULARY - 2).save_pretrained(folder)
         save_tokenizer(folder)
         return
     family, _, tied = family.partition("-")
@@ -235,7 +235,7 @@ def write_adapter(tmp_path_factory, model_dir):
 def random_qwen2(tmp_path) -> Path:
     """A bf16 Qwen2 of shapes that Marlin takes, with random weights and no tokenizer."""
     sizes = {"vocab_size": 1024, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4}
-    model = testing.random_qwen2(num_attention_heads=8, num_key_value_heads=2, **sizes)
+    model = qerl_testing.random_qwen2(num_attention_heads=8, num_key_value_heads=2, **sizes)
     model.save_pretrained(tmp_path / "bf16")
     return tmp_path / "bf16"
 

@@ -4,9 +4,9 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from qerl_testing import random_decoder
 
 from verl_qerl.cli.quantize.command import quantize_checkpoint
-from verl_qerl.testing import random_decoder
 from verl_qerl.vllm_plugin.offline import EngineOptions, OfflineEngine, Sampled, engine_options
 
 EXTENSION = "verl_qerl.vllm_plugin.worker.RolloutWorkerExtension"

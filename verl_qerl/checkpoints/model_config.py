@@ -7,6 +7,8 @@ from typing import Any
 
 from verl_qerl.errors import CheckpointFormatError
 
+_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights, configuration, tokenizer
+
 
 def read_object(path: Path, remedy: str = "Download the model again.") -> dict[str, Any]:
     """The object that a file holds.
@@ -43,21 +45,41 @@ def read_config(model: str | Path) -> dict[str, Any]:
     Raises:
         CheckpointFormatError: There is none, or it cannot be reached or read.
     """
-    path = Path(model)
-    if path.exists() or not is_hub_id(model):
-        return read_object(path / "config.json" if path.is_dir() else path)
-    from huggingface_hub import hf_hub_download  # half a second to import
+    path = local_path(model, config_only=True)
+    return read_object(path / "config.json" if path.is_dir() else path)
+
+
+def local_path(
+    model: str | Path, revision: str | None = None, cache_dir: str | None = None, config_only: bool = False
+) -> Path:
+    """Where a model lies on this machine; a hub id, as verl and vLLM take it, is fetched into their cache.
+
+    Args:
+        model: Directory or file, which need not exist, or a hub id.
+        revision: Branch, tag or commit of a hub id (default: main).
+        cache_dir: Where a hub id is fetched to (default: Hugging Face's cache).
+        config_only: Fetch config.json alone, and return it.
+
+    Raises:
+        CheckpointFormatError: The hub has no such model, or cannot be reached.
+    """
+    if Path(model).exists() or not is_hub_id(model):
+        return Path(model)
+    from huggingface_hub import hf_hub_download, snapshot_download  # half a second to import
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return read_object(Path(hf_hub_download(str(model), "config.json")))
+        if config_only:
+            return Path(hf_hub_download(str(model), "config.json"))
+        return Path(snapshot_download(str(model), revision=revision, cache_dir=cache_dir, allow_patterns=_HUB_FILES))
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        asked = f"{model} at revision {revision}" if revision else model
         raise CheckpointFormatError(
-            f"{model} is neither a directory nor a model of the hub that can be reached ({type(error).__name__})."
+            f"{asked} is neither a directory nor a model of the hub that can be reached ({type(error).__name__})."
             " A directory in Hugging Face layout or a hub id is accepted. Check the name, or download it first."
         ) from error
 
 
 def is_hub_id(model: str | Path) -> bool:
     """Whether a name has the form of a hub id, `owner/name`."""
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)) is not None
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(model)) is not None

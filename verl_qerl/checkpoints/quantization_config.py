@@ -136,7 +136,9 @@ def check_described(where: str, config: Mapping[str, Any]) -> None:
     if found.get("quant_algo") == "NVFP4":
         unused.append("quant_algo=NVFP4 (of activations)")
     elif (form := FORMATS.get(stored_format(config)[0] or "")) and not form.quantizes_activations:
-        unused += [f"{name}.input_activations" for name, group in _groups(where, found) if _activations(group)]
+        unused += [
+            f"{name}.input_activations" for name, group in _groups(where, found) if group.get("input_activations")
+        ]
     if unused:
         _say_unused(where, ", ".join(unused))
 
@@ -214,10 +216,6 @@ def _is_dense(sparsity: Any) -> bool:
 def _keeps_the_order(actorder: Any) -> bool:
     # Columns stored in the order in which GPTQ took them need an index beside the codes.
     return actorder in ("weight", "static")
-
-
-def _activations(group: Mapping[str, Any]) -> bool:
-    return bool(group.get("input_activations"))
 
 
 def _refused(where: str, what: str, accepted: str) -> CheckpointFormatError:

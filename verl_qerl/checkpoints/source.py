@@ -1,6 +1,5 @@
 """A model directory: opened by its headers, found on the hub, and its tensors as the files hold them."""
 
-import re
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from verl_qerl.checkpoints.experts import check_experts
-from verl_qerl.checkpoints.model_config import read_object
+from verl_qerl.checkpoints.model_config import local_path, read_object
 from verl_qerl.checkpoints.quantization_config import check_described, described, stored_format
 from verl_qerl.checkpoints.reader import read_shard
 from verl_qerl.errors import CheckpointFormatError
@@ -19,7 +18,6 @@ from verl_qerl.formats.tensor_spec import DTYPES, TensorSpec
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MODELOPT = "hf_quant_config.json"
-_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights, configuration, tokenizer
 
 
 @dataclass(frozen=True)
@@ -57,15 +55,13 @@ def open_source(path: str | Path, revision: str | None = None, cache_dir: str | 
     """Read config.json and the headers of every shard.
 
     Args:
-        path: Directory of the model, or a hub id, which is fetched.
-        revision: Branch, tag or commit of a hub id (default: main).
-        cache_dir: Where a hub id is fetched to (default: Hugging Face's cache).
+        path: Directory of the model, or a hub id; for `revision` and `cache_dir` of one see `local_path`.
 
     Raises:
         CheckpointFormatError: A file is missing or cut short, the index names a tensor that no shard holds, or the
             checkpoint is quantized in another way, or its experts are of another kind or not all there.
     """
-    path = _local(path, revision, cache_dir)
+    path = local_path(path, revision, cache_dir)
     if path.is_file():
         raise CheckpointFormatError(
             f"{path} is a file. The directory of a model in Hugging Face layout, or a hub id, is accepted. Name the"
@@ -133,23 +129,6 @@ def _weight_map(path: Path) -> dict[str, str]:
     return found
 
 
-def _local(path: str | Path, revision: str | None, cache_dir: str | None) -> Path:
-    if Path(path).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
-        return Path(path)
-    # A hub id, as verl and vLLM take it; both sides of a run find the files in the same cache.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(str(path), revision=revision, cache_dir=cache_dir, allow_patterns=_HUB_FILES))
-    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
-        asked = f"{path} at revision {revision}" if revision else path
-        raise CheckpointFormatError(
-            f"{asked} is neither a directory nor a model of the hub that can be reached ({type(error).__name__})."
-            " A directory in Hugging Face layout or a hub id is accepted. Check the name, or download it first."
-        ) from error
-
-
 def stored_tensors(source: Source, device: str | torch.device = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) as the files hold them, shard by shard."""
     device = torch.device(device)
@@ -165,7 +144,7 @@ def read_tensors(source: Source, names: Iterable[str], device: str | torch.devic
         by_file.setdefault(source.files[name], []).append(name)
     found = {}
     for file, held in by_file.items():
-        with _open(source.path / file, "cpu") as shard:
+        with _open(source.path / file) as shard:
             found |= {name: shard.get_tensor(name).to(device) for name in held}
     return found
 
@@ -206,7 +185,7 @@ def _read(path: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]
     if device.type == "cuda":
         yield from read_shard(path, device)
         return
-    with _open(path, "cpu") as shard:  # pages are read as they are used, and arithmetic on a CPU is slower than that
+    with _open(path) as shard:  # pages are read as they are used, and arithmetic on a CPU is slower than that
         for name in shard.keys():  # noqa: SIM118 (safe_open is no mapping)
             yield name, shard.get_tensor(name)
 
@@ -217,7 +196,7 @@ def read_specs(path: Path) -> dict[str, TensorSpec]:
     Raises:
         CheckpointFormatError: It is missing or cut, or has a dtype that is not known.
     """
-    with _open(path, "cpu") as shard:
+    with _open(path) as shard:
         slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118
         specs = {name: TensorSpec(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
     unknown = sorted({spec.dtype for spec in specs.values()} - set(DTYPES))
@@ -228,9 +207,9 @@ def read_specs(path: Path) -> dict[str, TensorSpec]:
     return specs
 
 
-def _open(path: Path, device: str) -> safe_open:
+def _open(path: Path) -> safe_open:
     try:
-        return safe_open(path, framework="pt", device=device)
+        return safe_open(path, framework="pt")
     except FileNotFoundError as error:
         raise CheckpointFormatError(
             f"a shard is missing: {path}. Every shard that the index names must be there. Download the model again."

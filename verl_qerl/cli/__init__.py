@@ -45,11 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_guarded(parser: argparse.ArgumentParser, run: Callable[[], int]) -> int:
     """Call `run`, a command or a script of the recipes; bad input ends the program with one sentence.
 
-    Args:
-        parser: Ends the program; its `prog` begins the sentence.
-
-    Returns:
-        See `main`.
+    It begins with the parser's `prog`. For the exit code see `main`.
     """
     try:
         with kept_interrupts():

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from verl_qerl.checkpoints.model_config import is_hub_id
 from verl_qerl.cli.output_dir import check_absent, new_directory
 
 GSM8K_SOURCE = "openai/gsm8k"
@@ -88,9 +89,6 @@ def run(args: argparse.Namespace) -> int:
         splits["train"] = [splits["train"][number] for number in kept(_questions(splits["train"]), held_out)]
     if args.levels:
         splits = {split: _of_levels(rows, args.levels, split) for split, rows in splits.items()}
-    for rows in splits.values():
-        for index, row in enumerate(rows):
-            row["extra_info"]["index"] = index
     write_splits(args.out, splits)
     return 0
 
@@ -166,21 +164,30 @@ def kept(questions: Iterable[str], held_out: Mapping[str, Iterable[str]]) -> lis
 
 
 def write_splits(out: Path, splits: Mapping[str, list[Row]]) -> None:
-    """Write and report `<split>.parquet` for verl and, of questions as GSM8K's, `<split>.jsonl`.
+    """Number the rows, and write `<split>.parquet` for verl and, of questions as GSM8K's, `<split>.jsonl`.
 
     Args:
         out: Directory that must not exist; it appears whole or not at all.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     with new_directory(out) as directory:
         for split, rows in splits.items():
-            _write(directory, split, rows)
+            for index, row in enumerate(rows):
+                row["extra_info"]["index"] = index
+            pq.write_table(pa.Table.from_pylist(rows), directory / f"{split}.parquet")
+            if rows[0]["data_source"] == GSM8K_SOURCE:
+                problems = [{key: row["extra_info"][key] for key in PROBLEM} for row in rows]
+                text = "".join(json.dumps(problem) + "\n" for problem in problems)
+                (directory / f"{split}.jsonl").write_text(text, encoding="utf-8")
     for split, rows in splits.items():
         print(f"{out / split}.parquet: {len(rows)} rows")
 
 
 def gsm8k_prompt(question: str) -> list[dict[str, str]]:
     """The chat that verl sends for a GSM8K question."""
-    return [{"role": "user", "content": f"{question} {GSM8K_INSTRUCTION}"}]
+    return _chat(question, GSM8K_INSTRUCTION)
 
 
 def gsm8k_ground_truth(answer: str) -> str:
@@ -257,6 +264,41 @@ def read_jsonl(path: Path, required: Mapping[str, type]) -> list[Row]:
     return rows
 
 
+def read_rows(path: Path, what: str, count: int | None = None) -> list[Row]:
+    """The objects of JSON lines, or else of a JSON list or parquet.
+
+    Args:
+        what: `questions` or the like, for messages.
+        count: So many at most, from the first.
+
+    Raises:
+        FileNotFoundError: No such file.
+        ValueError: It holds something else.
+    """
+    if path.suffix == ".jsonl":
+        rows = read_jsonl(path, {})
+    else:
+        check_file(path, what, "JSON or parquet is")
+        try:
+            if path.suffix == ".json":
+                rows = json.loads(path.read_text(encoding="utf-8"))
+            else:
+                import pyarrow.parquet as pq
+
+                rows = pq.read_table(path).slice(0, count).to_pylist()
+        except ValueError as error:  # json's and pyarrow's are
+            raise ValueError(
+                f"{what} cannot be read: {path} ({error}). Objects, as JSON or parquet, are accepted. Download it"
+                " again."
+            ) from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(
+            f"{what} cannot be read: {path} holds no list of objects. JSON or parquet with one object each is accepted."
+            " Download it again."
+        )
+    return rows[:count]
+
+
 def _check_kinds(row: Mapping[str, Any], required: Mapping[str, type], where: str) -> None:
     """Require values of these kinds; `where` names the row in the error."""
     for key, kind in required.items():
@@ -267,60 +309,45 @@ def _check_kinds(row: Mapping[str, Any], required: Mapping[str, type], where: st
 
 
 def _gsm8k(args: argparse.Namespace) -> dict[str, list[Row]]:
-    directory = _local(args.source)
-    splits = {}
+    directory, splits = _local(args.source), {}
     for split in SPLITS:
-        if directory is not None:
-            records: Iterable[Mapping[str, Any]] = read_jsonl(directory / f"{split}.jsonl", PROBLEM)
-        else:
-            records = from_hub(args.source, split, "main")
-        splits[split] = [gsm8k_row(record, split, index) for index, record in enumerate(records)]
+        path = directory and directory / f"{split}.jsonl"
+        records = read_jsonl(path, PROBLEM) if path else from_hub(args.source, split, "main")
+        splits[split] = [gsm8k_row(record, split) for record in records]
     return splits
 
 
 def _math(args: argparse.Namespace) -> dict[str, list[Row]]:
-    import pyarrow.parquet as pq
-
-    directory = _local(args.source)
-    splits = {}
+    directory, splits = _local(args.source), {}
     for split in SPLITS:
-        if directory is None:
-            records: Iterable[Mapping[str, Any]] = from_hub(args.source, split, None)
-        elif (path := directory / f"{split}.parquet").is_file():
-            records = pq.read_table(path).to_pylist()
-        else:
-            raise FileNotFoundError(f"a file is missing: path={path}. MATH as parquet is accepted. Check --source.")
-        rows = []
-        for number, record in enumerate(records, start=1):
-            where = f"row {number} of {split}"
-            if args.levels is not None:
-                _check_kinds(record, {"level": str}, where)
-            rows.append(_math_row(record, split, len(rows), where))
-        splits[split] = rows
+        path = directory and directory / f"{split}.parquet"
+        records = read_rows(path, "questions") if path else from_hub(args.source, split, None)
+        splits[split] = [_math_row(record, split, f"row {n} of {split}") for n, record in enumerate(records, start=1)]
+        if args.levels is not None:
+            for number, record in enumerate(records, start=1):
+                _check_kinds(record, {"level": str}, f"row {number} of {split}")
     return splits
 
 
 def _training(args: argparse.Namespace) -> dict[str, list[Row]]:
-    from verl_qerl.cli.eval.questions import question_of, read_rows
+    from verl_qerl.cli.eval.questions import question_of
 
     hub, data_source = TRAINING[args.name]
-    if args.source is not None:
-        path = _training_file(args.source)
-        if args.hub_levels:
-            raise ValueError(
-                f"levels are those of the hub: --levels with --source={args.source}. --source alone is accepted, with"
-                " the file of these levels. Leave --levels out."
-            )
-        records, where = read_rows(path), str(path)
-    else:
-        levels = args.hub_levels or ("all",)
-        configs = [level.lower().replace(" ", "_") for level in levels]
+    if args.source is None:
+        configs = [level.lower().replace(" ", "_") for level in args.hub_levels or ("all",)]
         records, where = [row for config in configs for row in from_hub(hub, "train", config)], hub
+    elif args.hub_levels:
+        raise ValueError(
+            f"levels are those of the hub: --levels with --source={args.source}. --source alone is accepted, with"
+            " the file of these levels. Leave --levels out."
+        )
+    else:
+        path = _training_file(args.source)
+        records, where = read_rows(path, "questions"), str(path)
     rows = []
-    for index, record in enumerate(records):
-        question = question_of(record, f"row {index + 1} of {where}")
-        prompt = [{"role": "user", "content": f"{question.text} {MATH_INSTRUCTION}"}]
-        rows.append(_row(data_source, prompt, question.truth, "train", index, question.text, question.truth))
+    for number, record in enumerate(records, start=1):
+        question = question_of(record, f"row {number} of {where}")
+        rows.append(_row(data_source, question.text, MATH_INSTRUCTION, question.truth, "train"))
         rows[-1]["extra_info"] |= {key: record[key] for key in ("source", "llama8b_solve_rate") if key in record}
     return {"train": rows}
 
@@ -340,26 +367,21 @@ def _training_file(source: Path) -> Path:
 def _evaluation(args: argparse.Namespace) -> dict[str, list[Row]]:
     from verl_qerl.cli.eval.questions import read_questions
 
-    rows = []
-    for index, question in enumerate(read_questions(args.name, args.source)):
-        prompt = [{"role": "user", "content": f"{question.text} {MATH_INSTRUCTION}"}]
-        rows.append(_row(EVALUATION[args.name], prompt, question.truth, "test", index, question.text, question.truth))
-    return {"test": rows}
+    source, found = EVALUATION[args.name], read_questions(args.name, args.source)
+    return {"test": [_row(source, one.text, MATH_INSTRUCTION, one.truth, "test") for one in found]}
 
 
-def gsm8k_row(record: Mapping[str, Any], split: str, index: int) -> Row:
+def gsm8k_row(record: Mapping[str, Any], split: str) -> Row:
     """A row of verl's schema, of a question and its answer in GSM8K's form.
 
     Raises:
         ValueError: The answer has no `#### N`.
     """
-    truth = gsm8k_ground_truth(record["answer"])
-    return _row(
-        GSM8K_SOURCE, gsm8k_prompt(record["question"]), truth, split, index, record["question"], record["answer"]
-    )
+    question, answer = record["question"], record["answer"]
+    return _row(GSM8K_SOURCE, question, GSM8K_INSTRUCTION, gsm8k_ground_truth(answer), split, answer)
 
 
-def _math_row(record: Mapping[str, Any], split: str, index: int, where: str) -> Row:
+def _math_row(record: Mapping[str, Any], split: str, where: str) -> Row:
     """A row from the hub's flat columns, or from a parquet that nests them in reward_model.ground_truth."""
     nested = (record.get("reward_model") or {}).get("ground_truth")
     fields = record if "solution" in record or not isinstance(nested, dict) else nested
@@ -367,34 +389,24 @@ def _math_row(record: Mapping[str, Any], split: str, index: int, where: str) -> 
     _check_kinds(fields, {problem: str, "solution": str}, where)
     question, solution = fields[problem], fields["solution"]
     truth = last_boxed(solution)  # as verl; a column `target`, where there is one, is normalised and fails its reward
-    prompt = [{"role": "user", "content": f"{question} {MATH_INSTRUCTION}"}]
-    row = _row(MATH_SOURCE, prompt, truth, split, index, question, solution)
+    row = _row(MATH_SOURCE, question, MATH_INSTRUCTION, truth, split, solution)
     row["extra_info"] |= {key: record[key] for key in ("level", "type") if key in record}
     return row
 
 
-def _row(
-    source: str, prompt: list[dict[str, str]], truth: str, split: str, index: int, question: str, answer: str
-) -> Row:
+def _row(source: str, question: str, instruction: str, truth: str, split: str, answer: str | None = None) -> Row:
+    """A row of verl's schema; the answer is the truth alone where it is not given."""
     return {
         "data_source": source,
-        "prompt": prompt,
+        "prompt": _chat(question, instruction),
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": truth},
-        "extra_info": {"split": split, "index": index, "question": question, "answer": answer},
+        "extra_info": {"split": split, "question": question, "answer": truth if answer is None else answer},
     }
 
 
-def _write(directory: Path, split: str, rows: list[Row]) -> None:
-    """The parquet for verl, and of GSM8K the same questions as JSON lines."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.Table.from_pylist(rows), directory / f"{split}.parquet")
-    if rows[0]["data_source"] == GSM8K_SOURCE:
-        problems = [{key: row["extra_info"][key] for key in ("question", "answer")} for row in rows]
-        text = "".join(json.dumps(problem) + "\n" for problem in problems)
-        (directory / f"{split}.jsonl").write_text(text, encoding="utf-8")
+def _chat(question: str, instruction: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"{question} {instruction}"}]
 
 
 def _local(source: str) -> Path | None:
@@ -402,7 +414,7 @@ def _local(source: str) -> Path | None:
     path = Path(source)
     if path.is_dir():
         return path
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not source.startswith("."):
+    if is_hub_id(source):
         return None
     raise FileNotFoundError(f"no such source: source={source}. A directory or owner/name is accepted. Check --source.")
 

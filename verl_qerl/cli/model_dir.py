@@ -65,11 +65,7 @@ def total_bytes(specs: Mapping[str, TensorSpec]) -> int:
 
 
 def check_free_space(folder: Path, wanted: int) -> None:
-    """Require room on the disk.
-
-    Raises:
-        ValueError: `folder`'s disk has less than `wanted` bytes left.
-    """
+    """Require `wanted` bytes of room on the disk of `folder`."""
     free = shutil.disk_usage(folder).free
     if free < wanted:
         raise ValueError(
@@ -79,11 +75,7 @@ def check_free_space(folder: Path, wanted: int) -> None:
 
 
 def pick_device(wanted: str) -> str:
-    """`cpu` or `cuda` for `auto`, `cpu` or `cuda`.
-
-    Raises:
-        ValueError: `cuda` is wanted and there is none.
-    """
+    """`cpu` or `cuda` for `auto`, `cpu` or `cuda`; the last is refused where there is none."""
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
         raise ValueError("torch finds no GPU: device='cuda'. With a GPU, cuda is accepted. Use --device cpu.")

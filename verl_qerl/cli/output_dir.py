@@ -6,7 +6,7 @@ import logging
 import os
 import platform
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,10 +53,10 @@ def new_directory(path: Path) -> Iterator[Path]:
     folder = real if real.is_dir() else real.parent
     folder.mkdir(parents=True, exist_ok=True)
     _remove_stale(folder, real.name)
-    partial = Path(tempfile.mkdtemp(prefix=f".{real.name}.{_HOST}.", suffix=".partial", dir=folder))
+    partial = folder / f".{real.name}.{_HOST}.{uuid.uuid4().hex[:8]}.partial"
+    partial.mkdir()
     lock = _lock(partial)
     try:
-        partial.chmod(0o777 & ~_umask())  # mkdtemp makes it private
         with kept_interrupts():
             yield partial
         check_absent(real, partial)
@@ -118,9 +118,3 @@ def _move_up(partial: Path) -> None:
             if (partial.parent / name).exists():
                 os.replace(partial.parent / name, partial / name)
         raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -12,27 +12,17 @@ FORMATS: dict[str, WeightFormat] = {found.name: found for found in (FP8(), INT8(
 DEFAULT_FORMAT: WeightFormat = FORMATS["nvfp4"]
 
 
-def get_format(name: str) -> WeightFormat:
-    """The format of that name.
-
-    Raises:
-        ValueError: There is none.
-    """
-    if name not in FORMATS:
-        raise ValueError(
-            f"unknown weight format: format={name!r}. Accepted are {', '.join(FORMATS)}. Choose one of them."
-        )
-    return FORMATS[name]
-
-
-def scaled_format(name: str, scale: str | None = None) -> WeightFormat:
+def get_format(name: str, scale: str | None = None) -> WeightFormat:
     """The format of that name with a choice of scale; None is its default.
 
     Raises:
         ValueError: There is no such format or choice.
     """
-    form = get_format(name)
-    return form if scale is None else replace(form, scale=scale)
+    if name not in FORMATS:
+        raise ValueError(
+            f"unknown weight format: format={name!r}. Accepted are {', '.join(FORMATS)}. Choose one of them."
+        )
+    return FORMATS[name] if scale is None else replace(FORMATS[name], scale=scale)
 
 
 __all__ = [
@@ -45,5 +35,4 @@ __all__ = [
     "PackedWeight",
     "WeightFormat",
     "get_format",
-    "scaled_format",
 ]

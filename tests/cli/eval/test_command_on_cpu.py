@@ -11,9 +11,9 @@ pytest.importorskip("transformers")
 import torch
 
 from verl_qerl.cli import main
-from verl_qerl.cli.eval import command, engines
+from verl_qerl.cli.eval import command
+from verl_qerl.cli.eval.engines import check_applied
 from verl_qerl.cli.eval.records import read_lines
-from verl_qerl.cli.eval.served import check_applied
 from verl_qerl.cli.export.adapter import Adapter, write_peft
 
 ROWS = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(5)]
@@ -52,7 +52,7 @@ def run(source, models, monkeypatch):
     def run(script, *argv, stop_after=None, out="out"):
         double = Double(AutoTokenizer.from_pretrained(models / "bf16"), script, stop_after)
         monkeypatch.setattr(command, "_options", lambda *_: SimpleNamespace(adapter=None))
-        monkeypatch.setattr(engines, "_start", lambda _: double)
+        monkeypatch.setattr("verl_qerl.vllm_plugin.offline.OfflineEngine", lambda _: double)
         arguments = ["--model", str(models / "bf16"), "--source", str(source), "--tasks", "gsm8k", "--limit", "4"]
         main(["eval", *arguments, "--out", str(source / out), *argv])
         return double

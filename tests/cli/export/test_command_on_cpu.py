@@ -9,6 +9,7 @@ pytest.importorskip("verl")
 
 import torch
 from peft import PeftModel
+from qerl_testing import quantize, set_linear
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
 from verl_qerl.checkpoints.digest import weight_digest
@@ -18,9 +19,8 @@ from verl_qerl.cli import main
 from verl_qerl.cli.export.command import FORMS, Options, export_checkpoint
 from verl_qerl.cli.quantize.command import quantize_checkpoint
 from verl_qerl.formats import NVFP4, PackedWeight
-from verl_qerl.formats.reference import dequantize, quantize, relative_error
+from verl_qerl.formats.reference import dequantize, relative_error
 from verl_qerl.modules.adapted_linear import fuse_adapters
-from verl_qerl.testing import set_linear
 
 TOKENS = torch.tensor([[(7 * i) % 300 for i in range(64)]])  # of train_checkpoint.py
 CASE, EXPERTS = "ours-nvfp4-lora", "ours-moe-lora"

@@ -60,7 +60,7 @@ def test_a_base_that_moved_is_named_anew(trained, models):
     with pytest.raises(CheckpointFormatError, match=r"gone/config.json does not exist"):
         merge_of(moved)
     merge = merge_of(moved, str(models / "nvfp4"))
-    merge.run()
+    list(merge.tensors())
     assert merge.digests == checkpoint.record.digests
 
 
@@ -78,10 +78,10 @@ def test_a_base_with_other_bits_is_refused(trained, models):
     for name in (last, "model.layers.9.mlp.up_proj"):  # other bits; a linear that the base lacks
         record = replace(checkpoint.record, digests=digests | {name: "0" * 16})
         with pytest.raises(CheckpointFormatError, match=f"the base is not the one of the checkpoint: .*'{name}'"):
-            merge_of(replace(checkpoint, record=record)).run()
+            list(merge_of(replace(checkpoint, record=record)).tensors())
     mse = replace(checkpoint, record=replace(checkpoint.record, scale="mse"))
     with pytest.raises(CheckpointFormatError, match="the base is not the one of the checkpoint"):
-        merge_of(mse, str(models / "bf16")).run()
+        list(merge_of(mse, str(models / "bf16")).tensors())
 
 
 def test_a_checkpoint_that_names_no_base_wants_one(trained):
@@ -101,7 +101,7 @@ def test_what_diverged_is_not_merged(trained, value):
     checkpoint = open_checkpoint(trained("uaq-bf16-all").actor)
     others = dict(checkpoint.others) | {"model.norm.weight": torch.full((128,), value)}
     with pytest.raises(CheckpointFormatError, match=r"^the checkpoint holds NaN or infinite values: 'model.norm"):
-        merge_of(replace(checkpoint, others=others)).run()
+        list(merge_of(replace(checkpoint, others=others)).tensors())
 
 
 def test_what_was_trained_besides_the_adapter_is_taken_and_named(trained):
@@ -117,7 +117,7 @@ def test_what_was_trained_besides_the_adapter_is_taken_and_named(trained):
 def test_tensors_without_a_place_in_the_base_are_refused(trained, extra):
     checkpoint = open_checkpoint(trained("ours-nvfp4-lora").actor)
     with pytest.raises(CheckpointFormatError, match="the checkpoint does not fit the base: it holds"):
-        merge_of(replace(checkpoint, others=extra)).run()
+        list(merge_of(replace(checkpoint, others=extra)).tensors())
 
 
 def test_the_scale_choice_of_the_base_is_found(trained, models, tmp_path):

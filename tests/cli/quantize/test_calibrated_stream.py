@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 from chat_tokenizer import train_tokenizer
+from qerl_testing import random_decoder
 
 from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli.quantize.calibration import Calibration
 from verl_qerl.cli.quantize.command import quantize_checkpoint
 from verl_qerl.formats import PackedWeight
-from verl_qerl.testing import random_decoder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from chat_tokenizer import train_tokenizer
+from qerl_testing import quantize_group, random_decoder
 
 from verl_qerl.checkpoints.digest import model_digest, weight_digest
 from verl_qerl.checkpoints.source import open_source, stored_tensors
@@ -18,8 +19,7 @@ from verl_qerl.cli.quantize.command import quantize_checkpoint
 from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.gptq import InputMoments, calibrate
 from verl_qerl.formats.nvfp4_layout import quantization_config
-from verl_qerl.formats.reference import dequantize, quantize_group
-from verl_qerl.testing import random_decoder
+from verl_qerl.formats.reference import dequantize
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from qerl_testing import random_qwen2
 from safetensors.torch import load_file
 
 from verl_qerl.checkpoints.digest import model_digest, weight_digest
@@ -17,7 +18,6 @@ from verl_qerl.cli import main
 from verl_qerl.cli.quantize.command import quantize_checkpoint
 from verl_qerl.formats import PackedWeight, get_format
 from verl_qerl.formats.reference import dequantize
-from verl_qerl.testing import random_qwen2
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")

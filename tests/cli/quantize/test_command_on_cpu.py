@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from qerl_testing import quantize_group
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -15,7 +16,7 @@ from verl_qerl.cli import main
 from verl_qerl.cli.quantize.command import quantize_checkpoint
 from verl_qerl.formats import NVFP4, PackedWeight
 from verl_qerl.formats.nvfp4_layout import quantization_config
-from verl_qerl.formats.reference import dequantize, quantize_group
+from verl_qerl.formats.reference import dequantize
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
@@ -289,8 +290,9 @@ def test_cuda_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_mixture_says_that_its_routers_are_not_packed(tmp_path):
+    from qerl_testing import random_qwen3_moe
+
     from verl_qerl.formats.ignore import ROUTER
-    from verl_qerl.testing import random_qwen3_moe
 
     random_qwen3_moe().save_pretrained(tmp_path / "moe")
     quantize_checkpoint(tmp_path / "moe", tmp_path / "out", device="cpu")

@@ -160,9 +160,8 @@ def test_a_table_is_whole_or_as_it_was(asked, monkeypatch):
 
 
 def test_both_ways_to_make_the_adapter_s_part_are_timed(monkeypatch):
-    prepared, nothing = [], torch.zeros(1)
-    monkeypatch.setattr(tune, "random_packed_weight", lambda N, K, device: None)
-    monkeypatch.setattr(tune, "repack", lambda weight: (nothing, nothing, nothing))
+    prepared = []
+    monkeypatch.setattr(tune, "tiled_copies", lambda N, K: [])
     monkeypatch.setattr(tune, "prepare", prepared.extend)
     monkeypatch.setattr(tune, "ROWS", ())
     for fastest in (EACH, GATHERED):

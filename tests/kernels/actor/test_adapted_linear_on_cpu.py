@@ -1,9 +1,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from qerl_testing import assert_close, rms_error_ratio
 
 from verl_qerl.kernels.actor.adapted_linear import FrozenWeights, adapted_linears
-from verl_qerl.testing import assert_close, rms_error_ratio
 
 # Roundings: of s x A^T, of the adapter's term and of the result, each at most half a step.
 BOUND = {torch.bfloat16: 3 * 2.0**-9, torch.float32: 2.0**-20}

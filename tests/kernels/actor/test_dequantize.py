@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from qerl_testing import random_packed_weight
 
 from verl_qerl.formats import PackedWeight, reference
 from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.kernels.actor.dequantize import dequantize_nvfp4, dequantize_siblings
-from verl_qerl.testing import random_packed_weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

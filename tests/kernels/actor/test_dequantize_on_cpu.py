@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from qerl_testing import random_packed_weight
 
 from verl_qerl.formats import PackedWeight, reference
 from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.kernels.actor import dequantize as kernel
 from verl_qerl.kernels.actor.dequantize import dequantize_nvfp4, dequantize_siblings
-from verl_qerl.testing import random_packed_weight
 
 # Below, at, just above and between multiples of what a program decodes, one row, one block, odd numbers.
 SHAPES = [(1, 16), (1, 1024), (3, 48), (4, 1024), (5, 1040), (7, 16), (9, 3072), (64, 176), (3, 3584), (2, 4112)]

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from qerl_testing import assert_close
 
 from verl_qerl.formats import reference
 from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.kernels.actor.dequantize import dequantize_nvfp4
 from verl_qerl.kernels.actor.experts import experts_linear
-from verl_qerl.testing import assert_close
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from qerl_testing import assert_close, random_packed_weight
 
 from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.reference import dequantize
 from verl_qerl.kernels.actor.dequantize import dequantize_nvfp4
 from verl_qerl.kernels.actor.linear import frozen_linear
-from verl_qerl.testing import assert_close, random_packed_weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

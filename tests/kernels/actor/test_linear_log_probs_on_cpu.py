@@ -2,10 +2,10 @@ import importlib
 
 import pytest
 import torch
+from qerl_testing import assert_close
 
 from verl_qerl.kernels.actor.linear_log_probs import linear_log_probs
 from verl_qerl.kernels.actor.log_probs import log_probs_of_labels
-from verl_qerl.testing import assert_close
 
 module = importlib.import_module("verl_qerl.kernels.actor.linear_log_probs")
 

@@ -1,12 +1,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from qerl_testing import assert_close, random_packed_weight
 
 from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.reference import dequantize
 from verl_qerl.kernels.actor.dequantize import dequantize_nvfp4
 from verl_qerl.kernels.actor.linear import frozen_linear
-from verl_qerl.testing import assert_close, random_packed_weight
 
 # One rounding of the result is at most half a step of each element. Products are summed in float32.
 HALF_STEP = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-21}

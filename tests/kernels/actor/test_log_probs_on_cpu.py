@@ -1,9 +1,9 @@
 import pytest
 import torch
+from qerl_testing import assert_close
 
 from verl_qerl.kernels.actor import log_probs
 from verl_qerl.kernels.actor.log_probs import log_probs_of_labels
-from verl_qerl.testing import assert_close
 
 
 def inputs(tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

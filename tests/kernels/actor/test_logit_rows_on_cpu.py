@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from qerl_testing import assert_close
 
 from verl_qerl.kernels.actor.logit_rows import BLOCK, gradient_of_rows, score_rows
-from verl_qerl.testing import assert_close
 
 MODULE = "verl_qerl.kernels.actor.logit_rows"
 

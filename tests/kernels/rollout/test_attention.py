@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-
-from verl_qerl.testing import load_beside
+from qerl_testing import load_beside
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 cases = load_beside(__file__, "attention_cases")

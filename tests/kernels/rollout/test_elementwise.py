@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from qerl_testing import load_beside
 
 from verl_qerl.kernels.rollout import elementwise
 from verl_qerl.kernels.rollout.elementwise import (
@@ -12,7 +13,6 @@ from verl_qerl.kernels.rollout.elementwise import (
     rms_norm_rows,
     silu_mul,
 )
-from verl_qerl.testing import load_beside
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 poison = load_beside(__file__, "unwritten").poison

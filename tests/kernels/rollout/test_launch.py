@@ -1,10 +1,12 @@
 """Kernels that start before the ones before them have ended, against the same kernels one after the other."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from qerl_testing import random_packed_weight
 
 from verl_qerl.kernels.rollout import launch
 from verl_qerl.kernels.rollout.elementwise import add_rms_norm, silu_mul
@@ -13,7 +15,6 @@ from verl_qerl.kernels.rollout.repacking import repack
 from verl_qerl.kernels.rollout.rotation import rotate
 from verl_qerl.kernels.rollout.w4a16_launch import EACH, SHAPES, STREAM_K, Launch, multicast_blocks, padded_rows
 from verl_qerl.kernels.rollout.w4a16_matmul import Adapter, _exchange, can_fuse, w4a16_matmul
-from verl_qerl.testing import random_packed_weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -155,7 +156,8 @@ def replay(rows, graphs, times):
 
 @pytest.mark.parametrize("company", [0, 3])
 def test_a_chain_of_small_kernels_beside_other_processes(small_model, company, monkeypatch):
-    neighbours = [subprocess.Popen([sys.executable, __file__]) for _ in range(company)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    neighbours = [subprocess.Popen([sys.executable, __file__], env=env) for _ in range(company)]
     try:
         found = {}
         for rows in (1, 8, 32, 64, 128, 180, 256):

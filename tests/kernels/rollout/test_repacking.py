@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from qerl_testing import random_packed_weight
 
 from verl_qerl.formats import reference
 from verl_qerl.kernels.rollout.repacking import dequantize_repacked, repack
-from verl_qerl.testing import random_packed_weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

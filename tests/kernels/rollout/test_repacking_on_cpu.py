@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from qerl_testing import random_packed_weight
 
 from verl_qerl.formats import PackedWeight, reference
 from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.kernels.rollout import repacking
 from verl_qerl.kernels.rollout.repacking import Repacked, dequantize_repacked, launch, repack, undo_repack
-from verl_qerl.testing import random_packed_weight
 
 MODULE = "verl_qerl.kernels.rollout.repacking"
 # Of sign, exponent, exponent and mantissa in half a word, for each of its four codes.

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from qerl_testing import load_beside
 
 from verl_qerl.kernels.rollout.rotation import norm_rotate, rotate
-from verl_qerl.testing import load_beside
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 cases = load_beside(__file__, "rotation_cases")

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from qerl_testing import load_beside
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from verl_qerl.kernels.rollout import rotation
 from verl_qerl.kernels.rollout.rotation import can_normalize_heads, can_rotate, norm_rotate, rotate
-from verl_qerl.testing import load_beside
 
 cases = load_beside(__file__, "rotation_cases")
 heads, head_norms = cases.heads, cases.head_norms

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from qerl_testing import load_beside, random_packed_weight, rms_error_ratio
 
 from verl_qerl.formats import reference
 from verl_qerl.formats.nvfp4 import nvfp4_weight
@@ -21,7 +22,6 @@ from verl_qerl.kernels.rollout.w4a16_launch import (
     rows_at_a_time,
 )
 from verl_qerl.kernels.rollout.w4a16_matmul import Adapter, _own_rows, can_fuse, w4a16_matmul
-from verl_qerl.testing import load_beside, random_packed_weight, rms_error_ratio
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 poison = load_beside(__file__, "unwritten").poison

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from qerl_testing import random_qwen2
 
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.kernels.rollout.repacking import undo_repack
 from verl_qerl.modules.placement import lending
 from verl_qerl.modules.placement.lending import Lender, borrow, meeting_place
 from verl_qerl.modules.placement.shared_base import RepackedGroup, SharedBase
-from verl_qerl.testing import random_qwen2
 
 pytestmark = pytest.mark.usefixtures("sockets")
 

@@ -3,13 +3,13 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
+from qerl_testing import random_packed_weight
 
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.kernels.rollout.repacking import repack
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.modules.placement.repacked_linear import RepackedNVFP4Linear
-from verl_qerl.testing import random_packed_weight
 
 
 def build(start: int = 64, end: int = 192, K: int = 48, bias: bool = True):

@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
+from qerl_testing import random_packed_weight
 
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.manifest import checksum
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.modules.placement.sharded_linear import PackedBytes, ShardedNVFP4Linear
-from verl_qerl.testing import random_packed_weight
 
 SHAPES = [(24, 48), (1, 16), (7, 80)]
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.nn as nn
+from qerl_testing import random_packed_weight, random_qwen3_moe
 
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.formats.nvfp4 import nvfp4_weight
@@ -9,7 +10,6 @@ from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.modules.placement.repacked_linear import RepackedNVFP4Linear
 from verl_qerl.modules.placement.sharded_linear import ShardedNVFP4Linear
 from verl_qerl.modules.placement.shared_base import RepackedGroup, share_base
-from verl_qerl.testing import random_packed_weight, random_qwen3_moe
 
 ROWS = {"q_proj": 128, "k_proj": 64, "v_proj": 64, "o_proj": 192}
 

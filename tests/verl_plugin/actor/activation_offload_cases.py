@@ -9,13 +9,13 @@ import tempfile
 
 import torch
 import verl  # noqa: F401  (its plugins come with it, ours among them)
+from qerl_testing import random_qwen2, rms_error_ratio
 from verl.trainer.config import CheckpointConfig
 from verl.utils import activation_offload
 from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 
 from verl_qerl import verl_plugin
 from verl_qerl.modules.varlen_attention import NAME
-from verl_qerl.testing import random_qwen2, rms_error_ratio
 from verl_qerl.verl_plugin.actor.engine import QerlFSDPEngine
 from verl_qerl.verl_plugin.config.base_options import QerlFSDPEngineConfig
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import verl  # noqa: F401  (its plugins come with it, ours among them)
 from peft import LoraConfig, get_peft_model
+from qerl_testing import foreach_copy_as_cuda, set_linear
 from transformers import AutoModelForCausalLM
 from verl.trainer.config import CheckpointConfig
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -25,7 +26,6 @@ from verl_qerl.formats.reference import dequantize
 from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.modules.convert import packed_weights
 from verl_qerl.modules.packed_linear import PackedLinear
-from verl_qerl.testing import foreach_copy_as_cuda, set_linear
 from verl_qerl.verl_plugin.actor import engine as ours
 from verl_qerl.verl_plugin.config.base_options import CHECKSUM, DIGESTS, LAYOUT, QerlFSDPEngineConfig
 from verl_qerl.verl_plugin.weight_sync import flat_adapter

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 def test_gradients_are_those_without_it_and_the_base_stays_on_the_gpu():
     env = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
     command = [sys.executable, str(Path(__file__).with_name("activation_offload_cases.py")), "cuda"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-6000:]

@@ -6,9 +6,9 @@ pytest.importorskip("verl")
 
 import torch
 import torch.nn as nn
+from qerl_testing import assert_close
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from verl_qerl.testing import assert_close
 from verl_qerl.verl_plugin.actor.chunked_head import ChunkedHead, install_chunked_head
 
 IDS = torch.arange(24).reshape(2, 12)

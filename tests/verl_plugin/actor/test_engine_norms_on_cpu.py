@@ -8,9 +8,8 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
+from qerl_testing import assert_close, rms_error_ratio
 from safetensors.torch import load_file, save_file
-
-from verl_qerl.testing import assert_close, rms_error_ratio
 
 SCRIPT = Path(__file__).with_name("engine_norms_cases.py")
 KINDS = ("input_layernorm", "post_attention_layernorm")

@@ -7,12 +7,12 @@ pytest.importorskip("verl")
 
 import torch
 from peft import LoraConfig, get_peft_model
+from qerl_testing import assert_close, random_qwen2
 
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.formats import NVFP4, PackedWeight
-from verl_qerl.testing import assert_close, random_qwen2
 from verl_qerl.verl_plugin.config.base_options import BaseOptions
 
 SCRIPT = Path(__file__).with_name("engine_cases.py")

@@ -8,10 +8,10 @@ import pytest
 pytest.importorskip("verl")
 
 import peft
+from qerl_testing import random_qwen3_moe
 
 from verl_qerl.checkpoints.experts import ADAPTED
 from verl_qerl.modules.convert import replace_experts
-from verl_qerl.testing import random_qwen3_moe
 from verl_qerl.verl_plugin.actor.expert_adapters import adapt_attention_only
 
 

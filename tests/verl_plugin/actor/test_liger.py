@@ -10,10 +10,10 @@ pytest.importorskip("liger_kernel")
 
 import torch
 from peft import LoraConfig, get_peft_model
+from qerl_testing import assert_close, random_decoder
 
 from verl_qerl.modules.adapted_linear import Siblings, fuse_adapters
 from verl_qerl.modules.trained_norm import train_norms
-from verl_qerl.testing import assert_close, random_decoder
 from verl_qerl.verl_plugin.actor.liger import apply_liger
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

@@ -7,7 +7,8 @@ import pytest
 
 pytest.importorskip("verl")
 
-from verl_qerl.testing import random_qwen3_moe
+from qerl_testing import random_qwen3_moe
+
 from verl_qerl.verl_plugin.actor.liger import apply_liger
 
 MODEL = "actor_rollout_ref.model"

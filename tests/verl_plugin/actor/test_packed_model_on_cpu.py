@@ -7,6 +7,7 @@ pytest.importorskip("verl")
 
 import torch
 from accelerate import init_empty_weights
+from qerl_testing import quantize_group, random_decoder, random_qwen3_moe
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen2ForCausalLM
@@ -16,11 +17,10 @@ from verl_qerl.cli.quantize.command import quantize_checkpoint
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats.ignore import is_ignored
 from verl_qerl.formats.nvfp4_layout import quantization_config
-from verl_qerl.formats.reference import dequantize, quantize_group
+from verl_qerl.formats.reference import dequantize
 from verl_qerl.modules.convert import packed_linears
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.modules.placement.sharded_linear import ShardedNVFP4Linear
-from verl_qerl.testing import random_decoder, random_qwen3_moe
 from verl_qerl.verl_plugin.actor.packed_model import build_skeleton, load_packed
 from verl_qerl.verl_plugin.config.base_options import BaseOptions
 from verl_qerl.verl_plugin.rollout.server import describe_checkpoint

@@ -7,8 +7,7 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
-
-from verl_qerl.testing import assert_close
+from qerl_testing import assert_close
 
 SCRIPT = Path(__file__).with_name("packed_cases.py")
 SETTINGS = ("logits", "head", "kept", "sharded", "whole", "float32")

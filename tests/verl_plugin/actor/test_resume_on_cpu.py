@@ -7,9 +7,9 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
+from qerl_testing import random_qwen2
 
 from verl_qerl.checkpoints.record import BaseRecord
-from verl_qerl.testing import random_qwen2
 from verl_qerl.verl_plugin.actor import resume
 
 SCRIPT = Path(__file__).with_name("resume_cases.py")

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
+from qerl_testing import assert_close
 
-from verl_qerl.testing import assert_close
 from verl_qerl.verl_plugin.config.sequence_parallel import check_sharing
 
 SCRIPT = Path(__file__).with_name("sequence_parallel_cases.py")

@@ -17,11 +17,11 @@ pytest.importorskip("transfer_queue")
 
 import torch
 from omegaconf import OmegaConf
+from qerl_testing import load_beside
 from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.testing import load_beside
 from verl_qerl.verl_plugin.trainer.checkpoints import TRACKER, WholeCheckpoints, check_step, check_tracker
 
 featured = load_beside(__file__, "featured")

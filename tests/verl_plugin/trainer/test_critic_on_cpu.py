@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("verl")
 
 from omegaconf import OmegaConf
+from qerl_testing import load_beside
 
-from verl_qerl.testing import load_beside
 from verl_qerl.verl_plugin.trainer.critic import CriticWithoutMark
 
 featured = load_beside(__file__, "featured")

@@ -15,14 +15,13 @@ pytest.importorskip("transfer_queue")
 import torch
 import transfer_queue
 from hydra import compose, initialize_config_module
+from qerl_testing import load_beside
 from tensordict import NonTensorStack, TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.losses import ppo_loss
-
-from verl_qerl.testing import load_beside
 
 fakes = load_beside(__file__, "transfer_queue_fakes")
 Queue, nested = fakes.Queue, fakes.nested

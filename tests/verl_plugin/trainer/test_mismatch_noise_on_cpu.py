@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("verl")
 pytest.importorskip("transfer_queue")
 
-from verl_qerl.testing import load_beside
+from qerl_testing import load_beside
+
 from verl_qerl.verl_plugin.trainer import mismatch
 
 steps = load_beside(__file__, "scored_steps")

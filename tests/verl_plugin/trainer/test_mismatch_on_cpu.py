@@ -13,13 +13,13 @@ pytest.importorskip("transfer_queue")
 import transfer_queue
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from qerl_testing import load_beside
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 from verl.utils.config import validate_config
 
 from verl_qerl.options.schema import LATER_STEPS, SAME_WEIGHTS_KL
 from verl_qerl.options.schema import Gate as GateOptions
-from verl_qerl.testing import load_beside
 from verl_qerl.verl_plugin.trainer import mismatch
 from verl_qerl.verl_plugin.trainer.mismatch import Gate, gate_options
 

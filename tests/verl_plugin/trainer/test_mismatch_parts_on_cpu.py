@@ -5,9 +5,9 @@ import pytest
 pytest.importorskip("verl")
 pytest.importorskip("transfer_queue")
 
+from qerl_testing import load_beside
 from verl.utils.config import validate_config
 
-from verl_qerl.testing import load_beside
 from verl_qerl.verl_plugin.config.apply import prepare
 from verl_qerl.verl_plugin.rollout.engine_scores import answer_log_probs
 from verl_qerl.verl_plugin.trainer import mismatch_parts

@@ -12,9 +12,9 @@ import ray
 import torch
 import transfer_queue
 from omegaconf import OmegaConf
+from qerl_testing import load_beside
 from tensordict import TensorDict
 
-from verl_qerl.testing import load_beside
 from verl_qerl.verl_plugin.rollout.engine_scores import UnscoredError
 from verl_qerl.verl_plugin.trainer import noise_effect
 from verl_qerl.verl_plugin.trainer.noise import Noise, set_noise

@@ -8,9 +8,9 @@ pytest.importorskip("verl")
 
 import ray
 from omegaconf import OmegaConf
+from qerl_testing import load_beside
 
 from verl_qerl.algos.aqn import AQNConfig
-from verl_qerl.testing import load_beside
 from verl_qerl.verl_plugin.config.apply import WORKER_EXTENSION
 from verl_qerl.verl_plugin.trainer import noise
 from verl_qerl.verl_plugin.trainer.noise import Noise, set_noise

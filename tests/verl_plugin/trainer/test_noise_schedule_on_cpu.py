@@ -9,10 +9,10 @@ import pytest
 pytest.importorskip("verl")
 
 from omegaconf import OmegaConf
+from qerl_testing import load_beside
 
 from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.testing import load_beside
 from verl_qerl.verl_plugin.trainer import noise_schedule
 from verl_qerl.verl_plugin.trainer.noise_schedule import RECORD, NoiseSchedule, read_schedule
 

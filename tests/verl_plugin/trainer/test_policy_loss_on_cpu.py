@@ -9,6 +9,7 @@ pytest.importorskip("verl")
 
 import torch
 from hydra import compose, initialize_config_module
+from qerl_testing import load_beside
 from tensordict import TensorDict
 from verl.trainer.ppo import core_algos
 from verl.utils import tensordict_utils as tu
@@ -16,7 +17,6 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
 from verl_qerl.algos.acr import ACRConfig
-from verl_qerl.testing import load_beside
 from verl_qerl.verl_plugin.trainer import policy_loss
 from verl_qerl.verl_plugin.trainer.policy_loss import ActorLoss, PolicyLoss, hand_over
 

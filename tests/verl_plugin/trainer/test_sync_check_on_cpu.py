@@ -6,8 +6,8 @@ pytest.importorskip("verl")
 
 import ray
 from omegaconf import OmegaConf
+from qerl_testing import load_beside
 
-from verl_qerl.testing import load_beside
 from verl_qerl.verl_plugin.config.apply import WORKER_EXTENSION
 from verl_qerl.verl_plugin.trainer.sync_check import SyncCheck
 

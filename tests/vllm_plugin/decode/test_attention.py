@@ -3,8 +3,7 @@
 import json
 
 import pytest
-
-from verl_qerl.testing import compare_greedy
+from qerl_testing import compare_greedy
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]

@@ -4,9 +4,8 @@ import json
 import statistics
 
 import pytest
+import qerl_testing
 import torch
-
-from verl_qerl import testing
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
@@ -48,7 +47,7 @@ REPLACED = {"qwen3": {"PDLQwen3Attention": 4}, "llama": {"PDLRotaryEmbedding": 1
 @pytest.mark.parametrize("family", MODELS)
 def test_log_probs_are_those_of_vllms_kernels(family, run_script, tmp_path):
     sizes = SIZES | MODELS[family] | {"max_position_embeddings": 512}
-    model = testing.random_decoder(family, gain=2.0, **sizes)
+    model = qerl_testing.random_decoder(family, gain=2.0, **sizes)
     for name, parameter in model.named_parameters():
         if "norm" in name:  # of ones otherwise
             parameter.data += 0.1 * torch.randn_like(parameter)
@@ -58,7 +57,7 @@ def test_log_probs_are_those_of_vllms_kernels(family, run_script, tmp_path):
     assert ours["kinds"].items() >= {"PDLRMSNorm": 9, "PDLSiluAndMul": 4, **REPLACED[family]}.items()
     assert not any(kind.startswith("Early") for kind in stock["kinds"])
     (scored, answers), (its_scored, its_answers) = (zip(*engine["texts"], strict=True) for engine in (ours, stock))
-    differences = testing.compare_greedy(answers, its_answers).differences
+    differences = qerl_testing.compare_greedy(answers, its_answers).differences
     for one, other in zip(scored, its_scored, strict=True):
         differences += [abs(log_prob - its) for log_prob, its in zip(one, other, strict=True)]
     print(f"{family}: {len(differences)} log-probs, {statistics.mean(differences):.5f}, {max(differences):.4f} at most")

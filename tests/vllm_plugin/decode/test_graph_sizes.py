@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from qerl_testing import compare_greedy
 
-from verl_qerl.testing import compare_greedy
 from verl_qerl.vllm_plugin.decode.graph_sizes import VLLMS, larger_sizes
 
 pytest.importorskip("vllm")

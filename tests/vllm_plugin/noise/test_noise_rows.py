@@ -13,7 +13,7 @@ os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # as in verl
 import torch
 from sleeping_engine import decode, noise, start
 from vllm import SamplingParams
-from verl_qerl.testing import compare_greedy
+from qerl_testing import compare_greedy
 from verl_qerl.vllm_plugin.noise.noise_rows import FORCED_DRAW, SCHEDULER
 
 SIGMA, STEP = 0.3, 3

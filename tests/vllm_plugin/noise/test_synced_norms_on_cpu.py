@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn as nn
+from qerl_testing import assert_close
 
 from verl_qerl.algos.aqn import AQNConfig, draw_noise
-from verl_qerl.testing import assert_close
 from verl_qerl.vllm_plugin.adapter.buffers import flatten
 from verl_qerl.vllm_plugin.noise.norm_noise import NormNoise
 from verl_qerl.vllm_plugin.noise.synced_norms import SyncedNorms, split_shifts

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from qerl_testing import rms_error_ratio, set_linear
 from safetensors.torch import load_file, save_file
 
 from verl_qerl.checkpoints.digest import check_same_base, weight_digest
@@ -14,7 +15,6 @@ from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.formats.reference import dequantize
-from verl_qerl.testing import rms_error_ratio, set_linear
 
 pytest.importorskip("vllm")
 peft = pytest.importorskip("peft")

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
+from qerl_testing import random_packed_weight
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
 
 from verl_qerl.kernels.rollout.repacking import undo_repack
-from verl_qerl.testing import random_packed_weight
 from verl_qerl.vllm_plugin.weights import linear, plans
 
 CPU = "an unknown GPU"

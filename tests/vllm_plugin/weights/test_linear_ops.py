@@ -4,8 +4,7 @@ import json
 
 import pytest
 import torch
-
-from verl_qerl.testing import random_qwen2
+from qerl_testing import random_qwen2
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

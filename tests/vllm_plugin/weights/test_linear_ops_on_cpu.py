@@ -4,11 +4,12 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
+from qerl_testing import random_packed_weight
+
 from verl_qerl.formats import reference
 from verl_qerl.kernels.rollout.lora import lora_expand, lora_shrink, member_of_tile
 from verl_qerl.kernels.rollout.repacking import repack
 from verl_qerl.kernels.rollout.w4a16_launch import TOKENS, guess_launch
-from verl_qerl.testing import random_packed_weight
 from verl_qerl.vllm_plugin.weights import linear_ops
 from verl_qerl.vllm_plugin.weights.linear_ops import linear_repacked, lora_linear_repacked
 from verl_qerl.vllm_plugin.weights.plans import Plan

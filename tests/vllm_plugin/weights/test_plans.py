@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from qerl_testing import load_beside
 
 from verl_qerl.kernels.rollout.w4a16_launch import TOKENS
 from verl_qerl.kernels.rollout.w4a16_matmul import w4a16_matmul
-from verl_qerl.testing import load_beside
 
 pytest.importorskip("vllm")
 from verl_qerl.vllm_plugin.weights import plans

@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from verl_qerl.testing import assert_close, rms_error_ratio
+from qerl_testing import assert_close, rms_error_ratio
 
 pytest.importorskip("vllm")
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

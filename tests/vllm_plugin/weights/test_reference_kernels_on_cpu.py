@@ -9,9 +9,10 @@ from safetensors.torch import load_file
 
 pytest.importorskip("vllm")
 
+from qerl_testing import assert_close, rms_error_ratio
+
 from verl_qerl.formats import get_format
 from verl_qerl.formats.reference import dequantize
-from verl_qerl.testing import assert_close, rms_error_ratio
 
 MULTIPLIES = "onednn_multiplies_int8"
 

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 import torch
-
-from verl_qerl.testing import random_decoder
+from qerl_testing import random_decoder
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

@@ -32,7 +32,6 @@ class Verdict(NamedTuple):
 
     Attributes:
         answer: What the box holds, or what was found at the end; None where there is nothing.
-        right: Whether it equals the truth.
     """
 
     answer: str | None
@@ -99,14 +98,25 @@ def _bare(text: str) -> str:
 
 
 def _find(text: str, truth: str) -> tuple[str | None, bool]:
-    from verl_qerl.cli.eval import equality
-
+    """What the text gives as its answer, None for nothing, and whether that equals `truth`, the inside of a box."""
     try:
-        return _pool().submit(equality.find, text, _bare(truth)).result(SECONDS)
+        return _pool().submit(_verify, text, _bare(truth)).result(SECONDS)
     except TookTooLong:
         logger.warning("math-verify took more than %.0f s: the answer counts as wrong.", SECONDS)
         _pool.cache_clear()  # one of its processes is lost
         return None, False
+
+
+def _verify(text: str, truth: str) -> tuple[str | None, bool]:
+    """`_find`, in a process of the pool; not right after math-verify's time limits.
+
+    Strings go in, strings and truth values come out: sympy would compute a power like 9^(9^9) anew to unpickle it.
+    """
+    from math_verify import parse, verify
+
+    wanted, given = parse(f"\\boxed{{{truth}}}"), parse(text)
+    answer = str(given[-1]) if given and isinstance(given[-1], str) else None
+    return answer, bool(wanted and given) and bool(verify(wanted, given))
 
 
 @functools.cache

@@ -4,19 +4,20 @@ import argparse
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from verl_qerl import __version__
-from verl_qerl.cli.eval.engines import Work, gpus, in_processes, judged
+from verl_qerl.cli.eval.engines import CHECKED, Work, gpus, in_processes, judged
 from verl_qerl.cli.eval.questions import SLOT, TASKS, Question, read_questions
 from verl_qerl.cli.eval.records import Answered, append, check_questions, open_records, read_lines
 from verl_qerl.cli.eval.report import report
-from verl_qerl.cli.eval.served import ADAPTER, CHECKED, Served, served
+from verl_qerl.cli.eval.served import ADAPTER, served
 from verl_qerl.cli.export.fsdp_checkpoint import open_checkpoint
+from verl_qerl.cli.prompts import load_tokenizer, token_ids
 from verl_qerl.vllm_plugin.offline import EngineOptions
 
 _SAMPLING = ("samples", "temperature", "top_p", "max_tokens", "prompt", "seed")
@@ -81,29 +82,13 @@ def _unanswered(
 
 
 def encode(model: str, missing: Sequence[tuple[str, int, Question]], prompt: str) -> list[Prompt]:
-    """Each question as a chat up to the assistant's turn.
-
-    Raises:
-        ValueError: The model has no tokenizer, or the tokenizer no chat template.
-    """
-    from transformers import AutoTokenizer
-
-    folder = Path(model)
-    if folder.is_dir() and not any(folder.glob("tokenizer*")):  # from nothing, transformers makes an empty one
-        raise ValueError(f"the model has no tokenizer: {model}. One is needed. Copy its files there.")
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"the tokenizer has no chat template: {model}. One is needed to ask as the model was trained. Copy"
-            " chat_template.jinja of the instruction-tuned model there."
-        )
+    """Each question as a chat up to the assistant's turn."""
+    tokenizer = load_tokenizer(model, chats=True)
     chats = [[{"role": "user", "content": prompt.replace(SLOT, question.text)}] for _, _, question in missing]
-    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
-    tokens = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return [Prompt(*what, ids) for what, ids in zip(missing, tokens, strict=True)]
+    return [Prompt(*what, token_ids(tokenizer, chat)) for what, chat in zip(missing, chats, strict=True)]
 
 
-def _options(found: Served, args: argparse.Namespace, asked: Sequence[Prompt]) -> EngineOptions:
+def _options(found: EngineOptions, args: argparse.Namespace, asked: Sequence[Prompt]) -> EngineOptions:
     from transformers import AutoConfig
 
     longest = max(len(one.tokens) for one in asked)
@@ -114,17 +99,8 @@ def _options(found: Served, args: argparse.Namespace, asked: Sequence[Prompt]) -
             f"answers do not fit the model: --max-tokens={args.max_tokens} after a question of {longest} tokens, where"
             f" it has {room} positions. At most {room - longest - 1} is accepted. Lower --max-tokens."
         )
-    return EngineOptions(
-        found.model,
-        found.form,
-        found.scale,
-        found.ignore,
-        found.adapter,
-        length,
-        args.tensor_parallel,
-        args.memory,
-        args.seed,
-    )
+    chosen = {"tensor_parallel": args.tensor_parallel, "memory": args.memory, "seed": args.seed}
+    return replace(found, max_model_len=length, **chosen)
 
 
 def answer(
@@ -135,9 +111,7 @@ def answer(
     if args.temperature > 0:
         sampling["top_p"] = args.top_p
     work = Work(options, [one.tokens for one in asked], [one.question.truth for one in asked], sampling)
-    found = (
-        in_processes(work, gpus(args.data_parallel, args.tensor_parallel)) if args.data_parallel > 1 else judged(work)
-    )
+    found = in_processes(work, devices) if args.data_parallel > 1 else judged(work)
     right = answers = 0
     with closing(found), tqdm(total=len(asked), desc="eval", unit="question") as bar:
         for number, each in found:

@@ -9,12 +9,14 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
 from verl_qerl.cli.eval.answers import judge
+from verl_qerl.cli.eval.arguments import STOCK
 from verl_qerl.cli.eval.records import Answer
 from verl_qerl.cli.interrupts import end_with_the_parent
 
 if TYPE_CHECKING:
-    from verl_qerl.cli.eval.served import Engine
-    from verl_qerl.vllm_plugin.offline import EngineOptions
+    from verl_qerl.vllm_plugin.offline import EngineOptions, OfflineEngine
+
+CHECKED = 32  # tokens of the answer that the adapter is checked on
 
 Judged = Generator[tuple[int, tuple[Answer, ...]], None, None]
 
@@ -24,7 +26,6 @@ class Work:
     """What an engine has to do.
 
     Attributes:
-        options: How it is made.
         prompts: Token ids of each question.
         sampling: Arguments of vLLM's SamplingParams.
     """
@@ -44,11 +45,11 @@ def judged(work: Work) -> Judged:
     """(number of the question, its answers) as each is ready; an adapter is looked for in the first answer.
 
     Raises:
-        ValueError: See `served.check_applied`.
+        ValueError: See `check_applied`.
     """
-    from verl_qerl.cli.eval.served import check_applied
+    from verl_qerl.vllm_plugin.offline import OfflineEngine  # imports torch
 
-    engine = _start(work.options)
+    engine = OfflineEngine(work.options)
     if work.options.adapter is not None:
         change = check_applied(engine, work.prompts[0])
         print(f"the adapter is applied: it changes log-probs of an answer by {change:.3g} a token on average")
@@ -57,10 +58,40 @@ def judged(work: Work) -> Judged:
         yield number, tuple(Answer(s.text, len(s.tokens), s.cut, *judge(s.text, truth, s.cut)) for s in found)
 
 
-def _start(options: "EngineOptions") -> "Engine":
-    from verl_qerl.vllm_plugin.offline import OfflineEngine
+def check_applied(engine: "OfflineEngine", prompt: list[int]) -> float:
+    """Require that answers are sampled with the adapter; mean |change of a token's log-prob| on one answer.
 
-    return OfflineEngine(options)
+    The answer comes as all others do. It is scored with the adapter and without: the two must differ, and the log-probs
+    that it was sampled with must not be those of the base.
+
+    Args:
+        engine: With an adapter.
+        prompt: Token ids of a question.
+
+    Raises:
+        ValueError: The adapter changes nothing, or answers come without it.
+    """
+    ((_, (answer,)),) = engine.sample([prompt], log_probs=True, temperature=0.0, max_tokens=CHECKED)
+    tokens, length = [*prompt, *answer.tokens], len(answer.tokens)
+    ours, base = (engine.score(tokens, with_adapter)[-length:] for with_adapter in (True, False))
+    change = _distance(ours, base)
+    if change == 0:
+        raise ValueError(
+            f"the adapter changes nothing: an answer of {length} tokens has the same log-probs without it. A trained"
+            " adapter that vLLM applies is accepted. Check that its factors B are not zero."
+        )
+    # Decoding and scoring differ by roundings, which may be all that a hardly trained adapter changes.
+    if _distance(answer.log_probs, base) < 0.5 * _distance(answer.log_probs, ours):
+        raise ValueError(
+            f"answers come without the adapter: their log-probs are {_distance(answer.log_probs, base):.2g} from the"
+            f" base's and {_distance(answer.log_probs, ours):.2g} from the adapter's. An engine that applies it is"
+            f" accepted. Use --format {STOCK}, and tell us."
+        )
+    return change
+
+
+def _distance(ours: list[float], theirs: list[float]) -> float:
+    return sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
 
 
 def gpus(engines: int, each: int) -> list[str | None]:

@@ -1,12 +1,11 @@
 """The question sets of `eval`: where they are, what a row may look like, and how a model is asked."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_qerl.cli.data import GSM8K_SOURCE, MATH_INSTRUCTION, from_hub, gsm8k_ground_truth, last_boxed, read_jsonl
+from verl_qerl.cli.data import GSM8K_SOURCE, MATH_INSTRUCTION, from_hub, gsm8k_ground_truth, last_boxed, read_rows
 
 SLOT = "{question}"
 PROMPT = f"{SLOT} {MATH_INSTRUCTION}"
@@ -74,7 +73,6 @@ def read_questions(task: str, source: Path | None, option: str = "--source") -> 
     """The questions of a task.
 
     Args:
-        task: One of TASKS.
         source: Directory with TASK/test.jsonl (or .json, .parquet) or TASK.jsonl; None for the hub.
         option: The option of the command that takes a directory, for messages.
 
@@ -88,7 +86,7 @@ def read_questions(task: str, source: Path | None, option: str = "--source") -> 
         where = found.hub
     else:
         path = _file(task, source, option)
-        rows, where = read_rows(path), str(path)
+        rows, where = read_rows(path, "questions"), str(path)
     if not rows:
         raise ValueError(
             f"a question set is empty: {task} of {where}. At least one question is accepted. Check {option}."
@@ -113,33 +111,6 @@ def _file(task: str, source: Path, option: str) -> Path:
             f" accepted. Check the directory, or leave {option} out for the hub."
         )
     return found
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file.
-
-    Raises:
-        ValueError: It holds something else.
-    """
-    try:
-        if path.suffix == ".jsonl":
-            rows = read_jsonl(path, {})
-        elif path.suffix == ".json":
-            rows = json.loads(path.read_text(encoding="utf-8"))
-        else:
-            import pyarrow.parquet as pq
-
-            rows = pq.read_table(path).to_pylist()
-    except ValueError as error:  # pyarrow's and json's are
-        raise ValueError(
-            f"questions cannot be read: {path} ({error}). Objects, as JSON or parquet, are accepted. Download it again."
-        ) from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(
-            f"questions cannot be read: {path} holds no list of objects. JSON or parquet with one object a question is"
-            " accepted. Download it again."
-        )
-    return rows
 
 
 def question_of(row: Mapping[str, Any], where: str) -> Question:

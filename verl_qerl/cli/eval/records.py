@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_qerl.cli.eval.answers import Verdict
 from verl_qerl.cli.eval.questions import TASKS, Question
 
 SETTINGS = "settings.json"
@@ -30,11 +29,6 @@ class Answer:
     answer: str | None
     right: bool
     boxed: bool
-
-    @property
-    def verdict(self) -> Verdict:
-        """What was said of it."""
-        return Verdict(self.answer, self.right, self.boxed)
 
 
 @dataclass(frozen=True)

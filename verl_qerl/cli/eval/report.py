@@ -22,13 +22,12 @@ def summarize(lines: Sequence[Answered]) -> dict[str, Any]:
     found = accuracy([line.share for line in lines], samples)
     ks = sorted({1, samples, *(2**power for power in range(1, samples.bit_length()) if 2**power <= samples)})
     right = [sum(answer.right for answer in line.answers) for line in lines]
-    votes = [majority([answer.verdict for answer in line.answers]) for line in lines]
     return {
         "questions": len(lines),
         "samples": samples,
         "accuracy": found._asdict(),
         "pass_at": {str(k): sum(pass_at(one, samples, k) for one in right) / len(lines) for k in ks},
-        "majority": sum(votes) / len(lines),
+        "majority": sum(majority(line.answers) for line in lines) / len(lines),
         "mean_tokens": sum(answer.tokens for answer in answers) / len(answers),
         "cut_off": sum(answer.cut for answer in answers) / len(answers),
         "without_answer": sum(answer.answer is None for answer in answers) / len(answers),

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from verl_qerl.cli.eval.answers import Verdict, number
+from verl_qerl.cli.eval.records import Answer
 
 _Z = 1.959964  # 97.5 % quantile of the normal distribution
 RESAMPLES = 10000
@@ -63,21 +64,21 @@ def pass_at(right: int, samples: int, k: int) -> float:
     return 1 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
-def majority(verdicts: Sequence[Verdict]) -> float:
+def majority(answers: Sequence[Answer | Verdict]) -> float:
     """Whether the most frequent answer is right; a share where several are as frequent. No answer is no vote.
 
     Right answers are the same, however they are written; wrong ones where their numbers or letters are.
     """
-    votes = Counter(None if v.right else _form(v.answer) for v in verdicts if v.answer is not None)
+    votes = Counter(None if one.right else _form(one.answer) for one in answers if one.answer is not None)
     if not votes:
         return 0.0
     first = [answer for answer, count in votes.items() if count == max(votes.values())]
     return (None in first) / len(first)
 
 
-def _form(answer: str | None) -> str:
-    value = number(answer or "")
-    return "".join((answer or "").split()) if value is None else str(value)
+def _form(answer: str) -> str:
+    value = number(answer)
+    return "".join(answer.split()) if value is None else str(value)
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Difference:

@@ -50,7 +50,6 @@ def read_adapter(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) 
     """The adapter of a checkpoint.
 
     Args:
-        checkpoint: From `open_checkpoint`.
         shapes: module -> (out, in) of every matrix of the base.
 
     Raises:

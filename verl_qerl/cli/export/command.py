@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from verl_qerl.cli.model_dir import (
 )
 from verl_qerl.cli.output_dir import check_absent, new_directory
 from verl_qerl.cli.prompts import Prompt, read_prompts, tokenize
-from verl_qerl.formats import PackedWeight, scaled_format
+from verl_qerl.formats import PackedWeight, get_format
 from verl_qerl.formats.nvfp4_layout import modelopt_config, modelopt_legacy_config
 from verl_qerl.formats.reference import relative_error
 from verl_qerl.formats.tensor_spec import TensorSpec
@@ -104,24 +105,22 @@ def export_checkpoint(
     return report
 
 
+@dataclass
 class _Export:
     """One export into `folder`."""
 
-    def __init__(
-        self,
-        folder: Path,
-        form: str,
-        base: Base,
-        adapter: Adapter,
-        checkpoint: Checkpoint,
-        options: Options,
-        device: str,
-    ) -> None:
-        self.folder, self.form, self.base, self.adapter = folder, form, base, adapter
-        self.checkpoint, self.options, self.device = checkpoint, options, device
-        self.format = scaled_format("nvfp4", options.scale or (base.scale if form in LAYOUTS else None))
+    folder: Path
+    form: str
+    base: Base
+    adapter: Adapter
+    checkpoint: Checkpoint
+    options: Options
+    device: str
+
+    def __post_init__(self) -> None:
+        self.format = get_format("nvfp4", self.options.scale or (self.base.scale if self.form in LAYOUTS else None))
         # Before the long work: a model without a tokenizer is refused here.
-        self.tokens = tokenize(base.source.path, options.prompts) if options.prompts else []
+        self.tokens = tokenize(self.base.source.path, self.options.prompts) if self.options.prompts else []
         self.merge: Merge | None = None
         self.log_probs: dict[str, Any] | None = None
 
@@ -186,7 +185,8 @@ class _Export:
             yield Merge(self.base, self.adapter, trained.others, self.device, observe, norms=trained.norms)
 
     def _write_peft(self, merge: Merge) -> None:
-        merge.run()
+        for _ in merge.tensors():  # to check the base, and to find what changed
+            pass
         if merge.changed:
             raise ValueError(
                 f"an adapter alone cannot hold this checkpoint: {merge.changed[0]!r} was trained too "
@@ -235,11 +235,7 @@ class _Export:
 
 
 def check_base(form: str, base: Base, has_prompts: bool) -> None:
-    """Refuse a form that the base has not.
-
-    Raises:
-        ValueError: The base goes into no such form.
-    """
+    """Refuse a form that the base has not."""
     if form in (WITH_BASE, *LAYOUTS) and base.format != "nvfp4":
         raise ValueError(
             f"a model on a base in another format is not written packed here: to={form}, base={base.name} in"
@@ -275,19 +271,11 @@ def check_trained(form: str, checkpoint: Checkpoint, adapter: Adapter) -> None:
 def summary(report: Mapping[str, Any]) -> str:
     """What was exported, and for a quantized form the cost by kind of linear."""
     trained = f"adapter: r={report['r']}, scaling {report['scaling']:g}, " if report["r"] else "all weights: "
-    lines = [
-        f"{trained}{len(report['layers'])} linears; base "
-        f"{report['base_digest'] or 'not packed'}, "
-        + (
-            "as the checkpoint names its packed linears (the base's other tensors are not compared)"
-            if report["base_digest_checked"]
-            else "which the checkpoint does not name"
-        )
-    ]
-    if report["changed_besides_the_adapter"]:
-        lines.append(
-            f"{len(report['changed_besides_the_adapter'])} tensors besides the adapter come from the checkpoint"
-        )
+    checked = "as the checkpoint names its packed linears (the base's other tensors are not compared)"
+    named = checked if report["base_digest_checked"] else "which the checkpoint does not name"
+    lines = [f"{trained}{len(report['layers'])} linears; base {report['base_digest'] or 'not packed'}, {named}"]
+    if changed := report["changed_besides_the_adapter"]:
+        lines.append(f"{len(changed)} tensors besides the adapter come from the checkpoint")
     if report.get("norms"):
         update, lost = (sum(norm[part] for norm in report["norms"].values()) for part in ("update", "lost_in_bf16"))
         share = f"{lost / update:.2f} of their update" if update else "no update"
@@ -307,12 +295,11 @@ def _costs(report: Mapping[str, Any]) -> list[str]:
     kinds: dict[str, list[dict[str, float]]] = {}
     for module, layer in report["layers"].items():
         kinds.setdefault(module.rpartition(".")[2], []).append(layer)
-    lines = [
-        f"{'linear':<12} {'count':>5} {'mean error':>11} {'max error':>11} {'mean update':>12} {'error/update':>13}"
-    ]
+    columns = f"{'mean error':>11} {'max error':>11} {'mean update':>12} {'error/update':>13}"
+    lines = [f"{'linear':<12} {'count':>5} {columns}"]
     for kind, layers in kinds.items():
         errors = [layer["relative_error"] for layer in layers]
-        error, update = sum(errors) / len(layers), sum(layer["relative_update"] for layer in layers) / len(layers)
+        error, update = fmean(errors), fmean(layer["relative_update"] for layer in layers)
         ratio = f"{error / update:.2f}" if update else "-"
         lines.append(f"{kind:<12} {len(layers):>5} {error:>11.2e} {max(errors):>11.2e} {update:>12.2e} {ratio:>13}")
     layers = report["layers"].values()
@@ -323,8 +310,7 @@ def _costs(report: Mapping[str, Any]) -> list[str]:
             "from the trained one as the base is. Serve the base with the adapter (--to base-and-adapter or peft), or "
             "use --to merged-bf16."
         )
-    if report["log_probs"]:
-        found = report["log_probs"]
+    if found := report["log_probs"]:
         lines.append(
             f"log-probs of {found['tokens']} tokens, {found['prompts']} prompts: |change| mean "
             f"{found['mean_abs_change']:.4f}, largest {found['max_abs_change']:.4f}; mean change "

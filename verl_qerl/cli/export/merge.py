@@ -1,12 +1,13 @@
 """Base and adapter as one stream of bf16 tensors; memory: a few tensors, whatever the size of the model."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from verl_qerl.checkpoints.dense_source import dense_source
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.record import BaseRecord, read_whole
 from verl_qerl.checkpoints.source import Source, open_source, stored_tensors
@@ -15,9 +16,8 @@ from verl_qerl.cli.export.adapter import Adapter
 from verl_qerl.cli.export.fsdp_checkpoint import Checkpoint
 from verl_qerl.cli.model_dir import QUANTIZATION_REPORT
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats import DEFAULT_FORMAT, PackedWeight, get_format, scaled_format
+from verl_qerl.formats import DEFAULT_FORMAT, PackedWeight, get_format
 from verl_qerl.formats.ignore import DEFAULT_IGNORE, is_packed_module, is_router
-from verl_qerl.formats.nvfp4_layout import is_activation_scale
 from verl_qerl.formats.reference import dequantize
 from verl_qerl.formats.tensor_spec import DTYPES, TensorSpec
 
@@ -29,22 +29,27 @@ class Base:
     Attributes:
         name: Directory or hub id, as given or recorded.
         record: What the checkpoint says of it; None when another engine than ours wrote the checkpoint.
+        format: Name of the weight format of `linears`: as training saw them, nvfp4 where that was not packed.
         linears: Modules that were packed in training (`is_packed`), or are in a quantized export.
-        is_packed: Whether training saw those packed.
         specs: name -> dtype and shape of every tensor of the model once it is bf16.
     """
 
     name: str
     source: Source
     record: BaseRecord | None
+    format: str
     linears: set[str] = field(repr=False)
-    is_packed: bool
     specs: dict[str, TensorSpec] = field(repr=False)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether training saw `linears` packed."""
+        return self.record is not None
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Module -> (out, in) of every matrix."""
-        return _matrices(self.specs)
+        return matrix_shapes(self.specs)
 
     @property
     def ignore(self) -> list[str]:
@@ -68,18 +73,11 @@ class Base:
         found = read_whole(self.source.path / QUANTIZATION_REPORT, make, "the report beside the base", remedy)
         return found.pop() if found and len(found) == 1 else None
 
-    @property
-    def format(self) -> str:
-        """Name of the weight format of `linears`: as training saw them, nvfp4 where that was not packed."""
-        return _format(self.source, self.record)
-
     def items(self, device: str) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
         """The model as training saw it; see `checkpoints.stream`."""
-        if not self.is_packed:
-            return stored_tensors(self.source, device)
         if self.record is None:
-            return packed_stream(self.source, scaled_format(self.format), device=device)
-        form = scaled_format(self.format, self.record.scale)
+            return stored_tensors(self.source, device)
+        form = get_format(self.format, self.record.scale)
         return packed_stream(self.source, form, self.record.ignore, device)
 
 
@@ -88,7 +86,6 @@ def open_base(path: str | Path | None, checkpoint: Checkpoint) -> Base:
 
     Args:
         path: Directory or hub id, in place of the one that the checkpoint names.
-        checkpoint: From `open_checkpoint`.
 
     Raises:
         ValueError: No base is named, it cannot be read, or it is packed and that of the run was not.
@@ -102,56 +99,33 @@ def open_base(path: str | Path | None, checkpoint: Checkpoint) -> Base:
         )
     name = str(path or named)
     source = open_source(name)
-    form = get_format(_format(source, record))
+    form = get_format(record.format if record else source.format or DEFAULT_FORMAT.name)
     check_format(source, form.name)
     linears = packed_names(source, form, record.ignore if record else None)
-    if source.format is None:
-        return Base(name, source, record, linears, record is not None, _bf16(source.specs))
-    if record is None:
+    if source.format is not None and record is None:
         raise ValueError(
             f"the checkpoint was not trained on a packed base: base={name} is in {source.format}, with"
             f" {checkpoint.folder}. The bf16 model is accepted. Name the model.path of the run with --base."
         )
-    return Base(name, source, record, linears, True, _dense_specs(source, linears))
+    specs = {
+        name: TensorSpec("BF16", spec.shape) if DTYPES[spec.dtype].is_floating_point else spec
+        for name, spec in dense_specs(source).items()
+    }
+    return Base(name, source, record, form.name, linears, specs)
 
 
-def matrix_shapes(source: Source) -> dict[str, tuple[int, ...]]:
-    """Module -> (out, in) of every matrix of a model in bf16 or in a format of ours."""
-    if source.format is None:
-        return _matrices(source.specs)
-    return _matrices(_dense_specs(source, packed_names(source, get_format(source.format))))
+def dense_specs(source: Source) -> dict[str, TensorSpec]:
+    """Name -> dtype and shape of every tensor of the model that a checkpoint stands for, quantized or not."""
+    return source.specs if source.format is None else dense_source(source).specs
 
 
-def _matrices(specs: Mapping[str, TensorSpec]) -> dict[str, tuple[int, ...]]:
+def matrix_shapes(specs: Mapping[str, TensorSpec]) -> dict[str, tuple[int, ...]]:
+    """Module -> (out, in) of every matrix."""
     return {
         name.removesuffix(".weight"): spec.shape
         for name, spec in specs.items()
         if name.endswith(".weight") and len(spec.shape) == 2
     }
-
-
-def _format(source: Source, record: BaseRecord | None) -> str:
-    return record.format if record else source.format or DEFAULT_FORMAT.name
-
-
-def _bf16(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    return {
-        name: TensorSpec("BF16", spec.shape) if DTYPES[spec.dtype].is_floating_point else spec
-        for name, spec in specs.items()
-    }
-
-
-def _dense_specs(source: Source, packed: set[str]) -> dict[str, TensorSpec]:
-    form = get_format(source.format or "")
-    parts = form.layouts[source.layout]
-    specs = {}
-    for name, spec in source.specs.items():
-        module, _, kind = name.rpartition(".")
-        if module in packed and kind == parts[0]:
-            specs[f"{module}.weight"] = TensorSpec("BF16", (spec.shape[0], spec.shape[1] * form.codes_per_byte))
-        elif not is_activation_scale(name) and not (module in packed and kind in parts):
-            specs[name] = spec
-    return _bf16(specs)
 
 
 @dataclass
@@ -201,7 +175,8 @@ class Merge:
         self._check_others()
         for name, item in self.base.items(self.device):
             if isinstance(item, PackedWeight):
-                self._check_digest(name, item)
+                self.digests[name] = weight_digest(item)
+                self._check_digests([name])
                 self.observe(item.size_bytes)
                 yield f"{name}.weight", item, self._merge(name, dequantize(item, torch.float32))
                 continue
@@ -215,12 +190,8 @@ class Merge:
                 weight = self._shifted(module, weight)
             rounded = weight.to(torch.bfloat16)
             yield name, rounded, self._merge(module, weight) if module in self.adapter.factors else rounded
-        self._check_all_came()
-
-    def run(self) -> None:
-        """Check the base and find what changed, without keeping the result."""
-        for _ in self.tensors():
-            pass
+        if self.base.record:
+            self._check_digests(sorted(self.base.record.digests))  # all have come
 
     def _merge(self, module: str, weight: torch.Tensor) -> torch.Tensor:
         if module not in self.adapter.factors:
@@ -278,10 +249,9 @@ class Merge:
                 )
         for name, tensor in self.others.items():
             spec = self.base.specs.get(name)
-            if spec is None and tied and name == "lm_head.weight":
-                embedding = self.others.get("model.embed_tokens.weight", tensor)
-                if torch.equal(tensor, embedding):
-                    continue  # the embedding once more
+            is_tied = spec is None and tied and name == "lm_head.weight"
+            if is_tied and torch.equal(tensor, self.others.get("model.embed_tokens.weight", tensor)):
+                continue  # the embedding once more
             if spec is None or spec.shape != tuple(tensor.shape):
                 raise CheckpointFormatError(
                     f"the checkpoint does not fit the base: it holds {name!r} of {tuple(tensor.shape)}, the base "
@@ -289,21 +259,12 @@ class Merge:
                     " --base."
                 )
 
-    def _check_digest(self, module: str, weight: PackedWeight) -> None:
-        self.digests[module] = weight_digest(weight)
-        if self.base.record and self.base.record.digests.get(module) != self.digests[module]:
-            raise self._other_base(module)
-
-    def _check_all_came(self) -> None:
-        if self.base.record:
-            missing = sorted(self.base.record.digests.keys() - self.digests.keys())
-            if missing:
-                raise self._other_base(missing[0])
-
-    def _other_base(self, module: str) -> CheckpointFormatError:
-        digests = self.base.record.digests if self.base.record else {}
-        return CheckpointFormatError(
-            f"the base is not the one of the checkpoint: {self.base.source.path} holds {module!r} with digest "
-            f"{self.digests.get(module)}, the checkpoint names {digests.get(module)}. The same bits are accepted. "
-            "Name the model.path of the run with --base."
-        )
+    def _check_digests(self, modules: Iterable[str]) -> None:
+        wanted = self.base.record.digests if self.base.record else {}
+        for module in modules:
+            if wanted.get(module) != self.digests.get(module):
+                raise CheckpointFormatError(
+                    f"the base is not the one of the checkpoint: {self.base.source.path} holds {module!r} with digest"
+                    f" {self.digests.get(module)}, the checkpoint names {wanted.get(module)}. The same bits are"
+                    " accepted. Name the model.path of the run with --base."
+                )

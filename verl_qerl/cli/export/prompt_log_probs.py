@@ -34,8 +34,7 @@ def log_prob_change(
     model.to(device)
     before = _log_probs(model, tokens, device)
     items = packed_stream(open_source(quantized), device=device)
-    packed = (pair for pair in items if isinstance(pair[1], PackedWeight))
-    fill(model, ((f"{name}.weight", dequantize(item)) for name, item in packed))  # type: ignore[arg-type]
+    fill(model, ((f"{name}.weight", dequantize(item)) for name, item in items if isinstance(item, PackedWeight)))
     change = _log_probs(model, tokens, device) - before
     return {
         "prompts": len(tokens),

@@ -46,8 +46,13 @@ def run(args: argparse.Namespace) -> int:
     arms = {arm: {seed: curves.read_metrics(path) for seed, path in seeds.items()} for arm, seeds in paths.items()}
     runs = [run for seeds in arms.values() for run in seeds.values()]
     keys = args.keys or default_keys(runs)
-    for path, one in zip((path for seeds in paths.values() for path in seeds.values()), runs, strict=True):
-        _check_keys(one, keys, path)
+    for arm, seed in ((arm, seed) for arm, seeds in arms.items() for seed in seeds):
+        missing = [key for key in keys if key not in arms[arm][seed]]
+        if missing:
+            raise ValueError(
+                f"metrics are missing: keys={missing} in {paths[arm][seed]}. It has {sorted(arms[arm][seed])}. Choose"
+                " from these with --keys."
+            )
     summary = {arm: curves.summarize(seeds, keys) for arm, seeds in arms.items()}
     if args.baseline:
         curves.add_differences(summary, arms, keys, args.baseline)
@@ -73,14 +78,6 @@ def default_keys(runs: Sequence[Run]) -> list[str]:
     return [reward, *sorted(filter(VALIDATION.fullmatch, known)), *(key for key in panels if key in known)]
 
 
-def _check_keys(run: Run, keys: Sequence[str], path: Path) -> None:
-    missing = [key for key in keys if key not in run]
-    if missing:
-        raise ValueError(
-            f"metrics are missing: keys={missing} in {path}. It has {sorted(run)}. Choose from these with --keys."
-        )
-
-
 def step_table(run: Run, keys: Sequence[str], phases: Mapping[str, Series]) -> list[str]:
     """A line for each step that has any of the metrics; then the ends of the first, and what a step's time goes to."""
     lines = [" ".join(["  step", *(f"{key:>18}" for key in keys)])]
@@ -104,17 +101,11 @@ def _median(seconds: Series) -> float:
 def arm_table(summary: Mapping[str, Mapping[str, Any]], keys: Sequence[str]) -> list[str]:
     """A Markdown table: a line for each arm."""
     ends = f"mean of the first {WINDOW} steps, of the last {WINDOW}"
-    lines = [
-        f"| arm | seeds | steps | {' | '.join(f'{key}: {ends}' for key in keys)} |",
-        "|---" * (3 + len(keys)) + "|",
-    ]
+    names = " | ".join(f"{key}: {ends}" for key in keys)
+    lines = [f"| arm | seeds | steps | {names} |", "|---" * (3 + len(keys)) + "|"]
     for arm, numbers in summary.items():
-        cells = [
-            str(len(numbers["seeds"])),
-            str(len(numbers[keys[0]]["steps"])),
-            *(_cell(numbers[key]) for key in keys),
-        ]
-        lines.append(f"| {arm} | {' | '.join(cells)} |")
+        counts = f"{len(numbers['seeds'])} | {len(numbers[keys[0]]['steps'])}"
+        lines.append(f"| {arm} | {counts} | {' | '.join(_cell(numbers[key]) for key in keys)} |")
     return lines
 
 

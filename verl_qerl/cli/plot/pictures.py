@@ -14,11 +14,7 @@ SCHEDULES = ("aqn/sigma", "actor/lr")  # drawn as they are
 
 
 def check_picture(out: Path) -> None:
-    """Require a name that says what kind of picture it is; matplotlib adds an end to one that does not.
-
-    Raises:
-        ValueError: It has another end, or none.
-    """
+    """Require a name that says what kind of picture it is; matplotlib adds an end to one that does not."""
     if out.suffix not in PICTURES:
         raise ValueError(f"no picture: out={out}. A name that ends in {', '.join(PICTURES)} is accepted. Change --out.")
 

@@ -36,7 +36,7 @@ from verl_qerl.cli.output_dir import check_absent, new_directory
 from verl_qerl.cli.quantize.arguments import SAMPLES, TOKENS
 from verl_qerl.cli.quantize.calibration import Calibration, calibrated_stream, check_calibrated
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats import PackedWeight, WeightFormat, scaled_format
+from verl_qerl.formats import PackedWeight, WeightFormat, get_format
 from verl_qerl.formats.ignore import DEFAULT_IGNORE, ROUTER, is_router
 from verl_qerl.formats.reference import relative_error
 from verl_qerl.formats.tensor_spec import TensorSpec
@@ -47,6 +47,10 @@ Pack = Callable[..., Iterator[tuple[str, PackedWeight | torch.Tensor]]]
 
 def run(args: argparse.Namespace) -> int:
     """Quantize, then print the table."""
+    calibration = None
+    if args.method == "gptq":
+        samples, tokens = args.calibration_samples or SAMPLES, args.calibration_tokens or TOKENS
+        calibration = Calibration(args.calibration, samples, tokens)
     report = quantize_checkpoint(
         args.model,
         args.out,
@@ -56,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         device=args.device,
         max_shard_bytes=args.max_shard_size,
         requantize=args.requantize,
-        calibration=_calibration(args),
+        calibration=calibration,
     )
     print(_table(report))
     print(f"wrote {args.out}")
@@ -80,7 +84,7 @@ def quantize_checkpoint(
     Args:
         model: Directory in Hugging Face layout, unquantized.
         out: Absent or empty; on an error nothing is left.
-        scale: Scale choice of nvfp4, see `formats.reference.quantize_group`; None is the default of the format.
+        scale: Scale choice of the format, see `WeightFormat`; None is its default.
         ignore: Modules left as they are, besides lm_head.
         requantize: Take a quantized `model` by the weights that it stands for; what it left as it is stays so.
         calibration: Texts for GPTQ; without, weights are rounded to the nearest codes.
@@ -93,7 +97,7 @@ def quantize_checkpoint(
         ValueError: The source is damaged, quantized already or not for the format, or an option does not fit.
     """
     check_absent(out)
-    chosen = scaled_format(form, scale)
+    chosen = get_format(form, scale)
     source = open_source(model)
     rules = tuple(dict.fromkeys((*DEFAULT_IGNORE, *ignore)))
     if calibration:
@@ -101,7 +105,11 @@ def quantize_checkpoint(
     if requantize and source.format is not None:
         source = dense_source(source)
         rules = (*rules, *left_dense(source, rules))
-    _check(source)
+    if source.format is not None:
+        raise CheckpointFormatError(
+            f"the model is quantized already: {source.path} ({source.format}). An unquantized checkpoint is accepted. "
+            "Use this directory as it is, name the original model, or add --requantize."
+        )
     check_held(source, chosen)
     if any(is_router(name.rpartition(".")[0]) for name in source.files):
         rules = (*rules, ROUTER)
@@ -186,20 +194,6 @@ def _layer(weight: torch.Tensor, packed: PackedWeight) -> dict[str, Any]:
         "bits_per_weight": round(8 * packed.size_bytes / weight.numel(), 4),
         "relative_error": relative_error(weight, packed),
     }
-
-
-def _check(source: Source) -> None:
-    if source.format is not None:
-        raise CheckpointFormatError(
-            f"the model is quantized already: {source.path} ({source.format}). An unquantized checkpoint is accepted. "
-            "Use this directory as it is, name the original model, or add --requantize."
-        )
-
-
-def _calibration(args: argparse.Namespace) -> Calibration | None:
-    if args.method != "gptq":
-        return None
-    return Calibration(args.calibration, args.calibration_samples or SAMPLES, args.calibration_tokens or TOKENS)
 
 
 def _table(report: dict[str, Any]) -> str:

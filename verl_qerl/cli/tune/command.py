@@ -1,8 +1,8 @@
 """`python -m verl_qerl tune`: measure where the kernels of a rollout cross on this GPU."""
 
 import argparse
-import datetime
 from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,11 @@ import torch
 
 from verl_qerl.checkpoints.record import write_whole
 from verl_qerl.cli.tune.shapes import Shape, shapes_of
+from verl_qerl.formats import DEFAULT_FORMAT
 from verl_qerl.kernels.rollout.lora import member_of_tile
 from verl_qerl.kernels.rollout.repacking import Repacked, repack
 from verl_qerl.kernels.rollout.w4a16_launch import TOKENS, Launch, both_ways, launch_candidates
 from verl_qerl.kernels.rollout.w4a16_matmul import Adapter, can_fuse, prepare, w4a16_matmul
-from verl_qerl.testing import random_packed_weight
 
 ROWS = (1, 8, 16, 24, 32, 48, 64, 96, 128, 176, 256, 512, 1024, 2048, 4096, 8192)
 TRIED = 12  # launches of w4a16_matmul, the most promising ones, each with both ways to make X A^T
@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     for N, K in shapes:
         rows.append(measure(N, K))
         print(describe(rows[-1]), flush=True)
-        content = {"gpu": gpu, "torch": torch.__version__, "time": _now(), "rows": rows}
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        content = {"gpu": gpu, "torch": torch.__version__, "time": now, "rows": rows}
         write_whole(path, content)  # a rollout that starts meanwhile reads a whole table
     print(f"written to {path}")
     return 0
@@ -90,18 +91,13 @@ def measure(N: int, K: int) -> dict[str, Any]:
         x = torch.randn(rows, K, device="cuda", dtype=torch.bfloat16)
         calls = paths(x, packed, tuple(launches.values()))
         times.append({"rows": rows} | {name: time_us(each) for name, each in calls.items()})
-    return {
-        "N": N,
-        "K": K,
-        "decode_rows": crossing(times),
-        "launches": launches,
-        "times": times,
-    }
+    return {"N": N, "K": K, "decode_rows": crossing(times), "launches": launches, "times": times}
 
 
 def tiled_copies(N: int, K: int) -> list[Repacked]:
     """A random weight [N, K] on the GPU as often as the L2 cache cannot hold it."""
-    packed = [repack(random_packed_weight(N, K, device="cuda"))]
+    weight = torch.randn(N, K, generator=torch.Generator().manual_seed(0)) * 0.02
+    packed = [repack(DEFAULT_FORMAT.quantize(weight.to("cuda")))]
     words, scale, scale_of_all = packed[0]
     clones = range(_CACHE_BYTES // (N * K * 9 // 16))
     return packed + [(words.clone(), scale.clone(), scale_of_all) for _ in clones]
@@ -193,7 +189,3 @@ def describe(row: dict[str, Any]) -> str:
     """One line for the terminal."""
     times = "  ".join(f"{entry['rows']}: {entry['tiled_us']:.0f}/{entry['decoded_us']:.0f}" for entry in row["times"])
     return f"{row['N']} x {row['K']}: decoding from {row['decode_rows']} rows; us packed/decoded  {times}"
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from verl.workers.config import FSDPEngineConfig
 
 from verl_qerl import verl_plugin
-from verl_qerl.formats import FORMATS, WeightFormat, scaled_format
+from verl_qerl.formats import FORMATS, WeightFormat, get_format
 from verl_qerl.options.schema import Base
 from verl_qerl.verl_plugin.config.nodes import plain
 
@@ -45,7 +45,7 @@ class BaseOptions(Base):
     @property
     def weight_format(self) -> WeightFormat:
         """The format, with its options."""
-        return scaled_format(self.format, self.scale)
+        return get_format(self.format, self.scale)
 
 
 @dataclass

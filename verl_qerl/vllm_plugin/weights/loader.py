@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.source import Source, open_source, stored_tensors
 from verl_qerl.checkpoints.stream import packed_stream
-from verl_qerl.formats import PackedWeight, scaled_format
+from verl_qerl.formats import PackedWeight, get_format
 from verl_qerl.formats.base import named_tensors
 from verl_qerl.vllm_plugin import NAMES
 from verl_qerl.vllm_plugin.weights.borrowed import OPTION, attach, digests_of
@@ -44,7 +44,7 @@ class QuantizingModelLoader(BaseModelLoader):
             raise ValueError(
                 f"unknown model_loader_extra_config {unknown}. Accepted are {sorted(_OPTIONS)}. Check the spelling."
             )
-        self._form = scaled_format(NAMES[str(load_config.load_format)], options.get("scale"))
+        self._form = get_format(NAMES[str(load_config.load_format)], options.get("scale"))
         self._ignore = options.get("ignore")
         self._borrows = options.get(OPTION, False)
         if not isinstance(self._borrows, bool):

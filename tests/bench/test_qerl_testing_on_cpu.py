@@ -4,9 +4,7 @@ import sys
 
 import pytest
 import torch
-
-from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.testing import (
+from qerl_testing import (
     assert_close,
     compare_greedy,
     current_commit,
@@ -15,6 +13,8 @@ from verl_qerl.testing import (
     rms_error_ratio,
     sqnr_db,
 )
+
+from verl_qerl.checkpoints.digest import weight_digest
 
 
 def test_error_ratio_by_hand() -> None:

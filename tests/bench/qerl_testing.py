@@ -1,18 +1,21 @@
-"""Measures, random inputs and the state of the code, shared by tests and benchmarks."""
+"""Measures, random inputs and the state of the code, shared by tests of all folders and benchmarks.
+
+Benchmarks find it beside them, pytest by `pythonpath` of pyproject.toml.
+"""
 
 import importlib.util
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from verl_qerl.formats import PackedWeight
-from verl_qerl.formats.reference import quantize
+from verl_qerl.formats import NVFP4, PackedWeight
+from verl_qerl.formats.nvfp4 import DEFAULT_SCALE
 
 _TINY: dict[str, Any] = {
     "vocab_size": 64,
@@ -59,6 +62,16 @@ def foreach_copy_as_cuda(there: Any, sources: Any, non_blocking: bool = False) -
         to.copy_(source, non_blocking)
         if to.dtype == source.dtype == torch.bfloat16:
             to.view(torch.int16).masked_fill_(to.isnan(), 0x7FFF)
+
+
+def quantize(weight: torch.Tensor, scale: str = DEFAULT_SCALE) -> PackedWeight:
+    """One weight in NVFP4, with a choice of its block scales."""
+    return NVFP4(scale=scale).quantize(weight)
+
+
+def quantize_group(weights: Mapping[str, torch.Tensor], scale: str = DEFAULT_SCALE) -> dict[str, PackedWeight]:
+    """The same of weights with a common global scale."""
+    return NVFP4(scale=scale).quantize_group(weights)
 
 
 def random_packed_weight(N: int, K: int, seed: int = 0, device: str | torch.device = "cpu") -> PackedWeight:
