@@ -14,6 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
+
+# Hydra reads thirty files for each configuration that a test composes: a quarter of the time of such a test.
+yaml.SafeLoader = yaml.CSafeLoader
 
 WARM = Path(__file__).with_name("warm_python.py")
 

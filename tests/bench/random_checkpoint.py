@@ -1,9 +1,9 @@
 """An NVFP4 checkpoint of a real shape with random weights, written bit by bit: 32B (20 GB) takes as long as the disk.
 
-    python tests/bench/random_checkpoint.py --shape 32b --out DIR [--bf16]
+    python tests/bench/random_checkpoint.py --shape 32b --out DIR [--bf16] [--tokenizer DIR]
 
-Tensors are drawn on the GPU where there is one; no dense copy of a packed weight is made. The tokenizer is trained on
-generated word problems, so that nothing is fetched: those of recipes/tools/word_problems.py fit it.
+Tensors are drawn on the GPU where there is one; no dense copy of a packed weight is made. Without --tokenizer one is
+trained on generated word problems, so that nothing is fetched: those of recipes/tools/word_problems.py fit it.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from qerl_testing import load_beside
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from verl_qerl.checkpoints.writer import ShardedWriter, quantized_specs
 from verl_qerl.cli.data import gsm8k_prompt
@@ -32,7 +33,12 @@ SHARD_BYTES = 4 << 30
 
 
 def write_checkpoint(
-    shape: str, out: Path, layers: int | None = None, vocabulary: int = models.VOCABULARY, packed: bool = True
+    shape: str,
+    out: Path,
+    layers: int | None = None,
+    vocabulary: int = models.VOCABULARY,
+    packed: bool = True,
+    tokenizer: Path | None = None,
 ) -> int:
     """Write the directory.
 
@@ -42,6 +48,7 @@ def write_checkpoint(
         layers: Fewer than the model has.
         vocabulary: Rows of embedding and head.
         packed: NVFP4 linears; False writes bf16.
+        tokenizer: Folder of the one to take; a rollout never says what it lacks.
 
     Returns:
         Bytes of its tensors.
@@ -63,10 +70,14 @@ def write_checkpoint(
     if packed:
         model.config.quantization_config = quantization_config()
     model.config.save_pretrained(out)
+    (AutoTokenizer.from_pretrained(tokenizer) if tokenizer else _word_problems()).save_pretrained(str(out))
+    return total_bytes(specs)
+
+
+def _word_problems() -> PreTrainedTokenizerBase:
     problems = generate(2000, max_steps=2, max_number=9, seed=0)
     texts = (text for p in problems for text in (gsm8k_prompt(p.question)[0]["content"], p.answer))
-    train_tokenizer(texts, 320).save_pretrained(str(out))
-    return total_bytes(specs)
+    return train_tokenizer(texts, 320)
 
 
 def _items(dense: dict[str, TensorSpec], linears: set[str]) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
@@ -89,9 +100,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="directory to create")
     parser.add_argument("--layers", type=int, help="fewer than the model has")
     parser.add_argument("--bf16", action="store_true", help="nothing packed, for the baseline")
+    parser.add_argument("--tokenizer", type=Path, help="folder of another one than word problems give")
     args = parser.parse_args(argv)
     start = time.perf_counter()
-    size = write_checkpoint(args.shape, args.out, args.layers, packed=not args.bf16)
+    size = write_checkpoint(args.shape, args.out, args.layers, packed=not args.bf16, tokenizer=args.tokenizer)
     print(f"{size / 1e9:.1f} GB in {time.perf_counter() - start:.0f} s: {args.out}")
     return 0
 

@@ -104,14 +104,6 @@ def _gsm8k(arm: str, seed: int) -> Job:
     return _verl(f"gsm8k_{arm}-seed{seed}", f"GSM8K, {what}", f"{options} {sizes}", env)
 
 
-def _train_step(arm: str) -> Job:
-    """Two GRPO steps of 7B: 128 answers of 2,048 tokens."""
-    name = f"train_step_{arm}"
-    sizes = f"SHAPE=7b CAP= UTILIZATION=0.4 PROMPTS=16 MICRO=8 ARM={arm}"
-    command = f'{sizes} WORK="$WORK/{name}" OUT="$OUT/{name}.json" bash tests/bench/train_step.sh'
-    return Job(name, f"two GRPO steps of 7B, {arm}", command, 300)
-
-
 def _train_step_inside(shape: str, cap: int, share: float, seconds: int, sizes: str = "") -> Job:
     """Two GRPO steps inside so many GiB, on a GPU of that size or of a larger one; `share` GiB are vLLM's."""
     of_gpu = f"import torch; print(round({share} * 2**30 / torch.cuda.mem_get_info()[1], 3))"
@@ -144,9 +136,6 @@ _GSM8K_ARMS = {
 }
 
 JOBS = (
-    _train_step("ours"),
-    _train_step("bf16"),
-    _train_step("bf16_fused"),
     _train_step_inside("32b", 80, 44.8, 400),
     _train_step_inside("14b", 40, 22.4, 300, "MICRO=2"),
     _train_step_inside("7b", 24, 12.6, 250, "PROMPTS=8 MICRO=2"),

@@ -6,12 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from qerl_testing import load_beside, random_qwen2
+from qerl_testing import load_beside
 
 pytest.importorskip("verl")
 
 from hydra import compose, initialize_config_module
-from verl.utils import fsdp_utils
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPEngineConfig
 
@@ -56,23 +55,6 @@ def test_a_run_composes_and_is_named_after_its_job(job, tmp_path):
         assert actor.fsdp_config.qerl.has_adapter
 
 
-def test_the_steps_of_all_arms_are_the_same_but_for_ours(tmp_path):
-    found = {}
-    for arm in ("ours", "bf16", "bf16_fused"):
-        (tmp_path / arm).mkdir()
-        (job,) = (job for job in JOBS if job.name == f"train_step_{arm}")
-        found[arm] = composed(job, tmp_path / arm)
-    ours, stock, fused = found.values()
-    assert omega_conf_to_dataclass(ours.actor_rollout_ref.actor).fsdp_config.qerl.has_adapter
-    for config in (stock, fused):
-        assert "qerl" not in config.actor_rollout_ref.actor.fsdp_config
-        assert {"aqn", "qerl"}.isdisjoint(config)
-    assert [config.actor_rollout_ref.model.use_fused_kernels for config in found.values()] == [True, False, True]
-    for config in found.values():
-        assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n == 128
-        assert config.actor_rollout_ref.model.lora_rank == 32
-
-
 @pytest.mark.parametrize(("shape", "cap", "answers"), [("32b", 80, 32), ("14b", 40, 32), ("7b", 24, 64)])
 def test_a_step_inside_less_memory_has_the_answers_that_its_result_says(shape, cap, answers, tmp_path):
     (job,) = (job for job in JOBS if job.name == f"train_step_{shape}")
@@ -80,21 +62,3 @@ def test_a_step_inside_less_memory_has_the_answers_that_its_result_says(shape, c
     assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n == answers
     assert config.actor_rollout_ref.model.path.endswith(f"/{shape}_{cap}gib/model")
     assert omega_conf_to_dataclass(config.actor_rollout_ref.actor).fsdp_config.qerl.has_adapter
-
-
-def test_the_fused_baseline_leaves_the_head_to_the_root(monkeypatch):
-    model = random_qwen2()
-    before = fsdp_utils._select_fsdp2_wrap_targets(model, ["Qwen2DecoderLayer"])
-    monkeypatch.setattr(fsdp_utils, "_select_fsdp2_wrap_targets", fsdp_utils._select_fsdp2_wrap_targets)  # put back
-    load_beside(__file__, "fused_head")
-    after = fsdp_utils._select_fsdp2_wrap_targets(model, ["Qwen2DecoderLayer"])
-    assert len(after) == 3  # two layers and the embedding
-    assert [module for module in before if module not in after] == [model.lm_head]
-
-
-def test_an_unknown_arm_is_refused(tmp_path):
-    env = os.environ | {"OUT": str(tmp_path / "x.json"), "ARM": "fp8"}
-    script = ROOT / "tests" / "bench" / "train_step.sh"
-    result = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, check=False)
-    assert result.returncode == 1
-    assert "unknown arm: ARM=fp8. ours, bf16 and bf16_fused are accepted." in result.stderr

@@ -89,8 +89,8 @@ class Workbench:
     ) -> Run:
         """Run `python -m verl.trainer.main_ppo` on the CPU platform; outputs go to a folder of that name.
 
-        The driver and what it starts are forks of warm_python.py, and vLLM leaves its sampler uncompiled: fifty seconds
-        of a core, of which nothing is ours. A run can be made `as_users_do`; one `on_gpu` always is.
+        The driver and what it starts are forks of warm_python.py; `as_users_do` and `on_gpu` start them all. On the CPU
+        vLLM leaves its sampler uncompiled: fifty seconds of a core, of which nothing is ours.
         """
         as_users_do |= on_gpu
         out, env, command = self._command(name, options, model, num_ranks, as_users_do, on_gpu)
@@ -162,7 +162,7 @@ class Workbench:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
-            "TORCH_COMPILE_DISABLE": str(int(not as_users_do)),
+            "TORCH_COMPILE_DISABLE": str(int(not on_gpu)),
         }
         if not as_users_do:
             env["WARM_PYTHON"] = self.warm_python.socket

@@ -6,8 +6,10 @@ pytest.importorskip("verl")
 
 from hydra import compose, initialize_config_module
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.import_utils import load_module
 
 from verl_qerl.verl_plugin.config.apply import aqn_options, prepare
+from verl_qerl.verl_plugin.trainer.polling import POLL_S
 
 FULL = {"bf16_full", "int8", "int8_acr", "fp8", "fp8_acr", "nvfp4_full_acr", "nvfp4_full_tis"}
 ARMS = ["bf16", "bf16_merge", "nvfp4", "nvfp4_aqn", "nvfp4_noise", "bf16_noise", "bf16_aqn", "bf16_hot", *sorted(FULL)]
@@ -60,6 +62,12 @@ def test_an_arm_composes_and_is_what_its_name_says(composed, arm):
         32,
         60,
     )
+    sampler = config.trainer.v1.sampler.custom_sampler
+    if qerl is None and "aqn" not in config:  # stock verl looks for answers as often as the others
+        looks = getattr(load_module(sampler.path), sampler.name)("sync", config.trainer.v1.sync, None, "drop", {})
+        assert looks.poll_interval == POLL_S
+    else:
+        assert sampler.path is None
     assert {config.data.seed, config.actor_rollout_ref.rollout.seed, actor.data_loader_seed} == {7}
     assert config.actor_rollout_ref.rollout.calculate_log_probs
 

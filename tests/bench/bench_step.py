@@ -1,0 +1,142 @@
+"""Whole GRPO steps of ours beside stock verl as its best user would set it, at the same time, each on a GPU of its own.
+
+    python tests/bench/bench_step.py --out FILE.json --model DIR --data DIR [--steps 6] [-- overrides of main_ppo]
+
+The runs are those of recipes/study (--data is what its prepare.py makes): 64 questions of GSM8K, 8 answers of at most
+512 tokens to each, LoRA of rank 32, packed passes, fused head. The overrides go to all of them:
+
+    # 7B, 128 answers of 2,048 tokens, whatever the model says
+    -- data.train_batch_size=16 actor_rollout_ref.actor.ppo_mini_batch_size=16 data.max_response_length=2048
+       actor_rollout_ref.rollout.max_model_len=2304 actor_rollout_ref.rollout.ignore_eos=True
+
+Stock runs are helped: the study lets them look for answers every 0.2 s, they keep the base in bf16, and a head that is
+not tied has fused kernels (fused_head.py). Steps after the first count. Exit code 1 when an arm has no second step.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from qerl_testing import current_commit
+
+HERE = Path(__file__).resolve().parent
+STUDY = HERE.parents[1] / "recipes" / "study" / "run.py"
+PHASES = {"step": "step", "rollout": "gen", "log_probs": "old_log_prob", "update": "update_actor"} | {
+    "weight_sync": "update_weights"
+}
+TUNED = ["actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16"]
+
+
+class Arm(NamedTuple):
+    """A run of the study, by the name of its arm, with options of its own."""
+
+    study: str
+    options: list[str]
+    stock: bool = True
+
+
+ARMS = {
+    "ours": Arm("nvfp4_aqn", [], stock=False),
+    "stock": Arm("bf16", TUNED),
+    "stock_merged": Arm("bf16_merge", TUNED),
+    # Where memory allows: ours keeps the activations that fit by itself.
+    "stock_merged_kept": Arm("bf16_merge", [*TUNED, "actor_rollout_ref.model.enable_gradient_checkpointing=False"]),
+}
+
+
+def command(arm: Arm, args: argparse.Namespace, work: Path) -> list[str]:
+    """What runs one arm; its result file will be in `work`."""
+    options = {"--arms": arm.study, "--steps": args.steps, "--minutes": args.minutes, "--least": 0}
+    options |= {"--model": args.model, "--data": args.data, "--attention": "packed", "--validate": "none"}
+    options |= {"--out": work, "--earlier": work, "--work": work / "runs", "--tag": "step"}
+    given = [str(part) for pair in options.items() for part in pair]
+    # Without overrides of its own either, an arm has this one, as a tag and overrides go together.
+    return [sys.executable, str(STUDY), *given, "--", "trainer.resume_mode=disable", *arm.options, *args.overrides]
+
+
+def run(args: argparse.Namespace, gpus: list[str], work: Path) -> dict[str, dict[str, Any]]:
+    """All arms at once: what the study has written of each."""
+    started = {}
+    for name, gpu in zip(args.arms, gpus, strict=False):
+        arm = ARMS[name]
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
+        if arm.stock:
+            path = filter(None, (str(HERE), os.environ.get("PYTHONPATH")))
+            env |= {"VERL_USE_EXTERNAL_MODULES": "fused_head", "PYTHONPATH": os.pathsep.join(path)}
+        started[name] = subprocess.Popen(command(arm, args, work / name), env=env)
+    for process in started.values():
+        process.wait()
+    found = {}
+    for name in started:
+        for file in sorted((work / name).glob("*.json")):
+            found[name] = json.loads(file.read_text())
+    return found
+
+
+def row(name: str, session: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of each phase of the steps after the first, with their medians."""
+    (told,) = session["runs"].values()
+    metrics = told["metrics"]
+    seconds = {phase: metrics.get(f"timing_s/{key}", [])[1:] for phase, key in PHASES.items()}
+    row = {"arm": name, "gpu": told["gpu"], "state": told["state"], "error": told.get("error", "")}
+    row["median_s"] = {phase: round(statistics.median(each), 2) for phase, each in seconds.items() if each}
+    row |= {"seconds": seconds, "answer_tokens": metrics.get("response_length/mean", [])[1:]}
+    row["peak_allocated_gb"] = max(metrics.get("perf/max_memory_allocated_gb", []), default=None)
+    return row | {"options": told["options"]}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Medians, and how many times as long as ours a step takes."""
+    ours = next((row["median_s"].get("step") for row in rows if row["arm"] == "ours"), None)
+    lines = ["| seconds, median | " + " | ".join(PHASES) + " | step / ours |", "|---" * (len(PHASES) + 2) + "|"]
+    for row in rows:
+        found = row["median_s"]
+        cells = [f"{found[phase]:.1f}" if phase in found else "-" for phase in PHASES]
+        ratio = f"{found['step'] / ours:.2f}" if ours and "step" in found else "-"
+        lines.append(f"| {row['arm']} | {' | '.join(cells)} | {ratio} |")
+    return "\n".join(lines)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True, help="in bf16")
+    parser.add_argument("--data", type=Path, required=True, help="of recipes/study/prepare.py")
+    parser.add_argument("--describe", default="", help="of the model, for the result file")
+    parser.add_argument("--arms", nargs="+", default=["ours", "stock", "stock_merged"], choices=list(ARMS))
+    parser.add_argument("--gpus", default=os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1,2,3", help="one for each arm")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--minutes", type=float, default=15)
+    parser.add_argument("overrides", nargs="*", help="of main_ppo, behind `--`")
+    args = parser.parse_args(argv)
+    if len(args.gpus.split(",")) < len(args.arms):
+        parser.error(
+            f"{len(args.arms)} arms on fewer GPUs: --gpus={args.gpus}. Name one for each arm, or fewer --arms."
+        )
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    with tempfile.TemporaryDirectory(prefix="step") as work:
+        found = run(args, args.gpus.split(","), Path(work))
+    rows = [row(name, session) for name, session in found.items()]
+    session = next(iter(found.values()))["session"] if found else {}
+    result = {"describe": args.describe, "commit": current_commit(), "overrides": args.overrides}
+    result |= {"timestamp": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")}
+    result |= {"versions": session.get("versions"), "cores": session.get("cores"), "rows": rows}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(rows))
+    return int(len(rows) < len(args.arms) or any("step" not in row["median_s"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
