@@ -57,9 +57,10 @@ def test_an_evaluation_goes_on_with_its_settings_alone(tmp_path):
     open_records(out, {"model": "a", "samples": 4})
     with pytest.raises(ValueError, match=r"samples was 4 and is now 8\. The same settings"):
         open_records(out, {"model": "a", "samples": 8})
-    (out / "settings.json").write_text("{")
-    with pytest.raises(ValueError, match="settings are damaged"):
-        open_records(out, {"model": "a"})
+    for damaged in ("{", "[]"):
+        (out / "settings.json").write_text(damaged)
+        with pytest.raises(ValueError, match=r"settings\.json .*A JSON object is accepted\. Choose another --out"):
+            open_records(out, {"model": "a"})
 
 
 def test_what_is_no_evaluation_is_left_alone(tmp_path):

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_qerl.checkpoints.model_config import read_object
 from verl_qerl.cli.eval.questions import TASKS, Question
 
 SETTINGS = "settings.json"
@@ -78,18 +79,14 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: The directory is of none.
+        CheckpointFormatError: The file is damaged.
     """
     path = folder / SETTINGS
     if not path.is_file():
         raise FileNotFoundError(
             f"no evaluation is found: {folder} has no {SETTINGS}. The --out of `eval` is accepted. Check the path."
         )
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(
-            f"settings are damaged: {path} ({error}). A JSON object is accepted. Choose another --out."
-        ) from error
+    return read_object(path, "Choose another --out.")
 
 
 def append(folder: Path, task: str, line: Answered) -> None:
