@@ -165,7 +165,7 @@ def test_a_bad_value_gives_option_value_and_remedy(name, value):
         AQNConfig.from_mapping({name: value})
     message = str(raised.value)
     assert message.startswith(f"aqn.{name}={value!r} is no value of this option. Accepted: ")
-    assert message.endswith(" Choose one of them.")
+    assert message.endswith(" Correct the option.")
 
 
 def test_an_unknown_option():

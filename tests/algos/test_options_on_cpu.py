@@ -47,7 +47,7 @@ def test_something_else_than_options_is_refused(options):
     ids=str,
 )
 def test_a_value_that_is_not_accepted_is_refused_with_those_that_are(kind, name, value):
-    said = rf"^node\.{name}={value!r} is no value of this option\. Accepted: .*\. Choose one of them\.$"
+    said = rf"^node\.{name}={value!r} is no value of this option\. Accepted: .*\. Correct the option\.$"
     with pytest.raises(ValueError, match=said):
         kind(**{name: value})
 

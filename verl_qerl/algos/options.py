@@ -56,7 +56,7 @@ class Options:
     def _refused(self, name: str, accepted: str) -> ValueError:
         value = getattr(self, name)
         return ValueError(
-            f"{self.NODE}.{name}={value!r} is no value of this option. Accepted: {accepted}. Choose one of them."
+            f"{self.NODE}.{name}={value!r} is no value of this option. Accepted: {accepted}. Correct the option."
         )
 
     @classmethod
