@@ -22,6 +22,7 @@ from verl_qerl.vllm_plugin.weights.linear_ops import lora_linear_repacked
 
 logger = logging.getLogger(__name__)
 
+# vLLM's layers that go on the path: those that are on record as exchanged.
 _CONVERTED = tuple(getattr(vllm_layers, change.target.rpartition(":")[2]) for change in hosts.LORA_LINEARS)
 # Of linears that compute what their quantization method does, and nothing else.
 _FORWARDS = (ColumnParallelLinear.forward, ReplicatedLinear.forward, RowParallelLinear.forward)
