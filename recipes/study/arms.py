@@ -6,6 +6,8 @@ A new arm is a line in ARMS, a new task one in TASKS. Names have lower-case lett
 from pathlib import Path
 from typing import NamedTuple
 
+from verl_qerl.verl_plugin.config.uses_qerl import asks_for_qerl
+
 BATCH, ANSWERS, UPDATES = 64, 8, 2  # questions of a step, answers to each, optimizer steps
 MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("model", "actor", "rollout"))
 
@@ -114,9 +116,9 @@ def seeds(run: Run) -> list[str]:
     return [f"{option}={run.seed}" for option in options]
 
 
-def sampler(run: Run) -> list[str]:
+def sampler(options: list[str]) -> list[str]:
     """Stock verl's trainer looks for answers every 2 s, that of runs with an option of ours every 0.2 s: so do all."""
-    if any(option.startswith(("+rollout=", "+aqn.")) for option in ARMS[run.arm]):
+    if asks_for_qerl(options):
         return []
     place = "trainer.v1.sampler.custom_sampler"
     return [f"{place}.path={Path(__file__).with_name('sampler.py').resolve()}", f"{place}.name=Sampler"]

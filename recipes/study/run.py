@@ -298,7 +298,7 @@ def command_of(args: argparse.Namespace) -> Callable[[Job, Path], list[str]]:
             *arms.attention(args.attention, task),
             *arms.validation(args.validate, args.steps, args.samples, data),
             *arms.seeds(job.run),
-            *arms.sampler(job.run),
+            *arms.sampler(job.options),
         ]
         return [sys.executable, "-m", "verl.trainer.main_ppo", *given, *places, *job.options]
 

@@ -28,8 +28,13 @@ from qerl_testing import current_commit
 
 HERE = Path(__file__).resolve().parent
 STUDY = HERE.parents[1] / "recipes" / "study" / "run.py"
-PHASES = {"step": "step", "rollout": "gen", "log_probs": "old_log_prob", "update": "update_actor"} | {
-    "weight_sync": "update_weights"
+# Name in the table -> verl's.
+PHASES = {
+    "step": "step",
+    "rollout": "gen",
+    "log_probs": "old_log_prob",
+    "update": "update_actor",
+    "weight_sync": "update_weights",
 }
 TUNED = ["actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16"]
 
@@ -85,11 +90,17 @@ def row(name: str, session: dict[str, Any]) -> dict[str, Any]:
     (told,) = session["runs"].values()
     metrics = told["metrics"]
     seconds = {phase: metrics.get(f"timing_s/{key}", [])[1:] for phase, key in PHASES.items()}
-    row = {"arm": name, "gpu": told["gpu"], "state": told["state"], "error": told.get("error", "")}
-    row["median_s"] = {phase: round(statistics.median(each), 2) for phase, each in seconds.items() if each}
-    row |= {"seconds": seconds, "answer_tokens": metrics.get("response_length/mean", [])[1:]}
-    row["peak_allocated_gb"] = max(metrics.get("perf/max_memory_allocated_gb", []), default=None)
-    return row | {"options": told["options"]}
+    return {
+        "arm": name,
+        "gpu": told["gpu"],
+        "state": told["state"],
+        "error": told.get("error", ""),
+        "median_s": {phase: round(statistics.median(each), 2) for phase, each in seconds.items() if each},
+        "seconds": seconds,
+        "answer_tokens": metrics.get("response_length/mean", [])[1:],
+        "peak_allocated_gb": max(metrics.get("perf/max_memory_allocated_gb", []), default=None),
+        "options": told["options"],
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -168,8 +168,8 @@ def test_what_a_thread_does_is_seen_without_it():
     found = sampler.stop()
     assert sys.getswitchinterval() == switches
     spun, whole = (next(found[name] for name in found if name.endswith(end)) for end in (":spin", ":outer"))
-    assert 0.4 < spun[0] < 0.9  # three quarters, where no other process is in the way
-    assert whole[1] > 0.9
+    assert 0.6 < spun[0] < 0.85
+    assert whole[1] > 0.95
     assert 0.15 < whole[0] < 0.4  # that it slept
     assert list(found) == sorted(found, key=lambda name: -found[name][1])
 

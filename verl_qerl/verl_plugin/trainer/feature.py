@@ -45,8 +45,9 @@ class Run:
 
     def __init__(self, trainer: Any, config: DictConfig, aqn: AQNConfig, gate: Gate | None) -> None:
         self.trainer, self.config, self.aqn, self.gate = trainer, config, aqn, gate
-        self.syncs_each_step = run_of(config)("trainer.v1.trainer_mode") in SYNC_MODES
-        self.requantizes = REQUANTIZED.beside(run_of(config)) is not None
+        options = run_of(config)
+        self.syncs_each_step = options("trainer.v1.trainer_mode") in SYNC_MODES
+        self.requantizes = REQUANTIZED.beside(options) is not None
         self.searched: dict[int, tuple[int, float]] = {}
         self.sampled: Any = None
         self.rescored: Rescored | None = None
