@@ -27,7 +27,7 @@ KEPT = (
     "response_length/mean",
     "response_length/clip_ratio",
     "timing_s/",
-    "perf/max_memory_allocated_gb",
+    "actor/perf/max_memory_allocated_gb",
     "perf/throughput",
     "val-core/",
 )

@@ -35,7 +35,7 @@ from qerl_testing import current_commit
 HERE = Path(__file__).resolve().parent
 MARK = "QERL_STUDY_RUN"  # in the environment of all that a run starts
 WRITE_S = 20.0
-PDL = 5  # a run that fails before this step is begun once more
+REPEATED_BEFORE = 5  # a run that fails before this step is begun once more
 STALL_S = 600.0  # without a new step: it has hung. A start takes three minutes, the validation at the end five
 LOG_TAIL = 20000
 
@@ -193,7 +193,7 @@ class Study:
             log = (job.folder / "log").read_text(errors="replace")
             job.error = why or last_error(log)
             (self._file.parent / f"{job.run.name}.log").write_text(log[-LOG_TAIL:])
-            if last < PDL and job.attempts == 1:
+            if last < REPEATED_BEFORE and job.attempts == 1:
                 state = "to be repeated"
         job.state = state
         self._say(f"{job.run.name}: {state} at step {last}{': ' * bool(job.error)}{job.error}")

@@ -98,20 +98,24 @@ def row(name: str, session: dict[str, Any]) -> dict[str, Any]:
         "median_s": {phase: round(statistics.median(each), 2) for phase, each in seconds.items() if each},
         "seconds": seconds,
         "answer_tokens": metrics.get("response_length/mean", [])[1:],
-        "peak_allocated_gb": max(metrics.get("perf/max_memory_allocated_gb", []), default=None),
+        "peak_allocated_gb": max(filter(None, metrics.get("actor/perf/max_memory_allocated_gb", [])), default=None),
         "options": told["options"],
     }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Medians, and how many times as long as ours a step takes."""
+    """Medians, the smallest and the largest step, and how many times as long as ours a step takes."""
     ours = next((row["median_s"].get("step") for row in rows if row["arm"] == "ours"), None)
-    lines = ["| seconds, median | " + " | ".join(PHASES) + " | step / ours |", "|---" * (len(PHASES) + 2) + "|"]
+    lines = ["| seconds, median | " + " | ".join(PHASES) + " | step / ours | actor's peak, GiB |"]
+    lines.append("|---" * (len(PHASES) + 3) + "|")
     for row in rows:
         found = row["median_s"]
         cells = [f"{found[phase]:.1f}" if phase in found else "-" for phase in PHASES]
-        ratio = f"{found['step'] / ours:.2f}" if ours and "step" in found else "-"
-        lines.append(f"| {row['arm']} | {' | '.join(cells)} | {ratio} |")
+        if steps := row["seconds"].get("step"):
+            cells[0] += f" ({min(steps):.1f} to {max(steps):.1f})"
+        cells.append(f"{found['step'] / ours:.2f}" if ours and "step" in found else "-")
+        cells.append(f"{row['peak_allocated_gb']:.1f}" if row["peak_allocated_gb"] else "-")
+        lines.append(f"| {row['arm']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

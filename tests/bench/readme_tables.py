@@ -4,7 +4,8 @@
 
 fills what stands between `<!-- KIND FILE... -->` and `<!-- end -->` in README.md and tests/bench/results/README.md;
 files are relative to the README. KIND is `rollout speed` (a row for each arm: times as fast as stock bf16 + LoRA of the
-same file), `rollout all` (rollout_report.tables) or `recovery` (bench_recovery.py's, a row for each method).
+same file), `rollout all` (rollout_report.tables), `recovery` (bench_recovery.py's, a row for each method) or `steps`
+(bench_step.table).
 test_readme_tables_on_cpu.py keeps them so.
 """
 
@@ -13,6 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import bench_step
 from rollout_report import ARMS, STOCK, label, tables
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +28,7 @@ LABELS = {
     "nvfp4_lora_ours_sequence": "NVFP4, verl_qerl, noise of each sequence",
     "nvfp4_lora_ours_token": "NVFP4, verl_qerl, noise of each token",
 }
-_BLOCK = re.compile(r"(<!-- (rollout speed|rollout all|recovery) ([^>]+?) -->\n).*?(<!-- end -->)", flags=re.S)
+_BLOCK = re.compile(r"(<!-- (rollout speed|rollout all|recovery|steps) ([^>]+?) -->\n).*?(<!-- end -->)", flags=re.S)
 
 
 def filled(readme: Path, text: str) -> str:
@@ -34,7 +36,7 @@ def filled(readme: Path, text: str) -> str:
 
     def fill(block: re.Match[str]) -> str:
         data = [json.loads((readme.parent / name).read_text(encoding="utf-8")) for name in block[3].split()]
-        make = {"rollout speed": speed, "rollout all": rollouts, "recovery": recovery}[block[2]]
+        make = {"rollout speed": speed, "rollout all": rollouts, "recovery": recovery, "steps": steps}[block[2]]
         made = make(data)
         return f"{block[1]}\n{made}\n\n{block[4]}"
 
@@ -100,6 +102,11 @@ def recovery(files: list[dict[str, Any]]) -> str:
             lines.append(f"| {row['method']} | {' | '.join(cells)} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
+
+
+def steps(files: list[dict[str, Any]]) -> str:
+    """A row for each arm."""
+    return "\n\n".join(bench_step.table(data["rows"]) for data in files)
 
 
 def plus_minus(row: dict[str, Any], name: str) -> str:

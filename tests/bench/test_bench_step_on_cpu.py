@@ -74,7 +74,8 @@ arm = sys.argv[sys.argv.index("--arms") + 1]
 os.makedirs(out)
 step = {"nvfp4_aqn": [50, 10, 12, 11], "bf16": [60, 20, 30, 22], "bf16_merge": [70]}[arm]
 own = [os.environ.get(name, "") for name in ("CUDA_VISIBLE_DEVICES", "VERL_USE_EXTERNAL_MODULES")]
-run = {"gpu": "NVIDIA X", "state": "done", "options": own, "metrics": {"timing_s/step": step, "timing_s/gen": step}}
+metrics = {"timing_s/step": step, "timing_s/gen": step, "actor/perf/max_memory_allocated_gb": [2.5, None, 3.5]}
+run = {"gpu": "NVIDIA X", "state": "done", "options": own, "metrics": metrics}
 session = {"versions": {"verl": "0.9.1"}, "cores": 8}
 json.dump({"session": session, "runs": {"name": run}}, open(out + "/first.json", "w"))
 """
@@ -104,7 +105,8 @@ def test_steps_after_the_first_count(measured, capsys):
     assert (stock["median_s"]["step"], stock["gpu"]) == (22, "NVIDIA X")
     assert (ours["options"], stock["options"]) == (["4", ""], ["7", "fused_head"])
     assert (result["versions"], result["cores"]) == ({"verl": "0.9.1"}, 8)
-    assert "| stock | 22.0 | 22.0 | - | - | - | 2.00 |" in capsys.readouterr().out
+    assert (ours["peak_allocated_gb"], stock["peak_allocated_gb"]) == (3.5, 3.5)
+    assert "| stock | 22.0 (20.0 to 30.0) | 22.0 | - | - | - | 2.00 | 3.5 |" in capsys.readouterr().out
 
 
 def test_an_arm_without_a_second_step_is_an_error(measured):

@@ -96,20 +96,13 @@ def decode_ms(rows: list[dict[str, Any]], arm: str, batch: int) -> float:
 
 
 def test_the_first_page_has_decoding_beside_both_stock_arms():
-    rows, merged = result("rollout_7b")["rows"], result("requantized_sync")["rows"]
-    ours = [decode_ms(rows, "nvfp4_lora_ours", batch) for batch in (1, 32, 256)]
-    lora = [decode_ms(rows, "bf16_lora_stock", batch) / ms for batch, ms in zip((1, 32, 256), ours, strict=True)]
+    rows = result("rollout_7b")["rows"]
+    lora = [decode_ms(rows, "bf16_lora_stock", n) / decode_ms(rows, "nvfp4_lora_ours", n) for n in (1, 32, 256)]
     front = PAGES[0].read_text()
     assert "{:.2f}x at 1 sequence, {:.2f}x at 32, {:.2f}x at 256".format(*lora) in front
-    (plain,) = (row["decode_ms_per_step"] for row in merged if row["arm"] == "bf16")
-    beside = [plain[str(batch)] / ms for batch, ms in zip((1, 32), ours, strict=False)]
-    assert "at 1 and 32 about {:.1f}x and {:.1f}x ([another call]".format(*beside) in front
-
-
-def test_the_first_page_has_decoding_beside_plain_bf16_of_the_same_call():
-    rows, front = result("rollout_7b_draws")["rows"], PAGES[0].read_text()
-    few, many = (decode_ms(rows, "bf16", batch) / decode_ms(rows, "nvfp4_lora_ours", batch) for batch in (64, 256))
-    assert f"ours decodes {few:.2f}x as fast at 64 sequences, {many:.2f}x at 256" in front
+    rows = result("rollout_7b_0526c25")["rows"]
+    plain = [decode_ms(rows, "bf16", n) / decode_ms(rows, "nvfp4_lora_ours", n) for n in (1, 64, 256)]
+    assert "ours decodes {:.2f}x as fast at 1 sequence, {:.2f}x at 64, {:.2f}x at 256".format(*plain) in front
     prefill = {row["arm"]: row["prefill_s"] for row in rows if row["batch"] == 256}
     assert f"takes {prefill['nvfp4_lora_ours'] / prefill['bf16']:.2f}x its time to read prompts" in front
 
@@ -122,10 +115,16 @@ def test_a_draw_for_each_sequence_or_token_costs_less_than_three_per_cent():
         assert max(costs) < 1.03
 
 
-def test_the_first_page_has_the_update_of_7b():
-    seconds = {row["arm"]: row["update_s"][-1] for row in result("update_7b")["rows"]}
-    told = f"{seconds['ours_liger']:.1f} s with `model.use_liger=True`, stock verl {seconds['stock']:.1f} s without"
-    assert f"{told}, in the same call" in PAGES[0].read_text()
+def test_the_first_page_has_whole_steps_beside_both_stock_arms():
+    medians = [
+        {row["arm"]: row["median_s"]["step"] for row in result(f"step_{size}")["rows"]} for size in ("1.5b", "7b")
+    ]
+    front = PAGES[0].read_text()
+    for arm, before in (("ours", "| "), ("stock", "bf16 with LoRA: "), ("stock_merged", "with the adapter merged ")):
+        told = "; ".join(f"{step[arm]:.1f} s" for step in medians)
+        if arm != "ours":
+            told += " ({})".format(", ".join(f"{step[arm] / step['ours']:.2f}x" for step in medians))
+        assert before + told in front
 
 
 def test_the_first_page_has_what_noise_does():

@@ -97,6 +97,13 @@ def test_every_step_of_every_run_is_in_the_file_under_its_name(go):
     assert "timing_s/agent_loop/x" not in run["metrics"]
 
 
+def test_what_is_kept_has_the_names_that_verl_writes(study):
+    recorded = Path(__file__).parents[2] / "recipes" / "quickstart" / "results" / "metrics.jsonl"
+    written = {key for line in recorded.read_text().splitlines() for key in json.loads(line)["data"]}
+    unknown = [begin for begin in study("records").KEPT if not any(key.startswith(begin) for key in written)]
+    assert unknown == ["actor/acr_", "val-core/"]  # that run has neither ACR nor a validation
+
+
 def test_groups_without_a_gradient_and_boxes_are_counted_from_the_answers(go, tmp_path):
     _, jobs, _ = go({"bf16": ""})
     metrics = jobs["bf16"].metrics
