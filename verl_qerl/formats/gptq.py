@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from verl_qerl.formats.base import PackedWeight
-from verl_qerl.formats.e2m1 import E2M1_VALUES, e2m1_codes, pack_codes
+from verl_qerl.formats.e2m1 import e2m1_codes, pack_codes, to_e2m1
 from verl_qerl.formats.nvfp4_layout import BLOCK_SIZE
 from verl_qerl.formats.reference import dequantize
 
@@ -96,19 +96,19 @@ def _codes(weight: torch.Tensor, scales: torch.Tensor, moments: torch.Tensor) ->
     order = moments.diagonal().argsort(descending=True, stable=True)
     # A column of the weight is a row here, which lies in one piece.
     columns, scales = weight.t()[order], scales.t().contiguous()
-    feedback, values = _feedback(moments, order), torch.tensor(E2M1_VALUES, device=weight.device)
-    errors, codes = torch.empty_like(columns), torch.empty_like(columns, dtype=torch.uint8)
+    feedback = _feedback(moments, order)
+    errors, values = torch.empty_like(columns), torch.empty_like(columns)
     blocks = (order // BLOCK_SIZE).tolist()
     for start in range(0, len(columns), _COLUMNS):
         stop = min(start + _COLUMNS, len(columns))
         targets = columns[start:stop] + feedback[:start, start:stop].t() @ errors[:start]
         inside = feedback[start:stop, start:stop].t().contiguous()
-        for k in range(start, stop):
-            scale = scales[blocks[k]]
-            target = targets[k - start] + inside[k - start, : k - start] @ errors[start:k]
-            codes[k] = e2m1_codes(target / scale)
-            errors[k] = columns[k] - values[codes[k].int()] * scale
-    return codes[order.argsort()].t()
+        for k in range(start, stop):  # as few launches as can be: on a GPU they are what takes the time
+            scale, before = scales[blocks[k]], k - start
+            target = torch.addmv(targets[before], errors[start:k].t(), inside[before, :before]).div_(scale)
+            to_e2m1(target.abs(), out=values[k]).copysign_(target)
+            torch.sub(columns[k], values[k] * scale, out=errors[k])
+    return e2m1_codes(values[order.argsort()].t().contiguous())
 
 
 def _feedback(moments: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
