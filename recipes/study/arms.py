@@ -65,7 +65,6 @@ class Task(NamedTuple):
 
 
 TASKS = {"gsm8k": Task(256, 512), "math": Task(512, 1024)}
-ATTENTION = ("sdpa", "packed")
 VALIDATE = ("end", "often", "none")
 EVERY = 20  # steps between validations of `often`
 
@@ -85,7 +84,7 @@ class Run(NamedTuple):
 
 
 def experiment(run: Run, steps: int, extra: list[str]) -> list[str]:
-    """What makes the run what it is, without seed, places and attention: runs of one arm have the same.
+    """What makes the run what it is, without seed and places: runs of one arm have the same.
 
     Args:
         run: Which.
@@ -124,31 +123,16 @@ def sampler(options: list[str]) -> list[str]:
     return [f"{place}.path={Path(__file__).with_name('sampler.py').resolve()}", f"{place}.name=Sampler"]
 
 
-def attention(kind: str, task: Task) -> list[str]:
-    """How the actor attends: whole rectangles of padded answers, or answers one behind the other."""
-    longest = task.question + task.answer
-    if kind == "sdpa":
-        rows = 12288 // longest
-        return [
-            f"{MODEL}.use_remove_padding=False",
-            f"++{MODEL}.override_config.attn_implementation=sdpa",
-            f"{ACTOR}.ppo_micro_batch_size_per_gpu={rows}",
-            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu={2 * rows}",
-        ]
-    return [
-        f"{MODEL}.use_remove_padding=True",
-        f"++{MODEL}.override_config.attn_implementation=verl_qerl_varlen",  # needs no flash-attn
-        f"{ACTOR}.use_dynamic_bsz=True",
-        f"{ACTOR}.ppo_max_token_len_per_gpu=16384",
-        f"{ROLLOUT}.log_prob_use_dynamic_bsz=True",
-        f"{ROLLOUT}.log_prob_max_token_len_per_gpu=32768",
-    ]
-
-
 def machine(task: Task) -> list[str]:
     """What fits a model of 1.5 billion parameters on 80 GB, and starts soon."""
     return [
         f"{MODEL}.use_fused_kernels=True",
+        f"{MODEL}.use_remove_padding=True",
+        f"++{MODEL}.override_config.attn_implementation=verl_qerl_varlen",  # needs no flash-attn, in stock arms too
+        f"{ACTOR}.use_dynamic_bsz=True",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=16384",
+        f"{ROLLOUT}.log_prob_use_dynamic_bsz=True",
+        f"{ROLLOUT}.log_prob_max_token_len_per_gpu=32768",
         f"{ACTOR}.strategy=fsdp2",  # FSDP1 on one GPU sends vLLM an empty adapter
         f"{ROLLOUT}.name=vllm",
         f"{ROLLOUT}.tensor_model_parallel_size=1",

@@ -97,7 +97,7 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
 def table_of_arms(arms: ByArm) -> list[str]:
     """A line for each arm, over its seeds."""
     heads = ["arm", "seeds", "steps", *(text for text, _ in list(MEASURES.values())[:3]), "pass@samples", "boxed"]
-    heads += ["groups without gradient", "entropy: rollout", "KL(rollout, actor)", "tokens", "s/step", "GPU, attention"]
+    heads += ["groups without gradient", "entropy: rollout", "KL(rollout, actor)", "tokens", "s/step", "GPU"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for arm, seeds in arms.items():
         runs = list(seeds.values())
@@ -114,7 +114,7 @@ def table_of_arms(arms: ByArm) -> list[str]:
         cells += [spread([_mean(series(run, KL), 0) for run in runs], 5)]
         cells += [spread([_mean(series(run, "response_length/mean"), -ENDS) for run in runs], 0)]
         cells += [spread([float(np.nanmedian(series(run, "timing_s/step"))) for run in runs], 1)]
-        cells += [", ".join(sorted({f"{run['gpu']} {run['session'].get('attention', '')}" for run in runs}))]
+        cells += [", ".join(sorted({run["gpu"] for run in runs}))]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

@@ -256,7 +256,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--minutes", type=float, default=25)
     parser.add_argument("--least", type=float, default=6, help="minutes that must be left when a run begins")
-    parser.add_argument("--attention", default="sdpa", choices=arms.ATTENTION, help="of the actor")
     parser.add_argument(
         "--validate", default="end", choices=arms.VALIDATE, help="when questions of the test set are asked"
     )
@@ -295,7 +294,6 @@ def command_of(args: argparse.Namespace) -> Callable[[Job, Path], list[str]]:
             places += [f"trainer.save_freq={args.steps}", f"trainer.default_local_dir={folder}/saved"]
         given = [
             *arms.machine(task),
-            *arms.attention(args.attention, task),
             *arms.validation(args.validate, args.steps, args.samples, data),
             *arms.seeds(job.run),
             *arms.sampler(job.options),
@@ -351,7 +349,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nothing that was started outlives it
     began = datetime.datetime.now(datetime.timezone.utc)
-    asked = ("attention", "validate", "samples", "steps", "minutes")
+    asked = ("validate", "samples", "steps", "minutes")
     session = {"began": began.isoformat(timespec="seconds"), "commit": current_commit(), "versions": versions()}
     session |= {"model": args.model.resolve().name, "gpus": list(gpus.values()), "cores": os.cpu_count()}
     session |= {name: getattr(args, name) for name in asked}

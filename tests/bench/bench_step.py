@@ -59,7 +59,7 @@ ARMS = {
 def command(arm: Arm, args: argparse.Namespace, work: Path) -> list[str]:
     """What runs one arm; its result file will be in `work`."""
     options = {"--arms": arm.study, "--steps": args.steps, "--minutes": args.minutes, "--least": 0}
-    options |= {"--model": args.model, "--data": args.data, "--attention": "packed", "--validate": "none"}
+    options |= {"--model": args.model, "--data": args.data, "--validate": "none"}
     options |= {"--out": work, "--earlier": work, "--work": work / "runs", "--tag": "step"}
     given = [str(part) for pair in options.items() for part in pair]
     # Without overrides of its own either, an arm has this one, as a tag and overrides go together.

@@ -39,7 +39,7 @@ def made_up(arm, seed, start, gain, steps=30, right="4400", state="done", task="
 
 def save(folder, name, runs):
     folder.mkdir(exist_ok=True)
-    content = {"session": {"attention": "sdpa"}, "runs": {run["name"]: run for run in runs}}
+    content = {"session": {}, "runs": {run["name"]: run for run in runs}}
     (folder / name).write_text(json.dumps(content))
 
 
