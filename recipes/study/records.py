@@ -31,7 +31,6 @@ KEPT = (
     "perf/throughput",
     "val-core/",
 )
-DROPPED = ("timing_s/agent_loop",)
 SETTLED_S = 3  # verl writes answers beside the training; a file that has not grown for so long is whole
 
 
@@ -111,7 +110,7 @@ def _short(value: float | None) -> float | None:
 
 
 def _is_kept(key: str, value: object) -> bool:
-    return isinstance(value, int | float) and key.startswith(KEPT) and not key.startswith(DROPPED)
+    return isinstance(value, int | float) and key.startswith(KEPT)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
