@@ -1,6 +1,6 @@
 """The result file of bench_rollout.py, and the Markdown tables made from it.
 
-python tests/bench/rollout_report.py tests/bench/results/h200/rollout.json
+python tests/bench/rollout_report.py tests/bench/results/h200/rollout_7b.json
 """
 
 import json

@@ -1,6 +1,7 @@
 """Tables and figures of the READMEs are those of the result files."""
 
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,24 +64,21 @@ def test_a_cell_is_of_one_measurement(made):
         made.speed([{"rows": rows}])
 
 
-@pytest.mark.parametrize("name", ["7b_24gib", "14b_40gib", "32b_80gib"])
-def test_memory_and_time_of_a_capped_step(name):
-    data, size = result(f"train_step_{name}"), name.partition("_")[0].upper()
-    peak, later = f"{data['peak_gib']:.1f} GiB", f"{data['steps'][-1]['step_s']:.0f} s"
-    (line,) = (line for line in PAGES[1].read_text().splitlines() if line.startswith(f"| {size} inside "))
-    assert f"{later} (the first {data['steps'][0]['step_s']:.0f} s), {peak}" in line
-    assert data["peak_gib"] < data["cap_gib"]
+RUNS = [f"h200/train_step_{name}" for name in ("32b_80gib", "7b_24gib", "7b_24gib_shared", "7b_ours")]
 
 
-@pytest.mark.parametrize("name", ["32b_80gib", "14b_40gib", "7b_24gib", "7b_ours", "7b_bf16_fused"])
-def test_memory_by_phase(name):
-    data = result(f"train_step_{name}")
-    phases = data["steps"][-1]["phases"]
+@pytest.mark.parametrize("name", ["h100/train_step_32b", *RUNS])
+def test_time_and_memory_by_phase(name):
+    data = json.loads((H200.parent / f"{name}.json").read_text(encoding="utf-8"))
+    first, *_, last = data["steps"]
+    phases = last["phases"]
     peaks = [phases[phase]["peak_gib"] for phase in ("gen", "old_log_prob", "update_actor", "update_weights")]
+    assert data["cap_gib"] is None or data["peak_gib"] < data["cap_gib"]
     cells = " | ".join(f"{peak:.1f}" for peak in (*peaks, data["peak_gib"]))
-    lines = PAGES[1].read_text().splitlines()
-    (line,) = (line for line in lines if line.endswith(f"| [file](h200/train_step_{name}.json) |"))
-    assert f"({data['commit']}) | {cells} |" in line
+    (line,) = (line for line in PAGES[1].read_text().splitlines() if line.endswith(f"| [file]({name}.json) |"))
+    seconds = f"{last['step_s']:.0f} s (the first {first['step_s']:.0f} s)"
+    assert f"({data['commit']}) | {seconds} | {cells} |" in line
+    assert data["cap_gib"] is None or f" inside {data['cap_gib']:.0f} GiB" in line
 
 
 def test_the_first_page_has_the_memory_of_two_steps():
@@ -105,6 +103,25 @@ def test_the_first_page_has_decoding_beside_both_stock_arms():
     assert "ours decodes {:.2f}x as fast at 1 sequence, {:.2f}x at 64, {:.2f}x at 256".format(*plain) in front
     prefill = {row["arm"]: row["prefill_s"] for row in rows if row["batch"] == 256}
     assert f"takes {prefill['nvfp4_lora_ours'] / prefill['bf16']:.2f}x its time to read prompts" in front
+
+
+def test_what_stock_4_and_8_bits_gain_beside_stock_bf16():
+    rows = result("rollout_7b_a966dd7")["rows"]
+    page = PAGES[1].read_text()
+    for arm, before in (("nvfp4_lora_stock", "what QeRL runs), in a call of its own: "), ("fp8_lora_stock", "LoRA: ")):
+        batches = (1, 32, 64, 128, 256)
+        *most, last = (decode_ms(rows, "bf16_lora_stock", n) / decode_ms(rows, arm, n) for n in batches)
+        assert f"{before}{', '.join(f'{times:.2f}' for times in most)} and {last:.2f}" in page
+        whole = {row["arm"]: row["tokens_per_s"] for row in rows if row["context"] == "realistic"}
+        assert f"{whole[arm] / whole['bf16_lora_stock']:.2f}" in page.partition(before)[2].partition("]")[0]
+
+
+def test_steps_of_a_long_tailed_rollout():
+    page = PAGES[1].read_text()
+    for row in result("rollout_7b")["steps"]:
+        kinds = {(kind["begins"], kind["tokens"]): 1e3 * kind["seconds"] / kind["steps"] for kind in row["kinds"]}
+        cells = [(True, 512), *((False, tokens) for tokens in (256, 192, 128, 64, 32, 8))]
+        assert f"| {row['arm']} | {' | '.join(f'{kinds[cell]:.1f}' for cell in cells)} |" in page
 
 
 def test_a_draw_for_each_sequence_or_token_costs_less_than_three_per_cent():
@@ -138,6 +155,23 @@ def test_the_first_page_has_what_noise_does():
     gain = found["nvfp4:mse", "none", "batch", 0.0]["accuracy"]["mean"]
     gain -= found["nvfp4:minmax", "none", "batch", 0.0]["accuracy"]["mean"]
     assert f"gains {100 * gain:.0f} points over QeRL's `minmax`" in front
+
+
+def test_what_noise_does_to_a_pretrained_model():
+    rows = json.loads((H200.parent / "h100" / "noise.json").read_text())["rows"]
+    lines = [
+        line
+        for line in PAGES[1].read_text().splitlines()
+        if re.match(r"\| (bf16|nvfp4:\w+) \| \S+.* \| 0\.\d+ \|$", line)
+    ]
+    assert len(lines) == len(rows)
+    for line, row in zip(lines, rows, strict=True):
+        what = "none" if row["mode"] == "none" else f"{row['mode']}, {row['draw']}, {row['sigma']:g}"
+        assert line.startswith(f"| {row['base']} | {what}")
+        for name in ("entropy", "accuracy", "pass"):
+            value, error = ("mean", "standard_error") if what == "none" else ("change", "change_standard_error")
+            sign = "" if what == "none" else "+"
+            assert f"| {row[name][value]:{sign}.3f} +- {row[name][error]:.3f}" in line
 
 
 def test_the_mismatch_of_a_trained_model():
