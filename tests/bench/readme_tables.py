@@ -85,7 +85,6 @@ def recovery(files: list[dict[str, Any]]) -> str:
             "bits",
             "weight error",
             "output error",
-            "log-prob difference",
             "KL",
             "perplexity (95 %)",
             "change of NLL",
@@ -94,11 +93,11 @@ def recovery(files: list[dict[str, Any]]) -> str:
         for row in run["rows"]:
             low, high = row["perplexity_interval"]
             perplexity = f"{row['perplexity']:.3f} ({low:.3f} to {high:.3f})"
-            cells = [f"{row['bits']:.2f}", *["-"] * 4, perplexity, "-"]
+            cells = [f"{row['bits']:.2f}", *["-"] * 3, perplexity, "-"]
             if "kl" in row:
                 cells[1:3] = (f"{row[name]:.4f}" for name in ("weight_error", "output_error"))
-                cells[3:5] = (plus_minus(row, name) for name in ("mean_abs_difference", "kl"))
-                cells[6] = plus_minus(row, "change")
+                cells[3] = plus_minus(row, "kl")
+                cells[5] = plus_minus(row, "change")
             lines.append(f"| {row['method']} | {' | '.join(cells)} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)

@@ -1,6 +1,6 @@
 """The result file of bench_rollout.py, and the Markdown tables made from it.
 
-python tests/bench/rollout_report.py tests/bench/results/h200/rollout.json
+python tests/bench/rollout_report.py tests/bench/results/h200/rollout_7b.json
 """
 
 import json
@@ -208,7 +208,8 @@ def table(title: str, rows: list[dict], base_arm: str, field: str, ratio: Callab
     arms = [*(arm for arm in ARMS if arm in found), *(arm for arm in found if arm not in ARMS)]  # some had other names
     lines = [f"| arm, batch | {' | '.join(map(str, batches))} |", "|---|" + "---|" * len(batches)]
     for arm in arms:
-        cells = [cell(values.get((arm, batch)), values.get((base_arm, batch)), ratio) for batch in batches]
+        base = {batch: values.get((base_arm, batch)) for batch in batches if arm != base_arm}
+        cells = [cell(values.get((arm, batch)), base.get(batch), ratio) for batch in batches]
         lines.append(f"| {arm} | {' | '.join(cells)} |")
     return "\n".join([title, "", *lines])
 

@@ -1,6 +1,7 @@
 """Tables and figures of the READMEs are those of the result files."""
 
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,24 +64,21 @@ def test_a_cell_is_of_one_measurement(made):
         made.speed([{"rows": rows}])
 
 
-@pytest.mark.parametrize("name", ["7b_24gib", "14b_40gib", "32b_80gib"])
-def test_memory_and_time_of_a_capped_step(name):
-    data, size = result(f"train_step_{name}"), name.partition("_")[0].upper()
-    peak, later = f"{data['peak_gib']:.1f} GiB", f"{data['steps'][-1]['step_s']:.0f} s"
-    (line,) = (line for line in PAGES[1].read_text().splitlines() if line.startswith(f"| {size} inside "))
-    assert f"{later} (the first {data['steps'][0]['step_s']:.0f} s), {peak}" in line
-    assert data["peak_gib"] < data["cap_gib"]
+RUNS = [f"h200/train_step_{name}" for name in ("32b_80gib", "7b_24gib", "7b_24gib_shared", "7b_ours")]
 
 
-@pytest.mark.parametrize("name", ["32b_80gib", "14b_40gib", "7b_24gib", "7b_ours", "7b_bf16_fused"])
-def test_memory_by_phase(name):
-    data = result(f"train_step_{name}")
-    phases = data["steps"][-1]["phases"]
+@pytest.mark.parametrize("name", ["h100/train_step_32b", *RUNS])
+def test_time_and_memory_by_phase(name):
+    data = json.loads((H200.parent / f"{name}.json").read_text(encoding="utf-8"))
+    first, *_, last = data["steps"]
+    phases = last["phases"]
     peaks = [phases[phase]["peak_gib"] for phase in ("gen", "old_log_prob", "update_actor", "update_weights")]
+    assert data["cap_gib"] is None or data["peak_gib"] < data["cap_gib"]
     cells = " | ".join(f"{peak:.1f}" for peak in (*peaks, data["peak_gib"]))
-    lines = PAGES[1].read_text().splitlines()
-    (line,) = (line for line in lines if line.endswith(f"| [file](h200/train_step_{name}.json) |"))
-    assert f"({data['commit']}) | {cells} |" in line
+    (line,) = (line for line in PAGES[1].read_text().splitlines() if line.endswith(f"| [file]({name}.json) |"))
+    seconds = f"{last['step_s']:.0f} s (the first {first['step_s']:.0f} s)"
+    assert f"({data['commit']}) | {seconds} | {cells} |" in line
+    assert data["cap_gib"] is None or f" inside {data['cap_gib']:.0f} GiB" in line
 
 
 def test_the_first_page_has_the_memory_of_two_steps():
@@ -110,6 +108,25 @@ def test_the_first_page_has_decoding_beside_both_stock_arms():
     assert f"read in {prefill['nvfp4_lora_ours'] / prefill['bf16']:.2f}x the time of plain bf16" in front
 
 
+def test_what_stock_4_and_8_bits_gain_beside_stock_bf16():
+    rows = result("rollout_7b_a966dd7")["rows"]
+    page = PAGES[1].read_text()
+    for arm, before in (("nvfp4_lora_stock", "what QeRL runs), in a call of its own: "), ("fp8_lora_stock", "LoRA: ")):
+        batches = (1, 32, 64, 128, 256)
+        *most, last = (decode_ms(rows, "bf16_lora_stock", n) / decode_ms(rows, arm, n) for n in batches)
+        assert f"{before}{', '.join(f'{times:.2f}' for times in most)} and {last:.2f}" in page
+        whole = {row["arm"]: row["tokens_per_s"] for row in rows if row["context"] == "realistic"}
+        assert f"{whole[arm] / whole['bf16_lora_stock']:.2f}" in page.partition(before)[2].partition("]")[0]
+
+
+def test_steps_of_a_long_tailed_rollout():
+    page = PAGES[1].read_text()
+    for row in result("rollout_7b")["steps"]:
+        kinds = {(kind["begins"], kind["tokens"]): 1e3 * kind["seconds"] / kind["steps"] for kind in row["kinds"]}
+        cells = [(True, 512), *((False, tokens) for tokens in (256, 192, 128, 64, 32, 8))]
+        assert f"| {row['arm']} | {' | '.join(f'{kinds[cell]:.1f}' for cell in cells)} |" in page
+
+
 def test_a_draw_for_each_sequence_or_token_costs_less_than_three_per_cent():
     rows = result("rollout_7b_draws")["rows"]
     for batch in (1, 32, 256):
@@ -123,3 +140,70 @@ def test_the_first_page_has_whole_steps_beside_both_stock_arms(size):
     ours, *stock = (row["median_s"]["step"] for row in result(f"step_{size}")["rows"])
     told = " | ".join([f"{ours:.1f} s", *(f"{step:.1f} s ({step / ours:.2f}x)" for step in stock)])
     assert f"step_{size}.json)) | {told} |" in PAGES[0].read_text()
+
+
+def test_the_first_page_has_what_noise_does():
+    rows = json.loads((H200.parent / "h100" / "noise.json").read_text())["rows"]
+    found = {(row["base"], row["mode"], row["draw"], row["sigma"]): row for row in rows}
+    front = PAGES[0].read_text()
+    one, each = (found["nvfp4:mse", "additive", draw, 0.05] for draw in ("batch", "sequence"))
+    assert f"raises the entropy of answers by {each['entropy']['change']:.3f} nats" in front
+    assert each["entropy"]["spread"] < one["entropy"]["spread"] / 2
+    assert 0.004 < each["kl"]["mean"] < one["kl"]["mean"] < 0.006
+    gain = found["nvfp4:mse", "none", "batch", 0.0]["accuracy"]["mean"]
+    gain -= found["nvfp4:minmax", "none", "batch", 0.0]["accuracy"]["mean"]
+    assert f"gains {100 * gain:.0f} points over QeRL's `minmax`" in front
+
+
+def test_what_noise_does_to_a_pretrained_model():
+    rows = json.loads((H200.parent / "h100" / "noise.json").read_text())["rows"]
+    lines = [
+        line
+        for line in PAGES[1].read_text().splitlines()
+        if re.match(r"\| (bf16|nvfp4:\w+) \| \S+.* \| 0\.\d+ \|$", line)
+    ]
+    assert len(lines) == len(rows)
+    for line, row in zip(lines, rows, strict=True):
+        what = "none" if row["mode"] == "none" else f"{row['mode']}, {row['draw']}, {row['sigma']:g}"
+        assert line.startswith(f"| {row['base']} | {what}")
+        for name in ("entropy", "accuracy", "pass"):
+            value, error = ("mean", "standard_error") if what == "none" else ("change", "change_standard_error")
+            sign = "" if what == "none" else "+"
+            assert f"| {row[name][value]:{sign}.3f} +- {row[name][error]:.3f}" in line
+
+
+def test_the_mismatch_of_a_trained_model():
+    arms = {row["arm"]: row["mean_abs_log_prob_difference"] for row in result("mismatch")["arms"]}
+    ours, stock = (f"{arms[arm]:.1e}".replace("e-0", "e-") for arm in ("nvfp4", "bf16"))
+    assert f"{ours}, with or without float32 norms | {stock} bf16" in PAGES[1].read_text()
+
+
+def test_an_adapter_on_its_way():
+    ms = result("adapter_sync_7b")["ms"]
+    assert f"| {ms['ours']['total']:.0f} ms | {ms['verl']['total']:.0f} ms verl's way |" in PAGES[1].read_text()
+
+
+def test_what_calibration_takes_of_the_cost_of_4_bits():
+    same, other = json.loads((H200.parent / "cpu" / "recovery.json").read_text())["runs"]
+    rows, others = ({row["method"]: row for row in run["rows"]} for run in (same, other))
+    gptq, nearest = rows["nvfp4 gptq"], rows["nvfp4 mse"]
+    assert round(nearest["kl"] / gptq["kl"]) == 4
+    assert round(nearest["change"] / gptq["change"]) == 5
+    times = [gptq[name] / rows["int8"][name] for name in ("kl", "change")]
+    beside = "{:.1f} and {:.1f} times those of int8".format(*times)
+    page = PAGES[1].read_text()
+    assert f"of the KL a quarter is left, of the change of NLL a fifth ({beside})" in page
+    shares = [others["nvfp4 gptq"][name] / others["nvfp4 mse"][name] for name in ("kl", "change")]
+    assert all(0.48 < share < 0.53 for share in shares)
+    assert "half of both is left" in page
+
+
+def test_answers_through_verls_server():
+    rows = result("answers_7b")["rows"]
+    page = PAGES[1].read_text()
+    for verl, ours in zip(rows[::2], rows[1::2], strict=True):
+        assert (verl["arm"], ours["arm"], verl["answers"]) == ("verl", "ours", ours["answers"])
+        slow, fast, times = verl["tokens_per_s"], ours["tokens_per_s"], ours["tokens_per_s"] / verl["tokens_per_s"]
+        shares = f"{verl['server_share']:.2f}; {ours['server_share']:.2f}"
+        assert f"| {verl['answers']} | {slow:,.0f} | {fast:,.0f} ({times:.2f}) | {shares} |" in page
+    assert f"nothing to do for {1 - rows[4]['engine_share']:.0%}".replace("%", " %") in page
