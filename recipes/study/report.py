@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import paired
 import results
-from claims import CLAIMS, MARGIN, NOT_TESTABLE
+from claims import CLAIMS, MARGIN, NOT_BY_THESE_RUNS
 
 from verl_qerl.cli.plot.curves import moving_average
 
@@ -135,7 +135,9 @@ def table_of_claims(arms: ByArm) -> list[str]:
             numbers = f"{found.n} | {found.mean:+.4f} ({found.low:+.4f} to {found.high:+.4f}) | {found.p:.3f}"
         answer = paired.verdict(found, claim.kind, MARGIN)
         lines.append(f"| {claim.of} | {claim.text} | {compared} | {numbers} | {answer} |")
-    return lines + [f"| {of} | {text} | - | - | - | - | not testable: {why} |" for of, text, why in NOT_TESTABLE]
+    return lines + [
+        f"| {of} | {text} | - | - | - | - | not by these runs: {why} |" for of, text, why in NOT_BY_THESE_RUNS
+    ]
 
 
 def best_and_worst(arms: ByArm) -> list[str]:

@@ -175,3 +175,15 @@ def test_the_page_of_the_study_is_what_its_files_give(report, study, tmp_path):
     pictures.mkdir()  # not beside the files
     text = report.section({name: run | {"name": name} for name, run in runs.items()}, pictures, 20)
     assert "\n".join(text) in page.read_text()
+
+
+def test_what_other_measurements_say_is_what_their_files_say(study):
+    h200 = Path(__file__).parents[2] / "tests" / "bench" / "results" / "h200"
+
+    def rollout(size):
+        rows = json.loads((h200 / f"step_{size}.json").read_text())["rows"]
+        seconds = {row["arm"]: row["median_s"]["rollout"] for row in rows}
+        return seconds["stock"] / seconds["ours"]
+
+    said = [why for _, _, why in study("claims").NOT_BY_THESE_RUNS]
+    assert f"{rollout('1.5b'):.2f} times with this model, {rollout('7b'):.2f} with 7B: see tests/bench/results" in said
