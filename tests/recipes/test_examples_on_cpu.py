@@ -113,6 +113,14 @@ def test_they_run_as_they_are_with_two_options(name, gpus):
     assert kwargs.additional_config.verl_qerl.aqn.enabled
 
 
+def test_a_micro_batch_for_all_gpus_is_shared():
+    name, all_gpus = "tuning/3b/qwen2-3b_grpo-lora_1_h100_fsdp_vllm", "log_prob_micro_batch_size"
+    for gpus, size in ((1, 62), (2, 31), (62, 1)):
+        nodes = checked(composed(name, *OURS, f"trainer.n_gpus_per_node={gpus}")).actor_rollout_ref
+        for node, option in ((nodes.actor, "ppo_micro_batch_size"), (nodes.rollout, all_gpus), (nodes.ref, all_gpus)):
+            assert (node[option], node[f"{option}_per_gpu"]) == (None, size)
+
+
 @each_example
 def test_what_the_user_sets_stays(name):
     named = "+actor_rollout_ref.model.override_config.attn_implementation=sdpa"

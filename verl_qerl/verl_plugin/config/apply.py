@@ -42,6 +42,12 @@ _OF_THE_RUN = (
     "data.max_prompt_length",
     "data.max_response_length",
 )
+# Sizes for all GPUs together, which verl's checks take and its workers do not.
+_OF_ALL_GPUS = (
+    f"{ACTOR}.ppo_micro_batch_size",
+    f"{ROLLOUT}.log_prob_micro_batch_size",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size",
+)
 
 
 def prepare(config: DictConfig) -> None:
@@ -114,6 +120,7 @@ def _apply(config: DictConfig, options: Qerl, aqn: AQNConfig, uaq: UAQConfig) ->
     run = run_of(config)
     told = _told(run, aqn, uaq)  # the workers of the rollout
     with open_dict(config):
+        _share_micro_batches(config, run)
         if options.base.format is not None:
             _hold_base(config, run, options)
         if uaq.enabled:
@@ -125,6 +132,16 @@ def _apply(config: DictConfig, options: Qerl, aqn: AQNConfig, uaq: UAQConfig) ->
             _set_default(config, f"{VLLM}.scheduler_cls", SCHEDULER)
         OmegaConf.update(config, APPLIED, {"base": options.base.format}, force_add=True)
     use_attention(config)
+
+
+def _share_micro_batches(config: DictConfig, run: Run) -> None:
+    """Give each GPU its part of a micro-batch that is named for all of them, as in older examples of verl."""
+    gpus = (run("trainer.n_gpus_per_node") or 1) * (run("trainer.nnodes") or 1)
+    for name in _OF_ALL_GPUS:
+        size = run(name)
+        if size is not None and run(f"{name}_per_gpu") is None and not run(f"{ACTOR}.use_dynamic_bsz"):
+            OmegaConf.update(config, name, None)
+            OmegaConf.update(config, f"{name}_per_gpu", max(1, size // gpus))
 
 
 def _hold_base(config: DictConfig, run: Run, options: Qerl) -> None:
