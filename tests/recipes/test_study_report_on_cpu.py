@@ -175,3 +175,11 @@ def test_the_page_of_the_study_is_what_its_files_give(report, study, tmp_path):
     pictures.mkdir()  # not beside the files
     text = report.section({name: run | {"name": name} for name, run in runs.items()}, pictures, 20)
     assert "\n".join(text) in page.read_text()
+
+
+def test_a_folder_that_is_not_there_takes_no_table_away(report, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    with pytest.raises(ValueError, match=r"no such folder: --results=\S+typo\. "):
+        report.main(["--results", str(tmp_path / "typo"), "--page", str(page)])
+    assert page.read_text() == PAGE
