@@ -210,6 +210,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, default=HERE / "README.md", help="page with the marks of the section")
     parser.add_argument("--least", type=int, default=20, help="steps that a run must have")
     args = parser.parse_args(arguments)
+    if not args.results.is_dir() and args.results != parser.get_default("results"):
+        raise ValueError(
+            f"no such folder: --results={args.results}. One with files of run.py is accepted. Check the path."
+        )
     runs = {name: run | {"name": name} for name, run in results.merged([args.results]).items()}
     results.check_same_options(list(runs.values()))
     before, begin, rest = args.page.read_text(encoding="utf-8").partition(BEGIN)
@@ -227,5 +231,5 @@ def main(arguments: list[str] | None = None) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"report.py: {error}")

@@ -1,5 +1,6 @@
 """Result files of the study: a session each, which add up."""
 
+import contextlib
 import json
 import os
 import re
@@ -26,16 +27,22 @@ def merged(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:
         Name -> run, with its `session`.
 
     Raises:
-        ValueError: A file is no result of the study.
+        ValueError: A file is no result of the study, or a run comes again with other options.
     """
     found: dict[str, dict[str, Any]] = {}
     files = [path for folder in dict.fromkeys(folder.resolve() for folder in folders) for path in folder.glob("*.json")]
     for path in sorted(files):
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = None
+        with contextlib.suppress(ValueError):
+            content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict) or not {"session", "runs"} <= content.keys():
-            raise ValueError(f"no result of the study: {path} has no session or runs. Files of run.py are accepted.")
+            raise ValueError(
+                f"no result of the study: {path} has no session or runs. Whole files of run.py are accepted. Copy it"
+                " again, or remove it."
+            )
         for name, run in content["runs"].items():
             run["session"] = content["session"] | {"file": path.name}
+            check_same_options([found.get(name, run), run])
             if name not in found or _worth(run) > _worth(found[name]):
                 found[name] = run
     return dict(sorted(found.items()))
@@ -47,11 +54,17 @@ def arm_of(run: dict[str, Any]) -> str:
 
 
 def check_same_options(runs: Sequence[dict[str, Any]]) -> None:
-    """Runs of one arm and task stand for one set of options.
+    """Runs of one arm and task stand for one set of options, and all for one model.
 
     Raises:
         ValueError: Two differ.
     """
+    models = sorted({run["session"]["model"] for run in runs if "model" in run.get("session", ())})
+    if len(models) > 1:
+        raise ValueError(
+            f"results of several models: {', '.join(models)}. One model is accepted, as runs are compared. Keep a"
+            " folder for each, as --out and --earlier, or --results."
+        )
     options: dict[tuple[str, str], list[str]] = {}
     for run in runs:
         first = options.setdefault((arm_of(run), run["task"]), run["options"])

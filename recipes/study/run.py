@@ -269,10 +269,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if bool(args.overrides) != bool(args.tag):
         parser.error("--tag and overrides of main_ppo go together, so that a name stands for one set of options")
-    for folder in [args.model, *(args.data / task for task in args.tasks)]:
+    folders = [args.model, *(args.data / task for task in args.tasks)]
+    if args.earlier not in (parser.get_default("earlier"), args.out):
+        folders.append(args.earlier)
+    for folder in folders:
         if not folder.is_dir():
             parser.error(
-                f"no such folder: {folder}. --model and, from prepare.py, --data are accepted. Check the path."
+                f"no such folder: {folder}. --model, --data as of prepare.py and --earlier are folders. Check the path."
             )
     return args
 
@@ -307,12 +310,19 @@ def to_run(args: argparse.Namespace) -> list[Job]:
     """The list without what earlier sessions have whole.
 
     Raises:
-        ValueError: An earlier run of an arm had other options.
+        ValueError: An earlier run of an arm had other options or another model, or a name is no folder.
     """
     earlier = results.merged([args.earlier, args.out])
     runs = [Run(arm, task, seed, args.tag) for seed in args.seeds for task in args.tasks for arm in args.arms]
-    jobs = [Job(run, arms.experiment(run, args.steps, args.overrides)) for run in runs]
-    ours = {job.run.name: job.run._asdict() | {"options": job.options} for job in jobs}
+    for run in runs:
+        if not results.RUN.fullmatch(run.name):
+            raise ValueError(
+                f"no name of a run: {run.name!r}. Lower-case letters, digits, `_`, `-` and `.` in --tag, and seeds of"
+                " at least 0 are accepted. Change it."
+            )
+    jobs = [Job(run, arms.experiment(run, args.steps, args.overrides)) for run in dict.fromkeys(runs)]
+    session = {"model": args.model.resolve().name}
+    ours = {job.run.name: job.run._asdict() | {"options": job.options, "session": session} for job in jobs}
     results.check_same_options([*earlier.values(), *ours.values()])
     done = {name for name, run in earlier.items() if run["state"] == "done"}
     for name in sorted(done & ours.keys()):
@@ -364,5 +374,5 @@ def main(arguments: list[str] | None = None) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"run.py: {error}")

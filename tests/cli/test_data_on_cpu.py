@@ -291,13 +291,17 @@ def test_an_answer_without_a_result_is_refused():
     ("content", "message"),
     [
         ("{", "line 1 is not JSON"),
+        ("\xff\xfe", "line 1 is not JSON"),
         ('{"question": "?"}\n', r"line 1 lacks \['answer'\]"),
-        ('{"question": "?", "answer": 3}\n', r"line 1 of \S+test\.jsonl cannot be used: answer=3\. A str is accepted"),
+        (
+            '{"question": "?", "answer": 3}\n',
+            r"line 1 of \S+test\.jsonl cannot be used: answer=3\. A str is accepted",
+        ),
         ("\n", "a file is empty"),
     ],
 )
 def test_damaged_input_is_refused_and_nothing_is_written(gsm8k, tmp_path, capsys, content, message):
-    (gsm8k / "test.jsonl").write_text(content)
+    (gsm8k / "test.jsonl").write_text(content, encoding="latin-1")
     with pytest.raises(SystemExit) as exit_info:
         main(["data", "gsm8k", "--source", str(gsm8k), "--out", str(tmp_path / "out")])
     assert exit_info.value.code == 1

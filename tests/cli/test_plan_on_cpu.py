@@ -106,6 +106,7 @@ REFUSED = {
     "--share-base --param-offload": rf"fsdp_config\.param_offload=True {SHARED}the rollout computes",
     "--share-base --offload-policy": rf"fsdp_config\.offload_policy=True {SHARED}the rollout computes",
     "--share-base --utilization 0.0": rf"rollout\.gpu_memory_utilization=0\.0 {SHARED}there is no rollout",
+    "--gpus 4 --tensor-parallel 3": r"tensor_model_parallel_size=3 does not divide the 4 GPUs of the run",
     "--shard-base --format int8": r"qerl\.base\.shard=True does not go together with \+rollout=int8: it is built",
 }
 
@@ -116,6 +117,16 @@ def test_what_a_run_refuses_is_refused_here_too(model, capsys, options):
         main(["plan", "--model", str(model), "--gpu-gib", "141", *options.split()])
     assert stopped.value.code == 1
     assert re.search(REFUSED[options], capsys.readouterr().err)
+
+
+def test_a_model_in_another_format_is_refused_as_by_a_run(model, capsys):
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    (model / "config.json").write_text(json.dumps(config))
+    assert main(["plan", "--model", str(model), "--gpu-gib", "141", "--format", "int8"]) == 0
+    with pytest.raises(SystemExit, match="1"):
+        main(["plan", "--model", str(model), "--gpu-gib", "141"])
+    assert "is quantized in another format: int8, and nvfp4 is asked for." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

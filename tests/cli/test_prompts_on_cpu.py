@@ -92,3 +92,21 @@ def test_a_chat_for_a_tokenizer_without_a_template_is_refused(models, tmp_path):
     assert tokenize(tmp_path, ["What is 2 + 3?"])
     with pytest.raises(ValueError, match=r"the tokenizer has no chat template: .*\. One is needed"):
         tokenize(tmp_path, ["What is 2 + 3?", CHAT])
+
+
+@pytest.mark.parametrize(
+    ("template", "chat"),
+    [
+        ("{{ raise_exception('System role not supported') }}", CHAT),
+        ("{{ messages[0].content + 'x' }}", [{"role": "user", "content": 3}]),
+        ("{{ messages[0].role.upper() }}", [{"content": "x"}]),
+    ],
+)
+def test_a_chat_that_the_template_refuses(models, tmp_path, template, chat):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(models / "nvfp4")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"the chat template refuses .*content.*\. Chats as the model knows them are"):
+        tokenize(tmp_path, [chat])

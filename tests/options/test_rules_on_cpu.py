@@ -16,6 +16,7 @@ RUNS = (
     NVFP4 | {"critic.enable": True},
     NVFP4 | {"qerl.base.share": True},
     NVFP4 | {"qerl.base.shard": True},
+    {"qerl.rollout": {"lora": "stock"}},
     {"aqn.enabled": True},
     {"uaq.enabled": True},
     {rules.LOSS_MODE: "acr"},
@@ -45,6 +46,11 @@ def test_every_rule_can_refuse_and_says_why():
                     rules.check(tried.get, [rule])
                 seen.add(number)
     assert [rule.need.name for number, rule in enumerate(rules.RULES) if number not in seen] == []
+
+
+def test_options_of_the_kernels_are_no_silent_words_beside_another_engine():
+    with pytest.raises(ValueError, match=r"rollout\.name=sglang does not go together with \+qerl\.rollout=\{'lora': "):
+        rules.check({"qerl.rollout": {"lora": "stock"}, f"{rules.ROLLOUT}.name": "sglang"}.get)
 
 
 def test_the_reason_and_the_remedy_are_told():

@@ -188,3 +188,11 @@ def test_what_other_measurements_say_is_what_their_files_say(study):
 
     said = [why for _, _, why in study("claims").NOT_BY_THESE_RUNS]
     assert f"{rollout('1.5b'):.2f} times with this model, {rollout('7b'):.2f} with 7B: see tests/bench/results" in said
+
+
+def test_a_folder_that_is_not_there_takes_no_table_away(report, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    with pytest.raises(ValueError, match=r"no such folder: --results=\S+typo\. "):
+        report.main(["--results", str(tmp_path / "typo"), "--page", str(page)])
+    assert page.read_text() == PAGE

@@ -56,8 +56,7 @@ BOXED = [  # what the box holds, the truth, whether it is right
     (r"\text{Evelyn}", r"\text{Evelyn}", 1),
     ("Evelyn", r"\text{Evelyn}", 1),
     (r"\text{yes}", r"\text{no}", 0),
-    # No answer, or more than one.
-    ("", "18", 0),
+    # More than one answer.
     ("18, 19", "18", 0),
     ("18 or 19", "18", 0),
     ("2x", "2", 0),
@@ -78,6 +77,7 @@ TEXTS = [  # a whole answer, the truth, whether it is right, whether it is boxed
     ("#### 18", "18", 1, 0),
     ("I do not know.", "18", 0, 0),
     ("", "18", 0, 0),
+    (r"So it is \boxed{}.", "18", 0, 0),
     (r"So it is \boxed{18", "18", 0, 0),  # cut off: what else would have been in the box?
 ]
 

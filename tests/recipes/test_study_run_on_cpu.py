@@ -212,9 +212,9 @@ def asked(runner, tmp_path):
     return jobs
 
 
-def save(path, jobs, state="done", steps=(1, 2)):
+def save(path, jobs, state="done", steps=(1, 2), model="model"):
     runs = {job.run.name: job.as_json() | {"state": state, "metrics": {"step": list(steps)}} for job in jobs}
-    path.write_text(json.dumps({"session": {}, "runs": runs}))
+    path.write_text(json.dumps({"session": {"model": model}, "runs": runs}))
 
 
 def test_a_later_session_runs_what_is_missing(asked, tmp_path):
@@ -240,6 +240,38 @@ def test_a_name_stands_for_one_set_of_options(asked, tmp_path):
     assert tagged[0].options[-1] == "actor_rollout_ref.actor.optim.lr=1e-5"
 
 
+def test_a_run_of_other_options_does_not_hide_behind_one_of_its_name(asked, study, tmp_path):
+    save(tmp_path / "earlier/cut.json", asked("--arms", "bf16", "--steps", "30"), state="cut")
+    save(tmp_path / "earlier/done.json", asked("--arms", "bf16", "--earlier", str(tmp_path / "out")))
+    with pytest.raises(ValueError, match=r"runs of bf16 on gsm8k differ in trainer\.total_training_steps=30, "):
+        study("results").merged([tmp_path / "earlier"])
+
+
+def test_results_of_another_model_are_refused(asked, tmp_path):
+    save(tmp_path / "earlier/one.json", asked("--arms", "bf16"), model="other")
+    for arm in ("bf16", "nvfp4"):  # a run of that name is there, or would be compared with it
+        with pytest.raises(ValueError, match=r"results of several models: model, other\. One model is accepted"):
+            asked("--arms", arm)
+
+
+def test_what_is_named_twice_runs_once(asked):
+    assert len(asked("--arms", "bf16", "bf16", "--seeds", "1", "1", "--tasks", "gsm8k", "gsm8k")) == 1
+
+
+@pytest.mark.parametrize("more", [["--tag", "../x", "--", "a=1"], ["--tag", "a b", "--", "a=1"], ["--seeds", "-1"]])
+def test_a_name_that_is_no_folder(asked, more):
+    with pytest.raises(ValueError, match=r"no name of a run: 'bf16.* Lower-case letters, digits, `_`, `-` and `\.`"):
+        asked("--arms", "bf16", *more)
+
+
+def test_earlier_results_that_are_not_there(asked, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        asked("--arms", "bf16", "--earlier", str(tmp_path / "typo"))
+    assert f"no such folder: {tmp_path / 'typo'}" in capsys.readouterr().err
+    new = str(tmp_path / "new")  # as tests/bench/bench_step.py
+    assert asked("--arms", "bf16", "--earlier", new, "--out", new)
+
+
 def test_overrides_without_a_name_of_their_own_are_refused(asked, capsys):
     with pytest.raises(SystemExit):
         asked("--arms", "bf16", "--", "actor_rollout_ref.actor.optim.lr=1e-5")
@@ -255,8 +287,9 @@ def test_of_a_run_that_comes_twice_the_whole_one_counts(asked, study, tmp_path):
     assert merged["bf16-gsm8k-seed1"]["session"]["file"] == "b.json"
 
 
-def test_another_json_file_is_refused(study, tmp_path):
-    (tmp_path / "suite.json").write_text("{}")
+@pytest.mark.parametrize("content", ["{}", "[]", '{"session": {'])
+def test_another_json_file_is_refused(study, tmp_path, content):
+    (tmp_path / "suite.json").write_text(content)
     with pytest.raises(ValueError, match=r"no result of the study: .*suite\.json has no session or runs"):
         study("results").merged([tmp_path])
 

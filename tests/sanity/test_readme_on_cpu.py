@@ -9,6 +9,8 @@ import pytest
 from verl_qerl.algos.acr import ACRConfig
 from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.algos.uaq import UAQConfig
+from verl_qerl.formats import get_format
+from verl_qerl.formats.ignore import DEFAULT_IGNORE
 
 PACKAGE = Path(__file__).parents[2] / "verl_qerl"
 PAGES = (PACKAGE / "verl_plugin" / "README.md", PACKAGE / "algos" / "README.md")
@@ -49,3 +51,10 @@ NODES = [("+aqn.", AQNConfig), ("+acr.", ACRConfig), ("+uaq.", UAQConfig)]
 def test_no_option_is_listed_that_is_gone(node, options):
     listed = {name.removeprefix(node) for name in rows() if name.startswith(node)}
     assert listed == {field.name for field in fields(options)}
+
+
+def test_the_call_of_vllm_names_the_defaults_of_the_loader():
+    text = PAGES[0].read_text(encoding="utf-8")
+    found = re.search(r'_config=\{"scale": "(\w+)", "ignore": \["(\w+)"\]\},  # the defaults', text)
+    assert found is not None
+    assert (found[1], (found[2],)) == (get_format("nvfp4").scale, DEFAULT_IGNORE)

@@ -7,6 +7,7 @@ that are still waiting for each other.
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from pathlib import Path
 
 import torch
 
@@ -149,12 +150,12 @@ def linear_modules(
     return linears_among({name: spec.shape for name, spec in source.specs.items()}, ignore, str(source.path), form)
 
 
-def check_format(source: Source, form: str) -> None:
+def check_format(model: str | Path, stored: str | None, form: str) -> None:
     """Require weights that are not quantized, or in `form`."""
-    if source.format not in (None, form):
-        use = "" if source.format == BLOCK_FP8 else f"Use +rollout={source.format}, or point"
+    if stored not in (None, form):
+        use = "" if stored == BLOCK_FP8 else f"Use +rollout={stored}, or point"
         raise CheckpointFormatError(
-            f"{source.path} is quantized in another format: {source.format}, and {form} is asked for. Accepted are"
+            f"{model} is quantized in another format: {stored}, and {form} is asked for. Accepted are"
             f" unquantized weights and {form}. {use or 'Point'} model.path at the original bf16 model, or at what"
             f" `python -m verl_qerl quantize --requantize --format {form}` makes of this one."
         )
@@ -168,7 +169,7 @@ def check_held(source: Source, form: WeightFormat) -> None:
             experts, and the format does not.
         ValueError: It is in this format, and experts are left out.
     """
-    check_format(source, form.name)
+    check_format(source.path, source.format, form.name)
     if source.format is not None:
         check_arguments(str(source.path), source.config, form.config(), form.name)
         _check_modules(source, form)

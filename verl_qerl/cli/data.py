@@ -247,13 +247,13 @@ def read_jsonl(path: Path, required: Mapping[str, type]) -> list[Row]:
     """
     check_file(path, "path", "JSON lines are")
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):  # JSON may hold U+2028
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):  # JSON may hold U+2028
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"line {number} is not JSON: path={path}. {error.msg}. Mend or drop the line.") from error
+        except ValueError as error:
+            raise ValueError(f"line {number} is not JSON: path={path} ({error}). Mend or drop the line.") from error
         missing = [key for key in required if not isinstance(row, dict) or key not in row]
         if missing:
             raise ValueError(f"line {number} lacks {missing}: path={path}. Give each line {list(required)}.")
@@ -297,6 +297,11 @@ def read_rows(path: Path, what: str, count: int | None = None) -> list[Row]:
             " Download it again."
         )
     return rows[:count]
+
+
+def mapping_of(value: Any) -> Mapping[str, Any]:
+    """The value of a column that may hold columns; empty where it holds something else."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def _check_kinds(row: Mapping[str, Any], required: Mapping[str, type], where: str) -> None:
@@ -383,8 +388,8 @@ def gsm8k_row(record: Mapping[str, Any], split: str) -> Row:
 
 def _math_row(record: Mapping[str, Any], split: str, where: str) -> Row:
     """A row from the hub's flat columns, or from a parquet that nests them in reward_model.ground_truth."""
-    nested = (record.get("reward_model") or {}).get("ground_truth")
-    fields = record if "solution" in record or not isinstance(nested, dict) else nested
+    nested = mapping_of(mapping_of(record.get("reward_model")).get("ground_truth"))
+    fields = record if "solution" in record else nested or record
     problem = "problem" if fields.get("problem") else "question"
     _check_kinds(fields, {problem: str, "solution": str}, where)
     question, solution = fields[problem], fields["solution"]

@@ -46,16 +46,20 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         ValueError: There is no plan for the model or no config.json, an option is out of range, or a run refuses the
-            options together.
+            options together, or the format of the model with them.
     """
     _check_ranges(args)
     # What follows imports torch, which takes seconds.
     _check_together(args)
     from verl_qerl.checkpoints.model_config import read_config
+    from verl_qerl.checkpoints.quantization_config import stored_format
+    from verl_qerl.checkpoints.stream import check_format
     from verl_qerl.planning.memory_plan import GIB, DoesNotFitError, Settings
     from verl_qerl.planning.model_shape import ModelShape
 
-    shape = ModelShape.from_config(read_config(args.model))
+    config = read_config(args.model)
+    check_format(args.model, stored_format(config, args.model)[0], args.format)
+    shape = ModelShape.from_config(config)
     switches = ("shard_base", "share_base", "param_offload", "optimizer_offload", "offload_policy")
     values = ("format", "rank", "gpus", "tokens", "utilization", "tensor_parallel")
     settings = Settings(
@@ -100,6 +104,8 @@ def _check_together(args: argparse.Namespace) -> None:
 
     run = {
         "qerl.base.format": args.format,
+        "trainer.nnodes": 1,
+        "trainer.n_gpus_per_node": args.gpus,
         "qerl.base.share": args.share_base,
         "qerl.base.shard": args.shard_base,
         rules.LORA_RANK: args.rank,
@@ -109,3 +115,4 @@ def _check_together(args: argparse.Namespace) -> None:
         f"{rules.FSDP}.offload_policy": args.offload_policy,
     }
     rules.check(run.get)
+    rules.check_gpus(run.get)

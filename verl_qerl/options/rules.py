@@ -78,6 +78,24 @@ def check(run: Run, rules: Iterable[Rule] | None = None) -> None:
             )
 
 
+def check_gpus(run: Run) -> None:
+    """Refuse a quantized rollout whose `tensor_model_parallel_size` does not divide the GPUs of the run.
+
+    Raises:
+        ValueError: It does not.
+    """
+    nodes, gpus = run("trainer.nnodes"), run("trainer.n_gpus_per_node")
+    shared = run(f"{ROLLOUT}.tensor_model_parallel_size")
+    if run("qerl.base.format") is None or shared is None or not (_is_whole(nodes) and _is_whole(gpus)):
+        return
+    if not _is_whole(shared) or shared == 0 or (gpus * nodes) % shared:
+        raise ValueError(
+            f"{ROLLOUT}.tensor_model_parallel_size={shared} does not divide the {gpus * nodes} GPUs of the run"
+            f" (trainer.n_gpus_per_node={gpus}, trainer.nnodes={nodes}). Accepted are divisors of it. Set"
+            f" {ROLLOUT}.tensor_model_parallel_size=1, or use more GPUs."
+        )
+
+
 def unmet(run: Run, needs: Iterable[Need]) -> str | None:
     """The first setting that is not as needed, with what is accepted; None where all are."""
     for name, accepts, accepted in needs:
@@ -88,6 +106,10 @@ def unmet(run: Run, needs: Iterable[Need]) -> str | None:
 
 def _is(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value is None or value in values
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _off(value: Any) -> bool:
@@ -160,6 +182,7 @@ REQUANTIZED = When("`+rollout=...` without an adapter", _requantized)
 CRITIC = When("`+rollout=...` with a critic", _with_critic)
 PLAIN = When("without `+rollout`", lambda run: "a rollout in bf16" if _quantized(run) is None else None)
 NOT_NVFP4 = When("`+rollout=int8`, `fp8`, `mxfp4`", _not_nvfp4)
+KERNELS = _option("qerl.rollout", "`+qerl.rollout.*`")
 SHARE, AQN, UAQ = (_option(name) for name in ("qerl.base.share", "aqn.enabled", "uaq.enabled"))
 ROUNDING = When("`+uaq.scale` that is no power of two", _rounding_scale)
 ACR = When("`loss_mode=acr`", lambda run: f"{LOSS_MODE}=acr" if run(LOSS_MODE) == "acr" else None)
@@ -242,6 +265,7 @@ RULES: tuple[Rule, ...] = (
     *_rules(
         QUANTIZED,
         (_IS_VLLM, "", f"Set {ROLLOUT}.name=vllm."),
+        (Need(LORA_RANK, lambda v: v is None or _is_whole(v), "a whole number"), "", "Set it; 0 trains all weights."),
         (Need(f"{ACTOR}.strategy", _is("fsdp2"), "fsdp2"), "", f"Set {ACTOR}.strategy=fsdp2."),
         (Need(f"{FSDP}._target_", _is(OUR_ENGINE), "ours"), "verl's engine knows no packed base", _LEAVE),
         (_no(f"{FSDP}.qat.enable"), "both quantize the rollout's weights", _ONE),
@@ -264,6 +288,7 @@ RULES: tuple[Rule, ...] = (
             "Leave it out and set trainer.max_actor_ckpt_to_keep=2.",
         ),
     ),
+    Rule(KERNELS, _IS_VLLM, "others have no kernels of ours", "Change it, or leave +qerl.rollout out."),
     Rule(CRITIC, *_kept("critic")),
     Rule(PACKED, _NO_MODEL, "verl would write the model without its packed weights", _EXPORT),
     *_rules(

@@ -29,6 +29,7 @@ pytest.importorskip("math_verify")
         (r"\boxed{\frac{36}{2}}", "18", True),
         (r"\boxed{1{,}234}", "1234", True),
         (r"First \boxed{18}, no, \boxed{19}.", "18", False),
+        (r"I am to answer within \boxed{}. The answer is 18.", "18", True),
         (r"\boxed{(3, \pi/2)}", r"\left( 3, \frac{\pi}{2} \right)", True),
     ],
 )

@@ -15,7 +15,7 @@ HOW_MANY = Question("How many?", "18")
     [
         {"question": "How many?", "answer": "9 * 2 = 18\n#### 18"},  # GSM8K
         {"problem": "How many?", "answer": "18", "solution": "x"},  # MATH-500 and AIME of the hub
-        {"problem": "How many?", "answer": 18},
+        {"problem": "How many?", "answer": 18, "extra_info": "from a book"},
         {"problem": "How many?", "solution": r"So \boxed{18}."},
         {"prompt": "How many?", "answer": "18", "source": "math"},
         # verl's schema, as others fill it; the instruction is there already in some.
@@ -55,8 +55,11 @@ def test_what_data_writes_can_be_asked(tmp_path):
     ("content", "message"),
     [
         ("[]", r"a question set is empty: aime24 of .*aime24\.json\. At least one"),
-        ('[{"text": "x"}]', r"row 1 of .* has no question: its columns are text\. question, problem or prompt"),
-        ('[{"problem": "x"}]', r"row 1 of .* has no answer: its columns are problem\. answer or reward_model"),
+        ('[{"text": "x"}]', r"row 1 of .* has no question: its columns are text\. Text in question,"),
+        ('[{"problem": "x"}]', r"row 1 of .* has no answer: its columns are problem\. Text or a number in answer,"),
+        ('[{"problem": "x", "reward_model": "18"}]', r"row 1 of .* has no answer: its columns are problem, reward_m"),
+        ('[{"prompt": ["x"], "answer": 18}]', r"row 1 of .* has no question: its columns are prompt, answer"),
+        ('[{"problem": "x", "answer": ["18", "19"]}]', r"row 1 of .* has no answer: its columns are problem, answer"),
         ('{"a": 1}', "holds no list of objects"),
         ("[1]", "holds no list of objects"),
         ("[", r"questions cannot be read: .* Objects, as JSON or parquet, are accepted"),

@@ -23,15 +23,21 @@ def test_a_line_that_was_cut_short_is_asked_again_and_the_next_one_is_whole(tmp_
     append(tmp_path, "gsm8k", line(0))
     file = tmp_path / "gsm8k.jsonl"
     file.write_text(file.read_text() + '{"index": 1, "ques')
+    before = file.read_bytes()
     assert read_lines(tmp_path, "gsm8k") == [line(0)]
+    assert file.read_bytes() == before  # `--compare` reads what another process may be writing
+    (tmp_path / "settings.json").write_text("{}")
+    open_records(tmp_path, {})
     append(tmp_path, "gsm8k", line(1))
     assert read_lines(tmp_path, "gsm8k") == [line(0), line(1)]
 
 
-@pytest.mark.parametrize("text", ["{}", "no", '{"index": 0, "question": {"text": "a", "truth": "b"}, "answers": []}'])
+@pytest.mark.parametrize(
+    "text", ["{}", "no", "\xff", '{"index": 0, "question": {"text": "a", "truth": "b"}, "answers": []}']
+)
 def test_a_damaged_line_is_named(tmp_path, text):
     append(tmp_path, "gsm8k", line(0))
-    with (tmp_path / "gsm8k.jsonl").open("a") as file:
+    with (tmp_path / "gsm8k.jsonl").open("a", encoding="latin-1") as file:
         file.write(text + "\n")
     with pytest.raises(ValueError, match=r"line 2 of .*gsm8k\.jsonl is damaged"):
         read_lines(tmp_path, "gsm8k")
@@ -53,7 +59,9 @@ def test_lines_of_another_set_are_refused():
 
 def test_an_evaluation_goes_on_with_its_settings_alone(tmp_path):
     out = tmp_path / "out"
-    open_records(out, {"model": "a", "samples": 4})
+    open_records(out, {"model": "none", "samples": 4})
+    open_records(out, {"model": "a", "samples": 4})  # nothing was answered, as where the first model is not found
+    append(out, "gsm8k", line(0))
     open_records(out, {"model": "a", "samples": 4})
     with pytest.raises(ValueError, match=r"samples was 4 and is now 8\. The same settings"):
         open_records(out, {"model": "a", "samples": 8})

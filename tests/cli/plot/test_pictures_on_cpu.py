@@ -18,3 +18,14 @@ def test_error_bars_of_validation():
     assert half_widths(one | {"mean": [-0.5]}, 263) is None  # a reward of -1 to 1
     several = {"mean": [0.5, 0.6], "values": [[0.4, 0.6], [0.6, 0.6]], "sd": [0.14, 0.0]}
     assert np.array_equal(half_widths(several, None), [[0.14, 0.0], [0.14, 0.0]])
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+def test_error_bars_of_none_and_all_right_are_drawn(tmp_path, mean):
+    from verl_qerl.cli.plot.curves import summarize
+    from verl_qerl.cli.plot.pictures import draw
+
+    for questions in (10, 30, 40, 500, 1319, 1999):  # rounding put one end of the interval beyond the mean
+        assert (half_widths({"mean": [mean], "values": [[mean]]}, questions) >= 0).all()
+    key = "val-core/gsm8k/acc/mean@1"
+    draw({"run": summarize({0: {key: {0: mean}}}, [key])}, [key], {}, 10, tmp_path / "run.png")

@@ -131,6 +131,20 @@ def test_answers_that_are_not_numbers(models, tmp_path, capsys, texts):
     assert re.search(r"inputs of 'model\.layers\.0\.\S+' are NaN or infinite", message), message
 
 
+def test_the_tokenizer_of_another_model(models, tmp_path, capsys, texts):
+    model = copied(models, tmp_path / "small", vocab_size=100)
+    message = refused(capsys, tmp_path, model, "--method", "gptq", "--calibration", str(texts))
+    assert re.search(r"the tokenizer is of another model: it gives token \d+, and \S+small knows 100\.", message), (
+        message
+    )
+
+
+def test_texts_end_where_the_positions_of_the_model_do(models, tmp_path):
+    file = write(tmp_path / "file.jsonl", [{"text": " ".join(TEXTS)}] * 30)
+    source = open_source(copied(models, tmp_path / "short", max_position_embeddings=64))
+    assert {len(ids) for ids in Calibration(file).read(source, ("lm_head",))} == {64}
+
+
 def test_rows_and_tokens_are_limited_and_text_comes_before_prompts(models, tmp_path):
     rows = [{"prompt": "not this one", "text": text} for text in TEXTS]
     file, source = write(tmp_path / "file.jsonl", rows), open_source(models / "bf16")

@@ -115,6 +115,7 @@ def test_what_verl_can_share_passes(changes):
     [
         ({"num_gpus": 3}, r"size=2 does not divide the 3 GPUs of the run\. Accepted are divisors of it"),
         ({"size": 0}, r"size=0 does not divide the 4 GPUs"),
+        ({"size": "two"}, r"size=two does not divide the 4 GPUs"),
         (
             {"remove_padding": False},
             r"^actor_rollout_ref\.model\.use_remove_padding=False .* Accepted is True\. Set",

@@ -180,6 +180,10 @@ BAD = {
         "trainer.n_gpus_per_node=1",
         "trainer.nnodes=2",
     ): r"tensor_model_parallel_size=4 does not divide the 2 GPUs of the run \(trainer\.n_gpus_per_node=1, .*nnodes=2\)",
+    (f"{ROLLOUT}.tensor_model_parallel_size=0",): r"tensor_model_parallel_size=0 does not divide the",
+    (f"{ROLLOUT}.tensor_model_parallel_size=two",): r"tensor_model_parallel_size=two does not divide the",
+    (f"{MODEL}.lora_rank=-8",): r"lora_rank=-8 does not go together with \+rollout=nvfp4\. Accepted is a whole number",
+    (f"{MODEL}.lora_rank=eight",): r"lora_rank=eight does not go together with \+rollout=nvfp4",
     (
         f"{ACTOR}.checkpoint.save_contents=[model,hf_model]",
     ): r"save_contents=\['model', 'hf_model'\] does not go .* and an adapter: .*`python -m verl_qerl export`",

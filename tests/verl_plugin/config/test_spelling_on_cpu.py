@@ -17,6 +17,7 @@ QUANTIZED = ("+rollout=nvfp4", "actor_rollout_ref.model.lora_rank=8")
         ("+aqm.sigma_start=0.1", "+aqn"),
         ("+qrel.gate.max_kl=0.1", "+qerl"),
         ("+uqa.scale=2", "+uaq"),
+        ("+AQN.sigma_start=0.1", "+aqn"),
         ("+platfrom=cpu", "+platform"),
     ],
 )

@@ -64,9 +64,9 @@ def judge(text: str, truth: str, cut: bool = False) -> Verdict:
 
 
 def boxed(text: str) -> str | None:
-    """What the last box holds; None without one, and where it is not closed."""
+    """What the last box holds; None without one, and where it is not closed or empty, as in the question's own."""
     try:
-        return last_boxed(text)
+        return last_boxed(text).strip() or None
     except ValueError:
         return None
 

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     """Refuse what is out of range, or does not go together."""
     counts = ("samples", "max_tokens", "limit", "tensor_parallel", "data_parallel")
-    for name, least in (*((name, 1) for name in counts), ("temperature", 0)):
+    for name, least in (*((name, 1) for name in counts), ("temperature", 0), ("seed", 0)):
         value = getattr(args, name)
         if value is not None and not value >= least:
             raise ValueError(f"too small: --{name.replace('_', '-')}={value}. {least} or more is accepted. Raise it.")

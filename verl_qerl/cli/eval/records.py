@@ -4,6 +4,7 @@ A line is written when the question is answered, so that an evaluation goes on w
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,14 +48,14 @@ class Answered:
 
 
 def open_records(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Make the directory, or go on in one of the same settings.
+    """Make the directory, or go on in one of the same settings, where last lines that were cut short are removed.
 
     Raises:
-        ValueError: The directory is of other settings.
+        ValueError: The directory has answers of other settings.
         FileExistsError: It holds something that is no evaluation.
     """
     path = folder / SETTINGS
-    if path.is_file():
+    if path.is_file() and (tasks := tasks_of(folder)):
         before = read_settings(folder)
         differing = [name for name in settings if before.get(name) != settings[name]]
         if differing:
@@ -64,8 +65,10 @@ def open_records(folder: Path, settings: Mapping[str, Any]) -> None:
                 f" {settings[name]!r}. The same settings are accepted to go on. Choose another --out, or the settings"
                 " of before."
             )
+        for answers in (folder / f"{task}.jsonl" for task in tasks):
+            os.truncate(answers, answers.read_bytes().rfind(b"\n") + 1)
         return
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if not path.is_file() and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(
             f"the output already exists and is no evaluation: out={folder}. A new or empty directory, or one of `eval`,"
             " is accepted. Choose another."
@@ -96,7 +99,7 @@ def append(folder: Path, task: str, line: Answered) -> None:
 
 
 def read_lines(folder: Path, task: str) -> list[Answered]:
-    """The questions answered so far, in the order of the set; a last line that was cut short is removed.
+    """The questions answered so far, in the order of the set, without a last line that was cut short.
 
     Raises:
         ValueError: A line is damaged, or a question was answered twice.
@@ -104,12 +107,8 @@ def read_lines(folder: Path, task: str) -> list[Answered]:
     path = folder / f"{task}.jsonl"
     if not path.is_file():
         return []
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if whole != content:
-        path.write_bytes(whole)
     found: dict[int, Answered] = {}
-    for number, text in enumerate(whole.decode().split("\n")[:-1], start=1):
+    for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
             line = _line(json.loads(text))
         except (ValueError, KeyError, TypeError) as error:

@@ -56,7 +56,8 @@ def wilson(mean: float, n: float) -> Interval:
     """Wilson's interval (1927) of a share among `n` independent answers."""
     center = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
     half = _Z / (1 + _Z**2 / n) * math.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n**2))
-    return Interval(mean, max(0.0, center - half), min(1.0, center + half))
+    # Rounding can put an end beyond a mean of 0 or 1.
+    return Interval(mean, min(mean, max(0.0, center - half)), max(mean, min(1.0, center + half)))
 
 
 def pass_at(right: int, samples: int, k: int) -> float:

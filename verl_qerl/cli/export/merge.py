@@ -100,7 +100,7 @@ def open_base(path: str | Path | None, checkpoint: Checkpoint) -> Base:
     name = str(path or named)
     source = open_source(name)
     form = get_format(record.format if record else source.format or DEFAULT_FORMAT.name)
-    check_format(source, form.name)
+    check_format(source.path, source.format, form.name)
     linears = packed_names(source, form, record.ignore if record else None)
     if source.format is not None and record is None:
         raise ValueError(

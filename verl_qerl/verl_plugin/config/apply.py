@@ -76,7 +76,7 @@ def prepare(config: DictConfig) -> None:
         if problem:
             raise RuntimeError(problem)
     rules.check(run)
-    _check_gpus(run)
+    rules.check_gpus(run)
     check_sharing(run)
     check_attention(config)
     _apply(config, options, aqn, uaq)
@@ -103,17 +103,6 @@ def aqn_options(config: DictConfig) -> AQNConfig:
         ValueError: An option is unknown or out of range.
     """
     return AQNConfig.from_mapping(plain(OmegaConf.select(config, "aqn")))
-
-
-def _check_gpus(run: Run) -> None:
-    nodes, gpus = run("trainer.nnodes"), run("trainer.n_gpus_per_node")
-    shared = run(f"{ROLLOUT}.tensor_model_parallel_size") or 1
-    if run("qerl.base.format") is not None and None not in (nodes, gpus) and (gpus * nodes) % shared:
-        raise ValueError(
-            f"{ROLLOUT}.tensor_model_parallel_size={shared} does not divide the {gpus * nodes} GPUs of the run"
-            f" (trainer.n_gpus_per_node={gpus}, trainer.nnodes={nodes}). Accepted are divisors of it. Set"
-            f" {ROLLOUT}.tensor_model_parallel_size=1, or use more GPUs."
-        )
 
 
 def _apply(config: DictConfig, options: Qerl, aqn: AQNConfig, uaq: UAQConfig) -> None:

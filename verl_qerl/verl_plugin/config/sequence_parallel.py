@@ -4,6 +4,8 @@ Ranks that share a sequence exchange tokens for heads inside what transformers c
 function and no other. With sdpa or eager each rank would attend to its own part of a sequence, and train on that.
 """
 
+from typing import Any
+
 from verl_qerl.options.rules import ACTOR, FSDP, Run, trains_critic
 from verl_qerl.verl_plugin.config.attention import default_attention
 
@@ -17,16 +19,16 @@ def check_sharing(run: Run) -> None:
         ValueError: They cannot.
     """
     size = run(f"{ACTOR}.{_SIZE}") or 1  # the older name, which wins in verl where it is set
-    _check(run, "actor_rollout_ref.model", f"actor.fsdp_config.{_SIZE}", size if size > 1 else run(f"{FSDP}.{_SIZE}"))
+    _check(run, "actor_rollout_ref.model", f"actor.fsdp_config.{_SIZE}", size if size != 1 else run(f"{FSDP}.{_SIZE}"))
     if trains_critic(run):
         _check(run, "critic.model", f"critic.fsdp.{_SIZE}", run(f"critic.fsdp.{_SIZE}"))
 
 
-def _check(run: Run, model: str, option: str, size: int | None) -> None:
+def _check(run: Run, model: str, option: str, size: Any) -> None:
     if size in (None, 1):
         return
     num_gpus = (run("trainer.n_gpus_per_node") or 1) * (run("trainer.nnodes") or 1)
-    if size < 1 or num_gpus % size:
+    if type(size) is not int or size < 1 or num_gpus % size:
         raise ValueError(
             f"{option}={size} does not divide the {num_gpus} GPUs of the run. Accepted are divisors of it; 1 shares"
             " no sequence. Set one of them."

@@ -26,7 +26,7 @@ def check_spelling(config: DictConfig) -> None:
     A node of the user's own may look like that, so that the run goes on.
     """
     for name in map(str, config):
-        near = get_close_matches(name, _NODES, n=len(_NODES), cutoff=0.6) if name not in _NODES else []
+        near = get_close_matches(name.lower(), _NODES, n=len(_NODES), cutoff=0.6) if name not in _NODES else []
         value = config[name]
         held = set(value) if isinstance(value, Mapping) else {str(value)}
         meant = [node for node in near if held and held <= _NODES[node]]
