@@ -88,5 +88,6 @@ def token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
     except (TemplateError, TypeError) as error:
         raise ValueError(
             f"the chat template refuses {str(prompt)[:99]} ({error}). Chats as the model knows them are accepted."
+            " Mend the row."
         ) from error
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has its own
