@@ -310,7 +310,8 @@ def to_run(args: argparse.Namespace) -> list[Job]:
     """The list without what earlier sessions have whole.
 
     Raises:
-        ValueError: An earlier run of an arm had other options or another model, or a name is no folder.
+        ValueError: An earlier run had other options or another model, or saved what would be removed; a name is no
+            folder.
     """
     earlier = results.merged([args.earlier, args.out])
     runs = [Run(arm, task, seed, args.tag) for seed in args.seeds for task in args.tasks for arm in args.arms]
@@ -327,7 +328,14 @@ def to_run(args: argparse.Namespace) -> list[Job]:
     done = {name for name, run in earlier.items() if run["state"] == "done"}
     for name in sorted(done & ours.keys()):
         print(f"{name}: there already, in {earlier[name]['session']['file']}")
-    return [job for job in jobs if job.run.name not in done]
+    left = [job for job in jobs if job.run.name not in done]
+    saved = next((path for job in left for path in (args.work / job.run.name).glob("*/saved")), None)
+    if saved:
+        raise ValueError(
+            f"an earlier run has saved something in {saved}, which would be removed. Another --work is accepted. Name"
+            " one, or move the folder."
+        )
+    return left
 
 
 def versions() -> dict[str, str]:

@@ -89,7 +89,9 @@ def row(name: str, session: dict[str, Any]) -> dict[str, Any]:
     """Seconds of each phase of the steps after the first, with their medians."""
     (told,) = session["runs"].values()
     metrics = told["metrics"]
-    seconds = {phase: metrics.get(f"timing_s/{key}", [])[1:] for phase, key in PHASES.items()}
+    # A step that verl did not time, as one that was cut, has None.
+    timed = {phase: metrics.get(f"timing_s/{key}", [])[1:] for phase, key in PHASES.items()}
+    seconds = {phase: [each for each in found if each is not None] for phase, found in timed.items()}
     return {
         "arm": name,
         "gpu": told["gpu"],

@@ -72,7 +72,7 @@ import json, os, sys
 out = sys.argv[sys.argv.index("--out") + 1]
 arm = sys.argv[sys.argv.index("--arms") + 1]
 os.makedirs(out)
-step = {"nvfp4_aqn": [50, 10, 12, 11], "bf16": [60, 20, 30, 22], "bf16_merge": [70]}[arm]
+step = {"nvfp4_aqn": [50, 10, 12, 11], "bf16": [60, 20, 30, 22, None], "bf16_merge": [70]}[arm]
 own = [os.environ.get(name, "") for name in ("CUDA_VISIBLE_DEVICES", "VERL_USE_EXTERNAL_MODULES")]
 metrics = {"timing_s/step": step, "timing_s/gen": step, "actor/perf/max_memory_allocated_gb": [2.5, None, 3.5]}
 run = {"gpu": "NVIDIA X", "state": "done", "options": own, "metrics": metrics}

@@ -37,7 +37,7 @@ def test_a_run_leaves_its_steps_its_groups_and_its_answers_to_the_test_questions
     env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
     places = ["--model", workbench.model, "--data", data, "--out", tmp_path / "out", "--work", tmp_path / "work"]
     asked = ["--arms", "nvfp4_aqn", "--steps", "2", "--minutes", "12", "--samples", "2", "--tag", "small", "--"]
-    command = [sys.executable, "-c", ON_CPU, STUDY, *places, "--earlier", tmp_path / "none", *asked, *SMALL]
+    command = [sys.executable, "-c", ON_CPU, STUDY, *places, "--earlier", tmp_path / "out", *asked, *SMALL]
     subprocess.run([str(part) for part in command], env=os.environ | env, check=True, timeout=900)
     (file,) = (tmp_path / "out").glob("*.json")
     content = json.loads(file.read_text())

@@ -24,7 +24,7 @@ def composed(study, tmp_path):
 
     def configuration(arm, *more):
         places = ["--model", tmp_path / "model", "--data", tmp_path / "data", "--out", tmp_path / "out"]
-        earlier = ["--earlier", tmp_path / "none"]
+        earlier = ["--earlier", tmp_path / "out"]
         args = runner.parse([*map(str, places + earlier), "--arms", arm, "--seeds", "7", *more])
         (job,) = runner.to_run(args)
         command = runner.command_of(args)(job, tmp_path / "work")

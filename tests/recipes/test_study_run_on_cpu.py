@@ -272,6 +272,14 @@ def test_earlier_results_that_are_not_there(asked, tmp_path, capsys):
     assert asked("--arms", "bf16", "--earlier", new, "--out", new)
 
 
+def test_what_a_run_has_saved_is_not_removed_by_the_next_of_its_name(asked, tmp_path):
+    saved = tmp_path / "work/bf16-gsm8k-seed1/2/saved"
+    saved.mkdir(parents=True)
+    with pytest.raises(ValueError, match=rf"an earlier run has saved something in {saved}, which would be removed\."):
+        asked("--arms", "nvfp4", "bf16", "--work", str(tmp_path / "work"))
+    assert asked("--arms", "nvfp4", "--work", str(tmp_path / "work"))
+
+
 def test_overrides_without_a_name_of_their_own_are_refused(asked, capsys):
     with pytest.raises(SystemExit):
         asked("--arms", "bf16", "--", "actor_rollout_ref.actor.optim.lr=1e-5")

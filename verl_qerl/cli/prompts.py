@@ -1,6 +1,6 @@
 """Prompts and other texts in a file, and their tokens."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,22 +77,8 @@ def load_tokenizer(model: str | Path, chats: bool) -> Any:
     return tokenizer
 
 
-def check_known(tokens: Iterable[Sequence[int]], vocabulary: int | None, model: str | Path) -> None:
-    """Require token ids below `vocabulary`, the number of the model's embeddings."""
-    highest = max(map(max, tokens))
-    if vocabulary is not None and highest >= vocabulary:
-        raise ValueError(
-            f"the tokenizer is of another model: it gives token {highest}, and {model} knows {vocabulary}. The model's"
-            " own is accepted. Copy its files there."
-        )
-
-
 def token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Token ids of a text, or of a chat up to where the assistant begins.
-
-    Raises:
-        ValueError: The model's template does not take the chat.
-    """
+    """Token ids of a text, or of a chat up to where the assistant begins, which a template may refuse (ValueError)."""
     from jinja2 import TemplateError
 
     if isinstance(prompt, str):
@@ -101,7 +87,7 @@ def token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
         text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     except (TemplateError, TypeError) as error:
         raise ValueError(
-            f"the chat template refuses {str(prompt)[:200]} ({error}). Chats as the model knows them are accepted. Mend"
-            " or drop the row."
+            f"the chat template refuses {str(prompt)[:99]} ({error}). Chats as the model knows them are accepted."
+            " Mend the row."
         ) from error
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has its own

@@ -79,16 +79,11 @@ def check(run: Run, rules: Iterable[Rule] | None = None) -> None:
 
 
 def check_gpus(run: Run) -> None:
-    """Refuse a quantized rollout whose `tensor_model_parallel_size` does not divide the GPUs of the run.
-
-    Raises:
-        ValueError: It does not.
-    """
+    """Refuse with a ValueError a quantized rollout whose tensor parallel size does not divide the GPUs of the run."""
     nodes, gpus = run("trainer.nnodes"), run("trainer.n_gpus_per_node")
     shared = run(f"{ROLLOUT}.tensor_model_parallel_size")
-    if run("qerl.base.format") is None or shared is None or not (_is_whole(nodes) and _is_whole(gpus)):
-        return
-    if not _is_whole(shared) or shared == 0 or (gpus * nodes) % shared:
+    known = run("qerl.base.format") and _is_whole(nodes) and _is_whole(gpus) and shared is not None
+    if known and (not _is_whole(shared) or shared == 0 or (gpus * nodes) % shared):
         raise ValueError(
             f"{ROLLOUT}.tensor_model_parallel_size={shared} does not divide the {gpus * nodes} GPUs of the run"
             f" (trainer.n_gpus_per_node={gpus}, trainer.nnodes={nodes}). Accepted are divisors of it. Set"

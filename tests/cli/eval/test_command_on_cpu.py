@@ -13,10 +13,8 @@ import torch
 from verl_qerl.cli import main
 from verl_qerl.cli.eval import command
 from verl_qerl.cli.eval.engines import check_applied
-from verl_qerl.cli.eval.questions import Question
 from verl_qerl.cli.eval.records import read_lines
 from verl_qerl.cli.export.adapter import Adapter, write_peft
-from verl_qerl.vllm_plugin.offline import EngineOptions
 
 ROWS = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(5)]
 
@@ -154,24 +152,6 @@ def test_arguments_that_are_refused(run, capsys, argv, message):
     with pytest.raises(SystemExit, match="1"):
         run(right, *argv)
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
-        ([1] * 100, r"of 100 tokens, where it has 512 positions\. At most 411 is accepted\. Lower --max-tokens\.$"),
-        (
-            [1] * 600,
-            r"of 600 tokens, where it has 512 positions\. A model with more is accepted\. Name another --model",
-        ),
-        ([1, 320], r"the tokenizer is of another model: it gives token 320, and \S+bf16 knows 320\."),
-    ],
-)
-def test_questions_that_the_model_cannot_read(models, tokens, message):
-    args = SimpleNamespace(max_tokens=4096, tensor_parallel=1, memory=None, seed=0)
-    asked = [command.Prompt("gsm8k", 0, Question("?", "1"), tokens)]
-    with pytest.raises(ValueError, match=message):
-        command._options(EngineOptions(str(models / "bf16")), args, asked)
 
 
 def test_a_model_without_a_chat_template(run, models, tmp_path, capsys):

@@ -55,8 +55,8 @@ def test_what_data_writes_can_be_asked(tmp_path):
     ("content", "message"),
     [
         ("[]", r"a question set is empty: aime24 of .*aime24\.json\. At least one"),
-        ('[{"text": "x"}]', r"row 1 of .* has no question: its columns are text\. Text in question,"),
-        ('[{"problem": "x"}]', r"row 1 of .* has no answer: its columns are problem\. Text or a number in answer,"),
+        ('[{"text": "x"}]', r"row 1 of .* has no question: its columns are text\. Text or a number in question,"),
+        ('[{"problem": "x"}]', r"row 1 of .* has no answer: its columns are problem\. Text or a number in answer or"),
         ('[{"problem": "x", "reward_model": "18"}]', r"row 1 of .* has no answer: its columns are problem, reward_m"),
         ('[{"prompt": ["x"], "answer": 18}]', r"row 1 of .* has no question: its columns are prompt, answer"),
         ('[{"problem": "x", "answer": ["18", "19"]}]', r"row 1 of .* has no answer: its columns are problem, answer"),

@@ -131,14 +131,6 @@ def test_answers_that_are_not_numbers(models, tmp_path, capsys, texts):
     assert re.search(r"inputs of 'model\.layers\.0\.\S+' are NaN or infinite", message), message
 
 
-def test_the_tokenizer_of_another_model(models, tmp_path, capsys, texts):
-    model = copied(models, tmp_path / "small", vocab_size=100)
-    message = refused(capsys, tmp_path, model, "--method", "gptq", "--calibration", str(texts))
-    assert re.search(r"the tokenizer is of another model: it gives token \d+, and \S+small knows 100\.", message), (
-        message
-    )
-
-
 def test_texts_end_where_the_positions_of_the_model_do(models, tmp_path):
     file = write(tmp_path / "file.jsonl", [{"text": " ".join(TEXTS)}] * 30)
     source = open_source(copied(models, tmp_path / "short", max_position_embeddings=64))

@@ -17,7 +17,7 @@ from verl_qerl.cli.eval.records import Answered, append, check_questions, open_r
 from verl_qerl.cli.eval.report import report
 from verl_qerl.cli.eval.served import ADAPTER, served
 from verl_qerl.cli.export.fsdp_checkpoint import open_checkpoint
-from verl_qerl.cli.prompts import check_known, load_tokenizer, token_ids
+from verl_qerl.cli.prompts import load_tokenizer, token_ids
 from verl_qerl.vllm_plugin.offline import EngineOptions
 
 _SAMPLING = ("samples", "temperature", "top_p", "max_tokens", "prompt", "seed")
@@ -93,15 +93,11 @@ def _options(found: EngineOptions, args: argparse.Namespace, asked: Sequence[Pro
 
     longest = max(len(one.tokens) for one in asked)
     length = longest + max(args.max_tokens, CHECKED) + 1  # scoring an answer adds a token
-    config = AutoConfig.from_pretrained(found.model)
-    check_known((one.tokens for one in asked), getattr(config, "vocab_size", None), found.model)
-    room = getattr(config, "max_position_embeddings", None)
+    room = getattr(AutoConfig.from_pretrained(found.model), "max_position_embeddings", None)
     if room is not None and length > room:
-        most = room - longest - 1
-        remedy = "A model with more is accepted. Name another --model."
         raise ValueError(
             f"answers do not fit the model: --max-tokens={args.max_tokens} after a question of {longest} tokens, where"
-            f" it has {room} positions. {f'At most {most} is accepted. Lower --max-tokens.' if most > 0 else remedy}"
+            f" it has {room} positions. At most {room - longest - 1} is accepted. Lower --max-tokens."
         )
     chosen = {"tensor_parallel": args.tensor_parallel, "memory": args.memory, "seed": args.seed}
     return replace(found, max_model_len=length, **chosen)

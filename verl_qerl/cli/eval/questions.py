@@ -5,15 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_qerl.cli.data import (
-    GSM8K_SOURCE,
-    MATH_INSTRUCTION,
-    from_hub,
-    gsm8k_ground_truth,
-    last_boxed,
-    mapping_of,
-    read_rows,
-)
+from verl_qerl.cli.data import GSM8K_SOURCE, MATH_INSTRUCTION, from_hub, gsm8k_ground_truth, last_boxed, read_rows
 
 SLOT = "{question}"
 PROMPT = f"{SLOT} {MATH_INSTRUCTION}"
@@ -121,29 +113,31 @@ def _file(task: str, source: Path, option: str) -> Path:
     return found
 
 
+def _columns(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
 def question_of(row: Mapping[str, Any], where: str) -> Question:
     """A question from the hub's flat columns or from verl's schema; instructions around it are removed.
 
     Raises:
         ValueError: It lacks its question or answer; `where` names it.
     """
-    extra, truth = mapping_of(row.get("extra_info")), mapping_of(row.get("reward_model")).get("ground_truth")
-    nested = mapping_of(truth)
+    extra, truth = _columns(row.get("extra_info")), _columns(row.get("reward_model")).get("ground_truth")
+    nested = _columns(truth)
     prompt = row.get("prompt")
     if isinstance(prompt, list) and prompt:
-        prompt = mapping_of(prompt[-1]).get("content")
+        prompt = _columns(prompt[-1]).get("content")
     asked = (extra.get("question"), nested.get("question"), row.get("question"), row.get("problem"), prompt)
     text = next((one for one in asked if isinstance(one, str) and one.strip()), None)
     given = nested.get("target") if nested else truth
     answers = (given, row.get("answer"), row.get("solution"))
     answer = next((one for one in answers if isinstance(one, str | int | float) and one != ""), None)
     if text is None or answer is None:
-        lacking, names = "question", "Text in question, problem or prompt"
-        if text is not None:
-            lacking, names = "answer", "Text or a number in answer, solution or reward_model.ground_truth"
+        lacking, names = ("answer", "answer or reward_model") if text else ("question", "question, problem or prompt")
         raise ValueError(
-            f"{where} has no {lacking}: its columns are {', '.join(row)}. {names} is accepted. Rename the column, or"
-            " drop the row."
+            f"{where} has no {lacking}: its columns are {', '.join(row)}. Text or a number in {names} is accepted."
+            " Rename the column, or drop the row."
         )
     text = text.strip().removeprefix(_BEFORE)
     for instruction in _AFTER:

@@ -15,7 +15,7 @@ from verl_qerl.checkpoints.experts import is_expert
 from verl_qerl.checkpoints.source import Source, read_tensors
 from verl_qerl.checkpoints.stream import linear_modules
 from verl_qerl.cli.dense_model import empty_model, fill
-from verl_qerl.cli.prompts import check_known, read_prompts, tokenize
+from verl_qerl.cli.prompts import read_prompts, tokenize
 from verl_qerl.cli.quantize.arguments import SAMPLES, TOKENS
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import FORMATS, PackedWeight, WeightFormat, gptq
@@ -54,7 +54,6 @@ class Calibration:
         prompts = read_prompts(self.file, self.samples, COLUMNS)
         most = min(self.tokens, source.config.get("max_position_embeddings") or self.tokens)
         found = [ids[:most] for ids in tokenize(source.path, prompts)]
-        check_known(found, source.config.get("vocab_size"), source.path)
         count = sum(map(len, found))
         widest = max(source.specs[f"{name}.weight"].shape[1] for name in linear_modules(source, ignore))
         if count < widest:

@@ -4,8 +4,6 @@ Ranks that share a sequence exchange tokens for heads inside what transformers c
 function and no other. With sdpa or eager each rank would attend to its own part of a sequence, and train on that.
 """
 
-from typing import Any
-
 from verl_qerl.options.rules import ACTOR, FSDP, Run, trains_critic
 from verl_qerl.verl_plugin.config.attention import default_attention
 
@@ -24,7 +22,7 @@ def check_sharing(run: Run) -> None:
         _check(run, "critic.model", f"critic.fsdp.{_SIZE}", run(f"critic.fsdp.{_SIZE}"))
 
 
-def _check(run: Run, model: str, option: str, size: Any) -> None:
+def _check(run: Run, model: str, option: str, size: int | None) -> None:
     if size in (None, 1):
         return
     num_gpus = (run("trainer.n_gpus_per_node") or 1) * (run("trainer.nnodes") or 1)
