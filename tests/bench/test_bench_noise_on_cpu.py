@@ -65,7 +65,7 @@ def test_a_line_that_was_cut_off_is_left_out_and_what_follows_is_not(plan: Modul
         (r"\boxed{1} no, \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         ("18", None),
         (r"\boxed{18", None),
-        (r"\boxed{}", ""),
+        (r"\boxed{}", None),  # repeated from the question
     ],
 )
 def test_the_last_closed_box_counts(answers: ModuleType, text: str, found: str | None) -> None:
