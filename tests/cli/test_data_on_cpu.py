@@ -121,8 +121,9 @@ def test_a_math_row_that_lacks_something_is_named(tmp_path, capsys, change, mess
     assert re.search(rf"row 2 of train cannot be used: {message}", capsys.readouterr().err)
 
 
-def test_math_without_solutions_is_refused(tmp_path, capsys):
-    write_math(tmp_path, {"question": "?", "answer": "3"})
+@pytest.mark.parametrize("truth", [{"answer": "3"}, {"reward_model": "3"}], ids=["answer", "reward_model"])
+def test_math_without_solutions_is_refused(tmp_path, capsys, truth):
+    write_math(tmp_path, {"question": "?"} | truth)
     with pytest.raises(SystemExit) as exit_info:
         main(["data", "math", "--source", str(tmp_path), "--out", str(tmp_path / "out")])
     assert exit_info.value.code == 1

@@ -299,6 +299,11 @@ def read_rows(path: Path, what: str, count: int | None = None) -> list[Row]:
     return rows[:count]
 
 
+def columns_of(value: Any) -> Mapping[str, Any]:
+    """The columns inside of a column; none where it holds something else."""
+    return value if isinstance(value, Mapping) else {}
+
+
 def _check_kinds(row: Mapping[str, Any], required: Mapping[str, type], where: str) -> None:
     """Require values of these kinds; `where` names the row in the error."""
     for key, kind in required.items():
@@ -383,8 +388,8 @@ def gsm8k_row(record: Mapping[str, Any], split: str) -> Row:
 
 def _math_row(record: Mapping[str, Any], split: str, where: str) -> Row:
     """A row from the hub's flat columns, or from a parquet that nests them in reward_model.ground_truth."""
-    nested = (record.get("reward_model") or {}).get("ground_truth")
-    fields = record if "solution" in record or not isinstance(nested, dict) else nested
+    nested = columns_of(columns_of(record.get("reward_model")).get("ground_truth"))
+    fields = record if "solution" in record else nested or record
     problem = "problem" if fields.get("problem") else "question"
     _check_kinds(fields, {problem: str, "solution": str}, where)
     question, solution = fields[problem], fields["solution"]

@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_qerl.cli.data import GSM8K_SOURCE, MATH_INSTRUCTION, from_hub, gsm8k_ground_truth, last_boxed, read_rows
+from verl_qerl.cli.data import (
+    GSM8K_SOURCE,
+    MATH_INSTRUCTION,
+    columns_of,
+    from_hub,
+    gsm8k_ground_truth,
+    last_boxed,
+    read_rows,
+)
 
 SLOT = "{question}"
 PROMPT = f"{SLOT} {MATH_INSTRUCTION}"
@@ -113,21 +121,17 @@ def _file(task: str, source: Path, option: str) -> Path:
     return found
 
 
-def _columns(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
 def question_of(row: Mapping[str, Any], where: str) -> Question:
     """A question from the hub's flat columns or from verl's schema; instructions around it are removed.
 
     Raises:
         ValueError: It lacks its question or answer; `where` names it.
     """
-    extra, truth = _columns(row.get("extra_info")), _columns(row.get("reward_model")).get("ground_truth")
-    nested = _columns(truth)
+    extra, truth = columns_of(row.get("extra_info")), columns_of(row.get("reward_model")).get("ground_truth")
+    nested = columns_of(truth)
     prompt = row.get("prompt")
     if isinstance(prompt, list) and prompt:
-        prompt = _columns(prompt[-1]).get("content")
+        prompt = columns_of(prompt[-1]).get("content")
     asked = (extra.get("question"), nested.get("question"), row.get("question"), row.get("problem"), prompt)
     text = next((one for one in asked if isinstance(one, str) and one.strip()), None)
     given = nested.get("target") if nested else truth
