@@ -215,7 +215,6 @@ def main(arguments: list[str] | None = None) -> int:
             f"no such folder: --results={args.results}. One with files of run.py is accepted. Check the path."
         )
     runs = {name: run | {"name": name} for name, run in results.merged([args.results]).items()}
-    results.check_same_options(list(runs.values()))
     before, begin, rest = args.page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):

@@ -27,9 +27,10 @@ def merged(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:
         Name -> run, with its `session`.
 
     Raises:
-        ValueError: A file is no result of the study, or a run comes again with other options.
+        ValueError: A file is no result of the study, or runs differ, see `check_same_options`.
     """
     found: dict[str, dict[str, Any]] = {}
+    runs: list[dict[str, Any]] = []
     files = [path for folder in dict.fromkeys(folder.resolve() for folder in folders) for path in folder.glob("*.json")]
     for path in sorted(files):
         content = None
@@ -42,9 +43,10 @@ def merged(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:
             )
         for name, run in content["runs"].items():
             run["session"] = content["session"] | {"file": path.name}
-            check_same_options([found.get(name, run), run])
+            runs.append(run)
             if name not in found or _worth(run) > _worth(found[name]):
                 found[name] = run
+    check_same_options(runs)  # those too that are left out
     return dict(sorted(found.items()))
 
 

@@ -90,8 +90,10 @@ def row(name: str, session: dict[str, Any]) -> dict[str, Any]:
     (told,) = session["runs"].values()
     metrics = told["metrics"]
     # A step that verl did not time, as one that was cut, has None.
-    timed = {phase: metrics.get(f"timing_s/{key}", [])[1:] for phase, key in PHASES.items()}
-    seconds = {phase: [each for each in found if each is not None] for phase, found in timed.items()}
+    seconds = {
+        phase: [each for each in metrics.get(f"timing_s/{key}", [])[1:] if each is not None]
+        for phase, key in PHASES.items()
+    }
     return {
         "arm": name,
         "gpu": told["gpu"],

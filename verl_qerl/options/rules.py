@@ -78,6 +78,11 @@ def check(run: Run, rules: Iterable[Rule] | None = None) -> None:
             )
 
 
+def num_gpus(run: Run) -> int:
+    """Of all nodes; one of each that is not named."""
+    return (run("trainer.n_gpus_per_node") or 1) * (run("trainer.nnodes") or 1)
+
+
 def check_gpus(run: Run) -> None:
     """Refuse with a ValueError a quantized rollout whose tensor parallel size does not divide the GPUs of the run."""
     nodes, gpus = run("trainer.nnodes"), run("trainer.n_gpus_per_node")

@@ -125,12 +125,13 @@ def _apply(config: DictConfig, options: Qerl, aqn: AQNConfig, uaq: UAQConfig) ->
 
 def _share_micro_batches(config: DictConfig, run: Run) -> None:
     """Give each GPU its part of a micro-batch that is named for all of them, as in older examples of verl."""
-    gpus = (run("trainer.n_gpus_per_node") or 1) * (run("trainer.nnodes") or 1)
+    if run(f"{ACTOR}.use_dynamic_bsz"):
+        return
     for name in _OF_ALL_GPUS:
         size = run(name)
-        if size is not None and run(f"{name}_per_gpu") is None and not run(f"{ACTOR}.use_dynamic_bsz"):
+        if size is not None and run(f"{name}_per_gpu") is None:
             OmegaConf.update(config, name, None)
-            OmegaConf.update(config, f"{name}_per_gpu", max(1, size // gpus))
+            OmegaConf.update(config, f"{name}_per_gpu", max(1, size // rules.num_gpus(run)))
 
 
 def _hold_base(config: DictConfig, run: Run, options: Qerl) -> None:
