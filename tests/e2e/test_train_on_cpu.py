@@ -330,7 +330,10 @@ def test_verls_weights_are_of_a_quantized_noisy_rollout(int8_base_run):
 
 @pytest.fixture(scope="module")
 def critic_run(workbench):
-    """A critic and a reference beside an actor with an adapter; a plugin of vLLM's loses the adapter of step 3."""
+    """A critic and a reference beside an actor with an adapter, in bypass mode.
+
+    A plugin of vLLM's loses the adapter of step 3.
+    """
     plugin = workbench.folder / "forgetful"
     (plugin / "forgetful-1.dist-info").mkdir(parents=True)
     (plugin / "forgetful-1.dist-info" / "METADATA").write_text("Name: forgetful\nVersion: 1\n")
@@ -350,7 +353,7 @@ def critic_run(workbench):
     options += ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4", "trainer.total_training_steps=3")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(plugin), prepend=os.pathsep)
-        run = workbench.train("gae", "+rollout=nvfp4", *options)
+        run = workbench.train("gae", "+rollout=nvfp4", *options, f"{CORRECTION}.bypass_mode=True")
     assert len(run.steps) == 2, run.log[-6000:]
     return run
 
@@ -369,7 +372,16 @@ def test_a_critic_beside_a_packed_actor(critic_run):
     assert first["critic/grad_norm"] > 0
     assert first["critic/values/mean"] != second["critic/values/mean"]
     assert abs(first["actor/kl_loss"]) < 1e-5 < second["actor/kl_loss"]  # the reference is the base
-    assert_in_step(second)
+
+
+def test_in_bypass_mode_the_gate_has_the_actor_score(critic_run):
+    for step in critic_run.steps:
+        # verl's pass of the actor is left out, and with it these.
+        assert not {"actor/entropy", "rollout_corr/k3_kl"} & set(step)
+        assert 0 < step["qerl/rollout_kl_k3"] < 1e-5
+        assert 0 < step["qerl/rollout_log_prob_abs_diff"] < 5e-3
+        assert step["actor/grad_norm"] > 0
+    assert "so this is the floor of this model, what arithmetic alone makes." in critic_run.log
 
 
 def test_noise_alone_on_a_bf16_rollout_with_validation(workbench):

@@ -15,6 +15,7 @@ FSDP, VLLM = f"{ACTOR}.fsdp_config", f"{ROLLOUT}.engine_kwargs.vllm"
 LORA_RANK = f"{MODEL}.lora_rank"
 LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 CORRECTION = "algorithm.rollout_correction"
+BYPASS = f"{CORRECTION}.bypass_mode"
 STOCK_ENGINE = "verl.workers.config.FSDPEngineConfig"
 OUR_ENGINE = "verl_qerl.verl_plugin.config.base_options.QerlFSDPEngineConfig"
 # Modes of verl's trainer in which every step syncs the weights once.
@@ -213,8 +214,8 @@ _MODES = Need("trainer.v1.trainer_mode", _is(*SYNC_MODES), " or ".join(SYNC_MODE
 _LOG_PROBS = Need(f"{ROLLOUT}.calculate_log_probs", _on, "True")
 _NO_MODEL = Need(f"{ACTOR}.checkpoint.save_contents", lambda v: "hf_model" not in str(v), "a list without hf_model")
 
-# The log-probs of both policies can be compared; in bypass mode the rollout's are taken for the actor's.
-COMPARED = (_LOG_PROBS, Need(f"{CORRECTION}.bypass_mode", _off, "False"))
+# The log-probs of both policies can be compared.
+COMPARED = (_LOG_PROBS,)
 # With others the rollout's log-probs are of what is left of the distribution, scaled up to 1: sound models differ by
 # what was cut, which the gate would take for an error.
 WHOLE = (
@@ -375,7 +376,7 @@ RULES: tuple[Rule, ...] = (
             "Leave the option out and set C by +acr.max_ratio; rejection (rollout_rs) may stay.",
         ),
         (
-            _no(f"{CORRECTION}.bypass_mode"),
+            _no(BYPASS),
             "it takes the rollout's log-probs for those of the proximal policy, so that their ratio is 1 and ACR is the"
             " vanilla loss",
             f"Leave the option out, or set {LOSS_MODE}=vanilla.",

@@ -23,7 +23,8 @@ from verl_qerl.options.schema import Gate as GateOptions
 from verl_qerl.verl_plugin.trainer import mismatch
 from verl_qerl.verl_plugin.trainer.mismatch import Gate, gate_options
 
-fakes = load_beside(__file__, "transfer_queue_fakes")
+fakes, scored_steps = load_beside(__file__, "transfer_queue_fakes"), load_beside(__file__, "scored_steps")
+scored_step = scored_steps.scored_step
 Queue, nested = fakes.Queue, fakes.nested
 NVFP4 = ("+rollout=nvfp4", "actor_rollout_ref.model.lora_rank=8")
 ALL_WEIGHTS = "actor_rollout_ref.model.lora_rank=0"
@@ -254,15 +255,31 @@ def test_a_stock_run_is_left_alone(step, caplog):
     assert not {name for name in step.run(blind, FAR, ACTOR) if name.startswith("qerl/")}
 
 
-@pytest.mark.parametrize("obstacle", [NO_LOG_PROBS, BYPASS], ids=["no-log-probs", "bypass"])
-def test_where_it_cannot_look_it_says_so_once(step, caplog, obstacle):
+def test_where_it_cannot_look_it_says_so_once(step, caplog):
     with caplog.at_level(logging.WARNING, logger=mismatch.__name__):
-        trainer = step.make(*NVFP4, obstacle)
+        trainer = step.make(*NVFP4, NO_LOG_PROBS)
         for _ in range(2):
             assert KL not in step.run(trainer, FAR, ACTOR)
     (message,) = of_the_gate(caplog)
     assert message.startswith("the gate at the first step cannot look, and qerl/rollout_* are not logged: ")
-    assert obstacle in message
+    assert NO_LOG_PROBS in message
+
+
+MANY = {f"{uid}_0_0": ([5, 6], [7, uid, 9]) for uid in range(40)}
+
+
+@pytest.mark.parametrize(("options", "num"), [((GATE,), 16), ((GATE, "+qerl.gate.mismatch_sample=5"), 5)], ids=str)
+def test_in_bypass_mode_the_actor_scores_a_few_answers(scored_step, options, num):
+    metrics, _ = scored_step(*options, BYPASS, actor=0.1, sequences=MANY)
+    assert metrics[KL] == pytest.approx(math.expm1(0.1) - 0.1, rel=1e-4)
+    assert metrics[DIFFERENCE] == pytest.approx(0.1, rel=1e-5)
+    with pytest.raises(RuntimeError, match=rf"nats per token over {2 * num} tokens at step 5\..* Accepted is at most"):
+        scored_step(*options, BYPASS, actor=0.5, sequences=MANY)
+
+
+def test_in_bypass_mode_all_log_probs_of_the_rollout_have_to_be_finite(scored_step):
+    with pytest.raises(RuntimeError, match=r"not finite at 80 of 80 tokens at step 5, in 40 answers"):
+        scored_step(*NVFP4, BYPASS, sampled=math.nan, sequences=MANY)
 
 
 @pytest.mark.parametrize("cut", [f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=20"])
@@ -296,10 +313,6 @@ def test_options_compose_from_the_command_line(overrides, default):
 
 BAD = {
     (GATE, NO_LOG_PROBS): r"calculate_log_probs=False does not go together with \+qerl\.gate\.max_initial",
-    (
-        GATE,
-        BYPASS,
-    ): r"bypass_mode=True does not go together with \+qerl\.gate\.max_initial_kl=0\.1: .* Accepted is False",
     (GATE, "trainer.use_v1=False"): r"^trainer\.use_v1=False does not go together",
     ("+qerl.gate.max_initial_kl=0",): r"^qerl\.gate\.max_initial_kl=0 is no value .*: a number above 0, or null",
     ("+qerl.gate.max_kl=0",): r"^qerl\.gate\.max_kl=0 is no value .* Accepted: a number above 0, or null",

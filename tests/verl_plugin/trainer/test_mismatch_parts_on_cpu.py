@@ -70,6 +70,12 @@ def test_an_actor_that_differs_shows_as_kernel(step):
     assert step(PARTS, NO_GATE, actor=0.4)[0] == parts(kernel=0.4)
 
 
+def test_in_bypass_mode_the_actor_is_asked(step):
+    bypass = "algorithm.rollout_correction.bypass_mode=True"
+    assert step(PARTS, NO_GATE, bypass, actor=0.4)[0] == parts(kernel=0.4)
+    assert step(PARTS, NO_GATE, *AQN, bypass, sampled=0.1)[0] == parts(noise=0.1, kernel=0.0)
+
+
 def test_answers_of_older_weights_show_as_staleness(step):
     # Every second sequence is taken: 0, 2, 4.
     metrics, _ = step(PARTS, sampled=0.3, versions=(3, 4, 3, 4, 2, 4))
@@ -120,17 +126,17 @@ def test_rounded_weights_show_as_quantization(step, micro_batch):
 @pytest.mark.parametrize(("micro_batch", "num"), [(1, 4), (3, 6)])
 def test_the_actor_is_asked_for_what_its_ranks_can_share(step, monkeypatch, micro_batch, num):
     seen = []
-    original = mismatch_parts.score_rounded
+    original = mismatch_parts.score_actor
 
-    def score(run, batch, keys):
-        found = original(run, batch, keys)
+    def score(run, batch, keys, rounded):
+        found = original(run, batch, keys, rounded)
         seen.append((keys, run.trainer.asked[-1][0], found.shape[0]))
         return found
 
-    monkeypatch.setattr(mismatch_parts, "score_rounded", score)
+    monkeypatch.setattr(mismatch_parts, "score_actor", score)
     step(PARTS, NO_GATE, *INT8, f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={micro_batch}")
     ((keys, asked, count),) = seen
-    assert (len(keys), asked[:3], len(asked), len(set(asked)), count) == (3, keys, num, num, num)  # two ranks
+    assert (len(keys), asked[:3], len(asked), len(set(asked)), count) == (3, keys, num, num, 3)  # two ranks
 
 
 def test_without_noise_each_sequence_is_scored_once(step):
@@ -177,7 +183,6 @@ BAD = {
     ("actor_rollout_ref.rollout.name=sglang",): r"name=sglang does not .* Accepted is vllm",
     ("trainer.v1.trainer_mode=separate_async",): r"separate_async does not .* Accepted is sync or colocate_async",
     ("actor_rollout_ref.rollout.calculate_log_probs=False",): r"calculate_log_probs=False does not .* Accepted is True",
-    ("algorithm.rollout_correction.bypass_mode=True",): r"bypass_mode=True does not .* Accepted is False",
     ("qerl.gate.mismatch_sample=-1",): r"^qerl\.gate\.mismatch_sample=-1 is no value .*: a number of sequences",
     ("qerl.gate.mismatch_sample=0.5",): r"^qerl\.gate\.mismatch_sample=0\.5 is no value",
 }

@@ -8,7 +8,7 @@ import torch
 from omegaconf import DictConfig
 
 from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
-from verl_qerl.options.rules import REQUANTIZED, SYNC_MODES
+from verl_qerl.options import rules
 from verl_qerl.options.schema import Gate
 from verl_qerl.verl_plugin.config.apply import run_of
 
@@ -37,6 +37,7 @@ class Run:
         trainer: verl's trainer; its constructor has not run yet when features are made.
         gate: Options of the gate; None where no option of ours is set.
         syncs_each_step: Whether every step syncs the weights once; `separate_async` makes several updates between two.
+        bypasses: Whether verl takes the rollout's log-probs for those of the actor before its update.
         requantizes: Whether all weights are trained and every sync quantizes them.
         searched: Stage -> (first step, sigma) found for `aqn.target_kl`, as `sigma_at_step` takes it.
         sampled: The batch that was sampled last.
@@ -46,8 +47,9 @@ class Run:
     def __init__(self, trainer: Any, config: DictConfig, aqn: AQNConfig, gate: Gate | None) -> None:
         self.trainer, self.config, self.aqn, self.gate = trainer, config, aqn, gate
         options = run_of(config)
-        self.syncs_each_step = options("trainer.v1.trainer_mode") in SYNC_MODES
-        self.requantizes = REQUANTIZED.beside(options) is not None
+        self.syncs_each_step = options("trainer.v1.trainer_mode") in rules.SYNC_MODES
+        self.bypasses = bool(options(rules.BYPASS))
+        self.requantizes = rules.REQUANTIZED.beside(options) is not None
         self.searched: dict[int, tuple[int, float]] = {}
         self.sampled: Any = None
         self.rescored: Rescored | None = None

@@ -1,8 +1,9 @@
 """The rollout against the actor: metrics of every step, a gate at the first one, and a limit for the others.
 
-Both log-probs of the sampled tokens are there once verl has computed `old_log_probs`, which is before any update. So a
-rollout that is not the actor's model stops the run at its first step, also at the first after a resume. In the metrics
-`rollout` is the model as it sampled, noise included (`aqn/sigma` says how much) and as old as its answers are.
+Both log-probs of the sampled tokens are there once verl has computed `old_log_probs`, which is before any update; in
+bypass mode verl leaves that out, and the actor scores a few answers for us. So a rollout that is not the actor's model
+stops the run at its first step, also at the first after a resume. In the metrics `rollout` is the model as it sampled,
+noise included (`aqn/sigma` says how much) and as old as its answers are.
 
 The limits are for models that should be equal. So noise is left out, where there is some: the engine scores a few
 answers without it. Where the rollout is quantized at every sync the actor scores them with its linears rounded alike.
@@ -30,11 +31,11 @@ from verl_qerl.options.schema import Gate as GateOptions
 from verl_qerl.verl_plugin.config.apply import aqn_options, qerl_options, run_of
 from verl_qerl.verl_plugin.rollout.engine_scores import UnscoredError
 from verl_qerl.verl_plugin.trainer.feature import Feature, Run
-from verl_qerl.verl_plugin.trainer.rescoring import evenly, log_probs_of, padded, rescore, score_rounded
+from verl_qerl.verl_plugin.trainer.rescoring import evenly, log_probs_of, padded, rescore, score_actor, stored_log_probs
 
 logger = logging.getLogger(__name__)
 
-_SAMPLE = 16  # sequences, where the gate has some scored again
+_SAMPLE = 16  # answers, where the gate has some scored
 _NO_LIMITS = "the limits of KL(rollout || actor) do not hold in steps with noise: %s."
 _CHECK_WEIGHTS = "Check that both have the same weights and versions"
 
@@ -103,19 +104,23 @@ class Gate(Feature):
     def after_old_log_prob(self, batch: Any, tags: dict[str, dict], metrics: dict[str, Any]) -> None:
         """Compare, before any update."""
         step = self._run.step
-        data = log_probs_of(batch.keys, batch.partition_id)
-        rollout, actor, mask = data
-        found, undefined = rollout_mismatch(*data), undefined_log_probs(rollout, mask)
+        keys = batch.keys
+        rollout, actor, mask = stored_log_probs(batch, keys)
+        undefined = undefined_log_probs(rollout, mask)
         if undefined is not None:
-            raise RuntimeError(_broken(undefined, found.num_tokens, step))
+            raise RuntimeError(_broken(undefined, int(mask.sum()), step))
+        if self._run.bypasses:
+            keys = evenly(keys, self._gate.mismatch_sample or _SAMPLE)
+            rollout, actor, mask = log_probs_of(self._run, batch, keys)
+        found = rollout_mismatch(rollout, actor, mask)
         if found.num_tokens:
             metrics["qerl/rollout_kl_k3"] = found.kl_k3
             metrics["qerl/rollout_log_prob_abs_diff"] = found.log_prob_abs_diff
-            began = [tags[key].get("min_global_steps") for key in batch.keys]
+            began = [tags[key].get("min_global_steps") for key in keys]
             counts = [begin is None or begin == step - 1 for begin in began]
             sampled = rollout_mismatch(rollout, actor, mask * torch.tensor(counts)[:, None])
             if sampled.num_tokens:
-                fresh = [key for key, counted in zip(batch.keys, counts, strict=True) if counted]
+                fresh = [key for key, counted in zip(keys, counts, strict=True) if counted]
                 self._judge(batch, fresh, sampled, metrics)
 
     def _judge(self, batch: Any, fresh: list[str], sampled: Mismatch, metrics: dict[str, Any]) -> None:
@@ -153,7 +158,7 @@ class Gate(Feature):
         if sigma and rescored is None:
             return None, ""
         keys = rescored.keys if rescored is not None else evenly(fresh, self._gate.mismatch_sample or _SAMPLE)
-        rollout, actor, mask = log_probs_of(keys, batch.partition_id)
+        rollout, actor, mask = log_probs_of(run, batch, keys)
         if not mask.any():
             return None, ""
         how = f" of {len(keys)} answers"
@@ -163,7 +168,7 @@ class Gate(Feature):
             mask = mask.bool() & ~rollout.isnan()  # behind a cut
         if run.requantizes:
             how += ", with the actor's linears rounded as the rollout's are"
-            actor = score_rounded(run, batch, keys)[: len(keys), : mask.shape[1]]
+            actor = score_actor(run, batch, keys, rounded=True)
         return rollout_mismatch(rollout, actor, mask), how
 
     def _pass_later(self, found: Mismatch, limit: float, how: str) -> None:

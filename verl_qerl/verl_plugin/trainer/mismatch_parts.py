@@ -14,7 +14,7 @@ import torch
 
 from verl_qerl.algos.mismatch_parts import Scores, mismatch_parts
 from verl_qerl.verl_plugin.trainer.feature import Feature, Rescored, Run
-from verl_qerl.verl_plugin.trainer.rescoring import log_probs_of, padded, rescore, score_rounded
+from verl_qerl.verl_plugin.trainer.rescoring import log_probs_of, padded, rescore, score_actor
 
 
 class MismatchParts(Feature):
@@ -36,22 +36,20 @@ class MismatchParts(Feature):
         """Now the actor's log-probs are there too."""
         run = self._run
         if run.rescored is not None:
-            quantized = score_rounded(run, batch, run.rescored.keys) if run.requantizes else None
-            for name, value in _parts_of(batch.partition_id, run.rescored, quantized).items():
+            for name, value in _parts_of(run, batch, run.rescored).items():
                 metrics[f"qerl/mismatch_{name}"] = value
 
 
-def _parts_of(partition_id: str, rescored: Rescored, quantized: torch.Tensor | None) -> dict[str, float]:
-    """Metric -> value. `quantized`: of these sequences and maybe more, behind them."""
-    rollout, actor, mask = log_probs_of(rescored.keys, partition_id)
+def _parts_of(run: Run, batch: Any, rescored: Rescored) -> dict[str, float]:
+    """Metric -> value."""
+    quantized = score_actor(run, batch, rescored.keys, rounded=True) if run.requantizes else None
+    rollout, actor, mask = log_probs_of(run, batch, rescored.keys)
     mask = mask.bool()
     clean = padded(rescored.clean, mask.shape[1])
     noisy = None if rescored.noisy is None else padded(rescored.noisy, mask.shape[1])
     mask &= ~clean.isnan()  # behind the cut
     if rescored.own_draws:  # of older weights it says nothing
         noisy = torch.where(rescored.stale[:, None], clean, rollout)
-    if quantized is not None:
-        quantized = quantized[: len(mask), : mask.shape[1]]
     scores = Scores(actor, clean, rollout, quantized, noisy)
     metrics: dict[str, float] = {"num_tokens": int(mask.sum())}
     for name, part in mismatch_parts(scores, mask, rescored.stale).items():

@@ -69,12 +69,13 @@ def _score(run: Run, rows: list[Row]) -> tuple[list[torch.Tensor], list[int]]:
     return score_answers(run.servers(), rows, run.config.actor_rollout_ref.rollout.max_model_len)
 
 
-def score_rounded(run: Run, batch: Any, keys: list[str]) -> torch.Tensor:
-    """Log-probs of the answers' tokens by the actor with its weights rounded, [batch, tokens] padded.
+def score_actor(run: Run, batch: Any, keys: list[str], rounded: bool) -> torch.Tensor:
+    """Log-probs of the answers' tokens by the actor, [answers, tokens] padded with NaN.
 
     Args:
         batch: Its other answers fill up what the actor's ranks share.
-        keys: The keys of the answers, which come first.
+        keys: The keys of the answers.
+        rounded: With the weights of its linears rounded as the rollout's are.
     """
     import transfer_queue as tq
     from transfer_queue import KVBatchMeta
@@ -85,10 +86,12 @@ def score_rounded(run: Run, batch: Any, keys: list[str]) -> torch.Tensor:
     if not rollout.log_prob_use_dynamic_bsz:
         multiple *= rollout.log_prob_micro_batch_size_per_gpu
     others = [key for key in batch.keys if key not in set(keys)]  # a batch is a multiple of it
-    keys = keys + others[: -len(keys) % multiple]
+    filled = keys + others[: -len(keys) % multiple]
     tags = dict(zip(batch.keys, batch.tags, strict=True))
-    info = {"calculate_entropy": False, "compute_loss": False, "temperature": rollout.temperature, ROUNDED: True}
-    asked = KVBatchMeta(partition_id=batch.partition_id, keys=keys, tags=[tags[key] for key in keys], extra_info=info)
+    info = {"calculate_entropy": False, "compute_loss": False, "temperature": rollout.temperature, ROUNDED: rounded}
+    asked = KVBatchMeta(
+        partition_id=batch.partition_id, keys=filled, tags=[tags[key] for key in filled], extra_info=info
+    )
     workers.compute_log_prob(asked)
     fields = ["log_probs", "response_mask"]
     data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
@@ -96,14 +99,23 @@ def score_rounded(run: Run, batch: Any, keys: list[str]) -> torch.Tensor:
     return found.to_padded_tensor(torch.nan)
 
 
-def log_probs_of(keys: list[str], partition_id: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(rollout_log_probs, old_log_probs, response_mask) in the TransferQueue, [sequences, tokens] padded."""
+def stored_log_probs(batch: Any, keys: list[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(rollout_log_probs, old_log_probs, response_mask) in the TransferQueue, [answers, tokens] padded."""
     import transfer_queue as tq
 
     fields = ["rollout_log_probs", "old_log_probs", "response_mask"]
-    data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=fields).to_padded_tensor()
-    rollout, actor, mask = (data[name] for name in fields)
-    return rollout, actor, mask
+    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields).to_padded_tensor()
+    rollout, old, mask = (data[name] for name in fields)
+    return rollout, old, mask
+
+
+def log_probs_of(run: Run, batch: Any, keys: list[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probs of the rollout and of the actor, and response_mask, [answers, tokens] padded.
+
+    In bypass mode `old_log_probs` are the rollout's, so that the actor scores these answers here.
+    """
+    rollout, actor, mask = stored_log_probs(batch, keys)
+    return rollout, score_actor(run, batch, keys, rounded=False) if run.bypasses else actor, mask
 
 
 def evenly(keys: list[str], count: int) -> list[str]:
