@@ -47,9 +47,15 @@ class Sizes(NamedTuple):
 
 
 _KNOWN = {
+    "qwen2.5-0.5b": Sizes(896, 4864, 14, 2, 64),
+    "qwen2.5-1.5b": Sizes(1536, 8960, 12, 2),
+    "qwen2.5-3b": Sizes(2048, 11008, 16, 2),
     "qwen2.5-7b": Sizes(3584, 18944, 28, 4),
     "qwen2.5-14b": Sizes(5120, 13824, 40, 8),
     "qwen2.5-32b": Sizes(5120, 27648, 40, 8),
+    "qwen3-0.6b": Sizes(1024, 3072, 16, 8),
+    "qwen3-1.7b": Sizes(2048, 6144, 16, 8),
+    "qwen3-4b": Sizes(2560, 9728, 32, 8),
     "qwen3-8b": Sizes(4096, 12288, 32, 8),
     "qwen3-14b": Sizes(5120, 17408, 40, 8),
     "qwen3-32b": Sizes(5120, 25600, 64, 8),
