@@ -277,6 +277,23 @@ def test_in_bypass_mode_the_actor_scores_a_few_answers(scored_step, options, num
         scored_step(*options, BYPASS, actor=0.5, sequences=MANY)
 
 
+@pytest.mark.parametrize(
+    ("options", "looks"),
+    [((), [True, False, True]), (("+qerl.gate.mismatch_sample=5",), [True, True, True])],
+    ids=["gate", "parts"],
+)
+def test_in_bypass_mode_it_looks_at_the_first_step_and_at_one_of_some(scored_step, monkeypatch, options, looks):
+    monkeypatch.setattr(mismatch, "_BYPASSED", 3)
+    metrics, _ = scored_step(GATE, BYPASS, *options, sampled=(0.1, 0.1, 0.1))  # steps 4 to 6
+    assert [KL in step for step in metrics] == looks
+
+
+def test_in_bypass_mode_the_step_after_one_above_the_limit_is_looked_at(scored_step, monkeypatch):
+    monkeypatch.setattr(mismatch, "_BYPASSED", 5)
+    with pytest.raises(RuntimeError, match=r"model any more: .* at step 6, 0\.718 at the one before"):
+        scored_step(GATE, BYPASS, sampled=(0.0, -1.0, -1.0))
+
+
 def test_in_bypass_mode_all_log_probs_of_the_rollout_have_to_be_finite(scored_step):
     with pytest.raises(RuntimeError, match=r"not finite at 80 of 80 tokens at step 5, in 40 answers"):
         scored_step(*NVFP4, BYPASS, sampled=math.nan, sequences=MANY)
