@@ -66,8 +66,8 @@ def test_a_plan_takes_measured_launches_and_guesses_the_others(tables, compiled)
     assert plan.launch(33) == plan.launch(64) == Launch(*row["launches"]["64"])
     assert plan.decode_rows == row["decode_rows"]
     assert compiled == list(plan.kernels())
-    small = plans.PLANS[plans.make_plan(768, 2304, "NVIDIA H200")]
-    assert small.launches == tuple(guess_launch(768, 2304, tokens) for tokens in TOKENS)
+    small = plans.PLANS[plans.make_plan(256, 512, "NVIDIA H200")]
+    assert small.launches == tuple(guess_launch(256, 512, tokens) for tokens in TOKENS)
 
 
 def test_a_linear_of_about_the_size_of_another_is_dealt_out_like_it(tables, compiled):
