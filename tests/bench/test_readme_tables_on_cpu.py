@@ -142,6 +142,39 @@ def test_the_first_page_has_whole_steps_beside_both_stock_arms(size):
     assert f"step_{size}.json)) | {told} |" in PAGES[0].read_text()
 
 
+def test_the_first_page_has_whole_steps_in_bypass_mode():
+    both = [[row["median_s"]["step"] for row in result(f"step_{size}_bypass")["rows"]] for size in ("1.5b", "7b")]
+    (small, *lora_merged), (large, *others) = both
+    (lora, merged) = (
+        f"{one:.1f} s ({one / small:.2f}x), {two:.1f} s ({two / large:.2f}x"
+        for one, two in zip(lora_merged, others, strict=True)
+    )
+    assert f"| {small:.1f}, {large:.1f} s | {lora}) | {merged}, all activations kept) |" in PAGES[0].read_text()
+
+
+def test_accuracy_before_and_after_training():
+    run = result("grpo_eval_1.5b")
+    front, page = (page.read_text() for page in PAGES)
+    before, after = (run[name]["gsm8k"] for name in ("before", "after"))
+    cells = []
+    for name, found in (("before", before), ("after", after)):
+        mean, low, high = found["accuracy"].values()
+        cells.append(f"{100 * mean:.1f}")
+        told = f"{mean:.3f} ({low:.3f} to {high:.3f}) | {found['pass_at']['4']:.3f} | {found['mean_tokens']:.0f}"
+        assert f"| {name} | {told} |" in page
+    gain = {name: 100 * run["after_less_before"][name] for name in ("mean", "low", "high")}
+    assert f"from {cells[0]} to {cells[1]} % of GSM8K's test questions" in front
+    assert "[+{mean:.1f}, {low:.1f} to {high:.1f}](".format(**gain) in front
+
+
+def test_accuracy_of_each_format():
+    page = PAGES[1].read_text()
+    for name, found in result("eval_gsm8k_1.5b")["evaluations"].items():
+        mean, low, high = found["tasks"]["gsm8k"]["accuracy"].values()
+        figures = f" | {mean:.3f} ({low:.3f} to {high:.3f}) | {found['tasks']['gsm8k']['pass_at']['4']:.3f} | "
+        assert [line for line in page.splitlines() if line.startswith(f"| {name}") and figures in line], name
+
+
 def test_the_first_page_has_what_noise_does():
     rows = json.loads((H200.parent / "h100" / "noise.json").read_text())["rows"]
     found = {(row["base"], row["mode"], row["draw"], row["sigma"]): row for row in rows}
