@@ -209,6 +209,8 @@ class Engine:
         (one, host_one), (many, host_many) = (self._best(prompts, tokens) for tokens in (1, new))
         step = decode_ms(one, many, new)
         share = None if host_one is None else (host_many - host_one) / (many - one)
+        if share is not None and not 0 <= share <= 1:
+            share = None  # the prefills of the two rounds differ by more than decoding takes
         rates = {"prefill_s": one, "tokens_per_s": batch * new / many}
         self._row(batch, prompt, room, decode_ms_per_step=step, host_share=share, **rates)
 
