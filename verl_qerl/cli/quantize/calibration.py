@@ -1,13 +1,14 @@
 """`quantize --method gptq`: the texts to calibrate on, what is refused, and the weights calibrated layer by layer.
 
 Each layer gets what the quantized layers before it put out. Memory: the hidden states of the texts (2 bytes times their
-tokens times the hidden size), one layer, and 20 bytes times the square of its widest linear's inputs.
+tokens times the hidden size), one layer, its inputs for a batch, and 20 bytes times the square of its widest linear's
+inputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +27,7 @@ from verl_qerl.formats.reference import dequantize
 FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 COLUMNS = ("text", "prompt")
 _EMBEDDING = "model.embed_tokens.weight"
+_TOKENS = 8192  # of a batch, padding included: enough that a GPU does not wait for launches
 
 Observe = Callable[..., None]
 
@@ -122,9 +124,21 @@ def calibrated_stream(
     for name in source.files:
         if name not in inside:
             yield from read_tensors(source, [name]).items()
-    hidden = walk.embed(texts)
+    batches = walk.embed(texts)
     for i in range(len(walk.names)):
-        yield from _layer(walk, i, groups[i], hidden, form, observe)
+        yield from _layer(walk, i, groups[i], batches, form, observe)
+
+
+class _Batch(NamedTuple):
+    """Texts of about the same length, padded behind their ends, which causal attention does not see.
+
+    Attributes:
+        hidden: [texts, tokens, hidden size] bf16, the inputs of a layer.
+        kept: [texts, tokens] bool, False for padding.
+    """
+
+    hidden: torch.Tensor
+    kept: torch.Tensor
 
 
 class _Walk:
@@ -154,10 +168,17 @@ class _Walk:
                 " config.json's model by its names are accepted. Save the model again with transformers."
             )
 
-    def embed(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """The inputs of the first layer, [1, tokens, hidden] bf16 of each text."""
-        table = read_tensors(self.source, [_EMBEDDING])[_EMBEDDING]
-        return [table[torch.tensor([ids])].bfloat16().to(self.device) for ids in texts]
+    def embed(self, texts: Sequence[Sequence[int]]) -> list[_Batch]:
+        """The inputs of the first layer, those of the longest texts first."""
+        table, found = read_tensors(self.source, [_EMBEDDING])[_EMBEDDING], []
+        rows = [torch.tensor(ids) for ids in sorted(texts, key=len, reverse=True)]
+        while rows:
+            count = max(1, _TOKENS // len(rows[0]))
+            taken, rows = rows[:count], rows[count:]
+            ids = torch.nn.utils.rnn.pad_sequence(taken, batch_first=True, padding_value=-1)
+            hidden = table[ids.clamp_min(0)].bfloat16()
+            found.append(_Batch(hidden.to(self.device), (ids >= 0).to(self.device)))
+        return found
 
     def read(self, i: int) -> dict[str, torch.Tensor]:
         """The tensors of layer i."""
@@ -173,7 +194,7 @@ class _Walk:
         return layer
 
     def run(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the layer that was held last makes of [1, tokens, hidden]."""
+        """What the layer that was held last makes of [texts, tokens, hidden]."""
         with torch.inference_mode():
             return self._decoder(inputs_embeds=hidden, use_cache=False).last_hidden_state
 
@@ -206,11 +227,11 @@ def _in_layers(walk: _Walk, linears: set[str]) -> list[list[list[str]]]:
 
 
 def _layer(
-    walk: _Walk, i: int, groups: list[list[str]], hidden: list[torch.Tensor], form: WeightFormat, observe: Observe
+    walk: _Walk, i: int, groups: list[list[str]], batches: list[_Batch], form: WeightFormat, observe: Observe
 ) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
-    """The tensors of a layer; `hidden` becomes what the next one gets."""
+    """The tensors of a layer; `batches` become what the next one gets."""
     tensors = walk.read(i)
-    moments = _moments(walk, i, tensors, groups, hidden)
+    moments = _moments(walk, i, tensors, groups, batches)
     for members in groups:
         weights = {module: tensors[f"{module}.weight"] for module in members}
         seen = moments.pop(members[0]).matrix()
@@ -223,24 +244,27 @@ def _layer(
             yield module, packed
     if i + 1 < len(walk.names):
         walk.hold(i, tensors)
-        for at, states in enumerate(hidden):
-            hidden[at] = walk.run(states)
+        for at, (hidden, kept) in enumerate(batches):
+            batches[at] = _Batch(walk.run(hidden), kept)
     walk.release(i)
     packed_names = {f"{module}.weight" for members in groups for module in members}
     yield from ((name, tensor) for name, tensor in tensors.items() if name not in packed_names)
 
 
 def _moments(
-    walk: _Walk, i: int, tensors: Mapping[str, torch.Tensor], groups: list[list[str]], hidden: list[torch.Tensor]
+    walk: _Walk, i: int, tensors: Mapping[str, torch.Tensor], groups: list[list[str]], batches: list[_Batch]
 ) -> dict[str, gptq.InputMoments]:
     """The moments of the inputs of each group, by the name of its first member."""
     layer, found, hooks = walk.hold(i, tensors), {}, []
+    inputs: dict[str, torch.Tensor] = {}
     for first, *_ in groups:
-        found[first] = one = gptq.InputMoments(tensors[f"{first}.weight"].shape[1], walk.device)
+        found[first] = gptq.InputMoments(tensors[f"{first}.weight"].shape[1], walk.device)
         linear = layer.get_submodule(first.removeprefix(f"model.layers.{i}."))
-        hooks.append(linear.register_forward_pre_hook(lambda _, inputs, one=one: one.add(inputs[0])))
-    for states in hidden:
-        walk.run(states)
+        hooks.append(linear.register_forward_pre_hook(lambda _, args, first=first: inputs.update({first: args[0]})))
+    for hidden, kept in batches:
+        walk.run(hidden)
+        for first, moments in found.items():
+            moments.add(inputs.pop(first)[kept])
     for hook in hooks:
         hook.remove()
     return found
