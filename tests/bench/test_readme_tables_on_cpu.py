@@ -163,14 +163,19 @@ def test_accuracy_before_and_after_training():
         told = f"{mean:.3f} ({low:.3f} to {high:.3f}) | {found['pass_at']['4']:.3f} | {found['mean_tokens']:.0f}"
         assert f"| {name} | {told} |" in page
     gain = {name: 100 * run["after_less_before"][name] for name in ("mean", "low", "high")}
-    assert f"from {cells[0]} to {cells[1]} % of GSM8K's test questions" in front
-    assert "[+{mean:.1f}, {low:.1f} to {high:.1f}](".format(**gain) in front
+    told = "[+{mean:.1f}, {low:.1f} to {high:.1f}](".format(**gain)
+    assert f"| {' to '.join(cells)}: {told}" in front
 
 
 def test_accuracy_of_each_format():
-    page = PAGES[1].read_text()
-    for name, found in result("eval_gsm8k_1.5b")["evaluations"].items():
+    front, page = (page.read_text() for page in PAGES)
+    evaluations = result("eval_gsm8k_1.5b")["evaluations"]
+    names = ("bf16, stock vLLM", "fp8", "int8", "nvfp4, scales by mse", "gptq", "mxfp4")
+    means = (evaluations[name]["tasks"]["gsm8k"]["accuracy"]["mean"] for name in names)
+    assert f"each +- 1.9 | {' | '.join(f'{100 * mean:.1f}' for mean in means)} |" in front
+    for name, found in evaluations.items():
         mean, low, high = found["tasks"]["gsm8k"]["accuracy"].values()
+        assert 0.016 < mean - low < high - low < 0.0385
         figures = f" | {mean:.3f} ({low:.3f} to {high:.3f}) | {found['tasks']['gsm8k']['pass_at']['4']:.3f} | "
         assert [line for line in page.splitlines() if line.startswith(f"| {name}") and figures in line], name
 
