@@ -102,6 +102,19 @@ def by_kind(steps: list[Step]) -> list[dict[str, Any]]:
     ]
 
 
+def steady(kinds: list[dict[str, Any]], batch: int) -> tuple[float, float] | None:
+    """ms of a step that only decodes about so many sequences, and the host's share of it; None without such steps.
+
+    Args:
+        kinds: Of `by_kind`.
+    """
+    size = next((size for size in SIZES if batch <= size), None)
+    for kind in kinds:
+        if not kind["begins"] and kind["tokens"] == size and kind["seconds"]:
+            return 1e3 * kind["seconds"] / kind["steps"], kind["host_s"] / kind["seconds"]
+    return None
+
+
 class Sampler:
     """Looks from now on, a thousand times a second, at what the thread does that made it.
 

@@ -206,17 +206,17 @@ class Engine:
         # Beyond two full steps of prefill nothing is new but the number of sequences.
         small = batch * prompt <= 32768
         self._generate(prompts if small else self._prompts(batch, 16), 4)
-        (one, host_one), (many, host_many) = (self._best(prompts, tokens) for tokens in (1, new))
+        (one, host_one, _), (many, host_many, kinds) = (self._best(prompts, tokens) for tokens in (1, new))
         step = decode_ms(one, many, new)
         share = None if host_one is None else (host_many - host_one) / (many - one)
-        if share is not None and not 0 <= share <= 1:
-            share = None  # the prefills of the two rounds differ by more than decoding takes
+        if not small:  # two long prefills differ by more than what decoding takes is to be known to
+            step, share = host_time.steady(kinds, batch) or (step, None)
         rates = {"prefill_s": one, "tokens_per_s": batch * new / many}
         self._row(batch, prompt, room, decode_ms_per_step=step, host_share=share, **rates)
 
-    def _best(self, prompts: list[dict[str, list[int]]], new_tokens: int) -> tuple[float, Any]:
-        """Of the fastest round: its seconds, and those that the host's thread computed, None if that is not known."""
-        rounds = ((self._generate(prompts, new_tokens), self._host_s) for _ in range(self._job["repeats"]))
+    def _best(self, prompts: list[dict[str, list[int]]], new_tokens: int) -> tuple[float, Any, list[dict[str, Any]]]:
+        """Of the fastest round: its seconds, those that the host computed, None if not known, and kinds of steps."""
+        rounds = ((self._generate(prompts, new_tokens), self._host_s, self._kinds) for _ in range(self._job["repeats"]))
         return min(rounds, key=lambda round: round[0])
 
     def realistic(self, prompts: int, samples: int, prompt: int) -> None:

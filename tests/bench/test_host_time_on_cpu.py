@@ -11,6 +11,7 @@ from qerl_testing import load_beside
 pytest.importorskip("vllm")
 host_time = load_beside(__file__, "host_time")
 Waiting, by_kind, functions = host_time.Waiting, host_time.by_kind, host_time.functions
+steady = host_time.steady
 
 
 class Clock:
@@ -187,3 +188,14 @@ def test_functions_have_the_time_of_a_step():
     assert 2000 <= inner[1] < 4000
     assert inner[0] < 500  # the rest is sleep's
     assert next(iter(found)).endswith(":step")  # the one with the most
+
+
+def test_the_steps_that_decode_a_whole_batch_tell_how_long_one_takes():
+    kinds = [
+        {"begins": False, "tokens": 64, "steps": 9, "seconds": 0.9, "host_s": 0.1},
+        {"begins": False, "tokens": 128, "steps": 50, "seconds": 0.4, "host_s": 0.1},
+        {"begins": True, "tokens": 128, "steps": 3, "seconds": 3.0, "host_s": 0.1},
+    ]
+    assert steady(kinds, 100) == steady(kinds, 128) == pytest.approx((8.0, 0.25))
+    assert steady(kinds, 8) is None
+    assert steady(kinds[2:], 128) is None
