@@ -22,16 +22,7 @@ from verl_qerl.checkpoints.digest import model_digest
 from verl_qerl.checkpoints.source import Source, open_source
 from verl_qerl.checkpoints.stream import check_held, packed_names, packed_stream
 from verl_qerl.checkpoints.writer import ShardedWriter, quantized_specs
-from verl_qerl.cli.model_dir import (
-    QUANTIZATION_REPORT,
-    check_free_space,
-    copy_other_files,
-    device_name,
-    pick_device,
-    store,
-    total_bytes,
-    write_json,
-)
+from verl_qerl.cli import model_dir
 from verl_qerl.cli.output_dir import check_absent, new_directory
 from verl_qerl.cli.quantize.arguments import SAMPLES, TOKENS
 from verl_qerl.cli.quantize.calibration import Calibration, calibrated_stream, check_calibrated
@@ -99,12 +90,12 @@ def quantize_checkpoint(
     chosen = get_format(form, scale)
     source, rules, stored = _open(model, chosen, ignore, requantize, calibration is not None)
     specs = quantized_specs(source.specs, packed_names(source, chosen, rules), chosen.specs)
-    where = pick_device(device)
+    where = model_dir.pick_device(device)
     texts = calibration.read(source, rules) if calibration else ()
     stream = partial(calibrated_stream, texts=texts) if texts else packed_stream
-    before, after = total_bytes(source.specs), total_bytes(specs)
+    before, after = model_dir.total_bytes(source.specs), model_dir.total_bytes(specs)
     with new_directory(out) as folder:
-        check_free_space(folder, after)
+        model_dir.check_free_space(folder, after)
         started = time.perf_counter()
         with ShardedWriter(folder, specs, max_shard_bytes) as writer:
             layers = _write(writer, before, partial(stream, source, chosen, rules, where))
@@ -112,7 +103,7 @@ def quantize_checkpoint(
         report = {
             "verl_qerl": __version__,
             "torch": torch.__version__,
-            "device": device_name(where),
+            "device": model_dir.device_name(where),
             "format": form,
             "method": "gptq" if texts else "rtn",
             **({"calibration": {"samples": len(texts), "tokens": sum(map(len, texts))}} if texts else {}),
@@ -125,9 +116,9 @@ def quantize_checkpoint(
             "model_digest": model_digest({module: layer["digest"] for module, layer in layers.items()}),
             "layers": layers,
         }
-        copy_other_files(source.path, folder)
-        write_json(folder / "config.json", source.config | {"quantization_config": chosen.config(rules)})
-        write_json(folder / QUANTIZATION_REPORT, report)
+        model_dir.copy_other_files(source.path, folder)
+        model_dir.write_json(folder / "config.json", source.config | {"quantization_config": chosen.config(rules)})
+        model_dir.write_json(folder / model_dir.QUANTIZATION_REPORT, report)
     return report
 
 
@@ -169,7 +160,7 @@ def _write(writer: ShardedWriter, num_bytes: int, pack: Pack) -> dict[str, dict[
                     bar.update(item.nbytes)
                 yield name, item
 
-        for module, digest in store(writer, items()).items():
+        for module, digest in model_dir.store(writer, items()).items():
             layers[module]["digest"] = digest
     return dict(sorted(layers.items()))
 
