@@ -24,22 +24,16 @@ def _always(answer: Any) -> Any:
     return lambda *args, **kwargs: answer
 
 
-_nothing, _zero = _always(None), _always(0)
-
+_nothing = _always(None)
+_DO_NOTHING = ("set_device", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats")
+_ARE_ZERO = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
 _DEVICE_MODULE = _DeviceModule(
+    **dict.fromkeys(_DO_NOTHING, _nothing),
+    **dict.fromkeys(_ARE_ZERO, _always(0)),
     is_available=_always(False),
     current_device=_always("cpu"),
     device_count=_always(1),
     get_device_name=_always("CPU"),
-    set_device=_nothing,
-    synchronize=_nothing,
-    empty_cache=_nothing,
-    ipc_collect=_nothing,
-    reset_peak_memory_stats=_nothing,
-    memory_allocated=_zero,
-    memory_reserved=_zero,
-    max_memory_allocated=_zero,
-    max_memory_reserved=_zero,
     mem_get_info=_always((0, 0)),
     get_rng_state=lambda *args: torch.get_rng_state(),
     set_rng_state=lambda state, *args: torch.set_rng_state(state),
