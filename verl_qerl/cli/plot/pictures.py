@@ -45,8 +45,8 @@ def draw(
         for arm, numbers in summary.items():
             label = f"{arm} ({len(numbers['seeds'])})"
             if VALIDATION.fullmatch(key):
-                reach, line = half_widths(numbers[key], questions), {"marker": ".", "capsize": 3, "linewidth": 1.5}
-                axis.errorbar(numbers[key]["steps"], numbers[key]["mean"], yerr=reach, label=label, **line)
+                steps, mean, reach = numbers[key]["steps"], numbers[key]["mean"], half_widths(numbers[key], questions)
+                axis.errorbar(steps, mean, yerr=reach, marker=".", capsize=3, linewidth=1.5, label=label)
             elif key in SCHEDULES:
                 axis.plot(numbers[key]["steps"], numbers[key]["mean"], linewidth=1.5, label=label)
             else:
