@@ -55,7 +55,7 @@ def dense_source(source: Source) -> DenseSource:
     """
     form = _in_blocks(source)
     if form:
-        check_arguments(str(source.path), source.config, form.config(), form.name)
+        check_arguments(str(source.path), source.config, form)
     modules = {name.rpartition(".")[0] for name in source.files if name.endswith(_SCALES)}
     specs = {}
     for name, spec in source.specs.items():

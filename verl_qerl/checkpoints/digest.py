@@ -16,8 +16,8 @@ def weight_digest(weight: PackedWeight) -> str:
     return digest.hexdigest()[:16]
 
 
-def model_digest(weights: Mapping[str, str]) -> str:
-    """One digest of a model from `module -> weight_digest`, independent of order."""
+def model_digest(weights: Mapping[str, str | int]) -> str:
+    """One digest of a model from its weights' digests or checksums by name, independent of order."""
     lines = "\n".join(f"{module} {digest}" for module, digest in sorted(weights.items()))
     return hashlib.sha256(lines.encode()).hexdigest()[:16]
 

@@ -11,10 +11,7 @@ from verl_qerl.formats.nvfp4_layout import fused_group
 
 
 def linears_among(
-    shapes: Mapping[str, Sequence[int]],
-    ignore: Sequence[str] | None,
-    where: str,
-    form: WeightFormat = DEFAULT_FORMAT,
+    shapes: Mapping[str, Sequence[int]], ignore: Sequence[str] | None, where: str, form: WeightFormat = DEFAULT_FORMAT
 ) -> set[str]:
     """The modules whose weights are quantized.
 

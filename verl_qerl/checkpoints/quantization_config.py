@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats import FORMATS
+from verl_qerl.formats import FORMATS, WeightFormat
 
 logger = logging.getLogger(__name__)
 
@@ -20,47 +20,16 @@ _ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
 BLOCK_FP8 = "finegrained-fp8"
 _NAMES = {form.config()["format"]: name for name, form in FORMATS.items()}  # by compressed-tensors' names
 # Entries that are read here or elsewhere, or that say nothing about the weights. All others must be empty.
+_SHARED = {"quant_method", "config_groups", "ignore", "kv_cache_scheme"}
 _KNOWN = {
-    "compressed-tensors": {
-        "quant_method",
-        "format",
-        "config_groups",
-        "ignore",
-        "quantization_status",
-        "global_compression_ratio",
-        "version",
-        "run_compressed",
-        "kv_cache_scheme",
-    },
-    "modelopt": {
-        "quant_method",
-        "quant_algo",
-        "group_size",
-        "config_groups",
-        "ignore",
-        "exclude_modules",
-        "producer",
-        "kv_cache_scheme",
-        "kv_cache_quant_algo",
-    },
-    "fp8": {
-        "quant_method",
-        "fmt",
-        "weight_block_size",
-        "activation_scheme",
-        "modules_to_not_convert",
-    },
+    "compressed-tensors": _SHARED
+    | {"format", "quantization_status", "global_compression_ratio", "version", "run_compressed"},
+    "modelopt": _SHARED | {"quant_algo", "group_size", "exclude_modules", "producer", "kv_cache_quant_algo"},
+    "fp8": {"quant_method", "fmt", "weight_block_size", "activation_scheme", "modules_to_not_convert"},
 }
 _OF_A_GROUP = {"targets", "weights", "input_activations", "format"}
 # What of the arguments decides how codes and scales are read, with compressed-tensors' value where it is left out.
-_ARGUMENTS = {
-    "num_bits": 8,
-    "type": "int",
-    "symmetric": True,
-    "strategy": None,
-    "dynamic": False,
-    "group_size": None,
-}
+_ARGUMENTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": None, "dynamic": False, "group_size": None}
 _OTHER_ARGUMENTS = {"observer", "observer_kwargs", "scale_dtype", "zp_dtype", "block_structure"}
 _REMEDY = "Point model.path at the original bf16 model"
 
@@ -143,25 +112,22 @@ def check_described(where: str, config: Mapping[str, Any]) -> None:
         _say_unused(where, ", ".join(unused))
 
 
-def check_arguments(where: str, config: Mapping[str, Any], ours: Mapping[str, Any], form: str) -> None:
-    """Require groups with the arguments that a format has here.
+def check_arguments(where: str, config: Mapping[str, Any], form: WeightFormat) -> None:
+    """Require groups with the arguments that a format has here; where it leaves activations alone, theirs may be any.
 
     Args:
         config: The checkpoint's config.json.
-        ours: The `quantization_config` that the format has here. Where its activations are not quantized, those of the
-            checkpoint may be.
-        form: Name of the format.
 
     Raises:
         CheckpointFormatError: An argument differs, or there is no group.
     """
     found = described(config)
-    groups, wanted = list(_groups(where, found)), ours["config_groups"]["group_0"]
+    groups, wanted = list(_groups(where, found)), form.config()["config_groups"]["group_0"]
     modelopt = found.get("quant_method") == "modelopt"
     if not groups and not modelopt:
         raise CheckpointFormatError(
             f"{where} does not say how it is quantized: config_groups={found.get('config_groups')}. A group of linears"
-            f" is accepted. {_quantize(form)}"
+            f" is accepted. {_quantize(form.name)}"
         )
     differing = {}
     for name, group in groups:
@@ -177,7 +143,8 @@ def check_arguments(where: str, config: Mapping[str, Any], ours: Mapping[str, An
         said = ", ".join(f"{name}={has!r}" for name, (has, _) in differing.items())
         accepted = ", ".join(f"{name}={wants!r}" for name, (_, wants) in differing.items())
         raise CheckpointFormatError(
-            f"{where} is quantized with other arguments: {said}. Accepted with {form} are {accepted}. {_quantize(form)}"
+            f"{where} is quantized with other arguments: {said}. Accepted with {form.name} are {accepted}."
+            f" {_quantize(form.name)}"
         )
 
 

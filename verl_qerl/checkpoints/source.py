@@ -38,14 +38,9 @@ class Source:
     files: dict[str, str]
     specs: dict[str, TensorSpec] = field(repr=False)
 
-    @property
-    def shards(self) -> list[str]:
-        """Shard file names in order."""
-        return sorted(set(self.files.values()))
-
     def tensors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) as the files hold them, shard by shard; a GPU is given with its index."""
-        for file in self.shards:
+        for file in sorted(set(self.files.values())):
             for name, tensor in _read(self.path / file, device):
                 if self.files[name] == file:  # a tensor that two shards hold comes once
                     yield name, tensor

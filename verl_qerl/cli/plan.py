@@ -1,13 +1,9 @@
 """`python -m verl_qerl plan`: how much GPU memory a run takes, before it is started."""
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl_qerl.cli.quantize.arguments import FORMATS
-
-if TYPE_CHECKING:
-    from verl_qerl.planning.memory_plan import Settings
-    from verl_qerl.planning.model_shape import ModelShape
 
 
 def add_parser(subparsers: Any) -> None:
@@ -20,10 +16,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--rank", type=int, default=32, help=f"of the adapters, on all linears {default}")
     parser.add_argument("--gpus", type=int, default=1, help=f"that FSDP2 shards over {default}")
     parser.add_argument(
-        "--tokens",
-        type=int,
-        default=8192,
-        help=f"of a micro-batch, as ppo_max_token_len_per_gpu {default}",
+        "--tokens", type=int, default=8192, help=f"of a micro-batch, as ppo_max_token_len_per_gpu {default}"
     )
     parser.add_argument("--utilization", type=float, default=0.5, help=f"rollout.gpu_memory_utilization {default}")
     parser.add_argument("--tensor-parallel", type=int, default=1, help=f"of the rollout {default}")
@@ -54,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
     from verl_qerl.checkpoints.model_config import read_config
     from verl_qerl.checkpoints.quantization_config import stored_format
     from verl_qerl.checkpoints.stream import check_format
-    from verl_qerl.planning.memory_plan import GIB, DoesNotFitError, Settings
+    from verl_qerl.planning import memory_plan
+    from verl_qerl.planning.memory_plan import GIB
     from verl_qerl.planning.model_shape import ModelShape
 
     config = read_config(args.model)
@@ -62,31 +56,24 @@ def run(args: argparse.Namespace) -> int:
     shape = ModelShape.from_config(config)
     switches = ("shard_base", "share_base", "param_offload", "optimizer_offload", "offload_policy")
     values = ("format", "rank", "gpus", "tokens", "utilization", "tensor_parallel")
-    settings = Settings(
+    settings = memory_plan.Settings(
         **{name: getattr(args, name) for name in (*values, *switches)},
         checkpointing=not args.no_checkpointing,
         whole_logits=not args.fused_kernels,
     )
+    total = args.gpu_gib * GIB
     try:
-        fits, line = _judge(shape, settings, args.gpu_gib * GIB)
-    except DoesNotFitError as error:
+        phases = memory_plan.plan(shape, settings, total)
+        print(memory_plan.table(phases, total))
+        if share := settings.utilization * total:
+            left = share - memory_plan.rollout_weights(shape, settings)
+            print(f"of vLLM's {share / GIB:.2f} GiB, {left / GIB:.2f} are left for its cache and its passes")
+        memory_plan.check(phases, total)
+        fits, line = memory_plan.verdict(phases, total)
+    except memory_plan.DoesNotFitError as error:
         fits, line = False, f"does not fit: {error}"
     print(line)
     return 0 if fits else 1
-
-
-def _judge(shape: "ModelShape", settings: "Settings", total: float) -> tuple[bool, str]:
-    """Print the parts; whether they fit into `total` bytes, and the line that says so."""
-    from verl_qerl.planning.memory_plan import GIB, check, plan, rollout_weights, table, verdict
-
-    phases = plan(shape, settings, total)
-    print(table(phases, total))
-    share = settings.utilization * total
-    if share:
-        left = share - rollout_weights(shape, settings)
-        print(f"of vLLM's {share / GIB:.2f} GiB, {left / GIB:.2f} are left for its cache and its passes")
-    check(phases, total)
-    return verdict(phases, total)
 
 
 def _check_ranges(args: argparse.Namespace) -> None:

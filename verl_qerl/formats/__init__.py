@@ -25,14 +25,4 @@ def get_format(name: str, scale: str | None = None) -> WeightFormat:
     return FORMATS[name] if scale is None else replace(FORMATS[name], scale=scale)
 
 
-__all__ = [
-    "DEFAULT_FORMAT",
-    "FORMATS",
-    "FP8",
-    "INT8",
-    "MXFP4",
-    "NVFP4",
-    "PackedWeight",
-    "WeightFormat",
-    "get_format",
-]
+__all__ = ["DEFAULT_FORMAT", "FORMATS", "FP8", "INT8", "MXFP4", "NVFP4", "PackedWeight", "WeightFormat", "get_format"]

@@ -251,6 +251,21 @@ def compressed_tensors_config(
     }
 
 
+def e2m1_config(layout: str, strategy: str, group_size: int, scale_dtype: str, ignore: Sequence[str]) -> dict:
+    """`compressed_tensors_config` of E2M1 codes in blocks of `group_size`, under activations that are not quantized."""
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": strategy,
+        "group_size": group_size,
+        "symmetric": True,
+        "dynamic": False,
+        "observer": "minmax",
+        "scale_dtype": scale_dtype,
+    }
+    return compressed_tensors_config(layout, weights, None, ignore)
+
+
 def check_in_features(name: str, in_features: int, block_size: int, kind: str) -> None:
     """Require in_features that a format can hold."""
     if in_features % block_size:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_qerl.formats.base import PackedWeight, WeightFormat, compressed_tensors_config, power_of_two
+from verl_qerl.formats.base import PackedWeight, WeightFormat, e2m1_config, power_of_two
 from verl_qerl.formats.e2m1 import e2m1_codes, e2m1_values, pack_codes
 from verl_qerl.formats.ignore import DEFAULT_IGNORE
 from verl_qerl.formats.tensor_spec import TensorSpec
@@ -61,14 +61,4 @@ class MXFP4(WeightFormat):
 
     def config(self, ignore: Sequence[str] = DEFAULT_IGNORE) -> dict:
         """See `WeightFormat.config`."""
-        weights = {
-            "num_bits": 4,
-            "type": "float",
-            "strategy": "group",
-            "group_size": BLOCK_SIZE,
-            "symmetric": True,
-            "dynamic": False,
-            "observer": "minmax",
-            "scale_dtype": "torch.uint8",
-        }
-        return compressed_tensors_config("mxfp4-pack-quantized", weights, None, ignore)
+        return e2m1_config("mxfp4-pack-quantized", "group", BLOCK_SIZE, "torch.uint8", ignore)

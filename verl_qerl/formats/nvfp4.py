@@ -171,9 +171,7 @@ def nvfp4_weight(codes: torch.Tensor, block_scale: torch.Tensor, global_decode_s
 
 
 def _power_of_two_below(value: float) -> float:
-    # frexp is exact where log2 may round up to the next integer.
-    mantissa_exponent = torch.frexp(torch.tensor(value, dtype=torch.float64)).exponent
-    return float(2.0 ** min(int(mantissa_exponent) - 1, 126))
+    return 2.0 ** min(math.frexp(value)[1] - 1, 126)  # exact, where log2 may round up to the next integer
 
 
 def _quantize_rows(weight: torch.Tensor, encode: float, steps: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

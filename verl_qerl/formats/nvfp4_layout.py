@@ -6,7 +6,7 @@ ModelOpt             weight          weight_scale   weight_scale_2     [] = glob
 
 from collections.abc import Sequence
 
-from verl_qerl.formats.base import compressed_tensors_config
+from verl_qerl.formats.base import e2m1_config
 from verl_qerl.formats.ignore import DEFAULT_IGNORE
 
 BLOCK_SIZE = 16
@@ -31,17 +31,7 @@ def quantization_config(ignore: Sequence[str] = DEFAULT_IGNORE) -> dict:
     Args:
         ignore: Modules left in bf16: exact names, or `re:` and a regular expression.
     """
-    weights = {
-        "num_bits": 4,
-        "type": "float",
-        "strategy": "tensor_group",
-        "group_size": BLOCK_SIZE,
-        "symmetric": True,
-        "dynamic": False,
-        "observer": "minmax",
-        "scale_dtype": "torch.float8_e4m3fn",
-    }
-    return compressed_tensors_config(FORMAT, weights, None, ignore)
+    return e2m1_config(FORMAT, "tensor_group", BLOCK_SIZE, "torch.float8_e4m3fn", ignore)
 
 
 def modelopt_config(ignore: Sequence[str]) -> dict:

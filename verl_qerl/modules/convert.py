@@ -29,8 +29,9 @@ def replace_linears(
     """
     found = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear and match(name)]
     if not found:
+        kinds = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         raise ValueError(
-            f"no linear of {type(model).__name__} matched. Its linears are {_linear_kinds(model)}."
+            f"no linear of {type(model).__name__} matched. Its linears are {', '.join(sorted(kinds)) or 'none'}."
             " Check that the checkpoint belongs to this architecture."
         )
     replaced = {}
@@ -80,8 +81,3 @@ def packed_linears(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
 
 def _without_peft(name: str) -> str:
     return name.removeprefix("base_model.model.").removesuffix(".base_layer")
-
-
-def _linear_kinds(model: nn.Module) -> str:
-    kinds = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return ", ".join(sorted(kinds)) or "none"

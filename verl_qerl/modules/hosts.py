@@ -25,12 +25,7 @@ LINEAR_FORWARD = HostChange(
 CHANGES: tuple[HostChange, ...] = (
     LORA_LINEAR,
     LINEAR_FORWARD,
-    *upstream.overrides(
-        _PEFT,
-        "peft.tuners.lora.layer:Linear",
-        LORA_LINEAR.why,
-        {"forward": "a15acbef02c6"},
-    ),
+    *upstream.overrides(_PEFT, "peft.tuners.lora.layer:Linear", LORA_LINEAR.why, {"forward": "a15acbef02c6"}),
     *upstream.overrides(
         _PEFT,
         "peft.utils.other:ModulesToSaveWrapper",

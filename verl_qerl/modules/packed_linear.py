@@ -41,11 +41,13 @@ class PackedLinear(nn.Linear):
         self, in_features: int, out_features: int, bias: nn.Parameter | None, device: torch.device | str
     ) -> None:
         nn.Module.__init__(self)  # nn.Linear's own would allocate a dense weight
-        self.in_features = in_features
-        self.out_features = out_features
-        for name, spec in zip(_BUFFERS, self.form.held(out_features, in_features), strict=False):
-            self.register_buffer(name, torch.zeros(_in_bytes(spec), dtype=torch.uint8, device=device), persistent=False)
+        self.in_features, self.out_features = in_features, out_features
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
+        self._allocate(device)
+
+    def _allocate(self, device: torch.device | str) -> None:
+        for name, spec in zip(_BUFFERS, self.form.held(self.out_features, self.in_features), strict=False):
+            self.register_buffer(name, torch.zeros(_in_bytes(spec), dtype=torch.uint8, device=device), persistent=False)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> Any:

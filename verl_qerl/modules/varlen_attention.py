@@ -128,16 +128,13 @@ def packed_attention(
         return found
     outputs = []
     for q, k, v in zip(*(x.split(packing.lengths) for x in (query, key, value)), strict=True):
-        mask = None if window is None or window >= len(q) else _window(len(q), window, q.device)
+        mask = None
+        if window is not None and window < len(q):
+            mask = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril().triu(1 - window)
         parts = (x.transpose(0, 1)[None] for x in (q, k, v))
         options: Any = {"attn_mask": mask, "is_causal": mask is None, "scale": scaling, "enable_gqa": True}
         outputs.append(F.scaled_dot_product_attention(*parts, **options)[0].transpose(0, 1))
     return torch.cat(outputs)
-
-
-def _window(length: int, window: int, device: torch.device) -> torch.Tensor:
-    ones = torch.ones(length, length, dtype=torch.bool, device=device)
-    return ones.tril().triu(1 - window)
 
 
 def padding_mask(

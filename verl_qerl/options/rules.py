@@ -218,15 +218,15 @@ _NO_MODEL = Need(f"{ACTOR}.checkpoint.save_contents", lambda v: "hf_model" not i
 COMPARED = (_LOG_PROBS,)
 # With others the rollout's log-probs are of what is left of the distribution, scaled up to 1: sound models differ by
 # what was cut, which the gate would take for an error.
-WHOLE = (
-    Need(f"{ROLLOUT}.top_p", _is(1.0), "1.0"),
-    Need(f"{ROLLOUT}.top_k", _is(-1, 0), "-1 or 0"),
-)
+WHOLE = (Need(f"{ROLLOUT}.top_p", _is(1.0), "1.0"), Need(f"{ROLLOUT}.top_k", _is(-1, 0), "-1 or 0"))
 # The rollout engine scores given tokens at temperature 1 and over the whole vocabulary.
 SCORED = (_IS_VLLM, Need(f"{ROLLOUT}.temperature", _is(1.0), "1.0"), *WHOLE, _MODES)
 
 _LEAVE = "Leave the option out."
 _ONE = "Leave one of the two out."
+_SET_RANK = f"Leave it out, or set {LORA_RANK}."
+_NO_BASE = "there is no packed base"
+_NO_NOISE = "Change it, or leave +aqn.enabled out."
 _DELETES = "it deletes the last checkpoint before the next is whole, so that a crash could leave none"
 _KEPT = "null or at least 2, which needs no more room while it saves"
 _EXPORT = "Leave it out and use `python -m verl_qerl export`."
@@ -296,13 +296,9 @@ RULES: tuple[Rule, ...] = (
         REQUANTIZED,
         (Need(f"{MODEL}.lora.rank", _off, "0"), _ADAPTER, f"Set {LORA_RANK}."),
         (Need(f"{MODEL}.lora_adapter_path", _off, "null"), _ADAPTER, f"Set {LORA_RANK}."),
-        (_no("qerl.base.shard"), "there is no packed base", f"Leave it out, or set {LORA_RANK}."),
-        (_no("qerl.base.share"), "there is no packed base", f"Leave it out, or set {LORA_RANK}."),
-        (
-            _no("qerl.base.train_norms"),
-            "all weights are trained, norms among them",
-            f"Leave it out, or set {LORA_RANK}.",
-        ),
+        (_no("qerl.base.shard"), _NO_BASE, _SET_RANK),
+        (_no("qerl.base.share"), _NO_BASE, _SET_RANK),
+        (_no("qerl.base.train_norms"), "all weights are trained, norms among them", _SET_RANK),
     ),
     Rule(
         PLAIN,
@@ -334,12 +330,12 @@ RULES: tuple[Rule, ...] = (
     ),
     *_rules(
         AQN,
-        (_MODES, "other modes have no noise", "Change it, or leave +aqn.enabled out."),
-        (_IS_VLLM, "others have no noise", "Change it, or leave +aqn.enabled out."),
+        (_MODES, "other modes have no noise", _NO_NOISE),
+        (_IS_VLLM, "others have no noise", _NO_NOISE),
         (
             Need(f"{ROLLOUT}.data_parallel_size", _is(1), "1"),
             "a call to the workers of a data-parallel engine is not known to reach all of them",
-            "Change it, or leave +aqn.enabled out.",
+            _NO_NOISE,
         ),
     ),
     *_rules(

@@ -21,21 +21,14 @@ def when_imported(name: str, then: str) -> None:
     Args:
         then: A module with `install(module: ModuleType) -> None`, which may be called again.
     """
-    if name in sys.modules and _is_complete(sys.modules[name]):
-        _install(then, sys.modules[name])
+    module = sys.modules.get(name)
+    if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
+        importlib.import_module(then).install(module)
         return
     if then not in _waiting.setdefault(name, []):
         _waiting[name].append(then)
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-
-
-def _is_complete(module: ModuleType) -> bool:
-    return not getattr(getattr(module, "__spec__", None), "_initializing", False)
-
-
-def _install(then: str, module: ModuleType) -> None:
-    importlib.import_module(then).install(module)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -65,7 +58,7 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
         for then in _waiting.get(self._name, []):
-            _install(then, module)
+            importlib.import_module(then).install(module)
         _waiting.pop(self._name, None)  # not before: an import that is tried again after an error must install again
         if not _waiting:
             sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]

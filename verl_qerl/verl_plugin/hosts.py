@@ -9,26 +9,25 @@ from verl_qerl import upstream
 from verl_qerl.upstream import HostChange
 
 _VERL = ("0.9.1",)
-_change = partial(HostChange, _VERL)
+_method, _data = partial(HostChange, _VERL, "method"), partial(HostChange, _VERL, "data")
+_registry, _copy = partial(HostChange, _VERL, "registry"), partial(HostChange, _VERL, "copy")
+_override = partial(HostChange, _VERL, "override")
 _overrides = partial(upstream.overrides, _VERL)
 _transformers = partial(HostChange, ("5.10.4",))
 _torch = partial(HostChange, ("2.13.0",))
 
-SAMPLE = _change(
-    "method",
+SAMPLE = _method(
     "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer.sample",
     "The trainer's hook after sampling is not told what was sampled.",
     "993d0cbef040",
 )
-POLL_INTERVAL = _change(
-    "data",
+POLL_INTERVAL = _data(
     "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer.__init__",
     "Finished answers are looked for every 0.2 s, not every 2 s.",
     "34790114ebe5",
     "verl/0012",
 )
-MODEL_CONFIG = _change(
-    "data",
+MODEL_CONFIG = _data(
     "verl.workers.config.model:HFModelConfig",
     "all-linear means the attention where experts are packed.",
     "0c4bce126dff",
@@ -61,45 +60,34 @@ CHANGES: tuple[HostChange, ...] = (
     HEAD,
     MODEL,
     CHECKPOINTED,
-    _change(
-        "registry",
+    _registry(
         "verl.trainer.ppo.v1.trainer_base:get_trainer_cls",
         "TRAINER_REGISTRY has our subclass of each trainer.",
         "a5b3ce304945",
     ),
-    _change(
-        "registry",
-        "verl.workers.engine.base:EngineRegistry",
-        "Our engine is found before verl's FSDP engine.",
-        "f07ea1601100",
+    _registry(
+        "verl.workers.engine.base:EngineRegistry", "Our engine is found before verl's FSDP engine.", "f07ea1601100"
     ),
-    _change(
-        "registry",
-        "verl.workers.rollout.replica:RolloutReplicaRegistry",
-        "The rollout vllm has our server.",
-        "3f6c8ceeaee4",
+    _registry(
+        "verl.workers.rollout.replica:RolloutReplicaRegistry", "The rollout vllm has our server.", "3f6c8ceeaee4"
     ),
-    _change(
-        "registry",
+    _registry(
         "verl.workers.rollout.base:get_rollout_class",
         "_ROLLOUT_REGISTRY has our sender of weights to vLLM.",
         "d0be5827f121",
     ),
-    _change(
-        "copy",
+    _copy(
         "verl.workers.engine.fsdp.transformer_impl:FSDPEngine._build_module",
         "Its steps around a model whose linears are packed.",
         "a216ab0ed208",
     ),
-    _change("copy", "verl.utils.fs:copy_to_shm", "Its name for a copy, which may be old.", "3f64fce75977"),
-    _change(
-        "override",
+    _copy("verl.utils.fs:copy_to_shm", "Its name for a copy, which may be old.", "3f64fce75977"),
+    _override(
         "verl.models.transformers.dense_common:forward_with_torch_backend",
         "The head itself is called for log-probs, so that FSDP2 gathers it.",
         "9dfa2d5c62a0",
     ),
-    _change(
-        "override",
+    _override(
         "verl.plugin.platform.platform_base:PlatformBase",
         "verl runs without a GPU (VERL_PLATFORM=cpu).",
         "a521d0ace428",
@@ -121,15 +109,10 @@ CHANGES: tuple[HostChange, ...] = (
             "on_validate_end": "4b58a5ef2c6c",
         },
     ),
-    _change("override", "verl.trainer.ppo.v1.trainer_sync:PPOTrainerSync", _TRAINER, "beb30ff5187a"),
-    _change("override", "verl.trainer.ppo.v1.trainer_colocate_async:PPOTrainerColocateAsync", _TRAINER, "678d665bb28c"),
-    _change("override", "verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync", _TRAINER, "e98a0390f091"),
-    _change(
-        "override",
-        "verl.workers.config.engine:FSDPEngineConfig",
-        "It carries our options of the base.",
-        "0a59f7894a5a",
-    ),
+    _override("verl.trainer.ppo.v1.trainer_sync:PPOTrainerSync", _TRAINER, "beb30ff5187a"),
+    _override("verl.trainer.ppo.v1.trainer_colocate_async:PPOTrainerColocateAsync", _TRAINER, "678d665bb28c"),
+    _override("verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync", _TRAINER, "e98a0390f091"),
+    _override("verl.workers.config.engine:FSDPEngineConfig", "It carries our options of the base.", "0a59f7894a5a"),
     *_overrides(
         "verl.workers.engine.fsdp.transformer_impl:FSDPEngine",
         _ENGINE,
@@ -169,8 +152,7 @@ CHANGES: tuple[HostChange, ...] = (
             "run_server": "542a06f053fe",
         },
     ),
-    _change(
-        "override",
+    _override(
         "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.collective_rpc",
         "It returns what the workers answer.",
         "25f008554b63",
@@ -181,8 +163,7 @@ CHANGES: tuple[HostChange, ...] = (
         "A replica starts our server.",
         {"__init__": "d5d23a2a04e4"},
     ),
-    _change(
-        "override",
+    _override(
         "verl.workers.rollout.vllm_rollout.vllm_rollout:ServerAdapter.__init__",
         "Its socket has a name that no other run has.",
         "43eb8875a3e8",

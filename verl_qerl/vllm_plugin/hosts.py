@@ -166,17 +166,10 @@ RELOADED = _data(
 )
 
 _SCHEMES = "vllm.model_executor.layers.quantization.compressed_tensors.schemes"
+_SAME_STEPS = "The same steps, with norms of heads and rotation as one launch."
 # What ours repeat of vLLM's bodies.
-_copy(
-    "vllm.model_executor.models.qwen3:Qwen3Attention.forward",
-    "The same steps, with norms of heads and rotation as one launch.",
-    "0cd83a1ca6e0",
-)
-_copy(
-    "vllm.model_executor.models.qwen3_moe:Qwen3MoeAttention.forward",
-    "The same steps, with norms of heads and rotation as one launch.",
-    "3b1a3f0021a9",
-)
+_copy("vllm.model_executor.models.qwen3:Qwen3Attention.forward", _SAME_STEPS, "0cd83a1ca6e0")
+_copy("vllm.model_executor.models.qwen3_moe:Qwen3MoeAttention.forward", _SAME_STEPS, "3b1a3f0021a9")
 _copy(
     f"{_SCHEMES}.compressed_tensors_w4a4_nvfp4:CompressedTensorsW4A4Fp4.__init__",
     "Its three attributes, with a kernel of ours: vLLM's chooses Marlin, and raises on a CPU.",

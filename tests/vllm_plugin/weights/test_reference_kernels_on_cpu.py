@@ -21,7 +21,7 @@ MULTIPLIES = "onednn_multiplies_int8"
 def test_linears_compute_what_the_format_says(name, start, model_dir, monkeypatch):
     name, _, without = name.partition(" ")
     if without:
-        monkeypatch.setattr(f"verl_qerl.vllm_plugin.weights.quantization.{MULTIPLIES}", lambda: False)
+        monkeypatch.setattr(f"verl_qerl.vllm_plugin.weights.reference_kernels.{MULTIPLIES}", lambda: False)
     form = get_format(name)
     stored = load_file(model_dir("qwen2") / "model.safetensors")
     (model,) = start(model_dir("qwen2"), form=name).collective_rpc(lambda worker: worker.model_runner.get_model())

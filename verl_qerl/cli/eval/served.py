@@ -8,7 +8,6 @@ from pathlib import Path
 from verl_qerl.checkpoints.model_config import read_object
 from verl_qerl.checkpoints.source import open_source, read_specs
 from verl_qerl.cli.eval.arguments import STOCK
-from verl_qerl.cli.export.adapter import read_adapter
 from verl_qerl.cli.export.arguments import WITH_BASE
 from verl_qerl.cli.export.command import export_checkpoint
 from verl_qerl.cli.export.fsdp_checkpoint import open_checkpoint
@@ -53,7 +52,6 @@ def _exported(out: Path, checkpoint: Path, model: str | None, form: str | None) 
             " Give the model.path of the run with --model."
         )
     base = open_base(model, trained)
-    read_adapter(trained, base.shapes)  # before the long work
     if not trained.factors or (trained.norms and not (base.is_packed and base.format == "nvfp4")):
         export_checkpoint(checkpoint, out, "merged-bf16", model)
         return EngineOptions(str(out), None if form == STOCK else form)

@@ -19,16 +19,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--checkpoint", type=Path, required=True, help="folder of a run, of a step, or of its shards")
     parser.add_argument("--out", type=Path, required=True, help="new directory; appears whole or not at all")
     parser.add_argument("--to", choices=FORMS, required=True, help="what to write")
-    parser.add_argument(
-        "--base", default=None, help="directory or hub id, in place of the one that the checkpoint names"
-    )
-    parser.add_argument(
-        "--scale", choices=SCALE_CHOICES, default=None, help="of a block when quantized (default: as the base's)"
-    )
+    parser.add_argument("--base", help="directory or hub id, in place of the one that the checkpoint names")
+    parser.add_argument("--scale", choices=SCALE_CHOICES, help="of a block when quantized (default: as the base's)")
     parser.add_argument(
         "--prompts",
         type=Path,
-        default=None,
         metavar="FILE",
         help=".parquet or .jsonl with `prompt`: also measure the log-prob change of merged-nvfp4 and modelopt",
     )

@@ -5,7 +5,7 @@ The weights pass as a stream; what re-quantization costs is measured on the way.
 
 import argparse
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,21 +21,12 @@ from verl_qerl.checkpoints.digest import model_digest
 from verl_qerl.checkpoints.experts import is_expert
 from verl_qerl.checkpoints.stream import pack
 from verl_qerl.checkpoints.writer import ShardedWriter, quantized_specs
+from verl_qerl.cli import model_dir
 from verl_qerl.cli.export.adapter import Adapter, read_adapter, write_peft
 from verl_qerl.cli.export.arguments import FORMS, LAYOUTS, WITH_BASE
 from verl_qerl.cli.export.fsdp_checkpoint import Checkpoint, open_checkpoint
 from verl_qerl.cli.export.merge import Base, Merge, open_base
 from verl_qerl.cli.export.prompt_log_probs import log_prob_change
-from verl_qerl.cli.model_dir import (
-    EXPORT_REPORT,
-    check_free_space,
-    copy_other_files,
-    device_name,
-    pick_device,
-    store,
-    total_bytes,
-    write_json,
-)
 from verl_qerl.cli.output_dir import check_absent, new_directory
 from verl_qerl.cli.prompts import Prompt, read_prompts, tokenize
 from verl_qerl.formats import PackedWeight, get_format
@@ -98,10 +89,10 @@ def export_checkpoint(
     check_base(form, found, bool(options.prompts))
     started = time.perf_counter()
     with new_directory(out) as folder:
-        export = _Export(folder, form, found, adapter, trained, options, pick_device(options.device))
+        export = _Export(folder, form, found, adapter, trained, options, model_dir.pick_device(options.device))
         layers = export.write(out)
         report = export.report(layers) | {"seconds": round(time.perf_counter() - started, 3)}
-        write_json(folder / EXPORT_REPORT, report)
+        model_dir.write_json(folder / model_dir.EXPORT_REPORT, report)
     return report
 
 
@@ -153,7 +144,7 @@ class _Export:
         report: dict[str, Any] = {
             "verl_qerl": __version__,
             "torch": torch.__version__,
-            "device": device_name(self.device),
+            "device": model_dir.device_name(self.device),
             "to": self.form,
             "checkpoint": str(self.checkpoint.folder),
             "world_size": self.checkpoint.world_size,
@@ -179,10 +170,9 @@ class _Export:
     @contextmanager
     def _pass(self, what: str) -> Iterator[Merge]:
         """A Merge with a progress bar."""
-        with tqdm(total=total_bytes(self.base.source.specs), unit="B", unit_scale=True, desc=what) as bar:
-            observe: Callable[[int], object] = bar.update
+        with tqdm(total=model_dir.total_bytes(self.base.source.specs), unit="B", unit_scale=True, desc=what) as bar:
             trained = self.checkpoint
-            yield Merge(self.base, self.adapter, trained.others, self.device, observe, norms=trained.norms)
+            yield Merge(self.base, self.adapter, trained.others, self.device, bar.update, norms=trained.norms)
 
     def _write_peft(self, merge: Merge) -> None:
         for _ in merge.tensors():  # to check the base, and to find what changed
@@ -203,12 +193,12 @@ class _Export:
         layout: str = "compressed-tensors",
     ) -> dict[str, str]:
         """Weights, configuration and tokenizer; the digests of packed weights."""
-        check_free_space(self.folder, total_bytes(specs))
+        model_dir.check_free_space(self.folder, model_dir.total_bytes(specs))
         with ShardedWriter(self.folder, specs, self.options.max_shard_bytes) as writer:
-            digests = store(writer, items, layout)
-        copy_other_files(self.base.source.path, self.folder)
+            digests = model_dir.store(writer, items, layout)
+        model_dir.copy_other_files(self.base.source.path, self.folder)
         dtype = "torch_dtype" if "torch_dtype" in config else "dtype"  # transformers 4 and 5
-        write_json(self.folder / "config.json", config | {dtype: "bfloat16"})
+        model_dir.write_json(self.folder / "config.json", config | {dtype: "bfloat16"})
         return digests
 
     def _write_quantized(self, merge: Merge) -> dict[str, dict[str, Any]]:
@@ -230,7 +220,7 @@ class _Export:
         specs = quantized_specs(self.base.specs, self.base.linears, partial(self.format.specs, layout=layout))
         digests = self._write_model(items, specs, config, layout)
         if layout == "modelopt":
-            write_json(self.folder / "hf_quant_config.json", modelopt_legacy_config(self.base.ignore))
+            model_dir.write_json(self.folder / "hf_quant_config.json", modelopt_legacy_config(self.base.ignore))
         return digests
 
 

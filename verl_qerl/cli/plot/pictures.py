@@ -45,7 +45,8 @@ def draw(
         for arm, numbers in summary.items():
             label = f"{arm} ({len(numbers['seeds'])})"
             if VALIDATION.fullmatch(key):
-                _validation(axis, numbers[key], label, questions)
+                steps, mean, reach = numbers[key]["steps"], numbers[key]["mean"], half_widths(numbers[key], questions)
+                axis.errorbar(steps, mean, yerr=reach, marker=".", capsize=3, linewidth=1.5, label=label)
             elif key in SCHEDULES:
                 axis.plot(numbers[key]["steps"], numbers[key]["mean"], linewidth=1.5, label=label)
             else:
@@ -82,12 +83,6 @@ def half_widths(numbers: Mapping[str, Any], questions: int | None) -> np.ndarray
         return None
     found = [wilson(one, questions) for one in mean.tolist()]
     return np.array([[one.mean - one.low for one in found], [one.high - one.mean for one in found]])
-
-
-def _validation(axis: Any, numbers: Mapping[str, Any], label: str, questions: int | None) -> None:
-    """The values as they are, with their intervals."""
-    reach = half_widths(numbers, questions)
-    axis.errorbar(numbers["steps"], numbers["mean"], yerr=reach, marker=".", capsize=3, linewidth=1.5, label=label)
 
 
 def _curve(axis: Any, numbers: Mapping[str, Any], label: str) -> None:

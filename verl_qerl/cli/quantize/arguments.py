@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from verl_qerl.cli.output_dir import check_absent
+from verl_qerl.vllm_plugin import NAMES
 
-# Those of formats, which imports torch.
-FORMATS = ("fp8", "int8", "mxfp4", "nvfp4")
+FORMATS = tuple(NAMES.values())  # formats.FORMATS imports torch
 SCALE_CHOICES = ("mse", "minmax")  # the first is the default
 METHODS = ("rtn", "gptq")  # the first is the default
 SAMPLES, TOKENS = 512, 2048  # to calibrate on

@@ -7,7 +7,7 @@ the pace. Memory: a few tensors, whatever the size of the model; more with texts
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -17,21 +17,12 @@ import torch
 from tqdm import tqdm
 
 from verl_qerl import __version__
-from verl_qerl.checkpoints.dense_source import DenseSource, dense_source, left_dense
+from verl_qerl.checkpoints.dense_source import dense_source, left_dense
 from verl_qerl.checkpoints.digest import model_digest
 from verl_qerl.checkpoints.source import Source, open_source
 from verl_qerl.checkpoints.stream import check_held, packed_names, packed_stream
 from verl_qerl.checkpoints.writer import ShardedWriter, quantized_specs
-from verl_qerl.cli.model_dir import (
-    QUANTIZATION_REPORT,
-    check_free_space,
-    copy_other_files,
-    device_name,
-    pick_device,
-    store,
-    total_bytes,
-    write_json,
-)
+from verl_qerl.cli import model_dir
 from verl_qerl.cli.output_dir import check_absent, new_directory
 from verl_qerl.cli.quantize.arguments import SAMPLES, TOKENS
 from verl_qerl.cli.quantize.calibration import Calibration, calibrated_stream, check_calibrated
@@ -39,9 +30,8 @@ from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import PackedWeight, WeightFormat, get_format
 from verl_qerl.formats.ignore import DEFAULT_IGNORE, ROUTER, is_router
 from verl_qerl.formats.reference import relative_error
-from verl_qerl.formats.tensor_spec import TensorSpec
 
-# As packed_stream.
+# As packed_stream, of which `observe` alone is left to be given.
 Pack = Callable[..., Iterator[tuple[str, PackedWeight | torch.Tensor]]]
 
 
@@ -98,11 +88,50 @@ def quantize_checkpoint(
     """
     check_absent(out)
     chosen = get_format(form, scale)
+    source, rules, stored = _open(model, chosen, ignore, requantize, calibration is not None)
+    specs = quantized_specs(source.specs, packed_names(source, chosen, rules), chosen.specs)
+    where = model_dir.pick_device(device)
+    texts = calibration.read(source, rules) if calibration else ()
+    stream = partial(calibrated_stream, texts=texts) if texts else packed_stream
+    before, after = model_dir.total_bytes(source.specs), model_dir.total_bytes(specs)
+    with new_directory(out) as folder:
+        model_dir.check_free_space(folder, after)
+        started = time.perf_counter()
+        with ShardedWriter(folder, specs, max_shard_bytes) as writer:
+            layers = _write(writer, before, partial(stream, source, chosen, rules, where))
+        seconds = time.perf_counter() - started
+        report = {
+            "verl_qerl": __version__,
+            "torch": torch.__version__,
+            "device": model_dir.device_name(where),
+            "format": form,
+            "method": "gptq" if texts else "rtn",
+            **({"calibration": {"samples": len(texts), "tokens": sum(map(len, texts))}} if texts else {}),
+            "ignore": rules,
+            "source": stored or "unquantized",
+            "seconds": round(seconds, 3),
+            "read_gb_per_s": round(before / 1e9 / seconds, 3),
+            "bytes_before": before,
+            "bytes_after": after,
+            "model_digest": model_digest({module: layer["digest"] for module, layer in layers.items()}),
+            "layers": layers,
+        }
+        model_dir.copy_other_files(source.path, folder)
+        model_dir.write_json(folder / "config.json", source.config | {"quantization_config": chosen.config(rules)})
+        model_dir.write_json(folder / model_dir.QUANTIZATION_REPORT, report)
+    return report
+
+
+def _open(
+    model: Path, form: WeightFormat, ignore: Sequence[str], requantize: bool, calibrates: bool
+) -> tuple[Source, tuple[str, ...], str | None]:
+    """The model as it is to be quantized, what of it is left as it is, and the format that it is stored in."""
     source = open_source(model)
+    stored = source.format
     rules = tuple(dict.fromkeys((*DEFAULT_IGNORE, *ignore)))
-    if calibration:
-        check_calibrated(source, chosen)
-    if requantize and source.format is not None:
+    if calibrates:
+        check_calibrated(source, form)
+    if requantize and stored is not None:
         source = dense_source(source)
         rules = (*rules, *left_dense(source, rules))
     if source.format is not None:
@@ -110,79 +139,28 @@ def quantize_checkpoint(
             f"the model is quantized already: {source.path} ({source.format}). An unquantized checkpoint is accepted. "
             "Use this directory as it is, name the original model, or add --requantize."
         )
-    check_held(source, chosen)
+    check_held(source, form)
     if any(is_router(name.rpartition(".")[0]) for name in source.files):
         rules = (*rules, ROUTER)
-    specs = quantized_specs(source.specs, packed_names(source, chosen, rules), chosen.specs)
-    where = pick_device(device)
-    texts = calibration.read(source, rules) if calibration else ()
-    with new_directory(out) as folder:
-        check_free_space(folder, total_bytes(specs))
-        report = _write(folder, source, specs, max_shard_bytes, chosen, rules, where, texts)
-        copy_other_files(source.path, folder)
-        write_json(folder / "config.json", source.config | {"quantization_config": chosen.config(rules)})
-        write_json(folder / QUANTIZATION_REPORT, report)
-    return report
+    return source, rules, stored
 
 
-def _write(
-    folder: Path,
-    source: Source,
-    specs: Mapping[str, TensorSpec],
-    max_shard_bytes: int,
-    form: WeightFormat,
-    ignore: Sequence[str],
-    device: str,
-    texts: Sequence[Sequence[int]],
-) -> dict[str, Any]:
-    """Write the weights; the report."""
-    started = time.perf_counter()
-    with ShardedWriter(folder, specs, max_shard_bytes) as writer:
-        layers = _write_tensors(
-            writer, source, form, ignore, device, partial(calibrated_stream, texts=texts) if texts else packed_stream
-        )
-    seconds = time.perf_counter() - started
-    return {
-        "verl_qerl": __version__,
-        "torch": torch.__version__,
-        "device": device_name(device),
-        "format": form.name,
-        "method": "gptq" if texts else "rtn",
-        **({"calibration": {"samples": len(texts), "tokens": sum(map(len, texts))}} if texts else {}),
-        "ignore": ignore,
-        "source": source.origin.format if isinstance(source, DenseSource) else "unquantized",
-        "seconds": round(seconds, 3),
-        "read_gb_per_s": round(total_bytes(source.specs) / 1e9 / seconds, 3),
-        "bytes_before": total_bytes(source.specs),
-        "bytes_after": total_bytes(specs),
-        "model_digest": model_digest({module: layer["digest"] for module, layer in layers.items()}),
-        "layers": layers,
-    }
-
-
-def _write_tensors(
-    writer: ShardedWriter,
-    source: Source,
-    form: WeightFormat,
-    ignore: Sequence[str],
-    device: str,
-    pack: Pack,
-) -> dict[str, dict[str, Any]]:
-    """Fill `writer`; the report of each layer, in the order of their names."""
+def _write(writer: ShardedWriter, num_bytes: int, pack: Pack) -> dict[str, dict[str, Any]]:
+    """Fill `writer` from `num_bytes` of a model; the report of each layer, in the order of their names."""
     layers: dict[str, dict[str, Any]] = {}
-    with tqdm(total=total_bytes(source.specs), unit="B", unit_scale=True, desc="quantize") as bar:
+    with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="quantize") as bar:
 
         def observe(module: str, weight: torch.Tensor, packed: PackedWeight, **outputs: float) -> None:
             layers[module] = _layer(weight, packed) | outputs
             bar.update(weight.nbytes)
 
         def items() -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
-            for name, item in pack(source, form, ignore, device, observe):
+            for name, item in pack(observe=observe):
                 if isinstance(item, torch.Tensor):
                     bar.update(item.nbytes)
                 yield name, item
 
-        for module, digest in store(writer, items()).items():
+        for module, digest in model_dir.store(writer, items()).items():
             layers[module]["digest"] = digest
     return dict(sorted(layers.items()))
 

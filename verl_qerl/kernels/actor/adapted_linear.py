@@ -62,11 +62,7 @@ def _split(low: torch.Tensor, Bs: Sequence[torch.Tensor]) -> tuple[torch.Tensor,
 class _AdaptedLinears(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weights: FrozenWeights,
-        scalings: Sequence[float],
-        *tensors: torch.Tensor | None,
+        ctx: Any, x: torch.Tensor, weights: FrozenWeights, scalings: Sequence[float], *tensors: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         count = len(scalings)
         Bs: Any = tensors[count : 2 * count]

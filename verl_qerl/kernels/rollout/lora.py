@@ -206,22 +206,8 @@ def launch_expand(
     part = min(256, max(16, triton.next_power_of_2(rank)))
     shape: Any = {"ROWS": rows, "TILE": tile, "RANK": part, "PARTS": triton.cdiv(rank, part), "num_warps": 4}
     shape["HAS_BIAS"] = bias is not None
-    _expand_kernel[grid](
-        y,
-        partial,
-        b,
-        members,
-        slots,
-        y if bias is None else bias,
-        out,
-        M,
-        N,
-        columns,
-        rank,
-        y.stride(0),
-        num_splits(M, in_features),
-        **shape,
-    )
+    tensors = (y, partial, b, members, slots, y if bias is None else bias, out)
+    _expand_kernel[grid](*tensors, M, N, columns, rank, y.stride(0), num_splits(M, in_features), **shape)
     return out
 
 

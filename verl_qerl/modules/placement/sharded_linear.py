@@ -81,13 +81,8 @@ class ShardedNVFP4Linear(NVFP4Linear):
     persistent = True
     _checksum: torch.Tensor | None = None  # of what `packed` gathered, until a pass has seen the same
 
-    def __init__(
-        self, in_features: int, out_features: int, bias: nn.Parameter | None, device: torch.device | str
-    ) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = in_features, out_features
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
-        num_bytes = _HEAD + out_features * (in_features // 2 + in_features // BLOCK_SIZE)
+    def _allocate(self, device: torch.device | str) -> None:
+        num_bytes = _HEAD + self.out_features * (self.in_features // 2 + self.in_features // BLOCK_SIZE)
         multiple = _HEAD * (dist.get_world_size() if dist.is_initialized() else 1)
         self._set(torch.zeros(-(-num_bytes // multiple) * multiple, dtype=torch.uint8, device=device))
 

@@ -5,7 +5,7 @@ Linears that vLLM runs as one (q, k, v; gate, up) are stacked along N and repack
 place.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -91,8 +91,8 @@ def share_base(model: nn.Module) -> SharedBase:
     Raises:
         ValueError: It has experts, sharded linears or none, or an out_features that tiles do not divide.
     """
-    groups = _groups(model)
-    linears = _nvfp4_linears(model)
+    linears = {name: linear for name, linear in packed_linears(model) if isinstance(linear, NVFP4Linear)}
+    groups = _groups(model, linears)
     flat = _memory(sum(group.num_bytes for group in groups), next(iter(linears.values())).weight.device)
     for group in groups:
         members = [linears[name] for name in group.members]
@@ -124,8 +124,7 @@ def shared_by_name() -> Iterator[None]:
         torch.multiprocessing.set_sharing_strategy(before)
 
 
-def _groups(model: nn.Module) -> list[RepackedGroup]:
-    linears = _nvfp4_linears(model)
+def _groups(model: nn.Module, linears: dict[str, NVFP4Linear]) -> list[RepackedGroup]:
     odd = sorted({type(linear).__name__ for _, linear in packed_linears(model) if type(linear) is not NVFP4Linear})
     if any(isinstance(module, NVFP4Experts) for module in model.modules()):
         odd.append(NVFP4Experts.__name__)
@@ -136,24 +135,16 @@ def _groups(model: nn.Module) -> list[RepackedGroup]:
         )
     groups: dict[str, RepackedGroup] = {}
     offset = 0
-    for name in linears:
-        key, members = fused_group(name)
-        if key not in groups:
-            groups[key] = _group([member for member in members if member in linears], linears, offset)
-            offset += groups[key].num_bytes
-    return list(groups.values())
-
-
-def _nvfp4_linears(model: nn.Module) -> dict[str, NVFP4Linear]:
-    return {name: linear for name, linear in packed_linears(model) if isinstance(linear, NVFP4Linear)}
-
-
-def _group(names: Sequence[str], linears: dict[str, NVFP4Linear], offset: int) -> RepackedGroup:
-    members = [linears[name] for name in names]
-    for name, linear in zip(names, members, strict=True):
+    for name, linear in linears.items():
         if linear.out_features % ROWS:
             raise ValueError(
                 f"qerl.base.share=true is not possible: {name!r} has {linear.out_features} rows."
                 f" Multiples of {ROWS} are accepted. Leave the option out."
             )
-    return RepackedGroup(tuple(names), tuple(linear.out_features for linear in members), members[0].in_features, offset)
+        key, members = fused_group(name)
+        if key not in groups:
+            held = tuple(member for member in members if member in linears)
+            rows = tuple(linears[member].out_features for member in held)
+            groups[key] = RepackedGroup(held, rows, linear.in_features, offset)
+            offset += groups[key].num_bytes
+    return list(groups.values())

@@ -22,11 +22,7 @@ class ChunkedHead(nn.Linear):
     fused: bool = False
 
     def forward(
-        self,
-        input: torch.Tensor,
-        labels: torch.Tensor | None = None,
-        temperature: float = 1.0,
-        entropy: bool = False,
+        self, input: torch.Tensor, labels: torch.Tensor | None = None, temperature: float = 1.0, entropy: bool = False
     ) -> Any:
         """[..., D] -> logits [..., V]; with labels [...]: (log-probs, entropies), both [...] float32."""
         if labels is None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -135,7 +136,8 @@ class FrozenBase:
 
     def of_optimizer(self, module: nn.Module) -> Any:
         """The module without its packed bytes, so that runs with and without qerl.base.shard resume each other."""
-        return _WithoutPackedBytes(module)
+        named = module.named_parameters
+        return SimpleNamespace(parameters=lambda: (p for name, p in named() if not name.endswith(".packed_bytes")))
 
     def inputs(self, micro_batch: Any) -> dict[str, Any]:
         """Further inputs of the model: whether a head that gives log-probs shall give the entropy too."""
@@ -205,13 +207,3 @@ def _adapter_names(module: Any) -> dict[str, str]:
     saved = convert_weight_keys(get_peft_model_state_dict(module, state_dict=parameters), module)
     names = {id(parameter): name for name, parameter in parameters.items()}
     return {name: names[id(parameter)] for name, parameter in saved.items()}
-
-
-class _WithoutPackedBytes:
-    """The parameters of a model that an optimizer may see."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return (p for name, p in self._module.named_parameters() if not name.endswith(".packed_bytes"))

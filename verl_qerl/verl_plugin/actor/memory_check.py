@@ -17,10 +17,7 @@ from verl_qerl.verl_plugin.config.nodes import plain
 logger = logging.getLogger(__name__)
 
 # The linears of a layer, in the order of ModelShape.linears.
-_LINEARS = (
-    *(f"self_attn.{name}_proj" for name in "qkvo"),
-    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
-)
+_LINEARS = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down")))
 
 
 def check_memory(engine: Any, run: Mapping[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 from omegaconf import DictConfig, OmegaConf
 
-ROLLOUTS = ("fp8", "int8", "mxfp4", "nvfp4")
+from verl_qerl.vllm_plugin import NAMES
+
 _NODES = ("aqn", "acr", "uaq", "qerl")
 _ROLLOUT = "actor_rollout_ref.rollout"
 _VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
@@ -41,4 +42,5 @@ def asks_for_qerl(arguments: list[str]) -> bool:
     values = {name: value.strip().strip("'\"") for name, value in pairs}  # Hydra takes quotes away too
     nodes = {name.partition(".")[0] for name in values}
     of_workers = any("additional_config" in argument and "verl_qerl" in argument for argument in arguments)
-    return bool(nodes & {*_NODES}) or values.get(_LOSS_MODE) == "acr" or of_workers or values.get("rollout") in ROLLOUTS
+    ours = values.get(_LOSS_MODE) == "acr" or values.get("rollout") in NAMES.values()
+    return bool(nodes & {*_NODES}) or of_workers or ours

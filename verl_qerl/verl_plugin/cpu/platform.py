@@ -19,29 +19,22 @@ class _DeviceModule(types.SimpleNamespace):
         return getattr(torch.cpu, name)
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
+def _always(answer: Any) -> Any:
+    """A function or method that takes anything and gives the same answer."""
+    return lambda *args, **kwargs: answer
 
 
-def _zero(*args: Any, **kwargs: Any) -> int:
-    return 0
-
-
+_nothing = _always(None)
+_DO_NOTHING = ("set_device", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats")
+_ARE_ZERO = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
 _DEVICE_MODULE = _DeviceModule(
-    is_available=lambda: False,
-    current_device=lambda: "cpu",
-    device_count=lambda: 1,
-    get_device_name=lambda *args: "CPU",
-    set_device=_nothing,
-    synchronize=_nothing,
-    empty_cache=_nothing,
-    ipc_collect=_nothing,
-    reset_peak_memory_stats=_nothing,
-    memory_allocated=_zero,
-    memory_reserved=_zero,
-    max_memory_allocated=_zero,
-    max_memory_reserved=_zero,
-    mem_get_info=lambda *args: (0, 0),
+    **dict.fromkeys(_DO_NOTHING, _nothing),
+    **dict.fromkeys(_ARE_ZERO, _always(0)),
+    is_available=_always(False),
+    current_device=_always("cpu"),
+    device_count=_always(1),
+    get_device_name=_always("CPU"),
+    mem_get_info=_always((0, 0)),
     get_rng_state=lambda *args: torch.get_rng_state(),
     set_rng_state=lambda state, *args: torch.set_rng_state(state),
 )
@@ -50,67 +43,29 @@ _DEVICE_MODULE = _DeviceModule(
 class PlatformCPU(PlatformBase):
     """Device `cpu`, collectives by gloo, weight transfer through shared memory."""
 
-    device_name = property(lambda self: "cpu")  # type: ignore[assignment]
-    vendor_name = property(lambda self: "cpu")  # type: ignore[assignment]
-    device_module = property(lambda self: _DEVICE_MODULE)  # type: ignore[assignment]
+    device_name = property(_always("cpu"))  # type: ignore[assignment]
+    vendor_name = property(_always("cpu"))  # type: ignore[assignment]
+    device_module = property(_always(_DEVICE_MODULE))  # type: ignore[assignment]
 
     # There is one device, on which nothing runs asynchronously; no caching allocator, profiler, NCCL or CUDA runtime.
-    set_device = synchronize = set_allocator_settings = empty_cache = _nothing
-    profiler_start = profiler_stop = get_collective_module = cudart = _nothing
-
-    def is_available(self) -> bool:
-        """Always."""
-        return True
-
-    def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """Never by detection: a driver without a GPU may well steer a cluster that has some."""
-        return False
-
-    def current_device(self) -> Any:
-        """`cpu`, which `.to()` takes in the place of an index."""
-        return "cpu"
-
-    def device_count(self) -> int:
-        """One device a process."""
-        return 1
+    set_device = synchronize = set_allocator_settings = empty_cache = profiler_start = profiler_stop = cudart = _nothing
+    nvtx_range = _always(contextlib.nullcontext())
+    is_available = _always(True)
+    is_platform_available = _always(False)  # a driver without a GPU may well steer a cluster that has some
+    current_device = _always("cpu")  # which `.to()` takes in the place of an index
+    device_count = _always(1)
+    get_device_capability = _always((None, None))
+    communication_backend_name = _always("gloo")
+    visible_devices_envvar = _always("CUDA_VISIBLE_DEVICES")  # Ray sets it, and nothing reads it here
+    ray_resource_name = _always("GPU")  # what verl's resource pools count
+    ray_noset_envvars = _always(["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"])
+    is_ipc_supported = _always(False)
 
     def manual_seed(self, seed: int) -> None:
         """Seed torch."""
         torch.manual_seed(seed)
 
     manual_seed_all = manual_seed
-
-    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-        """A CPU has no compute capability."""
-        return None, None
-
-    def communication_backend_name(self) -> str:
-        """The collectives' backend."""
-        return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        """The variable Ray sets; nothing reads it here."""
-        return "CUDA_VISIBLE_DEVICES"
-
-    def nvtx_range(self, msg: str) -> Any:
-        """No profiler."""
-        return contextlib.nullcontext()
-
-    def ray_resource_name(self) -> str:
-        """The name verl's resource pools count."""
-        return "GPU"
-
-    def ray_noset_envvars(self) -> list[str]:
-        """The variable that keeps Ray from changing the visible devices."""
-        return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
-
-    def is_ipc_supported(self) -> bool:
-        """No CUDA IPC: verl sends weights through shared memory."""
-        return False
-
-    def rollout_env_vars(self) -> dict[str, str]:
-        """No variables are needed."""
-        return {}
 
 
 def register() -> None:

@@ -120,11 +120,7 @@ def _load_server() -> type:
             self._final_outputs = FinalOutputs(self.engine) if self.qerl_base else None
 
         async def collective_rpc(
-            self,
-            method: Any,
-            timeout: float | None = None,
-            args: tuple = (),
-            kwargs: dict[str, Any] | None = None,
+            self, method: Any, timeout: float | None = None, args: tuple = (), kwargs: dict[str, Any] | None = None
         ) -> list[Any]:
             """Return the result of every worker, which verl's method drops (patches/verl/0004)."""
             return await self.engine.collective_rpc(method=method, timeout=timeout, args=args, kwargs=kwargs)

@@ -1,15 +1,13 @@
 """The class vLLM's workers inherit from: verl's own weight sync or ours of quantized weights, noise, and checks."""
 
 import copy
-import hashlib
-from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID, vLLMColocateWorkerExtension
 
 from verl_qerl import vllm_plugin
-from verl_qerl.checkpoints.digest import check_same_base
+from verl_qerl.checkpoints.digest import check_same_base, model_digest
 from verl_qerl.formats import WeightFormat, get_format
 from verl_qerl.verl_plugin.config.base_options import CHECKSUM, DIGESTS, LAYOUT
 from verl_qerl.verl_plugin.weight_sync.flat_adapter import FlatReceiver, adapter_checksum
@@ -44,7 +42,7 @@ class WorkerExtension(RolloutWorkerExtension, vLLMColocateWorkerExtension):
     _qerl_base_unchecked: bool
     _qerl_format: WeightFormat | None  # of the linears that a sync brings
     _qerl_num_syncs: int
-    _qerl_checksum: int | None  # of what the last sync brought
+    _qerl_checksum: int | str | None  # of what the last sync brought
     _qerl_report: SyncReport | None
     _qerl_error: Exception | None
 
@@ -57,9 +55,9 @@ class WorkerExtension(RolloutWorkerExtension, vLLMColocateWorkerExtension):
             raise RuntimeError("verl's QAT is on in a worker of ours. This is a defect of verl_qerl: report it.")
         load_format = getattr(getattr(vllm_config, "load_config", None), "load_format", None)
         has_adapter = getattr(vllm_config, "lora_config", None) is not None
-        worker._qerl_base_unchecked = has_adapter and load_format in vllm_plugin.NAMES
-        requantized = not has_adapter and load_format in vllm_plugin.NAMES
-        worker._qerl_format = get_format(vllm_plugin.NAMES[str(load_format)]) if requantized else None
+        form = vllm_plugin.NAMES.get(str(load_format))
+        worker._qerl_base_unchecked = has_adapter and form is not None
+        worker._qerl_format = None if has_adapter or form is None else get_format(form)
         worker._qerl_num_syncs = 0
         worker._qerl_checksum = worker._qerl_report = worker._qerl_error = None
         prepare_model(worker, vllm_config)
@@ -140,7 +138,7 @@ class WorkerExtension(RolloutWorkerExtension, vLLMColocateWorkerExtension):
         receiver.receive_weights(on_bucket_received=lambda weights, is_last: reload.load(weights))
         report = self._qerl_report = reload.finish()
         self._qerl_num_syncs += 1
-        self._qerl_checksum = _checksum_of_all(report.manifest.checksums)
+        self._qerl_checksum = model_digest(report.manifest.checksums)
         if self._qerl_noise is not None:
             self._qerl_noise.recapture()
 
@@ -197,11 +195,6 @@ def _require_same(sent: int, came: int, flat: torch.Tensor) -> None:
             f"the adapter arrived otherwise than the actor sent it: checksum={came}, sent was {sent}. Equal ones are"
             " needed. Update the GPU's driver or set NCCL_P2P_DISABLE=1 if this comes again."
         )
-
-
-def _checksum_of_all(checksums: Mapping[str, int]) -> int:
-    lines = "\n".join(f"{name} {value}" for name, value in sorted(checksums.items()))
-    return int.from_bytes(hashlib.sha256(lines.encode()).digest()[:8], "big", signed=True)
 
 
 def _without_nvfp4(vllm_config: Any) -> Any:

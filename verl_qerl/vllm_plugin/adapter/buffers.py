@@ -5,8 +5,9 @@ buffers. Those are the same storage for as long as the engine lives, so that cap
 into them. Here the whole adapter arrives as one tensor; where its parts go is found out, and checked, once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ def place_adapter(
     if plan.zeros:
         torch._foreach_zero_(plan.zeros)
     for layer, a, b in plan.by_layer:
-        layer.set_lora(0, *(_parts(flat, spans) for spans in (a, b)))
+        layer.set_lora(0, *(_each(partial(_part, flat), spans) for spans in (a, b)))
     for layer in plan.left_out:
         layer.reset_lora(0)
     return len(manager.modules) - len(plan.left_out)
@@ -116,7 +117,7 @@ def require_placed(manager: Any, lora_id: int, flat: torch.Tensor) -> None:
     if empty and not float(torch.stack(torch._foreach_norm(empty, float("inf"))).max()) == 0:
         raise _not_held("what it leaves out is not zero")
     for layer, a, b in plan.by_layer:
-        halves = _sliced(layer, *(_parts(flat, spans) for spans in (a, b)))
+        halves = _sliced(layer, *(_each(partial(_part, flat), spans) for spans in (a, b)))
         for stacked, half in zip((layer.lora_a_stacked, layer.lora_b_stacked), halves or (), strict=False):
             for buffer, part in zip(stacked, half, strict=True):
                 if part is not None and not torch.equal(buffer[0, 0, : part.shape[0], : part.shape[1]], part):
@@ -167,10 +168,11 @@ def _part(flat: torch.Tensor, span: _Span) -> torch.Tensor:
     return flat.as_strided(*span)
 
 
-def _parts(flat: torch.Tensor, spans: Any) -> Any:
-    if isinstance(spans, list):
-        return [None if span is None else _part(flat, span) for span in spans]
-    return _part(flat, spans)
+def _each(function: Callable[[Any], Any], halves: Any) -> Any:
+    """`function` of A or B of a linear, or of those of its members, of which some may be None."""
+    if isinstance(halves, list):
+        return [None if half is None else function(half) for half in halves]
+    return function(halves)
 
 
 def _span(tensor: torch.Tensor) -> _Span:
@@ -191,19 +193,13 @@ def _make_plan(manager: Any, layout: Layout, flat: torch.Tensor, rank: int) -> _
         if name not in manager.packed_modules:
             a, b = a[0], b[0]
         if not _plan_linear(plan, name, layer, a, b, flat):
-            plan.by_layer.append((layer, *(_spans(half) for half in (a, b))))
+            plan.by_layer.append((layer, *(_each(_span, half) for half in (a, b))))
     if pairs:
         raise ValueError(
             f"{len(pairs)} modules of the adapter are none of this model's, first {sorted(pairs)[0]!r}. Accepted are"
             f" linears that vLLM can adapt. Train with target_modules among them."
         )
     return plan
-
-
-def _spans(tensors: Any) -> Any:
-    if isinstance(tensors, list):
-        return [None if tensor is None else _span(tensor) for tensor in tensors]
-    return _span(tensors)
 
 
 def _plan_linear(plan: _Plan, name: str, layer: Any, a: Any, b: Any, flat: torch.Tensor) -> bool:

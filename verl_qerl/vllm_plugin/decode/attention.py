@@ -21,12 +21,7 @@ class DecodeAttentionImpl(FlashAttentionImpl):
     """FlashAttention whose decode steps are one launch, which also writes keys and values into the cache."""
 
     def do_kv_cache_update(
-        self,
-        layer: Any,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """Write keys and values into the cache, unless `forward` will do it."""
         metadata = get_forward_context().attn_metadata

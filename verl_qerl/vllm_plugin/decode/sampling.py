@@ -8,11 +8,7 @@ from typing import Any
 
 import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-from vllm.v1.sample.logits_processor import (
-    LogitBiasLogitsProcessor,
-    MinPLogitsProcessor,
-    MinTokensLogitsProcessor,
-)
+from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor
 from vllm.v1.sample.sampler import Sampler
 
 from verl_qerl import upstream
@@ -22,11 +18,7 @@ from verl_qerl.vllm_plugin.options import named
 from verl_qerl.vllm_plugin.weights.plans import say_once
 
 # What of vLLM's own processors changes logits; one without it gives them back as they are.
-_ACTS = {
-    LogitBiasLogitsProcessor: "biases",
-    MinPLogitsProcessor: "min_p_count",
-    MinTokensLogitsProcessor: "min_toks",
-}
+_ACTS = {LogitBiasLogitsProcessor: "biases", MinPLogitsProcessor: "min_p_count", MinTokensLogitsProcessor: "min_toks"}
 
 
 class FusedSampler(Sampler):

@@ -42,11 +42,7 @@ class NormNoise:
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        config: AQNConfig,
-        uaq_scale: float = 1.0,
-        give_tables: GiveTables | None = None,
+        self, model: torch.nn.Module, config: AQNConfig, uaq_scale: float = 1.0, give_tables: GiveTables | None = None
     ) -> None:
         self._config = config
         self._norms = find_norms(model, config.targets, "Name them with `+aqn.targets=[...]`.")

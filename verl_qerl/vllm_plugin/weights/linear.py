@@ -32,7 +32,7 @@ class Everywhere:
         return True, None
 
 
-class W4A16Kernel(NvFp4LinearKernel):
+class W4A16Kernel(Everywhere, NvFp4LinearKernel):
     """Chooses the kernel by the number of rows; a linear that our kernels do not take stays on Marlin."""
 
     def __init__(self, config: NvFp4LinearLayerConfig) -> None:
@@ -44,11 +44,6 @@ class W4A16Kernel(NvFp4LinearKernel):
         """Whether this GPU runs our kernels (Hopper), or the reason why not."""
         reason = why_not()
         return reason is None, reason
-
-    @classmethod
-    def can_implement(cls, config: NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
-        """Every NVFP4 layer: what our kernels do not take runs on Marlin."""
-        return True, None
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Repack the weight; vLLM's names hold the repacked tensors afterwards."""

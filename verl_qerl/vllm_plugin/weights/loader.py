@@ -4,7 +4,7 @@ Both go through `checkpoints.stream`, the reader of the actor's packed base, so 
 construction; the digests kept here are what the actor's are compared with.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -90,7 +90,13 @@ class QuantizingModelLoader(BaseModelLoader):
         members = checkpoint_members(model) | experts
         if self._borrows:
             digests |= self._attach(model, members, device)
-        loaded = set(model.load_weights(self._tensors(model_config, device, digests, given)))
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in self._quantized(model_config, device, digests):
+                given.add(name)
+                yield name, tensor
+
+        loaded = set(model.load_weights(tensors()))
         missing = sorted((set().union(*members.values()) - given) | (set(members) - set(experts) - loaded))
         if missing:
             raise ValueError(
@@ -107,16 +113,9 @@ class QuantizingModelLoader(BaseModelLoader):
         linears = {name.rpartition(".")[0] for name in empty}
         return digests_of(attach(model, {name: fused_members(model, name) for name in linears}, device))
 
-    def _tensors(
-        self, model_config: ModelConfig, device: torch.device, digests: dict[str, str], given: set[str]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._quantized(model_config, device, digests):
-            given.add(name)
-            yield name, tensor
-
     def _quantized(
         self, model_config: ModelConfig, device: torch.device, digests: dict[str, str]
-    ) -> Iterable[tuple[str, torch.Tensor]]:
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         source = self._source(model_config)
         if self._borrows:
             for name, tensor in stored_tensors(source, device):

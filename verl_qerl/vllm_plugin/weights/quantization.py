@@ -25,17 +25,11 @@ from verl_qerl.formats import get_format
 from verl_qerl.formats.ignore import is_router
 from verl_qerl.vllm_plugin import NAMES, PREFIX
 from verl_qerl.vllm_plugin.options import asked_of_vllm, rollout_options
+from verl_qerl.vllm_plugin.weights import reference_kernels
 from verl_qerl.vllm_plugin.weights.borrowed import BorrowedNVFP4, is_borrowing
 from verl_qerl.vllm_plugin.weights.experts import experts_method
 from verl_qerl.vllm_plugin.weights.linear import W4A16Kernel
 from verl_qerl.vllm_plugin.weights.plans import say_once, why_not
-from verl_qerl.vllm_plugin.weights.reference_kernels import (
-    INT8ReferenceKernel,
-    MXFP4ReferenceKernel,
-    ReferenceKernel,
-    W8A8FP8Reference,
-    onednn_multiplies_int8,
-)
 
 _MARLIN = "linear_backend='marlin'"
 # Compute capabilities of the GPUs that vLLM 0.24.0 has a kernel for: at least the first, below the second.
@@ -108,7 +102,7 @@ class RolloutConfig(CompressedTensorsConfig):
         if form == "mxfp4" and self._is_mxfp4(weight_quant) and input_quant is None:
             return W4A16MXFP4()
         if form == "fp8" and self._is_fp8_w8a8(weight_quant, input_quant) and current_platform.is_cpu():
-            return W8A8FP8Reference()
+            return reference_kernels.W8A8FP8Reference()
         if form == "int8" and self._is_dynamic_token_w8a8(weight_quant, input_quant):
             return W8A8INT8(weight_quant.strategy, is_static_input_scheme=False, input_symmetric=input_quant.symmetric)
         return super()._get_scheme_from_parts(weight_quant, input_quant, *args, **kwargs)
@@ -162,7 +156,7 @@ class W4A16NVFP4(CompressedTensorsW4A4Fp4):
         if current_platform.is_cpu():
             # vLLM's own __init__ raises on a CPU: it forces Marlin. The rest of it is these three attributes.
             self.use_a16 = True
-            self.kernel = ReferenceKernel(NvFp4LinearLayerConfig())
+            self.kernel = reference_kernels.ReferenceKernel(NvFp4LinearLayerConfig())
             self.group_size = 16
             return
         _check_backend("NVFP4")
@@ -186,7 +180,7 @@ class W4A16MXFP4(CompressedTensorsW4A4Mxfp4):
         self.group_size = 32
         config = MxFp4LinearLayerConfig()
         if current_platform.is_cpu():
-            self.kernel = MXFP4ReferenceKernel(config)
+            self.kernel = reference_kernels.MXFP4ReferenceKernel(config)
             return
         _check_backend("MXFP4")
         from vllm.model_executor.kernels.linear.mxfp4.marlin import MarlinMxFp4LinearKernel
@@ -205,12 +199,12 @@ class W8A8INT8(CompressedTensorsW8A8Int8):
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         """Create vLLM's weights, with our kernel where vLLM's computes wrong products."""
         super().create_weights(layer, *args, **kwargs)
-        if current_platform.is_cpu() and not onednn_multiplies_int8():
+        if current_platform.is_cpu() and not reference_kernels.onednn_multiplies_int8():
             say_once(
                 "INT8 linears run on a reference in float32, which is slow: vLLM's kernel computes wrong products on"
                 " this CPU, which has no VNNI."
             )
-            self.kernel = INT8ReferenceKernel(self.kernel.config, self.kernel.layer_param_names)
+            self.kernel = reference_kernels.INT8ReferenceKernel(self.kernel.config, self.kernel.layer_param_names)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Process the weights; the scales stay where oneDNN reads them, and an empty tensor stands for the weight."""

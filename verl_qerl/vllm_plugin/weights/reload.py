@@ -186,17 +186,14 @@ class InPlaceReload:
 
     def _check_held(self) -> None:
         for name, members in self._expected.pop_whole().items():
-            dense = [self._decoded(name, tensors) for tensors in members]
-            if not holds(self._linears[name], dense):
+            parts = [{part: tensors[part] for part in self._form.parts} for tensors in members]  # without their bias
+            packed = (self._form.from_tensors(repr(name), one) for one in parts)
+            if not holds(self._linears[name], [dequantize(one, torch.float32) for one in packed]):
                 raise ValueError(
                     f"the rollout's linear {name!r} does not hold what the actor sent. The same weights are needed."
                     " This is a defect of verl_qerl or vLLM: report it with the model and both versions."
                 )
             self._num_checked += 1
-
-    def _decoded(self, name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        parts = {part: tensors[part] for part in self._form.parts}  # a bias has come with them
-        return dequantize(self._form.from_tensors(repr(name), parts), torch.float32)
 
 
 def tied_heads(model: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
