@@ -266,11 +266,7 @@ RULES: tuple[Rule, ...] = (
     *_rules(
         QUANTIZED,
         (_IS_VLLM, "", f"Set {ROLLOUT}.name=vllm."),
-        (
-            Need("model_engine", _is("dp"), "dp"),
-            "the actor is trained by verl's FSDP2 engine",
-            "Leave it out, and take verl's configuration ppo_trainer.",
-        ),
+        (Need("model_engine", _is("dp"), "dp"), "verl's FSDP2 engine trains the actor", "Use ppo_trainer without it."),
         (Need(LORA_RANK, lambda v: v is None or _is_whole(v), "a whole number"), "", "Set it; 0 trains all weights."),
         (Need(f"{ACTOR}.strategy", _is("fsdp2"), "fsdp2"), "", f"Set {ACTOR}.strategy=fsdp2."),
         (Need(f"{FSDP}._target_", _is(OUR_ENGINE), "ours"), "verl's engine knows no packed base", _LEAVE),

@@ -45,7 +45,6 @@ def test_a_file_is_the_program_and_what_an_option_names_is_none():
     ("program", "option"),
     [
         ("verl.experimental.one_step_off_policy.main_ppo", "+aqn.enabled=true"),
-        ("verl.experimental.fully_async_policy.fully_async_main", "+rollout=nvfp4"),
         ("verl.trainer.main_generation_server", "+rollout=nvfp4"),
         ("verl.trainer.sft_trainer", "+rollout=int8"),
     ],

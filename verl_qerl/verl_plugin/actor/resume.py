@@ -102,8 +102,7 @@ def check_checkpoint(folder: Path, held: BaseRecord, parts: Sequence[str]) -> Ba
 
 def refuse_adapter(folder: Path) -> None:
     """Raise CheckpointFormatError, on every rank, where the checkpoint is of an adapter on a packed base."""
-    record = read_on_first_rank(lambda: read_record(folder))
-    if record is not None:
+    if record := read_on_first_rank(lambda: read_record(folder)):
         raise CheckpointFormatError(
             f"the checkpoint is of an adapter: lora_rank={record.adapter.get('r')}, now 0, in {folder}. One of a run"
             " of all weights is accepted. Set actor_rollout_ref.model.lora_rank as it was, or"

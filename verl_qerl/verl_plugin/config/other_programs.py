@@ -22,11 +22,10 @@ def refuse(command: Sequence[str]) -> None:
     Raises:
         SystemExit: The command line sets one of our options.
     """
-    named = [argument for argument in command if "=" not in argument]
-    for name in PROGRAMS:
-        runs = any(argument.startswith(name) or name.replace(".", "/") in argument for argument in named)
-        if runs and asks_for_qerl(list(command)):
-            raise SystemExit(
-                f"{name} has no AQN, no ACR, no UAQ, no NVFP4, no gate and no +qerl.rollout. Accepted is"
-                " verl.trainer.main_ppo. Start that, or leave these options out."
-            )
+    started = " ".join(argument.replace("/", ".") for argument in command if "=" not in argument)
+    name = next((name for name in PROGRAMS if name in started), None)
+    if name and asks_for_qerl(list(command)):
+        raise SystemExit(
+            f"{name} has no AQN, no ACR, no UAQ, no NVFP4, no gate and no +qerl.rollout. Accepted is"
+            " verl.trainer.main_ppo. Start that, or leave these options out."
+        )
