@@ -20,6 +20,7 @@ RUNS = (
     {"aqn.enabled": True},
     {"uaq.enabled": True},
     {rules.LOSS_MODE: "acr"},
+    {"distillation.enabled": True, "distillation.distillation_loss.loss_mode": "forward_kl_topk"},
     *({f"qerl.gate.{name}": 1} for name in ("max_initial_kl", "max_kl", "mismatch_sample")),
     {"trainer.device": "cpu", rules.LORA_RANK: 8, f"{rules.ROLLOUT}.name": "vllm"},
 )

@@ -165,6 +165,11 @@ def _bf16_on_cpu(run: Run) -> str | None:
     return "a bf16 rollout and trainer.device=cpu" if cpu else None
 
 
+def _top_k(run: Run) -> str | None:
+    mode = run("distillation.distillation_loss.loss_mode")
+    return f"a distillation by {mode}" if run("distillation.enabled") and mode == "forward_kl_topk" else None
+
+
 def _option(name: str, label: str = "") -> When:
     """The runs in which an option is on."""
 
@@ -187,6 +192,7 @@ KERNELS = _option("qerl.rollout", "`+qerl.rollout.*`")
 SHARE, AQN, UAQ = (_option(name) for name in ("qerl.base.share", "aqn.enabled", "uaq.enabled"))
 ROUNDING = When("`+uaq.scale` that is no power of two", _rounding_scale)
 ACR = When("`loss_mode=acr`", lambda run: f"{LOSS_MODE}=acr" if run(LOSS_MODE) == "acr" else None)
+TOP_K = When("a distillation by `forward_kl_topk`", _top_k)
 NO_ACR = When(
     "another `loss_mode` than acr", lambda run: None if run(LOSS_MODE) == "acr" else f"{LOSS_MODE}={run(LOSS_MODE)}"
 )
@@ -266,6 +272,7 @@ RULES: tuple[Rule, ...] = (
     *_rules(
         QUANTIZED,
         (_IS_VLLM, "", f"Set {ROLLOUT}.name=vllm."),
+        (Need("model_engine", _is("dp"), "dp"), "verl's FSDP2 engine trains the actor", "Use ppo_trainer without it."),
         (Need(LORA_RANK, lambda v: v is None or _is_whole(v), "a whole number"), "", "Set it; 0 trains all weights."),
         (Need(f"{ACTOR}.strategy", _is("fsdp2"), "fsdp2"), "", f"Set {ACTOR}.strategy=fsdp2."),
         (Need(f"{FSDP}._target_", _is(OUR_ENGINE), "ours"), "verl's engine knows no packed base", _LEAVE),
@@ -291,6 +298,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(KERNELS, _IS_VLLM, "others have no kernels of ours", "Change it, or leave +qerl.rollout out."),
     Rule(CRITIC, *_kept("critic")),
+    Rule(TOP_K, _no(f"{MODEL}.use_fused_kernels"), "it needs whole logits", f"Set {MODEL}.use_fused_kernels=False."),
     Rule(PACKED, _NO_MODEL, "verl would write the model without its packed weights", _EXPORT),
     *_rules(
         REQUANTIZED,

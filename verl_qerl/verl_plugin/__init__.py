@@ -43,9 +43,7 @@ def _register() -> None:
     if os.environ.get(ACTIVE) == "1":
         activate()
     hooks.when_imported("verl.utils", "verl_qerl.verl_plugin.driver")
-    if asks_for_qerl(sys.argv):
-        for program in other_programs.PROGRAMS:
-            hooks.when_imported(program, other_programs.__name__)
+    other_programs.refuse(sys.orig_argv)  # in sys.argv a module has no name yet
 
 
 def activate() -> None:

@@ -77,6 +77,14 @@ def test_missing_metrics_are_named_with_those_there_are(tmp_path, capsys, keys):
     assert not (tmp_path / "x.png").exists()
 
 
+def test_the_numbers_do_not_replace_the_metrics(metrics, tmp_path, capsys):
+    before = metrics.read_text()
+    with pytest.raises(SystemExit, match="1"):
+        main(["plot", str(metrics), "--out", str(tmp_path / "a.png"), "--json", str(tmp_path / "." / metrics.name)])
+    assert f"the metrics would be lost: --json={metrics}. Another file is accepted." in capsys.readouterr().err
+    assert metrics.read_text() == before
+
+
 def test_a_missing_file_is_one_sentence(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["plot", str(tmp_path / "none"), "--out", str(tmp_path / "x.png")])

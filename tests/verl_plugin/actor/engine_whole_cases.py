@@ -82,6 +82,26 @@ def uaq():
     return found
 
 
+def resumed():
+    """Checkpoints of an adapter, and one of all weights that takes the place of one."""
+    folders = [f"{OUT}/adapter-{lora_only}" for lora_only in (True, False)]
+    for lora_only, folder in zip((True, False), folders, strict=True):
+        build("bf16", lora_only=lora_only).save_checkpoint(folder, global_step=1)
+    engine = train_all(None, qerl={"format": "int8"})
+    before, errors = sent_weights(engine), []
+    for folder in folders:
+        try:
+            engine.load_checkpoint(folder, del_local_after_load=False)
+        except ValueError as error:
+            errors.append(str(error))
+    now = sent_weights(engine)
+    step(engine)
+    engine.save_checkpoint(folders[0], global_step=1)
+    again = train_all(None, qerl={"format": "int8"})
+    again.load_checkpoint(folders[0], del_local_after_load=False)
+    return {"errors": errors, "weights": [before, now], "saved": [sent_weights(engine), sent_weights(again)]}
+
+
 def rounded():
     """Log-probs that are asked for with rounded weights are those of a model that has such weights."""
     _Stock = FSDPEngineWithLMHead
@@ -109,7 +129,7 @@ def rounded():
     return found
 
 
-RUNS = {"requantized": requantized, "uaq": uaq, "rounded": rounded}
+RUNS = {"requantized": requantized, "uaq": uaq, "resumed": resumed, "rounded": rounded}
 
 if __name__ == "__main__":
     main(RUNS)

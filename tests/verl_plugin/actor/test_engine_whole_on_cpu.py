@@ -15,7 +15,7 @@ from verl_qerl.checkpoints.stream import linear_modules, quantize_stream
 from verl_qerl.formats import get_format
 
 SCRIPT = Path(__file__).with_name("engine_whole_cases.py")
-CASES = ("requantized", "uaq", "rounded")
+CASES = ("requantized", "uaq", "resumed", "rounded")
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +58,16 @@ def test_without_an_adapter_what_is_sent_is_what_the_rollout_was_loaded_from(req
 def test_a_quantized_directory_is_not_trained_in_full(alone):
     expected = r"^CheckpointFormatError: .* is quantized already \(nvfp4\) and model\.lora_rank=0 trains"
     assert re.search(expected, alone["requantized"]["error"])
+
+
+def test_a_checkpoint_of_an_adapter_is_not_for_all_weights(alone, ranks):
+    for found in (alone["resumed"], *(rank["resumed"] for rank in ranks)):
+        assert len(found["errors"]) == 2
+        for error in found["errors"]:
+            assert re.match(r"the checkpoint is of an adapter: lora_rank=8, now 0, in .* as it was, or trainer", error)
+        for one, other in (found["weights"], found["saved"]):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_uaq_scales_once_and_keeps_the_function(alone, ranks):

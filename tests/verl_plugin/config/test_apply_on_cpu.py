@@ -105,7 +105,14 @@ def test_other_good_runs_build(monkeypatch, overrides):
 
 
 ONE_GPU = f"{ROLLOUT}.tensor_model_parallel_size=1"
+TOP_K = "distillation.distillation_loss.loss_mode=forward_kl_topk"
 BAD = {
+    (
+        f"{MODEL}.lora_rank=8",
+        "distillation.enabled=True",
+        TOP_K,
+    ): r"use_fused_kernels=True .* whole logits\. .* is false",
+    ("model_engine=megatron",): r"^model_engine=megatron does not go together with \+rollout=nvfp4: .* Accepted is dp",
     ("++qerl.base.format=int4",): r"^qerl\.base\.format='int4' is no value of this option\. Accepted: fp8, int8, ",
     ("++qerl.base.format=int8", "+qerl.base.scale=mse"): r"scale='mse' .*Accepted: minmax, with \+rollout=int8",
     (

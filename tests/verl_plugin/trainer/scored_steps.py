@@ -99,6 +99,9 @@ def scored_step(monkeypatch):
         def compute_log_prob(batch):
             # As the engine: one ahead, with the flag by another model.
             move = rounded if batch.extra_info.get(ROUNDED) else actor
+            per_gpu = trainer.config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu
+            size = batch.extra_info.get("micro_batch_size_per_gpu", per_gpu)
+            assert len(batch.keys) % (2 * size) == 0, "data size must be divisible by micro_batch_size_per_gpu"
             asked.append((batch.keys, batch.extra_info["compute_loss"]))
             for key in batch.keys:
                 store[key]["log_probs"] = store[key]["entropy"] = torch.tensor([*rows(key, move), 9.0])

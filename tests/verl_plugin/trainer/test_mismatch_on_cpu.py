@@ -294,6 +294,12 @@ def test_in_bypass_mode_the_step_after_one_above_the_limit_is_looked_at(scored_s
         scored_step(GATE, BYPASS, sampled=(0.0, -1.0, -1.0))
 
 
+@pytest.mark.parametrize("micro_batch", [3, 64])
+def test_in_bypass_mode_the_actors_micro_batch_need_not_divide_the_batch(scored_step, micro_batch):
+    micro = f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu={micro_batch}"  # verl has the actor score nothing
+    assert scored_step(GATE, BYPASS, micro, actor=0.1, sequences=MANY)[0][DIFFERENCE] == pytest.approx(0.1, rel=1e-5)
+
+
 def test_in_bypass_mode_all_log_probs_of_the_rollout_have_to_be_finite(scored_step):
     with pytest.raises(RuntimeError, match=r"not finite at 80 of 80 tokens at step 5, in 40 answers"):
         scored_step(*NVFP4, BYPASS, sampled=math.nan, sequences=MANY)

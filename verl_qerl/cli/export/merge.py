@@ -92,10 +92,10 @@ def open_base(path: str | Path | None, checkpoint: Checkpoint) -> Base:
     """
     record = checkpoint.record
     named = record.base if record else (checkpoint.uaq or {}).get("base")
-    if path is None and named is None:
+    if path is None and (named is None or (Path(named).is_absolute() and not Path(named).exists())):
         raise ValueError(
-            f"the checkpoint does not name its base: checkpoint={checkpoint.folder}. One that verl_qerl's engine wrote "
-            "does. Give the model.path of the run with --base."
+            f"the base is not found: {checkpoint.folder} names {named or 'none'}. The model.path of the run, or a copy"
+            " of it, is accepted. Give it with --base."
         )
     name = str(path or named)
     source = open_source(name)

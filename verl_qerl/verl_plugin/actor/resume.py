@@ -84,7 +84,8 @@ def check_checkpoint(folder: Path, held: BaseRecord, parts: Sequence[str]) -> Ba
             return record
         raise CheckpointFormatError(
             f"the checkpoint is half-written, or not of this engine: {folder} has no {RECORD} that lists its files. "
-            "It is written after everything else. Resume from an earlier step."
+            "It is written after everything else. Resume from an earlier step, or set trainer.resume_mode=disable to"
+            " start anew."
         )
 
     record = read_on_first_rank(read)
@@ -97,6 +98,16 @@ def check_checkpoint(folder: Path, held: BaseRecord, parts: Sequence[str]) -> Ba
         if told:
             raise CheckpointFormatError(told)
     return record
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise CheckpointFormatError, on every rank, where the checkpoint is of an adapter on a packed base."""
+    if record := read_on_first_rank(lambda: read_record(folder)):
+        raise CheckpointFormatError(
+            f"the checkpoint is of an adapter: lora_rank={record.adapter.get('r')}, now 0, in {folder}. One of a run"
+            " of all weights is accepted. Set actor_rollout_ref.model.lora_rank as it was, or"
+            " trainer.resume_mode=disable to start anew."
+        )
 
 
 @contextmanager

@@ -11,8 +11,10 @@ import torch.nn as nn
 from verl.utils import tensordict_utils as tu
 
 from verl_qerl.checkpoints.groups import linears_among
+from verl_qerl.checkpoints.record import remove_record
 from verl_qerl.modules.rounded import rounded_linears
 from verl_qerl.modules.varlen_attention import check_model
+from verl_qerl.verl_plugin.actor.resume import refuse_adapter
 from verl_qerl.verl_plugin.actor.uaq_engine import fold_model
 from verl_qerl.verl_plugin.config.base_options import BaseOptions
 from verl_qerl.verl_plugin.weight_sync.requantize import (
@@ -76,13 +78,20 @@ class TrainedWeights:
         return rounded_linears(self._engine.module, groups_of_linears(linears, form), partial(round_group, form=form))
 
     def before_save(self, folder: Path) -> None:
-        """Do nothing: no record marks the files as complete."""
+        """Remove the record of an earlier run with an adapter, on rank 0; no record marks these files as whole."""
+        remove_record(folder)
 
     def after_save(self, folder: Path) -> None:
         """Do nothing."""
 
     def loadable(self, folder: Path) -> AbstractContextManager[Path]:
-        """The checkpoint itself."""
+        """The checkpoint itself.
+
+        Raises:
+            CheckpointFormatError: It is of an adapter, and this run quantizes all weights; on every rank alike.
+        """
+        if self.options is not None:
+            refuse_adapter(folder)
         return nullcontext(folder)
 
     def to_send(self, stock: Callable[[], Any], base_sync_done: bool) -> Any:

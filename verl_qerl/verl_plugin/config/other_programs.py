@@ -1,22 +1,31 @@
-"""Programs of verl that do not know our options are refused, since they would train without them."""
+"""Programs of verl that do not know our options are refused, since they would run without them."""
 
-import sys
-from types import ModuleType
+from collections.abc import Sequence
 
 from verl_qerl.verl_plugin.config.uses_qerl import asks_for_qerl
 
-# Packages whose programs have trainers of their own and do not check the configuration on the driver.
-PROGRAMS = ("verl.experimental.one_step_off_policy", "verl.experimental.fully_async_policy")
+# Modules, packages or beginnings of names: of programs that do not check the configuration on the driver.
+PROGRAMS = (
+    "verl.experimental.one_step_off_policy",
+    "verl.experimental.fully_async_policy",
+    "verl.trainer.main_generation_server",
+    "verl.trainer.sft_trainer",
+)
 
 
-def install(module: ModuleType) -> None:
-    """Stop a program of `module`, one of PROGRAMS, if it asks for QeRL.
+def refuse(command: Sequence[str]) -> None:
+    """Stop one of PROGRAMS, as a module or a file, if it asks for QeRL.
+
+    Args:
+        command: The interpreter and its arguments.
 
     Raises:
         SystemExit: The command line sets one of our options.
     """
-    if asks_for_qerl(sys.argv):
+    started = " ".join(argument.replace("/", ".") for argument in command if "=" not in argument)
+    name = next((name for name in PROGRAMS if name in started), None)
+    if name and asks_for_qerl(list(command)):
         raise SystemExit(
-            f"{module.__name__} has no AQN, no ACR, no UAQ, no NVFP4, no gate and no +qerl.rollout. Accepted is"
+            f"{name} has no AQN, no ACR, no UAQ, no NVFP4, no gate and no +qerl.rollout. Accepted is"
             " verl.trainer.main_ppo. Start that, or leave these options out."
         )

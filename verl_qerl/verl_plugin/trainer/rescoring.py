@@ -5,6 +5,7 @@ in one pass each. In `colocate_async` requests are in flight meanwhile: while th
 second, they are sampled without noise; their log-probs are recorded as sampled.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -82,13 +83,13 @@ def score_actor(run: Run, batch: Any, keys: list[str], rounded: bool) -> torch.T
     from verl.workers.utils.padding import response_from_nested
 
     rollout, workers = run.config.actor_rollout_ref.rollout, run.trainer.actor_rollout_wg
-    multiple = max(workers._dispatch_info["actor"]) + 1  # as verl's _balance_batch, which ran
-    if not rollout.log_prob_use_dynamic_bsz:
-        multiple *= rollout.log_prob_micro_batch_size_per_gpu
+    ranks = max(workers._dispatch_info["actor"]) + 1  # as verl's _balance_batch, which ran
     others = [key for key in batch.keys if key not in set(keys)]  # a batch is a multiple of it
-    filled = keys + others[: -len(keys) % multiple]
+    filled = keys + others[: -len(keys) % ranks]
     tags = dict(zip(batch.keys, batch.tags, strict=True))
     info = {"calculate_entropy": False, "compute_loss": False, "temperature": rollout.temperature, ROUNDED: rounded}
+    if not rollout.log_prob_use_dynamic_bsz:  # where verl scores nothing, its size need not divide a batch
+        info["micro_batch_size_per_gpu"] = math.gcd(len(filled) // ranks, rollout.log_prob_micro_batch_size_per_gpu)
     asked = KVBatchMeta(
         partition_id=batch.partition_id, keys=filled, tags=[tags[key] for key in filled], extra_info=info
     )
