@@ -21,7 +21,7 @@ def ask(model, lora, reference_kernel, options):
 
     marlin = linear.MarlinNvFp4LinearKernel
     if reference_kernel:  # vLLM has no NVFP4 kernel for a CPU; everything before the kernel is its own
-        from verl_qerl.vllm_plugin.weights.quantization import ReferenceKernel
+        from verl_qerl.vllm_plugin.weights.reference_kernels import ReferenceKernel
 
         linear.MarlinNvFp4LinearKernel = ReferenceKernel
     if lora:

@@ -116,7 +116,9 @@ def log_probs_of(run: Run, batch: Any, keys: list[str]) -> tuple[torch.Tensor, t
     In bypass mode `old_log_probs` are the rollout's, so that the actor scores these answers here.
     """
     rollout, actor, mask = stored_log_probs(batch, keys)
-    return rollout, score_actor(run, batch, keys, rounded=False) if run.bypasses else actor, mask
+    if run.bypasses:
+        actor = score_actor(run, batch, keys, rounded=False)
+    return rollout, actor, mask
 
 
 def evenly(keys: list[str], count: int) -> list[str]:
