@@ -1,4 +1,4 @@
-"""Whole GRPO steps of ours beside stock verl as its best user would set it, at the same time, each on a GPU of its own.
+"""Whole GRPO steps of ours beside stock verl as its best user would set it, one arm at a time on each GPU.
 
     python tests/bench/bench_step.py --out FILE.json --model DIR --data DIR [--steps 6] [-- overrides of main_ppo]
 
@@ -17,10 +17,12 @@ import argparse
 import datetime
 import json
 import os
+import queue
 import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,19 +78,25 @@ def command(arm: Arm, args: argparse.Namespace, work: Path) -> list[str]:
 
 
 def run(args: argparse.Namespace, gpus: list[str], work: Path) -> dict[str, dict[str, Any]]:
-    """All arms at once: what the study has written of each."""
-    started = {}
-    for name, gpu in zip(args.arms, gpus, strict=False):
+    """All arms, each as soon as a GPU is free: what the study has written of each."""
+    free: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for gpu in gpus:
+        free.put(gpu)
+
+    def measure(name: str) -> None:
+        gpu = free.get()
         arm = ARMS[name]
         env = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
         if arm.stock:
             path = filter(None, (str(HERE), os.environ.get("PYTHONPATH")))
             env |= {"VERL_USE_EXTERNAL_MODULES": "fused_head", "PYTHONPATH": os.pathsep.join(path)}
-        started[name] = subprocess.Popen(command(arm, args, work / name), env=env)
-    for process in started.values():
-        process.wait()
+        subprocess.run(command(arm, args, work / name), env=env, check=False)
+        free.put(gpu)
+
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        list(pool.map(measure, args.arms))
     found = {}
-    for name in started:
+    for name in args.arms:
         for file in sorted((work / name).glob("*.json")):
             found[name] = json.loads(file.read_text())
     return found
@@ -139,16 +147,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="of recipes/study/prepare.py")
     parser.add_argument("--describe", default="", help="of the model, for the result file")
     parser.add_argument("--arms", nargs="+", default=["ours", "stock", "stock_merged"], choices=list(ARMS))
-    parser.add_argument("--gpus", default=os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1,2,3", help="one for each arm")
+    parser.add_argument(
+        "--gpus", default=os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1,2,3", help="with fewer than arms, arms wait"
+    )
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--minutes", type=float, default=15)
+    parser.add_argument("--minutes", type=float, default=15, help="for each arm")
     parser.add_argument("overrides", nargs="*", help="of main_ppo, behind `--`")
-    args = parser.parse_args(argv)
-    if len(args.gpus.split(",")) < len(args.arms):
-        parser.error(
-            f"{len(args.arms)} arms on fewer GPUs: --gpus={args.gpus}. Name one for each arm, or fewer --arms."
-        )
-    return args
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -80,6 +80,14 @@ session = {"versions": {"verl": "0.9.1"}, "cores": 8}
 json.dump({"session": session, "runs": {"name": run}}, open(out + "/first.json", "w"))
 """
 
+LOCK = """
+import atexit, os, time
+lock = "{folder}/gpu" + os.environ["CUDA_VISIBLE_DEVICES"]
+os.close(os.open(lock, os.O_CREAT | os.O_EXCL))
+atexit.register(os.unlink, lock)
+time.sleep(0.3)
+"""
+
 
 @pytest.fixture
 def measured(args, tmp_path, monkeypatch):
@@ -115,7 +123,10 @@ def test_an_arm_without_a_second_step_is_an_error(measured):
     assert result["rows"][1]["median_s"] == {}
 
 
-def test_fewer_gpus_than_arms_are_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        bench.parse([*("--out", "x", "--model", "x", "--data", "x"), "--gpus", "0,1"])
-    assert "3 arms on fewer GPUs: --gpus=0,1. Name one for each arm" in capsys.readouterr().err
+def test_with_fewer_gpus_arms_wait_for_one(measured, tmp_path):
+    """The stand-in takes the lock of its GPU, and dies where another has it."""
+    (tmp_path / "study.py").write_text(LOCK.format(folder=tmp_path) + STUDY)
+    code, result = measured("ours", "stock", "stock_merged_kept", "stock_merged")
+    assert [row["arm"] for row in result["rows"]] == ["ours", "stock", "stock_merged_kept", "stock_merged"]
+    assert {row["options"][0] for row in result["rows"]} == {"4", "7"}
+    assert code == 1  # arms of one step
