@@ -124,10 +124,10 @@ def scored_step(monkeypatch):
                     "rollout_log_probs": torch.tensor(rows(key, sampled)),
                 }
 
-        def get(keys, partition_id, select_fields):
+        def get(keys, partition_id, select_fields=None):
             nested = {
                 name: torch.nested.as_nested_tensor([store[key][name] for key in keys], layout=torch.jagged)
-                for name in select_fields
+                for name in select_fields or store[keys[0]]
             }
             return TensorDict(nested, batch_size=len(keys))
 

@@ -9,14 +9,16 @@ pytest.importorskip("verl")
 from omegaconf import OmegaConf
 from qerl_testing import load_beside
 
+from verl_qerl.verl_plugin.trainer import trainer
 from verl_qerl.verl_plugin.trainer.critic import CriticWithoutMark
 
 featured = load_beside(__file__, "featured")
 
 
-def test_the_critic_is_not_asked_to_leave_out_an_adapter():
+def test_the_critic_is_not_asked_to_leave_out_an_adapter(monkeypatch):
     from verl.trainer.ppo.v1 import trainer_base
 
+    monkeypatch.setattr(trainer, "with_tensors", lambda batch: batch)  # asks the TransferQueue
     asked = []
 
     class Stock(trainer_base.PPOTrainer):

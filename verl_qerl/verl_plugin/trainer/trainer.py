@@ -15,6 +15,7 @@ from verl_qerl.verl_plugin.trainer.engine_health import EngineHealth
 from verl_qerl.verl_plugin.trainer.feature import Feature, Run
 from verl_qerl.verl_plugin.trainer.mismatch import Gate, gate_options
 from verl_qerl.verl_plugin.trainer.mismatch_parts import MismatchParts
+from verl_qerl.verl_plugin.trainer.model_fields import with_tensors
 from verl_qerl.verl_plugin.trainer.noise import Noise
 from verl_qerl.verl_plugin.trainer.noise_effect import NoiseEffect
 from verl_qerl.verl_plugin.trainer.noise_schedule import NoiseSchedule
@@ -78,13 +79,23 @@ class FeaturedTrainer(_Trainer):
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
         tags = dict(zip(batch.keys, batch.tags, strict=True))
-        batch = super()._compute_old_log_prob(batch, metrics)
+        # In bypass mode no model reads it.
+        batch = super()._compute_old_log_prob(batch if self.run.bypasses else with_tensors(batch), metrics)
         self._tell("after_old_log_prob", batch, tags, metrics)
         return batch
 
+    def _compute_ref_log_prob(self, batch: Any, metrics: dict) -> Any:
+        return super()._compute_ref_log_prob(with_tensors(batch), metrics)
+
     def _compute_values(self, batch: Any, metrics: dict) -> Any:
         self._tell("before_values", batch)
-        return super()._compute_values(batch, metrics)
+        return super()._compute_values(with_tensors(batch), metrics)
+
+    def _update_critic(self, batch: Any, metrics: dict) -> Any:
+        return super()._update_critic(with_tensors(batch), metrics)
+
+    def _update_actor(self, batch: Any, metrics: dict) -> Any:
+        return super()._update_actor(with_tensors(batch), metrics)
 
     def on_step_end(self) -> None:
         """Run the features around verl's hook, which syncs the weights."""
