@@ -99,7 +99,9 @@ def test_a_weight_of_another_shape_is_refused(name):
 
 @pytest.mark.parametrize(("name", "K", "block"), [("mxfp4", 48, 32), ("nvfp4", 24, 16)])
 def test_in_features_that_the_format_cannot_hold(name, K, block):
-    with pytest.raises(ValueError, match=rf"^in_features={K} is not a multiple of {block}\. {name.upper()} cannot"):
+    with pytest.raises(
+        ValueError, match=rf"^in_features={K} of 'linear' is not a multiple of {block}\. {name.upper()} cannot"
+    ):
         PACKED_LINEARS[name].from_linear(nn.Linear(K, 8))
 
 
