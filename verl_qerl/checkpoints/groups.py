@@ -47,6 +47,14 @@ def linears_among(
     return set(found)
 
 
+def groups_of_linears(linears: Iterable[str], form: WeightFormat) -> list[list[str]]:
+    """The linears as `form` quantizes them: each alone, or those together that share a scale."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(linears):
+        groups.setdefault(fused_group(name)[0] if form.shares_scale else name, []).append(name)
+    return list(groups.values())
+
+
 def in_groups(
     tensors: Iterable[tuple[str, Any]], linears: Set[str], together: bool = True
 ) -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch.nn as nn
 from verl.utils import tensordict_utils as tu
 
-from verl_qerl.checkpoints.groups import linears_among
+from verl_qerl.checkpoints.groups import groups_of_linears, linears_among
 from verl_qerl.modules.rounded import rounded_linears
 from verl_qerl.modules.varlen_attention import check_model
 from verl_qerl.verl_plugin.actor.resume import refuse_adapter
@@ -19,7 +19,6 @@ from verl_qerl.verl_plugin.config.base_options import BaseOptions
 from verl_qerl.verl_plugin.weight_sync.requantize import (
     ROUNDED,
     check_unquantized,
-    groups_of_linears,
     quantized_for_rollout,
     round_group,
 )
