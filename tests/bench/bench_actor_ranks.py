@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import result_file
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -130,7 +131,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch, on each rank")
     parser.add_argument("--layers", type=int, help="fewer than the model has")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--commit", help="what is measured, where the tree has no git history")
     return parser.parse_args(argv)
 
 
@@ -143,9 +143,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = run(args, device)
     if dist.get_rank() == 0:
         before = json.loads(args.out.read_text(encoding="utf-8"))["rows"] if args.out.exists() else []
-        report = {**bench.describe_machine(args.commit), "versions": models.versions(), "rows": [*before, *rows]}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        result_file.write(args.out, result_file.header({}) | {"rows": [*before, *rows]})
     dist.destroy_process_group()
     return 0
 

@@ -8,7 +8,6 @@ nearest other linear of the table (`nearest`), if it is one for this linear too.
 """
 
 import argparse
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -29,7 +28,7 @@ from verl_qerl.vllm_plugin.weights import plans
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import rollout_report
+import result_file
 
 
 def choices(row: dict[str, Any], others: list[dict[str, Any]], tokens: int) -> dict[str, Launch]:
@@ -59,13 +58,13 @@ def main(arguments: list[str] | None = None) -> int:
         for tokens in TOKENS
     }
     w4a16_matmul.prepare((tokens, launch) for (_, _, tokens), found in of_all.items() for launch in found.values())
-    result: dict[str, Any] = {**rollout_report.header({}), "rows": []}
+    result: dict[str, Any] = {**result_file.header({}), "rows": []}
     for N, K in sorted({(N, K) for N, K, _ in of_all}):
         packed = tiled_copies(N, K)
         for tokens in TOKENS:
             us = {name: time_with_adapter(tokens, packed, launch) for name, launch in of_all[N, K, tokens].items()}
             result["rows"].append({"N": N, "K": K, "tokens": tokens, "us": us})
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        result_file.write(args.out, result)
     print(summary(result["rows"]))
     return 0
 

@@ -84,7 +84,7 @@ def test_an_engine_that_takes_too_long_is_killed_with_what_it_started(bench, tmp
 
     monkeypatch.setattr(bench.rollout_process, "spawn", spawn)
     job = {"arm": "bf16", "model": "tiny", "rank": 0, "seconds": 2}
-    report = bench.rollout_report.Report(tmp_path / "out.json", bench.rollout_report.header({}), append=False)
+    report = bench.rollout_report.Report(tmp_path / "out.json", bench.result_file.header({}), append=False)
     began = time.monotonic()
     with bench.rollout_process.Starter(tmp_path / "work") as starter:
         assert "killed 2 s after its start" in bench.run(job, starter, report)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import result_file
 import torch
 from qerl_testing import current_commit
 
@@ -149,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
         for key, launch, before, after in choose(layers, tokens, args.tried):
             launches.setdefault(key, {})[str(tokens)] = launch
             print(f"{tokens:4} rows  {key:12} {before:8.2f} -> {after:8.2f} us  {tuple(launch)}", flush=True)
-        args.out.write_text(json.dumps(updated(table, launches, gpu), indent=1) + "\n")
+        result_file.write(args.out, updated(table, launches, gpu))
     return 0
 
 
