@@ -18,16 +18,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import actor_models as models
 import result_file
 import torch
 import torch.nn as nn
-from qerl_testing import load_beside, rms_error_ratio
+from actor_table import table
+from qerl_testing import rms_error_ratio
 from torch.utils.checkpoint import checkpoint  # noqa: F401  (its first import is slow)
 
 from verl_qerl.kernels.actor.log_probs import log_probs_of_labels
-
-models = load_beside(__file__, "actor_models")
-table = load_beside(__file__, "actor_table").table
 
 SEQUENCE = 1024
 GATE_TOKENS = 256

@@ -17,20 +17,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+import actor_models as models
+import bench_actor as bench
 import result_file
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from qerl_testing import load_beside, rms_error_ratio
+from qerl_testing import rms_error_ratio
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.modules.placement.sharded_linear import ShardedNVFP4Linear
-
-bench = load_beside(__file__, "bench_actor")
-models = bench.models
 
 # name -> (arm of bench_actor, the class of its packed linears)
 ARMS = {

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import result_file
+
 from verl_qerl.cli.tune.command import tiled_copies, time_with_adapter
 from verl_qerl.kernels.rollout import w4a16_matmul
 from verl_qerl.kernels.rollout.w4a16_launch import (
@@ -25,10 +27,6 @@ from verl_qerl.kernels.rollout.w4a16_launch import (
     launch_candidates,
 )
 from verl_qerl.vllm_plugin.weights import plans
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import result_file
 
 
 def choices(row: dict[str, Any], others: list[dict[str, Any]], tokens: int) -> dict[str, Launch]:

@@ -17,6 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import bench_dequantize
+import result_file
+import rollout_arms
 import torch
 
 from verl_qerl.kernels.rollout.attention import decode_attention
@@ -25,12 +28,6 @@ from verl_qerl.kernels.rollout.lora import member_of_tile
 from verl_qerl.kernels.rollout.rotation import norm_rotate, rotate
 from verl_qerl.vllm_plugin.weights.linear_ops import linear_repacked, lora_linear_repacked
 from verl_qerl.vllm_plugin.weights.plans import make_plan
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import bench_dequantize
-import result_file
-import rollout_arms
 
 ARMS = {"without": False, "with an adapter": True}
 ROWS = (1, 16, 32, 48, 64, 96, 128, 192, 256)

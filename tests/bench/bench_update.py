@@ -24,7 +24,6 @@ from typing import Any
 import result_file
 import torch
 import torch.distributed as dist
-from qerl_testing import load_beside
 from tensordict import TensorDict
 
 PACKED_ATTENTION = "verl_qerl_varlen"
@@ -51,7 +50,7 @@ def build(arm: dict[str, bool], model: Path) -> Any:
 
     verl_plugin.activate()  # both arms compute with our attention
     if not arm["ours"]:
-        load_beside(__file__, "fused_head")  # without it verl's fused kernels do not run
+        import fused_head  # noqa: F401  (without it verl's fused kernels do not run)
     options = {"lora_rank": 32, "lora_alpha": 64, "use_fused_kernels": True, "enable_gradient_checkpointing": True}
     options |= {"fused_kernel_options": {"impl_backend": "torch"}}  # verl's default
     attention = PACKED_ATTENTION if arm["packed"] else "sdpa"

@@ -5,12 +5,12 @@ import statistics
 
 import pytest
 import torch
-from qerl_testing import load_beside
 
 pytest.importorskip("peft")
 
 
-bench = load_beside(__file__, "bench_actor")
+import bench_actor as bench
+
 models = bench.models
 SMALL = ["--shapes", "tiny", "--tokens", "32", "16", "--vocabulary", "64", "--repetitions", "1"]
 

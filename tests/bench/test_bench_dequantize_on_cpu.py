@@ -2,11 +2,9 @@
 
 import json
 
+import bench_dequantize as bench
 import pytest
 import torch
-from qerl_testing import load_beside
-
-bench = load_beside(__file__, "bench_dequantize")
 
 
 class FakeTimer:

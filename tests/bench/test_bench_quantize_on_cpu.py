@@ -3,10 +3,8 @@
 import json
 from pathlib import Path
 
+import bench_quantize as bench
 import pytest
-from qerl_testing import load_beside
-
-bench = load_beside(__file__, "bench_quantize")
 
 
 def test_writes_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,13 @@ from qerl_testing import load_beside, random_qwen2
 
 pytest.importorskip("verl")
 
+import bench_step as bench
 from hydra import compose, initialize_config_module
 from verl.utils import fsdp_utils
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_qerl.verl_plugin.config.apply import prepare
 
-bench = load_beside(__file__, "bench_step")
 OVERRIDES = ["data.train_batch_size=16", "data.max_response_length=2048"]
 
 

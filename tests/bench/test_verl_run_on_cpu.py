@@ -2,24 +2,20 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from qerl_testing import load_beside
 
 pytest.importorskip("verl")
 
 from hydra import compose, initialize_config_module
+from suite_jobs import JOBS
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPEngineConfig
 
 from verl_qerl.verl_plugin.config.apply import prepare
 
 ROOT = Path(__file__).parents[2]
-before = list(sys.path)
-JOBS = load_beside(__file__, "suite").suite_jobs.JOBS
-sys.path[:] = before
 
 
 def composed(job, folder):

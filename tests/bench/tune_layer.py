@@ -19,7 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import bench_dequantize
+import bench_layer
 import result_file
+import rollout_arms
 import torch
 from qerl_testing import current_commit
 
@@ -27,12 +30,6 @@ from verl_qerl.cli.tune.command import fusing
 from verl_qerl.kernels.rollout import w4a16_matmul
 from verl_qerl.kernels.rollout.w4a16_launch import TOKENS, Launch, both_ways
 from verl_qerl.vllm_plugin.weights import plans
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import bench_dequantize
-import bench_layer
-import rollout_arms
 
 TRIED = 10
 LINEARS = tuple(bench_layer.parts(rollout_arms.SHAPES["7B"]))
