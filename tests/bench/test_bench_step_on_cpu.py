@@ -11,7 +11,7 @@ from qerl_testing import load_beside, random_qwen2
 pytest.importorskip("verl")
 
 import bench_step as bench
-from hydra import compose, initialize_config_module
+from qerl_testing import verl_config
 from verl.utils import fsdp_utils
 from verl.utils.config import omega_conf_to_dataclass
 
@@ -33,8 +33,7 @@ def composed(arm, args, tmp_path):
     asked.insert(asked.index("--"), "--dry-run")
     said = subprocess.run(asked, capture_output=True, text=True, check=True, env=os.environ | {"QERL_COMMIT": "x"})
     _, _, _, *given = (part for part in shlex.split(said.stdout, posix=False) if part != "\\")  # python -m main_ppo
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=given)
+    config = verl_config(*given)
     prepare(config)
     return config
 
