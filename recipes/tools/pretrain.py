@@ -10,7 +10,6 @@ import argparse
 import json
 import math
 import random
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -96,10 +95,12 @@ def _run(args: argparse.Namespace) -> int:
     _check(args)
     import torch
 
+    from verl_qerl.cli.model_dir import pick_device
+
     sources, held_out = _read(args)
     tokenizer, documents = _tokenize(sources, size, args)
     torch.manual_seed(args.seed)
-    model = build_model(size, tokenizer, _device(args.device))
+    model = build_model(size, tokenizer, pick_device(args.device))
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters / 1e6:.2f} M parameters, vocabulary {len(tokenizer)}, {sum(map(len, documents))} problems")
     report = {"parameters": parameters, **_train(model, tokenizer, documents, held_out, args)}
@@ -186,14 +187,6 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(
             f"the target is not a share: target_accuracy={args.target_accuracy}. 0 to 1 is accepted. Change it."
         )
-
-
-def _device(name: str) -> str:
-    import torch
-
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("there is no GPU: device=cuda. cpu and auto are accepted here. Change --device.")
-    return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def _read(args: argparse.Namespace) -> tuple[list[list[dict[str, str]]], list[dict[str, str]]]:
@@ -399,7 +392,7 @@ def accuracy(
 
 def is_right(text: str, answer: str) -> bool:
     """Whether the last `#### N` of `text` is that of `answer`, compared as verl's gsm8k reward does."""
-    found = re.findall(r"#### (-?[0-9.,]+)", text)
+    found = GSM8K_ANSWER.findall(text)
     return bool(found) and found[-1].replace(",", "") == gsm8k_ground_truth(answer)
 
 

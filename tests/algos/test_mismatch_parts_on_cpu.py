@@ -76,5 +76,5 @@ def test_what_does_not_count_has_no_influence():
 
 def test_other_shapes_are_refused():
     actor, clean, sampled = tensors(3)
-    with pytest.raises(ValueError, match=r"scores\.clean has \(4, 5\)\. Accepted is \(4, 6\)"):
+    with pytest.raises(ValueError, match=r"^scores\.clean and the mask differ: shape=\(4, 5\)\. Accepted is \(4, 6\)"):
         mismatch_parts(Scores(actor, clean[:, 1:], sampled), ALL, FRESH)

@@ -7,8 +7,9 @@ from typing import Any
 def table(report: dict[str, Any]) -> str:
     """Markdown: one layer's step (forward and backward) of each arm, and as a multiple of the bf16 base with PEFT."""
     arms = list(dict.fromkeys(row["arm"] for row in report["rows"]))
+    torch = report["versions"].get("torch") or report["torch"]  # where older files have it
     lines = [
-        f"{report['gpu']}, torch {report['torch']}, {report['commit']}; ms a layer; in brackets, times {arms[0]};"
+        f"{report['gpu']}, torch {torch}, {report['commit']}; ms a layer; in brackets, times {arms[0]};"
         " * the host could not launch faster",
         "",
         "| model | tokens | checkpoints | pass | " + " | ".join(arms) + " |",

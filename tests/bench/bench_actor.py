@@ -18,16 +18,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import actor_models as models
+import result_file
 import torch
 import torch.nn as nn
-from qerl_testing import load_beside, rms_error_ratio
+from actor_table import table
+from qerl_testing import rms_error_ratio
 from torch.utils.checkpoint import checkpoint  # noqa: F401  (its first import is slow)
 
 from verl_qerl.kernels.actor.log_probs import log_probs_of_labels
-
-models = load_beside(__file__, "actor_models")
-table = load_beside(__file__, "actor_table").table
-describe_machine = load_beside(__file__, "bench_dequantize").describe_machine
 
 SEQUENCE = 1024
 GATE_TOKENS = 256
@@ -238,7 +237,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=models.VOCABULARY)
     parser.add_argument("--profile", type=Path, help="directory for a list of kernels of each arm, of the first shape")
-    parser.add_argument("--commit", help="what is measured, where the tree has no git history")
     args = parser.parse_args(argv)
     if (args.out is None) == (args.table is None):
         parser.error("give --out FILE to measure, or --table FILE")
@@ -254,12 +252,11 @@ def main(argv: list[str] | None = None) -> int:
     names = list(dict.fromkeys(["bf16_peft", *args.arms]))
     skipped = {name: why for name in names if (why := models.missing(models.ARMS[name]))}
     arms = {name: models.ARMS[name] for name in names if name not in skipped}
-    report: dict[str, Any] = {**describe_machine(args.commit), "rank": models.RANK, "sequence": SEQUENCE}
-    report |= {"versions": models.versions(), "skipped": skipped, "gate": {}, "rows": [], "heads": []}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = result_file.header({"rank": models.RANK, "sequence": SEQUENCE})
+    report |= {"skipped": skipped, "gate": {}, "rows": [], "heads": []}
     for shape in args.shapes:
         run_shape(shape, args, device, arms, report)
-        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")  # a cut run keeps what it has
+        result_file.write(args.out, report)  # a cut run keeps what it has
         print(f"{shape} done", flush=True)
     print(table(report))
     return 0

@@ -17,19 +17,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+import actor_models as models
+import bench_actor as bench
+import result_file
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from qerl_testing import load_beside, rms_error_ratio
+from qerl_testing import rms_error_ratio
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.modules.placement.sharded_linear import ShardedNVFP4Linear
-
-bench = load_beside(__file__, "bench_actor")
-models = bench.models
 
 # name -> (arm of bench_actor, the class of its packed linears)
 ARMS = {
@@ -130,7 +130,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch, on each rank")
     parser.add_argument("--layers", type=int, help="fewer than the model has")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--commit", help="what is measured, where the tree has no git history")
     return parser.parse_args(argv)
 
 
@@ -143,9 +142,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = run(args, device)
     if dist.get_rank() == 0:
         before = json.loads(args.out.read_text(encoding="utf-8"))["rows"] if args.out.exists() else []
-        report = {**bench.describe_machine(args.commit), "versions": models.versions(), "rows": [*before, *rows]}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        result_file.write(args.out, result_file.header({}) | {"rows": [*before, *rows]})
     dist.destroy_process_group()
     return 0
 

@@ -23,10 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
+import result_file
 import rollout_arms
-import rollout_report
 
 JOB = f"bench-{os.getpid()}"
 SCALING = 2  # lora_alpha / r
@@ -50,10 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     actor.start()
     options = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
-    result = rollout_report.header(options) | measure(args, ours)
+    result = result_file.header(options) | measure(args, ours)
     actor.kill()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    result_file.write(args.out, result)
     print(json.dumps({name: result[name] for name in ("adapter_mib", "ms", "sleep_s", "correct")}, indent=1))
     return int(not result["correct"])
 

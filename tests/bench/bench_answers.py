@@ -20,9 +20,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import result_file
 import rollout_arms
 import rollout_load
-import rollout_report
 
 ARMS = ("verl", "ours")
 
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=2, help="the best counts")
     args = parser.parse_args(arguments)
     options = {name: value for name, value in vars(args).items() if name != "out"}
-    report = rollout_report.header(options) | {"rows": []}
+    report = result_file.header(options) | {"rows": []}
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(measure(args, Path(folder), report))
     return 0
@@ -68,8 +68,7 @@ async def measure(args: argparse.Namespace, folder: Path, report: dict[str, Any]
             rounded = {name: float(f"{value:.5g}") for name, value in best.items()}
             report["rows"].append({"arm": arm, "answers": len(lengths), "new_tokens": length, **rounded})
             print(json.dumps(report["rows"][-1]), flush=True)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        result_file.write(args.out, report)
     engine.shutdown()
 
 

@@ -8,13 +8,11 @@ actor scores its tokens. Quantization and kernels are left out; bench_mismatch.p
 
 import argparse
 import copy
-import datetime
-import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
+import result_file
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -83,18 +81,8 @@ def main() -> None:
     for name, (part, change, sampling) in BREAKS.items():
         found[name] = measure(broken(actor, part, change), actor, prompts, args.max_tokens, sampling)
         print(name, found[name])
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    result = {
-        "torch": torch.__version__,
-        "commit": commit.stdout.strip(),
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "model": args.describe,
-        "num_prompts": len(texts),
-        "max_tokens": args.max_tokens,
-        "breaks": found,
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    head = result_file.header({"num_prompts": len(texts), "max_tokens": args.max_tokens})
+    result_file.write(args.out, head | {"model": args.describe, "breaks": found})
 
 
 def broken(actor: torch.nn.Module, part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Module:

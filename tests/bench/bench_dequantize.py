@@ -8,9 +8,7 @@ and to memory.
 """
 
 import argparse
-import datetime
 import importlib
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,8 +16,8 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import result_file
 import torch
-from qerl_testing import current_commit
 
 from verl_qerl.kernels.rollout.repacking import dequantize_repacked
 
@@ -172,28 +170,6 @@ def tune(timer: Timer, device: str, copy_gb_s: float) -> list[dict]:
     return sorted(rows, key=lambda row: -row["worst"])
 
 
-def first_line(*command: str) -> str:
-    """What `command` prints first, or `unknown` when it is not there or fails."""
-    try:
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    except FileNotFoundError:
-        return "unknown"
-    return result.stdout.strip().partition("\n")[0] if result.returncode == 0 else "unknown"
-
-
-def describe_machine(commit: str | None) -> dict[str, str]:
-    import triton
-
-    return {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": commit or current_commit(),
-        "timestamp": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    }
-
-
 def gate_passes() -> bool:
     """Whether the kernel's tests pass on this GPU; skipped ones do not count as passed."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(GATE)]
@@ -207,7 +183,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--tune", action="store_true", help="also time other tile sizes")
-    parser.add_argument("--commit", help="what is measured, where the tree has no git history")
     return parser
 
 
@@ -228,13 +203,13 @@ def main(argv: list[str] | None = None, timer: Timer = graph_timer, device: str 
     if not gate_passes():
         print(f"{GATE.relative_to(ROOT)} did not pass on this machine: nothing is timed.")
         return 1
-    report: dict = {**describe_machine(args.commit), "op": "dequantize_nvfp4", "copy": measure_copy(timer, device)}
+    report = result_file.header({"tune": args.tune})
+    report |= {"op": "dequantize_nvfp4", "copy": measure_copy(timer, device)}
     report["tiles"] = [dict(zip(("rows", "blocks", "warps"), tile, strict=True)) for tile in kernel._TILES]
     report["shapes"] = measure_all(timer, device, report["copy"]["gb_s"])
     if args.tune:
         report["tune"] = tune(timer, device, report["copy"]["gb_s"])
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    result_file.write(args.out, report)
     show(report)
     return 0
 

@@ -8,11 +8,12 @@ nearest other linear of the table (`nearest`), if it is one for this linear too.
 """
 
 import argparse
-import json
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
+
+import result_file
 
 from verl_qerl.cli.tune.command import tiled_copies, time_with_adapter
 from verl_qerl.kernels.rollout import w4a16_matmul
@@ -26,10 +27,6 @@ from verl_qerl.kernels.rollout.w4a16_launch import (
     launch_candidates,
 )
 from verl_qerl.vllm_plugin.weights import plans
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import rollout_report
 
 
 def choices(row: dict[str, Any], others: list[dict[str, Any]], tokens: int) -> dict[str, Launch]:
@@ -59,13 +56,13 @@ def main(arguments: list[str] | None = None) -> int:
         for tokens in TOKENS
     }
     w4a16_matmul.prepare((tokens, launch) for (_, _, tokens), found in of_all.items() for launch in found.values())
-    result: dict[str, Any] = {**rollout_report.header({}), "rows": []}
+    result: dict[str, Any] = {**result_file.header({}), "rows": []}
     for N, K in sorted({(N, K) for N, K, _ in of_all}):
         packed = tiled_copies(N, K)
         for tokens in TOKENS:
             us = {name: time_with_adapter(tokens, packed, launch) for name, launch in of_all[N, K, tokens].items()}
             result["rows"].append({"N": N, "K": K, "tokens": tokens, "us": us})
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        result_file.write(args.out, result)
     print(summary(result["rows"]))
     return 0
 

@@ -11,13 +11,15 @@ Each is timed with and without an adapter.
 import argparse
 import functools
 import itertools
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import bench_dequantize
+import result_file
+import rollout_arms
 import torch
 
 from verl_qerl.kernels.rollout.attention import decode_attention
@@ -26,12 +28,6 @@ from verl_qerl.kernels.rollout.lora import member_of_tile
 from verl_qerl.kernels.rollout.rotation import norm_rotate, rotate
 from verl_qerl.vllm_plugin.weights.linear_ops import linear_repacked, lora_linear_repacked
 from verl_qerl.vllm_plugin.weights.plans import make_plan
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import bench_dequantize
-import rollout_arms
-import rollout_report
 
 ARMS = {"without": False, "with an adapter": True}
 ROWS = (1, 16, 32, 48, 64, 96, 128, 192, 256)
@@ -174,11 +170,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     options = {"models": args.models, "rows": list(args.rows), "contexts": args.contexts}
-    head = rollout_report.header({**options, "rank": RANK, "layers": LAYERS})
+    head = result_file.header({**options, "rank": RANK, "layers": LAYERS})
     rows, gpu = [], torch.cuda.get_device_name()
     for row in measure(args.models, args.rows, args.contexts, bench_dequantize.graph_timer, gpu):
         rows.append(row)
-        args.out.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+        result_file.write(args.out, {**head, "rows": rows})
     return 0
 
 

@@ -11,7 +11,6 @@ codes times scale to bf16. `actor_weight_rounding` is what that changes in the a
 """
 
 import argparse
-import datetime
 import json
 import math
 import multiprocessing
@@ -20,7 +19,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from qerl_testing import current_commit
+import result_file
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the worker is asked for log-probs in this process
 
@@ -30,23 +29,9 @@ ARMS = ("bf16", "nvfp4", "nvfp4_noise", "int8", "fp8", "mxfp4")
 
 def main() -> None:
     args = parse()
-    import torch
-    import vllm
-
     prompts = read_prompts(args.prompts, args.model, args.num_prompts)
-    result = {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "torch": torch.__version__,
-        "vllm": vllm.__version__,
-        "commit": current_commit(),
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "model": args.describe,
-        "lora_rank": args.rank,
-        "num_prompts": len(prompts),
-        "samples_per_prompt": args.samples,
-        "max_tokens": args.max_tokens,
-        "arms": [],
-    }
+    options = {"lora_rank": args.rank, "samples_per_prompt": args.samples, "max_tokens": args.max_tokens}
+    result = result_file.header({**options, "num_prompts": len(prompts)}) | {"model": args.describe, "arms": []}
     with tempfile.TemporaryDirectory() as folder:
         adapter = Path(folder) / "adapter"
         make_adapter(args.model, adapter, args.rank)
@@ -54,8 +39,7 @@ def main() -> None:
             # One process each: an engine that shares its process does not give its memory back.
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 result["arms"].append(pool.apply(run_arm, (arm, args, prompts, adapter)))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    result_file.write(args.out, result)
     print(json.dumps(result["arms"], indent=1))
 
 

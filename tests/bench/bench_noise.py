@@ -28,8 +28,8 @@ from typing import Any
 
 import noise_plan
 import noise_report
+import result_file
 import rollout_process
-import rollout_report
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -69,7 +69,7 @@ def measure(args: argparse.Namespace) -> int:
         print(f"{args.out} has all of these settings.")
         return 0
     options = {name: value for name, value in vars(args).items() if name not in ("out", "report", "model", "data")}
-    noise_plan.append_line(args.out, rollout_report.header(options))
+    noise_plan.append_line(args.out, result_file.header(options))
     failed = 0
     for group in noise_plan.by_engine(settings):
         failed |= run_engine(args, group, end)

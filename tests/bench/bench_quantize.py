@@ -8,8 +8,6 @@ command run first; nothing is timed unless they pass.
 """
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import os
 import shutil
@@ -20,8 +18,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import result_file
 import torch
-from qerl_testing import current_commit
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -144,17 +142,6 @@ def measure(folder: Path, num_layers: int, repetitions: int, scales: list[str]) 
     }
 
 
-def describe_machine(commit: str | None) -> dict[str, object]:
-    return {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "safetensors": importlib.metadata.version("safetensors"),
-        "commit": commit or current_commit(),
-        "timestamp": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    }
-
-
 def gate_passes() -> bool:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *GATES]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -170,16 +157,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--scales", nargs="+", choices=SCALE_CHOICES, default=list(SCALE_CHOICES))
     parser.add_argument("--dir", type=Path, help="on the disk to measure (default: that of temporary files)")
-    parser.add_argument("--commit", help="what is measured, where the tree has no git history")
     args = parser.parse_args(argv)
     if not gate_passes():
         print("the tests did not pass on this machine: nothing is timed.")
         return 1
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         found = measure(Path(folder), args.layers, args.repetitions, args.scales)
-    report = {**describe_machine(args.commit), "op": "quantize", **found}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    report = result_file.header({"repetitions": args.repetitions})
+    report |= {"cores": os.cpu_count(), "op": "quantize", **found}
+    result_file.write(args.out, report)
     for name, rates in report["gb_per_s"].items():
         print(f"{name:24s} cold {rates['cold']:6.2f} GB/s, warm {rates['warm']:6.2f} GB/s")
     return 0

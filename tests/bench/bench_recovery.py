@@ -22,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import rollout_report
+import result_file
 import torch
 from bench_scales import load, log_probs, nll, rounded
 from readme_tables import recovery
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     model, texts = load(str(args.model), args.data, args.texts)
     _, train = load(str(args.model), args.train, args.train_texts)
     options = {name: value for name, value in vars(args).items() if name not in ("model", "train", "data", "out")}
-    run = {"model": args.describe or args.model.name} | rollout_report.header(options)
+    run = {"model": args.describe or args.model.name} | result_file.header(options)
     run["versions"] |= {name: version(name) for name in ("transformers", "compressed-tensors")}
     run |= {"shapes": shapes(args.model), "tokens": sum(len(text) - 1 for text in texts)}
     run |= {"calibration_tokens": sum(map(len, train)), "rows": []}
@@ -71,8 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
     found["runs"] = [one for one in found["runs"] if one["model"] != run["model"]] + [run]
     for row in Recovery(model, args.model, texts, train, args).rows():
         run["rows"].append(row)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        result_file.write(args.out, found)
         print({name: value for name, value in row.items() if name != "linears"}, flush=True)
     print(recovery([{"runs": [run]}]))
 

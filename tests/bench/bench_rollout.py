@@ -20,8 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
+import result_file
 import rollout_arms
 import rollout_plan
 import rollout_process
@@ -42,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(tables(json.loads(args.table.read_text())))
         return 0
     options = {name: value for name, value in vars(args).items() if not isinstance(value, Path) and value is not None}
-    report = rollout_report.Report(args.out, rollout_report.header(options), args.append)
+    report = rollout_report.Report(args.out, result_file.header(options), args.append)
     failed = False
     with rollout_process.Starter(args.work) as starter:
         for job in jobs(args) if args.plan is None else planned(args, report):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import host_time
-import rollout_report
+import result_file
 import torch
 from qerl_testing import quantize, rms_error_ratio
 
@@ -48,14 +48,13 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     model, texts = load(args.model, args.data, args.texts)
     options = {name: value for name, value in vars(args).items() if name not in ("model", "data", "out")}
-    run = {"model": args.describe or Path(args.model).name} | rollout_report.header(options)
+    run = {"model": args.describe or Path(args.model).name} | result_file.header(options)
     run |= {"tokens": sum(len(text) - 1 for text in texts), "rows": []}
     found = json.loads(args.out.read_text()) if args.out.exists() else {"op": "scales", "runs": []}
     found["runs"] = [one for one in found["runs"] if one["model"] != run["model"]] + [run]
     for row in measure(model, texts, args.choices):
         run["rows"].append(row)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        result_file.write(args.out, found)
         print({name: value for name, value in row.items() if name != "kl_of_texts"}, flush=True)
     print("\n".join(table(run)))
 

@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import result_file
 from qerl_testing import current_commit
 
 HERE = Path(__file__).resolve().parent
@@ -165,8 +166,7 @@ def main(argv: list[str] | None = None) -> int:
     result = {"describe": args.describe, "commit": current_commit(), "overrides": args.overrides}
     result |= {"timestamp": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")}
     result |= {"versions": session.get("versions"), "cores": session.get("cores"), "rows": rows}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    result_file.write(args.out, result)
     print(table(rows))
     return int(len(rows) < len(args.arms) or any("step" not in row["median_s"] for row in rows))
 

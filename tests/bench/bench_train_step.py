@@ -10,7 +10,6 @@ without it. `rollout.gpu_memory_utilization` stays a fraction of the whole GPU.
 """
 
 import argparse
-import datetime
 import json
 import os
 import signal
@@ -19,10 +18,9 @@ import sys
 import tempfile
 import threading
 import time
-from importlib.metadata import version
 from pathlib import Path
 
-from qerl_testing import current_commit
+import result_file
 
 # In the order verl runs them within a step (trainer_base.py: fit, _step_once).
 PHASES = (
@@ -61,7 +59,7 @@ def main() -> int:
 def write(args: argparse.Namespace, command: list[str], watch: "Watch", steps: list[dict]) -> None:
     """The result file, and the steps on the terminal."""
     result = {
-        **machine(),
+        **result_file.header({}),
         "describe": args.describe,
         "command": command,
         "startup_s": round(watch.ends[0] - watch.began - steps[0]["data"]["timing_s/step"], 1) if watch.ends else None,
@@ -70,8 +68,7 @@ def write(args: argparse.Namespace, command: list[str], watch: "Watch", steps: l
         "peak_gib_by_second": by_second(watch.samples),
         "steps": [lay_out(row, end, watch.samples) for row, end in zip(steps, watch.ends, strict=False)],
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    result_file.write(args.out, result)
     print(json.dumps(result["steps"], indent=1))
 
 
@@ -139,17 +136,6 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
         parser.error("arguments of main_ppo follow after --")
     split = sys.argv.index("--")
     return parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
-
-
-def machine() -> dict:
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    gpus = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip().splitlines()
-    return {
-        "gpus": gpus,
-        "versions": {name: version(name) for name in ("verl", "vllm", "torch", "transformers", "verl-qerl")},
-        "commit": current_commit(),
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    }
 
 
 def lay_out(row: dict, end: float, samples: list[tuple[float, float]]) -> dict:

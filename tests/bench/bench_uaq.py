@@ -16,13 +16,11 @@ INT8 per output channel, and `codes_changed` the share of their codes that train
 
 import argparse
 import copy
-import json
 import time
 from pathlib import Path
 
+import result_file
 import torch
-import transformers
-from qerl_testing import current_commit
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl_qerl.algos.uaq import fold_, scaled_parameters, unfold_
@@ -182,19 +180,9 @@ def main() -> None:
     options = parser.parse_args()
     started = time.perf_counter()
     rows = measure(options)
-    report = {
-        "commit": current_commit(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "lr": options.lr,
-        "steps": options.steps,
-        "weight_decay": DECAY,
-        "pretrain": {"steps": PRETRAIN_STEPS, "lr": PRETRAIN_LR},
-        "seconds": round(time.perf_counter() - started, 1),
-        "rows": rows,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    head = result_file.header({name: value for name, value in vars(options).items() if name != "out"})
+    head |= {"weight_decay": DECAY, "pretrain": {"steps": PRETRAIN_STEPS, "lr": PRETRAIN_LR}}
+    result_file.write(options.out, head | {"seconds": round(time.perf_counter() - started, 1), "rows": rows})
     print(table(rows))
 
 

@@ -21,12 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import result_file
 import torch
 import torch.distributed as dist
-from qerl_testing import load_beside
 from tensordict import TensorDict
 
-describe_machine = load_beside(__file__, "bench_dequantize").describe_machine
 PACKED_ATTENTION = "verl_qerl_varlen"
 ARMS = {
     "stock_padded": {"ours": False, "packed": False},
@@ -51,7 +50,7 @@ def build(arm: dict[str, bool], model: Path) -> Any:
 
     verl_plugin.activate()  # both arms compute with our attention
     if not arm["ours"]:
-        load_beside(__file__, "fused_head")  # without it verl's fused kernels do not run
+        import fused_head  # noqa: F401  (without it verl's fused kernels do not run)
     options = {"lora_rank": 32, "lora_alpha": 64, "use_fused_kernels": True, "enable_gradient_checkpointing": True}
     options |= {"fused_kernel_options": {"impl_backend": "torch"}}  # verl's default
     attention = PACKED_ATTENTION if arm["packed"] else "sdpa"
@@ -150,14 +149,14 @@ def profile(engine: Any, make: Any, path: Path) -> None:
     path.write_text(found.key_averages().table(sort_by=sort, row_limit=45, max_name_column_width=110))
 
 
-def append(path: Path, row: dict[str, Any], commit: str | None) -> None:
+def append(path: Path, row: dict[str, Any]) -> None:
     """Add a row to the file, which other processes may add to as well."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        content = json.loads(path.read_text()) if path.exists() else {**describe_machine(commit), "rows": []}
+        content = json.loads(path.read_text()) if path.exists() else result_file.header({}) | {"rows": []}
         content["rows"].append(row)
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        result_file.write(path, content)
 
 
 def table(content: dict[str, Any]) -> str:
@@ -184,7 +183,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--updates", type=int, default=3, help="after the first")
     parser.add_argument("--entropy", action="store_true", help="log-prob passes give entropies, as verl's do in a run")
     parser.add_argument("--profile", type=Path, help="file for a list of kernels of one more update")
-    parser.add_argument("--commit", help="what is measured, where the tree has no git history")
     args = parser.parse_args(argv)
     if args.table is None and None in (args.out, args.arm, args.model):
         parser.error("give --out, --arm and --model to measure, or --table FILE")
@@ -216,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
     if recompute is not None:
         kept = recompute.num_kept(args.tokens)
         row |= {"kept_layers": kept, "kib_per_token_and_layer": round(recompute.bytes_per_token / 2**10)}
-    append(args.out, row | found, args.commit)
+    append(args.out, row | found)
     if args.profile:
         profile(engine, make, args.profile)
     dist.destroy_process_group()

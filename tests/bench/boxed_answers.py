@@ -5,15 +5,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from verl_qerl.cli.data import MATH_INSTRUCTION
 from verl_qerl.cli.eval.answers import boxed, same
 
-__all__ = ["INSTRUCTION", "boxed", "encode", "is_right", "read_questions"]
-
-INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
+__all__ = ["boxed", "encode", "is_right", "read_questions"]
 
 
 def read_questions(path: Path, count: int) -> tuple[list[str], list[str]]:
-    """The first questions of a file of JSON lines in GSM8K's form, each with INSTRUCTION behind it, and their answers.
+    """The first questions of a file of JSON lines in GSM8K's form, MATH_INSTRUCTION behind each, and their answers.
 
     Raises:
         ValueError: There are fewer.
@@ -22,7 +21,7 @@ def read_questions(path: Path, count: int) -> tuple[list[str], list[str]]:
     if len(rows) < count:
         raise ValueError(f"{path} has {len(rows)} questions, {count} are asked for. Ask for at most as many.")
     answers = [row["answer"].rpartition("####")[2].strip().replace(",", "") for row in rows]
-    return [f"{row['question']} {INSTRUCTION}" for row in rows], answers
+    return [f"{row['question']} {MATH_INSTRUCTION}" for row in rows], answers
 
 
 def encode(tokenizer: Any, questions: list[str]) -> list[list[int]]:

@@ -5,12 +5,12 @@ draws, and the standard deviation between draws. Changes are against the same ba
 the same questions.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import noise_plan
 import numpy as np
+import result_file
 
 RESAMPLES = 1000
 FIGURES = ("entropy", "accuracy", "pass", "length", "boxed")
@@ -29,8 +29,7 @@ def report(files: list[Path], out: Path) -> int:
         )
     found = summary(rows, answers.pop())
     runs = [line for line in lines if "options" in line]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"op": "noise", "runs": runs, "rows": found}, indent=1) + "\n")
+    result_file.write(out, {"op": "noise", "runs": runs, "rows": found})
     print("\n".join(table(found)))
     draw(found, out.with_suffix(".png"))
     return 0

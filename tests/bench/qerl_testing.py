@@ -17,6 +17,13 @@ import torch
 from verl_qerl.formats import NVFP4, PackedWeight
 from verl_qerl.formats.nvfp4 import DEFAULT_SCALE
 
+# Options that every run of verl needs.
+RUN = (
+    "actor_rollout_ref.model.path=model",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.name=vllm",
+)
 _TINY: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 128,
@@ -143,6 +150,14 @@ def set_linear(model: Any, module: str, weight: torch.Tensor) -> None:
     stack = experts.down_proj if leaf == "down_proj" else experts.gate_up_proj
     rows = {"gate_proj": slice(None, len(weight)), "up_proj": slice(len(weight), None), "down_proj": slice(None)}[leaf]
     stack.data[int(expert), rows] = weight
+
+
+def verl_config(*overrides: str) -> Any:
+    """What Hydra makes of a command line of verl's `main_ppo`."""
+    from hydra import compose, initialize_config_module
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=list(overrides))
 
 
 def current_commit() -> str:

@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import actor_models as models
 import torch
-from qerl_testing import load_beside
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from verl_qerl.checkpoints.writer import ShardedWriter, quantized_specs
@@ -28,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "recipes" / "tools"))
 from chat_tokenizer import train_tokenizer
 from word_problems import generate
 
-models = load_beside(__file__, "actor_models")
 SHARD_BYTES = 4 << 30
 
 

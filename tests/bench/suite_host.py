@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import psutil
-import rollout_report
+import result_file
 
 _BUSIEST = 8
 
@@ -49,5 +49,5 @@ class Host:
 def gpus() -> list[list[int]]:
     """[MiB in use, percent of the time busy] of each GPU; none without nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=memory.used,utilization.gpu", "--format=csv,noheader,nounits"]
-    lines = rollout_report.output_of(command, seconds=10).splitlines()
+    lines = result_file.output_of(command, seconds=10).splitlines()
     return [[int(part) for part in line.split(",") if part.strip().isdigit()] for line in lines]

@@ -5,14 +5,14 @@ import statistics
 
 import pytest
 import torch
-from qerl_testing import load_beside
 
 pytest.importorskip("peft")
 
 
-bench = load_beside(__file__, "bench_actor")
+import bench_actor as bench
+
 models = bench.models
-SMALL = ["--shapes", "tiny", "--tokens", "32", "16", "--vocabulary", "64", "--repetitions", "1", "--commit", "abc"]
+SMALL = ["--shapes", "tiny", "--tokens", "32", "16", "--vocabulary", "64", "--repetitions", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +39,9 @@ def test_a_row_for_every_arm_and_case(report):
 
 
 def test_says_what_was_measured(report):
-    assert {"gpu", "driver", "torch", "triton", "timestamp", "rank", "sequence"} <= set(report)
-    assert report["commit"] == "abc"
-    assert {"transformers", "peft"} <= set(report["versions"])
+    assert {"gpu", "driver", "commit", "time"} <= set(report)
+    assert {"torch", "transformers", "peft"} <= set(report["versions"])
+    assert report["options"] == {"rank": models.RANK, "sequence": bench.SEQUENCE}
 
 
 def test_the_base_in_memory_is_that_of_the_arm(report):
@@ -80,7 +80,13 @@ def test_the_table_by_hand(tmp_path, capsys):
     row = {"model": "7b", "tokens": 8192, "checkpointing": False, "log_prob_ms": 2.0, "forward_ms": 3.0}
     rows = [row | {"arm": "bf16_peft", "backward_ms": 5.0}, row | {"arm": "nvfp4_fused", "backward_ms": 3.0}]
     rows += [row | {"arm": "nvfp4_peft", "backward_ms": 5.0, "host_ms": 7.9}]
-    report = {"gpu": "G", "torch": "2", "commit": "abc", "rows": rows, "skipped": {"nf4_peft": "not there"}}
+    report = {
+        "gpu": "G",
+        "versions": {"torch": "2"},
+        "commit": "abc",
+        "rows": rows,
+        "skipped": {"nf4_peft": "not there"},
+    }
     path = tmp_path / "actor.json"
     path.write_text(json.dumps(report))
     assert bench.main(["--table", str(path)]) == 0

@@ -14,10 +14,10 @@ SCRIPT = Path(__file__).with_name("bench_actor_ranks.py")
 
 def test_rows_of_one_and_two_ranks(tmp_path):
     out = tmp_path / "gpu" / "actor_ranks.json"
-    options = ["--out", str(out), "--shapes", "tiny", "--tokens", "16", "--repetitions", "1", "--commit", "abc"]
+    options = ["--out", str(out), "--shapes", "tiny", "--tokens", "16", "--repetitions", "1"]
     for ranks in (1, 2):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        env = os.environ | {"OMP_NUM_THREADS": "1", "QERL_COMMIT": "abc"}
         done = subprocess.run([*command, str(SCRIPT), *options], env=env, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(out.read_text())

@@ -1,12 +1,11 @@
 """Which launches are compared for a linear that a table lacks."""
 
 import pytest
-from qerl_testing import load_beside
 
 from verl_qerl.kernels.rollout.w4a16_launch import EACH, GATHERED, Launch, guess_launch
 
 pytest.importorskip("vllm")
-guess = load_beside(__file__, "bench_guess")
+import bench_guess as guess
 
 
 def row(N: int, K: int, *launch: int) -> dict:

@@ -1,10 +1,9 @@
 """The layer that is timed, on a CPU: its parts and its adapter."""
 
+import bench_layer as bench
 import pytest
 import torch
-from qerl_testing import load_beside
 
-bench = load_beside(__file__, "bench_layer")
 TINY = bench.rollout_arms.Shape(hidden=128, intermediate=192, layers=1, heads=2, kv_heads=1)
 
 

@@ -5,33 +5,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import boxed_answers as answers
+import noise_plan as plan
+import noise_report as reports
 import pytest
 from qerl_testing import random_qwen2
 
 SCRIPT = Path(__file__).with_name("bench_noise.py")
 
 
-@pytest.fixture(scope="module")
-def plan(load_bench: Callable[[str], ModuleType]) -> ModuleType:
-    return load_bench("noise_plan")
-
-
-@pytest.fixture(scope="module")
-def reports(load_bench: Callable[[str], ModuleType], plan: ModuleType) -> ModuleType:
-    return load_bench("noise_report")
-
-
-@pytest.fixture(scope="module")
-def answers(load_bench: Callable[[str], ModuleType]) -> ModuleType:
-    return load_bench("boxed_answers")
-
-
-def test_settings_come_draw_by_draw_and_share_engines_where_noise_is_of_a_batch(plan: ModuleType) -> None:
+def test_settings_come_draw_by_draw_and_share_engines_where_noise_is_of_a_batch() -> None:
     texts = ["bf16", "bf16/additive/batch@0.01,0.02", "bf16/multiplicative/batch@0.1", "bf16/additive/sequence@0.1"]
     found = plan.parse_settings([*texts, "bf16"], 2)
     assert [(one.mode, one.draw, one.sigma) for one in found[:5]] == [
@@ -46,12 +32,12 @@ def test_settings_come_draw_by_draw_and_share_engines_where_noise_is_of_a_batch(
 
 
 @pytest.mark.parametrize("text", ["", "bf16/additive", "bf16/additive/batch@", "bf16/additive/batch@0", "bf16@0.1"])
-def test_what_is_no_setting_is_refused(plan: ModuleType, text: str) -> None:
+def test_what_is_no_setting_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"no setting: .* Accepted are BASE and BASE/MODE/DRAW@SIGMA"):
         plan.parse_settings([text], 1)
 
 
-def test_a_line_that_was_cut_off_is_left_out_and_what_follows_is_not(plan: ModuleType, tmp_path: Path) -> None:
+def test_a_line_that_was_cut_off_is_left_out_and_what_follows_is_not(tmp_path: Path) -> None:
     file = tmp_path / "raw.jsonl"
     plan.append_line(file, {"a": 1})
     file.write_text(file.read_text() + '{"b": ')
@@ -68,28 +54,28 @@ def test_a_line_that_was_cut_off_is_left_out_and_what_follows_is_not(plan: Modul
         (r"\boxed{}", None),  # repeated from the question
     ],
 )
-def test_the_last_closed_box_counts(answers: ModuleType, text: str, found: str | None) -> None:
+def test_the_last_closed_box_counts(text: str, found: str | None) -> None:
     assert answers.boxed(text) == found
 
 
-def test_the_form_of_a_number_does_not_count(answers: ModuleType) -> None:
+def test_the_form_of_a_number_does_not_count() -> None:
     pytest.importorskip("math_verify")
     right = [r"\$18", "18.00", r"18 \text{ apples}", "18"]
     assert [answers.is_right(box, "18") for box in [*right, "", "19", r"\text{eighteen}"]] == [True] * 4 + [False] * 3
     assert answers.is_right("1,800", "1800")
 
 
-def row_of(plan: ModuleType, sigma: float, index: int, right: list[int], minus_log_p: list[float]) -> dict[str, Any]:
+def row_of(sigma: float, index: int, right: list[int], minus_log_p: list[float]) -> dict[str, Any]:
     setting = plan.Setting("bf16", "additive" if sigma else "none", "batch", sigma, index)
     questions = {"tokens": [10] * len(right), "minus_log_p": minus_log_p, "right": right, "boxed": right}
     return {"setting": dataclasses.asdict(setting), "kl": sigma, "questions": questions}
 
 
-def test_the_summary_is_that_of_its_definitions(plan: ModuleType, reports: ModuleType, tmp_path: Path) -> None:
+def test_the_summary_is_that_of_its_definitions(tmp_path: Path) -> None:
     rows = [
-        row_of(plan, 0.0, 0, [0, 4, 2, 1], [2.0, 4.0, 1.0, 3.0]),
-        row_of(plan, 0.1, 0, [0, 3, 1, 0], [4.0, 6.0, 3.0, 5.0]),
-        row_of(plan, 0.1, 1, [0, 3, 1, 0], [5.0, 7.0, 4.0, 6.0]),
+        row_of(0.0, 0, [0, 4, 2, 1], [2.0, 4.0, 1.0, 3.0]),
+        row_of(0.1, 0, [0, 3, 1, 0], [4.0, 6.0, 3.0, 5.0]),
+        row_of(0.1, 1, [0, 3, 1, 0], [5.0, 7.0, 4.0, 6.0]),
     ]
     clean, noisy = reports.summary(rows, answers=4)
     assert (clean["entropy"]["mean"], clean["accuracy"]["mean"], clean["pass"]["mean"]) == (0.25, 0.4375, 0.75)
@@ -109,7 +95,7 @@ def test_the_summary_is_that_of_its_definitions(plan: ModuleType, reports: Modul
     assert json.loads(out.read_text())["rows"] == [clean, noisy]
     assert out.with_suffix(".png").stat().st_size > 10000
     with pytest.raises(ValueError, match="different numbers of questions"):
-        reports.summary([*rows, row_of(plan, 0.2, 0, [0], [1.0])], answers=4)
+        reports.summary([*rows, row_of(0.2, 0, [0], [1.0])], answers=4)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +122,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
 
 
-def test_noise_acts_in_an_engine_and_changes_its_mode_there(plan: ModuleType, model: Path, tmp_path: Path) -> None:
+def test_noise_acts_in_an_engine_and_changes_its_mode_there(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     pytest.importorskip("math_verify")
     (tmp_path / "test.jsonl").write_text(

@@ -3,10 +3,8 @@
 import json
 from pathlib import Path
 
+import bench_quantize as bench
 import pytest
-from qerl_testing import load_beside
-
-bench = load_beside(__file__, "bench_quantize")
 
 
 def test_writes_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,9 +12,8 @@ def test_writes_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(bench, "gate_passes", lambda: True)
     out = tmp_path / "results/quantize.json"
     arguments = ["--out", str(out), "--layers", "2", "--repetitions", "1", "--scales", "mse", "--dir", str(tmp_path)]
-    assert bench.main([*arguments, "--commit", "abc"]) == 0
+    assert bench.main(arguments) == 0
     report = json.loads(out.read_text())
-    assert report["commit"] == "abc"
     assert report["bytes"] == 2 * (2 * 32 * 64 + 3584) * 2  # layers, two linears and a norm, bf16
     assert set(report["gb_per_s"]) == {"plain read", "safetensors", "stream mse", "quantize mse"}
     assert all(rates["cold"] >= 0 and rates["warm"] >= 0 for rates in report["gb_per_s"].values())

@@ -1,10 +1,9 @@
 """The report of formats on a tiny model: a row for each, in the order of what they keep, and their arithmetic."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
+import bench_recovery as bench
 import pytest
 import torch
 from chat_tokenizer import train_tokenizer
@@ -14,12 +13,7 @@ from verl_qerl.formats import get_format
 
 
 @pytest.fixture(scope="module")
-def bench(load_bench: Callable[[str], ModuleType]) -> ModuleType:
-    return load_bench("bench_recovery")
-
-
-@pytest.fixture(scope="module")
-def command(bench: ModuleType, tmp_path_factory) -> list[str]:
+def command(tmp_path_factory) -> list[str]:
     folder = tmp_path_factory.mktemp("recovery")
     rows = [{"question": f"Mia has {i} apples. How many?", "answer": f"{i} and none #### {i}"} for i in range(40)]
     for name, part in (("train", rows[:30]), ("test", rows[30:])):
@@ -35,7 +29,7 @@ def command(bench: ModuleType, tmp_path_factory) -> list[str]:
     return [f"--model={folder / 'model'}", *files, "--train-texts=30", "--texts=4", "--input-tokens=60"]
 
 
-def test_each_method_has_a_row_and_the_calibrated_one_the_least_error_of_its_size(bench, command, capsys) -> None:
+def test_each_method_has_a_row_and_the_calibrated_one_the_least_error_of_its_size(command, capsys) -> None:
     bench.main(command)
     (run,) = json.loads(Path(command[3].removeprefix("--out=")).read_text())["runs"]
     found = {row["method"]: row for row in run["rows"]}
@@ -52,7 +46,7 @@ def test_each_method_has_a_row_and_the_calibrated_one_the_least_error_of_its_siz
     assert capsys.readouterr().out.count("\n| ") == 1 + 7
 
 
-def test_the_model_is_as_before_each_method_and_so_are_layers_that_are_left(bench, command) -> None:
+def test_the_model_is_as_before_each_method_and_so_are_layers_that_are_left(command) -> None:
     bench.main([*command, "--layers=1", "--methods", "nvfp4 mse", "int8", "nvfp4 gptq"])
     (run,) = json.loads(Path(command[3].removeprefix("--out=")).read_text())["runs"]  # in the place of the other
     together = {row["method"]: row for row in run["rows"]}
@@ -65,7 +59,7 @@ def test_the_model_is_as_before_each_method_and_so_are_layers_that_are_left(benc
     }
 
 
-def test_the_error_of_a_mean_is_that_of_whole_texts(bench) -> None:
+def test_the_error_of_a_mean_is_that_of_whole_texts() -> None:
     mean, error = bench.token_mean([torch.full((5,), 1.0), torch.full((5,), 3.0)])
     assert (mean, error) == (2.0, pytest.approx(1.0))  # as of two numbers: tokens of a text say the same
     generator = torch.Generator().manual_seed(0)
@@ -75,7 +69,7 @@ def test_the_error_of_a_mean_is_that_of_whole_texts(bench) -> None:
 
 
 @pytest.mark.parametrize("form", ["int8", "fp8"])
-def test_inputs_are_rounded_with_a_scale_a_token(bench, form) -> None:
+def test_inputs_are_rounded_with_a_scale_a_token(form) -> None:
     x = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(0)).bfloat16() * torch.arange(1, 7)[None, :, None]
     (found,) = bench.rounding(get_format(form))(None, (x,))
     assert found.shape == x.shape

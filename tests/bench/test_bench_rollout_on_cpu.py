@@ -5,19 +5,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
+import bench_rollout as bench
 import pytest
+import rollout_engine as engine
 
 
-@pytest.fixture(scope="module")
-def engine(bench) -> ModuleType:
-    import rollout_engine
-
-    return rollout_engine
-
-
-def test_shapes_have_the_sizes_of_the_models(bench):
+def test_shapes_have_the_sizes_of_the_models():
     shapes = bench.rollout_arms.SHAPES
     assert shapes["7B"].kv_bytes == 56 * 1024
     assert shapes["32B"].kv_bytes == 256 * 1024
@@ -25,7 +19,7 @@ def test_shapes_have_the_sizes_of_the_models(bench):
     assert shapes["7B"].weight_bytes(2.0) == pytest.approx(15.2e9, rel=0.01)
 
 
-def test_an_arm_without_an_adapter_runs_once(bench):
+def test_an_arm_without_an_adapter_runs_once():
     arguments = ["--out", "x", "--arms", "bf16", "bf16_lora_ours", "--ranks", "16", "32", "--batches", "8", "4"]
     arguments += ["--prompts", "256"]
     found = [(job["arm"], job["rank"], job["largest"], job["fixed"]) for job in bench.jobs(bench.parse(arguments))]
@@ -33,12 +27,12 @@ def test_an_arm_without_an_adapter_runs_once(bench):
     assert found == [("bf16", 0, 8, fixed), ("bf16_lora_ours", 16, 8, fixed), ("bf16_lora_ours", 32, 8, fixed)]
 
 
-def test_variants_are_measured_when_they_are_named(bench):
+def test_variants_are_measured_when_they_are_named():
     assert set(bench.rollout_arms.VARIANTS).isdisjoint(bench.parse(["--out", "x"]).arms)
     assert bench.parse(["--out", "x", "--arms", "nvfp4_lora_ours_fa2"]).arms == ["nvfp4_lora_ours_fa2"]
 
 
-def test_larger_graphs_are_of_ours_unless_an_arm_says_otherwise(bench):
+def test_larger_graphs_are_of_ours_unless_an_arm_says_otherwise():
     arms = bench.rollout_arms.ARMS
     found = {name: arms[name].has_larger_graphs for name in ("bf16_lora_stock", "bf16_lora_ours", "nvfp4_lora_ours")}
     assert found == {"bf16_lora_stock": False, "bf16_lora_ours": True, "nvfp4_lora_ours": True}
@@ -46,7 +40,7 @@ def test_larger_graphs_are_of_ours_unless_an_arm_says_otherwise(bench):
     assert not arms["nvfp4_lora_ours_512"].has_larger_graphs
 
 
-def test_a_realistic_rollout_alone_runs_as_many_sequences_as_the_batches(bench):
+def test_a_realistic_rollout_alone_runs_as_many_sequences_as_the_batches():
     alone = ["--out", "x", "--arms", "bf16", "--no-fixed", "--batches", "64", "--profile", "2"]
     assert [job["largest"] for job in bench.jobs(bench.parse(alone))] == [2]
     (job,) = bench.jobs(bench.parse([*alone, "--realistic"]))
@@ -54,7 +48,7 @@ def test_a_realistic_rollout_alone_runs_as_many_sequences_as_the_batches(bench):
     assert job["realistic"] == {"prompts": 128, "samples": 8, "prompt": 256}
 
 
-def test_the_error_is_the_last_exception_of_the_log(bench):
+def test_the_error_is_the_last_exception_of_the_log():
     log = "KeyError: 'a'\n\nDuring handling\n[rank0]: torch.OutOfMemoryError: CUDA out of memory.\nfurther noise\n"
     assert bench.error_sentence(log, 1) == "torch.OutOfMemoryError: CUDA out of memory."
     of_cpp = "Exception raised from currentStreamCaptureStatusMayInitCtx at CUDAGraphsC10Utils.h:71:\n"
@@ -65,7 +59,7 @@ def test_the_error_is_the_last_exception_of_the_log(bench):
     )
 
 
-def test_an_engine_that_takes_too_long_is_killed_with_what_it_started(bench, tmp_path, monkeypatch):
+def test_an_engine_that_takes_too_long_is_killed_with_what_it_started(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "GRACE_S", 0)
     child = tmp_path / "child"
     slow = tmp_path / "slow.py"
@@ -84,7 +78,7 @@ def test_an_engine_that_takes_too_long_is_killed_with_what_it_started(bench, tmp
 
     monkeypatch.setattr(bench.rollout_process, "spawn", spawn)
     job = {"arm": "bf16", "model": "tiny", "rank": 0, "seconds": 2}
-    report = bench.rollout_report.Report(tmp_path / "out.json", bench.rollout_report.header({}), append=False)
+    report = bench.rollout_report.Report(tmp_path / "out.json", bench.result_file.header({}), append=False)
     began = time.monotonic()
     with bench.rollout_process.Starter(tmp_path / "work") as starter:
         assert "killed 2 s after its start" in bench.run(job, starter, report)
@@ -96,7 +90,7 @@ def test_an_engine_that_takes_too_long_is_killed_with_what_it_started(bench, tmp
     assert not status.exists() or "zombie" in status.read_text()
 
 
-def test_what_has_no_room_or_no_time_is_skipped_and_says_why(engine, tmp_path):
+def test_what_has_no_room_or_no_time_is_skipped_and_says_why(tmp_path):
     one = object.__new__(engine.Engine)  # starting one takes ten seconds and changes none of this
     events = tmp_path / "events"
     one._job = {"arm": "bf16", "model": "tiny", "rank": 0, "seconds": 60, "events": str(events)}
@@ -111,7 +105,7 @@ def test_what_has_no_room_or_no_time_is_skipped_and_says_why(engine, tmp_path):
     assert "takes about 70 s" in late["reason"]
 
 
-def test_dummy_nvfp4_weights_are_valid_ones_of_our_format(bench):
+def test_dummy_nvfp4_weights_are_valid_ones_of_our_format():
     pytest.importorskip("vllm")
     import torch
     from vllm.config.load import LoadConfig
@@ -137,7 +131,7 @@ def test_dummy_nvfp4_weights_are_valid_ones_of_our_format(bench):
     assert (layer.weight_global_scale == 2.0**20).all()
 
 
-def test_two_arms_of_a_tiny_model_from_the_command_to_the_table(bench, tmp_path, capsys):
+def test_two_arms_of_a_tiny_model_from_the_command_to_the_table(tmp_path, capsys):
     pytest.importorskip("vllm")
     out = tmp_path / "rollout.json"
     arguments = ["--out", str(out), "--work", str(tmp_path / "work"), "--models", "tiny", "--ranks", "8", "--eager"]
@@ -179,7 +173,7 @@ def test_two_arms_of_a_tiny_model_from_the_command_to_the_table(bench, tmp_path,
 
 
 @pytest.mark.usefixtures("quick_starts")
-def test_an_engine_in_a_process_of_its_own(bench, tmp_path):
+def test_an_engine_in_a_process_of_its_own(tmp_path):
     pytest.importorskip("vllm")
     out = tmp_path / "rollout.json"
     arguments = ["--out", str(out), "--work", str(tmp_path / "work"), "--models", "tiny", "--ranks", "8", "--eager"]

@@ -4,18 +4,12 @@ import json
 import re
 import statistics
 from pathlib import Path
-from types import ModuleType
 
+import bench_rollout as bench
 import pytest
+import rollout_load as load
 
 FOLDER = Path(__file__).parent
-
-
-@pytest.fixture(scope="module")
-def load(bench) -> ModuleType:
-    import rollout_load
-
-    return rollout_load
 
 
 def row(arm: str = "bf16_lora_stock", batch: int = 1, **values) -> dict:
@@ -27,12 +21,12 @@ def row(arm: str = "bf16_lora_stock", batch: int = 1, **values) -> dict:
 HEAD = {"gpu": "H200", "driver": "580", "versions": {}, "commit": "abc", "time": "now", "options": {}}
 
 
-def test_a_decode_step_is_the_difference_to_one_token(load):
+def test_a_decode_step_is_the_difference_to_one_token():
     prefill, step = 2.0, 0.005  # 256 tokens are the prefill's one and 255 steps
     assert load.decode_ms(prefill, prefill + 255 * step, 256) == pytest.approx(5.0)
 
 
-def test_answer_lengths_are_long_tailed_cut_and_repeatable(load):
+def test_answer_lengths_are_long_tailed_cut_and_repeatable():
     lengths = load.draw_lengths(1024)
     assert lengths == load.draw_lengths(1024)
     assert min(lengths) >= 16
@@ -43,7 +37,7 @@ def test_answer_lengths_are_long_tailed_cut_and_repeatable(load):
     assert sum(length == 2048 for length in lengths) < 40
 
 
-def test_a_cuda_graph_is_captured_for_every_batch(load):
+def test_a_cuda_graph_is_captured_for_every_batch():
     assert load.capture_sizes([1, 8, 100, 256], 256, realistic=False, larger=True) == [1, 2, 4, 8, 100, 256, 512]
     assert load.capture_sizes([1], 1, realistic=False, larger=True) == [1, 2]
     assert set(range(8, 257, 8)) <= set(load.capture_sizes([1], 256, realistic=True, larger=True))
@@ -51,12 +45,12 @@ def test_a_cuda_graph_is_captured_for_every_batch(load):
     assert load.capture_sizes([1024], 1024, realistic=False, larger=True)[-9:] == list(range(512, 1025, 64))
 
 
-def test_the_cache_holds_whole_blocks_and_one_more(load):
+def test_the_cache_holds_whole_blocks_and_one_more():
     assert load.kv_tokens(3, 256, 16) == 3 * (16 + 1) * 16
     assert load.kv_tokens(1, 257, 16) == (17 + 1) * 16
 
 
-def test_a_row_replaces_that_of_its_key_at_its_place(bench, tmp_path):
+def test_a_row_replaces_that_of_its_key_at_its_place(tmp_path):
     path = tmp_path / "new" / "rollout.json"
     report = bench.rollout_report.Report(path, HEAD, append=False)
     report.add("rows", row(prefill_s=1.0))
@@ -66,7 +60,7 @@ def test_a_row_replaces_that_of_its_key_at_its_place(bench, tmp_path):
     assert [(entry["batch"], entry["prefill_s"]) for entry in found] == [(1, 3.0), (8, 2.0)]
 
 
-def test_append_keeps_the_rows_and_remembers_the_runs(bench, tmp_path):
+def test_append_keeps_the_rows_and_remembers_the_runs(tmp_path):
     path = tmp_path / "rollout.json"
     report = bench.rollout_report.Report(path, HEAD, append=False)
     report.add("rows", row(prefill_s=1.0))
@@ -84,21 +78,21 @@ def test_append_keeps_the_rows_and_remembers_the_runs(bench, tmp_path):
     assert [entry["batch"] for entry in json.loads(path.read_text())["rows"]] == [64]
 
 
-def test_rows_of_another_gpu_are_not_appended(bench, tmp_path):
+def test_rows_of_another_gpu_are_not_appended(tmp_path):
     path = tmp_path / "rollout.json"
     bench.rollout_report.Report(path, HEAD, append=False).add("rows", row())
     with pytest.raises(ValueError, match="another GPU"):
         bench.rollout_report.Report(path, HEAD | {"gpu": "H100"}, append=True)
 
 
-def test_rows_of_another_number_of_gpus_are_not_appended(bench, tmp_path):
+def test_rows_of_another_number_of_gpus_are_not_appended(tmp_path):
     path = tmp_path / "rollout.json"
     bench.rollout_report.Report(path, HEAD, append=False).add("rows", row())
     with pytest.raises(ValueError, match="models on 1 GPUs: --tensor-parallel 2"):
         bench.rollout_report.Report(path, HEAD | {"options": {"tensor_parallel": 2}}, append=True)
 
 
-def test_a_table_has_batches_as_columns_and_ratios_to_stock_bf16(bench):
+def test_a_table_has_batches_as_columns_and_ratios_to_stock_bf16():
     rows = [
         row("nvfp4_lora_ours", 8, decode_ms_per_step=4.0, prefill_s=0.21),
         row("nvfp4_lora_ours", 1, decode_ms_per_step=3.0, prefill_s=0.2),
@@ -119,24 +113,24 @@ def test_a_table_has_batches_as_columns_and_ratios_to_stock_bf16(bench):
     assert "| nvfp4_lora_ours | 30000 (2.00) |" in whole
 
 
-def test_arms_that_are_measured_no_more_come_last(bench):
+def test_arms_that_are_measured_no_more_come_last():
     rows = [row(arm, 8, decode_ms_per_step=2.0) for arm in ("an_old_name", "nvfp4", "bf16_lora_stock")]
     lines = bench.rollout_report.tables({"rows": rows}).splitlines()[4:]
     assert [line.split()[1] for line in lines] == ["bf16_lora_stock", "nvfp4", "an_old_name"]
 
 
-def test_a_table_says_how_many_gpus_share_the_model(bench):
+def test_a_table_says_how_many_gpus_share_the_model():
     text = bench.rollout_report.tables({"rows": [row(decode_ms_per_step=1.0)], "options": {"tensor_parallel": 4}})
     assert text.startswith("7B on 4 GPUs, rank 32, prompt ")
 
 
-def test_small_models_come_first(bench):
+def test_small_models_come_first():
     rows = [row(decode_ms_per_step=1.0) | {"model": model} for model in ("32B", "7B", "14B")]
     text = bench.rollout_report.tables({"rows": rows})
     assert [line.split(",")[0] for line in text.splitlines() if "decode" in line] == ["7B", "14B", "32B"]
 
 
-def test_the_seconds_of_a_row_are_those_measured_within_a_third(bench, load):
+def test_the_seconds_of_a_row_are_those_measured_within_a_third():
     found = json.loads((FOLDER / "results" / "h200" / "rollout_7b_a966dd7.json").read_text())["rows"]
     shape = bench.rollout_arms.SHAPES["7B"]
     rows = [entry for entry in found if entry["arm"] == "bf16_lora_stock" and entry["context"] != "realistic"]
@@ -148,7 +142,7 @@ def test_the_seconds_of_a_row_are_those_measured_within_a_third(bench, load):
             assert load.prefill_seconds(shape, tokens) == pytest.approx(entry["prefill_s"], rel=1 / 3)
 
 
-def test_a_plan_takes_what_the_file_lacks(bench, tmp_path, capsys):
+def test_a_plan_takes_what_the_file_lacks(tmp_path, capsys):
     out = tmp_path / "rollout.json"
     args = bench.parse(["--out", str(out), "--plan", "100000"])
     report = bench.rollout_report.Report(out, HEAD, append=False)
@@ -181,7 +175,7 @@ def test_a_plan_takes_what_the_file_lacks(bench, tmp_path, capsys):
     assert len(re.findall(r"rank \d+: about \d+ \+ \d+ s", capsys.readouterr().out)) == len(whole)
 
 
-def test_a_step_is_taken_apart_by_groups_of_kernels(bench):
+def test_a_step_is_taken_apart_by_groups_of_kernels():
     kernels = {
         "w4a16_matmul": 700.0,
         "marlin::Marlin<1, 2>": 50.0,

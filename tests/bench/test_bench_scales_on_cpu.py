@@ -1,11 +1,9 @@
 """The benchmark of scale choices on a tiny model: rows of all, and what is known of their errors."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
-import pytest
+import bench_scales as bench
 import torch
 from chat_tokenizer import train_tokenizer
 from qerl_testing import quantize, random_qwen2
@@ -13,12 +11,7 @@ from qerl_testing import quantize, random_qwen2
 from verl_qerl.formats.reference import dequantize
 
 
-@pytest.fixture(scope="module")
-def bench(load_bench: Callable[[str], ModuleType]) -> ModuleType:
-    return load_bench("bench_scales")
-
-
-def test_every_choice_has_a_row_and_the_search_the_least_error(bench: ModuleType, tmp_path: Path, capsys) -> None:
+def test_every_choice_has_a_row_and_the_search_the_least_error(tmp_path: Path, capsys) -> None:
     rows = [{"question": f"Mia has {i} apples. How many?", "answer": f"{i} #### {i}"} for i in range(4)]
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = train_tokenizer([row["question"] for row in rows], 320)
@@ -41,7 +34,7 @@ def test_every_choice_has_a_row_and_the_search_the_least_error(bench: ModuleType
     assert [row["choice"] for row in run["rows"]] == ["bf16", "minmax"]
 
 
-def test_four_over_six_is_the_better_one_of_two_in_every_block(bench: ModuleType) -> None:
+def test_four_over_six_is_the_better_one_of_two_in_every_block() -> None:
     weight = (torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
 
     def errors(packed) -> torch.Tensor:

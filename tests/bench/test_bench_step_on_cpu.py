@@ -10,13 +10,13 @@ from qerl_testing import load_beside, random_qwen2
 
 pytest.importorskip("verl")
 
-from hydra import compose, initialize_config_module
+import bench_step as bench
+from qerl_testing import verl_config
 from verl.utils import fsdp_utils
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_qerl.verl_plugin.config.apply import prepare
 
-bench = load_beside(__file__, "bench_step")
 OVERRIDES = ["data.train_batch_size=16", "data.max_response_length=2048"]
 
 
@@ -33,8 +33,7 @@ def composed(arm, args, tmp_path):
     asked.insert(asked.index("--"), "--dry-run")
     said = subprocess.run(asked, capture_output=True, text=True, check=True, env=os.environ | {"QERL_COMMIT": "x"})
     _, _, _, *given = (part for part in shlex.split(said.stdout, posix=False) if part != "\\")  # python -m main_ppo
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=given)
+    config = verl_config(*given)
     prepare(config)
     return config
 

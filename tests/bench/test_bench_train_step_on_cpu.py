@@ -1,9 +1,7 @@
 """What the benchmark makes of samples and metrics; the rest of it is a verl run on a GPU."""
 
+import bench_train_step as bench
 import pytest
-from qerl_testing import load_beside
-
-bench = load_beside(__file__, "bench_train_step")
 
 
 def test_the_largest_reading_of_each_second():

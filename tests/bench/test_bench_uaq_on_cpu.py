@@ -4,10 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+import bench_uaq as bench
 import pytest
-from qerl_testing import load_beside
-
-bench = load_beside(__file__, "bench_uaq")
 
 
 def test_uaq_is_a_run_with_other_learning_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -6,10 +6,10 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from qerl_testing import load_beside
 
 pytest.importorskip("vllm")
-host_time = load_beside(__file__, "host_time")
+import host_time
+
 Waiting, by_kind, functions = host_time.Waiting, host_time.by_kind, host_time.functions
 steady = host_time.steady
 

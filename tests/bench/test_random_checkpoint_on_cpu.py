@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("peft")
 pytest.importorskip("verl")
 
-from qerl_testing import load_beside
+import random_checkpoint as generator
 from transformers import AutoConfig, AutoTokenizer, Qwen2ForCausalLM
 
 from verl_qerl.checkpoints.source import open_source
@@ -14,8 +14,6 @@ from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.formats import PackedWeight
 from verl_qerl.verl_plugin.actor.packed_model import build_skeleton, load_packed
 from verl_qerl.verl_plugin.config.base_options import BaseOptions
-
-generator = load_beside(__file__, "random_checkpoint")
 
 
 @pytest.fixture(scope="module")

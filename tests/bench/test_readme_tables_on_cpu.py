@@ -3,21 +3,14 @@
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import readme_tables as made
 
 ROOT = Path(__file__).parents[2]
 H200 = ROOT / "tests" / "bench" / "results" / "h200"
 PAGES = (ROOT / "README.md", ROOT / "tests" / "bench" / "results" / "README.md")
-
-
-@pytest.fixture(scope="module")
-def made(bench) -> ModuleType:
-    import readme_tables
-
-    return readme_tables
 
 
 def result(name: str) -> Any:
@@ -30,13 +23,13 @@ def row(arm: str, batch: int, value: float, context: int | str = 384) -> dict[st
     return {"arm": arm, "model": "7B", "batch": batch, "context": context} | measured
 
 
-def test_tables_of_rollouts_are_those_of_their_files(made):
+def test_tables_of_rollouts_are_those_of_their_files():
     text = PAGES[1].read_text(encoding="utf-8")
     assert "<!-- rollout " in text
     assert made.filled(PAGES[1], text) == text, "run: python tests/bench/readme_tables.py"
 
 
-def test_an_arm_is_as_many_times_as_fast_as_the_baseline_of_its_file(made):
+def test_an_arm_is_as_many_times_as_fast_as_the_baseline_of_its_file():
     rows = [row("bf16_lora_stock", 1, 6.0), row("nvfp4_lora_ours", 1, 3.0), row("fp8_lora_stock", 32, 5.0)]
     rows += [row("bf16_lora_stock", 8, 100.0, "realistic"), row("nvfp4_lora_ours", 8, 150.0, "realistic")]
     assert made.speed([{"rows": rows}]).splitlines()[2:] == [
@@ -45,7 +38,7 @@ def test_an_arm_is_as_many_times_as_fast_as_the_baseline_of_its_file(made):
     ]
 
 
-def test_a_row_says_how_many_gpus_share_the_model(made):
+def test_a_row_says_how_many_gpus_share_the_model():
     rows = [row("bf16_lora_stock", 1, 6.0), row("nvfp4_lora_ours_noise", 1, 3.0)]
     assert made.speed([{"rows": rows, "options": {"tensor_parallel": 2}}]).splitlines()[2:] == [
         "| 7B on 2 GPUs: bf16, stock | 6.00 ms |",
@@ -53,12 +46,12 @@ def test_a_row_says_how_many_gpus_share_the_model(made):
     ]
 
 
-def test_no_column_is_empty(made):
+def test_no_column_is_empty():
     lines = made.speed([{"rows": [row("bf16_lora_stock", 1, 6.0)]}]).splitlines()
     assert lines == ["| sequences at once | 1 |", "|---|---|", "| 7B: bf16, stock | 6.00 ms |"]
 
 
-def test_a_cell_is_of_one_measurement(made):
+def test_a_cell_is_of_one_measurement():
     rows = [row("bf16_lora_stock", 1, 6.0), row("bf16_lora_stock", 1, 7.0, context=1024)]
     with pytest.raises(ValueError, match="measured twice"):
         made.speed([{"rows": rows}])

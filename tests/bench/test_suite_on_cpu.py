@@ -11,17 +11,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import suite
 
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="module")
-def suite(load_bench):
-    return load_bench("suite")
-
-
 @pytest.fixture
-def run(suite, tmp_path):
+def run(tmp_path):
     """Runs jobs on two GPUs; (exit code, states)."""
 
     def start(jobs, seconds=30.0, gpus=("0", "1")):
@@ -31,7 +27,7 @@ def run(suite, tmp_path):
     return start
 
 
-def job(suite, name, command="true", seconds=0, **more):
+def job(name, command="true", seconds=0, **more):
     return suite.Job(name, "a test", command, seconds, **more)
 
 
@@ -39,99 +35,96 @@ def log(folder, name):
     return (folder / "out" / "logs" / f"{name}.log").read_text()
 
 
-def test_jobs_have_what_they_need_in_their_environment(suite, run, tmp_path):
-    code, states = run([job(suite, "one", 'echo "$OUT" "$WORK" "$SOURCE" "$CUDA_VISIBLE_DEVICES"', gpus=0)])
+def test_jobs_have_what_they_need_in_their_environment(run, tmp_path):
+    code, states = run([job("one", 'echo "$OUT" "$WORK" "$SOURCE" "$CUDA_VISIBLE_DEVICES"', gpus=0)])
     assert (code, states) == (0, {"one": "done"})
     assert log(tmp_path, "one").split() == [str(tmp_path / "out"), str(tmp_path / "work"), "none", "0,1"]
     assert json.loads((tmp_path / "out" / "suite.json").read_text())["one"]["state"] == "done"
     assert json.loads((tmp_path / "out" / "host.jsonl").read_text().splitlines()[-1])["processes"] > 1
 
 
-def test_none_overtakes_one_that_waits_for_gpus(suite, run, tmp_path):
+def test_none_overtakes_one_that_waits_for_gpus(run, tmp_path):
     stamp = f"sleep 0.4; date +%s%N >> {tmp_path}/$QERL_SUITE_JOB"
-    jobs = [job(suite, "a", stamp), job(suite, "all", stamp, gpus=0), job(suite, "b", stamp)]
+    jobs = [job("a", stamp), job("all", stamp, gpus=0), job("b", stamp)]
     code, _ = run(jobs)
     first, second, third = (int((tmp_path / name).read_text()) for name in ("a", "all", "b"))
     assert code == 0
     assert first < second < third
 
 
-def test_jobs_of_one_gpu_run_at_once_on_their_own(suite, run, tmp_path):
+def test_jobs_of_one_gpu_run_at_once_on_their_own(run, tmp_path):
     """Each waits until the other has begun."""
     meet = 'touch {0}/{1}; until [[ -e {0}/{2} ]]; do sleep 0.1; done; echo "$CUDA_VISIBLE_DEVICES"'
-    jobs = [job(suite, one, meet.format(tmp_path, one, other)) for one, other in (("a", "b"), ("b", "a"))]
+    jobs = [job(one, meet.format(tmp_path, one, other)) for one, other in (("a", "b"), ("b", "a"))]
     assert run(jobs)[0] == 0
     assert {log(tmp_path, name) for name in ("a", "b")} == {"0\n", "1\n"}
 
 
-def test_what_needs_a_job_that_failed_is_not_begun(suite, run):
-    code, states = run([job(suite, "a", "exit 3"), job(suite, "b", after=("a",)), job(suite, "c")])
+def test_what_needs_a_job_that_failed_is_not_begun(run):
+    code, states = run([job("a", "exit 3"), job("b", after=("a",)), job("c")])
     assert code == 1
     assert states == {"a": "failed with 3", "b": "not begun: needs a, which is failed with 3", "c": "done"}
 
 
-def test_small_jobs_share_the_gpus_of_one_that_shares(suite, run, tmp_path):
+def test_small_jobs_share_the_gpus_of_one_that_shares(run, tmp_path):
     stamp = f"sleep 0.4; date +%s%N >> {tmp_path}/$QERL_SUITE_JOB"
-    jobs = [job(suite, "long", "sleep 2", gpus=0, shares=True)]
-    jobs += [job(suite, name, f'{stamp}; echo "$CUDA_VISIBLE_DEVICES"', small=True) for name in ("one", "two")]
-    code, states = run([*jobs, job(suite, "after", stamp)])
+    jobs = [job("long", "sleep 2", gpus=0, shares=True)]
+    jobs += [job(name, f'{stamp}; echo "$CUDA_VISIBLE_DEVICES"', small=True) for name in ("one", "two")]
+    code, states = run([*jobs, job("after", stamp)])
     assert (code, set(states.values())) == (0, {"done"})
     assert (log(tmp_path, "one"), log(tmp_path, "two")) == ("0\n", "1\n")
     assert int((tmp_path / "one").read_text()) + 1e9 < int((tmp_path / "after").read_text())
 
 
-def test_small_jobs_share_with_none_that_does_not(suite, run, tmp_path):
+def test_small_jobs_share_with_none_that_does_not(run, tmp_path):
     stamp = f"sleep 0.4; date +%s%N >> {tmp_path}/$QERL_SUITE_JOB"
-    jobs = [job(suite, "quiet", stamp), job(suite, "small", stamp, small=True), job(suite, "last", stamp)]
+    jobs = [job("quiet", stamp), job("small", stamp, small=True), job("last", stamp)]
     assert run(jobs, gpus=("0",))[0] == 0
     first, second, third = (int((tmp_path / name).read_text()) for name in ("quiet", "small", "last"))
     assert first + 0.4e9 < second
     assert second + 0.4e9 < third
 
 
-def test_small_jobs_of_several_gpus_are_on_all_of_them(suite, run, tmp_path):
-    jobs = [
-        job(suite, f"s{i}", 'sleep 1; echo "$CUDA_VISIBLE_DEVICES"', small=True, gpus=n)
-        for i, n in enumerate((1, 2, 1))
-    ]
+def test_small_jobs_of_several_gpus_are_on_all_of_them(run, tmp_path):
+    jobs = [job(f"s{i}", 'sleep 1; echo "$CUDA_VISIBLE_DEVICES"', small=True, gpus=n) for i, n in enumerate((1, 2, 1))]
     assert run(jobs)[0] == 0
     assert [log(tmp_path, f"s{i}") for i in range(3)] == ["0\n", "0,1\n", "1\n"]
 
 
-def test_no_more_than_some_small_jobs_are_on_a_gpu(suite, run, tmp_path, monkeypatch):
+def test_no_more_than_some_small_jobs_are_on_a_gpu(run, tmp_path, monkeypatch):
     monkeypatch.setattr(suite, "SMALL", 1)
     stamp = f"sleep 0.5; date +%s%N >> {tmp_path}/$QERL_SUITE_JOB"
-    run([job(suite, name, stamp, small=True) for name in "ab"], gpus=("0",))
+    run([job(name, stamp, small=True) for name in "ab"], gpus=("0",))
     assert int((tmp_path / "a").read_text()) + 0.5e9 < int((tmp_path / "b").read_text())
 
 
-def test_what_has_no_time_is_not_begun_and_what_runs_is_killed_at_the_end(suite, run):
-    code, states = run([job(suite, "a", "sleep 60"), job(suite, "b", seconds=99)], seconds=2.0)
+def test_what_has_no_time_is_not_begun_and_what_runs_is_killed_at_the_end(run):
+    code, states = run([job("a", "sleep 60"), job("b", seconds=99)], seconds=2.0)
     assert code == 1
     assert states["a"] == "killed at the end"
     assert states["b"].startswith("not begun: ")
     assert states["b"].endswith("s are left of 99 s")
 
 
-def test_what_runs_at_the_end_may_say_what_it_knows(suite, run, tmp_path):
+def test_what_runs_at_the_end_may_say_what_it_knows(run, tmp_path):
     (tmp_path / "test_slow.py").write_text(
         "import time\ndef test_a(): assert 0, 'known'\ndef test_b(): time.sleep(60)\n"
     )
     pytest_ = f"{sys.executable} -m pytest -q -p no:cacheprovider {tmp_path}/test_slow.py"
-    _, states = run([job(suite, "tests", pytest_)], seconds=8.0)
+    _, states = run([job("tests", pytest_)], seconds=8.0)
     assert states["tests"] == "killed at the end"
     assert "AssertionError: known" in log(tmp_path, "tests")
 
 
-def test_a_job_of_more_gpus_than_there_are_is_not_begun(suite, run):
-    code, states = run([job(suite, "a", gpus=2), job(suite, "b")], gpus=("0",))
+def test_a_job_of_more_gpus_than_there_are_is_not_begun(run):
+    code, states = run([job("a", gpus=2), job("b")], gpus=("0",))
     assert (code, states) == (1, {"a": "not begun: needs 2 GPUs of 1", "b": "done"})
 
 
-def test_what_left_the_session_of_its_job_is_killed_too(suite, run, tmp_path):
+def test_what_left_the_session_of_its_job_is_killed_too(run, tmp_path):
     """As Ray's daemons do."""
     away = f"setsid bash -c 'echo $$ > {tmp_path}/pid; sleep 60' & sleep 60"
-    run([job(suite, "a", away)], seconds=3.0)
+    run([job("a", away)], seconds=3.0)
     pid = int((tmp_path / "pid").read_text())
     end = time.monotonic() + 10
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -161,7 +154,7 @@ def test_a_suite_that_is_told_to_end_leaves_results_and_no_process(tmp_path):
     assert json.loads((tmp_path / "out" / "suite.json").read_text())["a"]["state"] == "killed at the end"
 
 
-def test_the_archive_has_numbers_and_ends_of_logs_and_no_weights(suite, tmp_path):
+def test_the_archive_has_numbers_and_ends_of_logs_and_no_weights(tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "row.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(bytes(1 << 20))
@@ -176,7 +169,7 @@ def test_the_archive_has_numbers_and_ends_of_logs_and_no_weights(suite, tmp_path
     assert text.endswith(b"the end")
 
 
-def test_an_archive_that_would_be_too_large_loses_logs_first_and_names_what_else(suite, tmp_path):
+def test_an_archive_that_would_be_too_large_loses_logs_first_and_names_what_else(tmp_path):
     for name, size in (("big.png", 300_000), ("small.json", 1000), ("a.log", 150_000)):
         (tmp_path / name).write_bytes(os.urandom(size))
 
@@ -192,7 +185,7 @@ def test_an_archive_that_would_be_too_large_loses_logs_first_and_names_what_else
     assert set(names(200_000)) == {"small.json", "a.log", "MISSING.txt"}
 
 
-def test_jobs_name_jobs_that_come_before_them(suite):
+def test_jobs_name_jobs_that_come_before_them():
     seen = set()
     for one in suite.suite_jobs.JOBS:
         assert one.name not in seen
@@ -201,14 +194,14 @@ def test_jobs_name_jobs_that_come_before_them(suite):
         seen.add(one.name)
 
 
-def test_a_selection_waits_for_nothing_that_was_left_out(suite):
+def test_a_selection_waits_for_nothing_that_was_left_out():
     assert [one.after for one in suite.suite_jobs.selected(["base", "verl_fp8"])] == [(), ("base",)]
     assert [one.after for one in suite.suite_jobs.selected(["verl_fp8"])] == [()]
     assert [one.name for one in suite.suite_jobs.selected(["verl_fp8", "base", "base"])] == ["verl_fp8", "base"]
     assert suite.suite_jobs.selected(None) == list(suite.suite_jobs.JOBS)
 
 
-def test_the_host_is_sampled_with_what_burns_its_time(suite):
+def test_the_host_is_sampled_with_what_burns_its_time():
     host = suite.suite_host.Host()
     host.sample()
     code = "import time\nwhile time.process_time() < 1: pass\nprint(flush=True)\ntime.sleep(60)"
@@ -225,7 +218,7 @@ def test_the_host_is_sampled_with_what_burns_its_time(suite):
     assert sample["used_gib"] > 0
 
 
-def test_bad_calls_are_refused(suite, capsys, monkeypatch, tmp_path):
+def test_bad_calls_are_refused(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert suite.main(["--out", str(tmp_path)]) == 2
     assert "no GPU is visible" in capsys.readouterr().out

@@ -3,12 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
-from qerl_testing import load_beside
+import tune_layer as bench
 
 from verl_qerl.kernels.rollout.w4a16_launch import EACH, STREAM_K, TOKENS, Launch
 from verl_qerl.vllm_plugin.weights import plans
 
-bench = load_beside(__file__, "tune_layer")
 SLOW, FAST, NOISE = Launch(2, 1, 1, 2), Launch(2, 2, 1, 1), Launch(2, 1, 2, 2)
 AT = TOKENS.index(32)
 

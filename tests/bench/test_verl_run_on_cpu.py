@@ -2,24 +2,20 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from qerl_testing import load_beside
 
 pytest.importorskip("verl")
 
-from hydra import compose, initialize_config_module
+from qerl_testing import verl_config
+from suite_jobs import JOBS
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPEngineConfig
 
 from verl_qerl.verl_plugin.config.apply import prepare
 
 ROOT = Path(__file__).parents[2]
-before = list(sys.path)
-JOBS = load_beside(__file__, "suite").suite_jobs.JOBS
-sys.path[:] = before
 
 
 def composed(job, folder):
@@ -35,8 +31,7 @@ def composed(job, folder):
     env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "OUT": str(folder), "WORK": str(folder / "work")}
     subprocess.run(["bash", "-euo", "pipefail", "-c", job.command], cwd=ROOT, env=env, check=True, timeout=60)
     arguments = (folder / "arguments").read_text().splitlines()
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=arguments[arguments.index(marker) + 1 :])
+    config = verl_config(*arguments[arguments.index(marker) + 1 :])
     prepare(config)
     return config
 

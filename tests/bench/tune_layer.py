@@ -19,6 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import bench_dequantize
+import bench_layer
+import result_file
+import rollout_arms
 import torch
 from qerl_testing import current_commit
 
@@ -26,12 +30,6 @@ from verl_qerl.cli.tune.command import fusing
 from verl_qerl.kernels.rollout import w4a16_matmul
 from verl_qerl.kernels.rollout.w4a16_launch import TOKENS, Launch, both_ways
 from verl_qerl.vllm_plugin.weights import plans
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import bench_dequantize
-import bench_layer
-import rollout_arms
 
 TRIED = 10
 LINEARS = tuple(bench_layer.parts(rollout_arms.SHAPES["7B"]))
@@ -149,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
         for key, launch, before, after in choose(layers, tokens, args.tried):
             launches.setdefault(key, {})[str(tokens)] = launch
             print(f"{tokens:4} rows  {key:12} {before:8.2f} -> {after:8.2f} us  {tuple(launch)}", flush=True)
-        args.out.write_text(json.dumps(updated(table, launches, gpu), indent=1) + "\n")
+        result_file.write(args.out, updated(table, launches, gpu))
     return 0
 
 

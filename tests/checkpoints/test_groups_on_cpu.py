@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from verl_qerl.checkpoints.groups import in_groups, linears_among
-from verl_qerl.formats import MXFP4
+from verl_qerl.checkpoints.groups import groups_of_linears, in_groups, linears_among
+from verl_qerl.formats import MXFP4, NVFP4
 from verl_qerl.formats.ignore import ROUTER
 
 Q, K, V, OUT = (f"model.layers.0.self_attn.{name}_proj" for name in "qkvo")
@@ -41,6 +41,11 @@ def test_what_cannot_be_quantized_is_refused(ignore, block_size, sentence):
 def test_a_model_without_a_head_takes_the_default():
     tied = {name: shape for name, shape in SHAPES.items() if name != "lm_head.weight"}
     assert linears_among(tied, ["lm_head", ROUTER], "the model") == {Q, K, V, OUT}
+
+
+def test_only_formats_that_share_a_scale_quantize_linears_together():
+    assert groups_of_linears({V, OUT, Q, K}, NVFP4()) == [[K, Q, V], [OUT]]
+    assert groups_of_linears({V, OUT}, MXFP4()) == [[OUT], [V]]
 
 
 def test_a_group_comes_when_its_last_member_does():

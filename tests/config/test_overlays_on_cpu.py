@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 pytest.importorskip("verl")
 
-from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from qerl_testing import verl_config
 
 from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.formats.nvfp4_layout import quantization_config
@@ -83,8 +83,7 @@ WRITTEN = {
 
 
 def composed(*overrides):
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=[*RUN, *overrides])
+    return verl_config(*RUN, *overrides)
 
 
 def prepared(*overrides):

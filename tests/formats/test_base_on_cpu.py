@@ -14,7 +14,7 @@ def test_values_that_are_not_finite_are_refused(name, bad):
     weight = torch.ones(4, 64)
     weight[2, 5] = bad
     with pytest.raises(ValueError, match=r"'model.q' holds 1 NaN or infinite values. \w+ holds finite weights only."):
-        get_format(name).quantize(weight, "model.q")
+        get_format(name).quantize_group({"fine": torch.ones(4, 64), "model.q": weight})
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -22,18 +22,19 @@ def test_values_that_are_not_finite_are_refused(name, bad):
     "weight",
     [
         torch.ones(64),
+        torch.ones(2, 2, 64),
         torch.ones(2, 64, dtype=torch.int32),
         torch.ones(2, 64).to(torch.float8_e4m3fn),
         torch.ones(2, 64).to(torch.float8_e5m2),
     ],
-    ids=["vector", "int", "e4m3", "e5m2"],
+    ids=["vector", "stack", "int", "e4m3", "e5m2"],
 )
 def test_only_matrices_of_floats_are_held(name, weight):
     with pytest.raises(ValueError, match="holds float matrices"):
         get_format(name).quantize(weight)
 
 
-@pytest.mark.parametrize(("name", "K"), [("mxfp4", 48), ("nvfp4", 24)])
+@pytest.mark.parametrize(("name", "K"), [("mxfp4", 48), ("nvfp4", 24), ("nvfp4", 4097)])
 def test_blocks_must_divide_the_rows(name, K):
     with pytest.raises(ValueError, match=rf"in_features={K} of 'w' is not a multiple of .*Add 'w' to `ignore`"):
         get_format(name).quantize(torch.ones(4, K), "w")

@@ -55,7 +55,7 @@ def test_no_match_in_a_model_without_linears():
 
 def test_in_features_error_names_the_module():
     model = nn.ModuleDict({"layers": nn.ModuleDict({"good": nn.Linear(16, 8), "odd": nn.Linear(40, 8)})})
-    with pytest.raises(ValueError, match=r"^'layers\.odd': in_features=40 is not a multiple of 16"):
+    with pytest.raises(ValueError, match=r"^in_features=40 of 'layers\.odd' is not a multiple of 16"):
         replace_linears(model, lambda name: True)
 
 

@@ -1,10 +1,11 @@
-"""What all packed linears have in common, in every format; NVFP4 alone: test_nvfp4_linear_on_cpu.py."""
+"""What all packed linears have in common, in every format."""
 
 import copy
 
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.formats import get_format
@@ -39,12 +40,13 @@ def test_what_was_filled_in_comes_out_without_a_copy(name):
 
 
 @each_format
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_forward_and_gradient_are_the_dense_linears(name, dtype):
-    packed, _, dense = build(name, dtype=dtype)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_forward_and_gradient_are_the_dense_linears(name, dtype, bias):
+    packed, _, dense = build(name, bias=bias, dtype=dtype)
     outputs = []
     for module in (packed, dense):
-        x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+        x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
         y = module(x)
         y.square().sum().backward()
         outputs.append((y.detach(), x.grad))
@@ -53,23 +55,41 @@ def test_forward_and_gradient_are_the_dense_linears(name, dtype):
 
 
 @each_format
-def test_autocast_decides_the_dtype(name):
+def test_autocast_decides_the_dtype(name, monkeypatch):
     packed, _, dense = build(name, dtype=torch.float32)
-    x = torch.randn(3, 64)
-    with torch.autocast("cpu", torch.bfloat16):
-        y, expected = packed(x), dense(x)
-    assert y.dtype == torch.bfloat16
-    assert torch.equal(y, expected)
+    kind, decoded_to = type(packed), []
+    decode = kind.decode
+    monkeypatch.setattr(kind, "decode", lambda self, dtype: decoded_to.append(dtype) or decode(self, dtype))
+    outputs = []
+    for module in (packed, dense):
+        x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = module(x)
+        assert y.dtype == torch.bfloat16
+        y.square().sum().backward()
+        outputs.append((y.detach(), x.grad))
+    assert all(torch.equal(found, expected) for found, expected in zip(*outputs, strict=True))
+    # Not a float32 weight that autocast would then copy to bf16.
+    assert decoded_to == [torch.bfloat16, torch.bfloat16]
+    assert packed(x).dtype == torch.float32
 
 
 @each_format
-@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.double], ids=lambda f: f.__name__)
+def test_a_bias_of_another_dtype_follows_the_input(name):
+    packed, weight, _ = build(name, dtype=torch.float32)
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    assert torch.equal(packed(x), F.linear(x, dequantize(weight), packed.bias.bfloat16()))
+
+
+@each_format
+@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.bfloat16, nn.Module.double], ids=lambda f: f.__name__)
 def test_no_change_of_dtype_copy_or_state_dict_reaches_the_bits(name, convert):
     packed, weight, _ = build(name)
     other = copy.deepcopy(convert(packed))
     other.load_state_dict(packed.state_dict())
     assert weight_digest(other.packed()) == weight_digest(weight)
-    assert list(packed.state_dict()) == ["bias"]
+    assert other.weight.data_ptr() != packed.weight.data_ptr()
+    assert [key for key, _ in packed.named_parameters()] == list(packed.state_dict()) == ["bias"]
 
 
 @each_format
@@ -91,15 +111,20 @@ def test_the_module_says_what_it_is(name):
 
 
 @each_format
-def test_a_weight_of_another_shape_is_refused(name):
-    packed, _, _ = build(name)
-    with pytest.raises(ValueError, match=r"^the packed weight is \(24, 96\), the linear \(24, 64\)\. .* config\.json"):
-        packed.fill(build(name, K=96)[1])
+@pytest.mark.parametrize(("N", "K"), [(24, 96), (48, 64), (64, 32)])
+def test_a_weight_of_another_shape_is_refused(name, N, K):
+    packed, weight, _ = build(name)
+    message = rf"^the packed weight is \({N}, {K}\), the linear \(24, 64\)\. .* config\.json"
+    with pytest.raises(ValueError, match=message):
+        packed.fill(build(name, N, K)[1])
+    assert weight_digest(packed.packed()) == weight_digest(weight)
 
 
 @pytest.mark.parametrize(("name", "K", "block"), [("mxfp4", 48, 32), ("nvfp4", 24, 16)])
 def test_in_features_that_the_format_cannot_hold(name, K, block):
-    with pytest.raises(ValueError, match=rf"^in_features={K} is not a multiple of {block}\. {name.upper()} cannot"):
+    with pytest.raises(
+        ValueError, match=rf"^in_features={K} of 'linear' is not a multiple of {block}\. {name.upper()} cannot"
+    ):
         PACKED_LINEARS[name].from_linear(nn.Linear(K, 8))
 
 

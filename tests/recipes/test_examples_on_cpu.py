@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("verl")
 
-from hydra import compose, initialize_config_module
+from qerl_testing import verl_config
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from verl_qerl.modules.varlen_attention import NAME
@@ -93,8 +93,7 @@ def _machine(monkeypatch, without_flash_attn):
 
 def composed(name, *overrides):
     options = (COMMON + EXAMPLES[name]).split()
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=[*options, *overrides])
+    return verl_config(*options, *overrides)
 
 
 def checked(config):

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("verl")
 
-from hydra import compose, initialize_config_module
+from qerl_testing import verl_config
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 README = Path(__file__).resolve().parents[2] / "README.md"
@@ -28,8 +28,7 @@ def test_it_composes_and_passes_the_checks_of_the_driver(monkeypatch):
     monkeypatch.setitem(sys.modules, package, ModuleType(package))
     utils = SimpleNamespace(get_vllm_max_lora_rank=lambda rank: rank)
     monkeypatch.setitem(sys.modules, f"{package}.utils", utils)
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=overrides())
+    config = verl_config(*overrides())
     validate_config(config=config, use_reference_policy=False, use_critic=False)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert actor.fsdp_config.qerl.format == "nvfp4"

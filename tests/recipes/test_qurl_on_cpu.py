@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("verl")
 
-from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from qerl_testing import verl_config
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_qerl.verl_plugin.config.apply import prepare
@@ -68,8 +68,7 @@ def test_all_arms_run(commands):
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_an_arm_composes_and_builds(commands, arm):
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=commands[arm])
+    config = verl_config(*commands[arm])
     prepare(config)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     form = arm.partition("-")[0]
@@ -134,8 +133,7 @@ def test_runs_beside_each_other_are_dealt_out_to_the_gpus(tmp_path):
     assert sorted(name for name, *_ in found) == sorted(names)
     assert sorted(gpu for _, gpu, _ in found) == ["GPU 2"] * 5 + ["GPU 3"] * 5
     for _, _, overrides in found:
-        with initialize_config_module("verl.trainer.config", version_base=None):
-            config = compose("ppo_trainer", overrides=overrides)
+        config = verl_config(*overrides)
         rollout = config.actor_rollout_ref.rollout
         assert rollout.engine_kwargs.vllm.kv_cache_memory_bytes == 6_000_000_000
         assert not rollout.free_cache_engine

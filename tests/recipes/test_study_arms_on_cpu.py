@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("verl")
 
-from hydra import compose, initialize_config_module
+from qerl_testing import verl_config
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.import_utils import load_module
 
@@ -29,8 +29,7 @@ def composed(study, tmp_path):
         (job,) = runner.to_run(args)
         command = runner.command_of(args)(job, tmp_path / "work")
         assert command[1:3] == ["-m", "verl.trainer.main_ppo"]
-        with initialize_config_module("verl.trainer.config", version_base=None):
-            return compose("ppo_trainer", overrides=command[3:])
+        return verl_config(*command[3:])
 
     return configuration
 

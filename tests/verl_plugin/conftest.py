@@ -32,7 +32,7 @@ def fresh_process(warm_python) -> Callable[..., subprocess.CompletedProcess]:
 @pytest.fixture
 def configuration() -> Callable:
     """verl's configuration of a run with these options."""
-    from hydra import compose, initialize_config_module
+    from qerl_testing import verl_config
 
     required = (
         "actor_rollout_ref.model.path=model",
@@ -44,8 +44,7 @@ def configuration() -> Callable:
     )
 
     def make(*overrides: str):
-        with initialize_config_module("verl.trainer.config", version_base=None):
-            return compose("ppo_trainer", overrides=[*required, *overrides])
+        return verl_config(*required, *overrides)
 
     return make
 

@@ -12,17 +12,12 @@ pytest.importorskip("verl")
 import ray
 import verl.utils
 import verl.utils.config
+from qerl_testing import RUN
 
 from verl_qerl import verl_plugin
 from verl_qerl.verl_plugin import driver
 
 ROLLOUT = "actor_rollout_ref.rollout"
-RUN = (
-    "actor_rollout_ref.model.path=model",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
-    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=1",
-    f"{ROLLOUT}.name=vllm",
-)
 ACTIVE = "VERL_QERL_ACTIVE"
 ACR = "actor_rollout_ref.actor.policy_loss.loss_mode=acr"
 NOISE = "+aqn.enabled=true"

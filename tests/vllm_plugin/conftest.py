@@ -182,6 +182,14 @@ def generate(vllm, prompt):
 
 
 @pytest.fixture(scope="session")
+def digests_in():
+    """Gives the digests of the packed base of an engine."""
+    from verl_qerl.vllm_plugin.weights.loader import base_digests
+
+    return lambda engine: engine.collective_rpc(lambda worker: base_digests(worker.model_runner.get_model()))[0]
+
+
+@pytest.fixture(scope="session")
 def reference_model(model_dir):
     """Builds the Qwen2 in transformers, its linears holding what NVFP4 makes of them (scale None: as they are)."""
     import transformers

@@ -9,18 +9,13 @@ pytest.importorskip("vllm")
 pytest.importorskip("peft")
 
 from verl_qerl.formats import FORMATS, get_format
-from verl_qerl.vllm_plugin.weights.loader import base_digests
 
 ROOT = Path(__file__).parents[2]
 PROMPT = {"prompt_token_ids": [1, 2, 3]}
 LINEARS = ["q_proj", "v_proj", "down_proj"]
 
 
-def digests_in(engine):
-    return engine.collective_rpc(lambda worker: base_digests(worker.model_runner.get_model()))[0]
-
-
-def test_the_call_of_the_documentation(vllm, model_dir, write_adapter, monkeypatch):
+def test_the_call_of_the_documentation(vllm, model_dir, write_adapter, digests_in, monkeypatch):
     text = (ROOT / "verl_qerl" / "verl_plugin" / "README.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     folder = write_adapter("trained", LINEARS, 8)
@@ -42,7 +37,7 @@ def test_the_call_of_the_documentation(vllm, model_dir, write_adapter, monkeypat
     assert len(digests_in(names["llm"])) == 14
 
 
-def test_the_loader_says_which_linears_stay_in_bf16(start, model_dir):
+def test_the_loader_says_which_linears_stay_in_bf16(start, model_dir, digests_in):
     engine = start(model_dir("qwen2"), model_loader_extra_config={"ignore": ["lm_head", "re:.*down_proj"]})
     found = digests_in(engine)
     assert len(found) == 12

@@ -20,6 +20,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from verl_qerl.algos.mismatch import check_shapes
 from verl_qerl.algos.options import Accepts, Options, is_number, option
 
 # Log-ratios are clamped as in verl's losses. exp(20) = 5e8, so that a larger C never truncates.
@@ -96,15 +97,10 @@ def acr_loss(
         ValueError: Shapes differ.
     """
     keep = mask.bool()
-    inputs = (*log_probs, advantages)
-    for name, tensor in zip((*LogProbs._fields, "advantages"), inputs, strict=True):
-        if tensor.shape != keep.shape:
-            raise ValueError(
-                f"{name} and the mask differ: shape={tuple(tensor.shape)}. Accepted is {tuple(keep.shape)}."
-                " Pad both alike."
-            )
+    inputs = log_probs._asdict() | {"advantages": advantages}
+    check_shapes(keep, inputs)
     # Before any arithmetic: a NaN that is multiplied by 0 afterwards is still one, in the gradient too.
-    theta, prox, behav, advantages = (torch.where(keep, x, torch.zeros_like(x)).float() for x in inputs)
+    theta, prox, behav, advantages = (torch.where(keep, x, torch.zeros_like(x)).float() for x in inputs.values())
     log_ratio = (theta - prox.detach()).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     behav_ratio = (prox - behav).detach().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
     widening = (behav_ratio / max_ratio).clamp(min=1.0)  # 1 / r

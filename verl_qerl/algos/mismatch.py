@@ -16,6 +16,7 @@ quantized at every sync: arithmetic alone, on the same weights. How much that is
     Qwen3-MoE, random weights                4.5e-3: routers flip
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -45,15 +46,20 @@ def rollout_mismatch(rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Ten
         ValueError: Shapes differ.
     """
     keep = mask.bool()
-    for name, tensor in (("rollout", rollout), ("actor", actor)):
-        if tensor.shape != keep.shape:
-            raise ValueError(
-                f"log-probs of the {name} and the mask differ: shape={tuple(tensor.shape)}."
-                f" Accepted is {tuple(keep.shape)}. Pad both alike."
-            )
+    check_shapes(keep, {"log-probs of the rollout": rollout, "log-probs of the actor": actor})
     difference = actor[keep].double() - rollout[keep].double()
     k3 = torch.expm1(difference) - difference
     return Mismatch(k3.mean().item(), difference.abs().mean().item(), difference.numel())
+
+
+def check_shapes(mask: torch.Tensor, tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """Refuse with a ValueError a tensor, by the name of which it is told, that has another shape than the mask."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape != mask.shape:
+            raise ValueError(
+                f"{name} and the mask differ: shape={tuple(tensor.shape)}. Accepted is {tuple(mask.shape)}."
+                " Pad both alike."
+            )
 
 
 class Undefined(NamedTuple):

@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 import torch
 
+from verl_qerl.algos.mismatch import check_shapes
+
 PARTS = ("quantization", "kernel", "noise", "staleness")
 
 
@@ -70,12 +72,7 @@ def mismatch_parts(scores: Scores, mask: torch.Tensor, stale: torch.Tensor) -> d
         ValueError: Shapes differ.
     """
     keep = mask.bool()
-    for name, tensor in scores._asdict().items():
-        if tensor is not None and tensor.shape != keep.shape:
-            raise ValueError(
-                f"log-probs and mask differ: scores.{name} has {tuple(tensor.shape)}. Accepted is {tuple(keep.shape)}."
-                " Pad all alike."
-            )
+    check_shapes(keep, {f"scores.{name}": tensor for name, tensor in scores._asdict().items()})
     if not keep.any():
         return {}
     actor, clean, sampled = (tensor[keep].double() for tensor in scores[:3])

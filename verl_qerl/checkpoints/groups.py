@@ -5,7 +5,6 @@ from typing import Any
 
 from verl_qerl.checkpoints.experts import check_all_packed, linears_of_experts
 from verl_qerl.formats import DEFAULT_FORMAT, WeightFormat
-from verl_qerl.formats.base import check_in_features
 from verl_qerl.formats.ignore import DEFAULT_IGNORE, check_rules, ignore_rules, is_linear_weight
 from verl_qerl.formats.nvfp4_layout import fused_group
 
@@ -37,7 +36,7 @@ def linears_among(
     linears_of_experts(where, shapes)  # a full-precision actor stacks them
     check_all_packed(where, modules - set(found))
     for module, (_, in_features) in found.items():
-        check_in_features(module, in_features, form.block_size, form.kind)
+        form.check_in_features(module, in_features)
         members = [name for name in fused_group(module)[1] if f"{name}.weight" in shapes]
         left_out = sorted(set(members) - set(found))
         if left_out:
@@ -46,6 +45,14 @@ def linears_among(
                 "All or none of them are quantized. Name all of them in `ignore`, or none."
             )
     return set(found)
+
+
+def groups_of_linears(linears: Iterable[str], form: WeightFormat) -> list[list[str]]:
+    """The linears as `form` quantizes them: each alone, or those together that share a scale."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(linears):
+        groups.setdefault(fused_group(name)[0] if form.shares_scale else name, []).append(name)
+    return list(groups.values())
 
 
 def in_groups(

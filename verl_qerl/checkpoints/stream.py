@@ -219,9 +219,12 @@ def left_out(source: Source, form: WeightFormat, ignore: Sequence[str] | None = 
     So those of a packed checkpoint are the ones that it names, and by their full names the linears it holds unpacked.
 
     Args:
-        source: From `open_source`; `check_held` has accepted it.
         ignore: Modules of a source that is not quantized (default: lm_head).
+
+    Raises:
+        ValueError: The format cannot be made of the source; see `check_held`.
     """
+    check_held(source, form)
     if source.format is None:
         return tuple(ignore or DEFAULT_IGNORE)
     named, packed = ignored_modules(source.config), packed_names(source, form)

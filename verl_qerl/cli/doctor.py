@@ -126,7 +126,7 @@ def attention_rows() -> list[Row]:
 
 def verl_rows() -> list[Row]:
     """Whether `import verl` activates our plugin."""
-    if not _version("verl"):
+    if not _installed("verl"):
         return [Row("verl plugin", "verl is not installed", "active", SKIP)]
     entry_point = _entry_point("verl.plugins")
     if entry_point is None:
@@ -138,7 +138,7 @@ def verl_rows() -> list[Row]:
 
 def vllm_rows() -> list[Row]:
     """Whether the function that vLLM calls in every process registers our quantization method."""
-    if not any(map(_version, _VLLM)):
+    if not _installed("vllm"):
         return [Row("vLLM plugin", "vLLM is not installed", "registered", SKIP)]
     plugin = importlib.import_module("verl_qerl.vllm_plugin")
     entry_point = _entry_point("vllm.general_plugins")
@@ -155,7 +155,7 @@ def vllm_rows() -> list[Row]:
 def hydra_rows() -> list[Row]:
     """Whether verl's configuration composes with ours."""
     check = "hydra +rollout=nvfp4"
-    if not _version("verl"):
+    if not _installed("verl"):
         return [Row(check, "verl is not installed", "composes", SKIP)]
     hydra = importlib.import_module("hydra")
     with hydra.initialize_config_module("verl.trainer.config", version_base=None):
@@ -179,7 +179,7 @@ def host_rows() -> list[Row]:
     upstream = importlib.import_module("verl_qerl.upstream")
     registers = [importlib.import_module(f"verl_qerl.{layer}.hosts") for layer in ("vllm_plugin", "modules")]
     changes = [change for register in registers for change in register.CHANGES]
-    changes += importlib.import_module("verl_qerl.verl_plugin")._changes() if _version("verl") else ()
+    changes += importlib.import_module("verl_qerl.verl_plugin")._changes() if _installed("verl") else ()
     packages: dict[str, list[Any]] = {}
     for change in changes:
         packages.setdefault(change.target.partition(".")[0], []).append(change)
@@ -188,7 +188,7 @@ def host_rows() -> list[Row]:
 
 def _host_row(package: str, changes: list[Any], differing: list[Any]) -> Row:
     check, expected = f"changes in {package}", "sources that ours were written for"
-    if not any(map(_version, _VLLM if package == "vllm" else (package,))):
+    if not _installed(package):
         return Row(check, f"{package} is not installed", expected, SKIP)
     kinds = Counter(change.kind for change in changes)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
@@ -205,7 +205,7 @@ def _shim_row(shim: Any) -> Row:
     upstream = importlib.import_module("verl_qerl.upstream")
     check, expected = f"shim {shim.patch}", f"fits {shim.target}"
     package = shim.target.partition(":")[0].partition(".")[0]
-    if not any(map(_version, _VLLM if package == "vllm" else (package,))):
+    if not _installed(package):
         return Row(check, f"{package} is not installed", expected, SKIP)
     try:
         in_force = upstream.install(shim)
@@ -225,7 +225,7 @@ CHECKS: dict[str, tuple[Callable[[], list[Row]], ...]] = {
 
 def child(name: str) -> None:
     """Run a line of CHECKS and print its rows for the parent."""
-    if name == "shims" and _version("verl"):  # one is of verl's rollout, which asks for a vLLM of this name
+    if name == "shims" and _installed("verl"):  # one is of verl's rollout, which asks for a vLLM of this name
         importlib.import_module("verl_qerl.verl_plugin.cpu.distribution").register()
     print("\n" + _MARK + json.dumps([asdict(row) for check in CHECKS[name] for row in check()]))
 
@@ -267,6 +267,10 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except PackageNotFoundError:
         return None
+
+
+def _installed(package: str) -> bool:
+    return any(map(_version, _VLLM if package == "vllm" else (package,)))
 
 
 def _entry_point(group: str) -> EntryPoint | None:

@@ -129,9 +129,31 @@ class WeightFormat(ABC):
             weights: name -> weight, of every member where `shares_scale`.
         """
         for name, weight in weights.items():
-            check_weight(name, weight, self.kind)
-            check_in_features(name, weight.shape[1], self.block_size, self.kind)
+            self._check_weight(name, weight)
+            self.check_in_features(name, weight.shape[1])
         return self._quantize_group(weights)
+
+    def check_in_features(self, name: str, in_features: int) -> None:
+        """Refuse with a ValueError in_features that the blocks do not divide."""
+        if in_features % self.block_size:
+            raise ValueError(
+                f"in_features={in_features} of {name!r} is not a multiple of {self.block_size}."
+                f" {self.kind} cannot hold this weight. Add {name!r} to `ignore`."
+            )
+
+    def _check_weight(self, name: str, weight: torch.Tensor) -> None:
+        """Require a finite matrix of floats of 16 bits or more: narrower ones are the codes of a quantized weight."""
+        if weight.ndim != 2 or not weight.is_floating_point() or weight.element_size() < 2:
+            raise ValueError(
+                f"{name!r} is {weight.dtype} with shape {tuple(weight.shape)}. {self.kind} holds float matrices, of 16"
+                " bits or more a number. Name the original bf16 model."
+            )
+        bad = weight.numel() - int(torch.isfinite(weight).sum())
+        if bad:
+            raise ValueError(
+                f"{name!r} holds {bad} NaN or infinite values. {self.kind} holds finite weights only."
+                " Repair the checkpoint and quantize again."
+            )
 
     def _quantize_group(self, weights: Mapping[str, torch.Tensor]) -> dict[str, PackedWeight]:
         return {name: PackedWeight(self, in_chunks(weight, self._quantize)) for name, weight in weights.items()}
@@ -264,30 +286,6 @@ def e2m1_config(layout: str, strategy: str, group_size: int, scale_dtype: str, i
         "scale_dtype": scale_dtype,
     }
     return compressed_tensors_config(layout, weights, None, ignore)
-
-
-def check_in_features(name: str, in_features: int, block_size: int, kind: str) -> None:
-    """Require in_features that a format can hold."""
-    if in_features % block_size:
-        raise ValueError(
-            f"in_features={in_features} of {name!r} is not a multiple of {block_size}."
-            f" {kind} cannot hold this weight. Add {name!r} to `ignore`."
-        )
-
-
-def check_weight(name: str, weight: torch.Tensor, kind: str) -> None:
-    """Require a finite matrix of floats of 16 bits or more: narrower ones are the codes of a quantized weight."""
-    if weight.ndim != 2 or not weight.is_floating_point() or weight.element_size() < 2:
-        raise ValueError(
-            f"{name!r} is {weight.dtype} with shape {tuple(weight.shape)}. {kind} holds float matrices, of 16 bits or"
-            " more a number. Name the original bf16 model."
-        )
-    bad = weight.numel() - int(torch.isfinite(weight).sum())
-    if bad:
-        raise ValueError(
-            f"{name!r} holds {bad} NaN or infinite values. {kind} holds finite weights only."
-            " Repair the checkpoint and quantize again."
-        )
 
 
 def chunk_rows(weight: torch.Tensor) -> int:

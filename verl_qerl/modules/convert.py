@@ -36,10 +36,7 @@ def replace_linears(
         )
     replaced = {}
     for name, linear in found:
-        try:
-            replaced[name] = kind.from_linear(linear)
-        except ValueError as error:
-            raise ValueError(f"{name!r}: {error}") from error
+        replaced[name] = kind.from_linear(linear, name)
         model.set_submodule(name, replaced[name])
     return replaced
 

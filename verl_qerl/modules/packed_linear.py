@@ -50,17 +50,13 @@ class PackedLinear(nn.Linear):
             self.register_buffer(name, torch.zeros(_in_bytes(spec), dtype=torch.uint8, device=device), persistent=False)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear) -> Any:
+    def from_linear(cls, linear: nn.Linear, name: str = "linear") -> Any:
         """An unfilled module of the same size, on the device of `linear`; the bias is taken over.
 
         Raises:
             ValueError: in_features is not a multiple of the block size.
         """
-        if linear.in_features % cls.form.block_size:
-            raise ValueError(
-                f"in_features={linear.in_features} is not a multiple of {cls.form.block_size}. {cls.form.kind} cannot"
-                " hold this weight. Leave the module out of the match."
-            )
+        cls.form.check_in_features(name, linear.in_features)
         return cls(linear.in_features, linear.out_features, linear.bias, linear.weight.device)
 
     def leave_out_of_checkpoints(self) -> None:

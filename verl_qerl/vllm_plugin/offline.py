@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from verl_qerl.checkpoints.model_config import read_object
 from verl_qerl.checkpoints.source import open_source
-from verl_qerl.checkpoints.stream import check_held, left_out
+from verl_qerl.checkpoints.stream import left_out
 from verl_qerl.formats import get_format
 from verl_qerl.vllm_plugin import PREFIX, register, version_problem
 
@@ -143,7 +143,6 @@ def engine_options(options: EngineOptions) -> dict[str, Any]:
         chosen["gpu_memory_utilization"] = options.memory
     if options.form is not None:
         source, form = open_source(options.model), get_format(options.form)
-        check_held(source, form)
         chosen["load_format"] = chosen["quantization"] = f"{PREFIX}{options.form}"
         chosen["hf_overrides"] = {"quantization_config": form.config(left_out(source, form, options.ignore))}
         chosen["worker_extension_cls"] = "verl_qerl.vllm_plugin.worker.RolloutWorkerExtension"

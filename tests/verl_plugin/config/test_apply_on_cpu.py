@@ -13,9 +13,9 @@ import yaml
 pytest.importorskip("verl")
 
 import ray
-from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
+from qerl_testing import RUN, verl_config
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from verl_qerl import verl_plugin
@@ -27,20 +27,12 @@ from verl_qerl.vllm_plugin.options import SCHEDULER
 
 MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{node}" for node in ("model", "actor", "rollout"))
 FLASH = f"+{MODEL}.override_config.attn_implementation=flash_attention_2"
-RUN = (
-    f"{MODEL}.path=model",
-    f"{MODEL}.lora_rank=32",
-    f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",
-    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=1",
-    f"{ROLLOUT}.name=vllm",
-)
 REAL_VERSION = importlib.metadata.version
 
 
 @functools.cache
 def base(rollout):
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=[*RUN, *([rollout] if rollout else [])])
+    return verl_config(*RUN, f"{MODEL}.lora_rank=32", *([rollout] if rollout else []))
 
 
 def composed(*overrides, rollout="+rollout=nvfp4"):

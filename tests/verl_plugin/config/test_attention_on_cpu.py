@@ -7,17 +7,14 @@ import pytest
 
 pytest.importorskip("verl")
 
-from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from qerl_testing import RUN, verl_config
 from verl.utils.config import validate_config
 
 from verl_qerl.modules.varlen_attention import NAME
 from verl_qerl.verl_plugin.config import attention
 from verl_qerl.verl_plugin.trainer.trainer import prepare
 
-RUN = ("actor_rollout_ref.model.path=model", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")
-RUN += ("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1", "actor_rollout_ref.rollout.name=vllm")
-RUN += ("actor_rollout_ref.model.lora_rank=8",)
 OPTION = "override_config.attn_implementation"
 FLASH = f"+actor_rollout_ref.model.{OPTION}=flash_attention_2"
 OURS = (
@@ -45,8 +42,7 @@ def installed(monkeypatch):
 
 
 def composed(*overrides):
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=[*RUN, *overrides])
+    return verl_config(*RUN, "actor_rollout_ref.model.lora_rank=8", *overrides)
 
 
 def attention_of(*overrides):

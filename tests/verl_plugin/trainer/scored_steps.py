@@ -6,7 +6,7 @@ import pytest
 import ray
 import torch
 import transfer_queue
-from hydra import compose, initialize_config_module
+from qerl_testing import RUN, verl_config
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
@@ -15,19 +15,11 @@ from verl_qerl.verl_plugin.trainer.noise_effect import NoiseEffect
 from verl_qerl.verl_plugin.weight_sync.requantize import ROUNDED
 
 AQN = ("+aqn.enabled=true", "+aqn.num_stages=2", "+aqn.sigma_start=0.1", "+aqn.sigma_end=0.1")
-RUN = (
-    "actor_rollout_ref.model.path=model",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
-    "actor_rollout_ref.rollout.name=vllm",
-    "actor_rollout_ref.rollout.max_model_len=8",
-)
 SEQUENCES = {f"{uid}_0_0": ([5, 6][: 1 + uid % 2], [7, 8 + uid, 9, 11 + uid]) for uid in range(6)}
 
 
 def composed(*overrides):
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=[*RUN, *overrides])
+    return verl_config(*RUN, "actor_rollout_ref.rollout.max_model_len=8", *overrides)
 
 
 def log_prob(tokens):

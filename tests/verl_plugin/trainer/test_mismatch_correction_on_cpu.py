@@ -14,8 +14,7 @@ pytest.importorskip("transfer_queue")
 
 import torch
 import transfer_queue
-from hydra import compose, initialize_config_module
-from qerl_testing import load_beside
+from qerl_testing import RUN, load_beside, verl_config
 from tensordict import NonTensorStack, TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
@@ -25,11 +24,7 @@ from verl.workers.utils.losses import ppo_loss
 
 fakes = load_beside(__file__, "transfer_queue_fakes")
 Queue, nested = fakes.Queue, fakes.nested
-RUN = (
-    "actor_rollout_ref.model.path=model",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
-    "actor_rollout_ref.rollout.name=vllm",
+OPTIONS = (
     "+rollout=int8",
     "actor_rollout_ref.model.lora_rank=0",
     "+aqn.enabled=true",
@@ -70,8 +65,7 @@ def step(monkeypatch):
     monkeypatch.setattr(trainer_base.PPOTrainer, "__init__", lambda self, config: setattr(self, "config", config))
 
     def run(*overrides):
-        with initialize_config_module("verl.trainer.config", version_base=None):
-            config = compose("ppo_trainer", overrides=[*RUN, *overrides])
+        config = verl_config(*RUN, *OPTIONS, *overrides)
         trainer = get_trainer_cls("sync")(config)
         trainer.global_steps, trainer.total_training_steps = 1, 2
         workers = {"compute_log_prob": lambda batch: batch, "_dispatch_info": {"actor": [0]}}  # whose rounding is small

@@ -8,8 +8,7 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
-from hydra import compose, initialize_config_module
-from qerl_testing import load_beside
+from qerl_testing import RUN, load_beside, verl_config
 from tensordict import TensorDict
 from verl.trainer.ppo import core_algos
 from verl.utils import tensordict_utils as tu
@@ -23,12 +22,6 @@ from verl_qerl.verl_plugin.trainer.policy_loss import ActorLoss, PolicyLoss, han
 featured = load_beside(__file__, "featured")
 
 ACR = "actor_rollout_ref.actor.policy_loss.loss_mode=acr"
-RUN = (
-    "actor_rollout_ref.model.path=model",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
-    "actor_rollout_ref.rollout.name=vllm",
-)
 # The losses of three algorithms as verl's options spell them.
 SETTINGS = {
     "ppo": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "loss_agg_mode": "token-mean"},
@@ -41,8 +34,7 @@ each_setting = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTING
 
 
 def composed(*overrides):
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=[*RUN, *overrides])
+    return verl_config(*RUN, *overrides)
 
 
 def actor_config(loss_mode="acr", **options):

@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("verl")
 
-from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from qerl_testing import RUN, verl_config
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
@@ -15,12 +15,6 @@ from verl_qerl.verl_plugin.config.base_options import QerlFSDPEngineConfig
 from verl_qerl.vllm_plugin.options import rollout_options
 
 UAQ = "+uaq.enabled=true"
-RUN = (
-    "actor_rollout_ref.model.path=model",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
-    "actor_rollout_ref.rollout.name=vllm",
-)
 VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 NO_EFFECT = r": UAQ acts on weights that are trained and quantized again, .* Accepted is {}\."
 BAD = {
@@ -40,8 +34,7 @@ BAD = {
 
 
 def composed(*overrides):
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=[*RUN, *overrides])
+    return verl_config(*RUN, *overrides)
 
 
 @pytest.fixture

@@ -99,12 +99,6 @@ def actor(source):
     return model.eval()
 
 
-def digests_in(engine) -> dict[str, str]:
-    from verl_qerl.vllm_plugin.weights.loader import base_digests
-
-    return engine.collective_rpc(lambda worker: base_digests(worker.model_runner.get_model()))[0]
-
-
 def test_the_comparison_sees_experts_that_changed_places(tolerance, truth, dense, packed, reference_log_probs):
     def error(weights) -> float:
         return rms_error_ratio(reference_log_probs(dense(weights)), truth)
@@ -164,7 +158,7 @@ def test_the_router_stays_dense(engine):
     assert engine.collective_rpc(methods)[0] == ["UnquantizedLinearMethod", "ReferenceExperts"]
 
 
-def test_digests_name_every_expert(engine, packed):
+def test_digests_name_every_expert(engine, packed, digests_in):
     expected = {name: weight_digest(weight) for name, weight in packed.items()}
     assert digests_in(engine) == expected
     assert sum(".experts." in name for name in expected) == 2 * 4 * 3

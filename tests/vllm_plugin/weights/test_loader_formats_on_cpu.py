@@ -43,12 +43,6 @@ def case(request, start, model_dir):
     return request.param, start(model_dir("qwen2"), aqn={"enabled": True}, form=request.param, **options)
 
 
-def digests_in(engine):
-    from verl_qerl.vllm_plugin.weights.loader import base_digests
-
-    return engine.collective_rpc(lambda worker: base_digests(worker.model_runner.get_model()))[0]
-
-
 def actor_log_probs(folder, name, adapter, reference_log_probs):
     """Of the model with the dense bf16 weights that the actor multiplies by."""
     import transformers
@@ -61,7 +55,7 @@ def actor_log_probs(folder, name, adapter, reference_log_probs):
 
 
 def test_it_holds_the_bits_and_computes_as_the_actor(
-    vllm, case, packed_dirs, start, model_dir, write_adapter, prompt_log_probs, reference_log_probs
+    vllm, case, packed_dirs, start, model_dir, write_adapter, prompt_log_probs, digests_in, reference_log_probs
 ):
     name, engine = case
     expected = {module: weight_digest(one) for module, one in weights(model_dir("qwen2"), name).items()}

@@ -19,12 +19,6 @@ def digests_of(path, scale: str = "minmax") -> dict[str, str]:
     return {name: weight_digest(item) for name, item in items if isinstance(item, PackedWeight)}
 
 
-def digests_in(engine) -> dict[str, str]:
-    from verl_qerl.vllm_plugin.weights.loader import base_digests
-
-    return engine.collective_rpc(lambda worker: base_digests(worker.model_runner.get_model()))[0]
-
-
 @pytest.fixture
 def copy_of(model_dir, tmp_path):
     """A copy of the Qwen2 directory, its tensors given to a function that changes them."""
@@ -40,18 +34,18 @@ def copy_of(model_dir, tmp_path):
     return make
 
 
-def test_digests_are_those_of_the_stream(engine, model_dir):
+def test_digests_are_those_of_the_stream(engine, model_dir, digests_in):
     found = digests_in(engine)
     assert len(found) == 2 * 7
     assert found == digests_of(model_dir("qwen2"))
     assert found != digests_of(model_dir("qwen2"), "mse")
 
 
-def test_an_nvfp4_directory_has_the_digests_of_its_source(engine, packed_engine, packed_dir):
+def test_an_nvfp4_directory_has_the_digests_of_its_source(engine, packed_engine, packed_dir, digests_in):
     assert digests_in(packed_engine) == digests_in(engine) == digests_of(packed_dir)
 
 
-def test_digests_see_the_global_scale(start, copy_of, model_dir):
+def test_digests_see_the_global_scale(start, copy_of, model_dir, digests_in):
     # Twice the weight has the same codes and block scales.
     def double(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.0.mlp.down_proj.weight"] *= 2
@@ -146,7 +140,7 @@ def test_files_are_those_of_the_revision_in_the_download_folder(monkeypatch):
     assert asked == [("somebody/model", "my-branch", "/data/hub")] * 2
 
 
-def test_a_model_that_speculates_is_loaded_as_vllm_does(vllm, start, packed_dir, model_dir, generate):
+def test_a_model_that_speculates_is_loaded_as_vllm_does(vllm, start, packed_dir, model_dir, generate, digests_in):
     draft = {"method": "draft_model", "model": str(model_dir("qwen2")), "num_speculative_tokens": 2}
     engine = start(packed_dir, speculative_config=draft)
     assert digests_in(engine) == digests_of(packed_dir)

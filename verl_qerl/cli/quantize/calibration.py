@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from verl_qerl.checkpoints.experts import is_expert
+from verl_qerl.checkpoints.groups import groups_of_linears
 from verl_qerl.checkpoints.source import Source, read_tensors
 from verl_qerl.checkpoints.stream import linear_modules
 from verl_qerl.cli.dense_model import empty_model, fill
@@ -20,7 +21,6 @@ from verl_qerl.cli.prompts import read_prompts, tokenize
 from verl_qerl.cli.quantize.arguments import SAMPLES, TOKENS
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import FORMATS, PackedWeight, WeightFormat, gptq
-from verl_qerl.formats.nvfp4_layout import fused_group
 from verl_qerl.formats.reference import dequantize
 
 # Whose layers transformers runs on embeddings as they are, by names that checkpoints have too.
@@ -119,7 +119,7 @@ def calibrated_stream(
         ValueError: A weight or the inputs of a linear cannot be used.
     """
     walk = _Walk(source, device)
-    groups = _in_layers(walk, linear_modules(source, ignore, form))
+    groups = _in_layers(walk, linear_modules(source, ignore, form), form)
     inside = {name for names in walk.names for name in names}
     for name in source.files:
         if name not in inside:
@@ -208,15 +208,10 @@ class _Passing(torch.nn.Module):
         return hidden
 
 
-def _in_layers(walk: _Walk, linears: set[str]) -> list[list[list[str]]]:
+def _in_layers(walk: _Walk, linears: set[str], form: WeightFormat) -> list[list[list[str]]]:
     """The groups of linears of each layer that share inputs and a global scale."""
-    found: list[list[list[str]]] = []
-    for names in walk.names:
-        groups: dict[str, list[str]] = {}
-        for module in (name.removesuffix(".weight") for name in names):
-            if module in linears:
-                groups.setdefault(fused_group(module)[0], []).append(module)
-        found.append(list(groups.values()))
+    modules = ({name.removesuffix(".weight") for name in names} for names in walk.names)
+    found = [groups_of_linears(linears & of_layer, form) for of_layer in modules]
     outside = linears - {module for groups in found for group in groups for module in group}
     if outside:
         raise CheckpointFormatError(

@@ -30,6 +30,7 @@ from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import PackedWeight, WeightFormat, get_format
 from verl_qerl.formats.ignore import DEFAULT_IGNORE, ROUTER, is_router
 from verl_qerl.formats.reference import relative_error
+from verl_qerl.formats.tensor_spec import TensorSpec
 
 # As packed_stream, of which `observe` alone is left to be given.
 Pack = Callable[..., Iterator[tuple[str, PackedWeight | torch.Tensor]]]
@@ -93,13 +94,9 @@ def quantize_checkpoint(
     where = model_dir.pick_device(device)
     texts = calibration.read(source, rules) if calibration else ()
     stream = partial(calibrated_stream, texts=texts) if texts else packed_stream
-    before, after = model_dir.total_bytes(source.specs), model_dir.total_bytes(specs)
     with new_directory(out) as folder:
-        model_dir.check_free_space(folder, after)
-        started = time.perf_counter()
-        with ShardedWriter(folder, specs, max_shard_bytes) as writer:
-            layers = _write(writer, before, partial(stream, source, chosen, rules, where))
-        seconds = time.perf_counter() - started
+        pack = partial(stream, source, chosen, rules, where)
+        written = _write(folder, specs, max_shard_bytes, model_dir.total_bytes(source.specs), pack)
         report = {
             "verl_qerl": __version__,
             "torch": torch.__version__,
@@ -109,12 +106,7 @@ def quantize_checkpoint(
             **({"calibration": {"samples": len(texts), "tokens": sum(map(len, texts))}} if texts else {}),
             "ignore": rules,
             "source": stored or "unquantized",
-            "seconds": round(seconds, 3),
-            "read_gb_per_s": round(before / 1e9 / seconds, 3),
-            "bytes_before": before,
-            "bytes_after": after,
-            "model_digest": model_digest({module: layer["digest"] for module, layer in layers.items()}),
-            "layers": layers,
+            **written,
         }
         model_dir.copy_other_files(source.path, folder)
         model_dir.write_json(folder / "config.json", source.config | {"quantization_config": chosen.config(rules)})
@@ -145,7 +137,25 @@ def _open(
     return source, rules, stored
 
 
-def _write(writer: ShardedWriter, num_bytes: int, pack: Pack) -> dict[str, dict[str, Any]]:
+def _write(folder: Path, specs: dict[str, TensorSpec], max_shard_bytes: int, before: int, pack: Pack) -> dict[str, Any]:
+    """Write the tensors of `specs`, from `before` bytes of a model; their part of the report."""
+    after = model_dir.total_bytes(specs)
+    model_dir.check_free_space(folder, after)
+    started = time.perf_counter()
+    with ShardedWriter(folder, specs, max_shard_bytes) as writer:
+        layers = _fill(writer, before, pack)
+    seconds = time.perf_counter() - started
+    return {
+        "seconds": round(seconds, 3),
+        "read_gb_per_s": round(before / 1e9 / seconds, 3),
+        "bytes_before": before,
+        "bytes_after": after,
+        "model_digest": model_digest({module: layer["digest"] for module, layer in layers.items()}),
+        "layers": layers,
+    }
+
+
+def _fill(writer: ShardedWriter, num_bytes: int, pack: Pack) -> dict[str, dict[str, Any]]:
     """Fill `writer` from `num_bytes` of a model; the report of each layer, in the order of their names."""
     layers: dict[str, dict[str, Any]] = {}
     with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="quantize") as bar:

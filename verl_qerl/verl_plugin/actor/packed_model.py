@@ -9,7 +9,7 @@ import torch.nn as nn
 from transformers import PreTrainedModel
 
 from verl_qerl.checkpoints.source import open_source
-from verl_qerl.checkpoints.stream import check_held, left_out, packed_stream
+from verl_qerl.checkpoints.stream import left_out, packed_stream
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import DEFAULT_FORMAT, PackedWeight, WeightFormat
 from verl_qerl.formats.ignore import is_packed_module
@@ -40,9 +40,7 @@ def build_skeleton(
     Raises:
         CheckpointFormatError: The checkpoint is in another format, or this format does not hold its experts.
     """
-    source = open_source(path)
-    check_held(source, form)
-    rules = left_out(source, form, ignore)
+    rules = left_out(open_source(path), form, ignore)
     linears = replace_linears(model, lambda name: is_packed_module(name, rules), kind)
     experts = replace_experts(model)
     if experts and kind is not NVFP4Linear:

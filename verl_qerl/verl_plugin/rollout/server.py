@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from verl_qerl.checkpoints.source import open_source
-from verl_qerl.checkpoints.stream import check_held, left_out
+from verl_qerl.checkpoints.stream import left_out
 from verl_qerl.formats import get_format
 from verl_qerl.verl_plugin.config.apply import WORKER_EXTENSION
 from verl_qerl.verl_plugin.config.nodes import mapping
@@ -180,9 +180,8 @@ def describe_checkpoint(engine_kwargs: dict, path: str, form: str = "nvfp4") -> 
     Raises:
         CheckpointFormatError: The model is stored in another format, or this one does not hold its experts.
     """
-    source = open_source(path)
-    check_held(source, get_format(form))
+    chosen = get_format(form)
     of_the_run = (engine_kwargs.get("model_loader_extra_config") or {}).get("ignore")
     overrides = mapping(engine_kwargs.get("hf_overrides"))
-    described = get_format(form).config(left_out(source, get_format(form), of_the_run))
+    described = chosen.config(left_out(open_source(path), chosen, of_the_run))
     engine_kwargs["hf_overrides"] = {**overrides, "quantization_config": described}

@@ -6,7 +6,7 @@ verl sends whole tensors to the vLLM worker beside it, which takes its tensor-pa
 rows, so any degree of tensor parallelism holds the same weights.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -17,7 +17,6 @@ from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import quantize_stream
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import WeightFormat
-from verl_qerl.formats.nvfp4_layout import fused_group
 from verl_qerl.formats.reference import dequantize
 
 # Set in a batch whose log-probs are to be those of the rounded weights.
@@ -47,16 +46,6 @@ def quantized_for_rollout(
     kept = ((name, tensor) for name, tensor in tensors if name not in skipped)
     numel = sum(torch.Size(shape).numel() for name, shape in shapes.items() if name not in skipped)
     yield from with_manifest(quantize_stream(kept, linears, form), numel * _BF16_BYTES)
-
-
-def groups_of_linears(linears: Set[str], form: WeightFormat) -> list[list[str]]:
-    """The linears as `form` quantizes them: each alone, or those together that share a scale."""
-    if not form.shares_scale:
-        return [[name] for name in sorted(linears)]
-    groups: dict[str, list[str]] = {}
-    for name in sorted(linears):
-        groups.setdefault(fused_group(name)[0], []).append(name)
-    return list(groups.values())
 
 
 def round_group(weights: Mapping[str, torch.Tensor], form: WeightFormat) -> dict[str, torch.Tensor]:
