@@ -87,6 +87,13 @@ def test_a_half_written_checkpoint_is_refused(copy):
         open_checkpoint(copy)
 
 
+def test_a_checkpoint_whose_save_did_not_end_is_refused(copy):
+    record = json.loads((copy / "verl_qerl_base.json").read_text())
+    (copy / "verl_qerl_base.json").write_text(json.dumps(record | {"files": {}}))
+    with pytest.raises(CheckpointFormatError, match=r"^the checkpoint is half-written: \S+base\.json lists no files\."):
+        open_checkpoint(copy)
+
+
 @pytest.mark.parametrize("content", ['{"world_size": 2', "[]", '{"FSDP_version": 2}', '{"world_size": 0}'])
 def test_a_damaged_description_is_refused(copy, content):
     (copy / "fsdp_config.json").write_text(content)

@@ -25,7 +25,7 @@ from verl.utils.model import convert_weight_keys, get_hf_auto_model_class
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_qerl.checkpoints.digest import check_same_base, model_digest, weight_digest
-from verl_qerl.checkpoints.record import BaseRecord, remove_record
+from verl_qerl.checkpoints.record import BaseRecord
 from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.modules.convert import packed_linears, packed_weights
 from verl_qerl.modules.format_linear import PACKED_LINEARS
@@ -150,8 +150,9 @@ class FrozenBase:
         return nullcontext()
 
     def before_save(self, folder: Path) -> None:
-        """Remove the record, on rank 0: the files that follow are not complete yet."""
-        remove_record(folder)
+        """Rank 0 writes the record without files: those that follow are not complete yet."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._record().write(folder)
 
     def after_save(self, folder: Path) -> None:
         """Rank 0 writes which base the shards belong to, which also marks them as whole."""
