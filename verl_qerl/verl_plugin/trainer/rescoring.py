@@ -122,8 +122,9 @@ def log_probs_of(run: Run, batch: Any, keys: list[str]) -> tuple[torch.Tensor, t
 
 
 def evenly(keys: list[str], count: int) -> list[str]:
-    """At most `count` of the keys, evenly spread."""
-    return keys[:: max(1, len(keys) // count)][:count]
+    """At most `count` of the keys, evenly spread over all."""
+    count = min(count, len(keys))
+    return [keys[at * len(keys) // count] for at in range(count)]
 
 
 def padded(rows: list[torch.Tensor], width: int) -> torch.Tensor:
