@@ -106,7 +106,7 @@ class Gate(Feature):
         """Compare, before any update."""
         step = self._run.step
         keys = batch.keys
-        rollout, actor, mask = stored_log_probs(batch, keys)
+        rollout, actor, mask = stored_log_probs(self._run, batch, keys)
         undefined = undefined_log_probs(rollout, mask)
         if undefined is not None:
             raise RuntimeError(_broken(undefined, int(mask.sum()), step))

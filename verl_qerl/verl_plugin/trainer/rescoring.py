@@ -105,12 +105,16 @@ def score_actor(run: Run, batch: Any, keys: list[str], rounded: bool) -> torch.T
     return found
 
 
-def stored_log_probs(batch: Any, keys: list[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(rollout_log_probs, old_log_probs, response_mask) in the TransferQueue, [answers, tokens] padded."""
+def stored_log_probs(run: Run, batch: Any, keys: list[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(rollout_log_probs, old_log_probs, response_mask) in the TransferQueue, [answers, tokens] padded.
+
+    In bypass mode the first two are the same, and come once.
+    """
     import transfer_queue as tq
 
-    fields = ["rollout_log_probs", "old_log_probs", "response_mask"]
-    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields).to_padded_tensor()
+    fields = ["rollout_log_probs", "rollout_log_probs" if run.bypasses else "old_log_probs", "response_mask"]
+    wanted = list(dict.fromkeys(fields))
+    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=wanted).to_padded_tensor()
     rollout, old, mask = (data[name] for name in fields)
     return rollout, old, mask
 
@@ -120,7 +124,7 @@ def log_probs_of(run: Run, batch: Any, keys: list[str]) -> tuple[torch.Tensor, t
 
     In bypass mode `old_log_probs` are the rollout's, so that the actor scores these answers here.
     """
-    rollout, actor, mask = stored_log_probs(batch, keys)
+    rollout, actor, mask = stored_log_probs(run, batch, keys)
     if run.bypasses:
         actor = score_actor(run, batch, keys, rounded=False)
     return rollout, actor, mask
