@@ -61,6 +61,13 @@ def test_a_run_a_step_and_the_shards_are_accepted(trained, tmp_path):
     assert folders == [run / "global_step_4" / "actor"] * 3
 
 
+def test_a_tracker_that_is_no_text_is_refused(trained, tmp_path):
+    run = shutil.copytree(trained(CASE).run, tmp_path / "run")
+    (run / "latest_checkpointed_iteration.txt").write_bytes(b"\xff4")
+    with pytest.raises(FileNotFoundError, match="no checkpoint is found: checkpoint="):
+        open_checkpoint(run)
+
+
 def test_no_checkpoint(tmp_path):
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(FileNotFoundError, match="no checkpoint is found: checkpoint="):

@@ -104,7 +104,8 @@ def _check_norms(folder: Path, norms: Mapping[str, torch.Tensor], record: BaseRe
 def _folder(path: Path) -> Path:
     candidates = [path, path / "actor"]
     if (path / _LATEST).is_file():
-        candidates.append(path / f"global_step_{(path / _LATEST).read_text(encoding='utf-8').strip()}" / "actor")
+        step = (path / _LATEST).read_text(encoding="utf-8", errors="replace").strip()
+        candidates.append(path / f"global_step_{step}" / "actor")
     for folder in candidates:
         if folder.is_dir() and any(folder.glob("model_world_size_*_rank_*.pt")):
             return folder
