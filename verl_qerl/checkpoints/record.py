@@ -103,11 +103,6 @@ def read_record(folder: Path) -> BaseRecord | None:
     return read_whole(folder / RECORD, make, "the record of the base", remedy)
 
 
-def remove_record(folder: Path) -> None:
-    """Take the mark off a checkpoint that is about to be overwritten; a folder without one, or no folder, is fine."""
-    (folder / RECORD).unlink(missing_ok=True)
-
-
 def damaged_file(folder: Path, files: Mapping[str, int]) -> str | None:
     """What is wrong with the first of `files` (name -> bytes) that is absent or of another size, or None."""
     for name, size in sorted(files.items()):

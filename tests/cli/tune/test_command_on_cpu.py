@@ -136,7 +136,7 @@ def test_a_table_of_another_gpu_is_not_overwritten(asked, monkeypatch):
     tune.run(asked)
     before = asked.out.read_bytes()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another GPU")
-    with pytest.raises(ValueError, match=r"has what was measured on a GPU, this GPU is another GPU\. .* another --out"):
+    with pytest.raises(ValueError, match=r"has what was measured on a GPU\. A table of this GPU, another.* --out"):
         tune.run(asked)
     assert asked.out.read_bytes() == before
 

@@ -63,13 +63,9 @@ def _kept(path: Path, gpu: str, shapes: Sequence[Shape]) -> list[dict[str, Any]]
     table = read_table(path) if path.exists() else {"rows": []}
     if table is None and path == table_path(gpu):
         return []  # a rollout that finds it asks for this command
-    if table is None:
-        raise ValueError(f"{path} is no table of this command. One, or a new file, is accepted. Give another --out.")
-    if table.get("gpu", gpu) != gpu:
-        raise ValueError(
-            f"{path} has what was measured on {table['gpu']}, this GPU is {gpu}. A table is of one GPU. Give another"
-            " --out."
-        )
+    if table is None or table.get("gpu", gpu) != gpu:
+        found = f"has what was measured on {table['gpu']}" if table else "is no table of this command"
+        raise ValueError(f"{path} {found}. A table of this GPU, {gpu}, or a new file is accepted. Give another --out.")
     return [row for row in table["rows"] if (row["N"], row["K"]) not in shapes]
 
 

@@ -11,7 +11,7 @@ import torch.nn as nn
 from verl.utils import tensordict_utils as tu
 
 from verl_qerl.checkpoints.groups import linears_among
-from verl_qerl.checkpoints.record import remove_record
+from verl_qerl.checkpoints.record import RECORD
 from verl_qerl.modules.rounded import rounded_linears
 from verl_qerl.modules.varlen_attention import check_model
 from verl_qerl.verl_plugin.actor.resume import refuse_adapter
@@ -79,7 +79,7 @@ class TrainedWeights:
 
     def before_save(self, folder: Path) -> None:
         """Remove the record of an earlier run with an adapter, on rank 0; no record marks these files as whole."""
-        remove_record(folder)
+        (folder / RECORD).unlink(missing_ok=True)
 
     def after_save(self, folder: Path) -> None:
         """Do nothing."""

@@ -113,8 +113,7 @@ def stored_log_probs(run: Run, batch: Any, keys: list[str]) -> tuple[torch.Tenso
     import transfer_queue as tq
 
     fields = ["rollout_log_probs", "rollout_log_probs" if run.bypasses else "old_log_probs", "response_mask"]
-    wanted = list(dict.fromkeys(fields))
-    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=wanted).to_padded_tensor()
+    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=[*set(fields)]).to_padded_tensor()
     rollout, old, mask = (data[name] for name in fields)
     return rollout, old, mask
 
