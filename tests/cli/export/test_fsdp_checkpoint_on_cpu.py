@@ -61,10 +61,11 @@ def test_a_run_a_step_and_the_shards_are_accepted(trained, tmp_path):
     assert folders == [run / "global_step_4" / "actor"] * 3
 
 
-def test_a_tracker_that_is_no_text_is_refused(trained, tmp_path):
+@pytest.mark.parametrize(("content", "step"), [(b"\xff4", "\ufffd4"), (b"5", "5")], ids=["no text", "another step"])
+def test_a_tracker_that_misleads_is_refused(trained, tmp_path, content, step):
     run = shutil.copytree(trained(CASE).run, tmp_path / "run")
-    (run / "latest_checkpointed_iteration.txt").write_bytes(b"\xff4")
-    with pytest.raises(FileNotFoundError, match="no checkpoint is found: checkpoint="):
+    (run / "latest_checkpointed_iteration.txt").write_bytes(content)
+    with pytest.raises(FileNotFoundError, match=rf"^no checkpoint is found: .*, last looked .*step_{step}/actor\."):
         open_checkpoint(run)
 
 

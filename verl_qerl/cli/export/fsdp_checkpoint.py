@@ -110,8 +110,9 @@ def _folder(path: Path) -> Path:
         if folder.is_dir() and any(folder.glob("model_world_size_*_rank_*.pt")):
             return folder
     raise FileNotFoundError(
-        f"no checkpoint is found: checkpoint={path}. A folder with model_world_size_*_rank_*.pt, the global_step_N "
-        f"above it, or a run's folder with {_LATEST} is accepted. Check the path."
+        f"no checkpoint is found: checkpoint={path}, last looked for in {candidates[-1]}. A folder with"
+        " model_world_size_*_rank_*.pt, the global_step_N above it, or a run's folder whose"
+        f" {_LATEST} names one is accepted. Check the path."
     )
 
 
