@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from verl_qerl.checkpoints.record import RECORD, BaseRecord, damaged_file, read_record, remove_record
+from verl_qerl.checkpoints.record import RECORD, BaseRecord, damaged_file, read_record
 from verl_qerl.errors import CheckpointFormatError
 
 WRITTEN = BaseRecord(
@@ -40,14 +40,6 @@ def test_a_record_of_before_files_were_listed_is_read(tmp_path):
     older = {"base": "m", "scale": "mse", "ignore": ["lm_head"], "digests": {}, "adapter": {}}
     (tmp_path / RECORD).write_text(json.dumps(older))
     assert read_record(tmp_path) == BaseRecord("m", "mse", ("lm_head",), {}, {}, 1, False, {})
-
-
-def test_a_mark_is_taken_off(tmp_path):
-    remove_record(tmp_path / "absent")
-    WRITTEN.write(tmp_path)
-    remove_record(tmp_path)
-    remove_record(tmp_path)
-    assert read_record(tmp_path) is None
 
 
 def test_the_first_file_that_is_not_whole_is_named(tmp_path):

@@ -310,6 +310,15 @@ def test_damaged_input_is_refused_and_nothing_is_written(gsm8k, tmp_path, capsys
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+def test_a_split_without_rows_is_refused(math, tmp_path, capsys):
+    for split in ("test", "train"):
+        empty = pq.read_table(math / f"{split}.parquet").slice(0, 0)
+        pq.write_table(empty, math / f"{split}.parquet")
+        with pytest.raises(SystemExit, match="1"):
+            main(["data", "math", "--source", str(math), "--out", str(tmp_path / "out")])
+        assert "parquet holds no objects." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

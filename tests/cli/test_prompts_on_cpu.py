@@ -48,7 +48,10 @@ def test_an_absent_file(tmp_path, name):
 
 @pytest.mark.parametrize(
     ("column", "values", "message"),
-    [("text", ["x"], "row 1 of .* cannot be used: prompt=None"), ("prompt", [], "a file holds no prompts")],
+    [
+        ("text", ["x"], "row 1 of .* cannot be used: prompt=None"),
+        ("prompt", [], r"prompts cannot be read: .*p\.parquet holds no obj"),
+    ],
 )
 def test_a_parquet_without_prompts_is_refused(tmp_path, column, values, message):
     import pyarrow as pa

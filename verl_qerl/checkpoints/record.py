@@ -25,7 +25,7 @@ class BaseRecord:
         adapter: Options of PEFT's LoraConfig that are set or differ from its defaults.
         world_size: Ranks that wrote the shards.
         lora_only: The shards hold what is trained and nothing else of the model.
-        files: name -> bytes of every file that a resume reads; empty in records written before it was kept.
+        files: name -> bytes of every file that a resume reads; empty until all of them are written.
         trained_norms: Which norms of each layer are trained besides the adapter.
         format: Name of the base's weight format; records written before there was a choice lack it.
         sharded_over: Ranks that one copy of what is trained was spread over; 0 in records written before it was kept.
@@ -51,8 +51,8 @@ class BaseRecord:
     def write(self, folder: Path) -> None:
         """Write the file, whole or not at all.
 
-        It marks the checkpoint as whole: write it after every other file, and take it away (`remove_record`) before
-        one of them is written again.
+        With `files` it marks the checkpoint as whole: write it after every other file, and without `files` before one
+        of them is written.
         """
         write_whole(folder / RECORD, asdict(self))
 
@@ -101,11 +101,6 @@ def read_record(folder: Path) -> BaseRecord | None:
 
     remedy = "Export another checkpoint, or one with the verl_qerl that wrote it."
     return read_whole(folder / RECORD, make, "the record of the base", remedy)
-
-
-def remove_record(folder: Path) -> None:
-    """Take the mark off a checkpoint that is about to be overwritten; a folder without one, or no folder, is fine."""
-    (folder / RECORD).unlink(missing_ok=True)
 
 
 def damaged_file(folder: Path, files: Mapping[str, int]) -> str | None:

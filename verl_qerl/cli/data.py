@@ -291,10 +291,10 @@ def read_rows(path: Path, what: str, count: int | None = None) -> list[Row]:
                 f"{what} cannot be read: {path} ({error}). Objects, as JSON or parquet, are accepted. Download it"
                 " again."
             ) from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise ValueError(
-            f"{what} cannot be read: {path} holds no list of objects. JSON or parquet with one object each is accepted."
-            " Download it again."
+            f"{what} cannot be read: {path} holds no objects. A list of them, as JSON or parquet, is accepted. Download"
+            " it again."
         )
     return rows[:count]
 

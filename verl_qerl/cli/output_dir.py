@@ -113,7 +113,7 @@ def _move_up(partial: Path) -> None:
     try:
         for name in names:
             os.replace(partial / name, partial.parent / name)
-    except BaseException:
+    except BaseException:  # an interrupt is no Exception
         for name in names:
             if (partial.parent / name).exists():
                 os.replace(partial.parent / name, partial / name)

@@ -23,8 +23,6 @@ def read_prompts(path: Path, count: int, columns: Sequence[str] = ("prompt",)) -
     if path.suffix not in (".jsonl", ".parquet"):
         raise ValueError(f"prompts of an unknown kind: prompts={path}. .parquet and .jsonl are accepted. Convert it.")
     rows = read_rows(path, "prompts", count)
-    if not rows:
-        raise ValueError(f"a file holds no prompts: prompts={path}. One row or more is accepted. Check the path.")
     column = next((name for name in columns if name in rows[0]), columns[0])
     for number, row in enumerate(rows, start=1):
         prompt = row.get(column)

@@ -32,7 +32,7 @@ class Base(Options):
 
     format: str | None = option(
         None,
-        Accepts(", ".join(FORMATS), lambda value: value is None or value in FORMATS),
+        Accepts(", ".join(FORMATS), lambda value: value in (None, *FORMATS)),
         "set by `+rollout=...`: the format of the rollout's linears, and of the actor's frozen base under an adapter",
     )
     scale: str | None = option(

@@ -40,18 +40,20 @@ class ModelShape:
         """Read config.json.
 
         Raises:
-            ValueError: A size is missing, or the experts are of a family that is not supported.
+            ValueError: A size is missing or no number, or the experts are of a family that is not supported.
         """
         names = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
         family = config.get("model_type")
         sparse = family in FAMILIES
         if sparse:
             config = {**config, "num_experts": number_of_experts(config)}
-        missing = [name for name in (*names, *(_EXPERTS if sparse else ())) if not config.get(name)]
-        if missing:
+        given = [name for name in ("head_dim", "num_key_value_heads") if config.get(name)]
+        sizes = {name: config.get(name) for name in (*names, *given, *(_EXPERTS if sparse else ()))}
+        wrong = [name for name, size in sizes.items() if not isinstance(size, int) or size < 1]
+        if wrong:
             raise ValueError(
-                f"no plan for this model: its config.json lacks {', '.join(missing)}. A decoder's sizes are accepted."
-                " Check the file."
+                f"no plan for this model: its config.json has no size as {', '.join(wrong)}. Whole numbers above 0 are"
+                " accepted. Check the file."
             )
         if not sparse and any(config.get(name) for name in _OTHERS):
             raise ValueError(

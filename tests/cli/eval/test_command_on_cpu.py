@@ -1,6 +1,7 @@
 """The whole command, with a double in the place of vLLM; test_eval_vllm_on_cpu.py has vLLM itself."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from verl_qerl.cli import main
 from verl_qerl.cli.eval import command
 from verl_qerl.cli.eval.engines import check_applied
+from verl_qerl.cli.eval.questions import Question
 from verl_qerl.cli.eval.records import read_lines
 from verl_qerl.cli.export.adapter import Adapter, write_peft
 
@@ -152,6 +154,23 @@ def test_arguments_that_are_refused(run, capsys, argv, message):
     with pytest.raises(SystemExit, match="1"):
         run(right, *argv)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("question", "max_tokens", "remedy"),
+    [
+        (400, 200, r"after a question of 400 .* At most 111 is accepted\. Lower --max-tokens"),
+        (777, 40, r"a question of 777 .* Questions of at most 479 are accepted\. Choose other --tasks"),
+        (500, 8, r"a question of 500 .* Questions of at most 479 are accepted\. Choose other --tasks"),
+    ],
+)
+def test_a_model_with_too_few_positions(source, models, capsys, monkeypatch, question, max_tokens, remedy):
+    asked = [command.Prompt("gsm8k", 0, Question("?", "1"), [1] * question)]
+    monkeypatch.setattr(command, "encode", lambda *_: asked)
+    arguments = ["--model", str(models / "bf16"), "--source", str(source), "--tasks", "gsm8k"]
+    with pytest.raises(SystemExit, match="1"):
+        main(["eval", *arguments, "--out", str(source / "out"), "--max-tokens", str(max_tokens)])
+    assert re.search(remedy, capsys.readouterr().err)
 
 
 def test_a_model_without_a_chat_template(run, models, tmp_path, capsys):

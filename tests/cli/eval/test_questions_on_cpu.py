@@ -54,14 +54,14 @@ def test_what_data_writes_can_be_asked(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[]", r"a question set is empty: aime24 of .*aime24\.json\. At least one"),
+        ("[]", r"questions cannot be read: .*aime24\.json holds no objects\."),
         ('[{"text": "x"}]', r"row 1 of .* has no question: its columns are text\. Text or a number in question,"),
         ('[{"problem": "x"}]', r"row 1 of .* has no answer: its columns are problem\. Text or a number in answer or"),
         ('[{"problem": "x", "reward_model": "18"}]', r"row 1 of .* has no answer: its columns are problem, reward_m"),
         ('[{"prompt": ["x"], "answer": 18}]', r"row 1 of .* has no question: its columns are prompt, answer"),
         ('[{"problem": "x", "answer": ["18", "19"]}]', r"row 1 of .* has no answer: its columns are problem, answer"),
-        ('{"a": 1}', "holds no list of objects"),
-        ("[1]", "holds no list of objects"),
+        ('{"a": 1}', "holds no objects"),
+        ("[1]", "holds no objects"),
         ("[", r"questions cannot be read: .* Objects, as JSON or parquet, are accepted"),
     ],
 )

@@ -76,3 +76,11 @@ def test_what_is_no_evaluation_is_left_alone(tmp_path):
     for out in (tmp_path, tmp_path / "file"):
         with pytest.raises(FileExistsError, match="the output already exists and is no evaluation"):
             open_records(out, {"model": "a"})
+
+
+@pytest.mark.parametrize("content", ['{"editor.fontSize": 14}', "[]", "{} // mine"])
+def test_settings_of_something_else_are_left_alone(tmp_path, content):
+    (tmp_path / "settings.json").write_text(content)
+    with pytest.raises((FileExistsError, ValueError), match="Choose another"):
+        open_records(tmp_path, {"model": "a"})
+    assert (tmp_path / "settings.json").read_text() == content

@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,6 +101,7 @@ def test_targets_are_named_by_pefts_rules(rule, excluded, modules):
         ({"target_modules": ["q_proj", "up_proj"]}, "'layers.0.up_proj' is not in the shards and in target_modules"),
         ({"target_modules": ["layers.0.q_proj"]}, "'layers.1.q_proj' is in the shards and not in target_modules"),
         ({"lora_alpha": None}, "does not say how its adapter is scaled: r=4, lora_alpha=None"),
+        ({"lora_alpha": math.nan}, "does not say how its adapter is scaled: r=4, lora_alpha=nan"),
         ({"r": "4"}, "does not say how its adapter is scaled"),
     ],
 )

@@ -61,6 +61,14 @@ def test_a_run_a_step_and_the_shards_are_accepted(trained, tmp_path):
     assert folders == [run / "global_step_4" / "actor"] * 3
 
 
+@pytest.mark.parametrize(("content", "step"), [(b"\xff4", "\ufffd4"), (b"5", "5")], ids=["no text", "another step"])
+def test_a_tracker_that_misleads_is_refused(trained, tmp_path, content, step):
+    run = shutil.copytree(trained(CASE).run, tmp_path / "run")
+    (run / "latest_checkpointed_iteration.txt").write_bytes(content)
+    with pytest.raises(FileNotFoundError, match=rf"^no checkpoint is found: .*, last looked .*step_{step}/actor\."):
+        open_checkpoint(run)
+
+
 def test_no_checkpoint(tmp_path):
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(FileNotFoundError, match="no checkpoint is found: checkpoint="):
@@ -84,6 +92,13 @@ def test_a_cut_shard_is_refused(copy, kept):
 def test_a_half_written_checkpoint_is_refused(copy):
     (copy / "fsdp_config.json").unlink()
     with pytest.raises(CheckpointFormatError, match="the checkpoint is half-written"):
+        open_checkpoint(copy)
+
+
+def test_a_checkpoint_whose_save_did_not_end_is_refused(copy):
+    record = json.loads((copy / "verl_qerl_base.json").read_text())
+    (copy / "verl_qerl_base.json").write_text(json.dumps(record | {"files": {}}))
+    with pytest.raises(CheckpointFormatError, match=r"^the checkpoint is half-written: \S+base\.json lists no files\."):
         open_checkpoint(copy)
 
 

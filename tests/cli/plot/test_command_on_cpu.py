@@ -85,6 +85,13 @@ def test_the_numbers_do_not_replace_the_metrics(metrics, tmp_path, capsys):
     assert metrics.read_text() == before
 
 
+def test_the_numbers_do_not_replace_the_picture(metrics, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="1"):
+        main(["plot", str(metrics), "--out", str(tmp_path / "a.png"), "--json", str(tmp_path / "." / "a.png")])
+    assert "the picture would be lost: --json=" in capsys.readouterr().err
+    assert not (tmp_path / "a.png").exists()
+
+
 def test_a_missing_file_is_one_sentence(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["plot", str(tmp_path / "none"), "--out", str(tmp_path / "x.png")])

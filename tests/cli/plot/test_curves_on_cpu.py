@@ -32,6 +32,15 @@ def test_a_run_that_comes_twice_is_refused(names, tmp_path):
         by_arm([tmp_path / f"{name}.jsonl" for name in names])
 
 
+@pytest.mark.parametrize(("step", "value"), [(2, 10**400), (10**400, 2)], ids=["value", "step"])
+def test_a_number_that_no_float_can_hold_is_refused(tmp_path, step, value):
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": 1, "data": {"reward": 10**300}}, {"step": step, "data": {"reward": value}}]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(ValueError, match=r"^a number is too large: reward at step \d+ of metrics=\S+\.jsonl\. "):
+        read_metrics(path)
+
+
 def test_means_and_deviations_by_hand():
     # The third step is missing of one seed and left out of both.
     seeds = {1: {"r": {1: 1.0, 2: 3.0, 3: 9.0}}, 2: {"r": {1: 3.0, 2: 7.0}}}

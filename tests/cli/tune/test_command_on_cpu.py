@@ -136,13 +136,32 @@ def test_a_table_of_another_gpu_is_not_overwritten(asked, monkeypatch):
     tune.run(asked)
     before = asked.out.read_bytes()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another GPU")
-    with pytest.raises(ValueError, match=r"has what was measured on a GPU, this GPU is another GPU\. .* another --out"):
+    with pytest.raises(ValueError, match=r"has what was measured on a GPU\. A table of this GPU, another.* --out"):
         tune.run(asked)
     assert asked.out.read_bytes() == before
 
 
+@pytest.mark.parametrize("content", ['{"learning_rate": 1e-6}', '{"rows": [{"N": 1}]}', '{"gpu": "a G', "no JSON", ""])
+def test_a_file_that_is_no_table_is_not_overwritten(asked, content):
+    asked.out.write_text(content)
+    with pytest.raises(ValueError, match=r"table\.json is no table of this command\. .* Give another --out\.$"):
+        tune.run(asked)
+    assert asked.out.read_text() == content
+
+
+def test_a_table_that_a_rollout_cannot_read_is_measured_again_where_it_looks_for_it(asked, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked.out = None
+    path = tmp_path / "verl_qerl" / "a_gpu.json"
+    path.parent.mkdir()
+    path.write_text('{"rows": [')
+    tune.run(asked)
+    assert shapes_in(path) == set(MODELS["qwen2.5-7b"])
+
+
 def test_a_table_is_whole_or_as_it_was(asked, monkeypatch):
-    asked.out.write_text("as it was")
+    tune.run(asked)
+    before = asked.out.read_text()
     write = Path.write_text
 
     def cut(path: Path, text: str, **options: str) -> None:
@@ -153,7 +172,7 @@ def test_a_table_is_whole_or_as_it_was(asked, monkeypatch):
     with pytest.raises(OSError, match="full"):
         tune.run(asked)
     monkeypatch.setattr(Path, "write_text", write)
-    assert asked.out.read_text() == "as it was"
+    assert asked.out.read_text() == before
     tune.run(asked)
     assert len(json.loads(asked.out.read_text())["rows"]) == 4
     assert list(asked.out.parent.iterdir()) == [asked.out]

@@ -15,6 +15,7 @@ from engine_cases import CASES, OUT, adapters, build, optimizer_state, step
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
 from verl_qerl.checkpoints.record import RECORD, BaseRecord, read_record
+from verl_qerl.cli.export.fsdp_checkpoint import open_checkpoint
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.verl_plugin.actor.resume import file_name
 
@@ -103,8 +104,8 @@ def cut(part, rank):
 
 DAMAGES = {
     "no folder": shutil.rmtree,
-    "no mark": lambda folder: (folder / RECORD).unlink(),
-    "an older record": without_files,
+    "no record": lambda folder: (folder / RECORD).unlink(),
+    "no files in the record": without_files,
     "a cut record": lambda folder: os.truncate(folder / RECORD, CUT),
     "a cut model": cut("model", 1),
     "a cut optimizer": cut("optimizer", 1),
@@ -198,13 +199,21 @@ def killed():
     num = save_and_die(engine, shutil.copytree(first / "old", first / "0"), 0)
     for moment in range(1, num + 1):
         assert save_and_die(engine, shutil.copytree(first / "old", first / str(moment)), moment) is None
-    outcomes = []
+    outcomes, exported = [], []
     reader = build("bf16")
     for moment in [*range(1, num + 1), 0]:
         error = load(reader, first / str(moment))
         held = [name for name, kept in (("old", old), ("new", new)) if same(reader, kept)]
         outcomes.append(error.partition(":")[0] if error else " and ".join(held))
-    return {"num": num, "outcomes": outcomes}
+        exported.append(told_by_export(first / str(moment)))
+    return {"num": num, "outcomes": outcomes, "exported": exported}
+
+
+def told_by_export(folder):
+    try:
+        return "whole" if open_checkpoint(folder).record else "of another engine"
+    except CheckpointFormatError as error:
+        return str(error).partition(":")[0]
 
 
 RUNS = {

@@ -96,8 +96,8 @@ def test_more_ranks_share_the_generators(tmp_path, monkeypatch):
 
 REFUSED = {
     "no folder": "the checkpoint is half-written, or not of this engine: ",
-    "no mark": "the checkpoint is half-written, or not of this engine: ",
-    "an older record": "the checkpoint is half-written, or not of this engine: ",
+    "no record": "the checkpoint is half-written, or not of this engine: ",
+    "no files in the record": "the checkpoint is half-written, or not of this engine: ",
     "a cut record": "the record of the base cannot be read: ",
     "a cut model": "the checkpoint is cut short: model_world_size_2_rank_1.pt has ",
     "a cut optimizer": "the checkpoint is cut short: optim_world_size_2_rank_1.pt has ",
@@ -129,4 +129,9 @@ def test_killed_at_any_moment_a_checkpoint_is_old_new_or_refused(found):
     assert killed["num"] > 12  # three files of torch, the record, the files of rank 0
     assert outcomes[0] == "old", "killed before the first change"
     assert outcomes[-1] == "new", "not killed"
-    assert set(outcomes[1:-1]) == {"the checkpoint is half-written, or not of this engine"}
+    begun = [name for name in outcomes[:-1] if name != "old"]
+    assert outcomes[: -len(begun) - 1] == ["old"] * outcomes.count("old")
+    assert set(begun) == {"the checkpoint is half-written, or not of this engine"}
+    assert len(begun) > 10
+    whole = ["whole"] * outcomes.count("old")
+    assert killed["exported"] == [*whole, *["the checkpoint is half-written"] * len(begun), "whole"]

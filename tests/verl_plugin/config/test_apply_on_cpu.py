@@ -105,6 +105,7 @@ BAD = {
         TOP_K,
     ): r"use_fused_kernels=True .* whole logits\. .* is false",
     ("model_engine=megatron",): r"^model_engine=megatron does not go together with \+rollout=nvfp4: .* Accepted is dp",
+    ("++qerl.base.format=[nvfp4]",): r"^qerl\.base\.format=\['nvfp4'\] is no value of this option\. Accepted: fp8, ",
     ("++qerl.base.format=int4",): r"^qerl\.base\.format='int4' is no value of this option\. Accepted: fp8, int8, ",
     ("++qerl.base.format=int8", "+qerl.base.scale=mse"): r"scale='mse' .*Accepted: minmax, with \+rollout=int8",
     (

@@ -1,5 +1,6 @@
 """Steps of verl's trainers from the replay buffer to `old_log_probs`, with servers that score by a table."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -69,7 +70,10 @@ def scored_step(monkeypatch):
     monkeypatch.setattr(trainer_base.PPOTrainer, "__init__", init)
 
     def run(*overrides, sampled=0.0, actor=0.0, rounded=0.0, versions=None, servers=None, sequences=SEQUENCES):
-        """`sampled`, `actor`, `rounded` (the actor with such weights): by how much they differ from `log_prob`."""
+        """`sampled`, `actor`, `rounded` (the actor with such weights): by how much they differ from `log_prob`.
+
+        Then `passes` has the answers of each pass of the actor, and `fetched` the number of each field of answers.
+        """
         moves = list(sampled) if isinstance(sampled, tuple) else [sampled]
         keys = list(sequences)
         versions = versions or ([4] if len(moves) == 1 else [None]) * len(keys)
@@ -86,7 +90,7 @@ def scored_step(monkeypatch):
         trainer.checkpoint_manager = SimpleNamespace(sleep_replicas=lambda: [s.calls.append("sleep") for s in servers])
         trainer.curr_step_profile = False
         trainer.total_training_steps = 6
-        store, asked = {}, []
+        store, run.passes, run.fetched = {}, [], Counter()
 
         def compute_log_prob(batch):
             # As the engine: one ahead, with the flag by another model.
@@ -94,13 +98,13 @@ def scored_step(monkeypatch):
             per_gpu = trainer.config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu
             size = batch.extra_info.get("micro_batch_size_per_gpu", per_gpu)
             assert len(batch.keys) % (2 * size) == 0, "data size must be divisible by micro_batch_size_per_gpu"
-            asked.append((batch.keys, batch.extra_info["compute_loss"]))
+            run.passes.append(batch.keys)
             for key in batch.keys:
                 store[key]["log_probs"] = store[key]["entropy"] = torch.tensor([*rows(key, move), 9.0])
             return batch
 
         workers = SimpleNamespace(compute_log_prob=compute_log_prob, _dispatch_info={"actor": [0, 0, 1, 1]})
-        trainer.actor_rollout_wg, trainer.asked = workers, asked
+        trainer.actor_rollout_wg = workers
 
         def rows(key, move):
             prompt, response = sequences[key]
@@ -117,6 +121,7 @@ def scored_step(monkeypatch):
                 }
 
         def get(keys, partition_id, select_fields=None):
+            run.fetched.update(dict.fromkeys(select_fields or (), len(keys)))
             nested = {
                 name: torch.nested.as_nested_tensor([store[key][name] for key in keys], layout=torch.jagged)
                 for name in select_fields or store[keys[0]]
@@ -140,6 +145,7 @@ def scored_step(monkeypatch):
             metrics = {}
             batch, _ = trainer.replay_buffer.sample(global_steps=number, partition_id="train", batch_size=6)
             trainer.on_sample_end()
+            batch.reorder(list(reversed(range(len(keys)))))  # as verl balances its ranks
             trainer._compute_old_log_prob(batch, metrics=metrics)
             found.append({name: value for name, value in metrics.items() if name.startswith("qerl/")})
         return found if isinstance(sampled, tuple) else found[0], servers

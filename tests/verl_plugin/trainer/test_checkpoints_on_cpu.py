@@ -156,6 +156,7 @@ def test_a_run_without_checkpoint_starts_anew(tmp_path):
     [
         ("two", "^the tracker names no step: .* holds 'two'"),
         ("-1", "^the tracker names no step: "),
+        (b"\xff2", "^the tracker names no step: .* holds '\ufffd2'"),
         ("7", "^the step to resume from is not there: .*global_step_7"),
         ("2", r"^the checkpoint is half-written: .*global_step_2 has no whole data\.pt"),
     ],
@@ -163,7 +164,7 @@ def test_a_run_without_checkpoint_starts_anew(tmp_path):
 def test_a_tracker_that_misleads_is_refused(tmp_path, text, message):
     save(tmp_path, 1)
     (tmp_path / "global_step_2").mkdir()
-    (tmp_path / TRACKER).write_text(text)
+    (tmp_path / TRACKER).write_bytes(text if isinstance(text, bytes) else text.encode())
     made = trainer(tmp_path)
     with pytest.raises(CheckpointFormatError, match=message):
         made._load_checkpoint()

@@ -300,6 +300,12 @@ def test_in_bypass_mode_the_actors_micro_batch_need_not_divide_the_batch(scored_
     assert scored_step(GATE, BYPASS, micro, actor=0.1, sequences=MANY)[0][DIFFERENCE] == pytest.approx(0.1, rel=1e-5)
 
 
+def test_in_bypass_mode_what_verl_took_from_the_rollout_is_not_fetched_again(scored_step):
+    scored_step(GATE, BYPASS, sequences=MANY)
+    assert scored_step.fetched["old_log_probs"] == 0
+    assert scored_step.fetched["rollout_log_probs"] == 40 + 40 + 16  # verl, the check, and what the actor scored
+
+
 def test_in_bypass_mode_all_log_probs_of_the_rollout_have_to_be_finite(scored_step):
     with pytest.raises(RuntimeError, match=r"not finite at 80 of 80 tokens at step 5, in 40 answers"):
         scored_step(*NVFP4, BYPASS, sampled=math.nan, sequences=MANY)

@@ -15,6 +15,8 @@ from verl_qerl.verl_plugin.trainer import mismatch_parts
 steps = load_beside(__file__, "scored_steps")
 AQN, Server, composed, scored_step = steps.AQN, steps.Server, steps.composed, steps.scored_step
 PARTS, NO_GATE = "+qerl.gate.mismatch_sample=3", "+qerl.gate.max_initial_kl=null"
+INT8 = ("+rollout=int8", "actor_rollout_ref.model.lora_rank=0")
+BYPASS = "algorithm.rollout_correction.bypass_mode=True"
 
 
 @pytest.fixture
@@ -71,9 +73,25 @@ def test_an_actor_that_differs_shows_as_kernel(step):
 
 
 def test_in_bypass_mode_the_actor_is_asked(step):
-    bypass = "algorithm.rollout_correction.bypass_mode=True"
-    assert step(PARTS, NO_GATE, bypass, actor=0.4)[0] == parts(kernel=0.4)
-    assert step(PARTS, NO_GATE, *AQN, bypass, sampled=0.1)[0] == parts(noise=0.1, kernel=0.0)
+    assert step(PARTS, NO_GATE, BYPASS, actor=0.4)[0] == parts(kernel=0.4)
+    assert step(PARTS, NO_GATE, *AQN, BYPASS, sampled=0.1)[0] == parts(noise=0.1, kernel=0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "passes"), [((), 1), (INT8, 2), ((*INT8, *AQN), 2)], ids=["one", "rounded too", "with noise"]
+)
+def test_in_bypass_mode_parts_and_gate_share_the_passes_of_the_actor(scored_step, options, passes):
+    move = {"rounded": 0.2, "sampled": 0.3 if AQN[0] in options else 0.2} if options else {}
+    metrics, _ = scored_step(PARTS, BYPASS, *options, servers=[Server(move.get("rounded", 0.0))], **move)
+    assert len(scored_step.passes) == passes
+    assert len({tuple(keys) for keys in scored_step.passes}) == 1
+    expected = move.get("sampled", 0.0)
+    assert metrics["qerl/rollout_log_prob_abs_diff"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_in_bypass_mode_every_step_has_its_own_pass(scored_step):
+    scored_step(PARTS, NO_GATE, BYPASS, sampled=(0.0, 0.0))
+    assert len(scored_step.passes) == 2
 
 
 def test_answers_of_older_weights_show_as_staleness(step):
@@ -83,9 +101,6 @@ def test_answers_of_older_weights_show_as_staleness(step):
     # The same difference without another version is arithmetic.
     assert step(PARTS, sampled=0.3)[0] == parts(kernel=0.3)
     assert step(PARTS, sampled=0.3, versions=(None,) * 6)[0] == parts(kernel=0.3)
-
-
-INT8 = ("+rollout=int8", "actor_rollout_ref.model.lora_rank=0")
 
 
 @pytest.mark.parametrize(
@@ -124,13 +139,13 @@ def test_rounded_weights_show_as_quantization(step, micro_batch):
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3])
-def test_the_actor_is_asked_for_what_its_ranks_can_share(step, monkeypatch, micro_batch):
+def test_the_actor_is_asked_for_what_its_ranks_can_share(step, scored_step, monkeypatch, micro_batch):
     seen = []
     original = mismatch_parts.score_actor
 
     def score(run, batch, keys, rounded):
         found = original(run, batch, keys, rounded)
-        seen.append((keys, run.trainer.asked[-1][0], found.shape[0]))
+        seen.append((keys, scored_step.passes[-1], found.shape[0]))
         return found
 
     monkeypatch.setattr(mismatch_parts, "score_actor", score)

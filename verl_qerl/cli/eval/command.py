@@ -95,9 +95,12 @@ def _options(found: EngineOptions, args: argparse.Namespace, asked: Sequence[Pro
     length = longest + max(args.max_tokens, CHECKED) + 1  # scoring an answer adds a token
     room = getattr(AutoConfig.from_pretrained(found.model), "max_position_embeddings", None)
     if room is not None and length > room:
+        remedy = f"At most {room - longest - 1} is accepted. Lower --max-tokens."
+        if room - longest - 1 < CHECKED:
+            remedy = f"Questions of at most {room - CHECKED - 1} are accepted. Choose other --tasks."
         raise ValueError(
             f"answers do not fit the model: --max-tokens={args.max_tokens} after a question of {longest} tokens, where"
-            f" it has {room} positions. At most {room - longest - 1} is accepted. Lower --max-tokens."
+            f" it has {room} positions. {remedy}"
         )
     chosen = {"tensor_parallel": args.tensor_parallel, "memory": args.memory, "seed": args.seed}
     return replace(found, max_model_len=length, **chosen)

@@ -78,7 +78,7 @@ def read_questions(task: str, source: Path | None, option: str = "--source") -> 
 
     Raises:
         FileNotFoundError: The directory has no such file.
-        ValueError: The set is empty, a row lacks its question or answer, or the hub does not answer.
+        ValueError: The file has no rows, a row lacks its question or answer, or the hub does not answer.
     """
     if source is None:
         found = TASKS[task]
@@ -87,10 +87,6 @@ def read_questions(task: str, source: Path | None, option: str = "--source") -> 
     else:
         path = _file(task, source, option)
         rows, where = data.read_rows(path, "questions"), str(path)
-    if not rows:
-        raise ValueError(
-            f"a question set is empty: {task} of {where}. At least one question is accepted. Check {option}."
-        )
     return [question_of(row, f"row {number} of {where}") for number, row in enumerate(rows, start=1)]
 
 

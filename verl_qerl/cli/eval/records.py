@@ -51,7 +51,7 @@ def open_records(folder: Path, settings: Mapping[str, Any]) -> None:
     """Make the directory, or go on in one of the same settings, where last lines that were cut short are removed.
 
     Raises:
-        ValueError: The directory has answers of other settings.
+        ValueError: The directory has answers of other settings, or settings that are damaged.
         FileExistsError: It holds something that is no evaluation.
     """
     path = folder / SETTINGS
@@ -68,7 +68,8 @@ def open_records(folder: Path, settings: Mapping[str, Any]) -> None:
         for answers in (folder / f"{task}.jsonl" for task in tasks):
             os.truncate(answers, answers.read_bytes().rfind(b"\n") + 1)
         return
-    if not path.is_file() and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    is_ours = path.is_file() and read_settings(folder).keys() >= settings.keys()
+    if not is_ours and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(
             f"the output already exists and is no evaluation: out={folder}. A new or empty directory, or one of `eval`,"
             " is accepted. Choose another."

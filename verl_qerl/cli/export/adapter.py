@@ -60,7 +60,7 @@ def read_adapter(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) 
         return Adapter(0, 0.0, False, (), {})
     options = checkpoint.record.adapter if checkpoint.record else checkpoint.lora_meta
     r, alpha = options.get("r"), options.get("lora_alpha")
-    if not isinstance(r, int) or r < 1 or not isinstance(alpha, int | float) or alpha == 0:
+    if not isinstance(r, int) or r < 1 or not isinstance(alpha, int | float) or not alpha > 0:
         raise CheckpointFormatError(
             f"the checkpoint does not say how its adapter is scaled: r={r!r}, lora_alpha={alpha!r} in "
             f"{checkpoint.folder}. Numbers above 0 are accepted. It lacks lora_train_meta.json or holds a damaged one."

@@ -17,7 +17,7 @@ from verl_qerl.algos.trained_norms import split_norms
 from verl_qerl.algos.uaq import read_record as read_uaq_record
 from verl_qerl.algos.uaq import scaled_parameters, unfold_
 from verl_qerl.checkpoints.model_config import read_object
-from verl_qerl.checkpoints.record import BaseRecord, read_record
+from verl_qerl.checkpoints.record import RECORD, BaseRecord, read_record
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.modules.placement.shards import join_shards, unfit
 
@@ -62,6 +62,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
         CheckpointFormatError: A rank is missing, a file is cut, or the shards do not fit together.
     """
     folder = _folder(path)
+    record = read_record(folder)
+    if record and not record.files:
+        raise CheckpointFormatError(
+            f"the checkpoint is half-written: {folder / RECORD} lists no files. One whose save has ended is accepted."
+            " Export another step."
+        )
     world_size = _world_size(folder)
     files = [folder / f"model_world_size_{world_size}_rank_{rank}.pt" for rank in range(world_size)]
     missing = [rank for rank, file in enumerate(files) if not file.is_file()]
@@ -83,7 +89,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
         )
     meta_file = folder / "lora_train_meta.json"
     meta = read_object(meta_file, _OTHER_STEP) if meta_file.is_file() else {}
-    record = read_record(folder)
     _check_norms(folder, norms, record)
     return Checkpoint(folder, world_size, factors, others, record, meta, uaq, norms)
 
@@ -99,13 +104,15 @@ def _check_norms(folder: Path, norms: Mapping[str, torch.Tensor], record: BaseRe
 def _folder(path: Path) -> Path:
     candidates = [path, path / "actor"]
     if (path / _LATEST).is_file():
-        candidates.append(path / f"global_step_{(path / _LATEST).read_text(encoding='utf-8').strip()}" / "actor")
+        step = (path / _LATEST).read_text(encoding="utf-8", errors="replace").strip()
+        candidates.append(path / f"global_step_{step}" / "actor")
     for folder in candidates:
         if folder.is_dir() and any(folder.glob("model_world_size_*_rank_*.pt")):
             return folder
     raise FileNotFoundError(
-        f"no checkpoint is found: checkpoint={path}. A folder with model_world_size_*_rank_*.pt, the global_step_N "
-        f"above it, or a run's folder with {_LATEST} is accepted. Check the path."
+        f"no checkpoint is found: checkpoint={path}, last looked for in {candidates[-1]}. A folder with"
+        " model_world_size_*_rank_*.pt, the global_step_N above it, or a run's folder whose"
+        f" {_LATEST} names one is accepted. Check the path."
     )
 
 

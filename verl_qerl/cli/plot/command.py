@@ -37,12 +37,13 @@ def run(args: argparse.Namespace) -> int:
     """Print the numbers and write the picture.
 
     Raises:
-        ValueError: `out` is no picture, `json` would replace a file of metrics, a metric is missing, or the runs of an
-            arm have no step in common.
+        ValueError: `out` is no picture, `json` would replace that or a file of metrics, a metric is missing, or the
+            runs of an arm have no step in common.
     """
     check_picture(args.out)
-    if args.json and args.json.resolve() in (path.resolve() for path in args.metrics):
-        raise ValueError(f"the metrics would be lost: --json={args.json}. Another file is accepted. Change --json.")
+    for what, paths in (("metrics", args.metrics), ("picture", [args.out])):
+        if args.json and args.json.resolve() in (path.resolve() for path in paths):
+            raise ValueError(f"the {what} would be lost: --json={args.json}. Another file is accepted. Change --json.")
     if args.questions is not None and args.questions < 1:
         raise ValueError(f"too small: --questions={args.questions}. 1 or more is accepted. Raise it.")
     paths = curves.by_arm(args.metrics)

@@ -28,13 +28,20 @@ def read_metrics(path: Path) -> dict[str, Series]:
 
     Raises:
         FileNotFoundError: No such file.
-        ValueError: A line is not such an object.
+        ValueError: A line is not such an object, or has a number that no float can hold.
     """
     found: dict[str, Series] = {}
     for row in read_jsonl(path, {"step": int, "data": dict}):
+        step = row["step"]
         for key, value in row["data"].items():
             if isinstance(value, int | float):
-                found.setdefault(key, {})[row["step"]] = float(value)
+                try:
+                    found.setdefault(key, {})[int(float(step))] = float(value)  # axes are of floats
+                except OverflowError as error:
+                    raise ValueError(
+                        f"a number is too large: {key} at step {step} of metrics={path}. Those of a float are accepted."
+                        " Mend or drop the line."
+                    ) from error
     return found
 
 

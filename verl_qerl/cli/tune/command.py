@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     The table is written after every linear, so that nothing measured is lost, and keeps those of other models.
 
     Raises:
-        ValueError: The machine has no GPU on which there is a choice, the table is one of another GPU, or a model is
+        ValueError: The machine has no GPU on which there is a choice, `--out` is no table of this GPU, or a model is
             not known.
     """
     from verl_qerl.vllm_plugin.weights.plans import table_path, why_not
@@ -56,18 +56,16 @@ def _kept(path: Path, gpu: str, shapes: Sequence[Shape]) -> list[dict[str, Any]]
     """What a table has of other linears; nothing of one that a rollout would leave out.
 
     Raises:
-        ValueError: It is another GPU's.
+        ValueError: It is another GPU's, or no table, where no rollout looks for one.
     """
-    from verl_qerl.vllm_plugin.weights.plans import read_table
+    from verl_qerl.vllm_plugin.weights.plans import read_table, table_path
 
-    table = read_table(path) if path.exists() else None
-    if table is None:
-        return []
-    if table.get("gpu", gpu) != gpu:
-        raise ValueError(
-            f"{path} has what was measured on {table['gpu']}, this GPU is {gpu}. A table is of one GPU. Give another"
-            " --out."
-        )
+    table = read_table(path) if path.exists() else {"rows": []}
+    if table is None and path == table_path(gpu):
+        return []  # a rollout that finds it asks for this command
+    if table is None or table.get("gpu", gpu) != gpu:
+        found = f"has what was measured on {table['gpu']}" if table else "is no table of this command"
+        raise ValueError(f"{path} {found}. A table of this GPU, {gpu}, or a new file is accepted. Give another --out.")
     return [row for row in table["rows"] if (row["N"], row["K"]) not in shapes]
 
 

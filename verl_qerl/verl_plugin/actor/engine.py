@@ -17,7 +17,6 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_qerl import upstream
 from verl_qerl.algos.uaq import write_record
-from verl_qerl.checkpoints.record import remove_record
 from verl_qerl.modules import varlen_attention
 from verl_qerl.verl_plugin.actor.base_record import recorded_path
 from verl_qerl.verl_plugin.actor.frozen_base import FrozenBase
@@ -84,7 +83,7 @@ class QerlFSDPEngine(_Stock):
         """Write verl's checkpoint and our records."""
         folder = Path(local_path)
         if self.rank == 0:  # verl's barrier comes before the first file is replaced
-            remove_record(folder)  # of an earlier save, of a run with an adapter maybe
+            self.weights.before_save(folder)
             write_record(folder, self._uaq_scale, recorded_path(self.model_config.path))
         super().save_checkpoint(local_path, *args, **kwargs)
         self.weights.after_save(folder)

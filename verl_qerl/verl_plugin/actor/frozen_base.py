@@ -149,6 +149,11 @@ class FrozenBase:
         """Do nothing: the passes are verl's."""
         return nullcontext()
 
+    def before_save(self, folder: Path) -> None:
+        """Rank 0 writes the record without files: those that follow are not complete yet."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._record().write(folder)
+
     def after_save(self, folder: Path) -> None:
         """Rank 0 writes which base the shards belong to, which also marks them as whole."""
         files = saved_files(folder, self._engine.checkpoint_manager.checkpoint_save_contents)

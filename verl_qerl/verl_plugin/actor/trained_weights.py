@@ -11,6 +11,7 @@ import torch.nn as nn
 from verl.utils import tensordict_utils as tu
 
 from verl_qerl.checkpoints.groups import groups_of_linears, linears_among
+from verl_qerl.checkpoints.record import RECORD
 from verl_qerl.modules.rounded import rounded_linears
 from verl_qerl.modules.varlen_attention import check_model
 from verl_qerl.verl_plugin.actor.resume import refuse_adapter
@@ -74,6 +75,10 @@ class TrainedWeights:
         form = options.weight_format
         linears = linears_among(self._shapes(), options.ignore, "the actor", form)
         return rounded_linears(self._engine.module, groups_of_linears(linears, form), partial(round_group, form=form))
+
+    def before_save(self, folder: Path) -> None:
+        """Remove the record of an earlier run with an adapter, on rank 0; no record marks these files as whole."""
+        (folder / RECORD).unlink(missing_ok=True)
 
     def after_save(self, folder: Path) -> None:
         """Do nothing."""

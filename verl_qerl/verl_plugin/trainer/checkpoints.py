@@ -72,7 +72,7 @@ def check_tracker(run: Path) -> None:
     tracker = run / TRACKER
     if not tracker.is_file():
         return
-    text = tracker.read_text(encoding="utf-8").strip()
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     if not text:
         text = str(_newest_step(run))
         logger.warning("%s was empty; the newest whole step is %s", tracker, text)

@@ -42,6 +42,7 @@ class Run:
         searched: Stage -> (first step, sigma) found for `aqn.target_kl`, as `sigma_at_step` takes it.
         sampled: The batch that was sampled last.
         rescored: Answers of that batch that the rollout has scored again; None if no feature asked for it.
+        actor_scores: What `score_actor` has found of that batch: whether rounded, and keys -> log-probs.
     """
 
     def __init__(self, trainer: Any, config: DictConfig, aqn: AQNConfig, gate: Gate | None) -> None:
@@ -53,6 +54,7 @@ class Run:
         self.searched: dict[int, tuple[int, float]] = {}
         self.sampled: Any = None
         self.rescored: Rescored | None = None
+        self.actor_scores: dict[tuple[bool | str, ...], torch.Tensor] = {}
         self._metrics: dict[str, Any] = {}
 
     @property

@@ -106,14 +106,15 @@ class Gate(Feature):
         """Compare, before any update."""
         step = self._run.step
         keys = batch.keys
-        rollout, actor, mask = stored_log_probs(batch, keys)
+        rollout, actor, mask = stored_log_probs(self._run, batch, keys)
         undefined = undefined_log_probs(rollout, mask)
         if undefined is not None:
             raise RuntimeError(_broken(undefined, int(mask.sum()), step))
         if self._run.bypasses:
             if not (self._first_step or self._looks_closely or self._gate.mismatch_sample or step % _BYPASSED == 0):
                 return
-            keys = evenly(keys, self._gate.mismatch_sample or _SAMPLE)
+            rescored = self._run.rescored
+            keys = evenly(keys, _SAMPLE) if rescored is None else rescored.keys
             rollout, actor, mask = log_probs_of(self._run, batch, keys)
         found = rollout_mismatch(rollout, actor, mask)
         if found.num_tokens:

@@ -25,7 +25,7 @@ def keep_sample(buffer: Any, run: Run) -> None:
 
     def sample_and_keep(*args: Any, **kwargs: Any) -> tuple[Any, dict]:
         batch, metrics = sample(*args, **kwargs)
-        run.sampled = batch
+        run.sampled, run.actor_scores = batch, {}
         return batch, metrics
 
     upstream.hang(hosts.SAMPLE, buffer, sample_and_keep)
@@ -71,7 +71,9 @@ def _score(run: Run, rows: list[Row]) -> tuple[list[torch.Tensor], list[int]]:
 
 
 def score_actor(run: Run, batch: Any, keys: list[str], rounded: bool) -> torch.Tensor:
-    """Log-probs of the answers' tokens by the actor, [answers, tokens] padded with NaN.
+    """Log-probs of the answers' tokens by the actor before its update, [answers, tokens] padded with NaN.
+
+    They are kept for who asks again in the same step.
 
     Args:
         batch: Its other answers fill up what the actor's ranks share.
@@ -82,10 +84,12 @@ def score_actor(run: Run, batch: Any, keys: list[str], rounded: bool) -> torch.T
     from transfer_queue import KVBatchMeta
     from verl.workers.utils.padding import response_from_nested
 
+    wanted = (rounded, *keys)
+    if wanted in run.actor_scores:
+        return run.actor_scores[wanted]
     rollout, workers = run.config.actor_rollout_ref.rollout, run.trainer.actor_rollout_wg
     ranks = max(workers._dispatch_info["actor"]) + 1  # as verl's _balance_batch, which ran
-    others = [key for key in batch.keys if key not in set(keys)]  # a batch is a multiple of it
-    filled = keys + others[: -len(keys) % ranks]
+    filled = list(dict.fromkeys([*keys, *batch.keys]))[: -(-len(keys) // ranks) * ranks]  # a batch is a multiple of it
     tags = dict(zip(batch.keys, batch.tags, strict=True))
     info = {"calculate_entropy": False, "compute_loss": False, "temperature": rollout.temperature, ROUNDED: rounded}
     if not rollout.log_prob_use_dynamic_bsz:  # where verl scores nothing, its size need not divide a batch
@@ -96,16 +100,20 @@ def score_actor(run: Run, batch: Any, keys: list[str], rounded: bool) -> torch.T
     workers.compute_log_prob(asked)
     fields = ["log_probs", "response_mask"]
     data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
-    found = response_from_nested(data["log_probs"], data["response_mask"])
-    return found.to_padded_tensor(torch.nan)
+    found = response_from_nested(data["log_probs"], data["response_mask"]).to_padded_tensor(torch.nan)
+    run.actor_scores[wanted] = found
+    return found
 
 
-def stored_log_probs(batch: Any, keys: list[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(rollout_log_probs, old_log_probs, response_mask) in the TransferQueue, [answers, tokens] padded."""
+def stored_log_probs(run: Run, batch: Any, keys: list[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(rollout_log_probs, old_log_probs, response_mask) in the TransferQueue, [answers, tokens] padded.
+
+    In bypass mode the first two are the same, and come once.
+    """
     import transfer_queue as tq
 
-    fields = ["rollout_log_probs", "old_log_probs", "response_mask"]
-    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields).to_padded_tensor()
+    fields = ["rollout_log_probs", "rollout_log_probs" if run.bypasses else "old_log_probs", "response_mask"]
+    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=[*set(fields)]).to_padded_tensor()
     rollout, old, mask = (data[name] for name in fields)
     return rollout, old, mask
 
@@ -115,15 +123,16 @@ def log_probs_of(run: Run, batch: Any, keys: list[str]) -> tuple[torch.Tensor, t
 
     In bypass mode `old_log_probs` are the rollout's, so that the actor scores these answers here.
     """
-    rollout, actor, mask = stored_log_probs(batch, keys)
+    rollout, actor, mask = stored_log_probs(run, batch, keys)
     if run.bypasses:
         actor = score_actor(run, batch, keys, rounded=False)
     return rollout, actor, mask
 
 
 def evenly(keys: list[str], count: int) -> list[str]:
-    """At most `count` of the keys, evenly spread."""
-    return keys[:: max(1, len(keys) // count)][:count]
+    """At most `count` of the keys, evenly spread over all."""
+    count = min(count, len(keys))
+    return [keys[at * len(keys) // count] for at in range(count)]
 
 
 def padded(rows: list[torch.Tensor], width: int) -> torch.Tensor:
