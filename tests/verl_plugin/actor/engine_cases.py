@@ -5,8 +5,10 @@ python engine_cases.py <folder of models> <folder for findings> <case> ...
 
 import os
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,7 @@ from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.modules.convert import packed_weights
 from verl_qerl.modules.packed_linear import PackedLinear
 from verl_qerl.verl_plugin.actor import engine as ours
+from verl_qerl.verl_plugin.actor import liger as liger_kernels
 from verl_qerl.verl_plugin.config.base_options import CHECKSUM, DIGESTS, LAYOUT, QerlFSDPEngineConfig
 from verl_qerl.verl_plugin.weight_sync import flat_adapter
 from verl_qerl.vllm_plugin.adapter.buffers import num_elements, unflatten
@@ -239,9 +242,14 @@ def liger():
     package = "liger_kernel.transformers.monkey_patch"
     sys.modules[package] = SimpleNamespace(_apply_liger_kernel_to_instance=patch)
     sys.modules |= {"liger_kernel": ModuleType("liger_kernel"), "liger_kernel.transformers": ModuleType("transformers")}
+    sys.modules["liger_kernel"].__spec__ = ModuleSpec("liger_kernel", None)  # installed
     build("bf16", use_liger=True)
-    build("bf16")
-    return asked
+    build("bf16", use_liger=None)
+    asked_for = len(asked)
+    with mock.patch.object(liger_kernels, "is_cuda_available", True):
+        build("bf16", use_liger=False)
+        build("bf16", use_liger=None)
+    return {"asked for": asked[:asked_for], "where it can": asked[asked_for:]}
 
 
 def registry():

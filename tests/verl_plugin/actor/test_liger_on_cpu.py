@@ -7,9 +7,11 @@ import pytest
 
 pytest.importorskip("verl")
 
+from omegaconf import OmegaConf
 from qerl_testing import random_qwen3_moe
 
-from verl_qerl.verl_plugin.actor.liger import apply_liger
+from verl_qerl.verl_plugin.actor import liger
+from verl_qerl.verl_plugin.actor.liger import apply_liger, uses_liger
 
 MODEL = "actor_rollout_ref.model"
 LIGER = ("+rollout=nvfp4", f"{MODEL}.use_liger=True")
@@ -62,6 +64,20 @@ def test_families_that_it_does_not_fit(validate, installed, tmp_path, model_type
 def test_families_that_it_fits(validate, installed, tmp_path, model_type):
     installed(True)
     validate(*LIGER, ADAPTER, path_to(tmp_path, model_type))
+
+
+def test_a_run_that_says_nothing_has_them_where_they_can_be(validate, configuration, installed, tmp_path, monkeypatch):
+    assert OmegaConf.select(configuration(LIGER[0], ADAPTER), f"{MODEL}.use_liger") is None
+    for here in (False, True):
+        installed(here)
+        validate(LIGER[0], ADAPTER, path_to(tmp_path, "gemma2"))
+    assert uses_liger(True, "gemma2")  # `apply_liger` refuses it
+    assert not uses_liger(None, "qwen2")  # on the CPU
+    monkeypatch.setattr(liger, "is_cuda_available", True)
+    assert [uses_liger(asked, "qwen2") for asked in (None, False)] == [True, False]
+    assert not uses_liger(None, "gemma2")
+    installed(False)
+    assert not uses_liger(None, "qwen2")
 
 
 def test_the_worker_refuses_what_the_driver_could_not_read():

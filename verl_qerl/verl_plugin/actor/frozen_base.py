@@ -38,7 +38,7 @@ from verl_qerl.verl_plugin.actor.base_record import adapter_options, base_record
 from verl_qerl.verl_plugin.actor.chunked_head import install_chunked_head
 from verl_qerl.verl_plugin.actor.expert_adapters import adapt_attention_only
 from verl_qerl.verl_plugin.actor.lend_base import lend_base
-from verl_qerl.verl_plugin.actor.liger import apply_liger
+from verl_qerl.verl_plugin.actor.liger import apply_liger, uses_liger
 from verl_qerl.verl_plugin.actor.memory_check import check_memory
 from verl_qerl.verl_plugin.actor.packed_model import build_skeleton, load_packed
 from verl_qerl.verl_plugin.actor.resume import check_checkpoint, for_these_ranks, saved_files
@@ -80,7 +80,8 @@ class FrozenBase:
         linears = build_skeleton(module, model_config.local_path, options.ignore, kind, options.weight_format)
         if self._reads_weights():
             load_packed(module, linears, model_config.local_path, options, dtype)
-        if model_config.use_liger:
+        liger = uses_liger(model_config.use_liger, config.model_type)
+        if liger:
             apply_liger(module)
         apply_monkey_patch(
             model=module,
@@ -89,7 +90,7 @@ class FrozenBase:
         )
         if model_config.use_fused_kernels:
             kernels: Any = model_config.fused_kernel_options or {}
-            install_chunked_head(module, kernels.get("impl_backend"), model_config.use_liger)
+            install_chunked_head(module, kernels.get("impl_backend"), liger)
         if model_config.enable_gradient_checkpointing:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return module

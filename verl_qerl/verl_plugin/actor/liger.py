@@ -1,4 +1,4 @@
-"""Liger's kernels in the actor's passes over a packed base: `model.use_liger`.
+"""Liger's kernels in the actor's passes over a packed base: `model.use_liger`, and wherever they can if it is null.
 
 They compute norms, rotary positions and SiLU in one launch each. A norm rounds where transformers' and vLLM's do,
 before it multiplies by the weight (Liger's casting mode "llama"). Frozen weights of norms get no gradient.
@@ -9,6 +9,7 @@ import importlib.util
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from verl.utils.device import is_cuda_available
 
 from verl_qerl.options.rules import MODEL
 
@@ -41,6 +42,18 @@ def check_liger(config: DictConfig, model_type: str | None) -> None:
         )
     if model_type is not None:
         _check_family(model_type)
+
+
+def uses_liger(asked: bool | None, model_type: str) -> bool:
+    """Whether a packed base of this model_type gets Liger's kernels.
+
+    Args:
+        asked: model.use_liger; None is what the overlay of `+rollout=...` sets.
+    """
+    if asked is not None:
+        return asked
+    installed = importlib.util.find_spec("liger_kernel") is not None
+    return installed and is_cuda_available and model_type in _FAMILIES
 
 
 def apply_liger(module: Any) -> None:
