@@ -124,6 +124,14 @@ def test_flash_attn_that_is_missing_or_broken_is_no_failure(
     assert doctor.attention_rows in doctor.CHECKS["GPU"]
 
 
+def test_liger_that_is_missing_is_no_failure(installed: Callable[[dict[str, str]], None]) -> None:
+    installed(GPU_MACHINE)
+    assert doctor.liger_rows() == [Row("liger-kernel", "not installed, updates are slower", "any", SKIP)]
+    installed(GPU_MACHINE | {"liger-kernel": "0.8.5"})
+    assert doctor.liger_rows() == [Row("liger-kernel", "0.8.5", "any", OK)]
+    assert doctor.liger_rows in doctor.CHECKS["GPU"]
+
+
 def test_hosts_that_are_not_installed_are_skipped(installed: Callable[[dict[str, str]], None]) -> None:
     installed({"verl-qerl": "0.1.0"})
     rows = [*doctor.verl_rows(), *doctor.vllm_rows(), *doctor.hydra_rows(), *doctor.shim_rows()]

@@ -124,6 +124,13 @@ def attention_rows() -> list[Row]:
     return [Row("flash-attn", version, "any", OK)]
 
 
+def liger_rows() -> list[Row]:
+    """Whether the actor has Liger's kernels; without them it takes longer, which is no failure."""
+    version = _version("liger-kernel")
+    found = version or "not installed, updates are slower"
+    return [Row("liger-kernel", found, "any", OK if version else SKIP)]
+
+
 def verl_rows() -> list[Row]:
     """Whether `import verl` activates our plugin."""
     if not _installed("verl"):
@@ -216,7 +223,7 @@ def _shim_row(shim: Any) -> Row:
 
 # Those of a line share a process, whose imports are what takes time; what a shim replaces is compared before it does.
 CHECKS: dict[str, tuple[Callable[[], list[Row]], ...]] = {
-    "GPU": (gpu_rows, attention_rows),
+    "GPU": (gpu_rows, attention_rows, liger_rows),
     "verl plugin": (verl_rows, hydra_rows),
     "vLLM plugin": (vllm_rows,),
     "shims": (host_rows, shim_rows),
