@@ -22,7 +22,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,13 +79,13 @@ def command(arm: Arm, args: argparse.Namespace, work: Path) -> list[str]:
     return [sys.executable, str(STUDY), *given, "--", "trainer.resume_mode=disable", *arm.options, *args.overrides]
 
 
-def run(args: argparse.Namespace, gpus: list[str], work: Path) -> dict[str, dict[str, Any]]:
-    """All arms, each as soon as a GPU is free: what the study has written of each."""
+def run(args: argparse.Namespace, gpus: list[str], work: Path) -> Iterator[dict[str, dict[str, Any]]]:
+    """Run all arms, each as soon as a GPU is free; after each, what the study has written of those that ended."""
     free: queue.SimpleQueue[str] = queue.SimpleQueue()
     for gpu in gpus:
         free.put(gpu)
 
-    def measure(name: str) -> None:
+    def measure(name: str) -> str:
         gpu = free.get()
         arm = ARMS[name]
         env = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
@@ -93,14 +94,14 @@ def run(args: argparse.Namespace, gpus: list[str], work: Path) -> dict[str, dict
             env |= {"VERL_USE_EXTERNAL_MODULES": "fused_head", "PYTHONPATH": os.pathsep.join(path)}
         subprocess.run(command(arm, args, work / name), env=env, check=False)
         free.put(gpu)
+        return name
 
-    with ThreadPoolExecutor(len(gpus)) as pool:
-        list(pool.map(measure, args.arms))
     found = {}
-    for name in args.arms:
-        for file in sorted((work / name).glob("*.json")):
-            found[name] = json.loads(file.read_text())
-    return found
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        for ended in as_completed([pool.submit(measure, name) for name in args.arms]):
+            for file in sorted((work / ended.result()).glob("*.json")):
+                found[ended.result()] = json.loads(file.read_text())
+            yield {name: found[name] for name in args.arms if name in found}
 
 
 def row(name: str, session: dict[str, Any]) -> dict[str, Any]:
@@ -159,14 +160,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    with tempfile.TemporaryDirectory(prefix="step") as work:
-        found = run(args, args.gpus.split(","), Path(work))
-    rows = [row(name, session) for name, session in found.items()]
-    session = next(iter(found.values()))["session"] if found else {}
+    rows: list[dict[str, Any]] = []
     result = {"describe": args.describe, "commit": current_commit(), "overrides": args.overrides}
-    result |= {"timestamp": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")}
-    result |= {"versions": session.get("versions"), "cores": session.get("cores"), "rows": rows}
-    result_file.write(args.out, result)
+    with tempfile.TemporaryDirectory(prefix="step") as work:
+        for found in run(args, args.gpus.split(","), Path(work)):
+            rows = [row(name, session) for name, session in found.items()]
+            session = next(iter(found.values()))["session"] if found else {}
+            result |= {"timestamp": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")}
+            result |= {"versions": session.get("versions"), "cores": session.get("cores"), "rows": rows}
+            result_file.write(args.out, result)
     print(table(rows))
     return int(len(rows) < len(args.arms) or any("step" not in row["median_s"] for row in rows))
 

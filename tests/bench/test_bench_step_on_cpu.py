@@ -96,8 +96,8 @@ def measured(args, tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     where = ["--out", str(tmp_path / "out.json"), "--model", str(tmp_path), "--data", str(tmp_path)]
 
-    def measure(*arms):
-        code = bench.main([*where, "--arms", *arms, "--gpus", "4,7"])
+    def measure(*arms, gpus="4,7"):
+        code = bench.main([*where, "--arms", *arms, "--gpus", gpus])
         return code, json.loads((tmp_path / "out.json").read_text())
 
     return measure
@@ -120,6 +120,21 @@ def test_an_arm_without_a_second_step_is_an_error(measured):
     code, result = measured("ours", "stock_merged")
     assert code == 1
     assert result["rows"][1]["median_s"] == {}
+
+
+def test_the_file_has_what_ended_when_a_later_arm_is_cut(measured, tmp_path, monkeypatch):
+    run = bench.subprocess.run
+
+    def cut(command, **options):
+        if "bf16_merge" in command:
+            raise OSError("cut")
+        return run(command, **options)
+
+    monkeypatch.setattr(bench.subprocess, "run", cut)
+    with pytest.raises(OSError, match="cut"):
+        measured("ours", "stock", "stock_merged", gpus="4")
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert sorted(row["arm"] for row in result["rows"]) == ["ours", "stock"]
 
 
 def test_with_fewer_gpus_arms_wait_for_one(measured, tmp_path):
