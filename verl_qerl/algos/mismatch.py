@@ -53,7 +53,7 @@ def rollout_mismatch(rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Ten
 
 
 def check_shapes(mask: torch.Tensor, tensors: Mapping[str, torch.Tensor | None]) -> None:
-    """Refuse with a ValueError a tensor, by the name of which it is told, that has another shape than the mask."""
+    """Raise ValueError, with its name, for a tensor of another shape than the mask."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape != mask.shape:
             raise ValueError(

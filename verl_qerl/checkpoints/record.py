@@ -51,8 +51,8 @@ class BaseRecord:
     def write(self, folder: Path) -> None:
         """Write the file, whole or not at all.
 
-        With `files` it marks the checkpoint as whole: write it after every other file, and without `files` before one
-        of them is written.
+        With `files` it marks the checkpoint as whole. Write it without them first, and with them when every other file
+        is there.
         """
         write_whole(folder / RECORD, asdict(self))
 

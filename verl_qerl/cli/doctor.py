@@ -125,10 +125,11 @@ def attention_rows() -> list[Row]:
 
 
 def liger_rows() -> list[Row]:
-    """Whether the actor has Liger's kernels; without them it takes longer, which is no failure."""
-    version = _version("liger-kernel")
-    found = version or "not installed, updates are slower"
-    return [Row("liger-kernel", found, "any", OK if version else SKIP)]
+    """Whether the actor has the release of Liger's kernels that it takes; without it it takes longer, no failure."""
+    version, wanted = _version("liger-kernel"), _pins("gpu").get("liger-kernel", SpecifierSet())
+    fits = version is not None and version in wanted
+    found = version or "not installed"
+    return [Row("liger-kernel", found if fits else f"{found}, updates are slower", str(wanted), OK if fits else SKIP)]
 
 
 def verl_rows() -> list[Row]:

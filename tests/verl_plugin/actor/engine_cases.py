@@ -5,7 +5,6 @@ python engine_cases.py <folder of models> <folder for findings> <case> ...
 
 import os
 import sys
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -242,11 +241,11 @@ def liger():
     package = "liger_kernel.transformers.monkey_patch"
     sys.modules[package] = SimpleNamespace(_apply_liger_kernel_to_instance=patch)
     sys.modules |= {"liger_kernel": ModuleType("liger_kernel"), "liger_kernel.transformers": ModuleType("transformers")}
-    sys.modules["liger_kernel"].__spec__ = ModuleSpec("liger_kernel", None)  # installed
     build("bf16", use_liger=True)
     build("bf16", use_liger=None)
     asked_for = len(asked)
-    with mock.patch.object(liger_kernels, "is_cuda_available", True):
+    names = {"get_device_name": lambda: "cuda", "liger_version": lambda: liger_kernels.LIGER}
+    with mock.patch.multiple(liger_kernels, **names):
         build("bf16", use_liger=False)
         build("bf16", use_liger=None)
     return {"asked for": asked[:asked_for], "where it can": asked[asked_for:]}

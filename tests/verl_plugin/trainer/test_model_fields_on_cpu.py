@@ -7,7 +7,6 @@ import pytest
 pytest.importorskip("verl")
 pytest.importorskip("transfer_queue")
 
-import torch
 import transfer_queue
 from qerl_testing import load_beside
 from tensordict import NonTensorStack, TensorDict
@@ -84,10 +83,3 @@ def test_a_worker_fetches_what_was_chosen(batch):
         patch.setattr(transferqueue_utils.tq, "get_client", lambda: client)
         transferqueue_utils.kv_batch_meta2batch_meta(with_tensors(batch))
     assert [sorted(fields) for fields in asked] == [sorted([*TENSORS, "multi_modal_inputs"])]
-
-
-def test_tensors_are_tensors(batch):
-    """The fake is like the queue: a jagged tensor is one, a stack of objects is not."""
-    found = transfer_queue.kv_batch_get(keys=KEYS, partition_id="train")
-    assert isinstance(found["input_ids"], torch.Tensor)
-    assert not isinstance(found["uid"], torch.Tensor)

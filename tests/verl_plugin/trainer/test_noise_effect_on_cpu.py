@@ -240,7 +240,7 @@ def test_a_resumed_run_that_lacks_a_sigma_takes_one_step_to_find_it(make, step, 
     )
     first, second = step(resumed), step(resumed)
     assert (first["aqn/sigma"], first["aqn/noisy_norms"]) == (0.0, 0)
-    assert resumed.run.searched[1] == pytest.approx((4, second["aqn/sigma"]))
+    assert resumed.run.searched[1] == (4, pytest.approx(second["aqn/sigma"]))
     assert second["aqn/kl"] == pytest.approx(1e-2, rel=0.2)
 
 

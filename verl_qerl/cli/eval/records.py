@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_qerl.checkpoints.model_config import read_object
+from verl_qerl.checkpoints.record import write_whole
 from verl_qerl.cli.eval.questions import TASKS, Question
 
 SETTINGS = "settings.json"
@@ -75,7 +76,7 @@ def open_records(folder: Path, settings: Mapping[str, Any]) -> None:
             " is accepted. Choose another."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    write_whole(path, settings)
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -65,8 +65,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     record = read_record(folder)
     if record and not record.files:
         raise CheckpointFormatError(
-            f"the checkpoint is half-written: {folder / RECORD} lists no files. One whose save has ended is accepted."
-            " Export another step."
+            f"the checkpoint is half-written: {folder / RECORD} lists no files. One whose save has ended is accepted,"
+            " by a verl_qerl that lists them. Export another step."
         )
     world_size = _world_size(folder)
     files = [folder / f"model_world_size_{world_size}_rank_{rank}.pt" for rank in range(world_size)]

@@ -36,7 +36,8 @@ def read_metrics(path: Path) -> dict[str, Series]:
         for key, value in row["data"].items():
             if isinstance(value, int | float):
                 try:
-                    found.setdefault(key, {})[int(float(step))] = float(value)  # axes are of floats
+                    float(step)  # axes are of floats
+                    found.setdefault(key, {})[step] = float(value)
                 except OverflowError as error:
                     raise ValueError(
                         f"a number is too large: {key} at step {step} of metrics={path}. Those of a float are accepted."

@@ -209,7 +209,7 @@ class _Passing(torch.nn.Module):
 
 
 def _in_layers(walk: _Walk, linears: set[str], form: WeightFormat) -> list[list[list[str]]]:
-    """The groups of linears of each layer that share inputs and a global scale."""
+    """The linears of each layer that `form` quantizes together; they share their inputs."""
     modules = ({name.removesuffix(".weight") for name in names} for names in walk.names)
     found = [groups_of_linears(linears & of_layer, form) for of_layer in modules]
     outside = linears - {module for groups in found for group in groups for module in group}

@@ -56,7 +56,7 @@ def _kept(path: Path, gpu: str, shapes: Sequence[Shape]) -> list[dict[str, Any]]
     """What a table has of other linears; nothing of one that a rollout would leave out.
 
     Raises:
-        ValueError: It is another GPU's, or no table, where no rollout looks for one.
+        ValueError: It is another GPU's; or it is no table and lies where no rollout looks.
     """
     from verl_qerl.vllm_plugin.weights.plans import read_table, table_path
 

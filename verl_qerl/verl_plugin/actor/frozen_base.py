@@ -63,6 +63,7 @@ class FrozenBase:
         self._adapter: FlatAdapter | None = None
         self._digests: dict[str, str] = {}
         self._digests_sent = False
+        self._liger = False
 
     def build_module(self, stock: Callable[[], nn.Module]) -> nn.Module:
         """The model with packed linears, in place of what `stock` would load."""
@@ -80,8 +81,8 @@ class FrozenBase:
         linears = build_skeleton(module, model_config.local_path, options.ignore, kind, options.weight_format)
         if self._reads_weights():
             load_packed(module, linears, model_config.local_path, options, dtype)
-        liger = uses_liger(model_config.use_liger, config.model_type)
-        if liger:
+        self._liger = uses_liger(model_config.use_liger, config.model_type)
+        if self._liger:
             apply_liger(module)
         apply_monkey_patch(
             model=module,
@@ -90,7 +91,7 @@ class FrozenBase:
         )
         if model_config.use_fused_kernels:
             kernels: Any = model_config.fused_kernel_options or {}
-            install_chunked_head(module, kernels.get("impl_backend"), liger)
+            install_chunked_head(module, kernels.get("impl_backend"), self._liger)
         if model_config.enable_gradient_checkpointing:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return module
@@ -129,7 +130,7 @@ class FrozenBase:
         check_same_base(first_rank[0], digests)
         self._digests = digests
         if self._engine.rank == 0:
-            kind = self.options.format
+            kind = self.options.format + (" with Liger's kernels" if self._liger else "")
             logger.warning("packed base: %d linears in %s, digest %s", len(digests), kind, model_digest(digests))
         if self.options.share:
             self.lender = lend_base(module, self._engine.rank)

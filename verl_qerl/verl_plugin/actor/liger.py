@@ -5,14 +5,15 @@ before it multiplies by the weight (Liger's casting mode "llama"). Frozen weight
 """
 
 import importlib
-import importlib.util
+import importlib.metadata
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from verl.utils.device import is_cuda_available
+from verl.utils.device import get_device_name
 
 from verl_qerl.options.rules import MODEL
 
+LIGER = "0.8.5"  # the pin of pyproject.toml: what patches a model is a private function
 # Layers of these keep linears q, k, v and gate, up, down, which Liger calls as transformers does. Of a mixture of
 # experts it replaces what holds the packed experts.
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -30,7 +31,7 @@ def check_liger(config: DictConfig, model_type: str | None) -> None:
     """
     if not OmegaConf.select(config, f"{MODEL}.use_liger"):
         return
-    if importlib.util.find_spec("liger_kernel") is None:
+    if liger_version() is None:
         raise ValueError(
             "model.use_liger=True needs the package liger-kernel, which is not installed. Accepted is False without it."
             " Run `pip install liger-kernel`, or leave the option out."
@@ -48,12 +49,20 @@ def uses_liger(asked: bool | None, model_type: str) -> bool:
     """Whether a packed base of this model_type gets Liger's kernels.
 
     Args:
-        asked: model.use_liger; None is what the overlay of `+rollout=...` sets.
+        asked: model.use_liger. None, as the overlay of `+rollout=...` has it: on a GPU, for a model that they fit,
+            where the tested release of liger-kernel is installed.
     """
     if asked is not None:
         return asked
-    installed = importlib.util.find_spec("liger_kernel") is not None
-    return installed and is_cuda_available and model_type in _FAMILIES
+    return get_device_name() == "cuda" and liger_version() == LIGER and model_type in _FAMILIES
+
+
+def liger_version() -> str | None:
+    """The release of liger-kernel that is installed, if one is."""
+    try:
+        return importlib.metadata.version("liger-kernel")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def apply_liger(module: Any) -> None:

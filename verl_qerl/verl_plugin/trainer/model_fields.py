@@ -2,7 +2,7 @@
 
 verl's trainer names no fields, so that a worker fetches all that dataset, agent loop and reward have left in the
 TransferQueue (questions, dictionaries of the reward, metrics), and splits it by micro-batches. No model reads these
-objects, one of each an answer, and they take longer to fetch and to split than tensors do.
+objects, and each answer has one of every kind: they take longer to fetch and to split than tensors do.
 """
 
 import copy

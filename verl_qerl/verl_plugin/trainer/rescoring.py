@@ -15,6 +15,7 @@ from verl_qerl import upstream
 from verl_qerl.verl_plugin import hosts
 from verl_qerl.verl_plugin.rollout.engine_scores import Row, score_answers
 from verl_qerl.verl_plugin.trainer.feature import Rescored, Run
+from verl_qerl.verl_plugin.trainer.model_fields import with_tensors
 from verl_qerl.verl_plugin.trainer.noise import switch_noise
 from verl_qerl.verl_plugin.weight_sync.requantize import ROUNDED
 
@@ -97,7 +98,7 @@ def score_actor(run: Run, batch: Any, keys: list[str], rounded: bool) -> torch.T
     asked = KVBatchMeta(
         partition_id=batch.partition_id, keys=filled, tags=[tags[key] for key in filled], extra_info=info
     )
-    workers.compute_log_prob(asked)
+    workers.compute_log_prob(with_tensors(asked))
     fields = ["log_probs", "response_mask"]
     data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
     found = response_from_nested(data["log_probs"], data["response_mask"]).to_padded_tensor(torch.nan)
