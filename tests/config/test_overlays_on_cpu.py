@@ -39,7 +39,6 @@ DIFFERENCE = {
     f"{ACTOR}.fsdp_config.model_dtype": None,  # null: bf16 under an adapter, fp32 without
     "actor_rollout_ref.model.use_fused_kernels": True,
     f"{ACTOR}.use_fused_kernels": True,  # verl's own: they follow the model's
-    "actor_rollout_ref.model.use_liger": None,  # null: where they can be
     "actor_rollout_ref.ref.strategy": "fsdp2",  # verl's own: it follows the actor's
     f"{ROLLOUT}.load_format": "safetensors",
     f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 256,

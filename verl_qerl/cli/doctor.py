@@ -124,14 +124,6 @@ def attention_rows() -> list[Row]:
     return [Row("flash-attn", version, "any", OK)]
 
 
-def liger_rows() -> list[Row]:
-    """Whether the actor has the release of Liger's kernels that it takes; without it it takes longer, no failure."""
-    version, wanted = _version("liger-kernel"), _pins("gpu").get("liger-kernel", SpecifierSet())
-    fits = version is not None and version in wanted
-    found = version or "not installed"
-    return [Row("liger-kernel", found if fits else f"{found}, updates are slower", str(wanted), OK if fits else SKIP)]
-
-
 def verl_rows() -> list[Row]:
     """Whether `import verl` activates our plugin."""
     if not _installed("verl"):
@@ -224,7 +216,7 @@ def _shim_row(shim: Any) -> Row:
 
 # Those of a line share a process, whose imports are what takes time; what a shim replaces is compared before it does.
 CHECKS: dict[str, tuple[Callable[[], list[Row]], ...]] = {
-    "GPU": (gpu_rows, attention_rows, liger_rows),
+    "GPU": (gpu_rows, attention_rows),
     "verl plugin": (verl_rows, hydra_rows),
     "vLLM plugin": (vllm_rows,),
     "shims": (host_rows, shim_rows),

@@ -38,7 +38,7 @@ from verl_qerl.verl_plugin.actor.base_record import adapter_options, base_record
 from verl_qerl.verl_plugin.actor.chunked_head import install_chunked_head
 from verl_qerl.verl_plugin.actor.expert_adapters import adapt_attention_only
 from verl_qerl.verl_plugin.actor.lend_base import lend_base
-from verl_qerl.verl_plugin.actor.liger import apply_liger, uses_liger
+from verl_qerl.verl_plugin.actor.liger import apply_liger
 from verl_qerl.verl_plugin.actor.memory_check import check_memory
 from verl_qerl.verl_plugin.actor.packed_model import build_skeleton, load_packed
 from verl_qerl.verl_plugin.actor.resume import check_checkpoint, for_these_ranks, saved_files
@@ -63,7 +63,6 @@ class FrozenBase:
         self._adapter: FlatAdapter | None = None
         self._digests: dict[str, str] = {}
         self._digests_sent = False
-        self._liger = False
 
     def build_module(self, stock: Callable[[], nn.Module]) -> nn.Module:
         """The model with packed linears, in place of what `stock` would load."""
@@ -81,8 +80,7 @@ class FrozenBase:
         linears = build_skeleton(module, model_config.local_path, options.ignore, kind, options.weight_format)
         if self._reads_weights():
             load_packed(module, linears, model_config.local_path, options, dtype)
-        self._liger = uses_liger(model_config.use_liger, config.model_type)
-        if self._liger:
+        if model_config.use_liger:
             apply_liger(module)
         apply_monkey_patch(
             model=module,
@@ -91,7 +89,7 @@ class FrozenBase:
         )
         if model_config.use_fused_kernels:
             kernels: Any = model_config.fused_kernel_options or {}
-            install_chunked_head(module, kernels.get("impl_backend"), self._liger)
+            install_chunked_head(module, kernels.get("impl_backend"), model_config.use_liger)
         if model_config.enable_gradient_checkpointing:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return module
@@ -130,7 +128,7 @@ class FrozenBase:
         check_same_base(first_rank[0], digests)
         self._digests = digests
         if self._engine.rank == 0:
-            kind = self.options.format + (" with Liger's kernels" if self._liger else "")
+            kind = self.options.format
             logger.warning("packed base: %d linears in %s, digest %s", len(digests), kind, model_digest(digests))
         if self.options.share:
             self.lender = lend_base(module, self._engine.rank)

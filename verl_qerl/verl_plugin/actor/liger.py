@@ -1,19 +1,17 @@
-"""Liger's kernels in the actor's passes over a packed base: `model.use_liger`, and wherever they can if it is null.
+"""Liger's kernels in the actor's passes over a packed base: `model.use_liger`.
 
 They compute norms, rotary positions and SiLU in one launch each. A norm rounds where transformers' and vLLM's do,
 before it multiplies by the weight (Liger's casting mode "llama"). Frozen weights of norms get no gradient.
 """
 
 import importlib
-import importlib.metadata
+import importlib.util
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from verl.utils.device import get_device_name
 
 from verl_qerl.options.rules import MODEL
 
-LIGER = "0.8.5"  # the pin of pyproject.toml: what patches a model is a private function
 # Layers of these keep linears q, k, v and gate, up, down, which Liger calls as transformers does. Of a mixture of
 # experts it replaces what holds the packed experts.
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -31,7 +29,7 @@ def check_liger(config: DictConfig, model_type: str | None) -> None:
     """
     if not OmegaConf.select(config, f"{MODEL}.use_liger"):
         return
-    if liger_version() is None:
+    if importlib.util.find_spec("liger_kernel") is None:
         raise ValueError(
             "model.use_liger=True needs the package liger-kernel, which is not installed. Accepted is False without it."
             " Run `pip install liger-kernel`, or leave the option out."
@@ -43,26 +41,6 @@ def check_liger(config: DictConfig, model_type: str | None) -> None:
         )
     if model_type is not None:
         _check_family(model_type)
-
-
-def uses_liger(asked: bool | None, model_type: str) -> bool:
-    """Whether a packed base of this model_type gets Liger's kernels.
-
-    Args:
-        asked: model.use_liger. None, as the overlay of `+rollout=...` has it: on a GPU, for a model that they fit,
-            where the tested release of liger-kernel is installed.
-    """
-    if asked is not None:
-        return asked
-    return get_device_name() == "cuda" and liger_version() == LIGER and model_type in _FAMILIES
-
-
-def liger_version() -> str | None:
-    """The release of liger-kernel that is installed, if one is."""
-    try:
-        return importlib.metadata.version("liger-kernel")
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def apply_liger(module: Any) -> None:
