@@ -8,7 +8,7 @@ import platform
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from verl_qerl.cli.interrupts import kept_interrupts
@@ -109,12 +109,13 @@ def _lock(folder: Path, wait: bool = True) -> int | None:
 
 def _move_up(partial: Path) -> None:
     """Move what `partial` holds to where it lies, all or nothing."""
-    names = sorted(os.listdir(partial))
-    try:
-        for name in names:
+    with ExitStack() as undo:
+        for name in sorted(os.listdir(partial)):
+            undo.callback(_move_back, partial, name)  # before it is moved: an interrupt may come right behind
             os.replace(partial / name, partial.parent / name)
-    except BaseException:  # an interrupt is no Exception
-        for name in names:
-            if (partial.parent / name).exists():
-                os.replace(partial.parent / name, partial / name)
-        raise
+        undo.pop_all()
+
+
+def _move_back(partial: Path, name: str) -> None:
+    if not (partial / name).exists():
+        os.replace(partial.parent / name, partial / name)
