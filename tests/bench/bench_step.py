@@ -17,11 +17,11 @@ import argparse
 import datetime
 import json
 import os
-import queue
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -81,23 +81,22 @@ def command(arm: Arm, args: argparse.Namespace, work: Path) -> list[str]:
 
 def run(args: argparse.Namespace, gpus: list[str], work: Path) -> Iterator[dict[str, dict[str, Any]]]:
     """Run all arms, each as soon as a GPU is free; after each, what the study has written of those that ended."""
-    free: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for gpu in gpus:
-        free.put(gpu)
+    free, of_thread = iter(gpus), threading.local()
+
+    def take_gpu() -> None:
+        of_thread.gpu = next(free)
 
     def measure(name: str) -> str:
-        gpu = free.get()
         arm = ARMS[name]
-        env = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": of_thread.gpu}
         if arm.stock:
             path = filter(None, (str(HERE), os.environ.get("PYTHONPATH")))
             env |= {"VERL_USE_EXTERNAL_MODULES": "fused_head", "PYTHONPATH": os.pathsep.join(path)}
         subprocess.run(command(arm, args, work / name), env=env, check=False)
-        free.put(gpu)
         return name
 
     found = {}
-    with ThreadPoolExecutor(len(gpus)) as pool:
+    with ThreadPoolExecutor(len(gpus), initializer=take_gpu) as pool:
         for ended in as_completed([pool.submit(measure, name) for name in args.arms]):
             for file in sorted((work / ended.result()).glob("*.json")):
                 found[ended.result()] = json.loads(file.read_text())

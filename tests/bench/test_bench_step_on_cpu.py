@@ -135,6 +135,8 @@ def test_the_file_has_what_ended_when_a_later_arm_is_cut(measured, tmp_path, mon
         measured("ours", "stock", "stock_merged", gpus="4")
     result = json.loads((tmp_path / "out.json").read_text())
     assert sorted(row["arm"] for row in result["rows"]) == ["ours", "stock"]
+    with pytest.raises(OSError, match="cut"):
+        measured("stock_merged", "ours", gpus="4")  # whose GPU the next arm gets
 
 
 def test_with_fewer_gpus_arms_wait_for_one(measured, tmp_path):
