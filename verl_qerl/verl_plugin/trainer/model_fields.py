@@ -15,11 +15,7 @@ _KEPT = frozenset({"multi_modal_inputs"})
 
 
 def with_tensors(batch: Any) -> Any:
-    """A copy of a KVBatchMeta by which a worker fetches tensors alone.
-
-    Args:
-        batch: Of one answer or more, all with the same fields.
-    """
+    """A copy of a KVBatchMeta whose `fields` are those of its first answer that are tensors."""
     import transfer_queue as tq  # not on the driver, which asks for options only
 
     found = tq.kv_batch_get(keys=batch.keys[:1], partition_id=batch.partition_id)
