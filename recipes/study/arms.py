@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from verl_qerl.verl_plugin.config.uses_qerl import asks_for_qerl
 
-BATCH, ANSWERS, UPDATES = 64, 8, 2  # questions of a step, answers to each, optimizer steps
+BATCH, ANSWERS, UPDATES = 32, 8, 2  # questions of a step, answers to each, optimizer steps
+CACHE = 12 * 10**9  # bytes of keys and values of a run that shares its GPU: all answers of a 1.5B, at full length
 MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("model", "actor", "rollout"))
 
 # Learning rates of a first look at 24 steps: LoRA at 4e-5 and all weights at 1e-6 reached the same reward.
@@ -123,11 +124,21 @@ def sampler(options: list[str]) -> list[str]:
     return [f"{place}.path={Path(__file__).with_name('sampler.py').resolve()}", f"{place}.name=Sampler"]
 
 
-def machine(task: Task) -> list[str]:
-    """What fits a model of 1.5 billion parameters on 80 GB, and starts soon."""
+def machine(task: Task, per_gpu: int) -> list[str]:
+    """What fits a model of 1.5 billion parameters on 80 GB, and starts soon.
+
+    Args:
+        task: Whose lengths count.
+        per_gpu: Runs that share a GPU.
+    """
+    # vLLM measures what is left for its cache, wrongly when another run takes memory meanwhile.
+    cache = [f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes={CACHE}"] if per_gpu > 1 else []
     return [
+        *cache,
+        f"{ROLLOUT}.gpu_memory_utilization={0.35 / per_gpu:.3f}",
         f"{MODEL}.use_fused_kernels=True",
         f"{MODEL}.use_remove_padding=True",
+        f"{MODEL}.use_liger=True",
         f"++{MODEL}.override_config.attn_implementation=verl_qerl_varlen",  # needs no flash-attn, in stock arms too
         f"{ACTOR}.use_dynamic_bsz=True",
         f"{ACTOR}.ppo_max_token_len_per_gpu=16384",
@@ -138,13 +149,12 @@ def machine(task: Task) -> list[str]:
         f"{ROLLOUT}.tensor_model_parallel_size=1",
         f"{ROLLOUT}.max_model_len={task.question + task.answer}",
         f"{ROLLOUT}.max_num_seqs={BATCH * ANSWERS}",
-        f"{ROLLOUT}.gpu_memory_utilization=0.35",
         f"{ROLLOUT}.calculate_log_probs=True",
         f"{ROLLOUT}.agent.num_workers=4",
         "data.filter_overlong_prompts=True",
         "data.filter_overlong_prompts_workers=1",  # verl takes a quarter of the cores, in each of the runs at once
         "data.dataloader_num_workers=0",
-        "reward.num_workers=1",
+        "reward.num_workers=2",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
         "++ray_kwargs.ray_init.include_dashboard=False",
         "++ray_kwargs.ray_init.object_store_memory=2000000000",

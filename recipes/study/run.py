@@ -1,4 +1,4 @@
-"""Runs arms x seeds of the study over the GPUs of a machine, one run of verl on each, within a time limit.
+"""Runs arms x seeds of the study over the GPUs of a machine, each in a verl of its own, within a time limit.
 
     python3 recipes/study/run.py --model DIR --data DIR --out DIR --arms bf16 nvfp4 --seeds 1 2 --minutes 25
 
@@ -81,6 +81,7 @@ class Study:
     Args:
         jobs: In order.
         gpus: Name for CUDA_VISIBLE_DEVICES -> kind, as `NVIDIA H100`.
+        per_gpu: Runs that share a GPU.
         command: Of a job and a folder for metrics.jsonl, rollouts/ and validation/: what to start.
         steps: Of each run.
         seconds: Time limit.
@@ -94,6 +95,7 @@ class Study:
         self,
         jobs: list[Job],
         gpus: dict[str, str],
+        per_gpu: int,
         command: Callable[[Job, Path], list[str]],
         steps: int,
         seconds: float,
@@ -105,7 +107,8 @@ class Study:
         self.jobs, self._gpus, self._command, self._steps, self._least = jobs, gpus, command, steps, least
         self._file, self._work, self._session = file, work, session
         self._start, self._seconds = time.monotonic(), seconds
-        self._running: dict[str, tuple[Job, Records]] = {}  # by GPU
+        self._places = [(gpu, number) for number in range(per_gpu) for gpu in gpus]
+        self._running: dict[tuple[str, int], tuple[Job, Records]] = {}  # by place
         self._written = float("-inf")
 
     def run(self) -> int:
@@ -119,8 +122,8 @@ class Study:
                 self._write()
                 time.sleep(0.2)
         finally:
-            for gpu in list(self._running):
-                self._end(gpu, "cut")
+            for place in list(self._running):
+                self._end(place, "cut")
             for job in self.jobs:
                 job.state = "failed" if job.state == "to be repeated" else job.state
             self._write(always=True)
@@ -130,24 +133,25 @@ class Study:
         return self._seconds - (time.monotonic() - self._start)
 
     def _look(self) -> None:
-        for gpu, (job, _) in list(self._running.items()):
+        for place, (job, _) in list(self._running.items()):
             assert job.process is not None
             code = job.process.poll()
             if code is not None:
-                self._end(gpu, "done" if code == 0 else "failed")
+                self._end(place, "done" if code == 0 else "failed")
             elif time.monotonic() - job.last_step_at > STALL_S:
-                self._end(gpu, "failed", f"no step in {STALL_S:.0f} s")
+                self._end(place, "failed", f"no step in {STALL_S:.0f} s")
 
     def _begin_what_can(self) -> None:
         if self._left() < self._least:
             return
-        for gpu in self._gpus:
+        for place in self._places:
             waiting = [job for job in self.jobs if job.state == "not begun"]
             again = [job for job in self.jobs if job.state == "to be repeated"]
-            if gpu not in self._running and (again or waiting):
-                self._begin((again or waiting)[0], gpu)
+            if place not in self._running and (again or waiting):
+                self._begin((again or waiting)[0], place)
 
-    def _begin(self, job: Job, gpu: str) -> None:
+    def _begin(self, job: Job, place: tuple[str, int]) -> None:
+        gpu = place[0]
         job.attempts += 1
         job.state, job.gpu, job.began = "running", self._gpus[gpu], time.monotonic()
         job.last_step_at = job.began
@@ -159,7 +163,7 @@ class Study:
         own |= {"VERL_FILE_LOGGER_PATH": str(job.folder / "metrics.jsonl"), "RAY_AUTH_MODE": "disabled"}
         # Each of Ray's clusters would end its own workers when all of them together fill the host.
         own |= {"RAY_memory_monitor_refresh_ms": "0", "TOKENIZERS_PARALLELISM": "false"}
-        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(self._gpus)))}
+        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(self._places)))}
         with open(job.folder / "log", "w") as log:
             job.process = subprocess.Popen(
                 self._command(job, job.folder),
@@ -170,11 +174,11 @@ class Study:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._running[gpu] = job, Records(job.folder)
+        self._running[place] = job, Records(job.folder)
         self._say(f"{job.run.name}: begun on GPU {gpu} ({job.gpu})")
 
-    def _end(self, gpu: str, state: str, why: str = "") -> None:
-        job, records = self._running.pop(gpu)
+    def _end(self, place: tuple[str, int], state: str, why: str = "") -> None:
+        job, records = self._running.pop(place)
         assert job.process is not None
         job.process.kill()
         kill_marked(job.mark)
@@ -255,6 +259,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--minutes", type=float, default=25)
+    parser.add_argument("--per-gpu", type=int, default=1, choices=range(1, 5), help="runs that share a GPU")
     parser.add_argument("--least", type=float, default=6, help="minutes that must be left when a run begins")
     parser.add_argument(
         "--validate", default="end", choices=arms.VALIDATE, help="when questions of the test set are asked"
@@ -296,7 +301,7 @@ def command_of(args: argparse.Namespace) -> Callable[[Job, Path], list[str]]:
         if args.save:
             places += [f"trainer.save_freq={args.steps}", f"trainer.default_local_dir={folder}/saved"]
         given = [
-            *arms.machine(task),
+            *arms.machine(task, args.per_gpu),
             *arms.validation(args.validate, args.steps, args.samples, data),
             *arms.seeds(job.run),
             *arms.sampler(job.options),
@@ -367,16 +372,14 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nothing that was started outlives it
     began = datetime.datetime.now(datetime.timezone.utc)
-    asked = ("validate", "samples", "steps", "minutes")
+    asked = ("validate", "samples", "steps", "minutes", "per_gpu")
     session = {"began": began.isoformat(timespec="seconds"), "commit": current_commit(), "versions": versions()}
     session |= {"model": args.model.resolve().name, "gpus": list(gpus.values()), "cores": os.cpu_count()}
     session |= {name: getattr(args, name) for name in asked}
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out.resolve() / f"{began:%Y%m%dT%H%M%S}.json"
-    study = Study(
-        jobs, gpus, command, args.steps, 60 * args.minutes, 60 * args.least, file, args.work.resolve(), session
-    )
-    return study.run()
+    limits = args.steps, 60 * args.minutes, 60 * args.least
+    return Study(jobs, gpus, args.per_gpu, command, *limits, file, args.work.resolve(), session).run()
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python tests/bench/bench_step.py --out FILE.json --model DIR --data DIR [--steps 6] [-- overrides of main_ppo]
 
-The runs are those of recipes/study (--data is what its prepare.py makes): 64 questions of GSM8K, 8 answers of at most
-512 tokens to each, LoRA of rank 32, packed passes, fused head. The overrides go to all of them:
+The runs are those of recipes/study (--data is what its prepare.py makes), but of 64 questions of GSM8K: 8 answers of at
+most 512 tokens to each, LoRA of rank 32, packed passes, fused head, Liger's kernels. The overrides go to all of them:
 
     # 7B, 128 answers of 2,048 tokens, whatever the model says
     -- data.train_batch_size=16 actor_rollout_ref.actor.ppo_mini_batch_size=16 data.max_response_length=2048
@@ -40,6 +40,11 @@ PHASES = {
     "update": "update_actor",
     "weight_sync": "update_weights",
 }
+BATCH = [  # twice the study's
+    "data.train_batch_size=64",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+    "actor_rollout_ref.rollout.max_num_seqs=512",
+]
 TUNED = ["actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16"]
 
 
@@ -75,8 +80,7 @@ def command(arm: Arm, args: argparse.Namespace, work: Path) -> list[str]:
     options |= {"--model": args.model, "--data": args.data, "--validate": "none"}
     options |= {"--out": work, "--earlier": work, "--work": work / "runs", "--tag": "step"}
     given = [str(part) for pair in options.items() for part in pair]
-    # Without overrides of its own either, an arm has this one, as a tag and overrides go together.
-    return [sys.executable, str(STUDY), *given, "--", "trainer.resume_mode=disable", *arm.options, *args.overrides]
+    return [sys.executable, str(STUDY), *given, "--", *BATCH, *arm.options, *args.overrides]
 
 
 def run(args: argparse.Namespace, gpus: list[str], work: Path) -> Iterator[dict[str, dict[str, Any]]]:

@@ -175,6 +175,7 @@ LLAMA_ROPE |= {"original_max_position_embeddings": 8192}
 # Those without a family in their name are Qwen2.5's.
 SHAPES = {
     "1.5B": Shape(1536, 8960, 28, 12, 2, vocabulary=151936),
+    "3B": Shape(2048, 11008, 36, 16, 2, vocabulary=151936),
     "7B": Shape(3584, 18944, 28, 28, 4),
     "14B": Shape(5120, 13824, 48, 40, 8),
     "32B": Shape(5120, 27648, 64, 40, 8),

@@ -56,11 +56,8 @@ def test_an_arm_composes_and_is_what_its_name_says(composed, arm):
     assert (config.actor_rollout_ref.rollout.temperature != 1.0) == (arm == "bf16_hot")
     assert config.get("aqn", {}).get("enabled", False) == arm.endswith(("_aqn", "_noise"))
     # Same questions in the same order, as many updates, for every arm.
-    assert (config.data.train_batch_size, actor.ppo_mini_batch_size, config.trainer.total_training_steps) == (
-        64,
-        32,
-        60,
-    )
+    steps = config.trainer.total_training_steps
+    assert (config.data.train_batch_size, actor.ppo_mini_batch_size, steps) == (32, 16, 60)
     sampler = config.trainer.v1.sampler.custom_sampler
     if qerl is None and "aqn" not in config:  # stock verl looks for answers as often as the others
         looks = getattr(load_module(sampler.path), sampler.name)("sync", config.trainer.v1.sync, None, "drop", {})

@@ -62,7 +62,7 @@ def go(runner, study, tmp_path):
     script = tmp_path / "fake.py"
     script.write_text(textwrap.dedent(FAKE))
 
-    def start(behaviours, seconds=60.0, gpus=("0", "1"), pause=0.05, least=0.0):
+    def start(behaviours, seconds=60.0, gpus=("0", "1"), pause=0.05, least=0.0, per_gpu=1):
         jobs = [runner.Job(study("arms").Run(arm, "gsm8k", 1), [f"+{arm}=1"]) for arm in behaviours]
 
         def command(job, folder):
@@ -72,7 +72,8 @@ def go(runner, study, tmp_path):
         out.mkdir(exist_ok=True)
         kinds = {gpu: f"GPU of kind {gpu}" for gpu in gpus}
         file = out / "first.json"
-        made = runner.Study(jobs, kinds, command, STEPS, seconds, least, file, tmp_path / "work", {"commit": "abc"})
+        limits = STEPS, seconds, least
+        made = runner.Study(jobs, kinds, per_gpu, command, *limits, file, tmp_path / "work", {"commit": "abc"})
         code = made.run()
         return code, {job.run.arm: job for job in jobs}, json.loads(file.read_text())
 
@@ -130,6 +131,14 @@ def test_a_gpu_has_one_run_at_a_time_and_each_run_a_folder_for_ray(go, tmp_path)
     for times in by_gpu.values():
         first, second = sorted(times)
         assert second - first > STEPS * 0.3
+
+
+def test_runs_can_share_gpus_which_are_filled_evenly(go, tmp_path):
+    go({"bf16": "", "nvfp4": "", "int8": "", "fp8": ""}, pause=0.3, per_gpu=2)
+    found = [began(tmp_path, arm) for arm in ("bf16", "nvfp4", "int8", "fp8")]
+    assert [gpu for _, gpu, _ in found] == ["0", "1", "0", "1"]
+    times = [at for at, _, _ in found]
+    assert max(times) - min(times) < STEPS * 0.3
 
 
 def test_one_that_fails_early_is_begun_once_more(go, tmp_path):
