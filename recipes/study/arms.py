@@ -15,8 +15,7 @@ MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("model", "acto
 # Learning rates of a first look at 24 steps: LoRA at 4e-5 and all weights at 1e-6 reached the same reward.
 LORA = [f"{MODEL}.lora_rank=32", f"{MODEL}.lora_alpha=64", f"{ACTOR}.optim.lr=4e-5"]
 FULL = [f"{ACTOR}.optim.lr=1e-6"]
-# verl sends the adapter alone, so that vLLM has to read the base.
-BF16_LORA = [*LORA, f"{ROLLOUT}.load_format=safetensors"]
+BF16_LORA = [*LORA, f"{MODEL}.lora.merge=True"]
 ACR = [f"{ACTOR}.policy_loss.loss_mode=acr"]
 TIS = ["algorithm.rollout_correction.rollout_is=token"]
 # As in the paper: 1e-2 to 5e-4 in ten stages, added to the weights of the norms.
@@ -38,8 +37,9 @@ NOISE = [
 ]
 
 ARMS: dict[str, list[str]] = {
-    "bf16": BF16_LORA,  # stock verl
-    "bf16_merge": [*LORA, f"{MODEL}.lora.merge=True"],  # stock verl, whose rollout has no adapter
+    "bf16_merge": BF16_LORA,  # stock verl, its rollout without an adapter: the fastest 16-bit LoRA
+    # verl sends the adapter alone, so that vLLM has to read the base.
+    "bf16": [*LORA, f"{ROLLOUT}.load_format=safetensors"],
     "nvfp4": ["+rollout=nvfp4", *LORA],
     "nvfp4_aqn": ["+rollout=nvfp4", *LORA, *AQN],
     "nvfp4_noise": ["+rollout=nvfp4", *LORA, *NOISE],
@@ -124,12 +124,13 @@ def sampler(options: list[str]) -> list[str]:
     return [f"{place}.path={Path(__file__).with_name('sampler.py').resolve()}", f"{place}.name=Sampler"]
 
 
-def machine(task: Task, per_gpu: int) -> list[str]:
+def machine(task: Task, per_gpu: int, gpus: int) -> list[str]:
     """What fits a model of 1.5 billion parameters on 80 GB, and starts soon.
 
     Args:
         task: Whose lengths count.
         per_gpu: Runs that share a GPU.
+        gpus: Of a run.
     """
     # vLLM measures what is left for its cache, wrongly when another run takes memory meanwhile.
     cache = [f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes={CACHE}"] if per_gpu > 1 else []
@@ -141,7 +142,7 @@ def machine(task: Task, per_gpu: int) -> list[str]:
         f"{MODEL}.use_liger=True",
         f"++{MODEL}.override_config.attn_implementation=verl_qerl_varlen",  # needs no flash-attn, in stock arms too
         f"{ACTOR}.use_dynamic_bsz=True",
-        f"{ACTOR}.ppo_max_token_len_per_gpu=16384",
+        f"{ACTOR}.ppo_max_token_len_per_gpu={32768 // max(2, per_gpu)}",
         f"{ROLLOUT}.log_prob_use_dynamic_bsz=True",
         f"{ROLLOUT}.log_prob_max_token_len_per_gpu=32768",
         f"{ACTOR}.strategy=fsdp2",  # FSDP1 on one GPU sends vLLM an empty adapter
@@ -152,14 +153,14 @@ def machine(task: Task, per_gpu: int) -> list[str]:
         f"{ROLLOUT}.calculate_log_probs=True",
         f"{ROLLOUT}.agent.num_workers=4",
         "data.filter_overlong_prompts=True",
-        "data.filter_overlong_prompts_workers=1",  # verl takes a quarter of the cores, in each of the runs at once
+        "data.filter_overlong_prompts_workers=4",  # verl takes a quarter of the cores, in each of the runs at once
         "data.dataloader_num_workers=0",
         "reward.num_workers=2",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
         "++ray_kwargs.ray_init.include_dashboard=False",
         "++ray_kwargs.ray_init.object_store_memory=2000000000",
         "ray_kwargs.ray_init.num_cpus=16",
-        "trainer.n_gpus_per_node=1",
+        f"trainer.n_gpus_per_node={gpus}",
         "trainer.nnodes=1",
         "trainer.total_epochs=1000",  # total_training_steps ends it
         "trainer.save_freq=-1",

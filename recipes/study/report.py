@@ -94,6 +94,11 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     return mean if len(kept) == 1 else f"{mean} ({min(kept):.{digits}f} to {max(kept):.{digits}f})"
 
 
+def shared(run: dict[str, Any]) -> bool:
+    """Whether it shared its GPU with another run, so that its times are too long."""
+    return run["session"].get("per_gpu", 1) > 1
+
+
 def table_of_arms(arms: ByArm) -> list[str]:
     """A line for each arm, over its seeds."""
     heads = ["arm", "seeds", "steps", *(text for text, _ in list(MEASURES.values())[:3]), "pass@samples", "boxed"]
@@ -114,6 +119,7 @@ def table_of_arms(arms: ByArm) -> list[str]:
         cells += [spread([_mean(series(run, KL), 0) for run in runs], 5)]
         cells += [spread([_mean(series(run, "response_length/mean"), -ENDS) for run in runs], 0)]
         cells += [spread([float(np.nanmedian(series(run, "timing_s/step"))) for run in runs], 1)]
+        cells[-1] += ", shared" * any(map(shared, runs))
         cells += [", ".join(sorted({run["gpu"] for run in runs}))]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -174,7 +180,8 @@ def draw(arms: ByArm, out: Path) -> None:
             if "minutes" in title:
                 at = np.mean([np.cumsum(series(run, "timing_s/step")[:steps]) for run in runs], axis=0) / 60
             style = "-" if number < 10 else "--"
-            (line,) = axis.plot(at, table.mean(0), style, linewidth=1.5, label=f"{arm} ({len(runs)})")
+            label = f"{arm} ({len(runs)}{', GPU shared' * any(map(shared, runs))})"
+            (line,) = axis.plot(at, table.mean(0), style, linewidth=1.5, label=label)
             axis.fill_between(at, table.min(0), table.max(0), alpha=0.12, color=line.get_color(), linewidth=0)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("minutes" if "minutes" in title else "step")

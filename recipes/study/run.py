@@ -248,6 +248,13 @@ def visible_gpus() -> dict[str, str]:
     return dict(zip(names, kinds, strict=False))
 
 
+def in_groups(gpus: dict[str, str], size: int) -> dict[str, str]:
+    """As many groups of so many GPUs as there are, each like one GPU: `0,1` -> `2 x NVIDIA H100`."""
+    names = list(gpus)
+    groups = [names[start : start + size] for start in range(0, len(names) - size + 1, size)]
+    return {",".join(group): f"{size} x " * (size > 1) + gpus[group[0]] for group in groups}
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Arguments of the command, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -260,6 +267,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--minutes", type=float, default=25)
     parser.add_argument("--per-gpu", type=int, default=1, choices=range(1, 5), help="runs that share a GPU")
+    parser.add_argument("--gpus-per-run", type=int, default=1, choices=range(1, 9), help="GPUs that share a run")
     parser.add_argument("--least", type=float, default=6, help="minutes that must be left when a run begins")
     parser.add_argument(
         "--validate", default="end", choices=arms.VALIDATE, help="when questions of the test set are asked"
@@ -274,6 +282,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if bool(args.overrides) != bool(args.tag):
         parser.error("--tag and overrides of main_ppo go together, so that a name stands for one set of options")
+    if args.per_gpu > 1 and args.gpus_per_run > 1:
+        parser.error("--per-gpu and --gpus-per-run: one of them above 1 is accepted. Leave one out.")
     folders = [args.model, *(args.data / task for task in args.tasks)]
     if args.earlier not in (parser.get_default("earlier"), args.out):
         folders.append(args.earlier)
@@ -301,7 +311,7 @@ def command_of(args: argparse.Namespace) -> Callable[[Job, Path], list[str]]:
         if args.save:
             places += [f"trainer.save_freq={args.steps}", f"trainer.default_local_dir={folder}/saved"]
         given = [
-            *arms.machine(task, args.per_gpu),
+            *arms.machine(task, args.per_gpu, args.gpus_per_run),
             *arms.validation(args.validate, args.steps, args.samples, data),
             *arms.seeds(job.run),
             *arms.sampler(job.options),
@@ -367,19 +377,24 @@ def main(arguments: list[str] | None = None) -> int:
             print(*command(job, args.work / job.run.name), sep=" \\\n    ")
         return 0
     gpus = visible_gpus()
-    if not gpus:
-        print("no GPU is visible: CUDA_VISIBLE_DEVICES names none, or torch sees none. One or more is accepted.")
+    if len(gpus) < args.gpus_per_run:
+        print(
+            f"{len(gpus)} GPUs are visible to torch. --gpus-per-run={args.gpus_per_run} or more are accepted. See"
+            " CUDA_VISIBLE_DEVICES."
+        )
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nothing that was started outlives it
     began = datetime.datetime.now(datetime.timezone.utc)
-    asked = ("validate", "samples", "steps", "minutes", "per_gpu")
+    asked = ("validate", "samples", "steps", "minutes", "per_gpu", "gpus_per_run")
     session = {"began": began.isoformat(timespec="seconds"), "commit": current_commit(), "versions": versions()}
     session |= {"model": args.model.resolve().name, "gpus": list(gpus.values()), "cores": os.cpu_count()}
     session |= {name: getattr(args, name) for name in asked}
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out.resolve() / f"{began:%Y%m%dT%H%M%S}.json"
     limits = args.steps, 60 * args.minutes, 60 * args.least
-    return Study(jobs, gpus, args.per_gpu, command, *limits, file, args.work.resolve(), session).run()
+    return Study(
+        jobs, in_groups(gpus, args.gpus_per_run), args.per_gpu, command, *limits, file, args.work.resolve(), session
+    ).run()
 
 
 if __name__ == "__main__":

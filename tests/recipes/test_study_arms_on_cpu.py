@@ -52,7 +52,7 @@ def test_an_arm_composes_and_is_what_its_name_says(composed, arm):
     assert actor.optim.lr == (1e-6 if arm in FULL else 4e-5)
     assert (actor.policy_loss.loss_mode == "acr") == arm.endswith("_acr")
     assert (config.algorithm.rollout_correction.rollout_is == "token") == arm.endswith("_tis")
-    assert config.actor_rollout_ref.model.lora.merge == (arm == "bf16_merge")
+    assert config.actor_rollout_ref.model.lora.merge == (arm.startswith("bf16_") and arm not in FULL)
     assert (config.actor_rollout_ref.rollout.temperature != 1.0) == (arm == "bf16_hot")
     assert config.get("aqn", {}).get("enabled", False) == arm.endswith(("_aqn", "_noise"))
     # Same questions in the same order, as many updates, for every arm.
@@ -98,6 +98,22 @@ def test_validation(composed, tmp_path, kind, file, every, before, drawn):
     assert (config.trainer.test_freq, config.trainer.val_before_train) == (every, before)
     asked = config.actor_rollout_ref.rollout.val_kwargs
     assert (asked.do_sample, asked.temperature, asked.n) == drawn
+
+
+def test_runs_on_part_of_a_gpu_and_on_several(composed):
+    alone, pair, wide = (composed("nvfp4", *more) for more in ([], ["--per-gpu", "2"], ["--gpus-per-run", "4"]))
+    for config in (alone, wide):
+        assert config.actor_rollout_ref.rollout.gpu_memory_utilization == 0.35
+        assert not config.actor_rollout_ref.rollout.engine_kwargs.vllm
+    assert [config.trainer.n_gpus_per_node for config in (alone, pair, wide)] == [1, 1, 4]
+    assert pair.actor_rollout_ref.rollout.gpu_memory_utilization == 0.175
+    assert pair.actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes >= 32 * 8 * 768 * 28 * 1024
+
+
+def test_a_share_of_several_gpus_is_refused(composed, capsys):
+    with pytest.raises(SystemExit):
+        composed("nvfp4", "--per-gpu", "2", "--gpus-per-run", "2")
+    assert "--per-gpu and --gpus-per-run: one of them above 1 is accepted." in capsys.readouterr().err
 
 
 def test_the_users_overrides_win(composed):

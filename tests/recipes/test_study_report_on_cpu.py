@@ -20,7 +20,10 @@ def report(study):
     return study("report")
 
 
-def made_up(arm, seed, start, gain, steps=30, right="4400", state="done", task="gsm8k", **session):
+LORA = "bf16_merge"  # what the claims call 16-bit LoRA
+
+
+def made_up(arm, seed, start, gain, steps=30, right="4400", state="done", task="gsm8k"):
     """A run whose reward grows by `gain` a step."""
     metrics = {
         "step": list(range(1, steps + 1)),
@@ -38,9 +41,9 @@ def made_up(arm, seed, start, gain, steps=30, right="4400", state="done", task="
     return told | {"name": f"{arm}-{task}-seed{seed}", "metrics": metrics, "validation": validation}
 
 
-def save(folder, name, runs):
+def save(folder, name, runs, **session):
     folder.mkdir(exist_ok=True)
-    content = {"session": {}, "runs": {run["name"]: run for run in runs}}
+    content = {"session": session, "runs": {run["name"]: run for run in runs}}
     (folder / name).write_text(json.dumps(content))
 
 
@@ -123,8 +126,8 @@ def test_the_page_has_the_tables_of_all_files_and_the_pictures_are_there(report,
     folder, page = tmp_path / "results", tmp_path / "README.md"
     page.write_text(PAGE)
     better, worse = ("4444", "4440", "4400"), ("4000", "1000", "0000")
-    save(folder, "a.json", [made_up("nvfp4", seed, 0.3, 0.01, right=better[seed]) for seed in range(3)])
-    save(folder, "b.json", [made_up("bf16", seed, 0.2, 0.01 + seed / 999, right=worse[seed]) for seed in range(3)])
+    save(folder, "a.json", [made_up("nvfp4", seed, 0.3, 0.01, right=better[seed]) for seed in range(3)], per_gpu=2)
+    save(folder, "b.json", [made_up(LORA, seed, 0.2, 0.01 + seed / 999, right=worse[seed]) for seed in range(3)])
     save(folder, "c.json", [made_up("int8", 1, 0.2, 0.01, steps=3), made_up("bf16", 1, 0, 0, task="math")])
     assert report.main(["--results", str(folder), "--page", str(page)]) == 0
     text = page.read_text()
@@ -133,11 +136,12 @@ def test_the_page_has_the_tables_of_all_files_and_the_pictures_are_there(report,
     assert "old" not in text
     assert "Left out, as they have fewer than 20 steps: int8-gsm8k-seed1." in text
     assert "| nvfp4 | 0, 1, 2 | 30 | 0.445 (0.445 to 0.445) |" in text
+    assert text.count(" | 20.0 (20.0 to 20.0), shared | H |") == text.count(" | 20.0 (20.0 to 20.0) | H |") == 1
     assert "0.750 (0.500 to 1.000); +-" in text
     (row,) = (line for line in text.splitlines() if "NVFP4 alone is as good" in line and "| 3 |" in line)
     assert row.endswith("| **yes** |")
     assert "Best by pass@1: nvfp4-gsm8k-seed0 1.000 (a.json)" in text
-    assert "Worst: bf16-gsm8k-seed0 0.250 (b.json)" in text
+    assert f"Worst: {LORA}-gsm8k-seed0 0.250 (b.json)" in text
     assert "Files: [a.json](results/a.json), [b.json](results/b.json), [c.json](results/c.json)." in text
     for task in ("gsm8k", "math"):
         assert (folder / f"{task}.png").read_bytes().startswith(b"\x89PNG")

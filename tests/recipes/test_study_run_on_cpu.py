@@ -141,6 +141,13 @@ def test_runs_can_share_gpus_which_are_filled_evenly(go, tmp_path):
     assert max(times) - min(times) < STEPS * 0.3
 
 
+def test_gpus_that_share_a_run_count_as_one(runner):
+    gpus = {str(number): "H" for number in range(5)}
+    assert runner.in_groups(gpus, 1) == gpus
+    assert runner.in_groups(gpus, 2) == {"0,1": "2 x H", "2,3": "2 x H"}
+    assert runner.in_groups(gpus, 5) == {"0,1,2,3,4": "5 x H"}
+
+
 def test_one_that_fails_early_is_begun_once_more(go, tmp_path):
     code, jobs, _ = go({"bf16": "fails once", "nvfp4": ""})
     assert (code, jobs["bf16"].state, jobs["bf16"].attempts, jobs["bf16"].error) == (0, "done", 2, "")

@@ -66,7 +66,7 @@ def test_experts_are_left_out(model):
 
 
 def test_what_is_no_model_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"--models qwen3-5b is no model\. qwen2\.5-1\.5b.*Check the name"):
+    with pytest.raises(ValueError, match=r"--models qwen3-5b is no model\. qwen2\.5-0\.5b.*Check the name"):
         shapes_of(["qwen3-5b"])
     with pytest.raises(ValueError, match="is no model"):
         shapes_of([str(tmp_path)])

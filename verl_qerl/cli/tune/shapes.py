@@ -47,6 +47,7 @@ class Sizes(NamedTuple):
 
 
 _KNOWN = {
+    "qwen2.5-0.5b": Sizes(896, 4864, 14, 2, 64),
     "qwen2.5-1.5b": Sizes(1536, 8960, 12, 2),
     "qwen2.5-3b": Sizes(2048, 11008, 16, 2),
     "qwen2.5-7b": Sizes(3584, 18944, 28, 4),
