@@ -227,7 +227,7 @@ def test_noise_is_prepared_after_loading():
     assert worker._qerl_noise is None
     worker.load_model(1, load_dummy_weights=False)
     assert worker.calls == [((1,), {"load_dummy_weights": False})]
-    assert worker._qerl_noise.names == ["input_layernorm"]
+    assert list(worker._qerl_noise.clean) == ["input_layernorm"]
     assert RolloutWorkerExtension.qerl_set_noise(worker, 0.1, 1)[0] == 1
     assert RolloutWorkerExtension.qerl_num_noisy(worker) == 1
     assert RolloutWorkerExtension.qerl_norm_sizes(worker) == {"input_layernorm": 1.0}

@@ -14,6 +14,7 @@ from types import TracebackType
 import torch
 from safetensors.torch import save_file
 
+from verl_qerl.checkpoints.record import write_json
 from verl_qerl.checkpoints.source import INDEX, SINGLE
 from verl_qerl.formats import DEFAULT_FORMAT
 from verl_qerl.formats.tensor_spec import DTYPES, TensorSpec
@@ -96,8 +97,7 @@ class ShardedWriter:
         if len(self._files) > 1:
             total = sum(spec.size_bytes for spec in self._specs.values())
             weight_map = {name: self._slots[name].file for name in sorted(self._slots)}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            write_json(self._folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Write one tensor. Threads may call this at the same time with different names.

@@ -7,10 +7,10 @@ import ray
 import torch
 from omegaconf import DictConfig
 
-from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
+from verl_qerl.algos.aqn import sigma_at_step
 from verl_qerl.options import rules
 from verl_qerl.options.schema import Gate
-from verl_qerl.verl_plugin.config.apply import run_of
+from verl_qerl.verl_plugin.config.apply import aqn_options, run_of
 
 
 class Rescored(NamedTuple):
@@ -46,8 +46,8 @@ class Run:
         actor_scores: What `score_actor` has found of that batch: whether rounded, and keys -> log-probs.
     """
 
-    def __init__(self, trainer: Any, config: DictConfig, aqn: AQNConfig, gate: Gate | None) -> None:
-        self.trainer, self.config, self.aqn, self.gate = trainer, config, aqn, gate
+    def __init__(self, trainer: Any, config: DictConfig, gate: Gate | None) -> None:
+        self.trainer, self.config, self.aqn, self.gate = trainer, config, aqn_options(config), gate
         self.option = run_of(config)
         self.syncs_each_step = self.option("trainer.v1.trainer_mode") in rules.SYNC_MODES
         self.bypasses = bool(self.option(rules.BYPASS))

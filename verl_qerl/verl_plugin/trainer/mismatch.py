@@ -26,9 +26,9 @@ from omegaconf import DictConfig
 from verl_qerl.algos.mismatch import Mismatch, Undefined, rollout_mismatch, undefined_log_probs
 from verl_qerl.algos.mismatch_parts import PARTS
 from verl_qerl.options import rules
-from verl_qerl.options.schema import LATER_STEPS, SAME_WEIGHTS_KL
+from verl_qerl.options.schema import LATER_STEPS, SAME_WEIGHTS_KL, Qerl
 from verl_qerl.options.schema import Gate as GateOptions
-from verl_qerl.verl_plugin.config.apply import aqn_options, qerl_options, run_of
+from verl_qerl.verl_plugin.config.apply import aqn_options, run_of
 from verl_qerl.verl_plugin.rollout.engine_scores import UnscoredError
 from verl_qerl.verl_plugin.trainer.feature import Feature, Run
 from verl_qerl.verl_plugin.trainer.rescoring import evenly, log_probs_of, padded, rescore, score_actor, stored_log_probs
@@ -47,7 +47,8 @@ def gate_options(config: DictConfig) -> GateOptions | None:
     Raises:
         ValueError: An option is unknown or out of range.
     """
-    options, run = qerl_options(config), run_of(config)
+    run = run_of(config)
+    options = Qerl.from_mapping(run("qerl"))
     given, base, gate = run(GateOptions.NODE) or {}, options.base.format, options.gate
     if rules.unmet(run, rules.WHOLE):
         gate = replace(gate, max_initial_kl=None, max_kl=None)

@@ -172,7 +172,7 @@ def prepare(trainer: Any, config: DictConfig) -> Run:
         ValueError: An option is unknown, out of range, or does not fit the others.
     """
     apply.prepare(config)
-    return Run(trainer, config, apply.aqn_options(config), gate_options(config))
+    return Run(trainer, config, gate_options(config))
 
 
 def install(module: ModuleType) -> None:

@@ -54,13 +54,8 @@ class NormNoise:
         self.recapture()
 
     @property
-    def names(self) -> list[str]:
-        """Module names, in the order of the model."""
-        return list(self._norms)
-
-    @property
     def clean(self) -> Mapping[str, torch.Tensor]:
-        """Name -> weight [K] float32 without noise."""
+        """Module name -> weight [K] float32 without noise, in the order of the model."""
         return self._clean
 
     def recapture(self) -> None:

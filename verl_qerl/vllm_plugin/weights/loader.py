@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.checkpoints.source import Source, open_source, stored_tensors
+from verl_qerl.checkpoints.source import Source, open_source
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.formats import PackedWeight, get_format
 from verl_qerl.formats.base import named_tensors
@@ -118,7 +118,7 @@ class QuantizingModelLoader(BaseModelLoader):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         source = self._source(model_config)
         if self._borrows:
-            for name, tensor in stored_tensors(source, device):
+            for name, tensor in source.tensors(device):
                 module, _, kind = name.rpartition(".")
                 if module not in digests or kind == "bias":
                     yield name, tensor
