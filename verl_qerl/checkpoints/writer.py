@@ -83,11 +83,7 @@ class ShardedWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the files; without an error, also write the index.
-
-        Raises:
-            ValueError: A tensor has not come.
-        """
+        """Close the files; without an error, write the index, or raise ValueError if a tensor has not come."""
         for fd in self._files.values():
             os.close(fd)
         if error is not None:

@@ -62,13 +62,10 @@ class Rule(NamedTuple):
 
 
 def check(run: Run, rules: Iterable[Rule] | None = None) -> None:
-    """Refuse a run that breaks a rule.
+    """Refuse with a ValueError a run that breaks a rule; the first one is told.
 
     Args:
         rules: Default: all of them.
-
-    Raises:
-        ValueError: It does; the first one is told.
     """
     for when, need, why, remedy in RULES if rules is None else rules:
         beside = when.beside(run)

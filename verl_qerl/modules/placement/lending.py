@@ -77,11 +77,7 @@ class Lender:
         self._thread.start()
 
     def check_taken(self) -> None:
-        """Make sure that somebody has the base.
-
-        Raises:
-            RuntimeError: Nobody has asked for it.
-        """
+        """Raise RuntimeError if nobody has asked for the base."""
         if not self._taken:
             raise _refused(
                 "the rollout holds a base of its own", "Leave engine_kwargs.vllm.model_loader_extra_config out"
@@ -119,11 +115,7 @@ class Borrowed:
     _owner: int  # file descriptor that becomes readable when the owner ends
 
     def check(self) -> None:
-        """Make sure that the owner lives.
-
-        Raises:
-            RuntimeError: It does not.
-        """
+        """Raise RuntimeError if the owner has ended."""
         poll = select.poll()
         poll.register(self._owner, select.POLLIN)
         if poll.poll(0):

@@ -88,11 +88,7 @@ def run_of(config: DictConfig) -> Run:
 
 
 def aqn_options(config: DictConfig) -> AQNConfig:
-    """The node `aqn` of a run; absent means off.
-
-    Raises:
-        ValueError: An option is unknown or out of range.
-    """
+    """The node `aqn` of a run; absent means off. A ValueError if an option is unknown or out of range."""
     return AQNConfig.from_mapping(run_of(config)("aqn"))
 
 

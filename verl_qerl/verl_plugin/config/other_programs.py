@@ -14,13 +14,10 @@ PROGRAMS = (
 
 
 def refuse(command: Sequence[str]) -> None:
-    """Stop one of PROGRAMS, as a module or a file, if it asks for QeRL.
+    """Stop one of PROGRAMS, as a module or a file, by SystemExit if its command line sets an option of ours.
 
     Args:
         command: The interpreter and its arguments.
-
-    Raises:
-        SystemExit: The command line sets one of our options.
     """
     started = " ".join(argument.replace("/", ".") for argument in command if "=" not in argument)
     name = next((name for name in PROGRAMS if name in started), None)

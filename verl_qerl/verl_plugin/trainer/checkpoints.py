@@ -81,15 +81,12 @@ def check_tracker(run: Path) -> None:
 
 
 def check_step(folder: Path) -> None:
-    """Require that the trainer's part of a step is whole; the engine checks its own.
+    """Refuse with a CheckpointFormatError a step that is not there or half-written; the engine checks its own part.
 
     A step of `sync` has no state of TransferQueue, and any mode can resume it.
 
     Args:
         folder: global_step_N.
-
-    Raises:
-        CheckpointFormatError: The step is not there or half-written.
     """
     if not folder.is_dir():
         raise CheckpointFormatError(

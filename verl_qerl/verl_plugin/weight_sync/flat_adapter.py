@@ -111,11 +111,7 @@ class FlatReceiver:
         self._found[start] = piece.numel()
 
     def whole(self) -> torch.Tensor:
-        """The result.
-
-        Raises:
-            ValueError: A piece is missing, or one has come that does not belong to it.
-        """
+        """The result; a ValueError if a piece is missing, or one has come that does not belong to it."""
         end = 0
         for start, count in sorted(self._found.items()):
             if start != end:

@@ -122,11 +122,7 @@ class NormNoise:
 
 
 def check_model(vllm_config: Any, config: AQNConfig) -> None:
-    """Refuse a model whose norms may lie elsewhere; say where noise reaches more than attention and MLP.
-
-    Raises:
-        ValueError: See `check_places`.
-    """
+    """Call `check_places`, and say where noise reaches more than attention and MLP."""
     family = vllm_config.model_config.hf_text_config.model_type
     check_places(family, config.targets)
     if reaches_router(family, config.targets):

@@ -75,11 +75,7 @@ class QuantizingModelLoader(BaseModelLoader):
         return open_source(model_config.model, model_config.revision, self.load_config.download_dir)
 
     def load_weights(self, model: Any, model_config: ModelConfig) -> None:
-        """Fill every parameter of `model`.
-
-        Raises:
-            ValueError: A parameter is in no file.
-        """
+        """Fill every parameter of `model`; a ValueError if one is in no file."""
         if _is_draft(model_config):
             self._stock().load_weights(model, model_config)
             return
@@ -159,11 +155,7 @@ def fused_members(model: torch.nn.Module, module: str) -> list[str]:
 
 
 def base_digests(model: torch.nn.Module) -> dict[str, str]:
-    """Module -> digest of the packed weights that `model` was loaded from.
-
-    Raises:
-        ValueError: The model was not loaded from packed weights.
-    """
+    """Module -> digest of the packed weights that `model` was loaded from; a ValueError if there are none."""
     digests = getattr(model, _DIGESTS, None)
     if not digests:
         raise ValueError(
