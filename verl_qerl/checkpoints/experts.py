@@ -81,11 +81,7 @@ def linears_of_experts(where: str, names: Iterable[str]) -> list[tuple[str, int,
 
 
 def check_all_packed(where: str, dense: Iterable[str]) -> None:
-    """Require that no linear of an expert stays as it is.
-
-    Args:
-        dense: The modules that are not packed.
-    """
+    """Require that none of the modules which stay dense is a linear of an expert."""
     left_out = sorted(filter(is_expert, dense))
     if left_out:
         raise ValueError(

@@ -82,11 +82,7 @@ def stored_format(config: Mapping[str, Any], where: str = "the checkpoint") -> t
 
 
 def check_described(where: str, config: Mapping[str, Any]) -> None:
-    """Require a config.json without entries on quantization that are not honoured, whatever the format.
-
-    Args:
-        config: A config.json that `stored_format` has accepted.
-    """
+    """Require that what a config.json of `stored_format` says of quantization is honoured, whatever the format."""
     found = described(config)
     if not found:
         return

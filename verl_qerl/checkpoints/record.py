@@ -91,11 +91,7 @@ def read_whole(path: Path, make: Callable[[Any], Content], what: str, remedy: st
 
 
 def read_record(folder: Path) -> BaseRecord | None:
-    """The record in `folder`; None for a checkpoint that another engine wrote.
-
-    Raises:
-        CheckpointFormatError: The file is damaged or of another version.
-    """
+    """The record in `folder`, None if another engine wrote the checkpoint; raises as `read_whole`."""
 
     def make(found: Any) -> BaseRecord:
         record = BaseRecord(**found)

@@ -181,11 +181,7 @@ def _read(path: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]
 
 
 def read_specs(path: Path) -> dict[str, TensorSpec]:
-    """What the header of a safetensors file says of each tensor.
-
-    Raises:
-        CheckpointFormatError: It is missing or cut, or has a dtype that is not known.
-    """
+    """What the header of a safetensors file says of each tensor; a CheckpointFormatError if that cannot be read."""
     with _open(path) as shard:
         slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118
         specs = {name: TensorSpec(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}

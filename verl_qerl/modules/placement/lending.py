@@ -203,10 +203,7 @@ def _make_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise RuntimeError(
-            f"the packed base cannot be shared: {folder} is not a folder of this account alone. Mode 0700 is needed."
-            " Remove it, or leave +qerl.base.share out."
-        )
+        raise _refused(f"{folder} is not a folder of this account alone, with mode 0700", "Remove it")
 
 
 def _remove_stale(path: Path) -> None:
@@ -218,7 +215,4 @@ def _remove_stale(path: Path) -> None:
         except ConnectionRefusedError:  # what a process that was killed left behind
             path.unlink()
             return
-    raise RuntimeError(
-        f"the packed base cannot be shared: another process lends its own at {path}. One run of a name on a machine is"
-        " accepted. End the other run, or set TMPDIR for this one."
-    )
+    raise _refused(f"another process lends its own at {path}", "End the other run, or set TMPDIR for this one")

@@ -89,11 +89,7 @@ def pieces(flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class FlatReceiver:
-    """Puts pieces together.
-
-    Args:
-        dtype: The dtype of the result, to which pieces are rounded.
-    """
+    """Puts pieces together, rounded to `dtype`."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._flat = torch.empty(numel, dtype=dtype, device=device)

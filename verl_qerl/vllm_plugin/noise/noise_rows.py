@@ -76,11 +76,7 @@ class NoiseRows:
         self._of_batch: tuple[np.ndarray, ...] = ()
 
     def give_tables(self, norms: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Make norms take their weights by these rows; returns name -> [NUM_DRAWS, K], the rows with noise.
-
-        Raises:
-            ValueError: See `give_table`.
-        """
+        """Call `give_table` for norms, by these rows; returns name -> [NUM_DRAWS, K], the rows with noise."""
         tables = {name: give_table(name, norm, self.ids) for name, norm in norms.items()}
         if self.ids.is_cuda:  # now, not while a graph is captured
             prepare_rows({table.shape[1] for table in tables.values()}, self.ids.device)
