@@ -82,7 +82,7 @@ def stored_format(config: Mapping[str, Any], where: str = "the checkpoint") -> t
 
 
 def check_described(where: str, config: Mapping[str, Any]) -> None:
-    """Require that what a config.json of `stored_format` says of quantization is honoured, whatever the format."""
+    """Require that every entry on quantization is honoured, in a config.json that `stored_format` has accepted."""
     found = described(config)
     if not found:
         return

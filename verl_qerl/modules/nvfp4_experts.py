@@ -111,7 +111,7 @@ class NVFP4Experts(nn.Module):
 
     @classmethod
     def from_experts(cls, experts: Qwen3MoeExperts) -> "NVFP4Experts":
-        """An unfilled module of the same sizes, multiples of 16 or a ValueError, on the device of `experts`."""
+        """An unfilled module of the same sizes, on the device of `experts`; a ValueError unless 16 divides them."""
         found: Any = experts
         sizes = found.num_experts, found.hidden_dim, found.intermediate_dim
         return cls(*sizes, found.act_fn, found.down_proj.device)

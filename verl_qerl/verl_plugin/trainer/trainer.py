@@ -70,7 +70,7 @@ class FeaturedTrainer(_Trainer):
 
     def __init__(self, config: DictConfig) -> None:
         self.run = prepare(self, config)
-        self.features = [kind(self.run) for kind, has_it in self.FEATURES.items() if has_it(self.run)]
+        self.features = [kind(self.run) for kind, needed in self.FEATURES.items() if needed(self.run)]
         super().__init__(config)
 
     def _build_replay_buffer(self) -> Any:
