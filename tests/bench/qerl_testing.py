@@ -4,6 +4,7 @@ Benchmarks find it beside them, pytest by `pythonpath` of pyproject.toml.
 """
 
 import importlib.util
+import json
 import math
 import os
 import subprocess
@@ -199,6 +200,16 @@ def compare_greedy(
                 break
             agreed += 1
     return Compared(differences, agreed / len(differences))
+
+
+def answer_of(script: Path, argument: Any, **env: str) -> tuple[Any, subprocess.CompletedProcess[str]]:
+    """What a script prints as JSON behind `RESULT `, started with JSON as its argument; and its process."""
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    env, command = os.environ | {"PYTHONPATH": path} | env, [sys.executable, str(script), json.dumps(argument)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stdout[-2000:] + done.stderr[-6000:]
+    return json.loads(lines[0].removeprefix("RESULT ")), done
 
 
 def load_beside(file: str, name: str) -> Any:

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from verl_qerl.checkpoints.dense_source import dense_source, left_dense
-from verl_qerl.checkpoints.source import open_source, stored_tensors
+from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import check_held, packed_stream
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import FORMATS, get_format
@@ -42,7 +42,7 @@ def test_each_format_stands_for_what_it_dequantizes_to(write, name):
     layout, config = ("modelopt", modelopt_config(["lm_head"])) if name == "modelopt" else ("", form.config())
     tensors = named_tensors(LINEAR, packed, layout or "compressed-tensors")
     source = dense_source(write(tensors | {f"{LINEAR}.input_scale": torch.ones(1)}, config))
-    found = dict(stored_tensors(source))
+    found = dict(source.tensors())
     assert torch.equal(found[f"{LINEAR}.weight"], dequantize(packed))
     assert {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in found.items()} == {
         "model.norm.weight": ((80,), torch.float32),
@@ -81,7 +81,7 @@ def test_fp8_is_read_with_its_scales(write, case):
     source = write({f"{LINEAR}.weight": codes, f"{LINEAR}.{part}": scale}, config)
     with pytest.raises(CheckpointFormatError, match=r"with other arguments: .*dynamic=False|in another format: fine"):
         check_held(source, get_format("fp8"))  # neither side computes with it
-    found = dict(stored_tensors(dense_source(source)))[f"{LINEAR}.weight"]
+    found = dict(dense_source(source).tensors())[f"{LINEAR}.weight"]
     for n, k in ((0, 0), (31, 15), (32, 16), (47, 63)):
         flat = scale.reshape(-1)
         one = scale[n // 32, k // 16] if shape == (2, 4) else flat[n if len(flat) > 1 else 0]
@@ -129,4 +129,4 @@ def test_what_cannot_be_read_is_refused(write, case):
     parts, sentence = WRONG[case]
     source = write({f"{LINEAR}.{part}": tensor for part, tensor in parts.items()}, get_format("int8").config())
     with pytest.raises(CheckpointFormatError, match=sentence):
-        list(stored_tensors(dense_source(source)))
+        list(dense_source(source).tensors())

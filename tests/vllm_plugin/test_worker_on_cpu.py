@@ -11,7 +11,7 @@ from verl_qerl.algos.aqn import AQNConfig, draw_noise
 from verl_qerl.kernels.rollout import launch
 from verl_qerl.vllm_plugin import worker as worker_module
 from verl_qerl.vllm_plugin.options import rollout_options
-from verl_qerl.vllm_plugin.worker import PREPARED, RolloutWorkerExtension, Step, When, prepare_model
+from verl_qerl.vllm_plugin.worker import PREPARED, RolloutWorkerExtension, prepare_model
 
 NAMES = [
     f"model.layers.{index}.{kind}" for index in range(2) for kind in ("input_layernorm", "post_attention_layernorm")
@@ -200,24 +200,24 @@ def test_the_key_tells_which_layers_are_ours(engine, packed_engine):
         assert found == {"version": verl_qerl.__version__, "linear": []} | ({"lora": layers} if layers else {})
 
 
-@pytest.mark.parametrize("pooled", [True, False])
-def test_steps_that_are_needed_are_taken_at_their_moment(monkeypatch, pooled):
-    taken = []
-    steps = [
-        Step(when.name, when, lambda engine, when=when: taken.append((when.name, engine.worker)), needed)
-        for when in reversed(When)
-        for needed in (lambda engine, when=when: pooled or when is not When.IN_POOL, lambda engine: False)
-    ]
-    monkeypatch.setattr(worker_module, "STEPS", steps)
-    runner = SimpleNamespace(load_model=lambda: taken.append("loaded"), get_model=lambda: None)
+@pytest.mark.parametrize("lora_config", [object(), None], ids=["lora", "plain"])
+def test_buffers_are_released_where_the_runner_loads_and_the_rest_is_done_outside(monkeypatch, lora_config):
+    done = []
+    before = ["use_segments_again", "stay_within_share"]
+    for name in (*before, "release_buffers", "compute_plain_logits", "use_single_adapter"):
+        monkeypatch.setattr(worker_module, name, lambda *_, name=name: done.append(name))
+    runner = SimpleNamespace(load_model=lambda: done.append("loaded"), get_model=torch.nn.Identity)
     stock = runner.load_model
-    worker = SimpleNamespace(model_runner=runner, load_model=lambda: (runner.load_model(), taken.append("pool ends")))
-    prepare_model(worker, None)
-    assert taken == [("BEFORE", worker)]
+    worker = SimpleNamespace(model_runner=runner, load_model=lambda: (runner.load_model(), done.append("pool ends")))
+    config = Config({"verl_qerl": {"sampler": "stock"}})
+    config.lora_config = lora_config
+    prepare_model(worker, config)
+    assert done == before
     worker.load_model()
-    in_pool = [("IN_POOL", worker)] if pooled else []
-    assert taken == [("BEFORE", worker), "loaded", *in_pool, "pool ends", ("LOADED", worker)]
-    assert pooled or runner.load_model is stock
+    inside, outside = ["release_buffers"], ["compute_plain_logits", "use_single_adapter"]
+    expected = ["loaded", *inside, "pool ends", *outside] if lora_config else ["loaded", "pool ends"]
+    assert done == [*before, *expected]
+    assert lora_config or runner.load_model is stock
 
 
 def test_noise_is_prepared_after_loading():
@@ -227,7 +227,7 @@ def test_noise_is_prepared_after_loading():
     assert worker._qerl_noise is None
     worker.load_model(1, load_dummy_weights=False)
     assert worker.calls == [((1,), {"load_dummy_weights": False})]
-    assert worker._qerl_noise.names == ["input_layernorm"]
+    assert list(worker._qerl_noise.clean) == ["input_layernorm"]
     assert RolloutWorkerExtension.qerl_set_noise(worker, 0.1, 1)[0] == 1
     assert RolloutWorkerExtension.qerl_num_noisy(worker) == 1
     assert RolloutWorkerExtension.qerl_norm_sizes(worker) == {"input_layernorm": 1.0}

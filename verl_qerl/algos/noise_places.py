@@ -31,14 +31,11 @@ FAMILIES = {
 
 
 def check_places(family: str, targets: tuple[str, ...]) -> None:
-    """Refuse the default targets in a model where they may mean something else.
+    """Refuse with a ValueError the default targets in a family of models where they may mean something else.
 
     Args:
         family: `model_type`.
         targets: `AQNConfig.targets`. Only the default is checked; norms that the user has named are accepted.
-
-    Raises:
-        ValueError: The family is not known.
     """
     if targets == TARGETS and family not in FAMILIES:
         raise ValueError(

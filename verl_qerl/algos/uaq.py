@@ -110,12 +110,7 @@ _ACCEPTED = (
 
 
 def fold_(role: str, weight: torch.Tensor, scale: float) -> torch.Tensor:
-    """Scale a weight in place: norms times s, linears divided by it.
-
-    Args:
-        role: `norm` or `linear`.
-        weight: [K] or [N, K], float.
-    """
+    """Scale a weight, [K] of a `norm` or [N, K] of a `linear`, in place: norms times s, linears divided by it."""
     return weight.mul_(scale) if role == "norm" else weight.div_(scale)
 
 
@@ -146,11 +141,7 @@ def write_record(folder: Path, scale: float | None, base: str) -> None:
 
 
 def read_record(folder: Path) -> Mapping[str, Any] | None:
-    """`scale` and `base` of a checkpoint's weights; None when they are not scaled.
-
-    Raises:
-        CheckpointFormatError: The record is damaged.
-    """
+    """`scale` and `base` of a checkpoint's weights, None if they are not scaled; a CheckpointFormatError if damaged."""
 
     def make(found: Any) -> Mapping[str, Any]:
         UAQConfig(True, found["scale"])

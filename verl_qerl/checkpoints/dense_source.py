@@ -34,7 +34,7 @@ class DenseSource(Source):
     origin: Source
     modules: frozenset[str]
 
-    def tensors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, device: str | torch.device = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
         """See `Source.tensors`. Memory: the parts of incomplete weights.
 
         Raises:

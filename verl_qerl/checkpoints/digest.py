@@ -23,14 +23,11 @@ def model_digest(weights: Mapping[str, str | int]) -> str:
 
 
 def check_same_base(actor: Mapping[str, str], rollout: Mapping[str, str]) -> None:
-    """Require that both sides hold the same packed weights.
+    """Raise ValueError unless both sides hold the same packed weights.
 
     Args:
         actor: module -> weight_digest of the trained model's base.
         rollout: The same of the model that samples.
-
-    Raises:
-        ValueError: A weight is on one side only, or its bits differ.
     """
     if not actor:
         raise ValueError(

@@ -66,11 +66,7 @@ def number_of_experts(config: Mapping[str, Any]) -> Any:
 
 
 def linears_of_experts(where: str, names: Iterable[str]) -> list[tuple[str, int, str]]:
-    """(layer, expert, linear) of every tensor among `names` that belongs to experts.
-
-    Raises:
-        CheckpointFormatError: One is no linear of one expert.
-    """
+    """(layer, expert, linear) of every tensor of experts among `names`; a CheckpointFormatError for other forms."""
     found = []
     for name in filter(_OF_EXPERTS.search, names):
         match = _EXPERT.fullmatch(name.rpartition(".")[0])
@@ -85,11 +81,7 @@ def linears_of_experts(where: str, names: Iterable[str]) -> list[tuple[str, int,
 
 
 def check_all_packed(where: str, dense: Iterable[str]) -> None:
-    """Require that no linear of an expert stays as it is.
-
-    Args:
-        dense: The modules that are not packed.
-    """
+    """Require that none of the modules which stay dense is a linear of an expert."""
     left_out = sorted(filter(is_expert, dense))
     if left_out:
         raise ValueError(

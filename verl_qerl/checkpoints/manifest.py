@@ -58,11 +58,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 def with_manifest(
     tensors: Iterable[tuple[str, torch.Tensor]], num_bytes_bf16: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors, and at their end `NAME` with the manifest of what went by.
-
-    Args:
-        tensors: (name, tensor) as they are sent.
-    """
+    """The tensors, and at their end `NAME` with the manifest of what went by."""
     sums: dict[str, torch.Tensor] = {}
     num_bytes = 0
     for name, tensor in tensors:

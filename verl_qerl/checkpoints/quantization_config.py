@@ -82,11 +82,7 @@ def stored_format(config: Mapping[str, Any], where: str = "the checkpoint") -> t
 
 
 def check_described(where: str, config: Mapping[str, Any]) -> None:
-    """Require a config.json without entries on quantization that are not honoured, whatever the format.
-
-    Args:
-        config: A config.json that `stored_format` has accepted.
-    """
+    """Require that every entry on quantization is honoured, in a config.json that `stored_format` has accepted."""
     found = described(config)
     if not found:
         return

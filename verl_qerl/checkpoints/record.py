@@ -57,10 +57,15 @@ class BaseRecord:
         write_whole(folder / RECORD, asdict(self))
 
 
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write indented JSON."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
 def write_whole(path: Path, content: Mapping[str, Any]) -> None:
     """Write JSON, the whole file or none; a killed process leaves what was there."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json(partial, content)
     os.replace(partial, path)
 
 
@@ -86,11 +91,7 @@ def read_whole(path: Path, make: Callable[[Any], Content], what: str, remedy: st
 
 
 def read_record(folder: Path) -> BaseRecord | None:
-    """The record in `folder`; None for a checkpoint that another engine wrote.
-
-    Raises:
-        CheckpointFormatError: The file is damaged or of another version.
-    """
+    """The record in `folder`, None if another engine wrote the checkpoint; raises as `read_whole`."""
 
     def make(found: Any) -> BaseRecord:
         record = BaseRecord(**found)

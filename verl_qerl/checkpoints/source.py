@@ -38,8 +38,11 @@ class Source:
     files: dict[str, str]
     specs: dict[str, TensorSpec] = field(repr=False)
 
-    def tensors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) as the files hold them, shard by shard; a GPU is given with its index."""
+    def tensors(self, device: str | torch.device = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) as the files hold them, shard by shard."""
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         for file in sorted(set(self.files.values())):
             for name, tensor in _read(self.path / file, device):
                 if self.files[name] == file:  # a tensor that two shards hold comes once
@@ -124,14 +127,6 @@ def _weight_map(path: Path) -> dict[str, str]:
     return found
 
 
-def stored_tensors(source: Source, device: str | torch.device = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) as the files hold them, shard by shard."""
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    yield from source.tensors(device)
-
-
 def read_tensors(source: Source, names: Iterable[str], device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
     """Some tensors of an unquantized checkpoint as the files hold them, whatever shards they are in."""
     by_file: dict[str, list[str]] = {}
@@ -165,7 +160,7 @@ def whole_weights(
         if module in modules and part != "bias":
             wanted.setdefault(module, set()).add(part)
     kept, waiting = set(names), dict[str, dict[str, torch.Tensor]]()
-    for name, tensor in stored_tensors(source, device):
+    for name, tensor in source.tensors(device):
         module, _, part = name.rpartition(".")
         if part in wanted.get(module, ()):
             held = waiting.setdefault(module, {})
@@ -186,11 +181,7 @@ def _read(path: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]
 
 
 def read_specs(path: Path) -> dict[str, TensorSpec]:
-    """What the header of a safetensors file says of each tensor.
-
-    Raises:
-        CheckpointFormatError: It is missing or cut, or has a dtype that is not known.
-    """
+    """What the header of a safetensors file says of each tensor; a CheckpointFormatError if that cannot be read."""
     with _open(path) as shard:
         slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118
         specs = {name: TensorSpec(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}

@@ -14,7 +14,7 @@ import torch
 from verl_qerl.checkpoints.experts import check_all_packed, is_expert
 from verl_qerl.checkpoints.groups import in_groups, linears_among
 from verl_qerl.checkpoints.quantization_config import BLOCK_FP8, check_arguments
-from verl_qerl.checkpoints.source import Source, stored_tensors, whole_weights
+from verl_qerl.checkpoints.source import Source, whole_weights
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import DEFAULT_FORMAT, FORMATS, PackedWeight, WeightFormat
 from verl_qerl.formats.base import named_tensors
@@ -50,7 +50,7 @@ def packed_stream(
     """
     check_held(source, form)
     if source.format is None:
-        yield from pack(stored_tensors(source, device), linear_modules(source, ignore, form), form, observe)
+        yield from pack(source.tensors(device), linear_modules(source, ignore, form), form, observe)
     else:
         yield from _stored(source, form, device)
 

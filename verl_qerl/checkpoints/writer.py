@@ -14,6 +14,7 @@ from types import TracebackType
 import torch
 from safetensors.torch import save_file
 
+from verl_qerl.checkpoints.record import write_json
 from verl_qerl.checkpoints.source import INDEX, SINGLE
 from verl_qerl.formats import DEFAULT_FORMAT
 from verl_qerl.formats.tensor_spec import DTYPES, TensorSpec
@@ -82,11 +83,7 @@ class ShardedWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the files; without an error, also write the index.
-
-        Raises:
-            ValueError: A tensor has not come.
-        """
+        """Close the files; without an error, write the index, or raise ValueError if a tensor has not come."""
         for fd in self._files.values():
             os.close(fd)
         if error is not None:
@@ -96,8 +93,7 @@ class ShardedWriter:
         if len(self._files) > 1:
             total = sum(spec.size_bytes for spec in self._specs.values())
             weight_map = {name: self._slots[name].file for name in sorted(self._slots)}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            write_json(self._folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Write one tensor. Threads may call this at the same time with different names.

@@ -191,11 +191,7 @@ def gsm8k_prompt(question: str) -> list[dict[str, str]]:
 
 
 def gsm8k_ground_truth(answer: str) -> str:
-    """The number after `####`, without thousands separators.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """The number after `####`, without thousands separators; a ValueError if there is none."""
     match = GSM8K_ANSWER.search(answer)
     if match is None:
         raise ValueError(f"an answer has no result: answer={answer!r}. `#### N` is accepted. Mend or drop the row.")
@@ -377,11 +373,7 @@ def _evaluation(args: argparse.Namespace) -> dict[str, list[Row]]:
 
 
 def gsm8k_row(record: Mapping[str, Any], split: str) -> Row:
-    """A row of verl's schema, of a question and its answer in GSM8K's form.
-
-    Raises:
-        ValueError: The answer has no `#### N`.
-    """
+    """A row of verl's schema, of a question and its answer in GSM8K's form; a ValueError if that has no `#### N`."""
     question, answer = record["question"], record["answer"]
     return _row(GSM8K_SOURCE, question, GSM8K_INSTRUCTION, gsm8k_ground_truth(answer), split, answer)
 

@@ -1,11 +1,12 @@
 """A model of transformers in bf16 that gets its weights one by one."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from verl_qerl.checkpoints.model_config import read_config
 
 
 def empty_model(folder: Path) -> Any:
@@ -13,7 +14,7 @@ def empty_model(folder: Path) -> Any:
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    content = read_config(folder)
     content.pop("quantization_config", None)
     config = AutoConfig.for_model(**content)
     with init_empty_weights(include_buffers=False):

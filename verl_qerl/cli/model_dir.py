@@ -1,12 +1,10 @@
 """What the commands that write a model share: tensors to disk in threads, the files beside them, and checks."""
 
-import json
 import shutil
 from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -92,8 +90,3 @@ def copy_other_files(source: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
         elif path.is_dir() and path.name == "additional_chat_templates":  # transformers' name
             shutil.copytree(path, folder / path.name)
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write indented JSON."""
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -19,13 +19,10 @@ _HOST = platform.node()[:32] or "localhost"  # in names, which a file system lim
 
 
 def check_absent(path: Path, ours: Path | None = None) -> None:
-    """Refuse to write over earlier output; worth calling before long work.
+    """Raise FileExistsError rather than write over earlier output; worth calling before long work.
 
     Args:
         ours: What may be in it.
-
-    Raises:
-        FileExistsError: `path` is a file or a directory with something in it.
     """
     dead = _left_by_the_dead(path, path.resolve().name) if path.is_dir() else []
     found = next((x for x in path.iterdir() if x != ours and x not in dead), None) if path.is_dir() else None

@@ -13,11 +13,7 @@ DEFAULT_FORMAT: WeightFormat = FORMATS["nvfp4"]
 
 
 def get_format(name: str, scale: str | None = None) -> WeightFormat:
-    """The format of that name with a choice of scale; None is its default.
-
-    Raises:
-        ValueError: There is no such format or choice.
-    """
+    """The format of that name with a choice of scale, None is its default; a ValueError if there is none."""
     if name not in FORMATS:
         raise ValueError(
             f"unknown weight format: format={name!r}. Accepted are {', '.join(FORMATS)}. Choose one of them."

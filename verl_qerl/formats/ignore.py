@@ -16,11 +16,7 @@ def ignored_modules(config: dict) -> tuple[str, ...]:
 
 
 def ignore_rules(ignore: Any) -> tuple[str, ...]:
-    """`ignore` as a configuration has it.
-
-    Raises:
-        ValueError: It is no list of names.
-    """
+    """`ignore` as a configuration has it; a ValueError if it is no list of names."""
     if not isinstance(ignore, list | tuple) or not all(isinstance(rule, str) for rule in ignore):
         raise ValueError(
             f"no list of modules: ignore={ignore!r}. Accepted are exact names, or `re:` and a regular expression, in a"

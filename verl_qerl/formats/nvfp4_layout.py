@@ -26,11 +26,7 @@ _ACTIVATION_SCALES = ("input_scale", "input_global_scale", "k_proj.k_scale", "v_
 
 
 def quantization_config(ignore: Sequence[str] = DEFAULT_IGNORE) -> dict:
-    """The `quantization_config` of config.json that vLLM 0.24.0 and transformers 5.9 both read.
-
-    Args:
-        ignore: Modules left in bf16: exact names, or `re:` and a regular expression.
-    """
+    """See `WeightFormat.config`; vLLM 0.24.0 and transformers 5.9 both read it."""
     return e2m1_config(FORMAT, "tensor_group", BLOCK_SIZE, "torch.float8_e4m3fn", ignore)
 
 

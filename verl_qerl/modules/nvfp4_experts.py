@@ -41,11 +41,7 @@ class PackedStack(nn.Module):
             self.register_buffer(name, torch.zeros(shape, dtype=torch.uint8, device=device), persistent=False)
 
     def fill(self, g: int, packed: PackedWeight) -> None:
-        """Copy weight g; the first one decides the device of all.
-
-        Raises:
-            ValueError: The shapes differ.
-        """
+        """Copy weight g; the first one decides the device of all. A ValueError if the shapes differ."""
         if packed.shape != self.shape[1:]:
             raise ValueError(
                 f"the packed weight is {packed.shape}, the expert's {self.shape[1:]}."
@@ -115,11 +111,7 @@ class NVFP4Experts(nn.Module):
 
     @classmethod
     def from_experts(cls, experts: Qwen3MoeExperts) -> "NVFP4Experts":
-        """An unfilled module of the same size, on the device of `experts`.
-
-        Raises:
-            ValueError: A size is not a multiple of 16.
-        """
+        """An unfilled module of the same sizes, on the device of `experts`; a ValueError unless 16 divides them."""
         found: Any = experts
         sizes = found.num_experts, found.hidden_dim, found.intermediate_dim
         return cls(*sizes, found.act_fn, found.down_proj.device)

@@ -64,11 +64,7 @@ class PackedLinear(nn.Linear):
         self.persistent = False
 
     def fill(self, packed: PackedWeight) -> None:
-        """Take over the tensors of a packed weight (no copy; its device becomes the module's).
-
-        Raises:
-            ValueError: The shapes or formats differ.
-        """
+        """Take over the tensors of a packed weight (no copy; its device becomes ours); raises as `check_packed`."""
         self.check_packed(packed)
         for name, spec, tensor in zip(_BUFFERS, self.form.held(*packed.shape), packed.tensors, strict=False):
             setattr(self, name, (tensor if spec.shape else tensor.reshape(1)).view(torch.uint8))
@@ -93,7 +89,7 @@ class PackedLinear(nn.Linear):
         raise NotImplementedError
 
     def check_packed(self, packed: PackedWeight) -> None:
-        """Refuse a weight of another format or shape."""
+        """Refuse with a ValueError a weight of another format or shape."""
         if packed.form.name != self.form.name:
             raise ValueError(
                 f"the packed weight is in another format than the linear, {self.form.name}: {packed.form.name}. Both"

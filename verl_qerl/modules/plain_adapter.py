@@ -11,14 +11,11 @@ _PLAIN_INIT = (True, False, "gaussian", "orthogonal")
 
 
 def check_plain(options: Mapping[str, Any], remedy: str) -> None:
-    """Refuse an adapter of which the rollout or an export would leave out a part, which vLLM says nothing about.
+    """Refuse with a ValueError an adapter that is no plain LoRA: rollout or exports would silently leave out a part.
 
     Args:
         options: The options of PEFT's LoraConfig that differ from its defaults.
         remedy: End of the error.
-
-    Raises:
-        ValueError: One of them makes it another kind of adapter.
     """
     for name, value in options.items():
         known = name in _HONOURED | _TRAINING

@@ -62,14 +62,7 @@ class Rule(NamedTuple):
 
 
 def check(run: Run, rules: Iterable[Rule] | None = None) -> None:
-    """Refuse a run that breaks a rule.
-
-    Args:
-        rules: Default: all of them.
-
-    Raises:
-        ValueError: It does; the first one is told.
-    """
+    """Refuse with a ValueError a run that breaks one of some rules (default: all); the first one is told."""
     for when, need, why, remedy in RULES if rules is None else rules:
         beside = when.beside(run)
         if beside is not None and not need.accepts(value := run(need.name)):

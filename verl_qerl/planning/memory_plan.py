@@ -172,11 +172,7 @@ def passes(shape: ModelShape, s: Settings) -> dict[str, float]:
 
 
 def check(phases: tuple[Phase, ...], gpu_bytes: float) -> None:
-    """Refuse what cannot fit.
-
-    Raises:
-        DoesNotFitError: What a phase certainly holds is more than the GPU has.
-    """
+    """Refuse with a DoesNotFitError a phase that certainly holds more than the GPU has."""
     for phase in phases:
         if phase.certain > gpu_bytes:
             parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in phase.held.items() if size)

@@ -6,10 +6,9 @@ after loading is hung on the instance.
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from enum import Enum
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -87,68 +86,18 @@ def _noise_of(worker: Any) -> NormNoise:
     return worker._qerl_noise
 
 
-@dataclass
-class Preparation:
-    """An engine that is being prepared, as the steps see it.
-
-    Attributes:
-        lora_config: vLLM's, where LoRA goes on the path for one adapter; else None.
-        told: What vLLM keeps compiled code apart by.
-        columns: Input features of the linears on our kernels, known once they are loaded.
-    """
-
-    worker: Any
-    vllm_config: Any
-    options: RolloutOptions
-    lora_config: Any
-    told: dict[str, Any]
-    columns: set[int] = field(default_factory=set)
-
-    @property
-    def model(self) -> Any:
-        """The loaded model; not there before loading."""
-        return self.worker.model_runner.get_model()
-
-    def take(self, when: "When") -> None:
-        """Take the steps of a moment that this engine needs."""
-        for step in STEPS:
-            if step.when is when and step.needed(self):
-                logger.debug("verl_qerl: %s", step.name)
-                step.function(self)
-
-
-class When(Enum):
-    """Before loading; after it, in the memory that sleep mode keeps weights in; after it, outside of that memory."""
-
-    BEFORE, IN_POOL, LOADED = range(3)
-
-
-class Step(NamedTuple):
-    """One thing that is done to an engine, where it is needed."""
-
-    name: str
-    when: When
-    function: Callable[[Preparation], Any]
-    needed: Callable[[Preparation], Any] = lambda e: True
-
-
-def _put_lora_on_one_path(engine: Preparation) -> None:
-    compute_plain_logits(engine.model)
-    engine.told["lora"] = use_single_adapter(engine.model, engine.lora_config)
-
-
-def _make_noise(engine: Preparation) -> None:
-    options, worker = engine.options, engine.worker
+def _make_noise(worker: Any, options: RolloutOptions) -> NormNoise:
     rows = NoiseRows(worker.model_runner, options.aqn.draw) if options.aqn.draw != "batch" else None
-    worker._qerl_noise = NormNoise(engine.model, options.aqn, options.uaq_scale, rows and rows.give_tables)
+    model = worker.model_runner.get_model()
+    noise = NormNoise(model, options.aqn, options.uaq_scale, rows and rows.give_tables)
     if rows is not None:
         rows.watch()
+    return noise
 
 
-def _watch_owner(engine: Preparation) -> None:
+def _watch_owner(worker: Any) -> None:
     """Compute no step with memory whose owner has ended."""
-    worker = engine.worker
-    borrowed: Any = borrowed_by(engine.model)
+    borrowed: Any = borrowed_by(worker.model_runner.get_model())
     execute_model = worker.execute_model
 
     def check_then_execute(*args: Any, **kwargs: Any) -> Any:
@@ -158,18 +107,9 @@ def _watch_owner(engine: Preparation) -> None:
     upstream.hang(hosts.EXECUTE_MODEL, worker, check_then_execute)
 
 
-def _make_norms(engine: Preparation) -> None:
-    engine.worker._qerl_norms = SyncedNorms(engine.model, engine.worker._qerl_noise)
-
-
-def _find_linears(engine: Preparation) -> None:
-    engine.columns = repacked_in_features(engine.model)
-    engine.told["linear"] = sorted(engine.columns)
-
-
-def _refuse_microbatches(engine: Preparation) -> None:
+def _refuse_microbatches(vllm_config: Any) -> None:
     """Keep packed linears and attention on one stream: their thread blocks exchange sums in one workspace a device."""
-    parallel = getattr(engine.vllm_config, "parallel_config", None)
+    parallel = getattr(vllm_config, "parallel_config", None)
     if parallel is not None and parallel.use_ubatching:
         raise ValueError(
             "vLLM would run packed linears on two streams at once, which share a workspace for sums:"
@@ -178,37 +118,44 @@ def _refuse_microbatches(engine: Preparation) -> None:
         )
 
 
-def _replace_between_linears(engine: Preparation) -> None:
+def _replace_between_linears(model: Any, columns: set[int], vllm_config: Any, options: RolloutOptions) -> None:
     # vLLM fuses norms with the sums of several GPUs: its own, with weights of the activations' dtype.
-    fused = engine.vllm_config.compilation_config.pass_config.fuse_allreduce_rms
-    use_programmatic_launch(engine.model, engine.columns, left=engine.vllm_config.model_config.dtype if fused else None)
-    if engine.options.attention == "auto":
-        use_decode_attention(engine.model, engine.vllm_config)
+    fused = vllm_config.compilation_config.pass_config.fuse_allreduce_rms
+    use_programmatic_launch(model, columns, left=vllm_config.model_config.dtype if fused else None)
+    if options.attention == "auto":
+        use_decode_attention(model, vllm_config)
 
 
-def _replace_sampler(engine: Preparation) -> None:
-    use_fused_sampler(engine.worker.model_runner, required=engine.options.sampler == "fused")
+def _prepare_loaded(
+    worker: Any, vllm_config: Any, options: RolloutOptions, lora_config: Any, told: dict[str, Any]
+) -> None:
+    """Prepare a model that is loaded.
 
-
-# In their order. Norms are synced onto the noise, so noise is made first; what lies between linears is replaced where
-# there are some on our kernels.
-STEPS = (
-    Step("memory segments", When.BEFORE, lambda e: use_segments_again(e.worker, e.vllm_config)),
-    Step("share of the memory", When.BEFORE, lambda e: stay_within_share(e.worker, e.vllm_config)),
-    Step("LoRA's buffers", When.IN_POOL, lambda e: release_buffers(e.model, e.lora_config), lambda e: e.lora_config),
-    Step("LoRA", When.LOADED, _put_lora_on_one_path, lambda e: e.lora_config),
-    Step("noise", When.LOADED, _make_noise, lambda e: e.options.aqn.enabled),
-    Step("owner of the weights", When.LOADED, _watch_owner, lambda e: is_borrowing(e.vllm_config)),
-    Step("trained norms", When.LOADED, _make_norms, lambda e: e.options.train_norms),
-    Step("linears", When.LOADED, _find_linears),
-    Step("one stream", When.LOADED, _refuse_microbatches, lambda e: e.columns),
-    Step("between linears", When.LOADED, _replace_between_linears, lambda e: e.columns),
-    Step("sampler", When.LOADED, _replace_sampler, lambda e: e.options.sampler != "stock"),
-)
+    Args:
+        lora_config: vLLM's, where LoRA goes on the path for one adapter; else None.
+        told: What vLLM keeps compiled code apart by; gets what is ours.
+    """
+    model = worker.model_runner.get_model()
+    if lora_config:
+        compute_plain_logits(model)
+        told["lora"] = use_single_adapter(model, lora_config)
+    if options.aqn.enabled:
+        worker._qerl_noise = _make_noise(worker, options)
+    if is_borrowing(vllm_config):
+        _watch_owner(worker)
+    if options.train_norms:  # synced onto the noise
+        worker._qerl_norms = SyncedNorms(model, worker._qerl_noise)
+    columns = repacked_in_features(model)
+    told["linear"] = sorted(columns)
+    if columns:
+        _refuse_microbatches(vllm_config)
+        _replace_between_linears(model, columns, vllm_config, options)
+    if options.sampler != "stock":
+        use_fused_sampler(worker.model_runner, required=options.sampler == "fused")
 
 
 def prepare_model(worker: Any, vllm_config: Any) -> None:
-    """Take the `STEPS` that the options ask for, now and after `worker.load_model`.
+    """Prepare a worker as its options ask, now and after `worker.load_model`.
 
     Raises:
         ValueError: An option is unknown, out of range, or does not go together with VLLM_BATCH_INVARIANT. After
@@ -222,14 +169,15 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
         check_model(vllm_config, options.aqn)
     launch.set_programmatic_launch(options.programmatic_launch)
     lora_config = getattr(vllm_config, "lora_config", None) if options.lora == "single" else None
-    engine = Preparation(worker, vllm_config, options, lora_config, _compile_apart(vllm_config))
-    engine.take(When.BEFORE)
+    told = _compile_apart(vllm_config)
+    use_segments_again(worker, vllm_config)
+    stay_within_share(worker, vllm_config)
     load_model = worker.load_model
 
     def load_then_prepare(*args: Any, **kwargs: Any) -> None:
-        with _taking_steps_in_pool(engine):
+        with _releasing_buffers(worker, lora_config):
             load_model(*args, **kwargs)
-        engine.take(When.LOADED)
+        _prepare_loaded(worker, vllm_config, options, lora_config, told)
 
     upstream.hang(hosts.LOAD_MODEL, worker, load_then_prepare)
 
@@ -261,19 +209,22 @@ def _compile_apart(vllm_config: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _taking_steps_in_pool(engine: Preparation) -> Iterator[None]:
-    """Take them on what the runner loads meanwhile; its method stays as it is where none is needed."""
-    if not any(step.when is When.IN_POOL and step.needed(engine) for step in STEPS):
+def _releasing_buffers(worker: Any, lora_config: Any) -> Iterator[None]:
+    """Free buffers of LoRA that the path for one adapter leaves unused, in the memory that sleep mode keeps weights in.
+
+    So it happens while the runner loads; its method stays as it is without LoRA.
+    """
+    if not lora_config:
         yield
         return
-    runner = engine.worker.model_runner
+    runner = worker.model_runner
     load_model = runner.load_model
 
-    def load_then_take_steps(*args: Any, **kwargs: Any) -> None:
+    def load_then_release(*args: Any, **kwargs: Any) -> None:
         load_model(*args, **kwargs)
-        engine.take(When.IN_POOL)
+        release_buffers(runner.get_model(), lora_config)
 
-    upstream.hang(hosts.LOAD_IN_POOL, runner, load_then_take_steps)
+    upstream.hang(hosts.LOAD_IN_POOL, runner, load_then_release)
     try:
         yield
     finally:

@@ -1,9 +1,6 @@
 """Evaluations by vLLM itself, on the CPU build: whether what is asked for is what answers."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,13 +9,13 @@ pytest.importorskip("verl")
 pytest.importorskip("vllm")
 pytest.importorskip("math_verify")
 
+from qerl_testing import answer_of
 from safetensors.torch import load_file, save_file
 
 from verl_qerl.cli.eval.records import read_lines, read_settings
 from verl_qerl.cli.export.command import Options, export_checkpoint
 
 SCRIPT = Path(__file__).with_name("evaluate_all.py")
-ROOT = Path(__file__).parents[3]
 QUESTIONS = [{"question": f"What is {n} + 3?", "answer": f"#### {n + 3}"} for n in range(3)]
 NAMES = ("base", "adapter", "again", "checkpoint", "norms", "bf16", "untrained", "forgotten", "two")
 
@@ -53,13 +50,8 @@ def done(trained, models, tmp_path_factory):
         greedy = [] if "--temperature" in given else ["--temperature", "0"]
         argv = ["eval", *given, *common, *greedy, "--out", str(folder / name)]
         cases.append({"argv": argv, "forget_adapter": name == "forgotten"})
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(SCRIPT), json.dumps(cases)]
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
-    found = [line for line in result.stdout.splitlines() if line.startswith("RESULT ")]
-    assert found, result.stdout[-2000:] + result.stderr[-6000:]
-    codes = dict(zip(NAMES, json.loads(found[0].removeprefix("RESULT ")), strict=True))
+    found, result = answer_of(SCRIPT, cases, VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1")
+    codes = dict(zip(NAMES, found, strict=True))
     errors = dict(zip(NAMES, result.stderr.split("CASE ")[1:], strict=True))
     assert [codes[name] for name in (*NAMES[:6], "two")] == [0] * 7, result.stdout[-2000:] + result.stderr[-6000:]
     return folder, codes, result.stdout, errors

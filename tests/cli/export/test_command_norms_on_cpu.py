@@ -12,7 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.checkpoints.source import open_source, stored_tensors
+from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli import main
 from verl_qerl.cli.export.command import Options, export_checkpoint
@@ -36,7 +36,7 @@ def shifts(found) -> dict[str, torch.Tensor]:
 
 def weights(path) -> dict[str, torch.Tensor]:
     source = open_source(path)
-    items = stored_tensors(source) if source.layout == "bf16" else packed_stream(source)
+    items = source.tensors() if source.layout == "bf16" else packed_stream(source)
     return {name: item for name, item in items if isinstance(item, torch.Tensor)}
 
 

@@ -216,10 +216,9 @@ def test_an_update_that_quantization_takes_back_is_announced(trained, tmp_path, 
 
 
 def stream_of(path):
-    from verl_qerl.checkpoints.source import stored_tensors
 
     source = open_source(path)
-    return stored_tensors(source) if source.layout == "bf16" else packed_stream(source)
+    return source.tensors() if source.layout == "bf16" else packed_stream(source)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -1,13 +1,10 @@
 """Stock vLLM without our plugin runs every form of `export` on a GPU, with Marlin under the packed ones."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from qerl_testing import answer_of
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
@@ -16,7 +13,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 from verl_qerl.cli.export.command import export_checkpoint  # noqa: E402
 
 SCRIPT = Path(__file__).parents[1] / "ask_vllm.py"
-ROOT = Path(__file__).parents[3]
 CASE = "ours-nvfp4-lora"
 # As on the CPU (test_export_vllm_on_cpu.py): two roundings of one function to bf16.
 BOUND = 2e-2
@@ -35,13 +31,7 @@ def answers(trained, models, tmp_path_factory):
         cases.append({"name": form, "model": str(model), "lora": lora, "reference_kernel": False, "options": options})
     found = {}
     for case in cases:  # a process each: an engine gives its memory back only when it ends
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        env = os.environ | {"PYTHONPATH": path, "VLLM_PLUGINS": "none"}
-        command = [sys.executable, str(SCRIPT), json.dumps([case])]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        assert lines, done.stdout[-2000:] + done.stderr[-6000:]
-        found |= json.loads(lines[0].removeprefix("RESULT "))
+        found |= answer_of(SCRIPT, [case], VLLM_PLUGINS="none")[0]
     return {name: (method, torch.tensor(values)) for name, (method, values) in found.items()}
 
 

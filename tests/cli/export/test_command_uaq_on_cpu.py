@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.checkpoints.source import open_source, stored_tensors
+from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli import main
 from verl_qerl.cli.export.command import Options, export_checkpoint
@@ -45,7 +45,7 @@ def test_the_scaling_of_uaq_is_undone(trained, tmp_path, case):
     assert (report["uaq_scale"], report["base"], report["r"]) == (1.5, str(found.base), 0)
     tied = found.base.name == "tied"
     assert len(report["changed_besides_the_adapter"]) == (20 if tied else 27)
-    merged, trained_weights = (dict(stored_tensors(open_source(out))), found.found["adapter"])
+    merged, trained_weights = (dict(open_source(out).tensors()), found.found["adapter"])
     for name, weight in trained_weights.items():
         if tied and name == "lm_head.weight":
             continue

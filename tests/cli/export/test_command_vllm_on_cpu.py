@@ -1,9 +1,5 @@
 """vLLM computes with what `export` writes as the trainer did; its own loaders, on the CPU build."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,11 +8,11 @@ pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
 import torch
+from qerl_testing import answer_of
 
 from verl_qerl.cli.export.command import Options, export_checkpoint
 
 SCRIPT = Path(__file__).parents[1] / "ask_vllm.py"
-ROOT = Path(__file__).parents[3]
 FORMS = ("peft", "merged-bf16", "merged-nvfp4", "modelopt")
 OURS = {"load_format": "verl_qerl_nvfp4", "quantization": "verl_qerl_nvfp4"}
 CASE, NORMS = "ours-nvfp4-lora", "norms-nvfp4-lora"
@@ -44,12 +40,7 @@ def answers(trained, models, tmp_path_factory):
         case("merged-nvfp4, stock", out / "merged-nvfp4", reference_kernel=True),
         case("modelopt, stock", out / "modelopt", reference_kernel=True),
     ]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(SCRIPT), json.dumps(cases)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-6000:]
-    found = json.loads(lines[0].removeprefix("RESULT "))
+    found, _ = answer_of(SCRIPT, cases)
     return {name: (method, torch.tensor(values)) for name, (method, values) in found.items()}
 
 

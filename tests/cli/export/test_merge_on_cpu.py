@@ -7,7 +7,7 @@ pytest.importorskip("verl")
 
 import torch
 
-from verl_qerl.checkpoints.source import open_source, stored_tensors
+from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli.export.adapter import read_adapter
 from verl_qerl.cli.export.fsdp_checkpoint import open_checkpoint
@@ -25,7 +25,7 @@ def merge_of(checkpoint, base=None) -> Merge:
 def dense_base(case, path):
     """What training computed with, in float32; from the files alone."""
     if case.startswith("stock"):
-        return dict(stored_tensors(open_source(path)))
+        return dict(open_source(path).tensors())
     return {
         f"{name}.weight" if isinstance(item, PackedWeight) else name: dequantize(item, torch.float32)
         if isinstance(item, PackedWeight)

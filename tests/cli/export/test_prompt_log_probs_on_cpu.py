@@ -5,7 +5,7 @@ pytest.importorskip("transformers")
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl_qerl.checkpoints.source import open_source, stored_tensors
+from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli.export.prompt_log_probs import log_prob_change
 from verl_qerl.cli.prompts import tokenize
@@ -17,7 +17,7 @@ CHAT = [{"role": "user", "content": "What is 5 + 3?"}]
 def test_the_change_is_that_of_the_two_models(models):
     prompts = ["What is 2 + 3? Ann has 4 apples.", CHAT, "a"]
     tokens = tokenize(models / "nvfp4", prompts)
-    found = log_prob_change(stored_tensors(open_source(models / "bf16")), models / "nvfp4", tokens, "cpu")
+    found = log_prob_change(open_source(models / "bf16").tensors(), models / "nvfp4", tokens, "cpu")
 
     tokenizer = AutoTokenizer.from_pretrained(models / "bf16")
     model = AutoModelForCausalLM.from_pretrained(models / "bf16", dtype=torch.bfloat16).eval()

@@ -10,7 +10,7 @@ from chat_tokenizer import train_tokenizer
 from qerl_testing import quantize_group, random_decoder
 
 from verl_qerl.checkpoints.digest import model_digest, weight_digest
-from verl_qerl.checkpoints.source import open_source, stored_tensors
+from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli import main
 from verl_qerl.cli.quantize import calibration
@@ -134,7 +134,7 @@ def test_the_output_is_as_without_calibration_but_for_codes(tmp_path, texts, cap
         assert torch.equal(weight.block_scale.float(), nearest[name].block_scale.float())
     config = json.loads((tmp_path / "once" / "config.json").read_text())["quantization_config"]
     assert config == quantization_config(["lm_head", "model.layers.1.self_attn.o_proj"])
-    dense, stored = dict(stored_tensors(open_source(folder))), dict(stored_tensors(open_source(tmp_path / "once")))
+    dense, stored = dict(open_source(folder).tensors()), dict(open_source(tmp_path / "once").tensors())
     rest = {name for name in dense if name.removesuffix(".weight") not in found}
     assert "model.layers.1.self_attn.o_proj.weight" in rest
     assert all(torch.equal(stored[name], dense[name]) for name in rest)

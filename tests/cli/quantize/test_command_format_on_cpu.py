@@ -2,13 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from qerl_testing import random_qwen2
+from qerl_testing import answer_of, random_qwen2
 from safetensors.torch import load_file
 
 from verl_qerl.checkpoints.digest import model_digest, weight_digest
@@ -24,7 +22,6 @@ pytest.importorskip("compressed_tensors")
 
 SIBLINGS = ("fp8", "int8", "mxfp4")
 SCRIPT = Path(__file__).parents[1] / "ask_vllm.py"
-ROOT = Path(__file__).parents[3]
 TOKENS = [(7 * i) % 300 for i in range(64)]  # of ask_vllm.py
 
 
@@ -110,12 +107,7 @@ def test_stock_vllm_computes_int8_as_the_dequantized_model(outputs, model):
     folder, _ = outputs["int8"]
     case = {"name": "int8", "model": str(folder), "lora": None, "reference_kernel": False}
     case["options"] = {"kv_cache_memory_bytes": 1 << 26}
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(SCRIPT), json.dumps([case])]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-6000:]
-    method, values = json.loads(lines[0].removeprefix("RESULT "))["int8"]
+    method, values = answer_of(SCRIPT, [case])[0]["int8"]
     assert method == "compressed-tensors"
     expected = transformers.Qwen2ForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     differences = {}

@@ -142,7 +142,7 @@ def test_a_folder_that_others_may_enter_is_refused():
     path = meeting_place("x", 0)
     path.parent.mkdir(mode=0o700)
     path.parent.chmod(0o755)
-    with pytest.raises(RuntimeError, match=r"is not a folder of this account alone\. Mode 0700 is needed"):
+    with pytest.raises(RuntimeError, match=r"is not a folder of this account alone, with mode 0700\. .* Remove it, or"):
         Lender(small_base(), path)
 
 

@@ -116,14 +116,19 @@ def test_no_dense_weight_is_left(checkpoint):
     assert all(b.dtype == torch.uint8 for name, b in model.named_buffers() if ".layers." in name)
 
 
-def test_the_model_computes_with_the_dequantized_weights(checkpoint):
-    path = checkpoint()
-    model = read(path)
+def assert_dense_logits(path, model, *others):
+    """The logits are those of transformers' model with the decoded weights."""
     dense = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     for name, linear in packed_linears(model):
         dense.get_submodule(name).weight.data = dequantize(linear.packed())
     tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
-    assert torch.equal(model(tokens).logits, dense(tokens).logits)
+    for one in (model, *others):
+        assert torch.equal(one(tokens).logits, dense(tokens).logits)
+
+
+def test_the_model_computes_with_the_dequantized_weights(checkpoint):
+    path = checkpoint()
+    assert_dense_logits(path, read(path))
 
 
 def test_the_dtype_is_that_of_what_is_not_packed(checkpoint):
@@ -143,12 +148,7 @@ def test_every_family_computes_with_the_dequantized_weights(tmp_path, family, ti
     assert not model.lm_head.weight.is_meta
     assert digests(packed) == digests(model)
     assert len(digests(model)) == 2 * (4 if family == "phi3" else 7)
-    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype=torch.bfloat16)
-    for name, linear in packed_linears(model):
-        dense.get_submodule(name).weight.data = dequantize(linear.packed())
-    tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
-    assert torch.equal(model(tokens).logits, dense(tokens).logits)
-    assert torch.equal(packed(tokens).logits, dense(tokens).logits)
+    assert_dense_logits(tmp_path / "bf16", model, packed)
 
 
 def test_an_nvfp4_directory_gives_the_same_bits(checkpoint, tmp_path):

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from verl_qerl.verl_plugin.trainer.trainer import FeaturedTrainer
+from verl_qerl.verl_plugin.trainer.trainer import FEATURES, FeaturedTrainer
 
 
 class Base:
@@ -43,4 +43,4 @@ class Base:
 
 def trainer_of(*features, base=Base):
     """The class of a trainer that has these features, where its configuration asks for them."""
-    return type("Trainer", (FeaturedTrainer, base), {"FEATURES": features})
+    return type("Trainer", (FeaturedTrainer, base), {"FEATURES": {kind: FEATURES[kind] for kind in features}})

@@ -10,7 +10,7 @@ from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 from verl_qerl.verl_plugin.trainer.polling import POLL_S, Polling
-from verl_qerl.verl_plugin.trainer.trainer import prepare
+from verl_qerl.verl_plugin.trainer.trainer import FEATURES, prepare
 
 VERLS = 2.0
 SAMPLER = """
@@ -40,8 +40,7 @@ def buffer_of(mode, sampler=None, **nodes):
     trainer = kind.__new__(kind)
     trainer.config, trainer.trainer_mode = OmegaConf.create(config), mode
     trainer.run = prepare(trainer, trainer.config)
-    polling = Polling.from_config(trainer.run)
-    trainer.features = [] if polling is None else [polling]
+    trainer.features = [Polling(trainer.run)] if FEATURES[Polling](trainer.run) else []
     return trainer._build_replay_buffer()
 
 

@@ -76,13 +76,13 @@ def test_only_the_norms_of_the_layers_get_noise():
     expected = [
         f"model.layers.{index}.{kind}" for index in range(2) for kind in ("input_layernorm", "post_attention_layernorm")
     ]
-    assert noise.names == expected
+    assert list(noise.clean) == expected
     assert changed(before, weights(model)) == set(expected)
 
 
 def test_other_targets():
     _, noise = build(targets=("q_norm", "norm"))
-    assert noise.names == ["model.layers.0.self_attn.q_norm", "model.layers.1.self_attn.q_norm", "model.norm"]
+    assert list(noise.clean) == ["model.layers.0.self_attn.q_norm", "model.layers.1.self_attn.q_norm", "model.norm"]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -147,7 +147,7 @@ def test_two_norms_draw_apart():
     model, noise = build()
     before = weights(model)
     noise.apply(1e-2, 1)
-    drawn = [weights(model)[f"{name}.weight"] - before[f"{name}.weight"] for name in noise.names]
+    drawn = [weights(model)[f"{name}.weight"] - before[f"{name}.weight"] for name in noise.clean]
     correlation = torch.corrcoef(torch.stack(drawn))
     # Independent draws of 4096 numbers correlate by 0.016.
     assert (correlation - torch.eye(4)).abs().max() < 0.08
@@ -215,7 +215,7 @@ def test_noise_that_acts_is_counted():
     noise.apply(1e-6, 1)
     assert noise.num_noisy() == 4
     with torch.no_grad():
-        name = noise.names[2]
+        name = list(noise.clean)[2]
         model.get_submodule(name).weight.copy_(noise._clean[name])
     assert noise.num_noisy() == 3
     noise.apply(0.0, 1)
@@ -225,7 +225,7 @@ def test_noise_that_acts_is_counted():
 def test_sizes_are_root_mean_squares_without_what_uaq_multiplied():
     model, noise = build(targets=("input_layernorm", "q_norm"))
     kept = weights(model)
-    plain = {name: float(kept[f"{name}.weight"].double().square().mean().sqrt()) for name in noise.names}
+    plain = {name: float(kept[f"{name}.weight"].double().square().mean().sqrt()) for name in noise.clean}
     assert noise.sizes() == pytest.approx(plain, rel=1e-12)
     noise.apply(0.3, 1)
     assert noise.sizes() == pytest.approx(plain, rel=1e-12)  # of the clean weights
@@ -305,8 +305,8 @@ def test_noise_keeps_its_size_beside_norms_that_uaq_scaled(mode, unit):
     clean = weights(scaled)
     noise.apply(1e-2, 3)
     other.apply(1e-2, 3)
-    assert len(other.names) == 4
-    for name in other.names:
+    assert len(other.clean) == 4
+    for name in other.clean:
         grown = 1.5 if name.endswith("input_layernorm") else 1.0
         expected = plain.get_submodule(name).weight * grown
         torch.testing.assert_close(scaled.get_submodule(name).weight, expected, rtol=1e-6, atol=1e-7)

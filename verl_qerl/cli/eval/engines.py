@@ -42,11 +42,7 @@ class Work:
 
 
 def judged(work: Work) -> Judged:
-    """(number of the question, its answers) as each is ready; an adapter is looked for in the first answer.
-
-    Raises:
-        ValueError: See `check_applied`.
-    """
+    """(number of the question, its answers) as each is ready; raises as `check_applied` before the first."""
     from verl_qerl.vllm_plugin.offline import OfflineEngine  # imports torch
 
     engine = OfflineEngine(work.options)

@@ -46,11 +46,7 @@ class Question:
 
 
 def parse_tasks(text: str) -> list[str]:
-    """Names of TASKS, separated by commas.
-
-    Raises:
-        ValueError: One is not among them, or there is none.
-    """
+    """Names of TASKS, separated by commas; a ValueError if one is not among them, or there is none."""
     names = list(dict.fromkeys(name for name in text.split(",") if name))
     unknown = [name for name in names if name not in TASKS]
     if unknown or not names:

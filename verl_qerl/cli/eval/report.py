@@ -1,10 +1,10 @@
 """The table of an evaluation, and that of two evaluations of the same questions."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from verl_qerl.checkpoints.record import write_json
 from verl_qerl.cli.eval.records import Answered, read_lines, read_settings, tasks_of
 from verl_qerl.cli.eval.statistics import Interval, accuracy, majority, paired, pass_at
 
@@ -39,8 +39,7 @@ def report(out: Path, tasks: Sequence[str]) -> int:
     """Write summary.json and print the table; what all-wrong answers look like."""
     lines = {task: read_lines(out, task) for task in tasks}
     found = {task: summarize(answered) for task, answered in lines.items()}
-    content = {"settings": read_settings(out), "tasks": found}
-    (out / SUMMARY).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json(out / SUMMARY, {"settings": read_settings(out), "tasks": found})
     print("\n".join(_table(found)))
     for task, answered in lines.items():
         if found[task]["accuracy"]["mean"] == 0:

@@ -1,6 +1,5 @@
 """The trained adapter: checked against its configuration and its base, and written as PEFT reads it."""
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from verl_qerl.checkpoints.record import write_json
 from verl_qerl.checkpoints.writer import write_tensors
 from verl_qerl.cli.export.fsdp_checkpoint import Checkpoint
 from verl_qerl.errors import CheckpointFormatError
@@ -93,7 +93,7 @@ def write_peft(folder: Path, adapter: Adapter, base: str) -> None:
         "bias": "none",
         "target_modules": list(adapter.targets),
     }
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "adapter_config.json", config)
     tensors = {}
     for module, (A, B) in adapter.factors.items():
         tensors[f"base_model.model.{module}.lora_A.weight"] = A

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from verl_qerl import __version__
 from verl_qerl.checkpoints.digest import model_digest
 from verl_qerl.checkpoints.experts import is_expert
+from verl_qerl.checkpoints.record import write_json
 from verl_qerl.checkpoints.stream import pack
 from verl_qerl.checkpoints.writer import ShardedWriter, quantized_specs
 from verl_qerl.cli import model_dir
@@ -92,7 +93,7 @@ def export_checkpoint(
         export = _Export(folder, form, found, adapter, trained, options, model_dir.pick_device(options.device))
         layers = export.write(out)
         report = export.report(layers) | {"seconds": round(time.perf_counter() - started, 3)}
-        model_dir.write_json(folder / model_dir.EXPORT_REPORT, report)
+        write_json(folder / model_dir.EXPORT_REPORT, report)
     return report
 
 
@@ -198,7 +199,7 @@ class _Export:
             digests = model_dir.store(writer, items, layout)
         model_dir.copy_other_files(self.base.source.path, self.folder)
         dtype = "torch_dtype" if "torch_dtype" in config else "dtype"  # transformers 4 and 5
-        model_dir.write_json(self.folder / "config.json", config | {dtype: "bfloat16"})
+        write_json(self.folder / "config.json", config | {dtype: "bfloat16"})
         return digests
 
     def _write_quantized(self, merge: Merge) -> dict[str, dict[str, Any]]:
@@ -220,7 +221,7 @@ class _Export:
         specs = quantized_specs(self.base.specs, self.base.linears, partial(self.format.specs, layout=layout))
         digests = self._write_model(items, specs, config, layout)
         if layout == "modelopt":
-            model_dir.write_json(self.folder / "hf_quant_config.json", modelopt_legacy_config(self.base.ignore))
+            write_json(self.folder / "hf_quant_config.json", modelopt_legacy_config(self.base.ignore))
         return digests
 
 

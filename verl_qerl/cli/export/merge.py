@@ -10,7 +10,7 @@ import torch
 from verl_qerl.checkpoints.dense_source import dense_source
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.record import BaseRecord, read_whole
-from verl_qerl.checkpoints.source import Source, open_source, stored_tensors
+from verl_qerl.checkpoints.source import Source, open_source
 from verl_qerl.checkpoints.stream import check_format, packed_names, packed_stream
 from verl_qerl.cli.export.adapter import Adapter
 from verl_qerl.cli.export.fsdp_checkpoint import Checkpoint
@@ -76,7 +76,7 @@ class Base:
     def items(self, device: str) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
         """The model as training saw it; see `checkpoints.stream`."""
         if self.record is None:
-            return stored_tensors(self.source, device)
+            return self.source.tensors(device)
         form = get_format(self.format, self.record.scale)
         return packed_stream(self.source, form, self.record.ignore, device)
 
@@ -232,13 +232,7 @@ class Merge:
 
     def _check_others(self) -> None:
         for name, shift in self.norms.items():
-            spec = self.base.specs.get(f"{name}.weight")
-            if spec is None or spec.shape != tuple(shift.shape):
-                raise CheckpointFormatError(
-                    f"the checkpoint does not fit the base: it trains the norm {name!r} of {tuple(shift.shape)}, the"
-                    f" base has {'none' if spec is None else spec.shape}. The same norms are accepted. Name the right"
-                    " base with --base."
-                )
+            self._check_shape(f"{name}.weight", shift, f"trains the norm {name!r}", "norms")
         tied = bool(self.base.source.config.get("tie_word_embeddings", False))
         if not self.adapter.factors:
             lacking = sorted(self.base.specs.keys() - self.others.keys() - ({"lm_head.weight"} if tied else set()))
@@ -248,16 +242,19 @@ class Merge:
                     " the base's are needed without an adapter. Name the right base with --base."
                 )
         for name, tensor in self.others.items():
-            spec = self.base.specs.get(name)
-            is_tied = spec is None and tied and name == "lm_head.weight"
+            is_tied = name not in self.base.specs and tied and name == "lm_head.weight"
             if is_tied and torch.equal(tensor, self.others.get("model.embed_tokens.weight", tensor)):
                 continue  # the embedding once more
-            if spec is None or spec.shape != tuple(tensor.shape):
-                raise CheckpointFormatError(
-                    f"the checkpoint does not fit the base: it holds {name!r} of {tuple(tensor.shape)}, the base "
-                    f"{'none' if spec is None else spec.shape}. The same tensors are accepted. Name the right base with"
-                    " --base."
-                )
+            self._check_shape(name, tensor, f"holds {name!r}", "tensors")
+
+    def _check_shape(self, name: str, tensor: torch.Tensor, what: str, accepted: str) -> None:
+        spec = self.base.specs.get(name)
+        if spec is None or spec.shape != tuple(tensor.shape):
+            raise CheckpointFormatError(
+                f"the checkpoint does not fit the base: it {what} of {tuple(tensor.shape)}, the base has"
+                f" {'none' if spec is None else spec.shape}. The same {accepted} are accepted. Name the right base with"
+                " --base."
+            )
 
     def _check_digests(self, modules: Iterable[str]) -> None:
         wanted = self.base.record.digests if self.base.record else {}

@@ -88,11 +88,7 @@ def _check_calibration(args: argparse.Namespace) -> None:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `5GB` and the like; for argparse.
-
-    Raises:
-        argparse.ArgumentTypeError: It is no size.
-    """
+    """Bytes of `5GB` and the like, for argparse; an ArgumentTypeError if it is no size."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)B?", text.strip(), re.IGNORECASE)
     size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if size < 1:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from verl_qerl import __version__
 from verl_qerl.checkpoints.dense_source import dense_source, left_dense
 from verl_qerl.checkpoints.digest import model_digest
+from verl_qerl.checkpoints.record import write_json
 from verl_qerl.checkpoints.source import Source, open_source
 from verl_qerl.checkpoints.stream import check_held, packed_names, packed_stream
 from verl_qerl.checkpoints.writer import ShardedWriter, quantized_specs
@@ -109,8 +110,8 @@ def quantize_checkpoint(
             **written,
         }
         model_dir.copy_other_files(source.path, folder)
-        model_dir.write_json(folder / "config.json", source.config | {"quantization_config": chosen.config(rules)})
-        model_dir.write_json(folder / model_dir.QUANTIZATION_REPORT, report)
+        write_json(folder / "config.json", source.config | {"quantization_config": chosen.config(rules)})
+        write_json(folder / model_dir.QUANTIZATION_REPORT, report)
     return report
 
 

@@ -77,11 +77,7 @@ class Lender:
         self._thread.start()
 
     def check_taken(self) -> None:
-        """Make sure that somebody has the base.
-
-        Raises:
-            RuntimeError: Nobody has asked for it.
-        """
+        """Raise RuntimeError if nobody has asked for the base."""
         if not self._taken:
             raise _refused(
                 "the rollout holds a base of its own", "Leave engine_kwargs.vllm.model_loader_extra_config out"
@@ -119,11 +115,7 @@ class Borrowed:
     _owner: int  # file descriptor that becomes readable when the owner ends
 
     def check(self) -> None:
-        """Make sure that the owner lives.
-
-        Raises:
-            RuntimeError: It does not.
-        """
+        """Raise RuntimeError if the owner has ended."""
         poll = select.poll()
         poll.register(self._owner, select.POLLIN)
         if poll.poll(0):
@@ -211,10 +203,7 @@ def _make_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise RuntimeError(
-            f"the packed base cannot be shared: {folder} is not a folder of this account alone. Mode 0700 is needed."
-            " Remove it, or leave +qerl.base.share out."
-        )
+        raise _refused(f"{folder} is not a folder of this account alone, with mode 0700", "Remove it")
 
 
 def _remove_stale(path: Path) -> None:
@@ -226,7 +215,4 @@ def _remove_stale(path: Path) -> None:
         except ConnectionRefusedError:  # what a process that was killed left behind
             path.unlink()
             return
-    raise RuntimeError(
-        f"the packed base cannot be shared: another process lends its own at {path}. One run of a name on a machine is"
-        " accepted. End the other run, or set TMPDIR for this one."
-    )
+    raise _refused(f"another process lends its own at {path}", "End the other run, or set TMPDIR for this one")

@@ -34,11 +34,7 @@ class RepackedNVFP4Linear(NVFP4Linear):
         linear.tiles = tiles  # type: ignore[attr-defined]
 
     def fill(self, packed: PackedWeight) -> None:
-        """Refused: the bytes are another process's too.
-
-        Raises:
-            RuntimeError: Always.
-        """
+        """Always raise RuntimeError: the bytes are another process's too."""
         raise RuntimeError("a shared base cannot be filled again: qerl.base.share=true. Start another run.")
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -122,11 +122,7 @@ class ShardedNVFP4Linear(NVFP4Linear):
         return self.tensors()[0]
 
     def fill(self, packed: PackedWeight) -> None:
-        """Copy the tensors of `packed`, to their own device.
-
-        Raises:
-            ValueError: The shapes differ.
-        """
+        """Copy the tensors of `packed`, to their own device; raises as `check_packed`."""
         self.check_packed(packed)
         flat = torch.zeros(self.packed_bytes.numel() * 2, dtype=torch.uint8, device=packed.codes.device)
         codes, scale, decode_scale = self._cut(flat)

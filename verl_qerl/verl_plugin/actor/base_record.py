@@ -20,11 +20,7 @@ _NEVER = ("task_type", "peft_type", "peft_version", "base_model_name_or_path", "
 def base_record(
     path: str, options: BaseOptions, digests: Mapping[str, str], adapter: PeftConfig, mesh: DeviceMesh
 ) -> BaseRecord:
-    """The record of an engine's model.
-
-    Args:
-        mesh: The mesh of FSDP2, whose last dimension shards.
-    """
+    """The record of an engine's model; the last dimension of `mesh` shards."""
     return BaseRecord(
         recorded_path(path),
         str(options.scale),

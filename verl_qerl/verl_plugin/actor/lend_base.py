@@ -14,14 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 def lend_base(module: nn.Module, rank: int) -> Lender:
-    """Move the packed base where the rollout can map it, and wait for the rollout to ask.
+    """Move the packed base where the rollout can map it, and wait for it to ask; raises as `share_base` and `Lender`.
 
     Args:
         rank: The actor's rank, which is the number of the rollout replica on its GPU.
-
-    Raises:
-        RuntimeError: See `Lender`.
-        ValueError: See `share_base`.
     """
     # Expandable segments have no CUDA IPC handle; verl switches them on after the first weight sync.
     set_expandable_segments(False)

@@ -46,11 +46,7 @@ def saved_files(folder: Path, parts: Sequence[str]) -> dict[str, int]:
 
 
 def read_on_first_rank(read: Callable[[], _T]) -> _T:
-    """What `read` finds on rank 0, whose node alone may have the file; the same on every rank.
-
-    Raises:
-        CheckpointFormatError: `read` raises it; on every rank.
-    """
+    """What `read` finds, or the CheckpointFormatError that it raises, on rank 0, whose node alone may have the file."""
     told: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -198,15 +194,14 @@ def _other_ranks(folder: Path, record: BaseRecord, held: BaseRecord) -> str | No
     if record.lies_as(held) or record.lora_only:
         return None
     if record.world_size == held.world_size:
-        return (
-            f"the checkpoint is spread over other ranks: fsdp_size={record.sharded_over}, now {held.sharded_over}, in"
-            f" {folder}. A LoRA-only checkpoint (+actor.checkpoint.save_lora_only=true) resumes with any, one with the"
-            f" whole model with its own. Set actor.fsdp_config.fsdp_size={record.sharded_over}."
-        )
+        size, was, now = "fsdp_size", record.sharded_over, held.sharded_over
+        remedy = f"Set actor.fsdp_config.fsdp_size={was}."
+    else:
+        size, was, now = "world_size", record.world_size, held.world_size
+        remedy = f"Resume on {was} ranks."
     return (
-        f"the checkpoint is of another number of ranks: world_size={record.world_size}, now {held.world_size}, in "
-        f"{folder}. A LoRA-only checkpoint (+actor.checkpoint.save_lora_only=true) resumes on any number, one with the "
-        f"whole model on its own. Resume on {record.world_size} ranks."
+        f"the checkpoint is spread over other ranks: {size}={was}, now {now}, in {folder}. A LoRA-only checkpoint"
+        f" (+actor.checkpoint.save_lora_only=true) resumes on any, one with the whole model on its own. {remedy}"
     )
 
 

@@ -69,7 +69,7 @@ def prepare(config: DictConfig) -> None:
         rules.check(run, rules.OF_THE_CPU)
         return
     check_spelling(config)
-    options, aqn, uaq = qerl_options(config), aqn_options(config), UAQConfig.from_mapping(run("uaq"))
+    options, aqn, uaq = Qerl.from_mapping(run("qerl")), aqn_options(config), UAQConfig.from_mapping(run("uaq"))
     ACRConfig.from_mapping(run("acr"))
     if options.base.format is not None or aqn.enabled or run("qerl.rollout"):
         problem = vllm_plugin.version_problem()
@@ -87,22 +87,9 @@ def run_of(config: DictConfig) -> Run:
     return lambda name: plain(OmegaConf.select(config, name))
 
 
-def qerl_options(config: DictConfig) -> Qerl:
-    """The node `qerl` of a run; absent options have their defaults.
-
-    Raises:
-        ValueError: An option is unknown or out of range.
-    """
-    return Qerl.from_mapping(plain(OmegaConf.select(config, "qerl")))
-
-
 def aqn_options(config: DictConfig) -> AQNConfig:
-    """The node `aqn` of a run; absent means off.
-
-    Raises:
-        ValueError: An option is unknown or out of range.
-    """
-    return AQNConfig.from_mapping(plain(OmegaConf.select(config, "aqn")))
+    """The node `aqn` of a run; absent means off. A ValueError if an option is unknown or out of range."""
+    return AQNConfig.from_mapping(run_of(config)("aqn"))
 
 
 def _apply(config: DictConfig, options: Qerl, aqn: AQNConfig, uaq: UAQConfig) -> None:

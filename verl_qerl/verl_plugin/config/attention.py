@@ -35,11 +35,7 @@ def default_attention() -> str:
 
 
 def check_attention(config: DictConfig) -> None:
-    """Refuse a run with an option of ours that asks for flash-attn where it cannot be imported.
-
-    Raises:
-        ValueError: It does.
-    """
+    """Refuse with a ValueError a run with an option of ours that asks for flash-attn where it cannot be imported."""
     for model in _models(config):
         asked = OmegaConf.select(config, f"{model}.{_OPTION}")
         # transformers takes flash attention from the hub where `kernels` is installed.

@@ -14,14 +14,7 @@ PROGRAMS = (
 
 
 def refuse(command: Sequence[str]) -> None:
-    """Stop one of PROGRAMS, as a module or a file, if it asks for QeRL.
-
-    Args:
-        command: The interpreter and its arguments.
-
-    Raises:
-        SystemExit: The command line sets one of our options.
-    """
+    """Stop one of PROGRAMS, as a module or a file, by SystemExit if its command line sets an option of ours."""
     started = " ".join(argument.replace("/", ".") for argument in command if "=" not in argument)
     name = next((name for name in PROGRAMS if name in started), None)
     if name and asks_for_qerl(list(command)):

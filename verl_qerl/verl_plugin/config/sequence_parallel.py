@@ -11,11 +11,7 @@ _SIZE = "ulysses_sequence_parallel_size"
 
 
 def check_sharing(run: Run) -> None:
-    """Refuse GPUs that are to share sequences, of the actor or of a critic, and cannot.
-
-    Raises:
-        ValueError: They cannot.
-    """
+    """Refuse with a ValueError GPUs that are to share sequences, of the actor or of a critic, and cannot."""
     size = run(f"{ACTOR}.{_SIZE}") or 1  # the older name, which wins in verl where it is set
     _check(run, "actor_rollout_ref.model", f"actor.fsdp_config.{_SIZE}", size if size != 1 else run(f"{FSDP}.{_SIZE}"))
     if trains_critic(run):

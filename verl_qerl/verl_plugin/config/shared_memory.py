@@ -14,14 +14,7 @@ _ROOT = Path("/dev/shm/verl-cache")
 
 
 def check_copies(config: DictConfig) -> None:
-    """Refuse a copy that is of another time than its directory; other nodes than the driver's are not looked at.
-
-    Args:
-        config: The whole configuration of the run.
-
-    Raises:
-        ValueError: There is one.
-    """
+    """Refuse with a ValueError a copy of another time than its directory; other nodes' copies are not looked at."""
     for model in ("actor_rollout_ref.model", "critic.model"):
         for name in ("path", "lora_adapter_path") if OmegaConf.select(config, f"{model}.use_shm") else ():
             path = OmegaConf.select(config, f"{model}.{name}")

@@ -10,9 +10,5 @@ SHIMS = {"verl.utils.distributed": PROCESS_GROUP, "verl.utils.torch_functional":
 
 
 def install(module: ModuleType) -> None:
-    """Install the shim of a module, before an engine binds the function; nothing where verl has the patch.
-
-    Raises:
-        UpstreamDriftError: verl's function is not the one that the shim was written for.
-    """
+    """Install the shim of a module, before an engine binds the function; raises as `upstream.install`."""
     upstream.install(SHIMS[module.__name__])

@@ -32,11 +32,7 @@ class AdapterListing:
             upstream.hang(change, engine, self._forgetting(getattr(engine, name)))
 
     async def __call__(self) -> set[int]:
-        """Numbers of the adapters.
-
-        Raises:
-            EngineDeadError: The engine has ended.
-        """
+        """Numbers of the adapters; an EngineDeadError if the engine has ended."""
         asked = self._asked
         if asked is None:
             asked = self._asked = asyncio.ensure_future(self._ask())

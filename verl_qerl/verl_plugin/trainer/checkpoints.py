@@ -13,10 +13,8 @@ import shutil
 import zipfile
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.verl_plugin.trainer.feature import Feature, Run
+from verl_qerl.verl_plugin.trainer.feature import Feature
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +26,6 @@ _NO_QUEUE_YET = "verl_qerl_transfer_queue_to_come"  # while a step is saved that
 
 class WholeCheckpoints(Feature):
     """Removes what a killed run left in a step's folder, and checks a step before it is loaded."""
-
-    @classmethod
-    def from_config(cls, run: Run) -> Feature | None:
-        """See `Feature.from_config`."""
-        return None if OmegaConf.select(run.config, "qerl.base.format") is None else cls(run)
 
     def before_save(self, folder: Path) -> None:
         """Remove records of a run that was killed in this step, which would pass for the new ones."""
@@ -88,15 +81,12 @@ def check_tracker(run: Path) -> None:
 
 
 def check_step(folder: Path) -> None:
-    """Require that the trainer's part of a step is whole; the engine checks its own.
+    """Refuse with a CheckpointFormatError a step that is not there or half-written; the engine checks its own part.
 
     A step of `sync` has no state of TransferQueue, and any mode can resume it.
 
     Args:
         folder: global_step_N.
-
-    Raises:
-        CheckpointFormatError: The step is not there or half-written.
     """
     if not folder.is_dir():
         raise CheckpointFormatError(

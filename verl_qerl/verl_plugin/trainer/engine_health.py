@@ -3,7 +3,7 @@
 import ray
 from ray.exceptions import RayError
 
-from verl_qerl.verl_plugin.trainer.feature import Feature, Run
+from verl_qerl.verl_plugin.trainer.feature import Feature
 
 _ANSWER_S = 60.0
 
@@ -14,11 +14,6 @@ class EngineEndedError(RuntimeError):
 
 class EngineHealth(Feature):
     """Asks the engines after each rollout, and when a step or a validation fails."""
-
-    @classmethod
-    def from_config(cls, run: Run) -> Feature | None:
-        """See `Feature.from_config`."""
-        return cls(run) if run.gate is not None else None
 
     def before_sample_end(self) -> None:
         """No update from the answers that a dead engine left: verl takes groups that failed for empty ones."""

@@ -7,10 +7,10 @@ import ray
 import torch
 from omegaconf import DictConfig
 
-from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
+from verl_qerl.algos.aqn import sigma_at_step
 from verl_qerl.options import rules
 from verl_qerl.options.schema import Gate
-from verl_qerl.verl_plugin.config.apply import run_of
+from verl_qerl.verl_plugin.config.apply import aqn_options, run_of
 
 
 class Rescored(NamedTuple):
@@ -36,6 +36,7 @@ class Run:
     Attributes:
         trainer: verl's trainer; its constructor has not run yet when features are made.
         gate: Options of the gate; None where no option of ours is set.
+        option: Dotted name -> what the run sets, None where it sets nothing.
         syncs_each_step: Whether every step syncs the weights once; `separate_async` makes several updates between two.
         bypasses: Whether verl takes the rollout's log-probs for those of the actor before its update.
         requantizes: Whether all weights are trained and every sync quantizes them.
@@ -45,12 +46,12 @@ class Run:
         actor_scores: What `score_actor` has found of that batch: whether rounded, and keys -> log-probs.
     """
 
-    def __init__(self, trainer: Any, config: DictConfig, aqn: AQNConfig, gate: Gate | None) -> None:
-        self.trainer, self.config, self.aqn, self.gate = trainer, config, aqn, gate
-        options = run_of(config)
-        self.syncs_each_step = options("trainer.v1.trainer_mode") in rules.SYNC_MODES
-        self.bypasses = bool(options(rules.BYPASS))
-        self.requantizes = rules.REQUANTIZED.beside(options) is not None
+    def __init__(self, trainer: Any, config: DictConfig, gate: Gate | None) -> None:
+        self.trainer, self.config, self.aqn, self.gate = trainer, config, aqn_options(config), gate
+        self.option = run_of(config)
+        self.syncs_each_step = self.option("trainer.v1.trainer_mode") in rules.SYNC_MODES
+        self.bypasses = bool(self.option(rules.BYPASS))
+        self.requantizes = rules.REQUANTIZED.beside(self.option) is not None
         self.searched: dict[int, tuple[int, float]] = {}
         self.sampled: Any = None
         self.rescored: Rescored | None = None
@@ -96,15 +97,6 @@ class Feature:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-
-    @classmethod
-    def from_config(cls, run: Run) -> "Feature | None":
-        """The feature, None if it has nothing to do in this run.
-
-        Raises:
-            ValueError: Its options do not fit the others of the run.
-        """
-        return cls(run)
 
     def on_replay_buffer(self, buffer: Any) -> None:
         """The trainer has its buffer, from which each step takes its answers."""

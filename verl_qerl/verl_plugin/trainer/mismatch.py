@@ -26,9 +26,9 @@ from omegaconf import DictConfig
 from verl_qerl.algos.mismatch import Mismatch, Undefined, rollout_mismatch, undefined_log_probs
 from verl_qerl.algos.mismatch_parts import PARTS
 from verl_qerl.options import rules
-from verl_qerl.options.schema import LATER_STEPS, SAME_WEIGHTS_KL
+from verl_qerl.options.schema import LATER_STEPS, SAME_WEIGHTS_KL, Qerl
 from verl_qerl.options.schema import Gate as GateOptions
-from verl_qerl.verl_plugin.config.apply import aqn_options, qerl_options, run_of
+from verl_qerl.verl_plugin.config.apply import aqn_options, run_of
 from verl_qerl.verl_plugin.rollout.engine_scores import UnscoredError
 from verl_qerl.verl_plugin.trainer.feature import Feature, Run
 from verl_qerl.verl_plugin.trainer.rescoring import evenly, log_probs_of, padded, rescore, score_actor, stored_log_probs
@@ -47,7 +47,8 @@ def gate_options(config: DictConfig) -> GateOptions | None:
     Raises:
         ValueError: An option is unknown or out of range.
     """
-    options, run = qerl_options(config), run_of(config)
+    run = run_of(config)
+    options = Qerl.from_mapping(run("qerl"))
     given, base, gate = run(GateOptions.NODE) or {}, options.base.format, options.gate
     if rules.unmet(run, rules.WHOLE):
         gate = replace(gate, max_initial_kl=None, max_kl=None)
@@ -60,32 +61,30 @@ def gate_options(config: DictConfig) -> GateOptions | None:
     return gate if given or base is not None or aqn_options(config).enabled else None
 
 
+def can_compare(run: Run) -> bool:
+    """Whether a run with a gate has the log-probs that it compares; what is in the way is logged."""
+    obstacle = rules.unmet(run.option, rules.COMPARED)
+    if obstacle is not None:
+        logger.warning("the gate at the first step cannot look, and qerl/rollout_* are not logged: %s.", obstacle)
+    return obstacle is None
+
+
 class Gate(Feature):
     """Compares the rollout with the actor in every step, and holds the difference against the limits."""
 
-    def __init__(self, run: Run, gate: GateOptions) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._gate = gate
-        self._engine_obstacle = rules.unmet(run_of(run.config), rules.SCORED)
+        assert run.gate is not None
+        self._gate = run.gate
+        self._engine_obstacle = rules.unmet(run.option, rules.SCORED)
         self._first_step = True
         self._looks_closely = False  # the last step was above the limit
         self._kl_before: float | None = None  # of the last step, if it was above the limit with all set apart
 
-    @classmethod
-    def from_config(cls, run: Run) -> Feature | None:
-        """See `Feature.from_config`; what keeps a run from comparing is logged."""
-        if run.gate is None:
-            return None
-        obstacle = rules.unmet(run_of(run.config), rules.COMPARED)
-        if obstacle is not None:
-            logger.warning("the gate at the first step cannot look, and qerl/rollout_* are not logged: %s.", obstacle)
-            return None
-        made = cls(run, run.gate)
-        if cut := rules.unmet(run_of(run.config), rules.WHOLE):
+        if cut := rules.unmet(run.option, rules.WHOLE):
             logger.warning("the gate at the first step does not look, and qerl/rollout_* contain the cut of %s.", cut)
-        elif run.aqn.enabled and made._engine_obstacle and run.gate.max_initial_kl is not None:
-            logger.warning(_NO_LIMITS, made._engine_obstacle)
-        return made
+        elif run.aqn.enabled and self._engine_obstacle and run.gate.max_initial_kl is not None:
+            logger.warning(_NO_LIMITS, self._engine_obstacle)
 
     def before_sample_end(self) -> None:
         """Score answers without noise if a limit needs it and `MismatchParts` has not done so."""

@@ -20,11 +20,6 @@ from verl_qerl.verl_plugin.trainer.rescoring import log_probs_of, padded, rescor
 class MismatchParts(Feature):
     """Has a part of each batch scored again, and takes the difference apart."""
 
-    @classmethod
-    def from_config(cls, run: Run) -> Feature | None:
-        """See `Feature.from_config`."""
-        return cls(run) if run.gate is not None and run.gate.mismatch_sample else None
-
     def before_sample_end(self) -> None:
         """Score the sample while the rollout is awake."""
         gate = self._run.gate

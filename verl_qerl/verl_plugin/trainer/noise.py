@@ -19,11 +19,6 @@ logger = logging.getLogger(__name__)
 class Noise(Feature):
     """Gives the rollout the noise of each step, and takes it away for validation; in runs with `aqn.enabled`."""
 
-    @classmethod
-    def from_config(cls, run: Run) -> Feature | None:
-        """See `Feature.from_config`."""
-        return cls(run) if run.aqn.enabled else None
-
     def before_init_end(self) -> None:
         """Noise of the first step, before the first weight sync."""
         self._warn_of_skipped_stages()

@@ -51,11 +51,6 @@ class NoiseEffect(Feature):
         self._measured: int | None = None  # the stage whose KL was measured last
         self._unscored = False  # the engine cannot score what this run samples
 
-    @classmethod
-    def from_config(cls, run: Run) -> Feature | None:
-        """See `Feature.from_config`."""
-        return cls(run) if run.aqn.enabled else None
-
     def after_init_end(self) -> None:
         """Now the engine has the weights of which the noise has a size."""
         run = self._run

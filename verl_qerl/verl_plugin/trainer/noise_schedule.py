@@ -72,11 +72,7 @@ def write_schedule(
 
 
 def read_schedule(folder: Path) -> Saved | None:
-    """The noise that a checkpoint was sampled with; None where it has none.
-
-    Raises:
-        CheckpointFormatError: The file is damaged or of another version.
-    """
+    """The noise that a checkpoint was sampled with, None where it has none; raises as `read_whole`."""
 
     def make(content: Any) -> Saved:
         options = dict(content)

@@ -12,13 +12,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_qerl.algos.acr import ACRConfig, ClipRange, LogProbs, acr_loss
-from verl_qerl.options.rules import LOSS_MODE
-from verl_qerl.verl_plugin.config.nodes import plain
-from verl_qerl.verl_plugin.trainer.feature import Feature, Run
+from verl_qerl.verl_plugin.trainer.feature import Feature
 
 NAME = "acr"
 
@@ -101,16 +98,10 @@ def hand_over(options: ACRConfig, config: Any, model_output: Any, data: Any, dp_
 class ActorLoss(Feature):
     """Gives the actor its loss function, where the policy loss is ACR."""
 
-    @classmethod
-    def from_config(cls, run: Run) -> Feature | None:
-        """See `Feature.from_config`."""
-        return cls(run) if OmegaConf.select(run.config, LOSS_MODE) == NAME else None
-
     def before_init_end(self) -> None:
         """Before the first batch."""
-        config = self._run.config
-        options = ACRConfig.from_mapping(plain(OmegaConf.select(config, NAME)))
-        actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+        options = ACRConfig.from_mapping(self._run.option(NAME))
+        actor = omega_conf_to_dataclass(self._run.config.actor_rollout_ref.actor)
         self._run.trainer.actor_rollout_wg.set_loss_fn(partial(hand_over, options, actor))
 
 

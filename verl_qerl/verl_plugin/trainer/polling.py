@@ -8,7 +8,7 @@ from typing import Any
 
 from verl_qerl import upstream
 from verl_qerl.verl_plugin import hosts
-from verl_qerl.verl_plugin.trainer.feature import Feature, Run
+from verl_qerl.verl_plugin.trainer.feature import Feature
 
 POLL_S = 0.2
 _VERLS_S = 2.0  # which nobody has chosen
@@ -16,12 +16,6 @@ _VERLS_S = 2.0  # which nobody has chosen
 
 class Polling(Feature):
     """Looks more often."""
-
-    @classmethod
-    def from_config(cls, run: Run) -> Feature | None:
-        """See `Feature.from_config`."""
-        # `separate_async` takes a wait that is longer than one interval for a sign that the rollout is too slow.
-        return cls(run) if run.gate is not None and run.syncs_each_step else None
 
     def on_replay_buffer(self, buffer: Any) -> None:
         """Shorten the interval; one that a sampler of the user's has chosen stays."""

@@ -33,14 +33,11 @@ def keep_sample(buffer: Any, run: Run) -> None:
 
 
 def rescore(run: Run, count: int, wants_noisy: bool = False) -> Rescored:
-    """Let the rollout, which must be awake, score answers of the batch that was sampled last.
+    """Let the rollout, which must be awake, score answers of the batch sampled last; raises as `score_answers`.
 
     Args:
         run: Its rollout has the noise of the step, before and after.
         wants_noisy: Whether they are wanted with the noise of the step too.
-
-    Raises:
-        UnscoredError: See `score_answers`.
     """
     import transfer_queue as tq  # not on the driver, which asks for options only
 

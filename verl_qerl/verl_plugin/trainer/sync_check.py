@@ -9,10 +9,6 @@ the rest, would sample from another policy and only the KL of later steps would 
 import time
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from verl_qerl.options.rules import ROLLOUT, VLLM
-from verl_qerl.verl_plugin.config.apply import WORKER_EXTENSION
 from verl_qerl.verl_plugin.trainer.feature import Feature, Run
 
 
@@ -23,15 +19,6 @@ class SyncCheck(Feature):
         super().__init__(run)
         self._num_syncs = 0
         self._start = 0.0
-
-    @classmethod
-    def from_config(cls, run: Run) -> Feature | None:
-        """See `Feature.from_config`."""
-        extension = OmegaConf.select(run.config, f"{VLLM}.worker_extension_cls")
-        # Disaggregated, the servers are verl's own, which drop the answers.
-        elsewhere = OmegaConf.select(run.config, f"{ROLLOUT}.disaggregation.enabled", default=False)
-        can_ask = extension == WORKER_EXTENSION and not elsewhere and run.syncs_each_step
-        return cls(run) if run.requantizes or can_ask else None
 
     def after_init_end(self) -> None:
         """Ask the workers."""

@@ -1,19 +1,20 @@
 """verl's trainers with features: one subclass of each overrides a method once and calls the features in one order."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
+from verl_qerl.options import rules
 from verl_qerl.verl_plugin.config import apply
 from verl_qerl.verl_plugin.trainer.checkpoints import WholeCheckpoints
 from verl_qerl.verl_plugin.trainer.critic import CriticWithoutMark
 from verl_qerl.verl_plugin.trainer.engine_health import EngineHealth
 from verl_qerl.verl_plugin.trainer.feature import Feature, Run
-from verl_qerl.verl_plugin.trainer.mismatch import Gate, gate_options
+from verl_qerl.verl_plugin.trainer.mismatch import Gate, can_compare, gate_options
 from verl_qerl.verl_plugin.trainer.mismatch_parts import MismatchParts
 from verl_qerl.verl_plugin.trainer.model_fields import with_tensors
 from verl_qerl.verl_plugin.trainer.noise import Noise
@@ -29,20 +30,33 @@ if TYPE_CHECKING:
 else:
     _Trainer = object  # `install` puts it before each of verl's trainers
 
-# In the order in which their hooks are called. A feature without a sentence may stand anywhere.
-FEATURES: tuple[type[Feature], ...] = (
-    EngineHealth,  # First: nobody else is to ask an engine that has ended, or look at what it left.
-    Noise,  # Before SyncCheck, which measures how long a sync takes: setting the noise is not part of it.
-    SyncCheck,  # Before NoiseEffect, which asks about norms: an engine that missed the sync is told as that.
-    NoiseEffect,  # Before the next two: it leaves the noise of the step, with which they score.
-    MismatchParts,  # Before Gate, which judges by the answers that were scored and names the parts in its error.
-    Gate,
-    NoiseSchedule,
-    WholeCheckpoints,
-    ActorLoss,
-    Polling,
-    CriticWithoutMark,
-)
+
+def _can_ask_workers(run: Run) -> bool:
+    # Disaggregated, the servers are verl's own, which drop the answers.
+    ours = run.option(f"{rules.VLLM}.worker_extension_cls") == apply.WORKER_EXTENSION
+    return ours and not run.option(f"{rules.ROLLOUT}.disaggregation.enabled") and run.syncs_each_step
+
+
+# Feature -> the runs that have it, in the order in which hooks are called. One without a sentence may stand anywhere.
+FEATURES: dict[type[Feature], Callable[[Run], Any]] = {
+    # First: nobody else is to ask an engine that has ended, or look at what it left.
+    EngineHealth: lambda run: run.gate,
+    # Before SyncCheck, which measures how long a sync takes: setting the noise is not part of it.
+    Noise: lambda run: run.aqn.enabled,
+    # Before NoiseEffect, which asks about norms: an engine that missed the sync is told as that.
+    SyncCheck: lambda run: run.requantizes or _can_ask_workers(run),
+    # Before the next two: it leaves the noise of the step, with which they score.
+    NoiseEffect: lambda run: run.aqn.enabled,
+    # Before Gate, which judges by the answers that were scored and names the parts in its error.
+    MismatchParts: lambda run: run.gate and run.gate.mismatch_sample,
+    Gate: lambda run: run.gate and can_compare(run),
+    NoiseSchedule: lambda run: True,
+    WholeCheckpoints: lambda run: rules.QUANTIZED.beside(run.option),
+    ActorLoss: lambda run: rules.ACR.beside(run.option),
+    # `separate_async` takes a wait that is longer than one interval for a sign that the rollout is too slow.
+    Polling: lambda run: run.gate and run.syncs_each_step,
+    CriticWithoutMark: lambda run: True,
+}
 
 
 class FeaturedTrainer(_Trainer):
@@ -56,8 +70,7 @@ class FeaturedTrainer(_Trainer):
 
     def __init__(self, config: DictConfig) -> None:
         self.run = prepare(self, config)
-        found = (kind.from_config(self.run) for kind in self.FEATURES)
-        self.features = [feature for feature in found if feature is not None]
+        self.features = [kind(self.run) for kind, needed in self.FEATURES.items() if needed(self.run)]
         super().__init__(config)
 
     def _build_replay_buffer(self) -> Any:
@@ -159,7 +172,7 @@ def prepare(trainer: Any, config: DictConfig) -> Run:
         ValueError: An option is unknown, out of range, or does not fit the others.
     """
     apply.prepare(config)
-    return Run(trainer, config, apply.aqn_options(config), gate_options(config))
+    return Run(trainer, config, gate_options(config))
 
 
 def install(module: ModuleType) -> None:

@@ -89,11 +89,7 @@ def pieces(flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class FlatReceiver:
-    """Puts pieces together.
-
-    Args:
-        dtype: The dtype of the result, to which pieces are rounded.
-    """
+    """Puts pieces together, rounded to `dtype`."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._flat = torch.empty(numel, dtype=dtype, device=device)
@@ -111,11 +107,7 @@ class FlatReceiver:
         self._found[start] = piece.numel()
 
     def whole(self) -> torch.Tensor:
-        """The result.
-
-        Raises:
-            ValueError: A piece is missing, or one has come that does not belong to it.
-        """
+        """The result; a ValueError if a piece is missing, or one has come that does not belong to it."""
         end = 0
         for start, count in sorted(self._found.items()):
             if start != end:

@@ -62,11 +62,7 @@ def round_group(weights: Mapping[str, torch.Tensor], form: WeightFormat) -> dict
 
 
 def check_unquantized(path: str, form: str) -> None:
-    """Require weights that can be trained, and quantized at every sync.
-
-    Raises:
-        CheckpointFormatError: The model at `path` is stored quantized, or has experts, which syncs do not pack.
-    """
+    """Refuse with a CheckpointFormatError a model that is stored quantized, or has experts, which syncs do not pack."""
     source = open_source(path)
     if experts := number_of_experts(source.config):
         raise CheckpointFormatError(

@@ -16,10 +16,7 @@ ENV = "VERL_RAY_JOB_ID"  # where verl's rollout server tells its workers
 def run_name() -> str:
     """Ray's job id and 12 hex digits of the SHA-256 of the cluster's session name (a path of a socket has 107 bytes).
 
-    The same in driver, tasks and actors.
-
-    Raises:
-        RuntimeError: Ray has not been initialized.
+    The same in driver, tasks and actors; a RuntimeError before Ray is initialized.
     """
     context = ray.get_runtime_context()
     digest = hashlib.sha256(context.get_session_name().encode()).hexdigest()[:12]

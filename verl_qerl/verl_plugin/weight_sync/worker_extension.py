@@ -41,10 +41,10 @@ class WorkerExtension(RolloutWorkerExtension, vLLMColocateWorkerExtension):
     _is_modelopt_qat: bool
     _qerl_base_unchecked: bool
     _qerl_format: WeightFormat | None  # of the linears that a sync brings
-    _qerl_num_syncs: int
-    _qerl_checksum: int | str | None  # of what the last sync brought
-    _qerl_report: SyncReport | None
-    _qerl_error: Exception | None
+    _qerl_num_syncs: int = 0
+    _qerl_checksum: int | str | None = None  # of what the last sync brought
+    _qerl_report: SyncReport | None = None
+    _qerl_error: Exception | None = None
 
     def __new__(cls, **kwargs: Any) -> Any:
         """Create the worker with verl's QAT switched off."""
@@ -58,8 +58,6 @@ class WorkerExtension(RolloutWorkerExtension, vLLMColocateWorkerExtension):
         form = vllm_plugin.NAMES.get(str(load_format))
         worker._qerl_base_unchecked = has_adapter and form is not None
         worker._qerl_format = None if has_adapter or form is None else get_format(form)
-        worker._qerl_num_syncs = 0
-        worker._qerl_checksum = worker._qerl_report = worker._qerl_error = None
         prepare_model(worker, vllm_config)
         return worker
 

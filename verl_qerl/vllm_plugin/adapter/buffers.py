@@ -133,11 +133,7 @@ def _not_held(reason: str) -> ValueError:
 
 
 def flatten(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> tuple[Layout, torch.Tensor]:
-    """Named tensors of an adapter as `place_adapter` takes them.
-
-    Raises:
-        ValueError: One is no matrix.
-    """
+    """Named tensors of an adapter as `place_adapter` takes them; a ValueError if one is no matrix."""
     for name, tensor in tensors.items():
         if tensor.ndim != 2:
             raise ValueError(f"{name} of the adapter is {tuple(tensor.shape)}. Accepted are matrices. Send A and B.")

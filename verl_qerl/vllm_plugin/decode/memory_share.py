@@ -31,11 +31,7 @@ def can_sleep(vllm_config: Any) -> bool:
 
 
 def use_segments_again(worker: Any, vllm_config: Any) -> None:
-    """Make a worker with sleep mode load its weights in segments that can be reused once they are empty.
-
-    Args:
-        worker: vLLM's worker, before it loads.
-    """
+    """Make a worker with sleep mode load its weights in segments that can be reused once they are empty."""
     if not can_sleep(vllm_config):
         return
     limited = worker._scoped_allocator_max_split

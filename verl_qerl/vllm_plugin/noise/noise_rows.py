@@ -76,11 +76,7 @@ class NoiseRows:
         self._of_batch: tuple[np.ndarray, ...] = ()
 
     def give_tables(self, norms: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Make norms take their weights by these rows; returns name -> [NUM_DRAWS, K], the rows with noise.
-
-        Raises:
-            ValueError: See `give_table`.
-        """
+        """Call `give_table` for norms, by these rows; returns name -> [NUM_DRAWS, K], the rows with noise."""
         tables = {name: give_table(name, norm, self.ids) for name, norm in norms.items()}
         if self.ids.is_cuda:  # now, not while a graph is captured
             prepare_rows({table.shape[1] for table in tables.values()}, self.ids.device)
@@ -98,13 +94,10 @@ class NoiseRows:
         upstream.hang(hosts.PREPARE_INPUTS, self._runner, fill_then_prepare)
 
     def fill(self, num_scheduled: np.ndarray) -> None:
-        """Set the rows of a step's tokens; those that pad a batch for a CUDA graph have row 0.
+        """Set the rows of a step's tokens, 0 for those that pad a batch for a CUDA graph; raises as `row_asked_for`.
 
         Args:
             num_scheduled: [requests] tokens of each request of the runner's batch.
-
-        Raises:
-            ValueError: See `row_asked_for`.
         """
         batch = self._runner.input_batch
         names = batch.req_ids
@@ -154,11 +147,7 @@ class NoiseRows:
 
 
 def row_asked_for(params: Any) -> int | None:
-    """The row that a request has for all of its tokens, if it asks for one.
-
-    Raises:
-        ValueError: There is no such row.
-    """
+    """The row that a request has for all of its tokens, if it asks for one; a ValueError if there is no such row."""
     row = (getattr(params, "extra_args", None) or {}).get(FORCED_DRAW)
     if row is not None and (type(row) is not int or not 0 <= row <= NUM_DRAWS):
         raise ValueError(

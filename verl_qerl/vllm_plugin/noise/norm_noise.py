@@ -54,13 +54,8 @@ class NormNoise:
         self.recapture()
 
     @property
-    def names(self) -> list[str]:
-        """Module names, in the order of the model."""
-        return list(self._norms)
-
-    @property
     def clean(self) -> Mapping[str, torch.Tensor]:
-        """Name -> weight [K] float32 without noise."""
+        """Module name -> weight [K] float32 without noise, in the order of the model."""
         return self._clean
 
     def recapture(self) -> None:
@@ -127,11 +122,7 @@ class NormNoise:
 
 
 def check_model(vllm_config: Any, config: AQNConfig) -> None:
-    """Refuse a model whose norms may lie elsewhere; say where noise reaches more than attention and MLP.
-
-    Raises:
-        ValueError: See `check_places`.
-    """
+    """Call `check_places`, and say where noise reaches more than attention and MLP."""
     family = vllm_config.model_config.hf_text_config.model_type
     check_places(family, config.targets)
     if reaches_router(family, config.targets):

@@ -84,11 +84,7 @@ class BorrowedKernel(Everywhere, NvFp4LinearKernel):
     """`linear.W4A16Kernel` over tiles that `attach` gave the layer; `BorrowedNVFP4` refuses GPUs that it is not for."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Hold the tiles.
-
-        Raises:
-            ValueError: Our kernels do not take this shape.
-        """
+        """Hold the tiles; a ValueError if our kernels do not take this shape."""
         tiles: Repacked = layer.qerl_borrowed
         del layer.qerl_borrowed
         plan = ""

@@ -64,11 +64,7 @@ class W4A16Kernel(Everywhere, NvFp4LinearKernel):
 
 
 def plan_for(N: int, K: int, dtype: torch.dtype, block_scale: torch.Tensor) -> str:
-    """Key of the plan for a weight [N, K] on the GPU of its block scales.
-
-    Raises:
-        ValueError: Our kernels do not take it.
-    """
+    """Key of the plan for a weight [N, K] on its block scales' GPU; a ValueError if our kernels do not take it."""
     if N % MULTIPLE or K % MULTIPLE or dtype != torch.bfloat16:
         raise ValueError(f"{N} x {K} in {dtype}: the faster kernel takes bf16 and multiples of {MULTIPLE}.")
     if not bool((block_scale.view(torch.uint8) >= _LEAST_NORMAL).all()):

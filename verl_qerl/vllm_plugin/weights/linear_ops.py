@@ -55,9 +55,6 @@ def lora_linear_repacked(
     """`linear_repacked` and the product of one adapter, which our own kernel adds in the same launch.
 
     The arguments of the adapter are those of `kernels.rollout.lora.lora_shrink` and `lora_expand`.
-
-    Returns:
-        [M, N] bf16.
     """
     weight, rows = (packed_codes, scale, global_decode_scale), x.shape[0]
     if none_active.item():

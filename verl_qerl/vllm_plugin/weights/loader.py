@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.checkpoints.source import Source, open_source, stored_tensors
+from verl_qerl.checkpoints.source import Source, open_source
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.formats import PackedWeight, get_format
 from verl_qerl.formats.base import named_tensors
@@ -75,11 +75,7 @@ class QuantizingModelLoader(BaseModelLoader):
         return open_source(model_config.model, model_config.revision, self.load_config.download_dir)
 
     def load_weights(self, model: Any, model_config: ModelConfig) -> None:
-        """Fill every parameter of `model`.
-
-        Raises:
-            ValueError: A parameter is in no file.
-        """
+        """Fill every parameter of `model`; a ValueError if one is in no file."""
         if _is_draft(model_config):
             self._stock().load_weights(model, model_config)
             return
@@ -118,7 +114,7 @@ class QuantizingModelLoader(BaseModelLoader):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         source = self._source(model_config)
         if self._borrows:
-            for name, tensor in stored_tensors(source, device):
+            for name, tensor in source.tensors(device):
                 module, _, kind = name.rpartition(".")
                 if module not in digests or kind == "bias":
                     yield name, tensor
@@ -159,11 +155,7 @@ def fused_members(model: torch.nn.Module, module: str) -> list[str]:
 
 
 def base_digests(model: torch.nn.Module) -> dict[str, str]:
-    """Module -> digest of the packed weights that `model` was loaded from.
-
-    Raises:
-        ValueError: The model was not loaded from packed weights.
-    """
+    """Module -> digest of the packed weights that `model` was loaded from; a ValueError if there are none."""
     digests = getattr(model, _DIGESTS, None)
     if not digests:
         raise ValueError(

@@ -14,7 +14,11 @@ from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearKernel
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import Int8ScaledMMLinearKernel
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
-from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
+from vllm.model_executor.layers.quantization.utils.fp8_utils import (
+    create_fp8_scale_parameter,
+    create_fp8_weight_parameter,
+)
+from vllm.model_executor.parameter import ChannelQuantScaleParameter
 
 from verl_qerl.formats import FP8, INT8, MXFP4, NVFP4, WeightFormat
 from verl_qerl.formats.channel import ChannelFormat
@@ -89,16 +93,11 @@ class W8A8FP8Reference(_W8A8, CompressedTensorsScheme):
         **kwargs: Any,
     ) -> None:
         """`weight` [N, K] float8_e4m3fn and `weight_scale` [N, 1] float32."""
-        N = sum(output_partition_sizes)
-        layer.logical_widths = output_partition_sizes
-        weight = torch.empty(N, input_size_per_partition, dtype=torch.float8_e4m3fn)
-        scale = torch.empty(N, 1, dtype=torch.float32)
-        layer.register_parameter(
-            "weight", ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=weight_loader)
-        )
-        layer.register_parameter(
-            "weight_scale", ChannelQuantScaleParameter(data=scale, output_dim=0, weight_loader=weight_loader)
-        )
+        sizes, K = output_partition_sizes, input_size_per_partition
+        layer.logical_widths = sizes
+        layer.register_parameter("weight", create_fp8_weight_parameter(sum(sizes), K, weight_loader))
+        scale = create_fp8_scale_parameter(ChannelQuantScaleParameter, sizes, K, None, weight_loader)  # type: ignore
+        layer.register_parameter("weight_scale", scale)
 
 
 class INT8ReferenceKernel(Everywhere, _W8A8, Int8ScaledMMLinearKernel):
