@@ -1,9 +1,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from qerl_testing import assert_close, rms_error_ratio
+from qerl_testing import assert_close, load_beside, rms_error_ratio
 
 from verl_qerl.kernels.actor.adapted_linear import FrozenWeights, adapted_linears
+
+small = load_beside(__file__, "small_adapter")
 
 # Roundings: of s x A^T, of the adapter's term and of the result, each at most half a step.
 BOUND = {torch.bfloat16: 3 * 2.0**-9, torch.float32: 2.0**-20}
@@ -152,3 +154,8 @@ def test_each_weight_is_read_once_a_pass():
     assert reads == ["forward"]
     y.sum().backward()
     assert reads == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("bias", [None, 40.0])
+def test_nothing_of_a_small_adapter_is_lost(bias):
+    assert small.share_that_arrives("cpu", bias) == pytest.approx(1, abs=0.1)

@@ -5,6 +5,10 @@
 PEFT writes each term and each sum to memory. Here the adapter's term is written first, in place of an empty result, and
 the base product adds to it within its own pass: no output is read or written for the adapter alone. Linears of one
 input (q, k, v; gate, up) share the products with their stacked A, and the gradient of x is summed in one tensor.
+
+After the first updates the adapter's term is far below a rounding step of the output, so it must be summed before that
+is rounded, as the rollout does. A bias that already has the term added would lose it: with a bias, x and x A^T are one
+input, so that all three terms are summed in the product.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,9 +52,16 @@ def _products(
     if not same:
         for part, scaling in zip(parts, scalings, strict=True):
             part.mul_(scaling)
-    sizes, ys = (*x.shape[:-1], -1), []
+    wide = None if all(bias is None for bias in biases) else torch.cat([flat, low], 1)
+    sizes, ys, start = (*x.shape[:-1], -1), [], 0
     for W, B, bias, part in zip(weights.forward(x.dtype), Bs, biases, parts, strict=True):
-        ys.append(F.linear(part, B, bias).addmm_(flat, W.t()).view(sizes))
+        if bias is None:
+            y = F.linear(part, B).addmm_(flat, W.t())
+        else:
+            others = start, low.shape[1] - start - B.shape[1]  # columns of the other adapters
+            y = F.linear(wide, torch.cat([W, F.pad(B, others)], 1), bias)
+        ys.append(y.view(sizes))
+        start += B.shape[1]
     return tuple(ys), flat, low, A
 
 
