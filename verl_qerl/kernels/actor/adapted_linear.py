@@ -52,7 +52,7 @@ def _products(
     if not same:
         for part, scaling in zip(parts, scalings, strict=True):
             part.mul_(scaling)
-    wide = None if all(bias is None for bias in biases) else torch.cat([flat, low], 1)
+    wide: Any = None if all(bias is None for bias in biases) else torch.cat([flat, low], 1)
     sizes, ys, start = (*x.shape[:-1], -1), [], 0
     for W, B, bias, part in zip(weights.forward(x.dtype), Bs, biases, parts, strict=True):
         if bias is None:
