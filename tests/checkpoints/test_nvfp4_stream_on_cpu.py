@@ -265,6 +265,14 @@ def test_an_indexed_tensor_that_no_shard_holds_is_named(tmp_path: Path) -> None:
         open_source(path)
 
 
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_model_without_one_of_its_layers_is_refused(tmp_path: Path, num_shards: int) -> None:
+    shards = spread(bf16_tensors(), num_shards)
+    open_source(save(tmp_path / "whole", shards, {"num_hidden_layers": 1}))
+    with pytest.raises(CheckpointFormatError, match=r"holds no layer 1, .* num_hidden_layers=3"):
+        open_source(save(tmp_path / "cut", shards, {"num_hidden_layers": 3}))
+
+
 @pytest.mark.parametrize("index", [{}, {"weight_map": ["a"]}, {"weight_map": {"a": 1}}], ids=str)
 def test_an_index_that_names_no_files_is_refused(tmp_path: Path, index: dict) -> None:
     path = save(tmp_path / "m", spread(bf16_tensors(), 2))
