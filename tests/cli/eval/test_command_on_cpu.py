@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -105,6 +107,48 @@ def test_it_goes_on_where_it_was_stopped(run, source, capsys):
     with pytest.raises(SystemExit):
         run(right, "--temperature", "0.5")
     assert "temperature was 0.6 and is now 0.5" in capsys.readouterr().err
+
+
+@pytest.fixture
+def trained(models, source, monkeypatch):
+    """The arguments and the file of weights of a model, and of a run's checkpoint, which a double evaluates."""
+    model = shutil.copytree(models / "bf16", source / "model")
+    step = source / "run" / "global_step_5" / "actor"
+    step.mkdir(parents=True)
+    (step / "model_world_size_1_rank_0.pt").write_bytes(b"weights")
+    (source / "run" / "latest_checkpointed_iteration.txt").write_text("5")
+    found = {
+        "model": (["--model", str(model)], next(model.glob("*.safetensors"))),
+        "checkpoint": (["--checkpoint", str(source / "run")], step / "model_world_size_1_rank_0.pt"),
+    }
+
+    @contextmanager
+    def served(model, adapter, checkpoint, *_):
+        assert checkpoint in (None, step)  # found once, whatever the run saves meanwhile
+        yield SimpleNamespace(model=str(models / "bf16"))
+
+    monkeypatch.setattr(command, "served", served)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["model", "checkpoint"])
+def test_weights_that_were_written_anew_do_not_go_on(run, source, trained, capsys, kind):
+    argv, file = trained[kind]
+    with pytest.raises(SystemExit):
+        run(right, *argv, stop_after=3)
+    (file.parent / "optim_world_size_1_rank_0.pt").write_bytes(b"no weights of the model")
+    assert len(run(right, *argv).asked) == 1
+    file.write_bytes(bytes(reversed(file.read_bytes())))  # as many
+    with pytest.raises(SystemExit):
+        run(right, *argv, "--limit", "5")
+    error = capsys.readouterr().err
+    assert re.search(r"weight_files was '\d of \d+ bytes, .*' and is now '\d of \d+ bytes, .*The same settings", error)
+    settings = source / "out" / "settings.json"
+    older = {name: value for name, value in json.loads(settings.read_text()).items() if name != "weight_files"}
+    settings.write_text(json.dumps(older))
+    with pytest.raises(SystemExit):
+        run(right, *argv)
+    assert "weight_files was 'not recorded' and is now '" in capsys.readouterr().err
 
 
 def test_where_nothing_is_right_three_answers_are_shown(run, capsys):
