@@ -168,6 +168,9 @@ def test_two_evaluations_are_compared_question_by_question(run, source, capsys):
     printed = capsys.readouterr().out
     assert "samples differs too: 4 and 2" in printed
     assert "| gsm8k | 4 | 37.5 | 100.0 | +62.5 | +" in printed
+    with pytest.raises(SystemExit):
+        main(["eval", "--compare", str(source / "first"), str(source / "second"), "--tasks", "gsm8k"])
+    assert "an option has no meaning here: --tasks=gsm8k with --compare." in capsys.readouterr().err
     run(right, "--limit", "3", out="third")
     with pytest.raises(SystemExit):
         main(["eval", "--compare", str(source / "first"), str(source / "third")])
@@ -192,6 +195,7 @@ def test_a_prompt_of_ones_own(run):
         (["--tasks", "mmlu"], "unknown task: --tasks=mmlu with mmlu"),
         (["--adapter", "a", "--checkpoint", "b"], "two adapters are named"),
         (["--adapter", "absent"], "no adapter is found: absent has no adapter_config.json"),
+        (["--compare", "a", "b"], "an option has no meaning here: --model="),
     ],
 )
 def test_arguments_that_are_refused(run, capsys, argv, message):
