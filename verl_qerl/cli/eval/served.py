@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from verl_qerl.checkpoints.model_config import read_object
+from verl_qerl.checkpoints.model_config import read_config, read_object
 from verl_qerl.checkpoints.source import open_source, read_specs
 from verl_qerl.cli.eval.arguments import STOCK
 from verl_qerl.cli.export.arguments import WITH_BASE
@@ -65,10 +65,11 @@ def _exported(out: Path, checkpoint: Path, model: str | None, form: str | None) 
 
 
 def _form(model: str, form: str | None) -> str | None:
-    if form is not None:
-        return None if form == STOCK else form
+    if form == STOCK:
+        read_config(model)  # a model that is not there is told as one
+        return None
     found = open_source(model).format
-    return found if found in FORMATS else None
+    return form or (found if found in FORMATS else None)
 
 
 def check_fits(adapter: Path, model: str) -> None:
