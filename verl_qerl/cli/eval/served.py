@@ -46,11 +46,6 @@ def served(
 def _exported(out: Path, checkpoint: Path, model: str | None, form: str | None) -> EngineOptions:
     """A checkpoint as vLLM takes it: as trained where it can be, merged into bf16 where not."""
     trained = open_checkpoint(checkpoint)
-    if model is None and trained.record is None and trained.uaq is None:
-        raise ValueError(
-            f"the checkpoint does not name its base: --checkpoint={checkpoint}. One that verl_qerl's engine wrote does."
-            " Give the model.path of the run with --model."
-        )
     base = open_base(model, trained)
     if not trained.factors or (trained.norms and not (base.is_packed and base.format == "nvfp4")):
         export_checkpoint(checkpoint, out, "merged-bf16", model)
