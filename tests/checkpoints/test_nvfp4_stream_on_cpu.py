@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.source import INDEX, Source, open_source
-from verl_qerl.checkpoints.stream import linear_modules, packed_stream
+from verl_qerl.checkpoints.stream import packed_names, packed_stream
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import NVFP4, PackedWeight
 from verl_qerl.formats.base import named_tensors
@@ -305,8 +305,8 @@ def test_a_config_that_cannot_be_read_is_named(tmp_path: Path, content: str | No
 
 def test_linears_are_listed_before_anything_is_read(tmp_path: Path) -> None:
     source = open_source(save(tmp_path / "m", [bf16_tensors()]))
-    assert linear_modules(source) == {*QKV, *OTHERS}
-    assert linear_modules(source, [f"re:.*{OTHERS[0]}"]) == {*QKV, *OTHERS[1:]}
+    assert packed_names(source) == {*QKV, *OTHERS}
+    assert packed_names(source, ignore=[f"re:.*{OTHERS[0]}"]) == {*QKV, *OTHERS[1:]}
 
 
 def test_in_features_are_checked_before_anything_is_read(tmp_path: Path) -> None:
