@@ -242,8 +242,8 @@ def _layer(
         for at, (hidden, kept) in enumerate(batches):
             batches[at] = _Batch(walk.run(hidden), kept)
     walk.release(i)
-    packed_names = {f"{module}.weight" for members in groups for module in members}
-    yield from ((name, tensor) for name, tensor in tensors.items() if name not in packed_names)
+    done = {f"{module}.weight" for members in groups for module in members}
+    yield from ((name, tensor) for name, tensor in tensors.items() if name not in done)
 
 
 def _moments(
