@@ -13,7 +13,7 @@ from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.experts import is_expert
 from verl_qerl.checkpoints.groups import linears_among
 from verl_qerl.checkpoints.source import Source, open_source
-from verl_qerl.checkpoints.stream import linear_modules, packed_stream
+from verl_qerl.checkpoints.stream import packed_names, packed_stream
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import PackedWeight
 
@@ -58,7 +58,7 @@ def test_every_linear_of_every_expert_is_packed_and_the_router_is_not(model_dir)
     rest = [name for name, item in packed_stream(open_source(model_dir)) if isinstance(item, torch.Tensor)]
     assert "model.layers.1.mlp.gate.weight" in rest
     # Also with rules that do not name it, as an actor's.
-    assert "model.layers.1.mlp.gate" not in linear_modules(open_source(model_dir), ["lm_head"])
+    assert "model.layers.1.mlp.gate" not in packed_names(open_source(model_dir), ignore=["lm_head"])
 
 
 def test_gate_and_up_of_one_expert_share_a_global_scale_and_experts_do_not(changed):
@@ -133,7 +133,7 @@ def test_experts_in_another_form(changed, change):
 @pytest.mark.parametrize("rule", [r"re:.*\.experts\.3\.", f"{EXPERTS}.0.down_proj", r"re:.*layers\.1\.mlp"])
 def test_experts_cannot_be_ignored(model_dir, rule):
     with pytest.raises(ValueError, match=r"^experts are not packed: \d+ of their linears in .* Remove the rule of"):
-        linear_modules(open_source(model_dir), ["lm_head", rule])
+        packed_names(open_source(model_dir), ignore=["lm_head", rule])
 
 
 def test_experts_that_an_nvfp4_checkpoint_left_dense(model_dir, tmp_path):

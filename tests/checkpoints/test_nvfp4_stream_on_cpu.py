@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.source import INDEX, Source, open_source
-from verl_qerl.checkpoints.stream import linear_modules, packed_stream
+from verl_qerl.checkpoints.stream import packed_names, packed_stream
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import NVFP4, PackedWeight
 from verl_qerl.formats.base import named_tensors
@@ -265,6 +265,14 @@ def test_an_indexed_tensor_that_no_shard_holds_is_named(tmp_path: Path) -> None:
         open_source(path)
 
 
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_model_without_one_of_its_layers_is_refused(tmp_path: Path, num_shards: int) -> None:
+    shards = spread(bf16_tensors(), num_shards)
+    open_source(save(tmp_path / "whole", shards, {"num_hidden_layers": 1}))
+    with pytest.raises(CheckpointFormatError, match=r"holds no layer 1, .* num_hidden_layers=3"):
+        open_source(save(tmp_path / "cut", shards, {"num_hidden_layers": 3}))
+
+
 @pytest.mark.parametrize("index", [{}, {"weight_map": ["a"]}, {"weight_map": {"a": 1}}], ids=str)
 def test_an_index_that_names_no_files_is_refused(tmp_path: Path, index: dict) -> None:
     path = save(tmp_path / "m", spread(bf16_tensors(), 2))
@@ -297,8 +305,8 @@ def test_a_config_that_cannot_be_read_is_named(tmp_path: Path, content: str | No
 
 def test_linears_are_listed_before_anything_is_read(tmp_path: Path) -> None:
     source = open_source(save(tmp_path / "m", [bf16_tensors()]))
-    assert linear_modules(source) == {*QKV, *OTHERS}
-    assert linear_modules(source, [f"re:.*{OTHERS[0]}"]) == {*QKV, *OTHERS[1:]}
+    assert packed_names(source) == {*QKV, *OTHERS}
+    assert packed_names(source, ignore=[f"re:.*{OTHERS[0]}"]) == {*QKV, *OTHERS[1:]}
 
 
 def test_in_features_are_checked_before_anything_is_read(tmp_path: Path) -> None:

@@ -106,9 +106,9 @@ def test_math_without_levels_and_types_is_taken(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"solution": None}, r"solution=None\. A str is accepted"),
-        ({"question": None}, r"question=None\. A str"),
-        ({"level": None}, r"level=None\. A str"),
+        ({"solution": None}, r"solution=None\. Accepted is str"),
+        ({"question": None}, r"question=None\. Accepted is str"),
+        ({"level": None}, r"level=None\. Accepted is str"),
     ],
     ids=["solution", "question", "level"],
 )
@@ -293,10 +293,11 @@ def test_an_answer_without_a_result_is_refused():
     [
         ("{", "line 1 is not JSON"),
         ("\xff\xfe", "line 1 is not JSON"),
+        (json.dumps(OTHER_ROW | {"question": "\ud83d"}), r"line 1 is not JSON: \S+ \(.*surrogates not allowed"),
         ('{"question": "?"}\n', r"line 1 lacks \['answer'\]"),
         (
             '{"question": "?", "answer": 3}\n',
-            r"line 1 of \S+test\.jsonl cannot be used: answer=3\. A str is accepted",
+            r"line 1 of \S+test\.jsonl cannot be used: answer=3\. Accepted is str",
         ),
         ("\n", "a file is empty"),
     ],

@@ -111,5 +111,13 @@ def test_a_chat_that_the_template_refuses(models, tmp_path, template, chat):
     tokenizer = AutoTokenizer.from_pretrained(models / "nvfp4")
     tokenizer.chat_template = template
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"the chat template refuses .*content.*\. Chats as the model knows them are"):
+    with pytest.raises(ValueError, match=r"the tokenizer refuses .*content.* chats as its template knows them, are"):
         tokenize(tmp_path, [chat])
+
+
+@pytest.mark.parametrize(
+    "prompt", ["half of a pair: \ud83d", [{"role": "user", "content": "\ud83d"}]], ids=["text", "chat"]
+)
+def test_text_that_is_no_unicode_is_refused(models, prompt):
+    with pytest.raises(ValueError, match=r"the tokenizer refuses .*\\ud83d.*\. Unicode text, and"):
+        tokenize(models / "nvfp4", [prompt])

@@ -23,11 +23,12 @@ def test_values_that_are_not_finite_are_refused(name, bad):
     [
         torch.ones(64),
         torch.ones(2, 2, 64),
+        torch.ones(0, 64),
         torch.ones(2, 64, dtype=torch.int32),
         torch.ones(2, 64).to(torch.float8_e4m3fn),
         torch.ones(2, 64).to(torch.float8_e5m2),
     ],
-    ids=["vector", "stack", "int", "e4m3", "e5m2"],
+    ids=["vector", "stack", "empty", "int", "e4m3", "e5m2"],
 )
 def test_only_matrices_of_floats_are_held(name, weight):
     with pytest.raises(ValueError, match="holds float matrices"):

@@ -86,7 +86,9 @@ def check_described(where: str, config: Mapping[str, Any]) -> None:
     found = described(config)
     if not found:
         return
-    _check_empty(where, "", found, _KNOWN[found["quant_method"]], {"sparsity_config": _is_dense})
+    sparsity = found.get("sparsity_config")
+    dense = isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense"
+    _check_empty(where, "", found, _KNOWN[found["quant_method"]] | ({"sparsity_config"} if dense else set()))
     if found.get("quantization_status", "compressed") != "compressed":
         raise _refused(where, f"quantization_status={found['quantization_status']!r}", "compressed, as the files are")
     for name, group in _groups(where, found):
@@ -96,7 +98,9 @@ def check_described(where: str, config: Mapping[str, Any]) -> None:
             raise _refused(where, f"{name}.format={form!r}", f"one format for all groups, here {found.get('format')}")
         weights = group.get("weights") or {}
         known = {*_ARGUMENTS, *_OTHER_ARGUMENTS}
-        _check_empty(where, f"{name}.weights.", weights, known, {"actorder": _keeps_the_order})
+        if weights.get("actorder") in ("weight", "static"):  # other orders need an index beside the codes
+            known.add("actorder")
+        _check_empty(where, f"{name}.weights.", weights, known)
     unused = [name for name in ("kv_cache_scheme", "kv_cache_quant_algo") if found.get(name)]
     if found.get("quant_algo") == "NVFP4":
         unused.append("quant_algo=NVFP4 (of activations)")
@@ -162,23 +166,11 @@ def _groups(where: str, found: Mapping[str, Any]) -> Iterator[tuple[str, dict[st
     yield from groups.items()
 
 
-def _check_empty(
-    where: str, prefix: str, found: Mapping[str, Any], known: set[str], allowed: Mapping[str, Any] | None = None
-) -> None:
-    """Refuse the first entry that is not known and says something; `allowed` has a test for some."""
+def _check_empty(where: str, prefix: str, found: Mapping[str, Any], known: set[str]) -> None:
+    """Refuse the first entry that is not known and says something."""
     for name, value in found.items():
-        if name in known or not value or (allowed and name in allowed and allowed[name](value)):
-            continue
-        raise _refused(where, f"{prefix}{name}={str(value)[:120]}", "an empty entry")
-
-
-def _is_dense(sparsity: Any) -> bool:
-    return isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense"
-
-
-def _keeps_the_order(actorder: Any) -> bool:
-    # Columns stored in the order in which GPTQ took them need an index beside the codes.
-    return actorder in ("weight", "static")
+        if value and name not in known:
+            raise _refused(where, f"{prefix}{name}={str(value)[:120]}", "an empty entry")
 
 
 def _refused(where: str, what: str, accepted: str) -> CheckpointFormatError:

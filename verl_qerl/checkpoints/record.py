@@ -95,8 +95,8 @@ def read_record(folder: Path) -> BaseRecord | None:
 
     def make(found: Any) -> BaseRecord:
         record = BaseRecord(**found)
-        for name in ("digests", "adapter", "files"):
-            if not isinstance(getattr(record, name), dict):
+        for name, kind in {"base": str, "digests": dict, "adapter": dict, "files": dict}.items():
+            if not isinstance(getattr(record, name), kind):
                 raise TypeError(f"{name}={getattr(record, name)!r}")
         return replace(record, ignore=tuple(record.ignore), trained_norms=tuple(record.trained_norms))
 

@@ -1,6 +1,7 @@
 """A model directory: opened by its headers, found on the hub, and its tensors as the files hold them."""
 
-from collections.abc import Iterable, Iterator, Set
+import re
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from verl_qerl.formats.tensor_spec import DTYPES, TensorSpec
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MODELOPT = "hf_quant_config.json"
+_OF_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def open_source(path: str | Path, revision: str | None = None, cache_dir: str | 
 
     Raises:
         CheckpointFormatError: A file is missing or cut short, the index names a tensor that no shard holds, or the
-            checkpoint is quantized in another way, or its experts are of another kind or not all there.
+            checkpoint is quantized in another way, lacks a layer, or has experts of another kind or not all of them.
     """
     path = local_path(path, revision, cache_dir)
     if path.is_file():
@@ -75,6 +77,7 @@ def open_source(path: str | Path, revision: str | None = None, cache_dir: str | 
     form, layout = stored_format(config, str(path))
     check_described(str(path), config)
     files, specs = _read_headers(path)
+    _check_layers(path, config, files)
     check_experts(str(path), config, files)
     return Source(path, config, form, layout, files, specs)
 
@@ -97,6 +100,17 @@ def _read_headers(path: Path) -> tuple[dict[str, str], dict[str, TensorSpec]]:
             f" {indexed[lost[0]]}. Every indexed tensor must be there. Download the model again."
         )
     return files, specs
+
+
+def _check_layers(path: Path, config: Mapping, names: Iterable[str]) -> None:
+    found = {int(match[1]) for match in map(_OF_LAYER.match, names) if match}
+    count = config.get("num_hidden_layers")
+    lost = next((i for i in range(count) if i not in found), None) if found and isinstance(count, int) else None
+    if lost is not None:
+        raise CheckpointFormatError(
+            f"{path} holds no layer {lost}, and its config.json says num_hidden_layers={count}. Every layer, from 0 on,"
+            " must be there. Download the model again, or check that config.json belongs to these weights."
+        )
 
 
 def _without_weights(path: Path) -> CheckpointFormatError:

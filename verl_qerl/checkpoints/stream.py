@@ -50,7 +50,7 @@ def packed_stream(
     """
     check_held(source, form)
     if source.format is None:
-        yield from pack(source.tensors(device), linear_modules(source, ignore, form), form, observe)
+        yield from pack(source.tensors(device), packed_names(source, form, ignore), form, observe)
     else:
         yield from _stored(source, form, device)
 
@@ -131,19 +131,12 @@ def _stored(
 
 
 def packed_names(source: Source, form: WeightFormat = DEFAULT_FORMAT, ignore: Sequence[str] | None = None) -> set[str]:
-    """The modules that `packed_stream` packs."""
+    """The modules that `packed_stream` packs; of a source that is not quantized see `linears_among`."""
     if source.format is None:
-        return linear_modules(source, ignore, form)
+        return linears_among({name: spec.shape for name, spec in source.specs.items()}, ignore, str(source.path), form)
     # Any part but codes with the name of a dense weight makes a module a packed one, so that a missing part is noticed.
     marks = tuple(f".{part}" for part in form.layouts[source.layout] if part != "weight")
     return {name.rpartition(".")[0] for name in source.files if name.endswith(marks)}
-
-
-def linear_modules(
-    source: Source, ignore: Sequence[str] | None = None, form: WeightFormat = DEFAULT_FORMAT
-) -> set[str]:
-    """The modules of a source that is not quantized whose weights are packed; see `linears_among`."""
-    return linears_among({name: spec.shape for name, spec in source.specs.items()}, ignore, str(source.path), form)
 
 
 def check_format(model: str | Path, stored: str | None, form: str) -> None:

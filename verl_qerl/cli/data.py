@@ -248,6 +248,7 @@ def read_jsonl(path: Path, required: Mapping[str, type]) -> list[Row]:
             continue
         try:
             row = json.loads(line)
+            json.dumps(row, ensure_ascii=False).encode()  # refuses half of a surrogate pair, which parquet cannot hold
         except ValueError as error:
             raise ValueError(f"line {number} is not JSON: path={path} ({error}). Mend or drop the line.") from error
         missing = [key for key in required if not isinstance(row, dict) or key not in row]
@@ -305,7 +306,7 @@ def _check_kinds(row: Mapping[str, Any], required: Mapping[str, type], where: st
     for key, kind in required.items():
         if not isinstance(row.get(key), kind):
             raise ValueError(
-                f"{where} cannot be used: {key}={row.get(key)!r}. A {kind.__name__} is accepted. Mend or drop the row."
+                f"{where} cannot be used: {key}={row.get(key)!r}. Accepted is {kind.__name__}. Mend or drop the row."
             )
 
 

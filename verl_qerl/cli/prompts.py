@@ -76,16 +76,16 @@ def load_tokenizer(model: str | Path, chats: bool) -> Any:
 
 
 def token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Token ids of a text, or of a chat up to where the assistant begins, which a template may refuse (ValueError)."""
+    """Token ids of a text, or of a chat up to where the assistant begins, which may be refused (ValueError)."""
     from jinja2 import TemplateError
 
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
     try:
+        if isinstance(prompt, str):
+            return tokenizer(prompt)["input_ids"]
         text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has its own
     except (TemplateError, TypeError) as error:
         raise ValueError(
-            f"the chat template refuses {str(prompt)[:99]} ({error}). Chats as the model knows them are accepted."
-            " Mend the row."
+            f"the tokenizer refuses {prompt!r:.99} ({error}). Unicode text, and chats as its template knows them, are"
+            " accepted. Mend the row."
         ) from error
-    return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has its own

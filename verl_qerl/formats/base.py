@@ -143,7 +143,7 @@ class WeightFormat(ABC):
 
     def _check_weight(self, name: str, weight: torch.Tensor) -> None:
         """Require a finite matrix of floats of 16 bits or more: narrower ones are the codes of a quantized weight."""
-        if weight.ndim != 2 or not weight.is_floating_point() or weight.element_size() < 2:
+        if weight.ndim != 2 or not weight.numel() or not weight.is_floating_point() or weight.element_size() < 2:
             raise ValueError(
                 f"{name!r} is {weight.dtype} with shape {tuple(weight.shape)}. {self.kind} holds float matrices, of 16"
                 " bits or more a number. Name the original bf16 model."

@@ -47,7 +47,7 @@ class ModelShape:
         sparse = family in FAMILIES
         if sparse:
             config = {**config, "num_experts": number_of_experts(config)}
-        given = [name for name in ("head_dim", "num_key_value_heads") if config.get(name)]
+        given = [name for name in ("head_dim", "num_key_value_heads", "decoder_sparse_step") if config.get(name)]
         sizes = {name: config.get(name) for name in (*names, *given, *(_EXPERTS if sparse else ()))}
         wrong = [name for name, size in sizes.items() if not isinstance(size, int) or size < 1]
         if wrong:

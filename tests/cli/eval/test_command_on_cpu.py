@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -107,6 +109,48 @@ def test_it_goes_on_where_it_was_stopped(run, source, capsys):
     assert "temperature was 0.6 and is now 0.5" in capsys.readouterr().err
 
 
+@pytest.fixture
+def trained(models, source, monkeypatch):
+    """The arguments and the file of weights of a model, and of a run's checkpoint, which a double evaluates."""
+    model = shutil.copytree(models / "bf16", source / "model")
+    step = source / "run" / "global_step_5" / "actor"
+    step.mkdir(parents=True)
+    (step / "model_world_size_1_rank_0.pt").write_bytes(b"weights")
+    (source / "run" / "latest_checkpointed_iteration.txt").write_text("5")
+    found = {
+        "model": (["--model", str(model)], next(model.glob("*.safetensors"))),
+        "checkpoint": (["--checkpoint", str(source / "run")], step / "model_world_size_1_rank_0.pt"),
+    }
+
+    @contextmanager
+    def served(model, adapter, checkpoint, *_):
+        assert checkpoint in (None, step)  # found once, whatever the run saves meanwhile
+        yield SimpleNamespace(model=str(models / "bf16"))
+
+    monkeypatch.setattr(command, "served", served)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["model", "checkpoint"])
+def test_weights_that_were_written_anew_do_not_go_on(run, source, trained, capsys, kind):
+    argv, file = trained[kind]
+    with pytest.raises(SystemExit):
+        run(right, *argv, stop_after=3)
+    (file.parent / "optim_world_size_1_rank_0.pt").write_bytes(b"no weights of the model")
+    assert len(run(right, *argv).asked) == 1
+    file.write_bytes(bytes(reversed(file.read_bytes())))  # as many
+    with pytest.raises(SystemExit):
+        run(right, *argv, "--limit", "5")
+    error = capsys.readouterr().err
+    assert re.search(r"weight_files was '\d of \d+ bytes, .*' and is now '\d of \d+ bytes, .*The same settings", error)
+    settings = source / "out" / "settings.json"
+    older = {name: value for name, value in json.loads(settings.read_text()).items() if name != "weight_files"}
+    settings.write_text(json.dumps(older))
+    with pytest.raises(SystemExit):
+        run(right, *argv)
+    assert "weight_files was 'not recorded' and is now '" in capsys.readouterr().err
+
+
 def test_where_nothing_is_right_three_answers_are_shown(run, capsys):
     run(lambda question, sample: "The answer is 1800 apples" if question else "Hm...")
     printed = capsys.readouterr().out
@@ -124,6 +168,9 @@ def test_two_evaluations_are_compared_question_by_question(run, source, capsys):
     printed = capsys.readouterr().out
     assert "samples differs too: 4 and 2" in printed
     assert "| gsm8k | 4 | 37.5 | 100.0 | +62.5 | +" in printed
+    with pytest.raises(SystemExit):
+        main(["eval", "--compare", str(source / "first"), str(source / "second"), "--tasks", "gsm8k"])
+    assert "an option has no meaning here: --tasks=gsm8k with --compare." in capsys.readouterr().err
     run(right, "--limit", "3", out="third")
     with pytest.raises(SystemExit):
         main(["eval", "--compare", str(source / "first"), str(source / "third")])
@@ -148,6 +195,9 @@ def test_a_prompt_of_ones_own(run):
         (["--tasks", "mmlu"], "unknown task: --tasks=mmlu with mmlu"),
         (["--adapter", "a", "--checkpoint", "b"], "two adapters are named"),
         (["--adapter", "absent"], "no adapter is found: absent has no adapter_config.json"),
+        (["--model", "/absent", "--format", "nvfp4"], "/absent/config.json does not exist. A directory"),
+        (["--model", "/absent", "--format", "stock"], "/absent does not exist. A directory"),
+        (["--compare", "a", "b"], "an option has no meaning here: --model="),
     ],
 )
 def test_arguments_that_are_refused(run, capsys, argv, message):

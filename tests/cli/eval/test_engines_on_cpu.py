@@ -1,6 +1,8 @@
 """Questions dealt out to several processes; test_eval_vllm_on_cpu.py has them with vLLM."""
 
+import errno
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,7 +15,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from verl_qerl.cli.eval.engines import gpus
+from verl_qerl.cli.eval.engines import Work, gpus, in_processes
+from verl_qerl.vllm_plugin.offline import EngineOptions
 
 SCRIPT = Path(__file__).with_name("several_engines.py")
 ROOT = Path(__file__).parents[3]
@@ -60,6 +63,16 @@ def test_an_engine_that_fails_ends_the_others(behaviour, error):
     *answered, last = run([None, None], behaviour=behaviour)
     assert last == {"error": error}
     assert {"number": 3, "asked": [3]}.items() <= next(line for line in answered if line["number"] == 3).items()
+
+
+def test_an_engine_that_cannot_start_says_why(monkeypatch):
+    def start(process):
+        raise BlockingIOError(errno.EAGAIN, "no room for another process")
+
+    monkeypatch.setattr(multiprocessing.context.SpawnProcess, "start", start)
+    work = Work(EngineOptions("model", None), [[1], [2]], ["1", "2"], {})
+    with pytest.raises(BlockingIOError, match="no room for another process"):
+        next(in_processes(work, [None, None]))
 
 
 def test_engines_end_with_what_takes_their_answers():

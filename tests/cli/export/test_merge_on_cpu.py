@@ -57,7 +57,7 @@ def test_the_merged_model_is_base_plus_scaled_product(trained, case):
 def test_a_base_that_moved_is_named_anew(trained, models):
     checkpoint = open_checkpoint(trained("ours-nvfp4-lora").actor)
     moved = replace(checkpoint, record=replace(checkpoint.record, base=str(models / "gone")))
-    with pytest.raises(ValueError, match=r"^the base is not found: .*actor names .*/gone\. .* Give it with --base\."):
+    with pytest.raises(ValueError, match=r"^the base is not found: .*/gone\. .* with --base \(eval: --model\)\."):
         merge_of(moved)
     merge = merge_of(moved, str(models / "nvfp4"))
     list(merge.tensors())
@@ -85,7 +85,7 @@ def test_a_base_with_other_bits_is_refused(trained, models):
 
 
 def test_a_checkpoint_that_names_no_base_wants_one(trained):
-    with pytest.raises(ValueError, match=r"^the base is not found: .*actor names none\. .* with --base\."):
+    with pytest.raises(ValueError, match=r"^the base is not found: .*actor names none\. .* with --base "):
         open_base(None, open_checkpoint(trained("stock-bf16-full").actor))
 
 

@@ -11,7 +11,7 @@ from verl_qerl.algos.uaq import scaled_parameters, unfold_
 from verl_qerl.checkpoints.manifest import NAME as MANIFEST
 from verl_qerl.checkpoints.manifest import Manifest
 from verl_qerl.checkpoints.source import open_source
-from verl_qerl.checkpoints.stream import linear_modules, quantize_stream
+from verl_qerl.checkpoints.stream import packed_names, quantize_stream
 from verl_qerl.formats import get_format
 
 SCRIPT = Path(__file__).with_name("engine_whole_cases.py")
@@ -35,7 +35,7 @@ def ranks(models, fresh_process, tmp_path_factory):
 def expected_stream(path, form):
     source = open_source(path)
     form = get_format(form)
-    return dict(quantize_stream(source.tensors(), linear_modules(source, None, form), form))
+    return dict(quantize_stream(source.tensors(), packed_names(source, form), form))
 
 
 @pytest.mark.parametrize(("name", "form"), [("bf16", "int8"), ("tied", "nvfp4")])

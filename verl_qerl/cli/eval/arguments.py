@@ -1,6 +1,7 @@
 """The arguments of `eval`, apart from its code: torch takes seconds to import."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,18 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--compare", nargs=2, type=Path, metavar="DIR", help="evaluate nothing: the second --out less the first, paired"
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=partial(run, parser))
 
 
-def run(args: argparse.Namespace) -> int:
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Look at the arguments, then evaluate or compare."""
     if args.compare:
+        for name, value in vars(args).items():
+            if name not in ("compare", "run") and value != parser.get_default(name):
+                raise ValueError(
+                    f"an option has no meaning here: --{name.replace('_', '-')}={value} with --compare. Two directories"
+                    " alone are accepted. Leave it out."
+                )
         from verl_qerl.cli.eval import report
 
         return report.compare(*args.compare)

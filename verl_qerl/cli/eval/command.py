@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from verl_qerl.cli.eval.questions import SLOT, TASKS, Question, read_questions
 from verl_qerl.cli.eval.records import Answered, append, check_questions, open_records, read_lines
 from verl_qerl.cli.eval.report import report
 from verl_qerl.cli.eval.served import ADAPTER, served
-from verl_qerl.cli.export.fsdp_checkpoint import open_checkpoint
+from verl_qerl.cli.export.fsdp_checkpoint import shards_folder
 from verl_qerl.cli.prompts import load_tokenizer, token_ids
 from verl_qerl.vllm_plugin.offline import EngineOptions
 
@@ -37,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate, then print the table."""
     devices = gpus(args.data_parallel, args.tensor_parallel)
     questions = {task: _questions(task, args.source) for task in args.tasks}
+    if args.checkpoint:  # a run that goes on may save its next step meanwhile
+        args.checkpoint = shards_folder(args.checkpoint)
     open_records(args.out, settings(args))
     missing = _unanswered(args.out, questions, args.limit)
     if missing:
@@ -54,10 +57,24 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
         "model": str(Path(args.model).resolve()) if args.model and Path(args.model).exists() else args.model,
         "adapter": str(args.adapter.resolve()) if args.adapter else None,
         "adapter_sha256": hashlib.sha256(adapter.read_bytes()).hexdigest() if adapter and adapter.is_file() else None,
-        "checkpoint": str(open_checkpoint(args.checkpoint).folder.resolve()) if args.checkpoint else None,
+        "checkpoint": str(args.checkpoint.resolve()) if args.checkpoint else None,
+        "weight_files": _weight_files(args.model, args.checkpoint),
         "format": args.format,
     }
     return {"verl_qerl": __version__, **where, **given}
+
+
+def _weight_files(model: str | None, checkpoint: Path | None) -> str | None:
+    """What another training at the same path changes of the files; None for those of the hub."""
+    files = [*checkpoint.glob("model_world_size_*")] if checkpoint else []
+    files += [file for file in Path(model).glob("*") if file.suffix in (".safetensors", ".bin")] if model else []
+    found = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    if not found:
+        return None
+    size, last = sum(size for _, size, _ in found), max(written for *_, written in found)
+    digest = hashlib.sha256(str(found).encode()).hexdigest()[:16]
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(last / 1e9))
+    return f"{len(found)} of {size} bytes, last written {when}, {digest}"
 
 
 def _questions(task: str, source: Path | None) -> list[Question]:

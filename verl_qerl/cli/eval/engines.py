@@ -127,8 +127,9 @@ def in_processes(work: Work, devices: Sequence[str | None], answers: Callable[[W
         for rank in range(count):
             ours, theirs = context.Pipe(duplex=False)
             given = (theirs, answers, work.part(rank, count), devices[rank])
-            processes.append(context.Process(target=_serve, args=given, name=f"engine {rank}"))
-            processes[-1].start()
+            process = context.Process(target=_serve, args=given, name=f"engine {rank}")
+            process.start()
+            processes.append(process)
             theirs.close()  # so that the pipe ends with the process
             pipes[ours] = rank
         while pipes:

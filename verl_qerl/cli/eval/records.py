@@ -62,9 +62,9 @@ def open_records(folder: Path, settings: Mapping[str, Any]) -> None:
         if differing:
             name = differing[0]
             raise ValueError(
-                f"an evaluation with other settings is in --out={folder}: {name} was {before.get(name)!r} and is now"
-                f" {settings[name]!r}. The same settings are accepted to go on. Choose another --out, or the settings"
-                " of before."
+                f"an evaluation with other settings is in --out={folder}: {name} was"
+                f" {before.get(name, 'not recorded')!r} and is now {settings[name]!r}. The same settings are accepted"
+                " to go on. Choose another --out, or the settings of before."
             )
         for answers in (folder / f"{task}.jsonl" for task in tasks):
             os.truncate(answers, answers.read_bytes().rfind(b"\n") + 1)

@@ -12,7 +12,7 @@ SUMMARY = "summary.json"
 _SHOWN = 3  # answers, where all are wrong
 _TAIL = 300  # characters of each
 # Of settings.json: what two evaluations may differ in.
-_COMPARED = ("model", "adapter", "adapter_sha256", "checkpoint", "format", "verl_qerl", "seed")
+_COMPARED = ("model", "adapter", "adapter_sha256", "checkpoint", "weight_files", "format", "verl_qerl", "seed")
 
 
 def summarize(lines: Sequence[Answered]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from verl_qerl.checkpoints.model_config import read_object
+from verl_qerl.checkpoints.model_config import read_config, read_object
 from verl_qerl.checkpoints.source import open_source, read_specs
 from verl_qerl.cli.eval.arguments import STOCK
 from verl_qerl.cli.export.arguments import WITH_BASE
@@ -46,11 +46,6 @@ def served(
 def _exported(out: Path, checkpoint: Path, model: str | None, form: str | None) -> EngineOptions:
     """A checkpoint as vLLM takes it: as trained where it can be, merged into bf16 where not."""
     trained = open_checkpoint(checkpoint)
-    if model is None and trained.record is None and trained.uaq is None:
-        raise ValueError(
-            f"the checkpoint does not name its base: --checkpoint={checkpoint}. One that verl_qerl's engine wrote does."
-            " Give the model.path of the run with --model."
-        )
     base = open_base(model, trained)
     if not trained.factors or (trained.norms and not (base.is_packed and base.format == "nvfp4")):
         export_checkpoint(checkpoint, out, "merged-bf16", model)
@@ -65,10 +60,11 @@ def _exported(out: Path, checkpoint: Path, model: str | None, form: str | None) 
 
 
 def _form(model: str, form: str | None) -> str | None:
-    if form is not None:
-        return None if form == STOCK else form
+    if form == STOCK:
+        read_config(model)  # a model that is not there is told as one
+        return None
     found = open_source(model).format
-    return found if found in FORMATS else None
+    return form or (found if found in FORMATS else None)
 
 
 def check_fits(adapter: Path, model: str) -> None:

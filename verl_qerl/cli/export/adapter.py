@@ -139,8 +139,9 @@ def _check_factors(
         )
     if (B.shape[0], A.shape[1]) != shapes.get(module):
         raise CheckpointFormatError(
-            f"the adapter does not fit the base: {module!r} changes {(B.shape[0], A.shape[1])}, the base has "
-            f"{shapes.get(module, 'no such linear')}. (out, in) must agree. Name the right base with --base."
+            f"the adapter does not fit the base: {module!r} changes {(B.shape[0], A.shape[1])}, the base has"
+            f" {shapes.get(module, 'no such linear')}. (out, in) must agree. Name the right base with --base"
+            " (eval: --model)."
         )
     if not (bool(A.isfinite().all()) and bool(B.isfinite().all())):
         raise CheckpointFormatError(

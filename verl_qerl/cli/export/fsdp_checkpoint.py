@@ -61,7 +61,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         FileNotFoundError: There is no checkpoint.
         CheckpointFormatError: A rank is missing, a file is cut, or the shards do not fit together.
     """
-    folder = _folder(path)
+    folder = shards_folder(path)
     record = read_record(folder)
     if record and not record.files:
         raise CheckpointFormatError(
@@ -101,7 +101,8 @@ def _check_norms(folder: Path, norms: Mapping[str, torch.Tensor], record: BaseRe
             raise unfit(folder, f"what {name!r} has learned holds NaN or infinite values")
 
 
-def _folder(path: Path) -> Path:
+def shards_folder(path: Path) -> Path:
+    """Where the shards of a checkpoint lie; see `open_checkpoint`."""
     candidates = [path, path / "actor"]
     if (path / _LATEST).is_file():
         step = (path / _LATEST).read_text(encoding="utf-8", errors="replace").strip()

@@ -95,7 +95,7 @@ def open_base(path: str | Path | None, checkpoint: Checkpoint) -> Base:
     if path is None and (named is None or (Path(named).is_absolute() and not Path(named).exists())):
         raise ValueError(
             f"the base is not found: {checkpoint.folder} names {named or 'none'}. The model.path of the run, or a copy"
-            " of it, is accepted. Give it with --base."
+            " of it, is accepted. Give it with --base (eval: --model)."
         )
     name = str(path or named)
     source = open_source(name)
@@ -105,7 +105,8 @@ def open_base(path: str | Path | None, checkpoint: Checkpoint) -> Base:
     if source.format is not None and record is None:
         raise ValueError(
             f"the checkpoint was not trained on a packed base: base={name} is in {source.format}, with"
-            f" {checkpoint.folder}. The bf16 model is accepted. Name the model.path of the run with --base."
+            f" {checkpoint.folder}. The bf16 model is accepted. Name the model.path of the run with --base (eval:"
+            " --model)."
         )
     specs = {
         name: TensorSpec("BF16", spec.shape) if DTYPES[spec.dtype].is_floating_point else spec
@@ -239,7 +240,7 @@ class Merge:
             if lacking:
                 raise CheckpointFormatError(
                     f"the checkpoint does not fit the base: it lacks {lacking[0]!r} ({len(lacking)} tensors). All of"
-                    " the base's are needed without an adapter. Name the right base with --base."
+                    " the base's are needed without an adapter. Name the right base with --base (eval: --model)."
                 )
         for name, tensor in self.others.items():
             is_tied = name not in self.base.specs and tied and name == "lm_head.weight"
@@ -253,7 +254,7 @@ class Merge:
             raise CheckpointFormatError(
                 f"the checkpoint does not fit the base: it {what} of {tuple(tensor.shape)}, the base has"
                 f" {'none' if spec is None else spec.shape}. The same {accepted} are accepted. Name the right base with"
-                " --base."
+                " --base (eval: --model)."
             )
 
     def _check_digests(self, modules: Iterable[str]) -> None:
@@ -263,5 +264,5 @@ class Merge:
                 raise CheckpointFormatError(
                     f"the base is not the one of the checkpoint: {self.base.source.path} holds {module!r} with digest"
                     f" {self.digests.get(module)}, the checkpoint names {wanted.get(module)}. The same bits are"
-                    " accepted. Name the model.path of the run with --base."
+                    " accepted. Name the model.path of the run with --base (eval: --model)."
                 )

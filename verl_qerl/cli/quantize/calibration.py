@@ -15,7 +15,7 @@ import torch
 from verl_qerl.checkpoints.experts import is_expert
 from verl_qerl.checkpoints.groups import groups_of_linears
 from verl_qerl.checkpoints.source import Source, read_tensors
-from verl_qerl.checkpoints.stream import linear_modules
+from verl_qerl.checkpoints.stream import packed_names
 from verl_qerl.cli.dense_model import empty_model, fill
 from verl_qerl.cli.prompts import read_prompts, tokenize
 from verl_qerl.cli.quantize.arguments import SAMPLES, TOKENS
@@ -57,7 +57,7 @@ class Calibration:
         most = min(self.tokens, source.config.get("max_position_embeddings") or self.tokens)
         found = [ids[:most] for ids in tokenize(source.path, prompts)]
         count = sum(map(len, found))
-        widest = max(source.specs[f"{name}.weight"].shape[1] for name in linear_modules(source, ignore))
+        widest = max(source.specs[f"{name}.weight"].shape[1] for name in packed_names(source, ignore=ignore))
         if count < widest:
             raise ValueError(
                 f"too few tokens to calibrate on: {count} of {len(found)} rows in {self.file}. At least"
@@ -119,7 +119,7 @@ def calibrated_stream(
         ValueError: A weight or the inputs of a linear cannot be used.
     """
     walk = _Walk(source, device)
-    groups = _in_layers(walk, linear_modules(source, ignore, form), form)
+    groups = _in_layers(walk, packed_names(source, form, ignore), form)
     inside = {name for names in walk.names for name in names}
     for name in source.files:
         if name not in inside:
@@ -242,8 +242,8 @@ def _layer(
         for at, (hidden, kept) in enumerate(batches):
             batches[at] = _Batch(walk.run(hidden), kept)
     walk.release(i)
-    packed_names = {f"{module}.weight" for members in groups for module in members}
-    yield from ((name, tensor) for name, tensor in tensors.items() if name not in packed_names)
+    done = {f"{module}.weight" for members in groups for module in members}
+    yield from ((name, tensor) for name, tensor in tensors.items() if name not in done)
 
 
 def _moments(

@@ -31,8 +31,12 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
         if OmegaConf.select(config, LORA_RANK) or OmegaConf.select(config, f"{MODEL}.lora.rank"):
             check_liger(config, found.get("model_type"))
         _check_override(plain(OmegaConf.select(config, f"{MODEL}.override_config")) or {})
-    if use_critic:
-        _check_critic(str(OmegaConf.select(config, "critic.model.path")))
+    path = str(OmegaConf.select(config, "critic.model.path"))
+    if use_critic and _config_of(path).get("quantization_config"):
+        raise ValueError(
+            f"critic.model.path={path} is quantized: verl trains all weights of a critic, and cannot train packed ones."
+            " A bf16 model is accepted. Set critic.model.path to the one that this was made of."
+        )
 
 
 def _config_of(path: str) -> dict[str, Any]:
@@ -59,12 +63,4 @@ def _check_override(override: dict[str, Any]) -> None:
             f"model.override_config.{rope[0]}={options[rope[0]]} does not go together with +rollout=...: it would reach"
             " the actor alone, and verl 0.9.1 cannot set an option that is a mapping. A model whose config.json says so"
             " is accepted, which both sides read. Write it there and leave the option out."
-        )
-
-
-def _check_critic(path: str) -> None:
-    if _config_of(path).get("quantization_config"):
-        raise ValueError(
-            f"critic.model.path={path} is quantized: verl trains all weights of a critic, and cannot train packed ones."
-            " A bf16 model is accepted. Set critic.model.path to the one that this was made of."
         )
