@@ -52,16 +52,13 @@ def _products(
     if not same:
         for part, scaling in zip(parts, scalings, strict=True):
             part.mul_(scaling)
-    wide: Any = None if all(bias is None for bias in biases) else torch.cat([flat, low], 1)
-    sizes, ys, start = (*x.shape[:-1], -1), [], 0
-    for W, B, bias, part in zip(weights.forward(x.dtype), Bs, biases, parts, strict=True):
-        if bias is None:
-            y = F.linear(part, B).addmm_(flat, W.t())
-        else:
-            others = start, low.shape[1] - start - B.shape[1]  # columns of the other adapters
-            y = F.linear(wide, torch.cat([W, F.pad(B, others)], 1), bias)
-        ys.append(y.view(sizes))
-        start += B.shape[1]
+    Ws = weights.forward(x.dtype)
+    if all(bias is None for bias in biases):
+        ys = [F.linear(part, B).addmm_(flat, W.t()) for W, B, part in zip(Ws, Bs, parts, strict=True)]
+    else:
+        wide, wide_Bs = torch.cat([flat, low], 1), torch.block_diag(*Bs).split([len(B) for B in Bs])
+        ys = [F.linear(wide, torch.cat([W, B], 1), bias) for W, B, bias in zip(Ws, wide_Bs, biases, strict=True)]
+    ys = [y.view(*x.shape[:-1], -1) for y in ys]
     return tuple(ys), flat, low, A
 
 
