@@ -142,7 +142,7 @@ def machine(task: Task, per_gpu: int, gpus: int) -> list[str]:
         f"{MODEL}.use_liger=True",
         f"++{MODEL}.override_config.attn_implementation=verl_qerl_varlen",  # needs no flash-attn, in stock arms too
         f"{ACTOR}.use_dynamic_bsz=True",
-        f"{ACTOR}.ppo_max_token_len_per_gpu={32768 // max(2, per_gpu)}",
+        f"{ACTOR}.ppo_max_token_len_per_gpu={32768 // max(2, per_gpu)}",  # an H200 keeps all activations of two runs
         f"{ROLLOUT}.log_prob_use_dynamic_bsz=True",
         f"{ROLLOUT}.log_prob_max_token_len_per_gpu=32768",
         f"{ACTOR}.strategy=fsdp2",  # FSDP1 on one GPU sends vLLM an empty adapter

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +80,7 @@ class Study:
 
     Args:
         jobs: In order.
-        gpus: Name for CUDA_VISIBLE_DEVICES -> kind, as `NVIDIA H100`.
-        per_gpu: Runs that share a GPU.
+        places: (name for CUDA_VISIBLE_DEVICES, kind as `NVIDIA H100`) of each run that there is room for.
         command: Of a job and a folder for metrics.jsonl, rollouts/ and validation/: what to start.
         steps: Of each run.
         seconds: Time limit.
@@ -94,8 +93,7 @@ class Study:
     def __init__(
         self,
         jobs: list[Job],
-        gpus: dict[str, str],
-        per_gpu: int,
+        places: Sequence[tuple[str, str]],
         command: Callable[[Job, Path], list[str]],
         steps: int,
         seconds: float,
@@ -104,11 +102,10 @@ class Study:
         work: Path,
         session: dict[str, Any],
     ) -> None:
-        self.jobs, self._gpus, self._command, self._steps, self._least = jobs, gpus, command, steps, least
+        self.jobs, self._places, self._command, self._steps, self._least = jobs, places, command, steps, least
         self._file, self._work, self._session = file, work, session
         self._start, self._seconds = time.monotonic(), seconds
-        self._places = [(gpu, number) for number in range(per_gpu) for gpu in gpus]
-        self._running: dict[tuple[str, int], tuple[Job, Records]] = {}  # by place
+        self._running: dict[int, tuple[Job, Records]] = {}  # by number of the place
         self._written = float("-inf")
 
     def run(self) -> int:
@@ -144,16 +141,16 @@ class Study:
     def _begin_what_can(self) -> None:
         if self._left() < self._least:
             return
-        for place in self._places:
+        for place in range(len(self._places)):
             waiting = [job for job in self.jobs if job.state == "not begun"]
             again = [job for job in self.jobs if job.state == "to be repeated"]
             if place not in self._running and (again or waiting):
                 self._begin((again or waiting)[0], place)
 
-    def _begin(self, job: Job, place: tuple[str, int]) -> None:
-        gpu = place[0]
+    def _begin(self, job: Job, place: int) -> None:
+        gpu, kind = self._places[place]
         job.attempts += 1
-        job.state, job.gpu, job.began = "running", self._gpus[gpu], time.monotonic()
+        job.state, job.gpu, job.began = "running", kind, time.monotonic()
         job.last_step_at = job.began
         job.folder = self._work / job.run.name / str(job.attempts)
         shutil.rmtree(job.folder, ignore_errors=True)
@@ -177,7 +174,7 @@ class Study:
         self._running[place] = job, Records(job.folder)
         self._say(f"{job.run.name}: begun on GPU {gpu} ({job.gpu})")
 
-    def _end(self, place: tuple[str, int], state: str, why: str = "") -> None:
+    def _end(self, place: int, state: str, why: str = "") -> None:
         job, records = self._running.pop(place)
         assert job.process is not None
         job.process.kill()
@@ -391,10 +388,9 @@ def main(arguments: list[str] | None = None) -> int:
     session |= {name: getattr(args, name) for name in asked}
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out.resolve() / f"{began:%Y%m%dT%H%M%S}.json"
+    places = [*in_groups(gpus, args.gpus_per_run).items()] * args.per_gpu
     limits = args.steps, 60 * args.minutes, 60 * args.least
-    return Study(
-        jobs, in_groups(gpus, args.gpus_per_run), args.per_gpu, command, *limits, file, args.work.resolve(), session
-    ).run()
+    return Study(jobs, places, command, *limits, file, args.work.resolve(), session).run()
 
 
 if __name__ == "__main__":

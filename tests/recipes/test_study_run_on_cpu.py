@@ -70,10 +70,9 @@ def go(runner, study, tmp_path):
 
         out = tmp_path / "out"
         out.mkdir(exist_ok=True)
-        kinds = {gpu: f"GPU of kind {gpu}" for gpu in gpus}
+        places = [(gpu, f"GPU of kind {gpu}") for gpu in gpus] * per_gpu
         file = out / "first.json"
-        limits = STEPS, seconds, least
-        made = runner.Study(jobs, kinds, per_gpu, command, *limits, file, tmp_path / "work", {"commit": "abc"})
+        made = runner.Study(jobs, places, command, STEPS, seconds, least, file, tmp_path / "work", {"commit": "abc"})
         code = made.run()
         return code, {job.run.arm: job for job in jobs}, json.loads(file.read_text())
 
