@@ -15,7 +15,6 @@ Questions that gave the gradient are not those that are asked.
 """
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,10 @@ import result_file
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear as LoraLinear
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
+
+from verl_qerl.cli.data import read_rows
+from verl_qerl.cli.prompts import load_tokenizer, token_ids
 
 KINDS = ("exact", "after", "merged", "none")
 RANK, ALPHA = 32, 64
@@ -111,16 +113,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--lr", type=float, default=4e-5)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(arguments)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    texts = []
-    with args.questions.open() as lines:
-        for line, _ in zip(lines, range(2 * args.texts), strict=False):
-            one = json.loads(line)
-            asked = [{"role": "user", "content": one["question"]}]
-            prompt = tokenizer(
-                tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-            ).input_ids
-            texts.append((torch.tensor([prompt + tokenizer(one["answer"]).input_ids]), len(prompt)))
+    tokenizer, texts = load_tokenizer(args.model, chats=True), []
+    for row in read_rows(args.questions, "questions", 2 * args.texts):
+        prompt = token_ids(tokenizer, [{"role": "user", "content": row["question"]}])
+        texts.append((torch.tensor([prompt + token_ids(tokenizer, row["answer"])]), len(prompt)))
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     rows = []
     for row in measure(model, texts[: args.texts], texts[args.texts :], args.updates, args.lr):
