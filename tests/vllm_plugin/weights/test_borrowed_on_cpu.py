@@ -49,8 +49,11 @@ def test_the_engine_computes_with_the_bytes_of_its_owner_until_that_ends(
     shared = start(model_dir("qwen2"), aqn={"enabled": True}, **options)
     engine.reset_prefix_cache()
     adapter = vllm.lora.request.LoRARequest("one", 31, str(write_adapter("one", ["q_proj", "v_proj", "down_proj"], 8)))
-    for lora in ({}, {"lora_request": adapter}):
-        assert torch.equal(prompt_log_probs(shared, **lora), prompt_log_probs(engine, **lora))
+    assert torch.equal(prompt_log_probs(shared), prompt_log_probs(engine))
+    # Without a GPU an engine's own base has no repacked copy, and its adapter is added to outputs that are rounded.
+    found, expected = (prompt_log_probs(each, lora_request=adapter) for each in (shared, engine))
+    torch.testing.assert_close(found, expected, rtol=0, atol=2**-5)
+    assert (found - prompt_log_probs(shared)).abs().max() > 2**-3
     assert shared.collective_rpc(digests) == engine.collective_rpc(digests)
     (found,) = shared.collective_rpc(held)
     assert len(found) == 8

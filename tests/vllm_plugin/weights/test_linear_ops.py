@@ -1,14 +1,16 @@
-"""As many sequences as an RL step has, without an adapter: log-probs are numbers, and those of the same tokens read."""
+"""Linears of a rollout on a GPU, by themselves and in vLLM."""
 
 import json
 
 import pytest
 import torch
+from bench_adapter_sums import measure
 from qerl_testing import random_qwen2
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
+# As many sequences as an RL step has, without an adapter: log-probs are numbers, and those of the same tokens read.
 # Answers of 512 sequences at a time, and of fewer with every answer that ends: every number of rows.
 SCRIPT = """
 import json, os, sys
@@ -64,3 +66,11 @@ def test_many_sequences(run_script, model, options):
     # Decoding and reading round differently; a row that went wrong is off by nats.
     assert found["mean"] < 0.02
     assert found["largest"] < 1.0
+
+
+@pytest.mark.parametrize("linear", [("self_attn.q_proj", 1536, 1536), ("mlp.down_proj", 1536, 8960)], ids=str)
+def test_nothing_of_a_small_adapter_is_lost(linear):
+    name, *shape = linear
+    rows = [64, 299, 300, 4096]  # our kernel's, and cuBLAS's
+    shares = [row["share"] for row in measure({name: tuple(shape)}, rows, 16, 300, "cuda") if row["way"] == "rollout"]
+    assert shares == pytest.approx([1] * 4, abs=0.15)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-from qerl_testing import random_packed_weight
+from qerl_testing import quantize, random_packed_weight
+from small_adapter import draw, share_that_arrives
 
 from verl_qerl.formats import reference
 from verl_qerl.kernels.rollout.lora import lora_expand, lora_shrink, member_of_tile
@@ -40,8 +41,21 @@ def test_adds_the_adapter_and_then_the_bias(given):
     x, tensors, dense, bias, (a, *rest) = given
     out = lora_linear_repacked(x, *tensors, bias, "", a, *rest, ACTIVE)
     y = torch.nn.functional.linear(x, dense)
-    assert torch.equal(out, lora_expand(y, lora_shrink(x, a, ACTIVE), *rest, ACTIVE, bias, 64))
+    expected = lora_expand(y, lora_shrink(x, a, ACTIVE), *rest, ACTIVE, bias, 64)
+    torch.testing.assert_close(out, expected, rtol=2**-7, atol=2**-6)
+    assert torch.equal(out[2], linear_repacked(x, *tensors, bias, "")[2])  # a token without an adapter
     assert (out - linear_repacked(x, *tensors, bias, "")).abs().max() > 1
+
+
+@pytest.mark.parametrize("bias", [None, 4.0])
+def test_nothing_of_a_small_adapter_is_lost(bias):
+    x, W, A = draw(4096, 256, 256, 8, "cpu")
+    weight, members, slots = repack(quantize(W.float())), member_of_tile((256,), "cpu"), torch.zeros(4096).long()
+    biases = None if bias is None else torch.full((256,), bias, dtype=x.dtype)
+    share = share_that_arrives(
+        lambda B: lora_linear_repacked(x, *weight, biases, "", A, B, members, slots, ACTIVE), x, A, 256
+    )
+    assert share == pytest.approx(1, abs=0.1)
 
 
 def test_without_an_active_adapter_it_is_the_base(given):
@@ -72,11 +86,14 @@ def called(monkeypatch):
     def product(x, words, scale, *_):
         return x.new_zeros(x.shape[0], scale.shape[1])
 
+    def dense(words, scale, decode_scale, more_columns=0):
+        return torch.zeros(128, 64 + more_columns).bfloat16()
+
     def shrink(x, a, *_):
         return x.new_zeros(x.shape[0], a.shape[0])
 
     monkeypatch.setattr(linear_ops, "w4a16_matmul", record("tiled", product))
-    monkeypatch.setattr(linear_ops, "dequantize_repacked", record("decode", lambda *_: torch.zeros(128, 64).bfloat16()))
+    monkeypatch.setattr(linear_ops, "decode", record("decode", dense))
     monkeypatch.setattr(linear_ops, "lora_shrink", record("lora_shrink", shrink))
     monkeypatch.setattr(linear_ops, "lora_expand", record("lora_expand", lambda y, *_: y))
     plan = Plan(tuple(guess_launch(128, 64, tokens) for tokens in TOKENS), decode_rows=300)
@@ -94,7 +111,7 @@ def test_rows_choose_the_kernel(rows, path, given, called):
     assert called == [path]
     called.clear()
     lora_linear_repacked(x, *tensors, None, "128x64", *adapter, ACTIVE)
-    assert called == (["tiled with adapter"] if path == "tiled" else ["lora_shrink", "decode", "lora_expand"])
+    assert called == ["tiled with adapter" if path == "tiled" else "decode"]
     called.clear()
     lora_linear_repacked(x, *tensors, None, "128x64", *adapter, NONE)
     assert called == [path]

@@ -2,13 +2,12 @@
 
     y_i = x W_i^T + b_i + s_i (x A_i^T) B_i^T
 
-PEFT writes each term and each sum to memory. Here the adapter's term is written first, in place of an empty result, and
-the base product adds to it within its own pass: no output is read or written for the adapter alone. Linears of one
-input (q, k, v; gate, up) share the products with their stacked A, and the gradient of x is summed in one tensor.
+x and x A^T lie beside each other as one input, W and B as one weight: both terms and the bias are summed before the
+output is rounded, as in the rollout. After the first updates the adapter's term is far below a rounding step. PEFT
+rounds both and loses it. So does a product that adds to the term in place (`addmm_`): cuBLAS rounds the product first,
+on an H200 for all but a few shapes (tests/bench/bench_adapter_sums.py).
 
-After the first updates the adapter's term is far below a rounding step of the output, so it must be summed before that
-is rounded, as the rollout does. A bias that already has the term added would lose it: with a bias, x and x A^T are one
-input, so that all three terms are summed in the product.
+Linears of one input (q, k, v; gate, up) share that input, and the gradient of x is summed in one tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,10 +37,7 @@ class FrozenWeights:
 def _products(
     x: torch.Tensor, weights: FrozenWeights, scalings: Sequence[float], As: Any, Bs: Any, biases: Any
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(all y_i, x as [M, K], its scaled product with the stacked A, that A).
-
-    In as few calls as it takes: with few tokens they take longer than the products.
-    """
+    """(all y_i, x as [M, K], its scaled product with the stacked A, that A)."""
     flat = x.reshape(-1, x.shape[-1])
     A = As[0] if len(As) == 1 else torch.cat(As)
     low = flat.new_empty(flat.shape[0], A.shape[0])
@@ -52,12 +48,9 @@ def _products(
     if not same:
         for part, scaling in zip(parts, scalings, strict=True):
             part.mul_(scaling)
-    Ws = weights.forward(x.dtype)
-    if all(bias is None for bias in biases):
-        ys = [F.linear(part, B).addmm_(flat, W.t()) for W, B, part in zip(Ws, Bs, parts, strict=True)]
-    else:
-        wide, wide_Bs = torch.cat([flat, low], 1), torch.block_diag(*Bs).split([len(B) for B in Bs])
-        ys = [F.linear(wide, torch.cat([W, B], 1), bias) for W, B, bias in zip(Ws, wide_Bs, biases, strict=True)]
+    Ws, wide = weights.forward(x.dtype), torch.cat([flat, low], 1)
+    wide_Bs = torch.block_diag(*Bs).split([len(B) for B in Bs])
+    ys = [F.linear(wide, torch.cat([W, B], 1), bias) for W, B, bias in zip(Ws, wide_Bs, biases, strict=True)]
     ys = [y.view(*x.shape[:-1], -1) for y in ys]
     return tuple(ys), flat, low, A
 

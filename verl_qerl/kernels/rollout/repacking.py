@@ -96,19 +96,8 @@ def _gather(half: torch.Tensor, code: int) -> torch.Tensor:
 def dequantize_repacked(
     packed_codes: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor
 ) -> torch.Tensor:
-    """Decode a repacked weight.
-
-    Args:
-        packed_codes: [K / 16, 2 N] int32, of `repack`; or a slice of its columns, of rows from a multiple of 64 on.
-        scale: [K / 16, N] uint8, of the same rows.
-        global_decode_scale: One float32.
-
-    Returns:
-        [N, K] bf16, bit for bit as `formats.reference.dequantize` of the weight.
-    """
-    if packed_codes.is_cuda:
-        return launch(packed_codes, scale, global_decode_scale)
-    return reference.dequantize(undo_repack(packed_codes, scale, global_decode_scale), torch.bfloat16)
+    """`decode` as an operator."""
+    return decode(packed_codes, scale, global_decode_scale)
 
 
 @dequantize_repacked.register_fake
@@ -116,25 +105,46 @@ def _dequantize_fake(packed_codes: torch.Tensor, scale: torch.Tensor, *_: Any) -
     return packed_codes.new_empty((scale.shape[1], scale.shape[0] * COLUMNS), dtype=torch.bfloat16)
 
 
-def launch(packed_codes: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor) -> torch.Tensor:
-    """Run the Triton kernel; shapes as in `dequantize_repacked`."""
+def decode(
+    packed_codes: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor, more_columns: int = 0
+) -> torch.Tensor:
+    """Decode a repacked weight.
+
+    Args:
+        packed_codes: [K / 16, 2 N] int32, of `repack`; or a slice of its columns, of rows from a multiple of 64 on.
+        scale: [K / 16, N] uint8, of the same rows.
+        global_decode_scale: One float32.
+        more_columns: Behind those of the weight, for the caller to write.
+
+    Returns:
+        [N, K + more_columns] bf16, the first K bit for bit as `formats.reference.dequantize` of the weight.
+    """
+    if packed_codes.is_cuda:
+        return launch(packed_codes, scale, global_decode_scale, more_columns)
+    dense = reference.dequantize(undo_repack(packed_codes, scale, global_decode_scale), torch.bfloat16)
+    return torch.nn.functional.pad(dense, (0, more_columns), value=torch.nan) if more_columns else dense
+
+
+def launch(
+    packed_codes: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor, more_columns: int = 0
+) -> torch.Tensor:
+    """Run the Triton kernel; shapes as in `decode`."""
     num_blocks, N = scale.shape
     if packed_codes.stride(1) != 1 or scale.stride(1) != 1:
         raise ValueError(
             f"columns of a repacked weight are not side by side: strides {packed_codes.stride()}, {scale.stride()}."
         )
-    out = torch.empty((N, num_blocks * COLUMNS), dtype=torch.bfloat16, device=packed_codes.device)
+    out = torch.empty((N, num_blocks * COLUMNS + more_columns), dtype=torch.bfloat16, device=packed_codes.device)
     grid = (N // ROWS, triton.cdiv(num_blocks, _DEPTH))
     shape: Any = {"DEPTH": _DEPTH, "num_warps": _WARPS}
-    _dequantize_kernel[grid](
-        packed_codes, scale, global_decode_scale, out, packed_codes.stride(0), scale.stride(0), num_blocks, **shape
-    )
+    strides = packed_codes.stride(0), scale.stride(0), out.stride(0)
+    _dequantize_kernel[grid](packed_codes, scale, global_decode_scale, out, *strides, num_blocks, **shape)
     return out
 
 
 @triton.jit
 def _dequantize_kernel(
-    words_ptr, scale_ptr, global_ptr, out_ptr, words_stride, scale_stride, num_blocks, DEPTH: tl.constexpr
+    words_ptr, scale_ptr, global_ptr, out_ptr, words_stride, scale_stride, out_stride, num_blocks, DEPTH: tl.constexpr
 ):
     tile_n = tl.program_id(0)
     first = tl.program_id(1) * DEPTH
@@ -169,7 +179,7 @@ def _dequantize_kernel(
     row = (tile_n * 64 + tl.arange(0, 64)).to(tl.int64)
     column = first * 16 + tl.arange(0, DEPTH * 16)
     tl.store(
-        out_ptr + row[:, None] * (num_blocks * 16) + column[None, :],
+        out_ptr + row[:, None] * out_stride + column[None, :],
         value.to(tl.bfloat16),
         mask=(column < num_blocks * 16)[None, :],
     )
