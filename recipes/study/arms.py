@@ -9,7 +9,7 @@ from typing import NamedTuple
 from verl_qerl.verl_plugin.config.uses_qerl import asks_for_qerl
 
 BATCH, ANSWERS, UPDATES = 32, 8, 2  # questions of a step, answers to each, optimizer steps
-CACHE = 12 * 10**9  # bytes of keys and values of a run that shares its GPU: all answers of a 1.5B, at full length
+CACHE = 12 * 10**9  # bytes of keys and values: all answers of a 1.5B, at full length
 MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("model", "actor", "rollout"))
 
 # Learning rates of a first look at 24 steps: LoRA at 4e-5 and all weights at 1e-6 reached the same reward.
@@ -132,10 +132,10 @@ def machine(task: Task, per_gpu: int, gpus: int) -> list[str]:
         per_gpu: Runs that share a GPU.
         gpus: Of a run.
     """
-    # vLLM measures what is left for its cache, wrongly when another run takes memory meanwhile.
-    cache = [f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes={CACHE}"] if per_gpu > 1 else []
     return [
-        *cache,
+        # vLLM would measure what is left, wrongly when another run takes memory meanwhile; and what is not asked for
+        # need not be given back and taken again in each step.
+        f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes={CACHE}",
         f"{ROLLOUT}.gpu_memory_utilization={0.35 / per_gpu:.3f}",
         f"{MODEL}.use_fused_kernels=True",
         f"{MODEL}.use_remove_padding=True",

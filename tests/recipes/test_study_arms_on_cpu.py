@@ -102,12 +102,11 @@ def test_validation(composed, tmp_path, kind, file, every, before, drawn):
 
 def test_runs_on_part_of_a_gpu_and_on_several(composed):
     alone, pair, wide = (composed("nvfp4", *more) for more in ([], ["--per-gpu", "2"], ["--gpus-per-run", "4"]))
-    for config in (alone, wide):
-        assert config.actor_rollout_ref.rollout.gpu_memory_utilization == 0.35
-        assert not config.actor_rollout_ref.rollout.engine_kwargs.vllm
+    for config, share in ((alone, 0.35), (pair, 0.175), (wide, 0.35)):
+        rollout = config.actor_rollout_ref.rollout
+        assert rollout.gpu_memory_utilization == share
+        assert rollout.engine_kwargs.vllm.kv_cache_memory_bytes >= 32 * 8 * 768 * 28 * 1024
     assert [config.trainer.n_gpus_per_node for config in (alone, pair, wide)] == [1, 1, 4]
-    assert pair.actor_rollout_ref.rollout.gpu_memory_utilization == 0.175
-    assert pair.actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes >= 32 * 8 * 768 * 28 * 1024
 
 
 def test_a_share_of_several_gpus_is_refused(composed, capsys):
