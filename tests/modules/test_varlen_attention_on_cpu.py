@@ -134,8 +134,8 @@ def test_positions_that_were_changed_in_place_are_read_again():
     first, _ = varlen.varlen_attention(LAYER, query, key, value, None, position_ids=places)
     places[0, 4:] -= 4
     second, _ = varlen.varlen_attention(LAYER, query, key, value, None, position_ids=places)
-    assert torch.equal(first[:, :4], second[:, :4])
-    assert not torch.equal(first[:, 4:], second[:, 4:])
+    torch.testing.assert_close(first[:, :4], second[:, :4])  # some CPUs sum 4 tokens in another order than 8
+    assert (first[:, 4:] - second[:, 4:]).abs().max() > 0.1
 
 
 def test_float32_under_autocast_is_computed_in_its_dtype():
