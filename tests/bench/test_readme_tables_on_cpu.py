@@ -191,7 +191,7 @@ def test_what_noise_does_to_a_pretrained_model():
     lines = [
         line
         for line in PAGES[1].read_text().splitlines()
-        if re.match(r"\| (bf16|nvfp4:\w+) \| \S+.* \| 0\.\d+ \|$", line)
+        if re.match(r"\| (bf16|nvfp4:\w+) \| \S+.* \+- .* \| 0\.\d+ \|$", line)
     ]
     assert len(lines) == len(rows)
     for line, row in zip(lines, rows, strict=True):
@@ -207,6 +207,25 @@ def test_the_mismatch_of_a_trained_model():
     arms = {row["arm"]: row["mean_abs_log_prob_difference"] for row in result("mismatch")["arms"]}
     ours, stock = (f"{arms[arm]:.1e}".replace("e-0", "e-") for arm in ("nvfp4", "bf16"))
     assert f"{ours}, with or without float32 norms | {stock} bf16" in PAGES[1].read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "way", "rows"),
+    [
+        ("base and term rounded", "added", 8192),
+        ("term first", "in place", 8192),
+        ("one product (", "actor", 8192),
+        ("one product over", "rollout", 8192),
+        ("our rollout, 256 rows", "rollout", 256),
+    ],
+)
+def test_a_young_adapter(line, way, rows):
+    found = [row for row in result("adapter_sums")["rows"] if (row["way"], row["rows"]) == (way, rows)]
+    told = next(each for each in PAGES[1].read_text().splitlines() if each.startswith(f"  | {line}"))
+    cells = told.replace(" us", "").split("|")[2:-1]
+    for cell, name in zip(cells, ("q", "o", "up", "down"), strict=True):
+        (row,) = [row for row in found if f".{name}_proj" in row["linear"]]
+        assert cell.strip() == f"{row['share']:.2f}, {row['us']:.0f}"
 
 
 def test_an_adapter_on_its_way():
