@@ -26,6 +26,13 @@ SHAPES = {
         "num_key_value_heads": 2,
         "layers": 2,
     },
+    "1.5b": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "layers": 28,
+    },
     "7b": {
         "hidden_size": 3584,
         "intermediate_size": 18944,
