@@ -133,8 +133,8 @@ def machine(task: Task, per_gpu: int, gpus: int) -> list[str]:
         gpus: Of a run.
     """
     return [
-        # vLLM would measure what is left, wrongly when another run takes memory meanwhile; and what is not asked for
-        # need not be given back and taken again in each step.
+        # vLLM would measure what is left, wrongly when another run takes memory meanwhile. And what it does not hold
+        # need not be released and mapped again in each step.
         f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes={CACHE}",
         f"{ROLLOUT}.gpu_memory_utilization={0.35 / per_gpu:.3f}",
         f"{MODEL}.use_fused_kernels=True",
@@ -173,6 +173,9 @@ def machine(task: Task, per_gpu: int, gpus: int) -> list[str]:
 def validation(kind: str, steps: int, samples: int, data: Path) -> list[str]:
     """When which questions are asked.
 
+    Several samples are as many copies of the questions: of several answers to one verl draws thousands of bootstraps
+    for metrics that nobody reads here, two minutes for GSM8K.
+
     Args:
         kind: `end`, all test questions after the last step, sampled as in training but at temperature 1; `often`, 256
             of them before the first step and every EVERY, greedily; `none`.
@@ -182,12 +185,12 @@ def validation(kind: str, steps: int, samples: int, data: Path) -> list[str]:
     """
     asked = {"end": ("test", steps, False), "often": ("val", EVERY, True), "none": ("val", -1, False)}
     questions, every, before = asked[kind]
+    copies = samples if kind == "end" else 1
     options = [
-        f"data.val_files={data / questions}.parquet",
+        f"data.val_files=[{','.join([str(data / f'{questions}.parquet')] * copies)}]",
         f"trainer.test_freq={every}",
         f"trainer.val_before_train={before}",
     ]
     if kind == "end":
-        drawn = ("do_sample=True", "temperature=1.0", f"n={samples}")
-        options += [f"{ROLLOUT}.val_kwargs.{option}" for option in drawn]
+        options += [f"{ROLLOUT}.val_kwargs.{option}" for option in ("do_sample=True", "temperature=1.0")]
     return options

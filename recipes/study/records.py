@@ -88,7 +88,7 @@ def answered(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """A validation: `samples` of each question, `right` ones as a digit a question, in alphabetic order; and `form`."""
     right: dict[str, list[float]] = defaultdict(list)
     for answer in sorted(answers, key=lambda answer: answer["input"]):
-        right[answer["uid"].rsplit("_", 2)[0]].append(answer["score"])
+        right[answer["input"]].append(answer["score"])
     samples = max(len(scores) for scores in right.values())
     return {
         "samples": samples,

@@ -85,16 +85,16 @@ def test_the_task(composed, tmp_path, task, longest):
 
 
 @pytest.mark.parametrize(
-    ("kind", "file", "every", "before", "drawn"),
+    ("kind", "files", "every", "before", "drawn"),
     [
-        ("end", "test", 60, False, (True, 1.0, 4)),
-        ("often", "val", 20, True, (False, 0, 1)),
-        ("none", "val", -1, False, (False, 0, 1)),
+        ("end", 4 * ["test"], 60, False, (True, 1.0, 1)),
+        ("often", ["val"], 20, True, (False, 0, 1)),
+        ("none", ["val"], -1, False, (False, 0, 1)),
     ],
 )
-def test_validation(composed, tmp_path, kind, file, every, before, drawn):
+def test_validation(composed, tmp_path, kind, files, every, before, drawn):
     config = composed("nvfp4", "--validate", kind)
-    assert config.data.val_files == str(tmp_path / f"data/gsm8k/{file}.parquet")
+    assert config.data.val_files == [str(tmp_path / f"data/gsm8k/{file}.parquet") for file in files]
     assert (config.trainer.test_freq, config.trainer.val_before_train) == (every, before)
     asked = config.actor_rollout_ref.rollout.val_kwargs
     assert (asked.do_sample, asked.temperature, asked.n) == drawn
