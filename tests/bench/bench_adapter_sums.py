@@ -10,7 +10,7 @@ B is what one step of Adam makes of it, so the adapter's term is far below a rou
     rollout    vllm_plugin.weights.linear_ops, in bf16 by cuBLAS from --decode-rows on
 
 Share is the mean change of the outputs over that of the term; error that of the outputs beside float64, root mean
-square over their mean size. Microseconds are medians, of calls that wait for their launches.
+square over their mean size. Microseconds are medians, with the host's launches.
 """
 
 import argparse

@@ -19,7 +19,7 @@ from pathlib import Path
 import result_file
 import torch
 
-from verl_qerl.kernels.rollout.repacking import dequantize_repacked
+from verl_qerl.kernels.rollout.repacking import decode
 
 ROOT = Path(__file__).parents[2]
 GATE = ROOT / "tests" / "kernels" / "actor" / "test_dequantize.py"
@@ -136,7 +136,7 @@ def measure_tiled(N: int, K: int, timer: Timer, device: str, copy_gb_s: float) -
     scale = torch.randint(8, 127, (K // 16, 2 * N), dtype=torch.uint8, device=device)
     decode_scale = torch.full((1,), 2.0**-12, device=device)
     copies = [(words.clone()[:, : 2 * N], scale.clone()[:, :N]) for _ in range(num_copies)]
-    calls = [partial(dequantize_repacked, *copy, decode_scale) for copy in copies]
+    calls = [partial(decode, *copy, decode_scale) for copy in copies]
     return {f"tiled_{name}": value for name, value in summary(timer(calls), traffic_bytes(N, K), copy_gb_s).items()}
 
 

@@ -6,8 +6,8 @@ from small_adapter import draw, share_that_arrives
 
 from verl_qerl.kernels.actor.adapted_linear import FrozenWeights, adapted_linears
 
-# Roundings: of s x A^T, of the adapter's term and of the result, each at most half a step.
-BOUND = {torch.bfloat16: 3 * 2.0**-9, torch.float32: 2.0**-20}
+# Roundings: of s x A^T and of the result, each at most half a step.
+BOUND = {torch.bfloat16: 2 * 2.0**-9, torch.float32: 2.0**-20}
 SCALINGS = [2.0, 0.75, 1.0]
 SIZES = [24, 8, 40]
 RANKS = [4, 2, 4]
@@ -155,10 +155,9 @@ def test_each_weight_is_read_once_a_pass():
     assert reads == ["forward", "backward"]
 
 
-@pytest.mark.parametrize("bias", [None, 4.0])
-def test_nothing_of_a_small_adapter_is_lost(bias):
+def test_nothing_of_a_small_adapter_is_lost_beside_a_bias():  # without one a CPU keeps it in `addmm_` too
     x, W, A = draw(4096, 256, 256, 8, "cpu")
     weights = FrozenWeights(lambda _: [W], lambda _: [W])
-    biases = [None if bias is None else torch.full((256,), bias, dtype=x.dtype)]
-    share = share_that_arrives(lambda B: adapted_linears(x, weights, [A], [B], [1.0], biases)[0], x, A, 256)
+    bias = torch.full((256,), 4.0, dtype=x.dtype)
+    share = share_that_arrives(lambda B: adapted_linears(x, weights, [A], [B], [1.0], [bias])[0], x, A, 256)
     assert share == pytest.approx(1, abs=0.1)

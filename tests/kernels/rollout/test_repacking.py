@@ -5,7 +5,7 @@ import torch
 from qerl_testing import random_packed_weight
 
 from verl_qerl.formats import reference
-from verl_qerl.kernels.rollout.repacking import dequantize_repacked, repack
+from verl_qerl.kernels.rollout.repacking import decode, repack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -17,7 +17,7 @@ def test_decodes_bit_for_bit(shape):
     weight = random_packed_weight(*shape, device="cuda")
     tiles = repack(weight)
     torch.full(shape, float("nan"), dtype=torch.bfloat16, device="cuda")  # the block that the output is given
-    out = dequantize_repacked(*tiles)
+    out = decode(*tiles)
     expected = reference.dequantize(weight, torch.bfloat16)
     assert torch.equal(out, expected)
     assert torch.equal(out.signbit(), expected.signbit())
@@ -27,5 +27,5 @@ def test_decodes_bit_for_bit(shape):
 def test_decodes_rows_in_place(start, end):
     weight = random_packed_weight(4608, 3584, device="cuda")  # q, k and v of 7B
     words, scale, decode_scale = repack(weight)
-    out = dequantize_repacked(words[:, 2 * start : 2 * end], scale[:, start:end], decode_scale)
+    out = decode(words[:, 2 * start : 2 * end], scale[:, start:end], decode_scale)
     assert torch.equal(out, reference.dequantize(weight, torch.bfloat16)[start:end])

@@ -37,7 +37,7 @@ def test_multiplies_by_the_decoded_weight(given):
     assert torch.equal(linear_repacked(x, *tensors, bias, ""), expected)
 
 
-def test_adds_the_adapter_and_then_the_bias(given):
+def test_adds_adapter_and_bias(given):
     x, tensors, dense, bias, (a, *rest) = given
     out = lora_linear_repacked(x, *tensors, bias, "", a, *rest, ACTIVE)
     y = torch.nn.functional.linear(x, dense)
@@ -45,6 +45,22 @@ def test_adds_the_adapter_and_then_the_bias(given):
     torch.testing.assert_close(out, expected, rtol=2**-7, atol=2**-6)
     assert torch.equal(out[2], linear_repacked(x, *tensors, bias, "")[2])  # a token without an adapter
     assert (out - linear_repacked(x, *tensors, bias, "")).abs().max() > 1
+
+
+@pytest.mark.parametrize(("slices", "rank"), [((256, 64, 64), 16), ((64, 128), 8), ((192,), 32)])
+def test_each_member_has_its_own_adapter(slices, rank):
+    generator = torch.Generator().manual_seed(2)
+    x, a, b = (
+        torch.randn(shape, generator=generator).bfloat16()
+        for shape in ((7, 64), (len(slices) * rank, 64), (sum(slices), rank))
+    )
+    weight, slots = random_packed_weight(sum(slices), 64), torch.tensor([0, -1, *[0] * 8])
+    out = lora_linear_repacked(x, *repack(weight), None, "", a, b, member_of_tile(slices, "cpu"), slots, ACTIVE)
+    lows = (x.double() @ a.double().T).bfloat16().double().split(rank, 1)
+    terms = [low @ part.double().T for low, part in zip(lows, b.split(slices), strict=True)]
+    term = torch.cat(terms, 1) * (slots[:7, None] >= 0)
+    expected = x.double() @ reference.dequantize(weight, torch.float64).T + term
+    torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=2**-4)
 
 
 @pytest.mark.parametrize("bias", [None, 4.0])

@@ -92,19 +92,6 @@ def _gather(half: torch.Tensor, code: int) -> torch.Tensor:
     return bits.to(torch.uint8)
 
 
-@torch.library.custom_op("verl_qerl::dequantize_repacked", mutates_args=())
-def dequantize_repacked(
-    packed_codes: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor
-) -> torch.Tensor:
-    """`decode` as an operator."""
-    return decode(packed_codes, scale, global_decode_scale)
-
-
-@dequantize_repacked.register_fake
-def _dequantize_fake(packed_codes: torch.Tensor, scale: torch.Tensor, *_: Any) -> torch.Tensor:
-    return packed_codes.new_empty((scale.shape[1], scale.shape[0] * COLUMNS), dtype=torch.bfloat16)
-
-
 def decode(
     packed_codes: torch.Tensor, scale: torch.Tensor, global_decode_scale: torch.Tensor, more_columns: int = 0
 ) -> torch.Tensor:
@@ -134,12 +121,14 @@ def launch(
         raise ValueError(
             f"columns of a repacked weight are not side by side: strides {packed_codes.stride()}, {scale.stride()}."
         )
-    out = torch.empty((N, num_blocks * COLUMNS + more_columns), dtype=torch.bfloat16, device=packed_codes.device)
+    # Rows from multiples of 32 bytes on, so that 16 are stored at once.
+    width = num_blocks * COLUMNS + triton.cdiv(more_columns, 16) * 16
+    out = torch.empty((N, width), dtype=torch.bfloat16, device=packed_codes.device)
     grid = (N // ROWS, triton.cdiv(num_blocks, _DEPTH))
     shape: Any = {"DEPTH": _DEPTH, "num_warps": _WARPS}
     strides = packed_codes.stride(0), scale.stride(0), out.stride(0)
     _dequantize_kernel[grid](packed_codes, scale, global_decode_scale, out, *strides, num_blocks, **shape)
-    return out
+    return out[:, : num_blocks * COLUMNS + more_columns]
 
 
 @triton.jit

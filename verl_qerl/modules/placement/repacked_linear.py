@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from verl_qerl.formats import PackedWeight
-from verl_qerl.kernels.rollout.repacking import Repacked, dequantize_repacked, undo_repack
+from verl_qerl.kernels.rollout.repacking import Repacked, decode, undo_repack
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 
 
@@ -44,7 +44,7 @@ class RepackedNVFP4Linear(NVFP4Linear):
 
     def decode(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight, [N, K] of `dtype`."""
-        return dequantize_repacked(*self.tiles).to(dtype)
+        return decode(*self.tiles).to(dtype)
 
     @classmethod
     def decode_siblings(cls, linears: Sequence[Any], dtype: torch.dtype) -> Sequence[torch.Tensor]:

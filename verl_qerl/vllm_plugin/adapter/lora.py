@@ -1,4 +1,4 @@
-"""The path for one adapter: vLLM's LoRA layers with the operators of `kernels.rollout.lora`.
+"""The path for one adapter: vLLM's LoRA layers with our operators, `linear_ops` or those of `kernels.rollout.lora`.
 
 It is taken when `max_loras` is 1. Then a token has the one adapter or none, which a mask tells, under CUDA graphs too;
 vLLM never schedules a second adapter into a batch. A and B of a fused linear are stacked into one tensor each, of which

@@ -52,8 +52,8 @@ def lora_linear_repacked(
 ) -> torch.Tensor:
     """`linear_repacked` and the product of one adapter, summed with it before the output is rounded.
 
-    The arguments of the adapter are those of `kernels.rollout.lora.lora_shrink` and `lora_expand`, which only take part
-    where our kernel multiplies and cannot add the adapter.
+    Only where our kernel multiplies and cannot add the adapter (`can_fuse`), it is added to an output that is rounded.
+    The arguments of the adapter are those of `kernels.rollout.lora.lora_shrink` and `lora_expand`, which do that.
     """
     weight, rows = (packed_codes, scale, global_decode_scale), x.shape[0]
     if none_active.item():
@@ -88,17 +88,16 @@ def _dense(
     members: torch.Tensor,
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """One product of x and x A^T, beside each other, with W and B.
-
-    A young adapter adds less than a rounding step of the output; cuBLAS rounds a product before it adds it to another.
-    """
+    """One product of x and x A^T, beside each other, with W and B (see `kernels.actor.adapted_linear`)."""
     K, (N, rank), columns = x.shape[1], b.shape, len(a)
     low = (x @ a.t()) * (slots[: len(x), None] >= 0)
     wide = decode(*weight, columns)
-    # Rows of a member have its own columns of the adapter, and zeros in those of the others.
-    own = members[:, None] == torch.arange(columns // rank, device=members.device)
-    tiles = wide[:, K:].view(len(own), N // len(own), -1, rank)
-    torch.mul(b.view(len(own), -1, 1, rank), own[:, None, :, None], out=tiles)
+    if columns == rank:
+        wide[:, K:].copy_(b)
+    else:  # rows of a member have its own columns of the adapter, and zeros in those of the others
+        own = members[:, None] == torch.arange(columns // rank, device=members.device)
+        tiles = wide[:, K:].view(len(own), N // len(own), -1, rank)
+        torch.mul(b.view(len(own), -1, 1, rank), own[:, None, :, None], out=tiles)
     return F.linear(torch.cat((x, low), 1), wide, bias)
 
 
