@@ -6,7 +6,7 @@ ENTROPY = """
 import torch
 import verl
 from verl.utils.torch_functional import entropy_from_logits
-logits = (torch.randn(50, 20000, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
+logits = (torch.randn(50, 2000, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
 log_p = logits.double().log_softmax(-1)
 with torch.autocast("cpu", torch.bfloat16):
     found = entropy_from_logits(logits)
