@@ -6,6 +6,7 @@ B is what one step of Adam makes of it, so the adapter's term is far below a rou
 
     added      two products, both rounded, then added, as PEFT and vLLM do
     in place   the term first, then `addmm_`
+    whole      the same without torch's allow_bf16_reduced_precision_reduction
     actor      kernels.actor.adapted_linear
     rollout    vllm_plugin.weights.linear_ops, in bf16 by cuBLAS from --decode-rows on
 
@@ -51,8 +52,20 @@ def ways(
     adapter = member_of_tile((N,), device), torch.zeros(len(x), dtype=torch.int64, device=device), torch.tensor([False])
     yield "added", lambda B: F.linear(x, W, bias) + F.linear(low, B)
     yield "in place", lambda B: F.linear(low, B, bias).addmm_(x, W.t())
+    yield "whole", lambda B: whole(F.linear(low, B, bias), x, W)
     yield "actor", lambda B: adapted_linears(x, weights, [A], [B], [1.0], [bias])[0]
     yield "rollout", lambda B: linear_ops.lora_linear_repacked(x, *tiles, bias, plan, A, B, *adapter)
+
+
+def whole(y: torch.Tensor, x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
+    """Add x W^T to y in place, without sums in bf16 of parts of K."""
+    options = torch.backends.cuda.matmul
+    before = options.allow_bf16_reduced_precision_reduction
+    options.allow_bf16_reduced_precision_reduction = False
+    try:
+        return y.addmm_(x, W.t())
+    finally:
+        options.allow_bf16_reduced_precision_reduction = before
 
 
 def measure(linears: dict[str, tuple[int, int]], rows: list[int], rank: int, decode_rows: int, device: str) -> Iterator:
