@@ -25,7 +25,7 @@ import rollout_arms
 import torch
 import torch.nn.functional as F
 from qerl_testing import quantize
-from small_adapter import draw, share_that_arrives
+from small_adapter import STEP, draw, share_that_arrives
 
 from verl_qerl.formats import reference
 from verl_qerl.kernels.actor.adapted_linear import FrozenWeights, adapted_linears
@@ -77,7 +77,7 @@ def measure(linears: dict[str, tuple[int, int]], rows: list[int], rank: int, dec
             x, W, A = draw(count, N, K, rank, device)
             packed = quantize(W)
             W = reference.dequantize(packed, torch.bfloat16)
-            B = torch.full((N, rank), 4e-5, dtype=x.dtype, device=device)
+            B = torch.full((N, rank), STEP, dtype=x.dtype, device=device)
             for way, product in ways(x, W, A, bias, repack(packed), decode_rows):
                 found = {"linear": name, "N": N, "K": K, "rows": count, "bias": bias is not None, "way": way}
                 found["share"] = round(share_that_arrives(product, x, A, N), 3)
