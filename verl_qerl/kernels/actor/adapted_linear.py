@@ -7,8 +7,8 @@ output is rounded, as in the rollout. After the first updates the adapter's term
 rounds both and loses it. So does a product that adds to the term in place (`addmm_`): with torch's defaults cuBLAS
 rounds the product first, on an H200 for all but a few shapes (tests/bench/bench_adapter_sums.py).
 
-Linears of one input (q, k, v; gate, up) share that input. The gradient of x is summed in place: what it loses of a
-young adapter is a thousandth of it.
+Linears of one input (q, k, v; gate, up) share that input. The gradient of x is summed in place: there a young
+adapter's part, as small beside the rest as its term is beside the output, is lost.
 """
 
 from collections.abc import Callable, Sequence
