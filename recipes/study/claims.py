@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 LORA = "bf16_merge"  # the fastest 16-bit LoRA of stock verl
+EARLIER = ("rounded",)  # tags of runs of earlier packages, compared among themselves, and with stock arms
 MARGIN = 0.02  # of reward or accuracy: what is not lower by more counts as good
 
 
@@ -12,7 +13,7 @@ class Claim(NamedTuple):
     Attributes:
         of: Who says so.
         text: What is said.
-        arm: Whose runs are compared,
+        arm: Whose runs are compared, with a tag behind `.` where they have one,
         other: with whose of the same seed,
         measure: in what (report.MEASURES),
         kind: `more` than the other, or as `good`.
@@ -26,7 +27,7 @@ class Claim(NamedTuple):
     kind: str
 
 
-QERL, QURL, OWN = "QeRL", "QuRL", "readers of QeRL"
+QERL, QURL, OWN, US = "QeRL", "QuRL", "readers of QeRL", "this package"
 CLAIMS = [
     Claim(QERL, "quantization raises the policy's entropy", "nvfp4", LORA, "entropy", "more"),
     Claim(QERL, "reward grows faster than with 16-bit LoRA", "nvfp4_aqn", LORA, "area", "more"),
@@ -43,6 +44,8 @@ CLAIMS = [
     Claim(OWN, "noise of a chosen size is better than none on NVFP4", "nvfp4_noise", "nvfp4", "pass1", "more"),
     Claim(OWN, "noise is better than a temperature of the same entropy", "bf16_noise", "bf16_hot", "pass1", "more"),
     Claim(OWN, "NVFP4 alone is as good as 16-bit LoRA", "nvfp4", LORA, "pass1", "good"),
+    Claim(US, "an adapter summed before outputs are rounded learns faster", "nvfp4", "nvfp4.rounded", "area", "more"),
+    Claim(US, "and ends higher", "nvfp4", "nvfp4.rounded", "pass1", "more"),
 ]
 MEASURED = "see tests/bench/results"
 NOT_BY_THESE_RUNS = [

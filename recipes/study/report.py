@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import paired
 import results
-from claims import CLAIMS, MARGIN, NOT_BY_THESE_RUNS
+from claims import CLAIMS, EARLIER, MARGIN, NOT_BY_THESE_RUNS, Claim
 
 from verl_qerl.cli.plot.curves import moving_average
 
@@ -130,10 +130,20 @@ def _mean(values: np.ndarray, start: int) -> float:
     return float(np.nanmean(kept)) if np.isfinite(kept).any() else np.nan
 
 
+def of_earlier(claim: Claim, arms: ByArm) -> list[Claim]:
+    """The same of runs of earlier packages, where there are any to compare; stock arms have one package."""
+    found = []
+    for tag in EARLIER:
+        arm, other = (f"{name}.{tag}" if f"{name}.{tag}" in arms else name for name in (claim.arm, claim.other))
+        if arm not in (claim.arm, claim.other) and compare(arms, arm, other, claim.measure):
+            found.append(claim._replace(arm=arm, other=other))
+    return found
+
+
 def table_of_claims(arms: ByArm) -> list[str]:
     """What was claimed, what was found."""
     lines = ["| who | claim | compared | seeds | difference, 95 % interval | p | |", "|---" * 7 + "|"]
-    for claim in CLAIMS:
+    for claim in [row for claim in CLAIMS for row in (claim, *of_earlier(claim, arms))]:
         found = compare(arms, claim.arm, claim.other, claim.measure)
         compared = f"{claim.arm} - {claim.other}: {MEASURES[claim.measure][0]}"
         numbers = "- | - | -"

@@ -166,7 +166,10 @@ def test_a_page_without_a_place_is_refused(report, tmp_path):
 
 def test_claims_name_arms_and_measures_that_there_are(report, study):
     for claim in study("claims").CLAIMS:
-        assert {claim.arm, claim.other} <= study("arms").ARMS.keys()
+        arms = {name.partition(".")[0] for name in (claim.arm, claim.other)}
+        tags = {name.partition(".")[2] for name in (claim.arm, claim.other)}
+        assert arms <= study("arms").ARMS.keys()
+        assert tags <= {"", *study("claims").EARLIER}
         assert claim.measure in report.MEASURES
         assert claim.kind in ("more", "good")
 
@@ -180,6 +183,30 @@ def test_the_page_of_the_study_is_what_its_files_give(report, study, tmp_path):
     pictures.mkdir()  # not beside the files
     text = report.section({name: run | {"name": name} for name, run in runs.items()}, pictures, 20)
     assert "\n".join(text) in page.read_text()
+
+
+def test_runs_of_an_earlier_package_are_compared_among_themselves_and_with_stock(report):
+    names = ("nvfp4", "nvfp4.rounded", "nvfp4_aqn.rounded", LORA)
+    arms = {arm: {seed: made_up(arm, seed, 0.1, 0.01) for seed in range(3)} for arm in names}
+    compared = [row.split("|")[3].strip() for row in report.table_of_claims(arms)[2:]]
+    pass1 = "pass@1 on the test set"
+    assert compared.count(f"nvfp4_aqn - nvfp4: {pass1}") == 1  # also where it is not measured
+    assert compared.count(f"nvfp4_aqn.rounded - nvfp4.rounded: {pass1}") == 1
+    assert compared.count(f"nvfp4_aqn.rounded - {LORA}: {pass1}") == 1
+    assert compared.count(f"nvfp4.rounded - {LORA}: {pass1}") == 1
+    assert compared.count(f"nvfp4 - nvfp4.rounded: {pass1}") == 1
+    assert not [row for row in compared if "bf16_full" in row and "rounded" in row]  # nothing to compare with
+
+
+def test_the_kl_that_the_page_tells(report, study):
+    page = (report.HERE / "README.md").read_text()
+    arms = report.by_arm(study("results").merged([report.HERE / "results"]), "gsm8k", 60)
+    for arm in ("nvfp4", "bf16_merge", "nvfp4.rounded"):
+        values = np.array([report.series(run, report.KL) for run in arms[arm].values()])
+        means = [f"{values[:, part].mean():.1e}" for part in (slice(1), slice(1, 8), slice(50, 60))]
+        assert f"| {arm} | {' | '.join(means)} |".replace("e-0", "e-") in page
+    values = np.array([report.series(run, report.KL) for run in arms["nvfp4"].values()])
+    assert f"{values.min():.1e} to {values.max():.1e} in all steps".replace("e-0", "e-") in page
 
 
 def test_what_other_measurements_say_is_what_their_files_say(study):
