@@ -143,7 +143,7 @@ def of_earlier(claim: Claim, arms: ByArm) -> list[Claim]:
 def table_of_claims(arms: ByArm) -> list[str]:
     """What was claimed, what was found."""
     lines = ["| who | claim | compared | seeds | difference, 95 % interval | p | |", "|---" * 7 + "|"]
-    for claim in [row for claim in CLAIMS for row in (claim, *of_earlier(claim, arms))]:
+    for claim in [each for one in CLAIMS for each in (one, *of_earlier(one, arms))]:
         found = compare(arms, claim.arm, claim.other, claim.measure)
         compared = f"{claim.arm} - {claim.other}: {MEASURES[claim.measure][0]}"
         numbers = "- | - | -"
