@@ -41,6 +41,7 @@ ARMS: dict[str, list[str]] = {
     # verl sends the adapter alone, so that vLLM has to read the base.
     "bf16": [*LORA, f"{ROLLOUT}.load_format=safetensors"],
     "nvfp4": ["+rollout=nvfp4", *LORA],
+    "nvfp4_gptq": ["+rollout=nvfp4", *LORA],
     "nvfp4_aqn": ["+rollout=nvfp4", *LORA, *AQN],
     "nvfp4_noise": ["+rollout=nvfp4", *LORA, *NOISE],
     "bf16_noise": [*BF16_LORA, *NOISE],
@@ -56,6 +57,8 @@ ARMS: dict[str, list[str]] = {
     "nvfp4_full_acr": ["+rollout=nvfp4", *FULL, *ACR, "+qerl.gate.max_initial_kl=0.2"],
     "nvfp4_full_tis": ["+rollout=nvfp4", *FULL, *TIS, "+qerl.gate.max_initial_kl=0.2"],
 }
+
+CALIBRATED = ("nvfp4_gptq",)  # arms on a base that `quantize --method gptq` has written
 
 
 class Task(NamedTuple):

@@ -44,6 +44,8 @@ CLAIMS = [
     Claim(OWN, "noise of a chosen size is better than none on NVFP4", "nvfp4_noise", "nvfp4", "pass1", "more"),
     Claim(OWN, "noise is better than a temperature of the same entropy", "bf16_noise", "bf16_hot", "pass1", "more"),
     Claim(OWN, "NVFP4 alone is as good as 16-bit LoRA", "nvfp4", LORA, "pass1", "good"),
+    Claim(OWN, "NVFP4 on a calibrated base is as good", "nvfp4_gptq", LORA, "pass1", "good"),
+    Claim(OWN, "and better than without calibration", "nvfp4_gptq", "nvfp4", "pass1", "more"),
     Claim(US, "an adapter summed before outputs are rounded learns faster", "nvfp4", "nvfp4.rounded", "area", "more"),
     Claim(US, "and ends higher", "nvfp4", "nvfp4.rounded", "pass1", "more"),
 ]

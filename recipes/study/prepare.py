@@ -4,7 +4,8 @@ r"""Questions of the study, in verl's parquet schema: one prompt for both tasks,
 
 Without folders both sets come from the hub. OUT/gsm8k and OUT/math get train.parquet (all of GSM8K; levels 3 to 5 of
 MATH), test.parquet (GSM8K's 1,319 questions; MATH-500, or without its file 500 of MATH's test questions) and
-val.parquet, 256 of the test questions.
+val.parquet, 256 of the test questions. OUT/gsm8k/calibration.jsonl has 512 training questions with their solutions,
+for `python -m verl_qerl quantize --method gptq --calibration`.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from verl_qerl.cli import main as verl_qerl
 from verl_qerl.cli.data import GSM8K_SOURCE, MATH_INSTRUCTION, MATH_SOURCE
 
 LEVELS = ("Level 3", "Level 4", "Level 5")
-SOME, MANY = 256, 500
+SOME, MANY, TEXTS = 256, 500, 512
 Row = dict[str, Any]
 
 
@@ -37,6 +38,16 @@ def questions(task: str, source: str, folder: Path) -> dict[str, list[Row]]:
             row["prompt"] = [{"role": "user", "content": f"{info['question']} {MATH_INSTRUCTION}"}]
             row["extra_info"] = {key: info[key] for key in ("split", "index", "level") if key in info}
     return splits
+
+
+def texts(train: Path) -> str:
+    """JSON lines with a `text` each, of what `python -m verl_qerl data` wrote."""
+    import pyarrow.parquet as pq
+
+    infos = [row["extra_info"] for row in pq.read_table(train).to_pylist()]
+    drawn = random.Random(0).sample(infos, min(TEXTS, len(infos)))
+    lines = [{"text": f"{info['question']} {MATH_INSTRUCTION}\n{info['answer']}"} for info in drawn]
+    return "".join(json.dumps(line) + "\n" for line in lines)
 
 
 def math500(rows: list[Row], file: Path | None) -> list[Row]:
@@ -79,6 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:
         write(args.out / "gsm8k", questions("gsm8k", args.gsm8k, Path(temporary)))
+        (args.out / "gsm8k" / "calibration.jsonl").write_text(texts(Path(temporary) / "gsm8k" / "train.parquet"))
         math = questions("math", args.math, Path(temporary))
     math["train"] = [row for row in math["train"] if row["extra_info"]["level"] in LEVELS]
     math["test"] = math500(math["test"], args.math500)

@@ -258,6 +258,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="a bf16 model that can answer")
     parser.add_argument("--data", type=Path, required=True, help="what prepare.py has made")
     parser.add_argument("--out", type=Path, required=True, help="folder for the result file")
+    parser.add_argument("--calibrated", type=Path, help=f"what `quantize` made of it, for {', '.join(arms.CALIBRATED)}")
     parser.add_argument("--arms", nargs="+", required=True, choices=list(arms.ARMS), metavar="ARM")
     parser.add_argument("--tasks", nargs="+", default=["gsm8k"], choices=list(arms.TASKS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
@@ -281,13 +282,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--tag and overrides of main_ppo go together, so that a name stands for one set of options")
     if args.per_gpu > 1 and args.gpus_per_run > 1:
         parser.error("--per-gpu and --gpus-per-run: one of them above 1 is accepted. Leave one out.")
-    folders = [args.model, *(args.data / task for task in args.tasks)]
+    calibrated = [arm for arm in args.arms if arm in arms.CALIBRATED]
+    if calibrated and not args.calibrated:
+        parser.error(
+            f"{calibrated[0]} needs --calibrated. What `python -m verl_qerl quantize --method gptq` writes is accepted,"
+            " on calibration.jsonl of prepare.py. Make it, or leave the arm out."
+        )
+    folders = [args.model, *[args.calibrated] * bool(args.calibrated), *(args.data / task for task in args.tasks)]
     if args.earlier not in (parser.get_default("earlier"), args.out):
         folders.append(args.earlier)
     for folder in folders:
         if not folder.is_dir():
             parser.error(
-                f"no such folder: {folder}. --model, --data as of prepare.py and --earlier are folders. Check the path."
+                f"no such folder: {folder}. --model, --calibrated, --data as of"
+                " prepare.py and --earlier are folders. Check the path."
             )
     return args
 
@@ -297,8 +305,9 @@ def command_of(args: argparse.Namespace) -> Callable[[Job, Path], list[str]]:
 
     def command(job: Job, folder: Path) -> list[str]:
         task, data = arms.TASKS[job.run.task], args.data.resolve() / job.run.task
+        model = args.calibrated if job.run.arm in arms.CALIBRATED else args.model
         places = [
-            f"{arms.MODEL}.path={args.model.resolve()}",
+            f"{arms.MODEL}.path={model.resolve()}",
             f"data.train_files={data}/train.parquet",
             f"reward.custom_reward_function.path={HERE / 'reward.py'}",
             f"trainer.rollout_data_dir={folder}/rollouts",

@@ -1,5 +1,7 @@
 """Every arm of recipes/study composes with verl's configuration, and is what its name says."""
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("verl")
@@ -12,18 +14,20 @@ from verl_qerl.verl_plugin.config.apply import aqn_options, prepare
 from verl_qerl.verl_plugin.trainer.polling import POLL_S
 
 FULL = {"bf16_full", "int8", "int8_acr", "fp8", "fp8_acr", "nvfp4_full_acr", "nvfp4_full_tis"}
-ARMS = ["bf16", "bf16_merge", "nvfp4", "nvfp4_aqn", "nvfp4_noise", "bf16_noise", "bf16_aqn", "bf16_hot", *sorted(FULL)]
+ARMS = ["bf16", "bf16_merge", "nvfp4", "nvfp4_gptq", "nvfp4_aqn", "nvfp4_noise"]
+ARMS += ["bf16_noise", "bf16_aqn", "bf16_hot", *sorted(FULL)]
 
 
 @pytest.fixture
 def composed(study, tmp_path):
     """Arm and further arguments -> the configuration that verl would get."""
     runner = study("run")
-    for folder in ("model", "data/gsm8k", "data/math"):
+    for folder in ("model", "calibrated", "data/gsm8k", "data/math"):
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
 
     def configuration(arm, *more):
         places = ["--model", tmp_path / "model", "--data", tmp_path / "data", "--out", tmp_path / "out"]
+        places += ["--calibrated", tmp_path / "calibrated"]
         earlier = ["--earlier", tmp_path / "out"]
         args = runner.parse([*map(str, places + earlier), "--arms", arm, "--seeds", "7", *more])
         (job,) = runner.to_run(args)
@@ -45,6 +49,8 @@ def test_an_arm_composes_and_is_what_its_name_says(composed, arm):
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert config.reward.custom_reward_function.path.endswith("recipes/study/reward.py")
     assert config.reward.custom_reward_function.name == "compute_score"
+    model = Path(config.actor_rollout_ref.model.path).name
+    assert model == ("calibrated" if arm.endswith("_gptq") else "model")
     form = arm.partition("_")[0]
     qerl = getattr(actor.fsdp_config, "qerl", None)
     assert (qerl.format if qerl else "bf16") == form

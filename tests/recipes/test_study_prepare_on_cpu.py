@@ -52,6 +52,14 @@ def test_splits(study, tmp_path):
     assert all(row in test for row in some)
 
 
+def test_texts_for_calibration_are_training_questions_with_solutions(study, tmp_path):
+    study("prepare").main(made(tmp_path))
+    lines = (tmp_path / "out/gsm8k/calibration.jsonl").read_text().splitlines()
+    found = {json.loads(line)["text"] for line in lines}
+    assert len(found) == 512
+    assert found < {f"train {n}?{ASKED}\nso\n#### 1,{n:03}" for n in range(600)}
+
+
 def test_without_the_file_of_math_500_some_are_drawn_the_same_each_time(study, tmp_path):
     drawn = []
     for name in ("a", "b"):

@@ -287,6 +287,12 @@ def test_earlier_results_that_are_not_there(asked, tmp_path, capsys):
     assert asked("--arms", "bf16", "--earlier", new, "--out", new)
 
 
+def test_a_calibrated_arm_without_its_base_is_refused(asked, capsys):
+    with pytest.raises(SystemExit):
+        asked("--arms", "nvfp4", "nvfp4_gptq")
+    assert "nvfp4_gptq needs --calibrated. What `python -m verl_qerl quantize --method gptq`" in capsys.readouterr().err
+
+
 def test_what_a_run_has_saved_is_not_removed_by_the_next_of_its_name(asked, tmp_path):
     saved = tmp_path / "work/bf16-gsm8k-seed1/2/saved"
     saved.mkdir(parents=True)
