@@ -44,6 +44,14 @@ PACKAGES = (
     "tensordict",
     "datasets",
     "hydra",
+    "torch._inductor.lowering",
+    "torch._inductor.kernel",
+    "openai.types.responses",
+    "fastapi",
+    "aiohttp",
+    "networkx",
+    "mistral_common.protocol.instruct.request",
+    "compressed_tensors.quantization",
 )
 WITH_RAY = ("transfer_queue", "ray.util")  # no process of Ray can have it: it reads the environment as it is imported
 

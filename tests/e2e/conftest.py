@@ -84,18 +84,16 @@ class Workbench:
         *options: str,
         model: Path | None = None,
         num_ranks: int = 1,
-        as_users_do: bool = False,
         on_gpu: bool = False,
     ) -> Run:
         """Run `python -m verl.trainer.main_ppo` on the CPU platform; outputs go to a folder of that name.
 
-        The driver and what it starts are forks of warm_python.py; `as_users_do` and `on_gpu` start them all. On the CPU
-        vLLM leaves its sampler uncompiled: fifty seconds of a core, of which nothing is ours.
+        On the CPU the driver and what it starts are forks of warm_python.py (test_study_on_cpu.py starts them as users
+        do), and vLLM leaves its sampler uncompiled: fifty seconds of a core, of which nothing is ours.
         """
-        as_users_do |= on_gpu
-        out, env, command = self._command(name, options, model, num_ranks, as_users_do, on_gpu)
+        out, env, command = self._command(name, options, model, num_ranks, on_gpu)
         for _ in range(2):
-            if as_users_do:
+            if on_gpu:
                 done = subprocess.run(
                     command, env=env, cwd=out, capture_output=True, text=True, timeout=900, check=False
                 )
@@ -113,7 +111,7 @@ class Workbench:
 
         The run may be faster than the one that `delay_s` was measured with: the checkpoint of `last_step` ends it too.
         """
-        out, env, command = self._command(name, options, None, 1, False, False)
+        out, env, command = self._command(name, options, None, 1, False)
         tracker = out / "checkpoints" / "latest_checkpointed_iteration.txt"
         with (out / "killed.log").open("w") as log:
             started = subprocess.Popen(command, env=env, cwd=out, stdout=log, stderr=subprocess.STDOUT)
@@ -148,7 +146,6 @@ class Workbench:
         options: tuple[str, ...],
         model: Path | None,
         num_ranks: int,
-        as_users_do: bool,
         on_gpu: bool,
     ) -> tuple[Path, dict[str, str], list[str]]:
         out = self.folder / name
@@ -164,7 +161,7 @@ class Workbench:
             "OMP_NUM_THREADS": "1",
             "TORCH_COMPILE_DISABLE": str(int(not on_gpu)),
         }
-        if not as_users_do:
+        if not on_gpu:
             env["WARM_PYTHON"] = self.warm_python.socket
         command = [
             sys.executable,

@@ -424,7 +424,7 @@ def test_noise_alone_on_a_bf16_rollout_with_validation(workbench):
 
 
 def test_a_stock_command_stays_stock(workbench):
-    run = workbench.train("stock", "trainer.total_training_steps=1", as_users_do=True).check()
+    run = workbench.train("stock", "trainer.total_training_steps=1").check()
     assert len(run.steps) == 1
     assert not [key for key in run.steps[0] if key.startswith(("aqn/", "qerl/"))]
     assert "packed base" not in run.log
