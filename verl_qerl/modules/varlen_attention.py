@@ -58,9 +58,7 @@ def check_model(model: PreTrainedModel) -> None:
         "attention in chunks (attention_chunk_size)": getattr(config, "attention_chunk_size", None) is not None,
         "attention to later tokens (is_causal=False)": not getattr(config, "is_causal", True),
     }
-    for part, present in found.items():
-        if present:
-            raise _unsupported(f"{type(model).__name__} has {part}")
+    _refuse_parts(model, found)
 
 
 def varlen_attention(
@@ -96,12 +94,24 @@ def varlen_attention(
     Raises:
         ValueError: The layer asks for something else.
     """
-    _check_call(module, query, key, value, attention_mask, dropout, is_causal, position_ids, more)
+    mask, sizes = attention_mask, {query.shape[-1], value.shape[-1]}
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    found = {
+        "attention to later tokens (is_causal=False)": not causal,
+        f"dropout={dropout} in its attention": dropout != 0,
+        "capped scores (softcap)": more.get("softcap") is not None,
+        "attention sinks (s_aux)": more.get("s_aux") is not None,
+        f"a mask of {0 if mask is None else mask.ndim} dimensions": mask is not None and mask.ndim != 2,
+        "keys of earlier passes (use_cache=True)": key.shape[2] != query.shape[2],
+        f"heads of {sorted(sizes)} elements": len(sizes) > 1 or max(sizes) > _LARGEST_HEAD or max(sizes) % 8 != 0,
+        "no positions for its attention": mask is None and (position_ids is None or position_ids.ndim != 2),
+    }
+    _refuse_parts(module, found)
     device = query.device.type
     if query.dtype == torch.float32 and torch.is_autocast_enabled(device):
         query = query.to(torch.get_autocast_dtype(device))
     batch, heads, length, head_size = query.shape
-    packing = _packing(attention_mask, position_ids, batch, length)
+    packing = _packing(mask, position_ids, batch, length)
     rows: Any = [x.to(query.dtype).transpose(1, 2).reshape(batch * length, -1, head_size) for x in (query, key, value)]
     if packing.kept is not None:
         rows = [x.index_select(0, packing.kept) for x in rows]
@@ -208,30 +218,8 @@ def _packed(bounds: list[int], device: torch.device, kept: torch.Tensor | None =
     return Packing(lengths, torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True), kept)
 
 
-def _check_call(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    is_causal: bool | None,
-    position_ids: torch.Tensor | None,
-    more: dict[str, Any],
-) -> None:
-    """Refuse what this attention would compute otherwise than the layer means it."""
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    sizes = {query.shape[-1], value.shape[-1]}
-    found = {
-        "attention to later tokens (is_causal=False)": not causal,
-        f"dropout={dropout} in its attention": dropout != 0,
-        "capped scores (softcap)": more.get("softcap") is not None,
-        "attention sinks (s_aux)": more.get("s_aux") is not None,
-        f"a mask of {0 if mask is None else mask.ndim} dimensions": mask is not None and mask.ndim != 2,
-        "keys of earlier passes (use_cache=True)": key.shape[2] != query.shape[2],
-        f"heads of {sorted(sizes)} elements": len(sizes) > 1 or max(sizes) > _LARGEST_HEAD or max(sizes) % 8 != 0,
-        "no positions for its attention": mask is None and (position_ids is None or position_ids.ndim != 2),
-    }
+def _refuse_parts(module: nn.Module, found: dict[str, bool]) -> None:
+    """Refuse a model or a layer with one of these parts."""
     for part, present in found.items():
         if present:
             raise _unsupported(f"{type(module).__name__} has {part}")
