@@ -24,7 +24,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl_qerl.algos.uaq import fold_, scaled_parameters, unfold_
-from verl_qerl.formats.int8 import INT8
+from verl_qerl.formats import INT8
 from verl_qerl.formats.reference import dequantize
 
 VOCAB, LENGTH, BATCH = 61, 32, 16

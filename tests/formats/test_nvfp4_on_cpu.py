@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from verl_qerl.formats.channel import E4M3_MAX
 from verl_qerl.formats.e2m1 import E2M1_MAX, E2M1_VALUES
-from verl_qerl.formats.fp8 import E4M3_MAX
 from verl_qerl.formats.nvfp4 import BLOCK_SIZE, E4M3_MIN_NORMAL, nvfp4_weight
 
 

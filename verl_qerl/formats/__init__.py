@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from verl_qerl.formats.base import PackedWeight, WeightFormat
-from verl_qerl.formats.fp8 import FP8
-from verl_qerl.formats.int8 import INT8
+from verl_qerl.formats.channel import FP8, INT8
 from verl_qerl.formats.mxfp4 import MXFP4
 from verl_qerl.formats.nvfp4 import NVFP4
 

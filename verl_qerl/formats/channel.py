@@ -14,6 +14,9 @@ from verl_qerl.formats.base import PackedWeight, WeightFormat, compressed_tensor
 from verl_qerl.formats.ignore import DEFAULT_IGNORE
 from verl_qerl.formats.tensor_spec import TensorSpec
 
+E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448.0
+INT8_MAX = 127.0  # -128 is left out: the grid is symmetric
+
 
 @dataclass(frozen=True)
 class ChannelFormat(WeightFormat):
@@ -74,3 +77,43 @@ def channel_scale(weight: torch.Tensor, largest: float) -> torch.Tensor:
     amax = weight.abs().amax(dim=1, keepdim=True).float()
     # By a tensor on the device: CUDA turns a division by a number into a product with its reciprocal.
     return (amax / amax.new_tensor(largest)).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+@dataclass(frozen=True)
+class FP8(ChannelFormat):
+    """`weight` [N, K] float8_e4m3fn, at most 448 in magnitude, and `weight_scale` [N, 1] float32."""
+
+    name: str = "fp8"
+    kind: str = "FP8"
+    codes: ClassVar[str] = "F8_E4M3"
+    number: ClassVar[str] = "float"
+
+    @staticmethod
+    def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `ChannelFormat.quantize_rows`."""
+        scale = channel_scale(rows, E4M3_MAX)
+        # E4M3 has no infinity: above 464 would be NaN. The largest quotient is 448 but for a rounding of float32.
+        return (rows.float() / scale).to(torch.float8_e4m3fn), scale
+
+    def _read(self, where: str, tensors: tuple[torch.Tensor, ...], layout: str) -> PackedWeight:
+        weight = super()._read(where, tensors, layout)
+        if bool((weight.codes.view(torch.uint8) & 0x7F == 0x7F).any()):  # NaN
+            raise ValueError("its codes are not all numbers.")
+        return weight
+
+
+@dataclass(frozen=True)
+class INT8(ChannelFormat):
+    """`weight` [N, K] int8, in [-127, 127], and `weight_scale` [N, 1] float32."""
+
+    name: str = "int8"
+    kind: str = "INT8"
+    codes: ClassVar[str] = "I8"
+    number: ClassVar[str] = "int"
+
+    @staticmethod
+    def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `ChannelFormat.quantize_rows`."""
+        scale = channel_scale(rows, INT8_MAX)
+        codes = (rows.float() / scale).round()  # ties to even; the largest quotient is 127 but for a rounding
+        return codes.to(torch.int8), scale

@@ -23,8 +23,8 @@ import torch
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import nvfp4_layout
 from verl_qerl.formats.base import PackedWeight, WeightFormat, in_chunks
+from verl_qerl.formats.channel import E4M3_MAX
 from verl_qerl.formats.e2m1 import E2M1_MAX, e2m1_codes, e2m1_values, pack_codes, to_e2m1
-from verl_qerl.formats.fp8 import E4M3_MAX
 from verl_qerl.formats.ignore import DEFAULT_IGNORE
 from verl_qerl.formats.nvfp4_layout import BLOCK_SIZE
 from verl_qerl.formats.tensor_spec import TensorSpec
