@@ -14,7 +14,7 @@ from qerl_testing import verl_config
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from verl_qerl.modules.varlen_attention import NAME
-from verl_qerl.verl_plugin.trainer.trainer import prepare
+from verl_qerl.verl_plugin.config.apply import prepare
 
 COMMON = """
     algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=False
@@ -79,7 +79,7 @@ each_example = pytest.mark.parametrize("name", EXAMPLES, ids=lambda name: name.r
 
 def prepared(config):
     """The configuration as verl's trainer gets it from ours."""
-    prepare(None, config)
+    prepare(config)
     return config
 
 

@@ -13,7 +13,7 @@ from verl.utils.config import validate_config
 
 from verl_qerl.modules.varlen_attention import NAME
 from verl_qerl.verl_plugin.config import attention
-from verl_qerl.verl_plugin.trainer.trainer import prepare
+from verl_qerl.verl_plugin.config.apply import prepare
 
 OPTION = "override_config.attn_implementation"
 FLASH = f"+actor_rollout_ref.model.{OPTION}=flash_attention_2"
@@ -31,7 +31,7 @@ each_of_ours = pytest.mark.parametrize("ours", OURS, ids=lambda options: options
 
 def prepared(config):
     """The configuration as verl's trainer gets it from ours."""
-    prepare(None, config)
+    prepare(config)
     return config
 
 

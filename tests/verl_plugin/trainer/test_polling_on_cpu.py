@@ -9,8 +9,11 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
+from verl_qerl.verl_plugin.config.apply import prepare
+from verl_qerl.verl_plugin.trainer.feature import Run
+from verl_qerl.verl_plugin.trainer.mismatch import gate_options
 from verl_qerl.verl_plugin.trainer.polling import POLL_S, Polling
-from verl_qerl.verl_plugin.trainer.trainer import FEATURES, prepare
+from verl_qerl.verl_plugin.trainer.trainer import FEATURES
 
 VERLS = 2.0
 SAMPLER = """
@@ -39,7 +42,8 @@ def buffer_of(mode, sampler=None, **nodes):
     kind = get_trainer_cls(mode)
     trainer = kind.__new__(kind)
     trainer.config, trainer.trainer_mode = OmegaConf.create(config), mode
-    trainer.run = prepare(trainer, trainer.config)
+    prepare(trainer.config)
+    trainer.run = Run(trainer, trainer.config, gate_options(trainer.config))
     trainer.features = [Polling(trainer.run)] if FEATURES[Polling](trainer.run) else []
     return trainer._build_replay_buffer()
 

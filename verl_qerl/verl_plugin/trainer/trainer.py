@@ -69,7 +69,8 @@ class FeaturedTrainer(_Trainer):
     FEATURES = FEATURES
 
     def __init__(self, config: DictConfig) -> None:
-        self.run = prepare(self, config)
+        apply.prepare(config)  # where the driver has not done it
+        self.run = Run(self, config, gate_options(config))
         self.features = [kind(self.run) for kind, needed in self.FEATURES.items() if needed(self.run)]
         super().__init__(config)
 
@@ -159,20 +160,6 @@ class FeaturedTrainer(_Trainer):
         except Exception as error:
             self._tell("on_error", error)
             raise
-
-
-def prepare(trainer: Any, config: DictConfig) -> Run:
-    """Write the options of a run into verl's nodes, where the driver has not done it, and read those of the features.
-
-    Args:
-        config: The whole configuration, changed in place before verl reads it.
-
-    Raises:
-        RuntimeError: vLLM is of another version.
-        ValueError: An option is unknown, out of range, or does not fit the others.
-    """
-    apply.prepare(config)
-    return Run(trainer, config, gate_options(config))
 
 
 def install(module: ModuleType) -> None:
