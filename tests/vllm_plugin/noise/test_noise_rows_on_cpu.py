@@ -268,7 +268,7 @@ def test_a_row_is_the_model_with_its_draw(engines, vllm, prompt, draw, row):
         for name, norm in worker._qerl_noise._norms.items():
             size = norm.weight.numel()
             drawn = draw_noise(0, 3, name, NUM_DRAWS * size).view(NUM_DRAWS, size)
-            norm.weight.data.copy_(worker._qerl_noise._clean[name] + 5e-2 * drawn[row - 1])
+            norm.weight.data.copy_(worker._qerl_noise.clean[name] + 5e-2 * drawn[row - 1])
 
     def score(engine, **options):
         params = vllm.SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=0, logprobs=0, **options)

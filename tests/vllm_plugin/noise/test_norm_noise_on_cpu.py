@@ -202,10 +202,10 @@ def test_relative_noise_follows_the_weights_of_a_sync():
     noise.apply(1e-2, 2)
     with torch.no_grad():
         for norm in (layer.input_layernorm for layer in model.model.layers):
-            norm.weight.copy_(20 * noise._clean[name])
+            norm.weight.copy_(20 * noise.clean[name])
     noise.recapture()
     assert noise.sizes()[name] == pytest.approx(20 * before[name], rel=1e-6)
-    moved = model.get_submodule(name).weight.data - noise._clean[name]
+    moved = model.get_submodule(name).weight.data - noise.clean[name]
     assert float(moved.std()) == pytest.approx(0.2 * before[name], rel=0.05)
 
 
@@ -216,7 +216,7 @@ def test_noise_that_acts_is_counted():
     assert noise.num_noisy() == 4
     with torch.no_grad():
         name = list(noise.clean)[2]
-        model.get_submodule(name).weight.copy_(noise._clean[name])
+        model.get_submodule(name).weight.copy_(noise.clean[name])
     assert noise.num_noisy() == 3
     noise.apply(0.0, 1)
     assert noise.num_noisy() == 0

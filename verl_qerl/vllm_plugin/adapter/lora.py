@@ -28,7 +28,7 @@ _CONVERTED = tuple(getattr(vllm_layers, change.target.rpartition(":")[2]) for ch
 _FORWARDS = (ColumnParallelLinear.forward, ReplicatedLinear.forward, RowParallelLinear.forward)
 
 
-def release_buffers(model: torch.nn.Module, lora_config: Any) -> int:
+def release_buffers(model: torch.nn.Module, lora_config: Any) -> None:
     """Free vLLM's own buffers of the linears that `use_single_adapter` will take; only their shapes remain.
 
     Call it where they were allocated: in the memory of sleep mode, of which only what is free when loading ends is
@@ -36,17 +36,10 @@ def release_buffers(model: torch.nn.Module, lora_config: Any) -> int:
 
     Args:
         model: vLLM's, with its LoRA layers and no adapter.
-
-    Returns:
-        Bytes freed.
     """
-    freed = 0
     for layer in _taken(model, lora_config):
-        parts = (*layer.lora_a_stacked, *layer.lora_b_stacked)
-        freed += sum(part.nbytes for part in parts)
         a, b = (tuple(part.to("meta") for part in stacked) for stacked in (layer.lora_a_stacked, layer.lora_b_stacked))
         upstream.set_data(hosts.LORA_BUFFERS, layer, lora_a_stacked=a, lora_b_stacked=b)
-    return freed
 
 
 def use_single_adapter(model: torch.nn.Module, lora_config: Any) -> int:
@@ -85,23 +78,15 @@ def use_single_adapter(model: torch.nn.Module, lora_config: Any) -> int:
     return len(linears)
 
 
-def compute_plain_logits(model: torch.nn.Module) -> int:
+def compute_plain_logits(model: torch.nn.Module) -> None:
     """Make vLLM compute logits without its LoRA for the head, which verl cannot train.
 
     Its kernels take a row for each request. The logits of a whole prompt (prompt_logprobs) have a row for each token,
     which ends an engine on the CPU.
-
-    Returns:
-        Number of logits processors that were wrapped.
     """
-    found = [
-        (name, module.base_layer)
-        for name, module in model.named_modules()
-        if isinstance(module, vllm_layers.LogitsProcessorWithLoRA)
-    ]
-    for name, processor in found:
-        model.set_submodule(name, processor)
-    return len(found)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, vllm_layers.LogitsProcessorWithLoRA):
+            model.set_submodule(name, module.base_layer)
 
 
 def _taken(model: torch.nn.Module, lora_config: Any) -> list[Any]:

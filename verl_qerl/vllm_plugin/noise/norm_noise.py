@@ -36,6 +36,9 @@ class NormNoise:
         give_tables: Gives rows for several draws, the first of which is what a single draw would be; None for a single
             draw.
 
+    Attributes:
+        clean: Module name -> weight [K] float32 without noise, in the order of the model.
+
     Raises:
         ValueError: A target names no norm of this model, or one that multiplies by 1 + w where the mode's unit is w. Or
             as `give_tables` raises.
@@ -53,14 +56,9 @@ class NormNoise:
         self._tables = give_tables(self._norms) if give_tables is not None else {}
         self.recapture()
 
-    @property
-    def clean(self) -> Mapping[str, torch.Tensor]:
-        """Module name -> weight [K] float32 without noise, in the order of the model."""
-        return self._clean
-
     def recapture(self) -> None:
         """Take the present weights as the clean ones, after a full weight sync; the noise goes back on top of them."""
-        self._clean = {name: norm.weight.data.clone() for name, norm in self._norms.items()}
+        self.clean = {name: norm.weight.data.clone() for name, norm in self._norms.items()}
         self.apply(self._sigma, self._step)
 
     def replace_clean(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -69,8 +67,8 @@ class NormNoise:
         Args:
             weights: name -> [K] float32; names that get no noise are passed over.
         """
-        for name in weights.keys() & self._clean.keys():
-            self._clean[name].copy_(weights[name])
+        for name in weights.keys() & self.clean.keys():
+            self.clean[name].copy_(weights[name])
         self.apply(self._sigma, self._step)
 
     @torch.no_grad()
@@ -87,7 +85,7 @@ class NormNoise:
         if sigma and self._config.mode == "relative":
             self.sizes()  # refuses zeros
         for name, norm in self._norms.items():
-            clean = self._clean[name]
+            clean = self.clean[name]
             noisy = self._tables[name] if self._tables else norm.weight.data[None]
             drawn = draw_noise(self._config.seed, step, name, noisy.numel()) if sigma else clean
             noise = drawn.to(clean.device).view(-1, clean.numel())
@@ -101,19 +99,19 @@ class NormNoise:
         Raises:
             ValueError: The mode is relative and a norm has nothing but zeros.
         """
-        rms = torch.stack([norm_rms(clean) for clean in self._clean.values()]).tolist()
+        rms = torch.stack([norm_rms(clean) for clean in self.clean.values()]).tolist()
         if self._config.mode == "relative" and not all(rms):
-            zeros = [name for name, size in zip(self._clean, rms, strict=True) if not size]
+            zeros = [name for name, size in zip(self.clean, rms, strict=True) if not size]
             raise ValueError(
                 f"aqn.mode=relative has no unit where a norm's weights are all zero: {zeros[0]}"
                 f" ({len(zeros)} of {len(rms)} norms). Accepted are norms with weights. Set `+aqn.mode=additive`."
             )
-        return {name: size / self._uaq[name] for name, size in zip(self._clean, rms, strict=True)}
+        return {name: size / self._uaq[name] for name, size in zip(self.clean, rms, strict=True)}
 
     def num_noisy(self) -> int:
         """Number of norms whose weight differs from the clean one; of several draws, all have to."""
         held = self._tables or {name: norm.weight.data[None] for name, norm in self._norms.items()}
-        return sum(bool((rows != self._clean[name]).any(1).all()) for name, rows in held.items())
+        return sum(bool((rows != self.clean[name]).any(1).all()) for name, rows in held.items())
 
     def checksum(self) -> int:
         """Checksum of the float32 weights as they are set; equal on all ranks and replicas, which hold norms whole."""

@@ -58,11 +58,12 @@ def lora_linear_repacked(
     weight, rows = (packed_codes, scale, global_decode_scale), x.shape[0]
     if none_active.item():
         return _linear(x, weight, bias, plan)
+    adapter = Adapter(a, b, members, slots)
     if not plan or not PLANS[plan].uses_kernel(rows):
-        return _dense(x, weight, bias, a, b, members, slots)
+        return _dense(x, weight, bias, adapter)
     x, launch = x.contiguous(), PLANS[plan].launch(rows)
     if can_fuse(a, b, members, launch):
-        return w4a16_matmul(x, *weight, bias, Adapter(a, b, members, slots), launch)
+        return w4a16_matmul(x, *weight, bias, adapter, launch)
     say_once(
         f"linears of {plan} take three launches with an adapter of rank {b.shape[1]}: the one that does it takes"
         f" ranks {', '.join(map(str, RANKS))}, and members of whole tiles."
@@ -79,16 +80,9 @@ def _linear(x: torch.Tensor, weight: Repacked, bias: torch.Tensor | None, plan: 
     return F.linear(x, decode(*weight), bias)
 
 
-def _dense(
-    x: torch.Tensor,
-    weight: Repacked,
-    bias: torch.Tensor | None,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    members: torch.Tensor,
-    slots: torch.Tensor,
-) -> torch.Tensor:
+def _dense(x: torch.Tensor, weight: Repacked, bias: torch.Tensor | None, adapter: Adapter) -> torch.Tensor:
     """One product of x and x A^T, beside each other, with W and B (see `kernels.actor.adapted_linear`)."""
+    a, b, members, slots = adapter
     K, (N, rank), columns = x.shape[1], b.shape, len(a)
     low = (x @ a.t()) * (slots[: len(x), None] >= 0)
     wide = decode(*weight, columns)
