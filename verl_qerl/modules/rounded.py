@@ -6,6 +6,7 @@ under FSDP2. So nothing is saved or restored, and one more weight exists at a ti
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def rounded_linears(model: nn.Module, groups: Sequence[Sequence[str]], round_gro
     for group in groups:
         members = {name: linears[name] for name in group}
         for name, linear in members.items():
-            upstream.hang(hosts.LINEAR_FORWARD, linear, _forward(name, members, round_group))
+            upstream.hang(hosts.LINEAR_FORWARD, linear, partial(_forward, name, members, round_group))
     try:
         yield
     finally:
@@ -50,9 +51,6 @@ def rounded_linears(model: nn.Module, groups: Sequence[Sequence[str]], round_gro
             upstream.unhang(hosts.LINEAR_FORWARD, linear)
 
 
-def _forward(name: str, members: Mapping[str, Any], round_group: RoundGroup) -> Callable[[torch.Tensor], torch.Tensor]:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        rounded = round_group({member: linear.weight for member, linear in members.items()})
-        return F.linear(x, rounded[name], members[name].bias)
-
-    return forward
+def _forward(name: str, members: Mapping[str, Any], round_group: RoundGroup, x: torch.Tensor) -> torch.Tensor:
+    rounded = round_group({member: linear.weight for member, linear in members.items()})
+    return F.linear(x, rounded[name], members[name].bias)
