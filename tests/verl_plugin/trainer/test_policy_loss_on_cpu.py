@@ -17,7 +17,7 @@ from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
 from verl_qerl.algos.acr import ACRConfig
 from verl_qerl.verl_plugin.trainer import policy_loss
-from verl_qerl.verl_plugin.trainer.policy_loss import ActorLoss, PolicyLoss, hand_over
+from verl_qerl.verl_plugin.trainer.policy_loss import ActorLoss, acr_policy_loss, hand_over
 
 featured = load_beside(__file__, "featured")
 
@@ -72,7 +72,7 @@ def test_equal_policies_give_the_vanilla_loss_bit_for_bit(setting, max_ratio):
     arguments = tokens()
     vanilla = call(core_algos.compute_policy_loss_vanilla, arguments, setting, "vanilla")
     behav = arguments["old_log_prob"]
-    ours = call(PolicyLoss(), arguments, setting, options=ACRConfig(max_ratio), rollout_log_probs=behav)
+    ours = call(acr_policy_loss, arguments, setting, options=ACRConfig(max_ratio), rollout_log_probs=behav)
     assert torch.equal(ours[0], vanilla[0])
     assert torch.equal(ours[1], vanilla[1])
     assert {name: ours[2][name] for name in vanilla[2]} == pytest.approx(vanilla[2], abs=1e-6)
@@ -88,12 +88,12 @@ def test_untruncated_it_is_verls_own_importance_sampling(setting):
     weights = (arguments["old_log_prob"] - behav).exp()
     vanilla = core_algos.compute_policy_loss_vanilla
     expected = call(vanilla, arguments, setting, "vanilla", rollout_is_weights=weights)
-    ours = call(PolicyLoss(), arguments, setting, options=ACRConfig(1e9), rollout_log_probs=behav)
+    ours = call(acr_policy_loss, arguments, setting, options=ACRConfig(1e9), rollout_log_probs=behav)
     assert torch.equal(ours[0], expected[0])
     assert torch.equal(ours[1], expected[1])
     # Truncated, the weights are verl's and the range is not.
     truncated = call(vanilla, arguments, setting, "vanilla", rollout_is_weights=weights.clamp(max=1.5))
-    widened = call(PolicyLoss(), arguments, setting, options=ACRConfig(1.5), rollout_log_probs=behav)
+    widened = call(acr_policy_loss, arguments, setting, options=ACRConfig(1.5), rollout_log_probs=behav)
     freed = truncated[1] != widened[1]
     assert 0 < freed.sum() < 20
     assert (truncated[1][freed] == 0).all()
@@ -155,7 +155,7 @@ def test_a_batch_without_the_rollouts_log_probs_is_refused():
     ):
         hand_over(ACRConfig(), actor_config(), model_output(), micro_batch(rollout_log_probs=None))
     with pytest.raises(ValueError, match=r"^policy_loss\.loss_mode=acr got rollout_log_probs=None\."):
-        call(PolicyLoss(), tokens(), {})  # as from a trainer that is not ours
+        call(acr_policy_loss, tokens(), {})  # as from a trainer that is not ours
 
 
 def test_verls_weights_on_top_are_refused():
@@ -229,6 +229,6 @@ def test_other_losses_are_left_to_verl(overrides):
 
 def test_registers_once():
     registered = core_algos.get_policy_loss_fn("acr")
-    assert type(registered).__name__ == "PolicyLoss"
+    assert registered is acr_policy_loss
     policy_loss.install(core_algos)
     assert core_algos.get_policy_loss_fn("acr") is registered

@@ -20,53 +20,47 @@ from verl_qerl.verl_plugin.trainer.feature import Feature
 NAME = "acr"
 
 
-class PolicyLoss:
-    """The function verl calls for `loss_mode=acr`."""
+def acr_policy_loss(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    rollout_log_probs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Loss of a micro-batch and its metrics, as verl calls it for `loss_mode=acr`; see `algos.acr`.
 
-    def __call__(
-        self,
-        old_log_prob: torch.Tensor,
-        log_prob: torch.Tensor,
-        advantages: torch.Tensor,
-        response_mask: torch.Tensor,
-        loss_agg_mode: str = "token-mean",
-        config: Any = None,
-        rollout_is_weights: torch.Tensor | None = None,
-        rollout_log_probs: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Loss of a micro-batch and its metrics; see `algos.acr`.
+    Args:
+        old_log_prob: Log-probs of the proximal policy; all tensors are [batch, tokens].
+        response_mask: 1 where a token counts.
+        loss_agg_mode: How the tokens' losses become one number, by verl's `agg_loss`.
+        config: verl's ActorConfig.
+        rollout_log_probs: Log-probs of the rollout's policy; by default those that `hand_over` left in `config`.
+        rollout_is_weights: verl's rollout correction, which must be off.
 
-        Args:
-            old_log_prob: Log-probs of the proximal policy; all tensors are [batch, tokens].
-            response_mask: 1 where a token counts.
-            loss_agg_mode: How the tokens' losses become one number, by verl's `agg_loss`.
-            config: verl's ActorConfig.
-            rollout_log_probs: Log-probs of the rollout's policy; by default those that `hand_over` left in `config`.
-            rollout_is_weights: verl's rollout correction, which must be off.
+    Raises:
+        ValueError: The rollout's log-probs are missing, or its weights are there.
+    """
+    from verl.trainer.ppo.core_algos import agg_loss  # whose import runs our hook, which imports this module
 
-        Raises:
-            ValueError: The rollout's log-probs are missing, or its weights are there.
-        """
-        from verl.trainer.ppo.core_algos import agg_loss  # whose import runs our hook, which imports this module
-
-        options, handed = getattr(config, "verl_qerl_acr", (ACRConfig(), None))
-        behav = handed if rollout_log_probs is None else rollout_log_probs
-        if behav is None:
-            raise ValueError(
-                "policy_loss.loss_mode=acr got rollout_log_probs=None. Accepted are the log-probs of the rollout."
-                " Set actor_rollout_ref.rollout.calculate_log_probs=True and use verl's V1 trainer."
-            )
-        if rollout_is_weights is not None:
-            raise ValueError(
-                "policy_loss.loss_mode=acr got the weights of algorithm.rollout_correction.rollout_is. Accepted is"
-                " rollout_is=null, since ACR weighs by itself. Leave the option out."
-            )
-        log_probs = LogProbs(log_prob, old_log_prob, behav)
-        matrix, metrics = acr_loss(log_probs, advantages, response_mask, _clip_range(config), options.max_ratio)
-        loss = agg_loss(
-            loss_mat=matrix, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info
+    options, handed = getattr(config, "verl_qerl_acr", (ACRConfig(), None))
+    behav = handed if rollout_log_probs is None else rollout_log_probs
+    if behav is None:
+        raise ValueError(
+            "policy_loss.loss_mode=acr got rollout_log_probs=None. Accepted are the log-probs of the rollout."
+            " Set actor_rollout_ref.rollout.calculate_log_probs=True and use verl's V1 trainer."
         )
-        return loss, metrics
+    if rollout_is_weights is not None:
+        raise ValueError(
+            "policy_loss.loss_mode=acr got the weights of algorithm.rollout_correction.rollout_is. Accepted is"
+            " rollout_is=null, since ACR weighs by itself. Leave the option out."
+        )
+    log_probs = LogProbs(log_prob, old_log_prob, behav)
+    matrix, metrics = acr_loss(log_probs, advantages, response_mask, _clip_range(config), options.max_ratio)
+    loss = agg_loss(loss_mat=matrix, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
+    return loss, metrics
 
 
 def _clip_range(config: Any) -> ClipRange:
@@ -108,4 +102,4 @@ class ActorLoss(Feature):
 def install(module: ModuleType) -> None:
     """Register the loss with verl's `core_algos`; a second call does nothing."""
     if NAME not in module.POLICY_LOSS_REGISTRY:
-        module.register_policy_loss(NAME)(PolicyLoss())
+        module.register_policy_loss(NAME)(acr_policy_loss)
