@@ -44,6 +44,7 @@ class Run:
         sampled: The batch that was sampled last.
         rescored: Answers of that batch that the rollout has scored again; None if no feature asked for it.
         actor_scores: What `score_actor` has found of that batch: whether rounded, and keys -> log-probs.
+        metrics: What features add to those of the step that is ending.
     """
 
     def __init__(self, trainer: Any, config: DictConfig, gate: Gate | None) -> None:
@@ -56,7 +57,7 @@ class Run:
         self.sampled: Any = None
         self.rescored: Rescored | None = None
         self.actor_scores: dict[tuple[bool | str, ...], torch.Tensor] = {}
-        self._metrics: dict[str, Any] = {}
+        self.metrics: dict[str, Any] = {}
 
     @property
     def step(self) -> int:
@@ -81,15 +82,6 @@ class Run:
         """The answer of every worker of every replica."""
         calls = [server.collective_rpc.remote(method, kwargs=kwargs) for server in self.servers()]
         return [answer for answers in ray.get(calls) for answer in answers or ()]
-
-    def add_metrics(self, found: dict[str, Any]) -> None:
-        """Add to the metrics of the step that is ending."""
-        self._metrics |= found
-
-    def take_metrics(self) -> dict[str, Any]:
-        """The metrics that were added since the last call."""
-        metrics, self._metrics = self._metrics, {}
-        return metrics
 
 
 class Feature:

@@ -31,7 +31,7 @@ class Noise(Feature):
 
     def after_step_end(self) -> None:
         """The sigma that the step was sampled with."""
-        self._run.add_metrics({"aqn/sigma": self._run.sigma(self._run.step)})
+        self._run.metrics["aqn/sigma"] = self._run.sigma(self._run.step)
 
     def before_validate_begin(self) -> None:
         """Validation samples from the clean model."""

@@ -76,9 +76,9 @@ class NoiseEffect(Feature):
         step, sigma = run.step, run.sigma(run.step)
         noisy = run.ask_workers("qerl_num_noisy")
         _check_reach(sigma, step, noisy, len(self._sizes))
-        run.add_metrics({"aqn/noisy_norms": noisy[0]})
+        run.metrics["aqn/noisy_norms"] = noisy[0]
         if sigma:
-            run.add_metrics(_relative_sizes(run.aqn, sigma, self._sizes))
+            run.metrics.update(_relative_sizes(run.aqn, sigma, self._sizes))
         stage, coming = self._stage(step), self._stage(step + 1)
         measures = sigma > 0 and stage != self._measured and not self._unscored
         searches = run.aqn.target_kl is not None and coming > 0 and coming not in run.searched
@@ -110,7 +110,7 @@ class NoiseEffect(Feature):
             switch_noise(run, 0.0, 0)
         clean = self._score_sample(sample)
         if measures and with_noise is not None:
-            run.add_metrics({"aqn/kl": noise_kl(with_noise, with_noise, clean)})
+            run.metrics["aqn/kl"] = noise_kl(with_noise, with_noise, clean)
             self._measured = self._stage(run.step)
         if searches:
             self._search(sample, clean if with_noise is None else with_noise, clean)

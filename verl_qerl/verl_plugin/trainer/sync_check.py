@@ -34,7 +34,7 @@ class SyncCheck(Feature):
         report = self._check_sync()
         if self._run.requantizes:
             found = {f"qerl/{name}": value for name, value in report.items() if name.startswith("sync_")}
-            self._run.add_metrics({**found, "qerl/sync_s": took_s})
+            self._run.metrics.update({**found, "qerl/sync_s": took_s})
 
     def _check_sync(self) -> dict[str, Any]:
         """The answer of all workers.

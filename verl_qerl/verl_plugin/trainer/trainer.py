@@ -118,7 +118,9 @@ class FeaturedTrainer(_Trainer):
         self._tell("after_step_end")
 
     def _consume_sync_metrics(self) -> dict:
-        return {**super()._consume_sync_metrics(), **self.run.take_metrics()}
+        metrics = {**super()._consume_sync_metrics(), **self.run.metrics}
+        self.run.metrics.clear()
+        return metrics
 
     def on_validate_begin(self) -> None:
         """Run the features before verl's hook."""
