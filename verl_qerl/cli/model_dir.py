@@ -32,27 +32,24 @@ def store(
     """
     digests: dict[str, str] = {}
     waiting: deque[Future[None]] = deque()
+
+    def write(name: str, item: PackedWeight | torch.Tensor) -> None:
+        if isinstance(item, torch.Tensor):
+            writer.add(name, item)
+            return
+        item = item.to("cpu")
+        for key, tensor in named_tensors(name, item, layout).items():
+            writer.add(key, tensor)
+        digests[name] = weight_digest(item)
+
     with ThreadPoolExecutor(_NUM_STORING) as pool:
         for name, item in items:
-            waiting.append(pool.submit(_store, writer, digests, name, item, layout))
+            waiting.append(pool.submit(write, name, item))
             if len(waiting) == _MAX_WAITING:
                 waiting.popleft().result()
         for future in waiting:
             future.result()
     return digests
-
-
-def _store(
-    writer: ShardedWriter, digests: dict[str, str], name: str, item: PackedWeight | torch.Tensor, layout: str
-) -> None:
-    """Write one item; called in a thread."""
-    if isinstance(item, torch.Tensor):
-        writer.add(name, item)
-        return
-    item = item.to("cpu")
-    for key, tensor in named_tensors(name, item, layout).items():
-        writer.add(key, tensor)
-    digests[name] = weight_digest(item)
 
 
 def total_bytes(specs: Mapping[str, TensorSpec]) -> int:

@@ -118,14 +118,6 @@ def _refuse_microbatches(vllm_config: Any) -> None:
         )
 
 
-def _replace_between_linears(model: Any, columns: set[int], vllm_config: Any, options: RolloutOptions) -> None:
-    # vLLM fuses norms with the sums of several GPUs: its own, with weights of the activations' dtype.
-    fused = vllm_config.compilation_config.pass_config.fuse_allreduce_rms
-    use_programmatic_launch(model, columns, left=vllm_config.model_config.dtype if fused else None)
-    if options.attention == "auto":
-        use_decode_attention(model, vllm_config)
-
-
 def _prepare_loaded(
     worker: Any, vllm_config: Any, options: RolloutOptions, lora_config: Any, told: dict[str, Any]
 ) -> None:
@@ -149,7 +141,11 @@ def _prepare_loaded(
     told["linear"] = sorted(columns)
     if columns:
         _refuse_microbatches(vllm_config)
-        _replace_between_linears(model, columns, vllm_config, options)
+        # vLLM fuses norms with the sums of several GPUs: its own, with weights of the activations' dtype.
+        fused = vllm_config.compilation_config.pass_config.fuse_allreduce_rms
+        use_programmatic_launch(model, columns, left=vllm_config.model_config.dtype if fused else None)
+        if options.attention == "auto":
+            use_decode_attention(model, vllm_config)
     if options.sampler != "stock":
         use_fused_sampler(worker.model_runner, required=options.sampler == "fused")
 
