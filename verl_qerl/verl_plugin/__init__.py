@@ -17,8 +17,7 @@ from packaging.specifiers import SpecifierSet
 from verl_qerl import upstream
 from verl_qerl.errors import UpstreamDriftError
 from verl_qerl.verl_plugin import hooks
-from verl_qerl.verl_plugin.config import other_programs
-from verl_qerl.verl_plugin.config.uses_qerl import asks_for_qerl
+from verl_qerl.verl_plugin.config.uses_qerl import asks_for_qerl, refuse_other_programs
 from verl_qerl.verl_plugin.warnings_kept import keep_warnings
 
 logger = logging.getLogger(__name__)
@@ -43,7 +42,7 @@ def _register() -> None:
     if os.environ.get(ACTIVE) == "1":
         activate()
     hooks.when_imported("verl.utils", "verl_qerl.verl_plugin.driver")
-    other_programs.refuse(sys.orig_argv)  # in sys.argv a module has no name yet
+    refuse_other_programs(sys.orig_argv)  # in sys.argv a module has no name yet
 
 
 def activate() -> None:

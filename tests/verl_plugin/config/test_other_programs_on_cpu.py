@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from verl_qerl.verl_plugin.config import other_programs
+from verl_qerl.verl_plugin.config.uses_qerl import refuse_other_programs
 
 COMMAND = ["python", "-u", "-m", "verl.experimental.fully_async_policy.fully_async_main"]
 
@@ -27,18 +27,18 @@ def test_stops_a_run_that_asks_for_qerl(option):
         SystemExit,
         match=r"^verl\.experimental\.fully_async_policy has no AQN, .*no \+qerl\.rollout\. Accepted is",
     ):
-        other_programs.refuse([*COMMAND, option])
+        refuse_other_programs([*COMMAND, option])
 
 
 @pytest.mark.parametrize("option", ["trainer.n_gpus_per_node=1", "+aqnx.enabled=true", "rollout=nvfp4x"])
 def test_leaves_other_runs_alone(option):
-    other_programs.refuse([*COMMAND, option])
+    refuse_other_programs([*COMMAND, option])
 
 
 def test_a_file_is_the_program_and_what_an_option_names_is_none():
-    other_programs.refuse(["python", "-m", "verl.trainer.main_ppo", "+rollout=nvfp4", "a=verl.trainer.sft_trainer"])
+    refuse_other_programs(["python", "-m", "verl.trainer.main_ppo", "+rollout=nvfp4", "a=verl.trainer.sft_trainer"])
     with pytest.raises(SystemExit, match=r"^verl\.trainer\.sft_trainer has no AQN"):
-        other_programs.refuse(["python", "/a/verl/trainer/sft_trainer_ray.py", "+rollout=nvfp4"])
+        refuse_other_programs(["python", "/a/verl/trainer/sft_trainer_ray.py", "+rollout=nvfp4"])
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,13 @@ _NAMES_OURS = (
     "actor_rollout_ref.model.override_config.attn_implementation",
     "critic.model.override_config.attn_implementation",
 )
+# Modules, packages or beginnings of names: of programs that do not check the configuration on the driver.
+_PROGRAMS = (
+    "verl.experimental.one_step_off_policy",
+    "verl.experimental.fully_async_policy",
+    "verl.trainer.main_generation_server",
+    "verl.trainer.sft_trainer",
+)
 
 
 def uses_qerl(config: DictConfig) -> bool:
@@ -44,3 +51,14 @@ def asks_for_qerl(arguments: list[str]) -> bool:
     of_workers = any("additional_config" in argument and "verl_qerl" in argument for argument in arguments)
     ours = values.get(_LOSS_MODE) == "acr" or values.get("rollout") in NAMES.values()
     return bool(nodes & {*_NODES}) or of_workers or ours
+
+
+def refuse_other_programs(command: list[str]) -> None:
+    """Stop a program of verl that would run without our options, by SystemExit, if its command line sets one."""
+    started = " ".join(argument.replace("/", ".") for argument in command if "=" not in argument)
+    name = next((name for name in _PROGRAMS if name in started), None)
+    if name and asks_for_qerl(command):
+        raise SystemExit(
+            f"{name} has no AQN, no ACR, no UAQ, no NVFP4, no gate and no +qerl.rollout. Accepted is"
+            " verl.trainer.main_ppo. Start that, or leave these options out."
+        )
