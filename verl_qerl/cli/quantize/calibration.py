@@ -180,10 +180,6 @@ class _Walk:
             found.append(_Batch(hidden.to(self.device), (ids >= 0).to(self.device)))
         return found
 
-    def read(self, i: int) -> dict[str, torch.Tensor]:
-        """The tensors of layer i."""
-        return read_tensors(self.source, self.names[i], self.device)
-
     def hold(self, i: int, weights: Mapping[str, torch.Tensor]) -> Any:
         """Give layer i weights, by the names of the checkpoint; the layer."""
         layer, prefix = self._layers[i], f"model.layers.{i}."
@@ -225,7 +221,7 @@ def _layer(
     walk: _Walk, i: int, groups: list[list[str]], batches: list[_Batch], form: WeightFormat, observe: Observe
 ) -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
     """The tensors of a layer; `batches` become what the next one gets."""
-    tensors = walk.read(i)
+    tensors = read_tensors(walk.source, walk.names[i], walk.device)
     moments = _moments(walk, i, tensors, groups, batches)
     for members in groups:
         weights = {module: tensors[f"{module}.weight"] for module in members}

@@ -2,8 +2,7 @@
 
 import logging
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,13 @@ def load_shards(files: Sequence[Path]) -> list[dict[str, Any]]:
     Raises:
         CheckpointFormatError: A file is cut or is something else.
     """
-    with _quiet_meshes():
+    logger = logging.getLogger("torch.distributed.device_mesh")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # torch warns that a mesh without process groups cannot be compiled
+    try:
         return [_load(file) for file in files]
+    finally:
+        logger.setLevel(level)
 
 
 def join_tensor(folder: Path, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -109,18 +113,6 @@ def _ranks(folder: Path, name: str, tensor: DTensor) -> tuple[list[int], int | N
         else:
             raise unfit(folder, f"{name!r} is placed as {tensor.placements}; FSDP2 and its replicas are known")
     return mesh.reshape(-1).tolist(), dim
-
-
-@contextmanager
-def _quiet_meshes() -> Iterator[None]:
-    # torch warns that a mesh without process groups cannot be compiled.
-    logger = logging.getLogger("torch.distributed.device_mesh")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def join_optimizer(files: Sequence[Path]) -> dict[str, Any]:
