@@ -22,6 +22,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from verl_qerl import upstream
 from verl_qerl.errors import UpstreamDriftError
 
 OK, FAIL, SKIP, LOOK = "ok", "FAIL", "skip", "look"
@@ -176,7 +177,6 @@ def host_rows() -> list[Row]:
 
     Another source is no failure by itself: hosts whose versions are not pinned may differ, and so may patched ones.
     """
-    upstream = importlib.import_module("verl_qerl.upstream")
     registers = [importlib.import_module(f"verl_qerl.{layer}.hosts") for layer in ("vllm_plugin", "modules")]
     changes = [change for register in registers for change in register.CHANGES]
     changes += importlib.import_module("verl_qerl.verl_plugin")._changes() if _installed("verl") else ()
@@ -202,7 +202,6 @@ def _host_row(package: str, changes: list[Any], differing: list[Any]) -> Row:
 
 
 def _shim_row(shim: Any) -> Row:
-    upstream = importlib.import_module("verl_qerl.upstream")
     check, expected = f"shim {shim.patch}", f"fits {shim.target}"
     package = shim.target.partition(":")[0].partition(".")[0]
     if not _installed(package):

@@ -13,14 +13,6 @@ _ADAPTER = "default"
 _LAYER = re.compile(r".*\blayers\.\d+")
 
 
-class _Shift(nn.Module):
-    """What a norm has learned: [K] float32, added to its weight."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__()
-        self.register_parameter(SHIFT, nn.Parameter(torch.zeros_like(weight, dtype=torch.float32)))
-
-
 class TrainedNorm(ModulesToSaveWrapper):
     """A norm whose weight is its frozen one plus a trained shift, computed in float32 and rounded once at its end.
 
@@ -33,7 +25,8 @@ class TrainedNorm(ModulesToSaveWrapper):
 
     def __init__(self, norm: Any) -> None:  # a module with a weight
         super().__init__(norm, _ADAPTER)
-        self.modules_to_save[_ADAPTER] = _Shift(norm.weight)
+        shift = torch.zeros_like(norm.weight, dtype=torch.float32)  # [K], what the norm has learned
+        self.modules_to_save[_ADAPTER] = nn.ParameterDict({SHIFT: shift})
 
     def _forward_wrapped(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """[..., K] -> [..., K] of the dtype of x."""
