@@ -9,21 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 
 _ROWS = 1024  # of the unit matrix at a time
 # bf16 rounds the answer by 2**-8 at most, and the scale of the activations is a float32. The nearest other weight is
 # one code of INT8 away, 1 / 127, of which the rounding leaves 0.00399: still above.
 _RELATIVE, _ABSOLUTE = 1.01 * 2.0**-8, 1e-30
-
-
-def quantized_linears(model: torch.nn.Module) -> dict[str, Any]:
-    """Name -> linear of `model` with a compressed-tensors scheme."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, LinearBase) and getattr(module, "scheme", None) is not None
-    }
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -27,7 +28,7 @@ from verl_qerl.checkpoints.manifest import Manifest, checksum, read_checksums
 from verl_qerl.formats import WeightFormat
 from verl_qerl.formats.reference import dequantize
 from verl_qerl.vllm_plugin import hosts
-from verl_qerl.vllm_plugin.weights.kernel_check import Expected, holds, quantized_linears
+from verl_qerl.vllm_plugin.weights.kernel_check import Expected, holds
 from verl_qerl.vllm_plugin.weights.loader import checkpoint_members, fused_members
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,6 @@ class InPlaceReload:
     An error is kept until `finish`, and what comes after it is ignored: the sender waits for an answer to every bucket.
 
     Args:
-        model: vLLM's.
         form: Format of the quantized linears.
         num_before: Syncs of this engine before this one.
     """
@@ -81,7 +81,11 @@ class InPlaceReload:
         self._error: Exception | None = None
         self._manifest: Manifest | None = None
         self._sums: dict[str, torch.Tensor] = {}
-        self._linears = quantized_linears(model)
+        self._linears: dict[str, Any] = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, LinearBase) and getattr(module, "scheme", None) is not None
+        }
         self._tied_heads = tied_heads(model)
         self._num_checked = 0
         # Workspaces and the like, which are no parameters: vLLM makes new ones, captured graphs go on using the old.
