@@ -53,9 +53,6 @@ def described(config: Mapping[str, Any]) -> dict[str, Any]:
 def stored_format(config: Mapping[str, Any], where: str = "the checkpoint") -> tuple[str | None, str]:
     """What the linears of a checkpoint are stored as, from its config.json.
 
-    Args:
-        config: The config.json.
-
     Returns:
         (name of the format, or BLOCK_FP8; layout of its tensors), (None, `bf16`) of what is not quantized.
 
@@ -114,9 +111,6 @@ def check_described(where: str, config: Mapping[str, Any]) -> None:
 
 def check_arguments(where: str, config: Mapping[str, Any], form: WeightFormat) -> None:
     """Require groups with the arguments that a format has here; where it leaves activations alone, theirs may be any.
-
-    Args:
-        config: The checkpoint's config.json.
 
     Raises:
         CheckpointFormatError: An argument differs, or there is no group.

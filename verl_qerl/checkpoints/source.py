@@ -159,7 +159,6 @@ def whole_weights(
     """The tensors of a checkpoint, those of one packed weight together.
 
     Args:
-        source: From `open_source`.
         modules: Those with packed weights.
         drops_activation_scales: Leave out what scales activations or a KV cache.
 

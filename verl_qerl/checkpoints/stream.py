@@ -85,10 +85,7 @@ def quantize_stream(
 
     Each weight is quantized where it is (on the actor's GPU, before it goes through CUDA IPC: a half or a quarter of
     bf16's bytes), from its bf16 value, which is what the actor's forward pass multiplies by. The rest is sent in bf16.
-
-    Args:
-        tensors: (name, tensor), in any order; every weight of `linears` among them.
-        linears: Modules whose `weight` is quantized; see `groups.linears_among`.
+    For the arguments see `pack`.
 
     Yields:
         (`<module>.<part>`, tensor) for each part of a quantized linear, (name, tensor) for everything else.

@@ -49,7 +49,6 @@ def look_at(config: DictConfig, use_critic: bool) -> None:
 
     Args:
         config: The whole configuration; the environment of its Ray workers is changed in place.
-        use_critic: Whether verl trains a critic.
 
     Raises:
         RuntimeError: The workers would know nothing of it, or a host is of another version.
@@ -66,10 +65,7 @@ def look_at(config: DictConfig, use_critic: bool) -> None:
 
 
 def tell_workers(config: DictConfig) -> None:
-    """Put `VERL_QERL_ACTIVE=1` into the environment of the Ray workers that verl is about to start.
-
-    Args:
-        config: The whole configuration, changed in place.
+    """Put `VERL_QERL_ACTIVE=1` into the environment that `config` has for the Ray workers which verl is about to start.
 
     Raises:
         RuntimeError: Ray runs already in this process, and its workers have no such variable.
@@ -88,10 +84,7 @@ def tell_workers(config: DictConfig) -> None:
 
 
 def check_run(config: DictConfig, use_critic: bool) -> None:
-    """Check every option of ours and write what it means into verl's nodes (config/apply.py).
-
-    Args:
-        config: The whole configuration, changed in place.
+    """Check every option of ours and write what it means into verl's nodes of `config` (config/apply.py).
 
     Raises:
         RuntimeError: A host is of another version.

@@ -32,10 +32,7 @@ class RolloutOptions(Rollout):
 
 
 def rollout_options(vllm_config: Any) -> RolloutOptions:
-    """The options of an engine; absent ones have their defaults.
-
-    Args:
-        vllm_config: vLLM's, or None.
+    """The options in vLLM's configuration, which may be None; absent ones have their defaults.
 
     Raises:
         ValueError: An option is unknown or out of range.

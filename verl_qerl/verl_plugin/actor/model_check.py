@@ -18,7 +18,6 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
 
     Args:
         config: The whole configuration. Models that the driver cannot reach are checked by the workers alone.
-        use_critic: Whether verl trains a critic.
 
     Raises:
         ValueError: With `+rollout=...`, model.path is no text model, override_config has options of its position

@@ -63,7 +63,6 @@ def check_checkpoint(folder: Path, held: BaseRecord, parts: Sequence[str]) -> Ba
     """Require that the checkpoint is whole and belongs to this model.
 
     Args:
-        folder: The folder of the shards.
         held: What the engine would write of its own base, adapter and ranks.
         parts: What is to be loaded: of model, optimizer, extra.
 

@@ -48,9 +48,6 @@ def use_single_adapter(model: torch.nn.Module, lora_config: Any) -> int:
     Call it after loading, before an adapter comes and before anything is compiled. Linears that it does not take keep
     vLLM's path, and the reason is logged.
 
-    Args:
-        model: vLLM's, with its LoRA layers.
-
     Returns:
         Number of linears converted.
     """
