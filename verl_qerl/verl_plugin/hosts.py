@@ -13,8 +13,8 @@ _method, _data = partial(HostChange, _VERL, "method"), partial(HostChange, _VERL
 _registry, _copy = partial(HostChange, _VERL, "registry"), partial(HostChange, _VERL, "copy")
 _override = partial(HostChange, _VERL, "override")
 _overrides = partial(upstream.overrides, _VERL)
-_transformers = partial(HostChange, ("5.10.4",))
-_torch = partial(HostChange, ("2.13.0",))
+_transformers = partial(HostChange, ("5.9.0", "5.10.4"))
+_torch = partial(HostChange, ("2.11.0", "2.13.0"))
 
 SAMPLE = _method(
     "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer.sample",

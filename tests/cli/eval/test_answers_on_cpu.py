@@ -53,6 +53,17 @@ def test_without_math_verify_nothing_is_started(monkeypatch, capsys, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_process_that_has_ended_is_replaced():
+    text = r"\boxed{\frac{36}{2}}"
+    assert judge(text, "18").right
+    judges = [one for one in psutil.Process().children() if "spawn_main" in " ".join(one.cmdline())]
+    assert judges
+    for one in judges:
+        one.kill()
+        one.wait()
+    assert judge(text, "18").right
+
+
 def test_its_processes_end_with_a_parent_that_is_killed():
     code = (
         "from verl_qerl.cli.eval.answers import judge\nimport time\n"

@@ -113,6 +113,15 @@ def test_what_was_trained_besides_the_adapter_is_taken_and_named(trained):
     assert merge.changed == [norm]
 
 
+def test_a_linear_of_zeros_has_a_number_in_the_report(trained):
+    checkpoint = open_checkpoint(trained("uaq-bf16-all").actor)
+    name = "model.layers.0.mlp.down_proj"
+    zeros = torch.zeros_like(checkpoint.others[f"{name}.weight"])
+    merge = merge_of(replace(checkpoint, others=dict(checkpoint.others) | {f"{name}.weight": zeros}))
+    list(merge.tensors())
+    assert merge.relative_update[name] == 0.0
+
+
 @pytest.mark.parametrize("extra", [{"model.other.weight": torch.zeros(4)}, {"model.norm.weight": torch.zeros(64)}])
 def test_tensors_without_a_place_in_the_base_are_refused(trained, extra):
     checkpoint = open_checkpoint(trained("ours-nvfp4-lora").actor)

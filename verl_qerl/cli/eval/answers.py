@@ -14,6 +14,7 @@ import multiprocessing
 import re
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures import TimeoutError as TookTooLong
+from concurrent.futures.process import BrokenProcessPool
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -99,12 +100,17 @@ def _bare(text: str) -> str:
 
 def _find(text: str, truth: str) -> tuple[str | None, bool]:
     """What the text gives as its answer, None for nothing, and whether that equals `truth`, the inside of a box."""
-    try:
-        return _pool().submit(_verify, text, _bare(truth)).result(SECONDS)
-    except TookTooLong:
-        logger.warning("math-verify took more than %.0f s: the answer counts as wrong.", SECONDS)
-        _pool.cache_clear()  # one of its processes is lost
-        return None, False
+    for _ in range(2):  # a process that ended may have ended over another answer
+        try:
+            return _pool().submit(_verify, text, _bare(truth)).result(SECONDS)
+        except TookTooLong:
+            logger.warning("math-verify took more than %.0f s: the answer counts as wrong.", SECONDS)
+            _pool.cache_clear()  # one of its processes is lost
+            return None, False
+        except BrokenProcessPool:
+            _pool.cache_clear()
+    logger.warning("math-verify's process ended, twice: the answer counts as wrong.")
+    return None, False
 
 
 def _verify(text: str, truth: str) -> tuple[str | None, bool]:

@@ -218,7 +218,8 @@ class Merge:
             self.changed.append(name)
             module = name.removesuffix(".weight")
             if module in self.base.linears:
-                self.relative_update[module] = float((trained - tensor).norm() / trained.norm())
+                norm = float(trained.norm())
+                self.relative_update[module] = float((trained - tensor).norm()) / norm if norm > 0 else 0.0
         return trained
 
     def _shifted(self, module: str, weight: torch.Tensor) -> torch.Tensor:
