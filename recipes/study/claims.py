@@ -1,4 +1,4 @@
-"""What the two papers claim, and what is compared here to see whether it holds."""
+"""What the two papers claim, what readers and we ask, and what is compared here to see whether it holds."""
 
 from typing import NamedTuple
 
@@ -46,7 +46,7 @@ CLAIMS = [
     Claim(OWN, "NVFP4 alone is as good as 16-bit LoRA", "nvfp4", LORA, "pass1", "good"),
     Claim(OWN, "NVFP4 on a calibrated base is as good", "nvfp4_gptq", LORA, "pass1", "good"),
     Claim(OWN, "and better than without calibration", "nvfp4_gptq", "nvfp4", "pass1", "more"),
-    Claim(US, "an adapter summed before outputs are rounded learns faster", "nvfp4", "nvfp4.rounded", "area", "more"),
+    Claim(US, "to add the adapter before rounding makes learning faster", "nvfp4", "nvfp4.rounded", "area", "more"),
     Claim(US, "and ends higher", "nvfp4", "nvfp4.rounded", "pass1", "more"),
 ]
 MEASURED = "see tests/bench/results"

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import paired
 import results
+from arms import ARMS
 from claims import CLAIMS, EARLIER, MARGIN, NOT_BY_THESE_RUNS, Claim
 
 from verl_qerl.cli.plot.curves import moving_average
+from verl_qerl.verl_plugin.config.uses_qerl import asks_for_qerl
 
 HERE = Path(__file__).resolve().parent
 ENDS = 10  # steps of the first and last means
@@ -130,12 +132,17 @@ def _mean(values: np.ndarray, start: int) -> float:
     return float(np.nanmean(kept)) if np.isfinite(kept).any() else np.nan
 
 
+def is_stock(arm: str) -> bool:
+    """Whether no option of ours is set."""
+    return arm in ARMS and not asks_for_qerl(ARMS[arm])
+
+
 def of_earlier(claim: Claim, arms: ByArm) -> list[Claim]:
-    """The same of runs of earlier packages, where there are any to compare; stock arms have one package."""
+    """The same of runs of earlier packages, where there are any to compare; stock arms depend on no package of ours."""
     found = []
     for tag in EARLIER:
-        arm, other = (f"{name}.{tag}" if f"{name}.{tag}" in arms else name for name in (claim.arm, claim.other))
-        if arm not in (claim.arm, claim.other) and compare(arms, arm, other, claim.measure):
+        arm, other = (name if is_stock(name) else f"{name}.{tag}" for name in (claim.arm, claim.other))
+        if compare(arms, arm, other, claim.measure) and (arm, other) != (claim.arm, claim.other):
             found.append(claim._replace(arm=arm, other=other))
     return found
 

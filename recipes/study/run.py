@@ -11,6 +11,7 @@ behind `--` go to all runs, whose names then need a --tag. Exit code 1 when a ru
 
 import argparse
 import datetime
+import hashlib
 import importlib.metadata
 import os
 import shutil
@@ -43,8 +44,8 @@ LOG_TAIL = 20000
 class Job:
     """A run, what it has done, and its process while it has one."""
 
-    def __init__(self, run: Run, options: list[str]) -> None:
-        self.run, self.options = run, options
+    def __init__(self, run: Run, options: list[str], base: str = "") -> None:
+        self.run, self.options, self.base = run, options, base
         self.state, self.attempts, self.took_s, self.error = "not begun", 0, 0.0, ""
         self.gpu = ""
         self.metrics: dict[str, list[Any]] = {"step": []}
@@ -72,6 +73,7 @@ class Job:
         told = {"arm": self.run.arm, "task": self.run.task, "seed": self.run.seed, "tag": self.run.tag}
         told |= {"state": self.state, "attempts": self.attempts, "took_s": round(took), "gpu": self.gpu}
         told |= {"error": self.error} if self.error else {}
+        told |= {"base": self.base} if self.base else {}
         return told | {"options": self.options, "validation": self.validation, "metrics": self.metrics}
 
 
@@ -342,7 +344,11 @@ def to_run(args: argparse.Namespace) -> list[Job]:
                 f"no name of a run: {run.name!r}. Lower-case letters, digits, `_`, `-` and `.` in --tag, and seeds of"
                 " at least 0 are accepted. Change it."
             )
-    jobs = [Job(run, arms.experiment(run, args.steps, args.overrides)) for run in dict.fromkeys(runs)]
+    base = digest(args.calibrated) if args.calibrated else ""
+    jobs = [
+        Job(run, arms.experiment(run, args.steps, args.overrides), base * (run.arm in arms.CALIBRATED))
+        for run in dict.fromkeys(runs)
+    ]
     session = {"model": args.model.resolve().name}
     ours = {job.run.name: job.run._asdict() | {"options": job.options, "session": session} for job in jobs}
     results.check_same_options([*earlier.values(), *ours.values()])
@@ -357,6 +363,14 @@ def to_run(args: argparse.Namespace) -> list[Job]:
             " one, or move the folder."
         )
     return left
+
+
+def digest(folder: Path) -> str:
+    """Of the weights of a calibrated base: another calibration gives others."""
+    found = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:12]
 
 
 def versions() -> dict[str, str]:

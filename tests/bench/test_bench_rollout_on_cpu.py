@@ -158,6 +158,7 @@ def test_two_arms_of_a_tiny_model_from_the_command_to_the_table(tmp_path, capsys
         assert (entry["decode_ms_per_step"] is None) == (entry["context"] == "realistic")
     assert found["engines"][1]["quantization"] == "verl_qerl_nvfp4"
     assert "ReferenceKernel" in found["engines"][1]["modules"]["model.layers.0.mlp.down_proj"]
+    assert [engine["modules"]["worker"] for engine in found["engines"]] == ["stock", "ours"]
     assert [engine["modules"]["sampler"] for engine in found["engines"]] == ["Sampler", "Sampler"]
     profile, _ = found["profiles"]
     assert profile["batch"] == 2

@@ -88,8 +88,8 @@ class Workbench:
     ) -> Run:
         """Run `python -m verl.trainer.main_ppo` on the CPU platform; outputs go to a folder of that name.
 
-        On the CPU the driver and what it starts are forks of warm_python.py (test_study_on_cpu.py starts them as users
-        do), and vLLM leaves its sampler uncompiled: fifty seconds of a core, of which nothing is ours.
+        On the CPU the driver and what it starts are forks of warm_python.py (test_study_on_cpu.py starts a run of
+        ours as users do), and vLLM leaves its sampler uncompiled: fifty seconds of a core, of which nothing is ours.
         """
         out, env, command = self._command(name, options, model, num_ranks, on_gpu)
         for _ in range(2):

@@ -209,6 +209,33 @@ def test_the_kl_that_the_page_tells(report, study):
     assert f"{values.min():.1e} to {values.max():.1e} in all steps".replace("e-0", "e-") in page
 
 
+def test_what_the_pages_say_of_bf16_and_of_noise(report, study):
+    arms = report.by_arm(study("results").merged([report.HERE / "results"]), "gsm8k", 60)
+    page, front = ((folder / "README.md").read_text() for folder in (report.HERE, report.HERE.parents[1]))
+
+    def mean(arm):
+        return np.mean([report.accuracy(run)[0] for run in arms[arm].values()])
+
+    lower = report.compare(arms, LORA, "nvfp4", "pass1")
+    told = (
+        f"{lower.mean:.3f} ({lower.low:.3f} to {lower.high:.3f}; p {lower.p:.2f}, the least that three seeds can give)"
+    )
+    for text in (page, front):
+        assert f"{mean(LORA):.3f} beside {mean('nvfp4'):.3f}, by {told}" in text
+    noise = report.compare(arms, "nvfp4_aqn.rounded", "nvfp4.rounded", "pass1")
+    for text in (page, front):
+        assert f"{noise.mean:+.3f} ({noise.low:+.3f} to {noise.high:+.3f})" in text
+    means = [f"{mean(f'{arm}.rounded'):.3f} {end}" for arm, end in (("nvfp4", "without"), ("nvfp4_aqn", "with"))]
+    assert f"pass@1 came to {means[0]} noise and {means[1]} the paper's" in front
+    area = report.compare(arms, LORA, "nvfp4", "area")
+    assert f"{area.mean:.3f} ({area.low:+.3f} to {area.high:+.3f}) over all steps" in page
+    for measure, name in (("pass1", "pass@1"), ("area", "reward")):
+        found = report.compare(arms, "nvfp4", "nvfp4.rounded", measure)
+        assert f"{name} {found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})" in page
+    firsts = [np.mean([report.series(run, report.REWARD)[0] for run in arms[arm].values()]) for arm in ("nvfp4", LORA)]
+    assert "its mean reward is {:.3f}, that of bf16 {:.3f}".format(*firsts) in page
+
+
 def test_what_other_measurements_say_is_what_their_files_say(study):
     h200 = Path(__file__).parents[2] / "tests" / "bench" / "results" / "h200"
 

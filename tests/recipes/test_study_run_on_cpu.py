@@ -293,6 +293,17 @@ def test_a_calibrated_arm_without_its_base_is_refused(asked, capsys):
     assert "nvfp4_gptq needs --calibrated. What `python -m verl_qerl quantize --method gptq`" in capsys.readouterr().err
 
 
+def test_a_calibrated_base_is_named_by_its_weights(asked, tmp_path):
+    bases = {}
+    for name, weights in {"a": b"1", "same": b"1", "other": b"2"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(weights)
+        plain, calibrated = asked("--arms", "nvfp4", "nvfp4_gptq", "--calibrated", str(tmp_path / name))
+        assert "base" not in plain.as_json()
+        bases[name] = calibrated.as_json()["base"]
+    assert bases["a"] == bases["same"] != bases["other"]
+
+
 def test_what_a_run_has_saved_is_not_removed_by_the_next_of_its_name(asked, tmp_path):
     saved = tmp_path / "work/bf16-gsm8k-seed1/2/saved"
     saved.mkdir(parents=True)

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from verl_qerl.cli import main
+from verl_qerl.cli.eval import answers
 from verl_qerl.cli.eval.answers import Verdict, judge
 
 pytest.importorskip("math_verify")
@@ -56,12 +57,20 @@ def test_without_math_verify_nothing_is_started(monkeypatch, capsys, tmp_path):
 def test_a_process_that_has_ended_is_replaced():
     text = r"\boxed{\frac{36}{2}}"
     assert judge(text, "18").right
-    judges = [one for one in psutil.Process().children() if "spawn_main" in " ".join(one.cmdline())]
-    assert judges
-    for one in judges:
-        one.kill()
-        one.wait()
+    (pool,) = answers._shared
+    for process in list(pool._processes.values()):
+        process.kill()
+        process.join()
     assert judge(text, "18").right
+    assert pool not in answers._shared
+
+
+def test_an_answer_that_ends_its_process_is_wrong_and_the_only_one(monkeypatch, caplog):
+    with monkeypatch.context() as patch:
+        patch.setattr(answers, "_verify", os.execlp)
+        assert judge("false", "3") == Verdict(None, False, False)  # the command, in the place of the process
+    assert "math-verify does not get through this answer, which counts as wrong." in caplog.text
+    assert judge(r"\boxed{\frac{36}{2}}", "18").right
 
 
 def test_its_processes_end_with_a_parent_that_is_killed():

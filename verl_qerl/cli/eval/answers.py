@@ -7,11 +7,11 @@ Rewards are asked for in threads, where math-verify's own time limits (signals) 
 ever: other processes do the arithmetic.
 """
 
-import functools
 import importlib.util
 import logging
 import multiprocessing
 import re
+import threading
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures import TimeoutError as TookTooLong
 from concurrent.futures.process import BrokenProcessPool
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 LONGEST = 300  # characters of an answer, and of the end of a text that is searched for one
 SECONDS = 30.0  # math-verify's own limits are 5 s for each part
+_LOCK = threading.Lock()
+_shared: list[ProcessPoolExecutor] = []  # one at most
 _NUMBER = re.compile(r"(-?)(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?(?:\s+[A-Za-z]{2,})*")
 
 
@@ -100,17 +102,25 @@ def _bare(text: str) -> str:
 
 def _find(text: str, truth: str) -> tuple[str | None, bool]:
     """What the text gives as its answer, None for nothing, and whether that equals `truth`, the inside of a box."""
-    for _ in range(2):  # a process that ended may have ended over another answer
+    asked, pool = (text, _bare(truth)), _pool()
+    try:
+        return pool.submit(_verify, *asked).result(SECONDS)
+    except TookTooLong:
+        logger.warning("math-verify took more than %.0f s: the answer counts as wrong.", SECONDS)
+        _leave(pool)  # one of its processes is lost
+        return None, False
+    except BrokenProcessPool:  # by this answer, or by another that was compared at the same time
+        _leave(pool)
+    own = _new_pool(1)
+    try:
+        own.submit(_import_math_verify).result()  # fails, and ends the run, where no answer could
         try:
-            return _pool().submit(_verify, text, _bare(truth)).result(SECONDS)
-        except TookTooLong:
-            logger.warning("math-verify took more than %.0f s: the answer counts as wrong.", SECONDS)
-            _pool.cache_clear()  # one of its processes is lost
+            return own.submit(_verify, *asked).result(SECONDS)
+        except (TookTooLong, BrokenProcessPool):
+            logger.warning("math-verify does not get through this answer, which counts as wrong.")
             return None, False
-        except BrokenProcessPool:
-            _pool.cache_clear()
-    logger.warning("math-verify's process ended, twice: the answer counts as wrong.")
-    return None, False
+    finally:
+        own.shutdown(wait=False, cancel_futures=True)
 
 
 def _verify(text: str, truth: str) -> tuple[str | None, bool]:
@@ -125,7 +135,25 @@ def _verify(text: str, truth: str) -> tuple[str | None, bool]:
     return answer, bool(wanted and given) and bool(verify(wanted, given))
 
 
-@functools.cache
+def _import_math_verify() -> None:
+    import math_verify  # noqa: F401
+
+
 def _pool() -> ProcessPoolExecutor:
+    """The processes that all threads share."""
+    with _LOCK:
+        if not _shared:
+            _shared.append(_new_pool(2))
+        return _shared[0]
+
+
+def _leave(pool: ProcessPoolExecutor) -> None:
+    """Let the next answer have other processes, unless another thread has seen to it."""
+    with _LOCK:
+        if pool in _shared:
+            _shared.remove(pool)
+
+
+def _new_pool(processes: int) -> ProcessPoolExecutor:
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(2, mp_context=context, initializer=end_with_the_parent)
+    return ProcessPoolExecutor(processes, mp_context=context, initializer=end_with_the_parent)

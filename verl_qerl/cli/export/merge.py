@@ -134,7 +134,8 @@ class Merge:
     """One pass over base and checkpoint.
 
     Attributes:
-        relative_update: module -> ||merged - base|| / ||merged||, Frobenius norms, filled by `tensors`.
+        relative_update: module -> ||merged - base|| / ||merged||, Frobenius norms; 1 where zeros are left. Filled by
+            `tensors`.
         changed: Names of tensors besides the adapter that training changed, filled by `tensors`.
         digests: module -> digest of the packed base, filled by `tensors`.
         norms: module -> what training added to a norm.
@@ -201,7 +202,7 @@ class Merge:
         merged = (weight + self.adapter.delta(module, weight.device)).to(torch.bfloat16)
         norm = float(merged.float().norm(dtype=torch.float64))
         difference = float((merged.float() - weight).norm(dtype=torch.float64))
-        self.relative_update[module] = difference / norm if norm > 0 else 0.0
+        self.relative_update[module] = _share(difference, norm)
         return merged
 
     def _trained(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -218,8 +219,7 @@ class Merge:
             self.changed.append(name)
             module = name.removesuffix(".weight")
             if module in self.base.linears:
-                norm = float(trained.norm())
-                self.relative_update[module] = float((trained - tensor).norm()) / norm if norm > 0 else 0.0
+                self.relative_update[module] = _share(float((trained - tensor).norm()), float(trained.norm()))
         return trained
 
     def _shifted(self, module: str, weight: torch.Tensor) -> torch.Tensor:
@@ -267,3 +267,7 @@ class Merge:
                     f" {self.digests.get(module)}, the checkpoint names {wanted.get(module)}. The same bits are"
                     " accepted. Name the model.path of the run with --base (eval: --model)."
                 )
+
+
+def _share(difference: float, norm: float) -> float:
+    return difference / norm if norm > 0 else float(difference > 0)

@@ -4,8 +4,9 @@
 
 x and x A^T lie beside each other as one input, W and B as one weight: both terms and the bias are summed before the
 output is rounded, as in the rollout. After the first updates the adapter's term is far below a rounding step. PEFT
-rounds both and loses it. So does a product that adds to the term in place (`addmm_`): with torch's defaults cuBLAS
-rounds the product first, on an H200 for all but a few shapes (tests/bench/bench_adapter_sums.py).
+rounds both and loses it. So does a product that adds to the term in place (`addmm_`): cuBLAS rounds the product first,
+on an H200 for all but a few shapes, with and without torch's allow_bf16_reduced_precision_reduction
+(tests/bench/bench_adapter_sums.py).
 
 Linears of one input (q, k, v; gate, up) share that input. The gradient of x is summed in place: there a young
 adapter's part, as small beside the rest as its term is beside the output, is lost.
