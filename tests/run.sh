@@ -24,19 +24,20 @@ if (($#)); then
     exit
 fi
 
-# Two processes that take about as long. Runs of verl, benchmarks and evaluations are chains of processes that wait for
-# each other's imports: they take one core and a little. The other tests run beside them, and need no threads for their
-# small tensors, which would wait for a core.
+# Two processes that take about as long. Runs of verl, benchmarks, evaluations and patches are chains of processes that
+# wait for each other's imports: they take one core and a little. The other tests run beside them, and need no threads
+# for their small tensors, which would wait for a core.
 export OMP_NUM_THREADS=1
 log=$(mktemp)
 set -m  # a process group, which goes with this script
-run_pytest tests/e2e tests/bench tests/cli/eval >"$log" 2>&1 &
+chained=(tests/e2e tests/bench tests/cli/eval tests/patches)
+run_pytest "${chained[@]}" >"$log" 2>&1 &
 chains=$!
 set +m
 trap 'kill -- "-$chains" 2>/dev/null || true; rm -f "$log"' EXIT
 failed=0
-run_pytest tests --ignore=tests/e2e --ignore=tests/bench --ignore=tests/cli/eval || failed=1
-echo "tests/e2e tests/bench tests/cli/eval:"
+run_pytest tests "${chained[@]/#/--ignore=}" || failed=1
+echo "${chained[*]}:"
 wait "$chains" || failed=1
 cat "$log"
 exit "$failed"
