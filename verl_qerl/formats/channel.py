@@ -15,7 +15,6 @@ from verl_qerl.formats.ignore import DEFAULT_IGNORE
 from verl_qerl.formats.tensor_spec import TensorSpec
 
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448.0
-INT8_MAX = 127.0  # -128 is left out: the grid is symmetric
 
 
 @dataclass(frozen=True)
@@ -25,17 +24,30 @@ class ChannelFormat(WeightFormat):
     Attributes:
         codes: dtype of the codes, as safetensors spells it.
         number: What a code is, as compressed-tensors spells it: `int` or `float`.
+        largest: The largest code.
     """
 
     parts: tuple[str, ...] = ("weight", "weight_scale")
     quantizes_activations: bool = True
     codes: ClassVar[str]
     number: ClassVar[str]
+    largest: ClassVar[float]
+
+    def quantize_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(codes [M, K], scales [M, 1] float32) of rows [M, K]: channels of a weight, or tokens.
+
+        A scale puts the largest magnitude of its row on `largest`. It is at least the smallest normal number, so that a
+        row of zeros has one too.
+        """
+        amax = rows.abs().amax(dim=1, keepdim=True).float()
+        # By a tensor on the device: CUDA turns a division by a number into a product with its reciprocal.
+        scale = (amax / amax.new_tensor(self.largest)).clamp(min=torch.finfo(torch.float32).tiny)
+        return self._round(rows.float() / scale), scale
 
     @staticmethod
     @abstractmethod
-    def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(codes [M, K], scales [M, 1] float32) of rows [M, K]: channels of a weight, or tokens."""
+    def _round(quotients: torch.Tensor) -> torch.Tensor:
+        """Codes [M, K] of float32 quotients, the largest of which is `largest` but for a rounding of float32."""
 
     def _quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self.quantize_rows(rows)
@@ -65,20 +77,6 @@ class ChannelFormat(WeightFormat):
         return compressed_tensors_config(f"{self.number}-quantized", weights, activations, ignore)
 
 
-def channel_scale(weight: torch.Tensor, largest: float) -> torch.Tensor:
-    """Scale of each output channel that puts its largest magnitude on `largest`.
-
-    Args:
-        weight: [N, K].
-
-    Returns:
-        [N, 1] float32, at least the smallest normal number, so that a channel of zeros has a scale too.
-    """
-    amax = weight.abs().amax(dim=1, keepdim=True).float()
-    # By a tensor on the device: CUDA turns a division by a number into a product with its reciprocal.
-    return (amax / amax.new_tensor(largest)).clamp(min=torch.finfo(torch.float32).tiny)
-
-
 @dataclass(frozen=True)
 class FP8(ChannelFormat):
     """`weight` [N, K] float8_e4m3fn, at most 448 in magnitude, and `weight_scale` [N, 1] float32."""
@@ -87,13 +85,11 @@ class FP8(ChannelFormat):
     kind: str = "FP8"
     codes: ClassVar[str] = "F8_E4M3"
     number: ClassVar[str] = "float"
+    largest: ClassVar[float] = E4M3_MAX
 
     @staticmethod
-    def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `ChannelFormat.quantize_rows`."""
-        scale = channel_scale(rows, E4M3_MAX)
-        # E4M3 has no infinity: above 464 would be NaN. The largest quotient is 448 but for a rounding of float32.
-        return (rows.float() / scale).to(torch.float8_e4m3fn), scale
+    def _round(quotients: torch.Tensor) -> torch.Tensor:
+        return quotients.to(torch.float8_e4m3fn)  # which has no infinity: above 464 would be NaN
 
     def _read(self, where: str, tensors: tuple[torch.Tensor, ...], layout: str) -> PackedWeight:
         weight = super()._read(where, tensors, layout)
@@ -110,10 +106,8 @@ class INT8(ChannelFormat):
     kind: str = "INT8"
     codes: ClassVar[str] = "I8"
     number: ClassVar[str] = "int"
+    largest: ClassVar[float] = 127.0  # -128 is left out: the grid is symmetric
 
     @staticmethod
-    def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `ChannelFormat.quantize_rows`."""
-        scale = channel_scale(rows, INT8_MAX)
-        codes = (rows.float() / scale).round()  # ties to even; the largest quotient is 127 but for a rounding
-        return codes.to(torch.int8), scale
+    def _round(quotients: torch.Tensor) -> torch.Tensor:
+        return quotients.round().to(torch.int8)  # ties to even
