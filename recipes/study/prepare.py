@@ -24,6 +24,11 @@ SOME, MANY, TEXTS = 256, 500, 512
 Row = dict[str, Any]
 
 
+def asked(question: str) -> str:
+    """What the model is asked, in both tasks."""
+    return f"{question} {MATH_INSTRUCTION}"
+
+
 def questions(task: str, source: str, folder: Path) -> dict[str, list[Row]]:
     """Rows of both splits, by `python -m verl_qerl data`, with the study's prompt and without their solutions."""
     import pyarrow.parquet as pq
@@ -35,7 +40,7 @@ def questions(task: str, source: str, folder: Path) -> dict[str, list[Row]]:
         for row in splits[split]:
             info = row["extra_info"]
             row["data_source"] = task
-            row["prompt"] = [{"role": "user", "content": f"{info['question']} {MATH_INSTRUCTION}"}]
+            row["prompt"] = [{"role": "user", "content": asked(info["question"])}]
             row["extra_info"] = {key: info[key] for key in ("split", "index", "level") if key in info}
     return splits
 
@@ -46,7 +51,7 @@ def texts(train: Path) -> str:
 
     infos = [row["extra_info"] for row in pq.read_table(train).to_pylist()]
     drawn = random.Random(0).sample(infos, min(TEXTS, len(infos)))
-    lines = [{"text": f"{info['question']} {MATH_INSTRUCTION}\n{info['answer']}"} for info in drawn]
+    lines = [{"text": f"{asked(info['question'])}\n{info['answer']}"} for info in drawn]
     return "".join(json.dumps(line) + "\n" for line in lines)
 
 
@@ -60,7 +65,7 @@ def math500(rows: list[Row], file: Path | None) -> list[Row]:
         return random.Random(0).sample(rows, min(MANY, len(rows)))
     by_prompt = {row["prompt"][0]["content"]: row for row in rows}
     named = [record.get("prompt") or record["problem"] for record in json.loads(file.read_text(encoding="utf-8"))]
-    found = [by_prompt.get(f"{question} {MATH_INSTRUCTION}") for question in named]
+    found = [by_prompt.get(asked(question)) for question in named]
     missing = found.count(None)
     if missing:
         raise ValueError(f"{missing} of {len(named)} questions of {file} are not in MATH's test split. Check --math.")

@@ -11,7 +11,6 @@ behind `--` go to all runs, whose names then need a --tag. Exit code 1 when a ru
 
 import argparse
 import datetime
-import hashlib
 import importlib.metadata
 import os
 import shutil
@@ -29,6 +28,9 @@ import psutil
 import results
 from arms import Run
 from records import Records
+
+from verl_qerl.checkpoints.record import read_whole
+from verl_qerl.cli.model_dir import QUANTIZATION_REPORT
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "bench"))
 from qerl_testing import current_commit
@@ -334,7 +336,7 @@ def to_run(args: argparse.Namespace) -> list[Job]:
 
     Raises:
         ValueError: An earlier run had other options or another model, or saved what would be removed; a name is no
-            folder.
+            folder; a calibrated base has no report.
     """
     earlier = results.merged([args.earlier, args.out])
     runs = [Run(arm, task, seed, args.tag) for seed in args.seeds for task in args.tasks for arm in args.arms]
@@ -344,9 +346,9 @@ def to_run(args: argparse.Namespace) -> list[Job]:
                 f"no name of a run: {run.name!r}. Lower-case letters, digits, `_`, `-` and `.` in --tag, and seeds of"
                 " at least 0 are accepted. Change it."
             )
-    base = digest(args.calibrated) if args.calibrated else ""
+    bases = {arm: digest(args.calibrated) for arm in arms.CALIBRATED if arm in args.arms}
     jobs = [
-        Job(run, arms.experiment(run, args.steps, args.overrides), base * (run.arm in arms.CALIBRATED))
+        Job(run, arms.experiment(run, args.steps, args.overrides), bases.get(run.arm, ""))
         for run in dict.fromkeys(runs)
     ]
     session = {"model": args.model.resolve().name}
@@ -366,11 +368,15 @@ def to_run(args: argparse.Namespace) -> list[Job]:
 
 
 def digest(folder: Path) -> str:
-    """Of the weights of a calibrated base: another calibration gives others."""
-    found = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        found.update(path.read_bytes())
-    return found.hexdigest()[:12]
+    """Of a calibrated base, as `quantize` has written it down and a run's log has it: other codes give another."""
+    file, remedy = folder / QUANTIZATION_REPORT, "Quantize the model again."
+    found = read_whole(file, lambda report: str(report["model_digest"]), "the report of --calibrated", remedy)
+    if found is None:
+        raise ValueError(
+            f"no report of a quantized model: {file}. A folder that `python -m verl_qerl quantize` wrote is accepted as"
+            " --calibrated. Check the path."
+        )
+    return found
 
 
 def versions() -> dict[str, str]:

@@ -24,6 +24,7 @@ def composed(study, tmp_path):
     runner = study("run")
     for folder in ("model", "calibrated", "data/gsm8k", "data/math"):
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    (tmp_path / "calibrated" / "quantization_report.json").write_text('{"model_digest": "0"}')
 
     def configuration(arm, *more):
         places = ["--model", tmp_path / "model", "--data", tmp_path / "data", "--out", tmp_path / "out"]

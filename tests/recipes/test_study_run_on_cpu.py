@@ -295,13 +295,25 @@ def test_a_calibrated_arm_without_its_base_is_refused(asked, capsys):
 
 def test_a_calibrated_base_is_named_by_its_weights(asked, tmp_path):
     bases = {}
-    for name, weights in {"a": b"1", "same": b"1", "other": b"2"}.items():
+    for name, digest in {"a": "1", "same": "1", "other": "2"}.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_bytes(weights)
+        (tmp_path / name / "quantization_report.json").write_text(json.dumps({"model_digest": digest}))
         plain, calibrated = asked("--arms", "nvfp4", "nvfp4_gptq", "--calibrated", str(tmp_path / name))
         assert "base" not in plain.as_json()
         bases[name] = calibrated.as_json()["base"]
     assert bases["a"] == bases["same"] != bases["other"]
+
+
+def test_a_calibrated_base_without_its_report_is_refused(asked, tmp_path):
+    (tmp_path / "bf16").mkdir()
+    given = ["--arms", "nvfp4_gptq", "--calibrated", str(tmp_path / "bf16")]
+    with pytest.raises(
+        ValueError, match=r"no report of a quantized model: .*bf16/quantization_report\.json\. A folder"
+    ):
+        asked(*given)
+    (tmp_path / "bf16" / "quantization_report.json").write_text("{")
+    with pytest.raises(ValueError, match="the report of --calibrated"):
+        asked(*given)
 
 
 def test_what_a_run_has_saved_is_not_removed_by_the_next_of_its_name(asked, tmp_path):
