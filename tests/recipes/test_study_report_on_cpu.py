@@ -138,7 +138,7 @@ def test_the_page_has_the_tables_of_all_files_and_the_pictures_are_there(report,
     assert "| nvfp4 | 0, 1, 2 | 30 | 0.445 (0.445 to 0.445) |" in text
     assert text.count(" | 20.0 (20.0 to 20.0), shared | H |") == text.count(" | 20.0 (20.0 to 20.0) | H |") == 1
     assert "0.750 (0.500 to 1.000); +-" in text
-    (row,) = (line for line in text.splitlines() if "NVFP4 alone is as good" in line and "| 3 |" in line)
+    (row,) = (line for line in text.splitlines() if "nvfp4 - bf16_merge: pass@1" in line and "| 3 |" in line)
     assert row.endswith("| **yes** |")
     assert "Best by pass@1: nvfp4-gsm8k-seed0 1.000 (a.json)" in text
     assert f"Worst: {LORA}-gsm8k-seed0 0.250 (b.json)" in text
@@ -209,8 +209,9 @@ def test_the_kl_that_the_page_tells(report, study):
     assert f"{values.min():.1e} to {values.max():.1e} in all steps".replace("e-0", "e-") in page
 
 
-def test_what_the_pages_say_of_bf16_and_of_noise(report, study):
-    arms = report.by_arm(study("results").merged([report.HERE / "results"]), "gsm8k", 60)
+def test_what_the_pages_say_of_their_runs(report, study):
+    runs = study("results").merged([report.HERE / "results"])
+    arms, begun = (report.by_arm(runs, "gsm8k", least) for least in (60, 20))
     page, front = ((folder / "README.md").read_text() for folder in (report.HERE, report.HERE.parents[1]))
 
     def mean(arm):
@@ -232,6 +233,21 @@ def test_what_the_pages_say_of_bf16_and_of_noise(report, study):
     for measure, name in (("pass1", "pass@1"), ("area", "reward")):
         found = report.compare(arms, "nvfp4", "nvfp4.rounded", measure)
         assert f"{name} {found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})" in page
+    for arm, other in (("nvfp4_gptq", "nvfp4"), ("nvfp4_gptq", LORA), ("nvfp4_noise", "nvfp4")):
+        found = report.compare(begun, arm, other, "area")
+        assert f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})" in page
+    rates = [report.MEASURES["area"][1](begun[f"nvfp4{tag}"][1], 59) for tag in (".lr2e-5", "", ".lr8e-5")]
+    assert "{:.3f} at 2e-5, {:.3f} at 4e-5 and {:.3f} at 8e-5".format(*rates) in page
+    ends = [report.accuracy(arms[arm][1])[0] for arm in ("nvfp4.lr8e-5", "nvfp4")]
+    assert "pass@1 is {:.3f} for {:.3f}".format(*ends) in page
+    lengths = [report.series(arms[arm][1], "response_length/mean")[-10:].mean() for arm in ("nvfp4.lr8e-5", "nvfp4")]
+    assert "({:.0f} tokens at the end for {:.0f})".format(*lengths) in page
+    tested = {
+        arm: [found[0] for run in seeds.values() if (found := report.accuracy(run))] for arm, seeds in begun.items()
+    }
+    of_nvfp4 = [value for arm, values in tested.items() if arm.startswith("nvfp4") for value in values]
+    assert len(of_nvfp4) == 12  # "all twelve"
+    assert min(tested[LORA]) > max(of_nvfp4)
     firsts = [np.mean([report.series(run, report.REWARD)[0] for run in arms[arm].values()]) for arm in ("nvfp4", LORA)]
     assert "its mean reward is {:.3f}, that of bf16 {:.3f}".format(*firsts) in page
 
