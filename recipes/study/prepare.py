@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from verl_qerl.cli import main as verl_qerl
+from verl_qerl.cli import run_guarded
 from verl_qerl.cli.data import GSM8K_SOURCE, MATH_INSTRUCTION, MATH_SOURCE
+from verl_qerl.cli.output_dir import check_absent, new_directory
 
 LEVELS = ("Level 3", "Level 4", "Level 5")
 SOME, MANY, TEXTS = 256, 500, 512
@@ -29,27 +31,27 @@ def asked(question: str) -> str:
     return f"{question} {MATH_INSTRUCTION}"
 
 
-def questions(task: str, source: str, folder: Path) -> dict[str, list[Row]]:
-    """Rows of both splits, by `python -m verl_qerl data`, with the study's prompt and without their solutions."""
+def published(task: str, source: str, folder: Path) -> dict[str, list[Row]]:
+    """Rows of both splits, as `python -m verl_qerl data` writes them; what cannot be read ends the program."""
     import pyarrow.parquet as pq
 
     verl_qerl(["data", task, "--source", source, "--out", str(folder / task)])
-    splits = {}
-    for split in ("train", "test"):
-        splits[split] = pq.read_table(folder / task / f"{split}.parquet").to_pylist()
-        for row in splits[split]:
-            info = row["extra_info"]
-            row["data_source"] = task
-            row["prompt"] = [{"role": "user", "content": asked(info["question"])}]
-            row["extra_info"] = {key: info[key] for key in ("split", "index", "level") if key in info}
+    return {split: pq.read_table(folder / task / f"{split}.parquet").to_pylist() for split in ("train", "test")}
+
+
+def questions(task: str, splits: dict[str, list[Row]]) -> dict[str, list[Row]]:
+    """The rows with the study's prompt, and without their solutions."""
+    for row in (row for rows in splits.values() for row in rows):
+        info = row["extra_info"]
+        row["data_source"] = task
+        row["prompt"] = [{"role": "user", "content": asked(info["question"])}]
+        row["extra_info"] = {key: info[key] for key in ("split", "index", "level") if key in info}
     return splits
 
 
-def texts(train: Path) -> str:
-    """JSON lines with a `text` each, of what `python -m verl_qerl data` wrote."""
-    import pyarrow.parquet as pq
-
-    infos = [row["extra_info"] for row in pq.read_table(train).to_pylist()]
+def texts(train: list[Row]) -> str:
+    """JSON lines with a `text` each."""
+    infos = [row["extra_info"] for row in train]
     drawn = random.Random(0).sample(infos, min(TEXTS, len(infos)))
     lines = [{"text": f"{asked(info['question'])}\n{info['answer']}"} for info in drawn]
     return "".join(json.dumps(line) + "\n" for line in lines)
@@ -77,12 +79,11 @@ def write(folder: Path, splits: dict[str, list[Row]]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    folder.mkdir(parents=True)
+    folder.mkdir()
     tests = splits["test"]
     splits["val"] = random.Random(0).sample(tests, min(SOME, len(tests)))
     for split, rows in splits.items():
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
-        print(f"{folder / split}.parquet: {len(rows)} questions")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -92,14 +93,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gsm8k", default=GSM8K_SOURCE, help="folder with train.jsonl and test.jsonl, or a hub id")
     parser.add_argument("--math", default=MATH_SOURCE, help="folder with train.parquet and test.parquet, or a hub id")
     parser.add_argument("--math500", type=Path, help="JSON list of MATH-500's questions")
-    args = parser.parse_args(arguments)
+    return run_guarded(parser, lambda: prepare(parser.parse_args(arguments)))
+
+
+def prepare(args: argparse.Namespace) -> int:
+    """Write both tasks; the folder appears whole or not at all."""
+    check_absent(args.out)
     with tempfile.TemporaryDirectory() as temporary:
-        write(args.out / "gsm8k", questions("gsm8k", args.gsm8k, Path(temporary)))
-        (args.out / "gsm8k" / "calibration.jsonl").write_text(texts(Path(temporary) / "gsm8k" / "train.parquet"))
-        math = questions("math", args.math, Path(temporary))
+        gsm8k = published("gsm8k", args.gsm8k, Path(temporary))
+        math = questions("math", published("math", args.math, Path(temporary)))
+    calibration = texts(gsm8k["train"])
     math["train"] = [row for row in math["train"] if row["extra_info"]["level"] in LEVELS]
     math["test"] = math500(math["test"], args.math500)
-    write(args.out / "math", math)
+    tasks = {"gsm8k": questions("gsm8k", gsm8k), "math": math}
+    with new_directory(args.out) as folder:
+        for task, splits in tasks.items():
+            write(folder / task, splits)
+        (folder / "gsm8k" / "calibration.jsonl").write_text(calibration, encoding="utf-8")
+    for task, splits in tasks.items():
+        for split, rows in splits.items():
+            print(f"{args.out / task / split}.parquet: {len(rows)} questions")
     return 0
 
 

@@ -1,6 +1,7 @@
 """The questions of recipes/study, from small local files."""
 
 import json
+import re
 
 import pytest
 
@@ -70,8 +71,28 @@ def test_without_the_file_of_math_500_some_are_drawn_the_same_each_time(study, t
     assert drawn[0] == drawn[1]
 
 
-def test_questions_that_are_not_in_math_are_refused(study, tmp_path):
+def test_questions_that_are_not_in_math_are_refused(study, tmp_path, capsys):
     arguments = made(tmp_path)
     (tmp_path / "other.json").write_text(json.dumps([{"problem": "Why?"}, {"problem": "test 3!"}]))
-    with pytest.raises(ValueError, match=r"1 of 2 questions of .*other\.json are not in MATH's test split"):
+    with pytest.raises(SystemExit):
         study("prepare").main([*arguments, "--math500", str(tmp_path / "other.json")])
+    assert re.search(r"1 of 2 questions of .*other\.json are not in MATH's test split", capsys.readouterr().err)
+
+
+def test_what_is_there_already_stays(study, tmp_path, capsys):
+    arguments = made(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine").write_text("kept")
+    with pytest.raises(SystemExit):
+        study("prepare").main(arguments)
+    assert "the output already exists" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_nothing_is_left_of_questions_that_cannot_be_had(study, tmp_path, capsys):
+    arguments = made(tmp_path)
+    (tmp_path / "math/test.parquet").unlink()
+    with pytest.raises(SystemExit):
+        study("prepare").main(arguments)
+    assert "math" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
