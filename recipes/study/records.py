@@ -85,14 +85,18 @@ def groups(answers: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def answered(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A validation: `samples` of each question, `right` ones as a digit a question, in alphabetic order; and `form`."""
+    """A validation: `samples` of each question, `right` ones as a digit a question, in alphabetic order; and `form`.
+
+    A question that the test set has twice counts as two.
+    """
     right: dict[str, list[float]] = defaultdict(list)
     for answer in sorted(answers, key=lambda answer: answer["input"]):
         right[answer["input"]].append(answer["score"])
-    samples = max(len(scores) for scores in right.values())
+    samples = min(len(scores) for scores in right.values())
+    asked = [scores[at : at + samples] for scores in right.values() for at in range(0, len(scores), samples)]
     return {
         "samples": samples,
-        "right": "".join(str(sum(score > 0 for score in scores)) for scores in right.values()),
+        "right": "".join(str(sum(score > 0 for score in scores)) for scores in asked),
         "form": round(sum(answer["form"] or 0 for answer in answers) / len(answers), 4),
     }
 

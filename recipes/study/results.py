@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+KEYS = {"arm", "tag", "task", "seed", "state", "options", "metrics", "validation"}  # of a run
+REMEDY = "Whole files of run.py are accepted. Copy it again, or remove it."
 RUN = re.compile(r"[a-z0-9_.-]+-seed[0-9]+")  # <arm>[.<tag>]-<task>-seed<k>
 
 
@@ -37,10 +39,10 @@ def merged(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:
         with contextlib.suppress(ValueError):
             content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict) or not {"session", "runs"} <= content.keys():
-            raise ValueError(
-                f"no result of the study: {path} has no session or runs. Whole files of run.py are accepted. Copy it"
-                " again, or remove it."
-            )
+            raise ValueError(f"no result of the study: {path} has no session or runs. {REMEDY}")
+        lacking = {name: sorted(KEYS - run.keys()) for name, run in content["runs"].items()}
+        for name in (name for name in lacking if lacking[name]):
+            raise ValueError(f"no result of the study: {name} in {path} has no {', '.join(lacking[name])}. {REMEDY}")
         for name, run in content["runs"].items():
             run["session"] = content["session"] | {"file": path.name}
             runs.append(run)

@@ -286,6 +286,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--tag and overrides of main_ppo go together, so that a name stands for one set of options")
     if args.per_gpu > 1 and args.gpus_per_run > 1:
         parser.error("--per-gpu and --gpus-per-run: one of them above 1 is accepted. Leave one out.")
+    if args.steps < 1 or not 0 <= args.least <= args.minutes:
+        parser.error(
+            f"nothing would run: --steps {args.steps}, --minutes {args.minutes:g}, --least {args.least:g}. A step or"
+            " more, and minutes that are not below --least are accepted."
+        )
     calibrated = [arm for arm in args.arms if arm in arms.CALIBRATED]
     if calibrated and not args.calibrated:
         parser.error(

@@ -25,6 +25,7 @@ SMALL = [
     "actor_rollout_ref.rollout.gpu_memory_utilization=0.1",
     "actor_rollout_ref.model.use_liger=False",  # kernels for GPUs
     "actor_rollout_ref.rollout.agent.num_workers=1",
+    "reward.num_workers=1",
     "ray_kwargs.ray_init.num_cpus=32",
     "++ray_kwargs.ray_init.object_store_memory=500000000",
 ]

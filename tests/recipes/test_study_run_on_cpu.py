@@ -118,6 +118,12 @@ def test_answers_to_the_test_questions_are_kept_in_the_questions_order(go):
     assert jobs["bf16"].validation == {"6": {"samples": 2, "right": "21", "form": 1.0}}  # x, then y
 
 
+def test_a_question_that_the_test_set_has_twice_counts_as_two(study):
+    scores = {"x": [1, 1], "twice": [1, 1, 0, 0], "y": [1, 0]}
+    answers = [{"input": input, "score": score, "form": 1} for input, of in scores.items() for score in of]
+    assert study("records").answered(answers) == {"samples": 2, "right": "2021", "form": 1.0}
+
+
 def test_a_gpu_has_one_run_at_a_time_and_each_run_a_folder_for_ray(go, tmp_path):
     go({"bf16": "", "nvfp4": "", "int8": "", "fp8": ""}, pause=0.3)
     by_gpu = {}
@@ -324,6 +330,13 @@ def test_what_a_run_has_saved_is_not_removed_by_the_next_of_its_name(asked, tmp_
     assert asked("--arms", "nvfp4", "--work", str(tmp_path / "work"))
 
 
+@pytest.mark.parametrize("more", [["--steps", "0"], ["--minutes", "5"], ["--minutes", "0", "--least", "-1"]])
+def test_what_would_run_nothing_is_refused(asked, capsys, more):
+    with pytest.raises(SystemExit):
+        asked("--arms", "bf16", *more)
+    assert "nothing would run: --steps" in capsys.readouterr().err
+
+
 def test_overrides_without_a_name_of_their_own_are_refused(asked, capsys):
     with pytest.raises(SystemExit):
         asked("--arms", "bf16", "--", "actor_rollout_ref.actor.optim.lr=1e-5")
@@ -337,6 +350,15 @@ def test_of_a_run_that_comes_twice_the_whole_one_counts(asked, study, tmp_path):
     save(tmp_path / "earlier/c.json", jobs, state="cut", steps=(1,))
     merged = study("results").merged([tmp_path / "earlier"])
     assert merged["bf16-gsm8k-seed1"]["session"]["file"] == "b.json"
+
+
+def test_a_run_that_is_not_whole_is_refused(asked, study, tmp_path):
+    save(tmp_path / "earlier/a.json", asked("--arms", "bf16"))
+    content = json.loads((tmp_path / "earlier/a.json").read_text())
+    del content["runs"]["bf16-gsm8k-seed1"]["metrics"], content["runs"]["bf16-gsm8k-seed1"]["tag"]
+    (tmp_path / "earlier/a.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"bf16-gsm8k-seed1 in \S+a\.json has no metrics, tag\. Whole files"):
+        study("results").merged([tmp_path / "earlier"])
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '{"session": {'])
