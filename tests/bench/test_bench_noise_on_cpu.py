@@ -122,6 +122,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_noise_acts_in_an_engine_and_changes_its_mode_there(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     pytest.importorskip("math_verify")

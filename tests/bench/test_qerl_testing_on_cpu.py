@@ -12,6 +12,7 @@ from qerl_testing import (
     random_packed_weight,
     rms_error_ratio,
     sqnr_db,
+    verl_config,
 )
 
 from verl_qerl.checkpoints.digest import weight_digest
@@ -88,3 +89,36 @@ def test_a_module_beside_a_file(tmp_path, monkeypatch):
     assert sys.modules.pop("neighbour_of_a_test") is found
     with pytest.raises(FileNotFoundError):
         load_beside(str(tmp_path / "bench.py"), "absent")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("+rollout=nvfp4", "+aqn.enabled=true", "+qerl.gate.max_initial_kl=0.1"),
+        ("+rollout=fp8", "+platform=cpu", "~data.seed", "++data.new=[1,{a: b}]", "trainer.logger=[console]"),
+        ("model_engine=megatron", "data.train_batch_size=8", "data.train_batch_size=16"),
+        ("data.none=1",),
+        ("~data.none",),
+        ("rollout=nvfp4",),
+    ],
+)
+def test_a_configuration_is_what_hydra_makes_of_all_overrides_at_once(overrides) -> None:
+    pytest.importorskip("verl")
+    from hydra import compose, initialize_config_module
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+
+    def whole(*overrides):
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            return compose("ppo_trainer", overrides=list(overrides))
+
+    def outcome(make):
+        try:
+            config = make(*overrides)
+        except HydraException as error:
+            return type(error), str(error).splitlines()[0]
+        return OmegaConf.to_container(config), OmegaConf.is_struct(config), list(config)
+
+    assert outcome(verl_config) == outcome(whole)
+    assert outcome(verl_config) == outcome(whole)  # what an earlier call made is not changed by the next

@@ -244,6 +244,7 @@ def test_rows_are_printed_as_they_come(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert capsys.readouterr().out.split() == ["second", "2", "2", "ok"]
 
 
+@pytest.mark.usefixtures("quick_starts")  # of the processes that it asks
 def test_this_machine_passes() -> None:
     if doctor._version("verl-qerl") is None:
         pytest.skip("verl_qerl is not installed in this environment")

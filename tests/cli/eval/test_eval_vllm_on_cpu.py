@@ -21,7 +21,7 @@ NAMES = ("base", "adapter", "again", "checkpoint", "norms", "bf16", "untrained",
 
 
 @pytest.fixture(scope="module")
-def done(trained, models, tmp_path_factory):
+def done(trained, models, quick_starts, tmp_path_factory):
     """(folder with an --out for each name, their exit codes, stdout, stderr of each)."""
     folder = tmp_path_factory.mktemp("eval")
     (folder / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))

@@ -80,7 +80,7 @@ def peak():  # getrusage would count the parent's memory before exec
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
 before = peak()
-quantize_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]), device="cpu")
+quantize_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]), device="cpu", scale="minmax")
 print(peak() - before)
 """
 

@@ -1,3 +1,4 @@
+import importlib.util
 import subprocess
 import sys
 
@@ -42,17 +43,25 @@ def test_a_file_is_the_program_and_what_an_option_names_is_none():
 
 
 @pytest.mark.parametrize(
-    ("program", "option"),
+    "program",
     [
-        ("verl.experimental.one_step_off_policy.main_ppo", "+aqn.enabled=true"),
-        ("verl.trainer.main_generation_server", "+rollout=nvfp4"),
-        ("verl.trainer.sft_trainer", "+rollout=int8"),
+        "verl.experimental.one_step_off_policy.main_ppo",
+        "verl.experimental.fully_async_policy.fully_async_main",
+        "verl.trainer.main_generation_server",
+        "verl.trainer.sft_trainer",
     ],
 )
-def test_programs_that_know_nothing_of_it_refuse_to_start(program, option):
+def test_programs_that_know_nothing_of_it(program):
     pytest.importorskip("verl")
-    command = [sys.executable, "-m", program, option]
+    assert importlib.util.find_spec(program)  # a later verl may have renamed it
+    with pytest.raises(SystemExit, match=rf"^{'.'.join(program.split('.')[:3])} has no AQN"):
+        refuse_other_programs(["python", "-m", program, "+rollout=int8"])
+
+
+def test_such_a_program_does_not_start():
+    pytest.importorskip("verl")
+    command = [sys.executable, "-m", "verl.trainer.main_generation_server", "+rollout=nvfp4"]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert result.returncode == 1
-    assert f"{'.'.join(program.split('.')[:3])} has no AQN" in result.stderr
+    assert "verl.trainer.main_generation_server has no AQN" in result.stderr
     assert "Accepted is verl.trainer.main_ppo." in result.stderr

@@ -11,9 +11,8 @@ pytest.importorskip("verl")
 pytest.importorskip("transfer_queue")
 
 import transfer_queue
-from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
-from qerl_testing import load_beside
+from qerl_testing import RUN, load_beside, verl_config
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 from verl.utils.config import validate_config
@@ -33,18 +32,7 @@ GATE = "+qerl.gate.max_initial_kl=0.1"
 ROLLOUT = "actor_rollout_ref.rollout"
 NO_LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs=False"
 BYPASS = "algorithm.rollout_correction.bypass_mode=True"
-RUN = (
-    "actor_rollout_ref.model.path=model",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
-    "actor_rollout_ref.rollout.name=vllm",
-)
 KL, DIFFERENCE = "qerl/rollout_kl_k3", "qerl/rollout_log_prob_abs_diff"
-
-
-def composed(*overrides):
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=[*RUN, *overrides])
 
 
 @pytest.fixture
@@ -56,7 +44,7 @@ def step(monkeypatch):
     monkeypatch.setattr(trainer_base.PPOTrainer, "__init__", lambda self, config: setattr(self, "config", config))
 
     def make(*overrides):
-        config = composed(*overrides)
+        config = verl_config(*RUN, *overrides)
         trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config)
         trainer.global_steps, trainer.total_training_steps, trainer.local_trigger_step = 1, 10, 0
         workers = {"compute_log_prob": lambda batch: batch, "save_model_to_cpu": lambda number: None}
@@ -130,12 +118,12 @@ def test_garbage_stops_the_run_at_its_first_step(step, rollout, actor, start):
     ids=["nvfp4", "mxfp4", "int8", "all weights", "all weights, int8", "aqn", "explicit", "other option", "off"],
 )  # fmt: skip
 def test_the_limits_are_lower_where_both_sides_multiply_by_the_same_weights(overrides, limit):
-    gate = gate_options(composed(*overrides))
+    gate = gate_options(verl_config(*RUN, *overrides))
     assert gate.max_initial_kl == limit
     assert gate.max_kl == (None if limit is None else LATER_STEPS * limit)
     for value in (1.5, None):
         given = f"+qerl.gate.max_kl={'null' if value is None else value}"
-        assert gate_options(composed(*overrides, given)) == replace(gate, max_kl=value)
+        assert gate_options(verl_config(*RUN, *overrides, given)) == replace(gate, max_kl=value)
 
 
 MODES = ("sync", "colocate_async")
@@ -334,9 +322,11 @@ def test_of_a_cut_distribution_there_are_metrics_and_no_gate(step, caplog, cut):
     ids=["stock", "nvfp4", "aqn"],
 )
 def test_options_compose_from_the_command_line(overrides, default):
-    assert gate_options(composed(*overrides)) == default
-    assert gate_options(composed(GATE, *overrides)) == GateOptions(0.1, 0.5)
-    assert gate_options(composed("+qerl.gate.max_initial_kl=null", NO_LOG_PROBS, *overrides)) == GateOptions(None, None)
+    assert gate_options(verl_config(*RUN, *overrides)) == default
+    assert gate_options(verl_config(*RUN, GATE, *overrides)) == GateOptions(0.1, 0.5)
+    assert gate_options(verl_config(*RUN, "+qerl.gate.max_initial_kl=null", NO_LOG_PROBS, *overrides)) == GateOptions(
+        None, None
+    )
     assert gate_options(OmegaConf.create({})) is None
 
 
@@ -356,7 +346,7 @@ BAD = {
 @pytest.mark.parametrize("ours", [(), NVFP4, AQN], ids=["stock", "nvfp4", "aqn"])
 @pytest.mark.parametrize("overrides", BAD, ids=lambda overrides: overrides[-1])
 def test_bad_input_is_refused_on_the_driver_and_by_the_trainer(step, overrides, ours):
-    config = composed(*overrides, *ours)
+    config = verl_config(*RUN, *overrides, *ours)
     with pytest.raises(ValueError, match=BAD[overrides]):
         validate_config(config=config, use_reference_policy=False, use_critic=False)
     with pytest.raises(ValueError, match=BAD[overrides]):
