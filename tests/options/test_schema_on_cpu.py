@@ -32,8 +32,8 @@ BAD = [
     ),
     ({"rollout": {"linear": ["auto"]}}, r"^qerl\.rollout\.linear=\['auto'\] is no value"),
     (
-        {"rollout": {"programmatic_launch": 0}},
-        r"^qerl\.rollout\.programmatic_launch=0 is no value .* Accepted: true, false\.",
+        {"rollout": {"attention": 0}},
+        r"^qerl\.rollout\.attention=0 is no value .* Accepted: auto, stock\.",
     ),
     ({"base": {"format": "int4"}}, r"^qerl\.base\.format='int4' is no value .* Accepted: fp8, int8, mxfp4, nvfp4\."),
     ({"base": {"format": "int8", "scale": "mse"}}, r"scale='mse' .* Accepted: minmax, with \+rollout=int8\."),

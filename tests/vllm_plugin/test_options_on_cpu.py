@@ -14,7 +14,6 @@ def test_defaults(vllm_config):
     options = rollout_options(vllm_config)
     assert (options.linear, options.lora, options.aqn.enabled) == ("auto", "single", False)
     assert options.train_norms is False
-    assert options.programmatic_launch is True
     assert (options.sampler, options.attention) == ("auto", "auto")
 
 
@@ -26,15 +25,11 @@ def test_options_are_read():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"linears": "auto"},
-            r"unknown option additional_config\.verl_qerl\.linears='auto'.*attention, programmatic_launch",
-        ),
+        ({"linears": "auto"}, r"unknown option additional_config\.verl_qerl\.linears='auto'.*sampler, attention"),
         ({"linear": "fast"}, r"additional_config\.verl_qerl\.linear='fast'.*auto, stock"),
         ({"lora": None}, r"additional_config\.verl_qerl\.lora=None.*single, stock"),
         ({"sampler": "fast"}, r"additional_config\.verl_qerl\.sampler='fast'.*auto, fused, stock"),
         ({"attention": "fast"}, r"additional_config\.verl_qerl\.attention='fast'.*auto, stock"),
-        ({"programmatic_launch": 0}, r"additional_config\.verl_qerl\.programmatic_launch=0.*true, false"),
         ({"train_norms": 1}, r"additional_config\.verl_qerl\.train_norms=1.*true, false"),
         ({"aqn": {"sigma": 1}}, r"unknown option aqn\.sigma"),
     ],

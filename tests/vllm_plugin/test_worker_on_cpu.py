@@ -8,7 +8,6 @@ import torch
 
 import verl_qerl
 from verl_qerl.algos.aqn import AQNConfig, draw_noise
-from verl_qerl.kernels.rollout import launch
 from verl_qerl.vllm_plugin import worker as worker_module
 from verl_qerl.vllm_plugin.options import rollout_options
 from verl_qerl.vllm_plugin.worker import PREPARED, RolloutWorkerExtension, prepare_model
@@ -240,13 +239,6 @@ def test_a_family_whose_norms_may_lie_elsewhere_is_refused_before_it_is_loaded()
         prepare_model(Worker(None), config)
     config.additional_config["verl_qerl"]["aqn"] = {"enabled": False}
     prepare_model(Worker(None), config)
-
-
-def test_kernels_start_early_unless_told_otherwise(monkeypatch):
-    monkeypatch.setattr(launch, "programmatic_launch", True)
-    for options in ({"programmatic_launch": False}, {}):
-        prepare_model(Worker(None), Config({"verl_qerl": options}))
-        assert launch.programmatic_launch is (not options)
 
 
 def test_where_results_must_not_depend_on_the_batch_vllms_own_paths_stay(monkeypatch, caplog):

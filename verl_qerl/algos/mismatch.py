@@ -8,12 +8,8 @@ which has no bias, is never negative, and is d^2 / 2 for small d. The rollout is
 kernels and, while it is on, its noise are all in the difference; the actor never has noise.
 
 The limits are for what is left without the noise, and with the actor's linears rounded where the rollout's are
-quantized at every sync: arithmetic alone, on the same weights. How much that is depends on the model:
-
-    pretrained Llama of 135M, CPU            2.4e-3 in NVFP4; its bf16 engine has 2.6e-3 against transformers in bf16
-    Qwen2.5-Coder-1.5B-Instruct, H200        2e-4 to 6e-4 in NVFP4, 2e-3 with all weights in INT8, rounding in it
-    105M trained on GSM8K from nothing       1.4e-4 in NVFP4, 0.8e-4 in bf16
-    Qwen3-MoE, random weights                4.5e-3: routers flip
+quantized at every sync: arithmetic alone, on the same weights. How much that is depends on the model: see
+"What is healthy" in verl_plugin/README.md.
 """
 
 from collections.abc import Mapping

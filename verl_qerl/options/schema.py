@@ -118,22 +118,14 @@ class Rollout(Options):
         " bf16. Prompts stay with vLLM's FlashAttention, as do layers with a sliding window, sinks or a soft cap, which"
         " the log says once. `stock`: FlashAttention alone",
     )
-    programmatic_launch: bool = option(
-        True,
-        SWITCH,
-        "in CUDA graphs our kernels bring weights, and keys and values, into shared memory while the kernel before them"
-        " still runs (programmatic dependent launch); false: one after the other, slower, the same bits",
-    )
 
 
 @dataclass(frozen=True)
 class Gate(Options):
     """The comparison of actor and rollout: limits of KL(rollout || actor), and the parts of the difference.
 
-    Broken rollouts of a trained model of two layers (tests/bench/results/cpu/broken_rollout.json) have a KL of 0.12 to
-    5.6 with wrong bits in one linear, 0.010 to 0.8 with a factor of 2 or 1/2 on one kind of linears, 0.02 with 1.1 on
-    all. The default lies far above sound ones and below wrong bits: it stops garbage, not small errors, and nothing on
-    an untrained model, whose tokens are all about as likely.
+    The default lies far above sound rollouts and below wrong bits (figures: verl_plugin/README.md): it stops garbage,
+    not small errors, and nothing on an untrained model, whose tokens are all about as likely.
     """
 
     NODE: ClassVar[str] = "qerl.gate"

@@ -14,7 +14,6 @@ import torch
 
 import verl_qerl
 from verl_qerl import upstream
-from verl_qerl.kernels.rollout import launch
 from verl_qerl.vllm_plugin import NAMES, hosts
 from verl_qerl.vllm_plugin.adapter.lora import compute_plain_logits, release_buffers, use_single_adapter
 from verl_qerl.vllm_plugin.decode.attention import use_decode_attention
@@ -163,7 +162,6 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
     check_draws(vllm_config, options.aqn)
     if options.aqn.enabled:
         check_model(vllm_config, options.aqn)
-    launch.set_programmatic_launch(options.programmatic_launch)
     lora_config = getattr(vllm_config, "lora_config", None) if options.lora == "single" else None
     told = _compile_apart(vllm_config)
     use_segments_again(worker, vllm_config)

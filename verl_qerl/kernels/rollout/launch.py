@@ -18,13 +18,7 @@ _CLUSTER, _PDL = 4, 6  # CU_LAUNCH_ATTRIBUTE_: CLUSTER_DIMENSION, PROGRAMMATIC_S
 _UNSIGNED = {1: 0, 2: 1, 8: 4}  # CUtensorMapDataType by bytes
 _SWIZZLE_128, _PROMOTE_256 = 3, 3  # of CUtensorMapSwizzle and CUtensorMapL2promotion
 
-programmatic_launch = True
-
-
-def set_programmatic_launch(on: bool) -> None:
-    """Turn programmatic dependent launch of this process's kernels on (the default) or off."""
-    global programmatic_launch
-    programmatic_launch = on
+programmatic_launch = True  # dependent launch in CUDA graphs; tests turn it off, and see the same bits
 
 
 class _Attribute(ctypes.Structure):
