@@ -1,5 +1,6 @@
 """The interface of a feature of the trainer: its hooks, and the run that they see."""
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +78,11 @@ class Run:
     def servers(self) -> list[Any]:
         """The first server of each replica, which reaches all workers of the replica."""
         return [replica.servers[0] for replica in self.trainer.llm_server_manager.get_replicas()]
+
+    @cached_property
+    def max_model_len(self) -> int:
+        """Context length of the engines; where `rollout.max_model_len` is null, their servers alone know it."""
+        return ray.get(self.servers()[0].get_rollout_config.remote()).max_model_len
 
     def ask_workers(self, method: str, **kwargs: Any) -> list[Any]:
         """The answer of every worker of every replica."""
