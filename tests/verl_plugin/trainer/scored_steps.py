@@ -91,7 +91,7 @@ def scored_step(monkeypatch):
         trainer.llm_server_manager = SimpleNamespace(get_replicas=lambda: replicas)
         trainer.checkpoint_manager = SimpleNamespace(sleep_replicas=lambda: [s.calls.append("sleep") for s in servers])
         trainer.curr_step_profile = False
-        trainer.total_training_steps = 6
+        trainer.total_training_steps = trainer.steps_per_epoch = 6
         store, run.passes, run.fetched = {}, [], Counter()
 
         def compute_log_prob(batch):

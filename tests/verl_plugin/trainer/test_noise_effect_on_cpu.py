@@ -84,6 +84,7 @@ def make(monkeypatch, tmp_path):
     def build(start=0, max_model_len=4096, **aqn):
         rollout = {"name": "vllm", "engine_kwargs": {"vllm": {}}, "max_model_len": None}
         trainer = {"v1": {"trainer_mode": "sync"}, "resume_mode": "auto", "default_local_dir": str(tmp_path)}
+        trainer["total_epochs"] = 1
         nodes = {"actor_rollout_ref": {"rollout": rollout}, "trainer": trainer}
         made = Trainer(OmegaConf.create(nodes | {"aqn": {"enabled": True, "num_stages": 4} | aqn}))
         made.global_steps, made.total_training_steps, made.server = start, 8, Server(max_model_len)
