@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from verl_qerl.algos.uaq import UAQConfig, is_power_of_two
+from verl_qerl.algos.options import is_number
 
 Run = Callable[[str], Any]
 
@@ -384,3 +385,8 @@ RULES: tuple[Rule, ...] = (
     *(Rule(SAMPLE, need, _COMPARES, _ONE) for need in (*COMPARED, *SCORED)),
     *OF_THE_CPU,
 )
+        (
+            Need(f"{ACTOR}.clip_ratio_c", lambda v: v is None or (is_number(v) and v > 1), "a number above 1"),
+            "with a negative advantage the loss is at most so many times its size",
+            f"Set {ACTOR}.clip_ratio_c=3.",
+        ),

@@ -218,6 +218,7 @@ BAD = {
     ("+aqn.sigma_start=-0.1",): r"aqn\.sigma_start=-0\.1 is no value of this option",
     ("+aqn.sigma_start=1",): r"aqn\.sigma_start=1 is no value of this option",
     ("+aqn.sigma_end=0.02",): r"aqn\.sigma_end=0\.02 is no value of this option. Accepted: at most sigma_start=0\.01",
+    ("+qerl.base.ignore=['.*', 're:(']",): r"^no regular expression: 're:\(' of `ignore` .* Correct it\.",
     ("+aqn.num_stages=1",): r"aqn\.num_stages=1 is no value of this option",
     ("+aqn.num_stages=2.5",): r"aqn\.num_stages=2\.5 is no value of this option",
     ("+aqn.schedule=step",): r"aqn\.schedule='step' is no value of this option. Accepted: exponential",
