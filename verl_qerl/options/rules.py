@@ -134,6 +134,11 @@ def _requantized(run: Run) -> str | None:
     return f"{beside} and {LORA_RANK}=0" if beside and not run(LORA_RANK) else None
 
 
+def _other_rank(run: Run) -> str | None:
+    given, trained = run(f"{MODEL}.lora.rank"), run(LORA_RANK)
+    return f"{_quantized(run)} and {LORA_RANK}={trained}" if _packed(run) and given != trained else None
+
+
 def trains_critic(run: Run) -> bool:
     """Whether a run trains a critic, as verl decides it."""
     enabled = run("critic.enable")
@@ -186,6 +191,7 @@ KERNELS = _option("qerl.rollout", "`+qerl.rollout.*`")
 SHARE, AQN, UAQ = (_option(name) for name in ("qerl.base.share", "aqn.enabled", "uaq.enabled"))
 ROUNDING = When("`+uaq.scale` that is no power of two", _rounding_scale)
 ACR = When("`loss_mode=acr`", lambda run: f"{LOSS_MODE}=acr" if run(LOSS_MODE) == "acr" else None)
+OTHER_RANK = When("`+rollout=...` with an adapter", _other_rank)
 TOP_K = When("a distillation by `forward_kl_topk`", _top_k)
 NO_ACR = When(
     "another `loss_mode` than acr", lambda run: None if run(LOSS_MODE) == "acr" else f"{LOSS_MODE}={run(LOSS_MODE)}"
@@ -303,6 +309,12 @@ RULES: tuple[Rule, ...] = (
         (_no("qerl.base.train_norms"), "all weights are trained, norms among them", _SET_RANK),
     ),
     Rule(
+    Rule(
+        OTHER_RANK,
+        Need(f"{MODEL}.lora.rank", _off, "0, or that of lora_rank"),
+        "verl's rollout makes room for the one, and its actor trains the other",
+        _LEAVE,
+    ),
         PLAIN,
         Need("qerl.base", _unset, "null"),
         "it has no effect there",

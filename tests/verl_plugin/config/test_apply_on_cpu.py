@@ -79,6 +79,7 @@ def test_a_good_run_builds():
     [
         (f"{MODEL}.lora_rank=8", f"++{MODEL}.lora_adapter_path=adapter"),
         (f"{MODEL}.lora_rank=0", f"{ACTOR}.checkpoint.save_contents=[model,hf_model]"),
+        (f"{MODEL}.lora_rank=8", f"++{MODEL}.lora.rank=8"),
         (f"{ROLLOUT}.load_format=safetensors",),  # what stock LoRA scripts pass
         (f"{ROLLOUT}.load_format=auto",),
         (
@@ -196,6 +197,9 @@ BAD = {
         f"++{MODEL}.lora_adapter_path=adapter",
     ): r"model\.lora_adapter_path=adapter does not go together with .*model\.lora_rank=0: .* Accepted is null",
     (f"{ROLLOUT}.dtype=float16",): r"rollout\.dtype=float16 does not go together .* Accepted is bfloat16",
+    (
+        f"++{MODEL}.lora.rank=16",
+    ): r"lora\.rank=16 does not go together with \+rollout=nvfp4 and .*lora_rank=32: .* is 0, or that of lora_rank",
     (f"{ROLLOUT}.pipeline_model_parallel_size=2",): r"rollout\.pipeline_model_parallel_size=2 does not go together",
     (f"++{MODEL}.lora.merge=True",): r"model\.lora\.merge=True does not go together with \+rollout=nvfp4",
     (f"{ROLLOUT}.name=sglang",): r"rollout\.name=sglang does not go together .* Accepted is vllm",
