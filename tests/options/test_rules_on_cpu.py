@@ -25,7 +25,7 @@ RUNS = (
     {"trainer.device": "cpu", rules.LORA_RANK: 8, f"{rules.ROLLOUT}.name": "vllm"},
 )
 # One that no rule accepts of its setting.
-REFUSED = (True, False, 0, 2, 0.5, "dummy", ["hf_model"], {"a": 1}, "other", 1)
+REFUSED = (True, False, 0, 2, 0.5, "dummy", {"verl_qerl": {}}, ["hf_model"], {"a": 1}, "other", 1)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)

@@ -3,9 +3,11 @@
 A run is a function from a dotted name to its value, None where nothing is set.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from verl_qerl.algos.options import is_number
 from verl_qerl.algos.uaq import UAQConfig, is_power_of_two
 
 Run = Callable[[str], Any]
@@ -106,6 +108,10 @@ def _is_whole(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
+def _tells_no_worker(value: Any) -> bool:
+    return "verl_qerl" not in re.split("['\"]", str(value))  # a dictionary, or JSON of one
+
+
 def _off(value: Any) -> bool:
     return not value
 
@@ -126,6 +132,11 @@ def _quantized(run: Run) -> str | None:
 def _packed(run: Run) -> str | None:
     beside = _quantized(run)
     return f"{beside} and an adapter" if beside and run(LORA_RANK) else None
+
+
+def _other_rank(run: Run) -> str | None:
+    given, trained = run(f"{MODEL}.lora.rank"), run(LORA_RANK)
+    return f"{_quantized(run)} and {LORA_RANK}={trained}" if _packed(run) and given != trained else None
 
 
 def _requantized(run: Run) -> str | None:
@@ -180,6 +191,7 @@ PACKED = When("`+rollout=...` with an adapter", _packed)
 REQUANTIZED = When("`+rollout=...` without an adapter", _requantized)
 CRITIC = When("`+rollout=...` with a critic", _with_critic)
 PLAIN = When("without `+rollout`", lambda run: "a rollout in bf16" if _quantized(run) is None else None)
+OTHER_RANK = When("`+rollout=...` with an adapter", _other_rank)
 NOT_NVFP4 = When("`+rollout=int8`, `fp8`, `mxfp4`", _not_nvfp4)
 KERNELS = _option("qerl.rollout", "`+qerl.rollout.*`")
 SHARE, AQN, UAQ = (_option(name) for name in ("qerl.base.share", "aqn.enabled", "uaq.enabled"))
@@ -260,7 +272,11 @@ RULES: tuple[Rule, ...] = (
         OURS,
         (Need("trainer.use_v1", _on, "True"), "verl's first trainer knows none of them", _LEAVE),
         (_null(f"{FSDP}.qerl"), "the driver writes +qerl.base.* there", "Set these."),
-        (_null(f"{VLLM}.additional_config.verl_qerl"), "the driver writes +qerl.rollout.* there", "Set these."),
+        (
+            Need(f"{VLLM}.additional_config", _tells_no_worker, "one without verl_qerl"),
+            "the driver writes +qerl.rollout.* there",
+            "Set these.",
+        ),
     ),
     *_rules(
         QUANTIZED,
@@ -293,6 +309,12 @@ RULES: tuple[Rule, ...] = (
     Rule(CRITIC, *_kept("critic")),
     Rule(TOP_K, _no(f"{MODEL}.use_fused_kernels"), "it needs whole logits", f"Set {MODEL}.use_fused_kernels=False."),
     Rule(PACKED, _NO_MODEL, "verl would write the model without its packed weights", _EXPORT),
+    Rule(
+        OTHER_RANK,
+        Need(f"{MODEL}.lora.rank", _off, "0, or that of lora_rank"),
+        "verl's rollout makes room for the one, and its actor trains the other",
+        _LEAVE,
+    ),
     *_rules(
         REQUANTIZED,
         (Need(f"{MODEL}.lora.rank", _off, "0"), _ADAPTER, f"Set {LORA_RANK}."),
@@ -377,6 +399,11 @@ RULES: tuple[Rule, ...] = (
             "it takes the rollout's log-probs for those of the proximal policy, so that their ratio is 1 and ACR is the"
             " vanilla loss",
             f"Leave the option out, or set {LOSS_MODE}=vanilla.",
+        ),
+        (
+            Need(f"{ACTOR}.clip_ratio_c", lambda v: v is None or (is_number(v) and v > 1), "a number above 1"),
+            "with a negative advantage the loss is at most so many times its size",
+            f"Set {ACTOR}.clip_ratio_c=3.",
         ),
         (_no("distillation.enabled"), "the distillation loss gets no log-probs of the rollout", _LEAVE),
     ),

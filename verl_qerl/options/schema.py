@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from verl_qerl.algos.options import SWITCH, Accepts, Options, is_names, is_number, one_of, option
 from verl_qerl.formats import DEFAULT_FORMAT, FORMATS
-from verl_qerl.formats.ignore import DEFAULT_IGNORE
+from verl_qerl.formats.ignore import DEFAULT_IGNORE, is_ignored
 
 # Default of gate.max_initial_kl where both sides multiply by the same dense weights: what a 105 M parameter model loses
 # in NVFP4 is 0.02 to 0.04 (a pretrained one of 135 M 0.23), so that weights wrong by as much do not pass.
@@ -77,6 +77,8 @@ class Base(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "ignore", tuple(self.ignore))
+        for rule in self.ignore:
+            is_ignored("", (rule,))  # its sentence about what is no regular expression
         choices = FORMATS[self.format].scale_choices if self.format is not None else ()
         if choices and self.scale not in (None, *choices):
             raise self._refused("scale", f"{', '.join(choices)}, with +rollout={self.format}")

@@ -43,6 +43,14 @@ def test_an_adapter_on_the_head_or_the_embeddings_is_refused(validate, adapter, 
         validate(*PACKED, f"{MODEL}.target_modules={targets}")
 
 
+@pytest.mark.parametrize("options", [["target_modules='(['"], ["target_modules=[q_proj]", "exclude_modules='(['"]])
+def test_what_is_no_regular_expression_is_refused(validate, options):
+    with pytest.raises(
+        ValueError, match=r"^model\.target_modules=.* is no regular expression: .* Accepted is one, a list"
+    ):
+        validate(*PACKED, *(f"{MODEL}.{option}" for option in options))
+
+
 @pytest.mark.parametrize(
     "targets", ["all-linear", "[q_proj,v_proj]", "'.*_proj'", r"'.*\.(q_proj|lm_head)'", "'model.layers.*head_proj'"]
 )

@@ -26,6 +26,7 @@ from verl_qerl.verl_plugin.config.base_options import BaseOptions, QerlFSDPEngin
 from verl_qerl.vllm_plugin.options import SCHEDULER
 
 MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{node}" for node in ("model", "actor", "rollout"))
+VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 FLASH = f"+{MODEL}.override_config.attn_implementation=flash_attention_2"
 REAL_VERSION = importlib.metadata.version
 
@@ -78,6 +79,7 @@ def test_a_good_run_builds():
     "overrides",
     [
         (f"{MODEL}.lora_rank=8", f"++{MODEL}.lora_adapter_path=adapter"),
+        (f"{MODEL}.lora_rank=8", f"++{MODEL}.lora.rank=8"),
         (f"{MODEL}.lora_rank=0", f"{ACTOR}.checkpoint.save_contents=[model,hf_model]"),
         (f"{ROLLOUT}.load_format=safetensors",),  # what stock LoRA scripts pass
         (f"{ROLLOUT}.load_format=auto",),
@@ -195,6 +197,9 @@ BAD = {
         f"{MODEL}.lora_rank=0",
         f"++{MODEL}.lora_adapter_path=adapter",
     ): r"model\.lora_adapter_path=adapter does not go together with .*model\.lora_rank=0: .* Accepted is null",
+    (
+        f"++{MODEL}.lora.rank=16",
+    ): r"lora\.rank=16 does not go together with \+rollout=nvfp4 and .*lora_rank=32: .* is 0, or that of lora_rank",
     (f"{ROLLOUT}.dtype=float16",): r"rollout\.dtype=float16 does not go together .* Accepted is bfloat16",
     (f"{ROLLOUT}.pipeline_model_parallel_size=2",): r"rollout\.pipeline_model_parallel_size=2 does not go together",
     (f"++{MODEL}.lora.merge=True",): r"model\.lora\.merge=True does not go together with \+rollout=nvfp4",
@@ -213,6 +218,7 @@ BAD = {
         "+qerl.base.ignore=null",
     ): r"^qerl\.base\.ignore=None is no value of this option\. Accepted: a list of exact names",
     ("+qerl.base.ignore=[1]",): r"^qerl\.base\.ignore=\[1\] is no value of this option",
+    ("+qerl.base.ignore=['.*', 're:(']",): r"^no regular expression: 're:\(' of `ignore` .* Correct it\.",
     ("+qerl.base.scale=absmax",): r"^qerl\.base\.scale='absmax' is no value .* Accepted: mse, minmax",
     ("+aqn.enabled=true", "+aqn.sigma=1"): r"unknown option aqn\.sigma=1\. Known options are enabled, sigma_start",
     ("+aqn.sigma_start=-0.1",): r"aqn\.sigma_start=-0\.1 is no value of this option",
@@ -247,8 +253,21 @@ BAD_ALONE = {
         f"+{ACTOR}.fsdp_config.qerl.scale=minmax",  # which apply.py would write over
     ): r"fsdp_config\.qerl=\{'scale': 'minmax'\} does not .*: the driver writes \+qerl\.base\.\* there\. Accepted is",
     (
-        f"+{ROLLOUT}.engine_kwargs.vllm.additional_config.verl_qerl.lora=stock",
-    ): r"additional_config\.verl_qerl=\{'lora': 'stock'\} does not .*: the driver writes \+qerl\.rollout\.\* there\.",
+        f"{VLLM}.additional_config.verl_qerl.lora=stock",
+    ): r"additional_config=\{'verl_qerl': \{'lora': 'stock'\}\} does not .*: the driver writes \+qerl\.rollout",
+    (
+        f'{VLLM}.additional_config=\'{{"verl_qerl": {{"aqn": {{"enabled": true}}}}}}\'',
+    ): r"additional_config=\{\"verl_qerl\": .* does not .*: the driver writes .* Accepted is one without verl_qerl\.",
+    (
+        "+qerl.rollout.lora=stock",
+        f"{VLLM}.additional_config='{{bad'",
+    ): rf"^{VLLM}\.additional_config=\{{bad is no group",
+    ("+qerl.rollout.lora=stock", f"{VLLM}.additional_config=[1]"): r"additional_config=\[1\] is no group of options\.",
+    (
+        "+acr.max_ratio=2",
+        f"{ACTOR}.policy_loss.loss_mode=acr",
+        f"{ACTOR}.clip_ratio_c=1.0",
+    ): r"actor\.clip_ratio_c=1\.0 does not go together with .*loss_mode=acr: .* Accepted is a number above 1\.",
     ("+qerl.base.keep_dense=true",): r"^unknown option qerl\.base\.keep_dense=True\. Known options are format, scale",
     ("+qerl.max_kl=1",): r"^unknown option qerl\.max_kl=1\. Known options are base, rollout, gate\.",
     ("+qerl.base=1",): r"^qerl\.base=1 is no group of options\. Accepted are options such as `\+qerl\.base\.",
@@ -302,6 +321,32 @@ GOOD_ALONE = (
 def test_runs_that_break_no_rule_pass(overrides):
     prepare(composed(*overrides, rollout=None))
     prepare(composed("trainer.device=cpu", f"{MODEL}.lora_rank=0", rollout="+rollout=int8"))
+
+
+@pytest.mark.parametrize(("of_actor", "of_rollout"), [(True, False), (False, True), (False, False)])
+def test_a_micro_batch_of_all_gpus_is_shared_out(of_actor, of_rollout):
+    """verl's workers ask for the rollout's by the switch of the actor, and its trainer reads it by the rollout's."""
+    switches = (f"{ACTOR}.use_dynamic_bsz={of_actor}", f"{ROLLOUT}.log_prob_use_dynamic_bsz={of_rollout}")
+    size = f"{ROLLOUT}.log_prob_micro_batch_size"
+    config = composed(*switches, f"{size}=16", f"{size}_per_gpu=null")
+    prepare(config)
+    found = config.actor_rollout_ref.rollout
+    assert (found.log_prob_micro_batch_size, found.log_prob_micro_batch_size_per_gpu) == (None, 2)
+
+
+@pytest.mark.parametrize("size", ["8x", "0", "[8]"])
+def test_a_micro_batch_is_a_number(size):
+    with pytest.raises(
+        ValueError, match=r"^actor.*\.ppo_micro_batch_size=.* is no number of answers\. Accepted is 1 or"
+    ):
+        prepare(composed(f"{ACTOR}.ppo_micro_batch_size={size}", f"{ACTOR}.ppo_micro_batch_size_per_gpu=null"))
+
+
+def test_arguments_of_the_loader_must_be_a_group():
+    with pytest.raises(
+        ValueError, match=r"vllm\.model_loader_extra_config=\[1\] is no group of options\. Accepted is a "
+    ):
+        prepare(composed(f"{VLLM}.model_loader_extra_config=[1]"))
 
 
 def told(*overrides, rollout=None):

@@ -10,7 +10,7 @@ class Base:
 
     def __init__(self, config):
         self.config, self.timing_raw, self.log, self.batch = config, {}, [], None
-        self.global_steps, self.total_training_steps = 0, 4
+        self.global_steps, self.total_training_steps, self.steps_per_epoch = 0, 4, 1000
         self.replay_buffer = self._build_replay_buffer()
 
     def _build_replay_buffer(self):

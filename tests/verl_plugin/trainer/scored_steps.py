@@ -20,7 +20,7 @@ SEQUENCES = {f"{uid}_0_0": ([5, 6][: 1 + uid % 2], [7, 8 + uid, 9, 11 + uid]) fo
 
 
 def composed(*overrides):
-    return verl_config(*RUN, "actor_rollout_ref.rollout.max_model_len=8", *overrides)
+    return verl_config(*RUN, *overrides)
 
 
 def log_prob(tokens):
@@ -35,6 +35,8 @@ class Server:
         self.weights, self.sigma, self.version, self.calls = weights, None, 4, []
         self.own_draws = own_draws
         self.generate = SimpleNamespace(remote=self._generate)
+        # verl's server has resolved rollout.max_model_len, which is null in these runs.
+        self.get_rollout_config = SimpleNamespace(remote=lambda: SimpleNamespace(max_model_len=8))
         self.collective_rpc = SimpleNamespace(remote=self._rpc)
         self.qerl_clear_kv_cache = SimpleNamespace(remote=lambda: self.calls.append("clear"))
 
@@ -89,7 +91,7 @@ def scored_step(monkeypatch):
         trainer.llm_server_manager = SimpleNamespace(get_replicas=lambda: replicas)
         trainer.checkpoint_manager = SimpleNamespace(sleep_replicas=lambda: [s.calls.append("sleep") for s in servers])
         trainer.curr_step_profile = False
-        trainer.total_training_steps = 6
+        trainer.total_training_steps = trainer.steps_per_epoch = 6
         store, run.passes, run.fetched = {}, [], Counter()
 
         def compute_log_prob(batch):

@@ -67,7 +67,7 @@ def step(monkeypatch):
     def run(*overrides):
         config = verl_config(*RUN, *OPTIONS, *overrides)
         trainer = get_trainer_cls("sync")(config)
-        trainer.global_steps, trainer.total_training_steps = 1, 2
+        trainer.global_steps, trainer.total_training_steps, trainer.steps_per_epoch = 1, 2, 2
         workers = {"compute_log_prob": lambda batch: batch, "_dispatch_info": {"actor": [0]}}  # whose rounding is small
         trainer.actor_rollout_wg = SimpleNamespace(**workers)
         queue, metrics = Queue(sampled_batch()), {}

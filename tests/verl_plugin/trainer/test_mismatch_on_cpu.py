@@ -47,6 +47,7 @@ def step(monkeypatch):
         config = verl_config(*RUN, *overrides)
         trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config)
         trainer.global_steps, trainer.total_training_steps, trainer.local_trigger_step = 1, 10, 0
+        trainer.steps_per_epoch = 10
         workers = {"compute_log_prob": lambda batch: batch, "save_model_to_cpu": lambda number: None}
         trainer.actor_rollout_wg = SimpleNamespace(**workers)
         return trainer

@@ -29,11 +29,12 @@ NORMS = {f"layers.{i}.{kind}": 0.5 + i for i in range(2) for kind in ("input_lay
 class Server:
     """Its next token depends on the last one; noise moves all logits, by a draw for each step."""
 
-    def __init__(self):
+    def __init__(self, max_model_len=4096):
         self.sigma, self.step, self.calls = 0.0, 0, []
         self.noisy_norms = lambda sigma: [len(NORMS) if sigma else 0] * 2
         self.collective_rpc = SimpleNamespace(remote=self._rpc)
         self.generate = SimpleNamespace(remote=self._generate)
+        self.get_rollout_config = SimpleNamespace(remote=lambda: SimpleNamespace(max_model_len=max_model_len))
         self.qerl_clear_kv_cache = SimpleNamespace(remote=lambda: self.calls.append("clear"))
 
     def log_probs(self):
@@ -80,12 +81,13 @@ def make(monkeypatch, tmp_path):
     """A trainer with `start` steps done; its servers sample what is asked for."""
     monkeypatch.setattr(ray, "get", lambda found: found)
 
-    def build(start=0, max_model_len=None, **aqn):
-        rollout = {"name": "vllm", "engine_kwargs": {"vllm": {}}, "max_model_len": max_model_len}
+    def build(start=0, max_model_len=4096, **aqn):
+        rollout = {"name": "vllm", "engine_kwargs": {"vllm": {}}, "max_model_len": None}
         trainer = {"v1": {"trainer_mode": "sync"}, "resume_mode": "auto", "default_local_dir": str(tmp_path)}
+        trainer["total_epochs"] = 1
         nodes = {"actor_rollout_ref": {"rollout": rollout}, "trainer": trainer}
         made = Trainer(OmegaConf.create(nodes | {"aqn": {"enabled": True, "num_stages": 4} | aqn}))
-        made.global_steps, made.total_training_steps, made.server = start, 8, Server()
+        made.global_steps, made.total_training_steps, made.server = start, 8, Server(max_model_len)
         made.llm_server_manager = SimpleNamespace(get_replicas=lambda: [SimpleNamespace(servers=[made.server])])
         made._load_checkpoint()
         made.on_init_end()

@@ -22,7 +22,7 @@ Trainer = featured.trainer_of(Noise)
 
 def configuration(aqn=None, name="vllm", mode="sync", **kwargs):
     rollout = {"name": name, "engine_kwargs": {"vllm": kwargs}}
-    nodes = {"actor_rollout_ref": {"rollout": rollout}, "trainer": {"v1": {"trainer_mode": mode}}}
+    nodes = {"actor_rollout_ref": {"rollout": rollout}, "trainer": {"v1": {"trainer_mode": mode}, "total_epochs": 2}}
     config = OmegaConf.create(nodes if aqn is None else nodes | {"aqn": aqn})
     OmegaConf.set_struct(config, True)  # as Hydra does
     return config
@@ -97,6 +97,16 @@ def test_steps_outside_of_training_have_no_noise(monkeypatch, step):
     made, calls = with_answers(monkeypatch, [(3, 7)])
     set_noise(made.run, made.run.sigma(step), step)
     assert calls == [{"sigma": 0.0, "step": step}]
+
+
+def test_noise_is_spread_over_the_steps_that_come(monkeypatch):
+    """verl's loop ends with the last epoch, whatever number of steps the run names."""
+    made, calls = with_answers(monkeypatch, [(3, 7)])  # two stages
+    made.total_training_steps, made.steps_per_epoch = 100, 3
+    made.on_init_end()
+    for made.global_steps in range(1, 7):
+        made.on_step_end()
+    assert [call["sigma"] for call in calls] == [0.0, 0.0, 0.0, 5e-4, 5e-4, 5e-4, 0.0]
 
 
 def test_an_unknown_option_is_refused():

@@ -41,7 +41,8 @@ def run(tmp_path):
     """A trainer of a run in `tmp_path` whose checkpoint of step 40 is there; it has neither noise nor workers."""
 
     def make(aqn, total, **options):
-        settings = {"default_local_dir": str(tmp_path), "resume_mode": "auto", "resume_from_path": None} | options
+        settings = {"default_local_dir": str(tmp_path), "resume_mode": "auto", "resume_from_path": None}
+        settings |= {"total_epochs": 1} | options
         made = Trainer(OmegaConf.create({"trainer": settings}))
         made.run.aqn, made.total_training_steps, made.global_steps = aqn, total, 40
         return made
@@ -88,7 +89,7 @@ def test_a_number_of_steps_that_moves_sigma_is_refused(run, saved, caplog, total
         resume(run, caplog, AQN, total)
     assert str(caught.value) == (
         f"sigma would move with the number of steps: at step {at} it is {before} over the 100 steps of the checkpoint,"
-        f" {now} over total_training_steps={total} of this run, in {saved}. Accepted is another number of steps with"
+        f" {now} over the {total} steps of this run, in {saved}. Accepted is another number of steps with"
         " aqn.total_steps. Set +aqn.total_steps=100 to keep the schedule (0.0005 after its last step), or"
         f" +aqn.total_steps={total} to spread its stages anew."
     )

@@ -5,6 +5,7 @@ shard them with an adapter on, and the rollout has no place for one.
 """
 
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,13 @@ def _check_targets(options: Mapping[str, Any], where: str, remedy: str) -> None:
     if not targets or targets == "all-linear":  # PEFT leaves the head out of all-linear
         return
     adapter = LoraConfig(target_modules=targets, exclude_modules=options.get("exclude_modules"))
-    named = [name for name in _NO_LAYERS if check_target_module_exists(adapter, name)]
+    try:
+        named = [name for name in _NO_LAYERS if check_target_module_exists(adapter, name)]
+    except re.error as error:
+        raise ValueError(
+            f"{where}={targets!r} or its exclude_modules is no regular expression: {error}. Accepted is one, a list of"
+            f" names such as [q_proj,v_proj], or all-linear. Correct it."
+        ) from error
     if named:
         raise ValueError(
             f"{where}={targets!r} puts an adapter on {' and '.join(named)}, which a run with +rollout=... can neither"

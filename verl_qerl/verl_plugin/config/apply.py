@@ -42,7 +42,8 @@ _OF_THE_RUN = (
     "data.max_prompt_length",
     "data.max_response_length",
 )
-# Sizes for all GPUs together, which verl's checks take and its workers do not.
+# Sizes for all GPUs together, which verl's checks take and its workers do not. Which of them a run reads is told by
+# three switches for batches counted in tokens: one that it does not read changes nothing.
 _OF_ALL_GPUS = (
     f"{ACTOR}.ppo_micro_batch_size",
     f"{ROLLOUT}.log_prob_micro_batch_size",
@@ -112,11 +113,11 @@ def _apply(config: DictConfig, options: Qerl, aqn: AQNConfig, uaq: UAQConfig) ->
 
 def _share_micro_batches(config: DictConfig, run: Run) -> None:
     """Give each GPU its part of a micro-batch that is named for all of them, as in older examples of verl."""
-    if run(f"{ACTOR}.use_dynamic_bsz"):
-        return
     for name in _OF_ALL_GPUS:
         size = run(name)
         if size is not None and run(f"{name}_per_gpu") is None:
+            if type(size) is not int or size < 1:
+                raise ValueError(f"{name}={size} is no number of answers. Accepted is 1 or more. Set {name}_per_gpu.")
             OmegaConf.update(config, name, None)
             OmegaConf.update(config, f"{name}_per_gpu", max(1, size // rules.num_gpus(run)))
 
@@ -132,7 +133,7 @@ def _hold_base(config: DictConfig, run: Run, options: Qerl) -> None:
         "load_format": f"{PREFIX}{base.format}",
         "quantization": f"{PREFIX}{base.format}",
         "model_loader_extra_config": {
-            **mapping(run(f"{VLLM}.model_loader_extra_config")),
+            **mapping(run(name := f"{VLLM}.model_loader_extra_config"), name),
             "scale": base.scale,
             "share_base": base.share,
             "ignore": list(base.ignore),
@@ -155,8 +156,8 @@ def _told(run: Run, aqn: AQNConfig, uaq: UAQConfig) -> dict[str, Any]:
 
 
 def _tell_workers(config: DictConfig, told: dict[str, Any]) -> None:
-    given = mapping(run_of(config)(f"{VLLM}.additional_config"))
-    OmegaConf.update(config, f"{VLLM}.additional_config", {**given, KEY: told}, force_add=True)
+    given = mapping(run_of(config)(name := f"{VLLM}.additional_config"), name)
+    OmegaConf.update(config, name, {**given, KEY: told}, force_add=True)
     named = _set_default(config, f"{VLLM}.worker_extension_cls", WORKER_EXTENSION)
     if named != WORKER_EXTENSION:
         logger.warning(

@@ -12,6 +12,18 @@ def plain(node: Any) -> Any:
     return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
 
 
-def mapping(value: Any) -> Mapping[str, Any]:
-    """An argument of vLLM's that is a dictionary, or JSON of one as some scripts pass it; empty where there is none."""
-    return (json.loads(value) if value and isinstance(value, str) else value) or {}
+def mapping(value: Any, name: str) -> Mapping[str, Any]:
+    """An argument of vLLM's that is a dictionary, or JSON of one as some scripts pass it; empty where there is none.
+
+    Raises:
+        ValueError: The argument, called `name`, is neither.
+    """
+    try:
+        found = (json.loads(value) if value and isinstance(value, str) else value) or {}
+    except json.JSONDecodeError:
+        found = value
+    if not isinstance(found, Mapping):
+        raise ValueError(
+            f"{name}={value} is no group of options. Accepted is a dictionary, or the text of one in JSON. Correct it."
+        )
+    return found

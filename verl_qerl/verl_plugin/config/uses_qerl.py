@@ -1,5 +1,7 @@
 """Whether a run sets an option of ours; if not, it is a stock run and nothing of it is changed."""
 
+import re
+
 from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl.vllm_plugin import NAMES
@@ -8,8 +10,8 @@ _NODES = ("aqn", "acr", "uaq", "qerl")
 _ROLLOUT = "actor_rollout_ref.rollout"
 _VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
 _LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
-# Where apply.py writes; a run that sets them itself is refused.
-_SET_BY_US = ("actor_rollout_ref.actor.fsdp_config.qerl", f"{_VLLM}.additional_config.verl_qerl")
+# Where apply.py writes, the second under `verl_qerl`; a run that sets them itself is refused.
+_SET_BY_US, _TOLD = "actor_rollout_ref.actor.fsdp_config.qerl", f"{_VLLM}.additional_config"
 # Classes, loaders and an attention that a run may name without another option of ours.
 _NAMES_OURS = (
     f"{_VLLM}.worker_extension_cls",
@@ -33,7 +35,9 @@ _PROGRAMS = (
 
 def uses_qerl(config: DictConfig) -> bool:
     """Whether a run sets an option of ours. `+platform=cpu` is none: VERL_PLATFORM=cpu registers what belongs to it."""
-    if any(OmegaConf.select(config, name) is not None for name in (*_NODES, *_SET_BY_US)):
+    if any(OmegaConf.select(config, name) is not None for name in (*_NODES, _SET_BY_US)):
+        return True
+    if "verl_qerl" in re.split("['\"]", str(OmegaConf.select(config, _TOLD))):  # a node, or JSON of one
         return True
     named = (str(OmegaConf.select(config, name)) for name in _NAMES_OURS)
     return OmegaConf.select(config, _LOSS_MODE) == "acr" or any(name.startswith("verl_qerl") for name in named)

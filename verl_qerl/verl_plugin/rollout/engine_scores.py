@@ -17,7 +17,7 @@ class UnscoredError(RuntimeError):
 
 
 def score_answers(
-    servers: Sequence[Any], rows: Sequence[Row], max_model_len: int | None, own_draws: bool = False
+    servers: Sequence[Any], rows: Sequence[Row], max_model_len: int, own_draws: bool = False
 ) -> tuple[list[torch.Tensor], list[int]]:
     """Let the rollout's servers score answers, in one forward pass each, at temperature 1 over the whole vocabulary.
 
@@ -34,8 +34,7 @@ def score_answers(
     """
     calls = []
     for at, (prompt, response) in enumerate(rows):
-        # A prompt must leave room for one token.
-        tokens = (prompt + response)[: None if max_model_len is None else max_model_len - 1]
+        tokens = (prompt + response)[: max_model_len - 1]  # a prompt must leave room for one token
         # No request of another kind reaches vLLM's prompt log-probs; the token that it samples is dropped.
         params: dict[str, Any] = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "repetition_penalty": 1.0}
         if own_draws:

@@ -1,5 +1,6 @@
 """The interface of a feature of the trainer: its hooks, and the run that they see."""
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,8 +67,9 @@ class Run:
 
     @property
     def total_steps(self) -> int:
-        """Number of steps of the whole training."""
-        return self.trainer.total_training_steps
+        """Number of steps of the whole training, which `trainer.total_epochs` ends too."""
+        trainer = self.trainer
+        return min(trainer.total_training_steps, trainer.steps_per_epoch * self.config.trainer.total_epochs)
 
     def sigma(self, step: int) -> float:
         """The noise of a step, 0 outside of training and without noise."""
@@ -77,6 +79,12 @@ class Run:
     def servers(self) -> list[Any]:
         """The first server of each replica, which reaches all workers of the replica."""
         return [replica.servers[0] for replica in self.trainer.llm_server_manager.get_replicas()]
+
+    @cached_property
+    def max_model_len(self) -> int:
+        """Context length of the engines; where `rollout.max_model_len` is null, their servers alone know it."""
+        (config,) = ray.get([self.servers()[0].get_rollout_config.remote()])
+        return config.max_model_len
 
     def ask_workers(self, method: str, **kwargs: Any) -> list[Any]:
         """The answer of every worker of every replica."""

@@ -104,7 +104,7 @@ class NoiseEffect(Feature):
         """
         run = self._run
         sigma = run.sigma(run.step)
-        sample = _sample_of(run.sampled, run.config.actor_rollout_ref.rollout.max_model_len)
+        sample = _sample_of(run.sampled, run.max_model_len)
         with_noise = self._score_sample(sample, noisy=True) if sigma else None
         if with_noise is not None:
             switch_noise(run, 0.0, 0)
@@ -146,12 +146,11 @@ class NoiseEffect(Feature):
     def _score_sample(self, sample: _Sample, noisy: bool = False) -> torch.Tensor:
         """[T] log-probs of the sampled tokens by the rollout engine as it is."""
         own_draws = noisy and self._run.aqn.draw != "batch"
-        limit = self._run.config.actor_rollout_ref.rollout.max_model_len
-        scores, _ = score_answers(self._run.servers(), sample.rows, limit, own_draws)
+        scores, _ = score_answers(self._run.servers(), sample.rows, self._run.max_model_len, own_draws)
         return torch.cat([row[mask] for row, mask in zip(scores, sample.masks, strict=True)])
 
 
-def _sample_of(batch: Any, max_model_len: int | None) -> _Sample:
+def _sample_of(batch: Any, max_model_len: int) -> _Sample:
     """Answers spread over a batch in the TransferQueue, cut to what the engine is to score."""
     import transfer_queue as tq  # not on the driver, which asks for options only
 
@@ -160,7 +159,7 @@ def _sample_of(batch: Any, max_model_len: int | None) -> _Sample:
     fields = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=names)
     rows, masks = [], []
     for prompt, response, mask in zip(*(fields[name].unbind(0) for name in names), strict=True):
-        room = MAX_TOKENS if max_model_len is None else min(MAX_TOKENS, max_model_len - 1 - len(prompt))
+        room = min(MAX_TOKENS, max_model_len - 1 - len(prompt))
         rows.append((prompt.tolist(), response[:room].tolist()))
         masks.append(mask[:room].bool())
     return _Sample(rows, masks)

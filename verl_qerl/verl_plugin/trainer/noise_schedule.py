@@ -128,8 +128,8 @@ def _refuse_shift(folder: Path, step: int, saved: Saved, config: AQNConfig, tota
             last = sigma_at_step(kept, length, total_steps, searched)
             raise ValueError(
                 f"sigma would move with the number of steps: at step {at} it is {before:g} over the {length} steps of"
-                f" the checkpoint, {now:g} over total_training_steps={total_steps} of this run, in {folder}. Accepted"
-                f" is another number of steps with aqn.total_steps. Set +aqn.total_steps={length} to keep the schedule"
+                f" the checkpoint, {now:g} over the {total_steps} steps of this run, in {folder}. Accepted is another"
+                f" number of steps with aqn.total_steps. Set +aqn.total_steps={length} to keep the schedule"
                 f" ({last:g} after its last step), or +aqn.total_steps={total_steps} to spread its stages anew."
             )
 

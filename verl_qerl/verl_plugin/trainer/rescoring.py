@@ -65,7 +65,7 @@ def rescore(run: Run, count: int, wants_noisy: bool = False) -> Rescored:
 
 
 def _score(run: Run, rows: list[Row]) -> tuple[list[torch.Tensor], list[int]]:
-    return score_answers(run.servers(), rows, run.config.actor_rollout_ref.rollout.max_model_len)
+    return score_answers(run.servers(), rows, run.max_model_len)
 
 
 def score_actor(run: Run, batch: Any, keys: list[str], rounded: bool) -> torch.Tensor:
