@@ -22,7 +22,10 @@ def test_a_checkpoint_of_another_engine_has_none(tmp_path):
 
 OTHER_KINDS = [
     json.dumps({"base": "m", "scale": "mse", "ignore": [], "digests": {}, "adapter": {}} | other)
-    for other in ({"base": 3}, {"ignore": 3}, {"adapter": []}, {"digests": "a"}, {"files": None})
+    for other in (
+        *({"base": 3}, {"ignore": 3}, {"adapter": []}, {"digests": "a"}, {"files": None}, {"format": 3}, {"scale": []}),
+        *({"ignore": [3]}, {"trained_norms": [["norm"]]}),
+    )
 ]
 
 

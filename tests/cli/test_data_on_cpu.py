@@ -208,6 +208,30 @@ def test_a_large_set_becomes_verls_schema_and_its_rewards_read_it(tmp_path, caps
         assert right(reward_score, one, "So it is \\boxed{77}.") != 1
 
 
+@pytest.mark.parametrize("other", [{}, 10**400, ["x"], {"a": []}, None, True], ids=lambda other: repr(other)[:9])
+def test_columns_beside_the_question_are_kept_where_they_are_of_their_kind(tmp_path, other):
+    others = {"source": other, "llama8b_solve_rate": other}
+    rows = [big_math(1) | others, big_math(2), big_math(3) | others | {"llama8b_solve_rate": "x"}]
+    (tmp_path / "train.json").write_text(json.dumps(rows))
+    (tmp_path / "gsm8k.jsonl").write_text(json.dumps(GSM8K_ROW))
+    options = ["--source", str(tmp_path), "--held-out", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(["data", "big-math", *options]) == 0
+    found = [row["extra_info"] for row in read(tmp_path / "out" / "train.parquet")]
+    assert [row["source"] for row in found] == [None, "orca_math", None]
+    assert [row["llama8b_solve_rate"] for row in found] == [None, 0.25, None]
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_what_is_nested_too_deeply_is_refused(tmp_path, capsys, suffix):
+    file = tmp_path / f"train.{suffix}"
+    file.write_text("[" * 100_000)
+    with pytest.raises(SystemExit, match="1"):
+        main(["data", "big-math", "--source", str(file), "--out", str(tmp_path / "out")])
+    assert re.search(
+        rf"(line 1 is not JSON: path=|questions cannot be read: ){file} \(maximum", capsys.readouterr().err
+    )
+
+
 def test_levels_of_big_math_are_the_hubs_files(tmp_path, capsys, monkeypatch):
     datasets = pytest.importorskip("datasets")
     asked = []

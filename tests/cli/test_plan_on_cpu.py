@@ -26,6 +26,18 @@ def test_prints_what_fits(model, capsys):
     assert main(["plan", "--model", str(model / "config.json"), *options]) == 0
 
 
+@pytest.mark.parametrize(
+    ("more", "gib"),
+    [({"model_type": "smollm3"}, "1.45"), ({"model_type": "smollm3", "tie_word_embeddings": False}, "2.90"),
+     ({"model_type": "llama"}, "2.90"), ({"model_type": "nobodys"}, "2.90")],
+)  # fmt: skip
+def test_a_family_may_have_its_head_in_its_embedding(model, capsys, more, gib):
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | more))
+    main(["plan", "--model", str(model), "--gpu-gib", "79.6"])
+    assert f"embedding and head: {gib}" in capsys.readouterr().out
+
+
 def test_the_format_of_the_base_counts(model, capsys):
     options = ["--gpu-gib", "141", "--tokens", "4736", "--utilization", "0.6", "--format", "int8"]
     assert main(["plan", "--model", str(model), *options]) == 0

@@ -1,9 +1,14 @@
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 import word_problems
 
-from verl_qerl.cli.prompts import read_prompts, tokenize
+from verl_qerl.checkpoints.source import open_source
+from verl_qerl.cli import prompts
+from verl_qerl.cli.prompts import read_prompts, tokenize, tokens_of
+from verl_qerl.formats.tensor_spec import TensorSpec
 
 CHAT = [{"role": "user", "content": "What is 5 + 3?"}]
 
@@ -121,3 +126,47 @@ def test_a_chat_that_the_template_refuses(models, tmp_path, template, chat):
 def test_text_that_is_no_unicode_is_refused(models, prompt):
     with pytest.raises(ValueError, match=r"the tokenizer refuses .*\\ud83d.*\. Unicode text, and"):
         tokenize(models / "nvfp4", [prompt])
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("tokenizer.json", '{"version": "1.'), ("tokenizer.json", '{"version": "1.0"}'), ("tokenizer_config.json", "[]")],
+    ids=["cut", "lacking", "list"],
+)
+def test_a_damaged_tokenizer_is_named(models, tmp_path, name, content):
+    folder = shutil.copytree(models / "bf16", tmp_path / "model")
+    (folder / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"^the tokenizer cannot be read: {folder} \(\w+Error\(.*\. Download them"):
+        tokenize(folder, ["What is 2 + 3?"])
+
+
+@pytest.fixture
+def two(monkeypatch):
+    """Two and six tokens, whatever is asked for."""
+    monkeypatch.setattr(prompts, "tokenize", lambda *_: [[1, 2], [1, 2, 3, 4, 5, 319]])
+
+
+@pytest.mark.parametrize(
+    ("positions", "most", "length", "printed"),
+    [(4, None, 4, "1 of 2 texts are cut: the model has 4 positions\n"), (4, 3, 3, ""), (None, 5, 5, ""),
+     (4, 5, 4, "1 of 2 texts are cut: the model has 4 positions\n"), (None, None, 6, ""), (6, None, 6, "")],
+)  # fmt: skip
+def test_texts_end_where_positions_do_and_that_is_told(models, two, capsys, positions, most, length, printed):
+    source = replace(open_source(models / "bf16"), config={"max_position_embeddings": positions})
+    assert tokens_of(source, [], most) == [[1, 2], [1, 2, 3, 4, 5, 319][:length]]
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize("positions", ["512", 0, 1, True, 5.0, [4]])
+def test_positions_that_are_no_number_are_refused(models, two, positions):
+    source = replace(open_source(models / "bf16"), config={"max_position_embeddings": positions})
+    with pytest.raises(ValueError, match=r"^config\.json has no number of positions: max_position_embeddings=.* in /"):
+        tokens_of(source, [])
+
+
+def test_a_tokenizer_of_another_model_is_refused(models, two):
+    source = open_source(models / "bf16")
+    small = replace(source, specs={prompts.EMBEDDING: TensorSpec("BF16", (319, 8))})
+    with pytest.raises(ValueError, match=r"^the tokenizer is of another model: it gives token 319, .* has 319 rows\."):
+        tokens_of(small, [])
+    assert tokens_of(replace(source, specs={}), [])  # by another name

@@ -95,8 +95,12 @@ def read_record(folder: Path) -> BaseRecord | None:
 
     def make(found: Any) -> BaseRecord:
         record = BaseRecord(**found)
-        for name, kind in {"base": str, "digests": dict, "adapter": dict, "files": dict}.items():
+        kinds = {"base": str, "scale": str, "format": str, "digests": dict, "adapter": dict, "files": dict}
+        for name, kind in kinds.items():
             if not isinstance(getattr(record, name), kind):
+                raise TypeError(f"{name}={getattr(record, name)!r}")
+        for name in ("ignore", "trained_norms"):
+            if not all(isinstance(one, str) for one in getattr(record, name)):
                 raise TypeError(f"{name}={getattr(record, name)!r}")
         return replace(record, ignore=tuple(record.ignore), trained_norms=tuple(record.trained_norms))
 

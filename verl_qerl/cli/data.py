@@ -29,6 +29,7 @@ TRAINING = {
     "dapo-math": ("open-r1/DAPO-Math-17k-Processed", "math_dapo"),
     "big-math": ("open-r1/Big-Math-RL-Verified-Processed", MATH_SOURCE),
 }
+KEPT = {"source": str, "llama8b_solve_rate": float}  # of Big-Math: columns, and the kind of value that is kept
 # Rows, as their authors and the hub's pages say.
 PUBLISHED = {
     "gsm8k": {"train": 7473, "test": 1319},
@@ -249,7 +250,7 @@ def read_jsonl(path: Path, required: Mapping[str, type]) -> list[Row]:
         try:
             row = json.loads(line)
             json.dumps(row, ensure_ascii=False).encode()  # refuses half of a surrogate pair, which parquet cannot hold
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"line {number} is not JSON: path={path} ({error}). Mend or drop the line.") from error
         missing = [key for key in required if not isinstance(row, dict) or key not in row]
         if missing:
@@ -283,7 +284,7 @@ def read_rows(path: Path, what: str, count: int | None = None) -> list[Row]:
                 import pyarrow.parquet as pq
 
                 rows = pq.read_table(path).slice(0, count).to_pylist()
-        except ValueError as error:  # json's and pyarrow's are
+        except (ValueError, RecursionError) as error:  # json's and pyarrow's are
             raise ValueError(
                 f"{what} cannot be read: {path} ({error}). Objects, as JSON or parquet, are accepted. Download it"
                 " again."
@@ -350,7 +351,7 @@ def _training(args: argparse.Namespace) -> dict[str, list[Row]]:
     for number, record in enumerate(records, start=1):
         question = question_of(record, f"row {number} of {where}")
         rows.append(_row(data_source, question.text, MATH_INSTRUCTION, question.truth, "train"))
-        rows[-1]["extra_info"] |= {key: record[key] for key in ("source", "llama8b_solve_rate") if key in record}
+        rows[-1]["extra_info"] |= {key: record[key] for key, kind in KEPT.items() if isinstance(record.get(key), kind)}
     return {"train": rows}
 
 

@@ -1,6 +1,7 @@
-"""A model of transformers in bf16 that gets its weights one by one."""
+"""A model of transformers: in bf16, to get its weights one by one, and whether its class ties the head."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,17 @@ def empty_model(folder: Path) -> Any:
     config = AutoConfig.for_model(**content)
     with init_empty_weights(include_buffers=False):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether embedding and head are one tensor; config.json may leave out what transformers, if there, has for it."""
+    name, family = "tie_word_embeddings", config.get("model_type")
+    if name not in config and isinstance(family, str) and find_spec("transformers"):
+        from transformers import CONFIG_MAPPING
+
+        if family in CONFIG_MAPPING:
+            return bool(CONFIG_MAPPING[family]().tie_word_embeddings)
+    return bool(config.get(name))
 
 
 def fill(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

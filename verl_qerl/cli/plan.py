@@ -47,13 +47,14 @@ def run(args: argparse.Namespace) -> int:
     from verl_qerl.checkpoints.model_config import read_config
     from verl_qerl.checkpoints.quantization_config import stored_format
     from verl_qerl.checkpoints.stream import check_format
+    from verl_qerl.cli.dense_model import is_tied
     from verl_qerl.planning import memory_plan
     from verl_qerl.planning.memory_plan import GIB
     from verl_qerl.planning.model_shape import ModelShape
 
     config = read_config(args.model)
     check_format(args.model, stored_format(config, args.model)[0], args.format)
-    shape = ModelShape.from_config(config)
+    shape = ModelShape.from_config({**config, "tie_word_embeddings": is_tied(config)})
     switches = ("shard_base", "share_base", "param_offload", "optimizer_offload", "offload_policy")
     values = ("format", "rank", "gpus", "tokens", "utilization", "tensor_parallel")
     settings = memory_plan.Settings(

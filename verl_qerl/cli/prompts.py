@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from verl_qerl.checkpoints.source import Source
 from verl_qerl.cli.data import read_rows
 
 Prompt = str | list[dict[str, str]]
+EMBEDDING = "model.embed_tokens.weight"
 
 
 def read_prompts(path: Path, count: int, columns: Sequence[str] = ("prompt",)) -> list[Prompt]:
@@ -50,6 +52,31 @@ def tokenize(model: Path, prompts: Sequence[Prompt]) -> list[list[int]]:
     return tokens
 
 
+def tokens_of(source: Source, prompts: Sequence[Prompt], most: int | None = None) -> list[list[int]]:
+    """`tokenize`, of each prompt at most `most` and as many as the model has positions; these are told where they cut.
+
+    Raises:
+        ValueError: See `tokenize`; config.json has no number of positions, or the embedding no row for a token.
+    """
+    positions = source.config.get("max_position_embeddings")
+    if positions is not None and (not isinstance(positions, int) or positions < 2):
+        raise ValueError(
+            f"config.json has no number of positions: max_position_embeddings={positions!r} in {source.path}. A whole"
+            " number above 1 is accepted. Mend the file."
+        )
+    tokens = tokenize(source.path, prompts)
+    largest = max(map(max, tokens))
+    if EMBEDDING in source.specs and largest >= (rows := source.specs[EMBEDDING].shape[0]):
+        raise ValueError(
+            f"the tokenizer is of another model: it gives token {largest}, the embedding of {source.path} has {rows}"
+            " rows. Tokens below that are accepted. Copy the files of the model's own tokenizer there."
+        )
+    end = min(filter(None, (positions, most)), default=None)
+    if end is not None and end == positions and (longer := sum(len(ids) > end for ids in tokens)):
+        print(f"{longer} of {len(tokens)} texts are cut: the model has {positions} positions")
+    return [ids[:end] for ids in tokens]
+
+
 def load_tokenizer(model: str | Path, chats: bool) -> Any:
     """The tokenizer of a model.
 
@@ -58,7 +85,7 @@ def load_tokenizer(model: str | Path, chats: bool) -> Any:
         chats: It is for chats too.
 
     Raises:
-        ValueError: The model has no tokenizer, or for chats the tokenizer no template.
+        ValueError: The model has no tokenizer or a damaged one, or for chats the tokenizer no template.
     """
     from transformers import AutoTokenizer
 
@@ -66,7 +93,13 @@ def load_tokenizer(model: str | Path, chats: bool) -> Any:
     if folder.is_dir() and not any(folder.glob("tokenizer*")):
         # From nothing, transformers makes a tokenizer without a vocabulary.
         raise ValueError(f"the model has no tokenizer: {model}. One is needed for prompts. Copy its files there.")
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # as code fails on values of another kind
+        raise ValueError(
+            f"the tokenizer cannot be read: {model} ({error!r:.300}). Files as transformers saves them are accepted."
+            " Download them again."
+        ) from error
     if chats and not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer has no chat template: {model}. One is needed to ask as the model was trained. Copy"

@@ -37,7 +37,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
-        """Read config.json.
+        """Read config.json; where it leaves `tie_word_embeddings` out, they are two tensors.
 
         Raises:
             ValueError: A size is missing or no number, or the experts are of a family that is not supported.

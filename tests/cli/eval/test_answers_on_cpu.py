@@ -12,7 +12,7 @@ import pytest
 
 from verl_qerl.cli import main
 from verl_qerl.cli.eval import answers
-from verl_qerl.cli.eval.answers import Verdict, judge
+from verl_qerl.cli.eval.answers import Verdict, judge, same
 
 pytest.importorskip("math_verify")
 
@@ -36,6 +36,26 @@ pytest.importorskip("math_verify")
 )
 def test_the_whole_answer_is_compared(text, truth, right):
     assert judge(text, truth).right is right
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["18 dollars", "18 square feet", "18 cubic meters", "18 cm squared", "18 miles per hour", "18 times", "18 point",
+     "18 orders", "18 seconds", "18 pies", "18 PM"],
+)  # fmt: skip
+def test_words_after_a_number_are_its_unit(answer):
+    assert same(answer, "18")
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [("5 factorial", "5"), ("12 squared", "12"), ("3 cubed", "3"), ("3 halves", "3"), ("1 half", "1"), ("1 third", "1"),
+     ("2 Fifths of it", "2"), ("2 pi", "2"), ("2 million", "2"), ("5 thousand dollars", "5"), ("9 dozen", "9"),
+     ("4 or five", "4"), ("7 or more", "7"), ("5 to one", "5"), ("3 over four", "3"), ("2 feet and more", "2"),
+     ("2 times five", "2"), ("3 point five", "3"), ("8 minus xy", "8")],
+)  # fmt: skip
+def test_words_that_make_another_number_are_no_unit(answer, number):
+    assert not same(answer, number)
 
 
 def test_what_is_cut_off_has_an_answer_only_in_a_box():

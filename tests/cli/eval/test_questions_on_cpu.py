@@ -3,11 +3,12 @@ import json
 import pytest
 import word_problems
 
-from verl_qerl.cli.eval.questions import Question, parse_tasks, read_questions
+from verl_qerl.cli.eval.questions import Question, parse_tasks, question_of, read_questions
 
 SUFFIX = "Let's think step by step and output the final answer within \\boxed{}."
 CHAT = [{"role": "user", "content": f"How many? {SUFFIX}"}]
 HOW_MANY = Question("How many?", "18")
+NO_ANSWERS = ("true", "false", "NaN", "Infinity", '""')
 
 
 @pytest.mark.parametrize(
@@ -16,6 +17,8 @@ HOW_MANY = Question("How many?", "18")
         {"question": "How many?", "answer": "9 * 2 = 18\n#### 18"},  # GSM8K
         {"problem": "How many?", "answer": "18", "solution": "x"},  # MATH-500 and AIME of the hub
         {"problem": "How many?", "answer": 18, "extra_info": "from a book"},
+        {"problem": "How many?", "answer": 18.0},  # as a column of numbers with gaps has it
+        {"problem": "How many?", "answer": float("nan"), "solution": r"So \boxed{18}."},
         {"problem": "How many?", "solution": r"So \boxed{18}."},
         {"prompt": "How many?", "answer": "18", "source": "math"},
         # verl's schema, as others fill it; the instruction is there already in some.
@@ -27,6 +30,11 @@ HOW_MANY = Question("How many?", "18")
 def test_rows_of_many_kinds(tmp_path, row):
     (tmp_path / "aime24.json").write_text(json.dumps([row]))
     assert read_questions("aime24", tmp_path) == [HOW_MANY]
+
+
+@pytest.mark.parametrize(("answer", "truth"), [(0.5, "0.5"), (-0.0, "0"), (0, "0"), (10**400, str(10**400))])
+def test_a_number_as_text(answer, truth):
+    assert question_of({"problem": "How many?", "answer": answer}, "row 1").truth == truth
 
 
 def test_files_of_three_kinds(tmp_path):
@@ -60,6 +68,7 @@ def test_what_data_writes_can_be_asked(tmp_path):
         ('[{"problem": "x", "reward_model": "18"}]', r"row 1 of .* has no answer: its columns are problem, reward_m"),
         ('[{"prompt": ["x"], "answer": 18}]', r"row 1 of .* has no question: its columns are prompt, answer"),
         ('[{"problem": "x", "answer": ["18", "19"]}]', r"row 1 of .* has no answer: its columns are problem, answer"),
+        *[(f'[{{"problem": "x", "answer": {one}}}]', "row 1 of .* has no answer") for one in NO_ANSWERS],
         ('{"a": 1}', "holds no objects"),
         ("[1]", "holds no objects"),
         ("[", r"questions cannot be read: .* Objects, as JSON or parquet, are accepted"),

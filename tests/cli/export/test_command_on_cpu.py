@@ -197,6 +197,16 @@ def test_the_report_states_the_cost(trained, exported, tmp_path, capsys):
     assert f"|change| mean {report['log_probs']['mean_abs_change']:.4f}" in table
 
 
+def test_prompts_end_where_the_positions_of_the_model_do(trained, models, tmp_path, capsys):
+    base = shutil.copytree(models / "nvfp4", tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 5}))
+    options = Options(device="cpu", prompts=("What is 2 + 3? Ann has 4 apples.",))
+    report = export_checkpoint(trained(CASE).actor, tmp_path / "out", "merged-nvfp4", str(base), options)
+    assert report["log_probs"]["tokens"] == 4  # all but the first
+    assert "1 of 1 texts are cut: the model has 5 positions" in capsys.readouterr().out
+
+
 def test_an_update_that_quantization_takes_back_is_announced(trained, tmp_path, capsys):
     # What a short run changes, 1 % of a weight and less, is below half a step of the grid nearly everywhere.
     actor, packed = shutil.copytree(trained(CASE).actor, tmp_path / "actor"), tmp_path / "out"

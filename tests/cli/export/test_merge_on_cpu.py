@@ -54,6 +54,20 @@ def test_the_merged_model_is_base_plus_scaled_product(trained, case):
     assert merge.changed == []
 
 
+@pytest.mark.parametrize("case", ["ours-tied-full", "uaq-tied-all"])
+def test_a_family_may_have_its_head_in_its_embedding(trained, case):
+    merge = merge_of(open_checkpoint(trained(case).actor))
+    config = {k: v for k, v in merge.base.source.config.items() if k != "tie_word_embeddings"}
+    for family in ("smollm3", "llama"):
+        source = replace(merge.base.source, config=config | {"model_type": family})
+        merge.base = replace(merge.base, source=source)
+        if family == "smollm3":
+            assert dict(merge.tensors()).keys() == merge.base.specs.keys()
+        else:
+            with pytest.raises(CheckpointFormatError, match=r"^the checkpoint does not fit the base: it holds 'lm_he"):
+                list(merge.tensors())
+
+
 def test_a_base_that_moved_is_named_anew(trained, models):
     checkpoint = open_checkpoint(trained("ours-nvfp4-lora").actor)
     moved = replace(checkpoint, record=replace(checkpoint.record, base=str(models / "gone")))

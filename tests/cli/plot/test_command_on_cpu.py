@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 
@@ -53,6 +54,20 @@ def test_a_step_without_a_value_shows_a_dash(tmp_path, capsys):
     path = write(tmp_path / "m", [(1, {"a": 1.0, "b": 2.0}), (2, {"a": 4.0})])
     assert main(["plot", str(path), "--out", str(tmp_path / "x.png"), "--keys", "a", "b"]) == 0
     assert capsys.readouterr().out.splitlines()[2].split() == ["2", "4.00000", "-"]
+
+
+def test_a_run_that_diverged_is_drawn_and_its_numbers_are_json(tmp_path, capsys):
+    timed = {"critic/score/mean": 0.5, "timing_s/step": 10.0, "timing_s/gen": 6.0, "actor/entropy": 1.0}
+    bad = {"timing_s/step": math.inf, "timing_s/gen": math.inf, "actor/entropy": math.nan}
+    path, numbers = write(tmp_path / "m", [(1, timed), (2, timed | bad), (3, timed)]), tmp_path / "numbers.json"
+    assert main(["plot", str(path), "--out", str(tmp_path / "x.png"), "--json", str(numbers)]) == 0
+    assert "2            0.50000                  -" in capsys.readouterr().out
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    found = json.loads(numbers.read_text(), parse_constant=refuse)["m"]
+    assert found["actor/entropy"]["steps"] == [1, 3]
 
 
 @pytest.mark.parametrize("name", ["x", "x.xyz", "."])

@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 
@@ -39,6 +40,23 @@ def test_a_number_that_no_float_can_hold_is_refused(tmp_path, step, value):
     path.write_text("\n".join(map(json.dumps, lines)))
     with pytest.raises(ValueError, match=r"^a number is too large: reward at step \d+ of metrics=\S+\.jsonl\. "):
         read_metrics(path)
+
+
+def test_values_that_are_not_finite_are_left_out_and_told(tmp_path, capsys):
+    rows = [
+        (1, {"a": 1.0, "b": math.nan}),
+        (2, {"a": math.inf}),
+        (3, {"a": 3.0}),
+        (3, {"a": -math.inf}),
+        (4, {"a": 4.0}),
+    ]
+    path = write(tmp_path / "m", rows)
+    assert read_metrics(path) == {"a": {1: 1.0, 4: 4.0}}
+    told = [
+        f"left out of metrics={path}: {count} values of {key} that are not finite"
+        for count, key in ((2, "a"), (1, "b"))
+    ]
+    assert capsys.readouterr().out.splitlines() == told
 
 
 def test_means_and_deviations_by_hand():

@@ -65,6 +65,12 @@ def test_a_file_without_names_is_refused(tmp_path):
         join_shards(save(tmp_path, [[1, 2]]))
 
 
+@pytest.mark.parametrize("content", [{3: WHOLE}, {"a": 3}])
+def test_what_is_no_tensor_by_name_is_refused(tmp_path, content):
+    with pytest.raises(CheckpointFormatError, match=r"rank 0 holds (3|'a'), which is no name of a tensor in "):
+        join_shards(save(tmp_path, [content] * 2))
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_whole_tensor_is_cut_as_its_target_is(mesh, dim):
     target = parts(mesh, dim)[0]

@@ -27,7 +27,14 @@ LONGEST = 300  # characters of an answer, and of the end of a text that is searc
 SECONDS = 30.0  # math-verify's own limits are 5 s for each part
 _LOCK = threading.Lock()
 _shared: list[ProcessPoolExecutor] = []  # one at most
-_NUMBER = re.compile(r"(-?)(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?(?:\s+[A-Za-z]{2,})*")
+# Words that make another number of the one before them, as no unit does; a unit itself can be squared or cubed.
+_OTHER_NUMBER = (
+    "(?:hundred|thousand|million|billion|trillion|dozen)s?|hal(?:f|ves)|factorial|pi|and|or|to|over|plus|minus"
+    "|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s?"
+    "|one|two|three|four|five|six|seven|eight|nine|ten"
+)
+_UNIT = rf"(?!\s+(?:squared|cubed)\b)(?:\s+(?!(?:{_OTHER_NUMBER})\b)[A-Za-z]{{2,}})*"
+_NUMBER = re.compile(rf"(-?)(\d{{1,3}}(?:,\d{{3}})+|\d+)(\.\d+)?{_UNIT}", re.IGNORECASE)
 
 
 class Verdict(NamedTuple):

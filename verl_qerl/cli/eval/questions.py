@@ -1,5 +1,6 @@
 """The question sets of `eval`: where they are, what a row may look like, and how a model is asked."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,8 +121,8 @@ def question_of(row: Mapping[str, Any], where: str) -> Question:
     text = next((one for one in asked if isinstance(one, str) and one.strip()), None)
     given = nested.get("target") if nested else truth
     answers = (given, row.get("answer"), row.get("solution"))
-    answer = next((one for one in answers if isinstance(one, str | int | float) and one != ""), None)
-    if text is None or answer is None:
+    answer = next((one for one in map(_text, answers) if one), "")
+    if text is None or not answer:
         lacking, names = ("answer", "answer or reward_model") if text else ("question", "question, problem or prompt")
         raise ValueError(
             f"{where} has no {lacking}: its columns are {', '.join(row)}. Text or a number in {names} is accepted."
@@ -130,7 +131,14 @@ def question_of(row: Mapping[str, Any], where: str) -> Question:
     text = text.strip().removeprefix(_BEFORE)
     for instruction in _AFTER:
         text = text.strip().removesuffix(instruction)
-    return Question(text.strip(), _truth(str(answer)))
+    return Question(text.strip(), _truth(answer))
+
+
+def _text(answer: Any) -> str:
+    """Text or a finite number as text, 142.0 as 142; empty for all else."""
+    if isinstance(answer, float):
+        return str(int(answer)) if answer.is_integer() else str(answer) if math.isfinite(answer) else ""
+    return str(answer) if isinstance(answer, str | int) and not isinstance(answer, bool) else ""
 
 
 def _truth(answer: str) -> str:

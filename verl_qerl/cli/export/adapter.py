@@ -109,7 +109,14 @@ def _shortest_targets(modules: set[str], shapes: Mapping[str, Any]) -> tuple[str
 
 def _check_targets(checkpoint: Checkpoint, options: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
     targets, excluded = options.get("target_modules"), options.get("exclude_modules")
-    wanted = {name for name in shapes if _is_named(name, targets) and not _is_named(name, excluded)}
+    try:
+        wanted = {name for name in shapes if _is_named(name, targets) and not _is_named(name, excluded)}
+    except (TypeError, re.error) as error:
+        raise CheckpointFormatError(
+            f"the configuration of the adapter names no modules: target_modules={targets!r}, exclude_modules="
+            f"{excluded!r} in {checkpoint.folder} ({error}). A list of names or a regular expression is accepted."
+            " Export another step."
+        ) from error
     differing = sorted(wanted ^ set(checkpoint.factors))
     if differing:
         name = differing[0]

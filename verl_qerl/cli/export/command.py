@@ -29,7 +29,7 @@ from verl_qerl.cli.export.fsdp_checkpoint import Checkpoint, open_checkpoint
 from verl_qerl.cli.export.merge import Base, Merge, open_base
 from verl_qerl.cli.export.prompt_log_probs import log_prob_change
 from verl_qerl.cli.output_dir import check_absent, new_directory
-from verl_qerl.cli.prompts import Prompt, read_prompts, tokenize
+from verl_qerl.cli.prompts import Prompt, read_prompts, tokens_of
 from verl_qerl.formats import PackedWeight, get_format
 from verl_qerl.formats.nvfp4_layout import modelopt_config, modelopt_legacy_config
 from verl_qerl.formats.reference import relative_error
@@ -112,7 +112,7 @@ class _Export:
     def __post_init__(self) -> None:
         self.format = get_format("nvfp4", self.options.scale or (self.base.scale if self.form in LAYOUTS else None))
         # Before the long work: a model without a tokenizer is refused here.
-        self.tokens = tokenize(self.base.source.path, self.options.prompts) if self.options.prompts else []
+        self.tokens = tokens_of(self.base.source, self.options.prompts) if self.options.prompts else []
         self.merge: Merge | None = None
         self.log_probs: dict[str, Any] | None = None
 

@@ -12,6 +12,7 @@ from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.record import BaseRecord, read_whole
 from verl_qerl.checkpoints.source import Source, open_source
 from verl_qerl.checkpoints.stream import check_format, packed_names, packed_stream
+from verl_qerl.cli.dense_model import is_tied
 from verl_qerl.cli.export.adapter import Adapter
 from verl_qerl.cli.export.fsdp_checkpoint import Checkpoint
 from verl_qerl.cli.model_dir import QUANTIZATION_REPORT
@@ -235,7 +236,7 @@ class Merge:
     def _check_others(self) -> None:
         for name, shift in self.norms.items():
             self._check_shape(f"{name}.weight", shift, f"trains the norm {name!r}", "norms")
-        tied = bool(self.base.source.config.get("tie_word_embeddings", False))
+        tied = is_tied(self.base.source.config)
         if not self.adapter.factors:
             lacking = sorted(self.base.specs.keys() - self.others.keys() - ({"lm_head.weight"} if tied else set()))
             if lacking:
@@ -244,8 +245,8 @@ class Merge:
                     " the base's are needed without an adapter. Name the right base with --base (eval: --model)."
                 )
         for name, tensor in self.others.items():
-            is_tied = name not in self.base.specs and tied and name == "lm_head.weight"
-            if is_tied and torch.equal(tensor, self.others.get("model.embed_tokens.weight", tensor)):
+            is_head = name not in self.base.specs and tied and name == "lm_head.weight"
+            if is_head and torch.equal(tensor, self.others.get("model.embed_tokens.weight", tensor)):
                 continue  # the embedding once more
             self._check_shape(name, tensor, f"holds {name!r}", "tensors")
 

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"wrote {args.out}")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         print(f"wrote {args.json}")
     return 0
 

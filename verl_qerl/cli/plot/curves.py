@@ -1,5 +1,6 @@
 """Curves of runs: values of each metric per step, and their means and spread over the seeds of an arm."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ Run = Mapping[str, Series]
 
 
 def read_metrics(path: Path) -> dict[str, Series]:
-    """Metric -> value of each step.
+    """Metric -> value of each step; says how many are left out since they are not finite.
 
     Args:
         path: Lines `{"step": ..., "data": {metric: value}}`; when a step occurs twice, later values win.
@@ -43,7 +44,11 @@ def read_metrics(path: Path) -> dict[str, Series]:
                         f"a number is too large: {key} at step {step} of metrics={path}. Those of a float are accepted."
                         " Mend or drop the line."
                     ) from error
-    return found
+    finite = {key: {step: one for step, one in series.items() if math.isfinite(one)} for key, series in found.items()}
+    for key, series in finite.items():
+        if count := len(found[key]) - len(series):
+            print(f"left out of metrics={path}: {count} values of {key} that are not finite")
+    return {key: series for key, series in finite.items() if series}
 
 
 def by_arm(paths: Sequence[Path]) -> dict[str, dict[int, Path]]:

@@ -17,7 +17,7 @@ from verl_qerl.checkpoints.groups import groups_of_linears
 from verl_qerl.checkpoints.source import Source, read_tensors
 from verl_qerl.checkpoints.stream import packed_names
 from verl_qerl.cli.dense_model import empty_model, fill
-from verl_qerl.cli.prompts import read_prompts, tokenize
+from verl_qerl.cli.prompts import EMBEDDING, read_prompts, tokens_of
 from verl_qerl.cli.quantize.arguments import SAMPLES, TOKENS
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import FORMATS, PackedWeight, WeightFormat, gptq
@@ -26,7 +26,6 @@ from verl_qerl.formats.reference import dequantize
 # Whose layers transformers runs on embeddings as they are, by names that checkpoints have too.
 FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 COLUMNS = ("text", "prompt")
-_EMBEDDING = "model.embed_tokens.weight"
 _TOKENS = 8192  # of a batch, padding included: enough that a GPU does not wait for launches
 
 Observe = Callable[..., None]
@@ -54,8 +53,7 @@ class Calibration:
             ValueError: It cannot be used, or has fewer tokens than a linear has inputs.
         """
         prompts = read_prompts(self.file, self.samples, COLUMNS)
-        most = min(self.tokens, source.config.get("max_position_embeddings") or self.tokens)
-        found = [ids[:most] for ids in tokenize(source.path, prompts)]
+        found = tokens_of(source, prompts, self.tokens)
         count = sum(map(len, found))
         widest = max(source.specs[f"{name}.weight"].shape[1] for name in packed_names(source, ignore=ignore))
         if count < widest:
@@ -159,7 +157,7 @@ class _Walk:
         self.names = list(of_layer.values())
         for layer, names, module in zip(self._layers, self.names, of_layer, strict=True):
             self._check({f"{module}.{name}" for name, _ in layer.named_parameters()} - set(names))
-        self._check({_EMBEDDING} - set(source.files))
+        self._check({EMBEDDING} - set(source.files))
 
     def _check(self, lacking: set[str]) -> None:
         if lacking:
@@ -170,7 +168,7 @@ class _Walk:
 
     def embed(self, texts: Sequence[Sequence[int]]) -> list[_Batch]:
         """The inputs of the first layer, those of the longest texts first."""
-        table, found = read_tensors(self.source, [_EMBEDDING])[_EMBEDDING], []
+        table, found = read_tensors(self.source, [EMBEDDING])[EMBEDDING], []
         rows = [torch.tensor(ids) for ids in sorted(texts, key=len, reverse=True)]
         while rows:
             count = max(1, _TOKENS // len(rows[0]))

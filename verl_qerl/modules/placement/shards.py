@@ -26,6 +26,9 @@ def join_shards(files: Sequence[Path]) -> dict[str, torch.Tensor]:
     """
     shards = load_shards(files)
     folder = files[0].parent
+    for name, tensor in shards[0].items():
+        if not (isinstance(name, str) and isinstance(tensor, torch.Tensor)):
+            raise unfit(folder, f"rank 0 holds {name!r}, which is no name of a tensor")
     for rank, shard in enumerate(shards):
         if shard.keys() != shards[0].keys():
             raise unfit(folder, f"rank {rank} holds other names than rank 0")
@@ -90,7 +93,7 @@ def unfit(folder: Path, what: str) -> CheckpointFormatError:
 def _load(path: Path) -> dict[str, Any]:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError, ValueError) as error:  # OSError: of the map
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointFormatError(
             f"a shard cannot be read: {path} ({reason[:120]}). A whole file of torch.save is accepted. "
