@@ -28,8 +28,8 @@ def is_tied(config: Mapping[str, Any]) -> bool:
     if name not in config and isinstance(family, str) and find_spec("transformers"):
         from transformers import CONFIG_MAPPING
 
-        if family in CONFIG_MAPPING:
-            return bool(CONFIG_MAPPING[family]().tie_word_embeddings)
+        if family in CONFIG_MAPPING:  # half of the classes have no such field
+            return bool(getattr(CONFIG_MAPPING[family], name, False))
     return bool(config.get(name))
 
 
