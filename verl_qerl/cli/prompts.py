@@ -1,4 +1,4 @@
-"""Prompts and other texts in a file, and their tokens."""
+"""Texts and chats in a file, and their tokens."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,15 +8,15 @@ from verl_qerl.checkpoints.source import Source
 from verl_qerl.cli.data import read_rows
 
 Prompt = str | list[dict[str, str]]
+COLUMNS = ("text", "prompt")
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def read_prompts(path: Path, count: int, columns: Sequence[str] = ("prompt",)) -> list[Prompt]:
+def read_prompts(path: Path, count: int) -> list[Prompt]:
     """The first `count` values of a column or key: text, or a chat as verl's parquet holds it.
 
     Args:
-        path: Parquet or JSON lines.
-        columns: The first of them that the first row has is read.
+        path: Parquet or JSON lines, whose first row has one of COLUMNS.
 
     Raises:
         FileNotFoundError: No such file.
@@ -25,34 +25,29 @@ def read_prompts(path: Path, count: int, columns: Sequence[str] = ("prompt",)) -
     if path.suffix not in (".jsonl", ".parquet"):
         raise ValueError(f"prompts of an unknown kind: prompts={path}. .parquet and .jsonl are accepted. Convert it.")
     rows = read_rows(path, "prompts", count)
-    column = next((name for name in columns if name in rows[0]), columns[0])
+    column = next((name for name in COLUMNS if name in rows[0]), COLUMNS[0])
     for number, row in enumerate(rows, start=1):
         prompt = row.get(column)
         is_chat = isinstance(prompt, list) and all(isinstance(turn, dict) and "content" in turn for turn in prompt)
         if not prompt or not (isinstance(prompt, str) or is_chat):
             raise ValueError(
                 f"row {number} of {path} cannot be used: {column}={prompt!r}. Text or a list of chat messages in"
-                f" {' or '.join(f'`{name}`' for name in columns)} is accepted. Mend or drop the row."
+                f" {' or '.join(f'`{name}`' for name in COLUMNS)} is accepted. Mend or drop the row."
             )
     return [row[column] for row in rows]
 
 
 def tokenize(model: Path, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Token ids of the prompts that have two tokens or more.
+    """Token ids of each prompt.
 
     Raises:
-        ValueError: See `load_tokenizer`, or no prompt has two tokens.
+        ValueError: See `load_tokenizer` and `token_ids`.
     """
     tokenizer = load_tokenizer(model, any(not isinstance(prompt, str) for prompt in prompts))
-    tokens = [ids for prompt in prompts if len(ids := token_ids(tokenizer, prompt)) > 1]
-    if not tokens:
-        raise ValueError(
-            "no prompt has two tokens: nothing can be compared. Longer prompts are accepted. Give another file."
-        )
-    return tokens
+    return [token_ids(tokenizer, prompt) for prompt in prompts]
 
 
-def tokens_of(source: Source, prompts: Sequence[Prompt], most: int | None = None) -> list[list[int]]:
+def tokens_of(source: Source, prompts: Sequence[Prompt], most: int) -> list[list[int]]:
     """`tokenize`, of each prompt at most `most` and as many as the model has positions; these are told where they cut.
 
     Raises:
@@ -65,14 +60,14 @@ def tokens_of(source: Source, prompts: Sequence[Prompt], most: int | None = None
             " number above 1 is accepted. Mend the file."
         )
     tokens = tokenize(source.path, prompts)
-    largest = max(map(max, tokens))
+    largest = max(map(max, filter(None, tokens)), default=0)
     if EMBEDDING in source.specs and largest >= (rows := source.specs[EMBEDDING].shape[0]):
         raise ValueError(
             f"the tokenizer is of another model: it gives token {largest}, the embedding of {source.path} has {rows}"
             " rows. Tokens below that are accepted. Copy the files of the model's own tokenizer there."
         )
-    end = min(filter(None, (positions, most)), default=None)
-    if end is not None and end == positions and (longer := sum(len(ids) > end for ids in tokens)):
+    end = min(positions or most, most)
+    if end == positions and (longer := sum(len(ids) > end for ids in tokens)):
         print(f"{longer} of {len(tokens)} texts are cut: the model has {positions} positions")
     return [ids[:end] for ids in tokens]
 

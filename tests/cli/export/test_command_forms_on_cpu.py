@@ -7,11 +7,9 @@ import pytest
 
 from verl_qerl.cli.export.command import FORMS, check_base, check_trained
 
-EXPERT = "model.layers.0.mlp.experts.0.up_proj"
 
-
-def base(form: str = "nvfp4", is_packed: bool = True, linears: tuple[str, ...] = ("model.layers.0.mlp.up_proj",)):
-    return SimpleNamespace(name="base", format=form, is_packed=is_packed, linears=set(linears))
+def base(form: str = "nvfp4", is_packed: bool = True):
+    return SimpleNamespace(name="base", format=form, is_packed=is_packed)
 
 
 def accepted(check) -> set[str]:
@@ -35,7 +33,7 @@ def accepted(check) -> set[str]:
     ids=["packed", "not packed", "int8"],
 )
 def test_what_a_base_goes_into(found, forms):
-    assert accepted(lambda form: check_base(form, found, False)) == forms
+    assert accepted(lambda form: check_base(form, found)) == forms
 
 
 @pytest.mark.parametrize(
@@ -50,10 +48,3 @@ def test_what_a_base_goes_into(found, forms):
 def test_what_a_training_goes_into(norms, factors, forms):
     trained, adapter = SimpleNamespace(folder=Path("run"), norms=norms), SimpleNamespace(factors=factors)
     assert accepted(lambda form: check_trained(form, trained, adapter)) == forms
-
-
-def test_prompts_are_for_models_without_experts():
-    check_base("modelopt", base(), True)
-    check_base("modelopt", base(linears=(EXPERT,)), False)
-    with pytest.raises(ValueError, match=r"^log-probs of a mixture of experts .*base=base\. .* Leave it out\.$"):
-        check_base("modelopt", base(linears=(EXPERT,)), True)

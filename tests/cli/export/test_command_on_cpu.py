@@ -164,21 +164,10 @@ def test_modelopt_says_the_same_in_both_files(exported, case, dense):
     assert embedded["ignore"] == beside["exclude_modules"] == ["lm_head", *dense]
 
 
-def test_prompts_with_experts_are_refused(trained, tmp_path, capsys):
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "What is 2 + 3?"}\n')
-    arguments = ["--checkpoint", str(trained(EXPERTS).actor), "--out", str(tmp_path / "out"), "--to", "merged-nvfp4"]
-    with pytest.raises(SystemExit):
-        main(["export", *arguments, "--prompts", str(tmp_path / "prompts.jsonl")])
-    assert "log-probs of a mixture of experts cannot be compared here: base=" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_the_report_states_the_cost(trained, exported, tmp_path, capsys):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "What is 2 + 3?"}\n{"prompt": "Ann has 4 apples."}\n')
     out, step = tmp_path / "out", trained(CASE).run / "global_step_4"
     command = ["export", "--checkpoint", str(step), "--out", str(out), "--to", "merged-nvfp4", "--device", "cpu"]
-    assert main([*command, "--prompts", str(prompts), "--num-prompts", "1", "--scale", "mse"]) == 0
+    assert main([*command, "--scale", "mse"]) == 0
     report = json.loads((out / "export_report.json").read_text())
     merged, packed = (dict(stream_of(path)) for path in (exported(CASE, "merged-bf16"), out))
     assert len(report["layers"]) == 14
@@ -189,22 +178,9 @@ def test_the_report_states_the_cost(trained, exported, tmp_path, capsys):
     down = "model.layers.0.mlp.down_proj"
     assert report["layers"][down]["digest"] == weight_digest(quantize(merged[f"{down}.weight"], "mse"))
     assert (report["scale"], report["scaling"], report["base_digest_checked"]) == ("mse", 2, True)
-    assert report["log_probs"]["prompts"] == 1
-    assert report["log_probs"]["mean_abs_change"] > 0
     table = capsys.readouterr().out
     assert "error/update" in table
     assert "takes the training back" not in table
-    assert f"|change| mean {report['log_probs']['mean_abs_change']:.4f}" in table
-
-
-def test_prompts_end_where_the_positions_of_the_model_do(trained, models, tmp_path, capsys):
-    base = shutil.copytree(models / "nvfp4", tmp_path / "base")
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 5}))
-    options = Options(device="cpu", prompts=("What is 2 + 3? Ann has 4 apples.",))
-    report = export_checkpoint(trained(CASE).actor, tmp_path / "out", "merged-nvfp4", str(base), options)
-    assert report["log_probs"]["tokens"] == 4  # all but the first
-    assert "1 of 1 texts are cut: the model has 5 positions" in capsys.readouterr().out
 
 
 def test_an_update_that_quantization_takes_back_is_announced(trained, tmp_path, capsys):
@@ -287,8 +263,6 @@ def test_an_unknown_form_is_refused(trained, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--to", "peft", "--scale", "minmax"], "an option has no meaning here: --scale=minmax with --to peft"),
-        (["--to", "merged-bf16", "--prompts", "p.jsonl"], "an option has no meaning here: --prompts=p.jsonl"),
-        (["--to", "modelopt", "--num-prompts", "0"], "too few prompts"),
         (["--to", "peft"], "no checkpoint is found"),
     ],
 )

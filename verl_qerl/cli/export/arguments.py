@@ -21,13 +21,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--to", choices=FORMS, required=True, help="what to write")
     parser.add_argument("--base", help="directory or hub id, in place of the one that the checkpoint names")
     parser.add_argument("--scale", choices=SCALE_CHOICES, help="of a block when quantized (default: as the base's)")
-    parser.add_argument(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
-        help=".parquet or .jsonl with `prompt`: also measure the log-prob change of merged-nvfp4 and modelopt",
-    )
-    parser.add_argument("--num-prompts", type=int, default=64, help="of FILE, from its start (default: %(default)s)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     parser.add_argument("--max-shard-size", type=parse_size, default="5GB", help="of a file (default: %(default)s)")
     parser.set_defaults(run=run)
@@ -35,14 +28,11 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Look at options that do not go together, then export."""
-    for name, value in (("--scale", args.scale), ("--prompts", args.prompts)):
-        if value is not None and args.to not in LAYOUTS:
-            raise ValueError(
-                f"an option has no meaning here: {name}={value} with --to {args.to}. It is accepted with "
-                f"{' and '.join(LAYOUTS)}. Leave it out."
-            )
-    if args.num_prompts < 1:
-        raise ValueError(f"too few prompts: --num-prompts={args.num_prompts}. At least 1 is accepted. Raise it.")
+    if args.scale is not None and args.to not in LAYOUTS:
+        raise ValueError(
+            f"an option has no meaning here: --scale={args.scale} with --to {args.to}. It is accepted with "
+            f"{' and '.join(LAYOUTS)}. Leave it out."
+        )
     check_absent(args.out)
     from verl_qerl.cli.export import command
 

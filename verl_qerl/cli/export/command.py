@@ -5,8 +5,7 @@ The weights pass as a stream; what re-quantization costs is measured on the way.
 
 import argparse
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,6 @@ from tqdm import tqdm
 
 from verl_qerl import __version__
 from verl_qerl.checkpoints.digest import model_digest
-from verl_qerl.checkpoints.experts import is_expert
 from verl_qerl.checkpoints.record import write_json
 from verl_qerl.checkpoints.stream import pack
 from verl_qerl.checkpoints.writer import ShardedWriter, quantized_specs
@@ -27,9 +25,7 @@ from verl_qerl.cli.export.adapter import Adapter, read_adapter, write_peft
 from verl_qerl.cli.export.arguments import FORMS, LAYOUTS, WITH_BASE
 from verl_qerl.cli.export.fsdp_checkpoint import Checkpoint, open_checkpoint
 from verl_qerl.cli.export.merge import Base, Merge, open_base
-from verl_qerl.cli.export.prompt_log_probs import log_prob_change
 from verl_qerl.cli.output_dir import check_absent, new_directory
-from verl_qerl.cli.prompts import Prompt, read_prompts, tokens_of
 from verl_qerl.formats import PackedWeight, get_format
 from verl_qerl.formats.nvfp4_layout import modelopt_config, modelopt_legacy_config
 from verl_qerl.formats.reference import relative_error
@@ -42,19 +38,16 @@ class Options:
 
     Attributes:
         scale: Scale choice of a quantized export; None for the base's own, or the default where that is not known.
-        prompts: The log-prob change of a quantized export is measured on these.
     """
 
     scale: str | None = None
     device: str = "auto"
     max_shard_bytes: int = 5 * 10**9
-    prompts: tuple[Prompt, ...] = ()
 
 
 def run(args: argparse.Namespace) -> int:
     """Export, then print what it cost."""
-    prompts = tuple(read_prompts(args.prompts, args.num_prompts)) if args.prompts else ()
-    options = Options(args.scale, args.device, args.max_shard_size, prompts)
+    options = Options(args.scale, args.device, args.max_shard_size)
     report = export_checkpoint(args.checkpoint, args.out, args.to, args.base, options)
     print(summary(report))
     print(f"wrote {args.out}")
@@ -87,7 +80,7 @@ def export_checkpoint(
     found = open_base(base, trained)
     adapter = read_adapter(trained, found.shapes)
     check_trained(form, trained, adapter)
-    check_base(form, found, bool(options.prompts))
+    check_base(form, found)
     started = time.perf_counter()
     with new_directory(out) as folder:
         export = _Export(folder, form, found, adapter, trained, options, model_dir.pick_device(options.device))
@@ -111,15 +104,15 @@ class _Export:
 
     def __post_init__(self) -> None:
         self.format = get_format("nvfp4", self.options.scale or (self.base.scale if self.form in LAYOUTS else None))
-        # Before the long work: a model without a tokenizer is refused here.
-        self.tokens = tokens_of(self.base.source, self.options.prompts) if self.options.prompts else []
         self.merge: Merge | None = None
-        self.log_probs: dict[str, Any] | None = None
 
     def write(self, out: Path) -> dict[str, dict[str, Any]]:
         """Write everything but the report, for the final place `out`; what is to be said of each layer."""
         layers: dict[str, dict[str, Any]] = {}
-        with self._pass("export") as merge:
+        total = model_dir.total_bytes(self.base.source.specs)
+        with tqdm(total=total, unit="B", unit_scale=True, desc="export") as bar:
+            trained = self.checkpoint
+            merge = Merge(self.base, self.adapter, trained.others, self.device, bar.update, norms=trained.norms)
             self.merge = merge
             if self.form == "peft":
                 self._write_peft(merge)
@@ -132,9 +125,6 @@ class _Export:
                 self._write_model(merge.tensors(), self.base.specs, config)
             else:
                 layers = self._write_quantized(merge)
-        if self.tokens:
-            with self._pass("log-probs") as again:
-                self.log_probs = log_prob_change(again.tensors(), self.folder, self.tokens, self.device)
         for module, update in merge.relative_update.items():
             layers.setdefault(module, {})["relative_update"] = update
         return dict(sorted(layers.items()))
@@ -165,15 +155,7 @@ class _Export:
         }
         if self.form in LAYOUTS:
             report["scale"] = self.format.scale
-            report["log_probs"] = self.log_probs
         return report
-
-    @contextmanager
-    def _pass(self, what: str) -> Iterator[Merge]:
-        """A Merge with a progress bar."""
-        with tqdm(total=model_dir.total_bytes(self.base.source.specs), unit="B", unit_scale=True, desc=what) as bar:
-            trained = self.checkpoint
-            yield Merge(self.base, self.adapter, trained.others, self.device, bar.update, norms=trained.norms)
 
     def _write_peft(self, merge: Merge) -> None:
         for _ in merge.tensors():  # to check the base, and to find what changed
@@ -225,7 +207,7 @@ class _Export:
         return digests
 
 
-def check_base(form: str, base: Base, has_prompts: bool) -> None:
+def check_base(form: str, base: Base) -> None:
     """Refuse a form that the base has not."""
     if form in (WITH_BASE, *LAYOUTS) and base.format != "nvfp4":
         raise ValueError(
@@ -237,11 +219,6 @@ def check_base(form: str, base: Base, has_prompts: bool) -> None:
         raise ValueError(
             f"the base was not packed while the adapter was trained: to={form}, base={base.name}. Accepted are peft"
             " and the merged forms. Use --to peft."
-        )
-    if has_prompts and any(map(is_expert, base.linears)):
-        raise ValueError(
-            f"log-probs of a mixture of experts cannot be compared here: base={base.name}. --prompts is accepted with"
-            " models without experts. Leave it out."
         )
 
 
@@ -300,11 +277,5 @@ def _costs(report: Mapping[str, Any]) -> list[str]:
             "quantization takes the training back: the error is as large as the update, so this model is about as far "
             "from the trained one as the base is. Serve the base with the adapter (--to base-and-adapter or peft), or "
             "use --to merged-bf16."
-        )
-    if found := report["log_probs"]:
-        lines.append(
-            f"log-probs of {found['tokens']} tokens, {found['prompts']} prompts: |change| mean "
-            f"{found['mean_abs_change']:.4f}, largest {found['max_abs_change']:.4f}; mean change "
-            f"{found['mean_change']:.4f}"
         )
     return lines

@@ -25,7 +25,6 @@ from verl_qerl.formats.reference import dequantize
 
 # Whose layers transformers runs on embeddings as they are, by names that checkpoints have too.
 FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3")
-COLUMNS = ("text", "prompt")
 _TOKENS = 8192  # of a batch, padding included: enough that a GPU does not wait for launches
 
 Observe = Callable[..., None]
@@ -52,7 +51,7 @@ class Calibration:
             FileNotFoundError: No such file.
             ValueError: It cannot be used, or has fewer tokens than a linear has inputs.
         """
-        prompts = read_prompts(self.file, self.samples, COLUMNS)
+        prompts = read_prompts(self.file, self.samples)
         found = tokens_of(source, prompts, self.tokens)
         count = sum(map(len, found))
         widest = max(source.specs[f"{name}.weight"].shape[1] for name in packed_names(source, ignore=ignore))
