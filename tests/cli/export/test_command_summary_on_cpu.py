@@ -5,12 +5,12 @@ from verl_qerl.cli.export.command import summary
 BASE = {"r": 8, "scaling": 2.0, "base_digest": "0123", "base_digest_checked": True, "changed_besides_the_adapter": []}
 
 
-def quantized(error: float, update: float, log_probs=None):
+def quantized(error: float, update: float):
     layers = {
         f"model.layers.{i}.mlp.up_proj": {"relative_error": error * (i + 1), "relative_update": update}
         for i in range(2)
     }
-    return BASE | {"layers": layers, "scale": "minmax", "log_probs": log_probs}
+    return BASE | {"layers": layers, "scale": "minmax"}
 
 
 def test_an_adapter_is_told_in_a_line():
@@ -43,9 +43,3 @@ def test_costs_are_means_and_maxima_by_kind():
 @pytest.mark.parametrize(("update", "lost"), [(0.3, False), (0.03, True), (0.0, False)])
 def test_an_error_as_large_as_the_update_is_announced(update, lost):
     assert ("quantization takes the training back" in summary(quantized(0.02, update))) == lost
-
-
-def test_log_probs_are_told_when_they_were_measured():
-    found = {"prompts": 2, "tokens": 63, "mean_abs_change": 0.1786, "max_abs_change": 0.62, "mean_change": -0.0166}
-    text = summary(quantized(0.02, 0.3, found))
-    assert "log-probs of 63 tokens, 2 prompts: |change| mean 0.1786, largest 0.6200; mean change -0.0166" in text
