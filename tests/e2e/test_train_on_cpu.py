@@ -392,6 +392,7 @@ def test_noise_alone_on_a_bf16_rollout_with_validation(workbench):
         "actor_rollout_ref.rollout.n=8",
         "data.max_response_length=96",
         "actor_rollout_ref.rollout.max_model_len=192",
+        "actor_rollout_ref.rollout.max_num_seqs=32",
     ]
     options += ["actor_rollout_ref.actor.optim.lr=1e-5"]
     # Where C is 1, the rounding of the two policies suffices to widen the range of some tokens.
