@@ -11,15 +11,19 @@ qerl_install "$root"
 
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false WANDB_MODE=disabled
 export PYTHONPATH=$root/tests/startup${PYTHONPATH:+:$PYTHONPATH}  # imports take a fifth less
-"$PYTHON" -m ruff check .
-"$PYTHON" -m ruff format --check .
-"$PYTHON" -m pyright
+
+lint() {
+    "$PYTHON" -m ruff check .
+    "$PYTHON" -m ruff format --check .
+    "$PYTHON" -m pyright
+}
 
 run_pytest() {
     "$PYTHON" -m pytest -q --durations=15 "$@"
 }
 
 if (($#)); then
+    lint
     run_pytest "$@"
     exit
 fi
@@ -35,6 +39,7 @@ run_pytest "${chained[@]}" >"$log" 2>&1 &
 chains=$!
 set +m
 trap 'kill -- "-$chains" 2>/dev/null || true; rm -f "$log"' EXIT
+lint
 failed=0
 run_pytest tests "${chained[@]/#/--ignore=}" || failed=1
 echo "${chained[*]}:"
