@@ -40,10 +40,9 @@ def merged(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:
             content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict) or not {"session", "runs"} <= content.keys():
             raise ValueError(f"no result of the study: {path} has no session or runs. {REMEDY}")
-        lacking = {name: sorted(KEYS - run.keys()) for name, run in content["runs"].items()}
-        for name in (name for name in lacking if lacking[name]):
-            raise ValueError(f"no result of the study: {name} in {path} has no {', '.join(lacking[name])}. {REMEDY}")
         for name, run in content["runs"].items():
+            if lacking := sorted(KEYS - run.keys()):
+                raise ValueError(f"no result of the study: {name} in {path} has no {', '.join(lacking)}. {REMEDY}")
             run["session"] = content["session"] | {"file": path.name}
             runs.append(run)
             if name not in found or _worth(run) > _worth(found[name]):

@@ -108,8 +108,9 @@ def _is_whole(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def _tells_no_worker(value: Any) -> bool:
-    return "verl_qerl" not in re.split("['\"]", str(value))  # a dictionary, or JSON of one
+def tells_workers(additional_config: Any) -> bool:
+    """Whether vLLM's `additional_config`, a dictionary, or JSON of one, has options of ours."""
+    return "verl_qerl" in re.split("['\"]", str(additional_config))
 
 
 def _off(value: Any) -> bool:
@@ -273,7 +274,7 @@ RULES: tuple[Rule, ...] = (
         (Need("trainer.use_v1", _on, "True"), "verl's first trainer knows none of them", _LEAVE),
         (_null(f"{FSDP}.qerl"), "the driver writes +qerl.base.* there", "Set these."),
         (
-            Need(f"{VLLM}.additional_config", _tells_no_worker, "one without verl_qerl"),
+            Need(f"{VLLM}.additional_config", lambda value: not tells_workers(value), "one without verl_qerl"),
             "the driver writes +qerl.rollout.* there",
             "Set these.",
         ),

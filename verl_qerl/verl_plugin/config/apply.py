@@ -133,7 +133,7 @@ def _hold_base(config: DictConfig, run: Run, options: Qerl) -> None:
         "load_format": f"{PREFIX}{base.format}",
         "quantization": f"{PREFIX}{base.format}",
         "model_loader_extra_config": {
-            **mapping(run(name := f"{VLLM}.model_loader_extra_config"), name),
+            **mapping(run, f"{VLLM}.model_loader_extra_config"),
             "scale": base.scale,
             "share_base": base.share,
             "ignore": list(base.ignore),
@@ -156,8 +156,8 @@ def _told(run: Run, aqn: AQNConfig, uaq: UAQConfig) -> dict[str, Any]:
 
 
 def _tell_workers(config: DictConfig, told: dict[str, Any]) -> None:
-    given = mapping(run_of(config)(name := f"{VLLM}.additional_config"), name)
-    OmegaConf.update(config, name, {**given, KEY: told}, force_add=True)
+    given = mapping(run_of(config), f"{VLLM}.additional_config")
+    OmegaConf.update(config, f"{VLLM}.additional_config", {**given, KEY: told}, force_add=True)
     named = _set_default(config, f"{VLLM}.worker_extension_cls", WORKER_EXTENSION)
     if named != WORKER_EXTENSION:
         logger.warning(

@@ -1,7 +1,7 @@
 """Nodes of a run's configuration as plain values. Imports nothing of verl, so that any hook may import it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -12,12 +12,16 @@ def plain(node: Any) -> Any:
     return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
 
 
-def mapping(value: Any, name: str) -> Mapping[str, Any]:
+def mapping(get: Callable[[str], Any], name: str) -> Mapping[str, Any]:
     """An argument of vLLM's that is a dictionary, or JSON of one as some scripts pass it; empty where there is none.
 
+    Args:
+        get: Name -> value, None where nothing is set.
+
     Raises:
-        ValueError: The argument, called `name`, is neither.
+        ValueError: The argument is neither.
     """
+    value = get(name)
     try:
         found = (json.loads(value) if value and isinstance(value, str) else value) or {}
     except json.JSONDecodeError:

@@ -1,7 +1,5 @@
 """Whether a run sets an option of ours; if not, it is a stock run and nothing of it is changed."""
 
-import re
-
 from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl.vllm_plugin import NAMES
@@ -35,9 +33,11 @@ _PROGRAMS = (
 
 def uses_qerl(config: DictConfig) -> bool:
     """Whether a run sets an option of ours. `+platform=cpu` is none: VERL_PLATFORM=cpu registers what belongs to it."""
+    from verl_qerl.options.rules import tells_workers  # imports torch, which other programs of verl need not
+
     if any(OmegaConf.select(config, name) is not None for name in (*_NODES, _SET_BY_US)):
         return True
-    if "verl_qerl" in re.split("['\"]", str(OmegaConf.select(config, _TOLD))):  # a node, or JSON of one
+    if tells_workers(OmegaConf.select(config, _TOLD)):
         return True
     named = (str(OmegaConf.select(config, name)) for name in _NAMES_OURS)
     return OmegaConf.select(config, _LOSS_MODE) == "acr" or any(name.startswith("verl_qerl") for name in named)

@@ -156,11 +156,11 @@ def cover_batches(engine_kwargs: dict, config: Any) -> None:
     Args:
         engine_kwargs: Arguments of an engine with an adapter. Changed in place unless the user chose the sizes.
     """
-    ours = mapping(engine_kwargs.get("additional_config"), "additional_config").get(OPTIONS) or {}
+    ours = mapping(engine_kwargs.get, "additional_config").get(OPTIONS) or {}
     several = engine_kwargs.get("max_loras", 1) != 1  # verl sets 1
     if ours.get("lora") == "stock" or several or asked_of_vllm(None):
         return
-    compilation = mapping(engine_kwargs.get("compilation_config"), "compilation_config")
+    compilation = mapping(engine_kwargs.get, "compilation_config")
     named = {*compilation, *engine_kwargs} & {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
     if config.enforce_eager or config.cudagraph_capture_sizes or named:
         return
@@ -182,6 +182,6 @@ def describe_checkpoint(engine_kwargs: dict, path: str, form: str = "nvfp4") -> 
     """
     chosen = get_format(form)
     of_the_run = (engine_kwargs.get("model_loader_extra_config") or {}).get("ignore")
-    overrides = mapping(engine_kwargs.get("hf_overrides"), "hf_overrides")
+    overrides = mapping(engine_kwargs.get, "hf_overrides")
     described = chosen.config(left_out(open_source(path), chosen, of_the_run))
     engine_kwargs["hf_overrides"] = {**overrides, "quantization_config": described}
