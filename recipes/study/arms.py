@@ -156,7 +156,7 @@ def machine(task: Task, per_gpu: int, gpus: int) -> list[str]:
         f"{ROLLOUT}.calculate_log_probs=True",
         f"{ROLLOUT}.agent.num_workers=4",
         "data.filter_overlong_prompts=True",
-        "data.filter_overlong_prompts_workers=4",  # verl takes a quarter of the cores, in each of the runs at once
+        "data.filter_overlong_prompts_workers=null",  # in its own process: to start others takes longer than the work
         "data.dataloader_num_workers=0",
         "reward.num_workers=2",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
