@@ -85,7 +85,9 @@ def groups(answers: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def answered(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A validation: `samples` of each question, `right` ones as a digit a question, in alphabetic order; and `form`.
+    """A validation: `samples` of each question, `right` ones as a digit a question, in alphabetic order.
+
+    `form` is the share of answers with a box, `boxed_right` of these the share that is right.
 
     A question that the test set has twice counts as two.
     """
@@ -94,10 +96,12 @@ def answered(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         right[answer["input"]].append(answer["score"])
     samples = min(len(scores) for scores in right.values())
     asked = [scores[at : at + samples] for scores in right.values() for at in range(0, len(scores), samples)]
+    boxed = [answer["score"] > 0 for answer in answers if answer["form"]]
     return {
         "samples": samples,
         "right": "".join(str(sum(score > 0 for score in scores)) for scores in asked),
-        "form": round(sum(answer["form"] or 0 for answer in answers) / len(answers), 4),
+        "form": round(len(boxed) / len(answers), 4),
+        "boxed_right": round(sum(boxed) / len(boxed), 4) if boxed else None,
     }
 
 

@@ -52,5 +52,5 @@ def test_a_run_leaves_its_steps_its_groups_and_its_answers_to_the_test_questions
         assert None not in run["metrics"][key], key
     assert run["metrics"]["study/all_wrong"] == [1.0, 1.0]  # a model of random weights
     (validation,) = run["validation"].items()
-    assert validation == ("2", {"samples": 2, "right": "0" * 8, "form": 0.0})
+    assert validation == ("2", {"samples": 2, "right": "0" * 8, "form": 0.0, "boxed_right": None})
     assert run["metrics"]["val-core/openai/gsm8k/acc/mean@1"] == [None, 0.0]
