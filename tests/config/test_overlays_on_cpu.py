@@ -53,7 +53,6 @@ WRITTEN = {
         "train_norms": False,
         "shard": False,
         "share": False,
-        "fused_lora": True,
         "has_adapter": True,
         "run": {
             "rollout.gpu_memory_utilization": 0.5,

@@ -68,11 +68,6 @@ class Base(Options):
         "one copy of the packed base on a GPU: the rollout maps the actor's memory (CUDA IPC) and has that much more"
         " for its KV cache; for less memory lower `gpu_memory_utilization` with it",
     )
-    fused_lora: bool = option(
-        True,
-        SWITCH,
-        "base and adapter of the actor as one function, q, k, v and gate, up together; false: PEFT's own layers",
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,11 +101,12 @@ class Rollout(Options):
     )
     sampler: str = option(
         "auto",
-        one_of("auto", "fused", "stock"),
-        "`fused`, which auto is on a GPU: tokens are drawn in one pass over the logits, two with log-probs (vLLM's"
+        one_of("auto", "stock"),
+        "on a GPU tokens are drawn in one pass over the logits, two with log-probs (vLLM's"
         " sampler makes about eight over a float32 copy), from other random numbers than vLLM's and as reproducible."
         " For whole distributions at any temperature, with the log-probs that verl asks for; greedy, top-k, top-p,"
-        " penalties and seeds of requests stay with vLLM's, which says so once",
+        " penalties and seeds of requests stay with vLLM's, which says so once."
+        " `stock`: vLLM's",
     )
     attention: str = option(
         "auto",

@@ -146,7 +146,7 @@ def _prepare_loaded(
         if options.attention == "auto":
             use_decode_attention(model, vllm_config)
     if options.sampler != "stock":
-        use_fused_sampler(worker.model_runner, required=options.sampler == "fused")
+        use_fused_sampler(worker.model_runner)
 
 
 def prepare_model(worker: Any, vllm_config: Any) -> None:
@@ -154,8 +154,7 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
 
     Raises:
         ValueError: An option is unknown, out of range, or does not go together with VLLM_BATCH_INVARIANT. After
-            loading: the sampler cannot be replaced, draws of the noise do not fit the engine, or packed linears would
-            run on two streams at once.
+            loading: draws of the noise do not fit the engine, or packed linears would run on two streams at once.
     """
     worker._qerl_noise = worker._qerl_norms = None
     options = _batch_invariant(rollout_options(vllm_config), vllm_config)
@@ -181,11 +180,6 @@ def _batch_invariant(options: RolloutOptions, vllm_config: Any) -> RolloutOption
     asked = asked_of_vllm(vllm_config)
     if asked != "VLLM_BATCH_INVARIANT=1":
         return options
-    if options.sampler == "fused":
-        raise ValueError(
-            f"{named('sampler', 'fused')} does not go together with {asked}: its results depend"
-            " on the batch. Accepted is the default. Leave one of them out."
-        )
     logger.warning("verl_qerl: LoRA, the sampler and attention stay vLLM's: %s, and ours depend on the batch.", asked)
     return replace(options, lora="stock", sampler="stock", attention="stock")
 

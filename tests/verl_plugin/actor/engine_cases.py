@@ -5,8 +5,10 @@ python engine_cases.py <folder of models> <folder for findings> <case> ...
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,7 @@ from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.modules.convert import packed_weights
 from verl_qerl.modules.packed_linear import PackedLinear
 from verl_qerl.verl_plugin.actor import engine as ours
+from verl_qerl.verl_plugin.actor import frozen_base
 from verl_qerl.verl_plugin.config.base_options import CHECKSUM, DIGESTS, LAYOUT, QerlFSDPEngineConfig
 from verl_qerl.verl_plugin.weight_sync import flat_adapter
 from verl_qerl.vllm_plugin.adapter.buffers import num_elements, unflatten
@@ -39,8 +42,18 @@ flat_adapter.PIECE_BYTES = 20000  # several, the last one short
 SMALLEST_LINEAR = 64 * 128  # k_proj of the models of conftest.py
 
 
-def build(model, cls=ours.QerlFSDPEngine, qerl=None, lora_only=True, packed=True, dtype="bf16", settings=(), **options):
-    """An engine on `model`, initialized, its adapters made to act."""
+def build(
+    model,
+    cls=ours.QerlFSDPEngine,
+    qerl=None,
+    lora_only=True,
+    packed=True,
+    dtype="bf16",
+    settings=(),
+    fused=True,
+    **options,
+):
+    """An engine on `model`, initialized, its adapters made to act; with `fused` false they stay PEFT's own layers."""
     torch.manual_seed(1)
     defaults = {"lora_rank": 8, "use_remove_padding": False, "override_config": {"attn_implementation": "sdpa"}}
     model_config = HFModelConfig(path=f"{MODELS}/{model}", load_tokenizer=False, **(defaults | options))
@@ -48,7 +61,8 @@ def build(model, cls=ours.QerlFSDPEngine, qerl=None, lora_only=True, packed=True
     config = QerlFSDPEngineConfig(**settings, qerl=qerl or {}) if packed else FSDPEngineConfig(**settings)
     checkpoint = CheckpointConfig(save_lora_only=lora_only)
     found = cls(model_config, config, FSDPOptimizerConfig(lr=1e-3, total_training_steps=10), checkpoint)
-    found.initialize()
+    with nullcontext() if fused else mock.patch.object(frozen_base, "fuse_adapters"):
+        found.initialize()
     for name, parameter in found.module.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.02)
@@ -202,7 +216,7 @@ TRITON = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "t
 
 def options():
     """Options of the base reach it; what cannot be is refused."""
-    engine = build("bf16", qerl={"fused_lora": False})
+    engine = build("bf16", fused=False)
     found = {
         "peft": [logits(engine.module), logits(reference(engine, "bf16", fused=False))],
         "kinds": {False: set(module_types(engine).values()), True: set(module_types(build("bf16")).values())},

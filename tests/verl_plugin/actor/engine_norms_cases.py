@@ -17,9 +17,9 @@ from verl_qerl.vllm_plugin.noise.synced_norms import split_shifts
 NORMS = {"train_norms": True}
 
 
-def shifted(model="bf16", **qerl):
+def shifted(model="bf16", fused=True, **qerl):
     """An engine whose norms have learned something below the resolution of bf16 and above."""
-    engine = build(model, qerl=NORMS | qerl)
+    engine = build(model, qerl=NORMS | qerl, fused=fused)
     shifts = [parameter for name, parameter in engine.module.named_parameters() if name.endswith(SHIFT)]
     for index, parameter in enumerate(shifts):
         parameter.data.add_(0.1 if index % 2 else 1e-3)
@@ -60,16 +60,15 @@ def gradients(module):
     return found
 
 
-def forward(model="bf16", **qerl):
+def forward(model="bf16", fused=True, **qerl):
     """What an engine with trained norms computes and sends, and what it should."""
-    fused = qerl.get("fused_lora", True)
-    fresh = build(model, qerl=NORMS | qerl)
+    fresh = build(model, qerl=NORMS | qerl, fused=fused)
     untrained = expected_model(fresh, model, fused)
     found = {"untrained": logits(fresh.module), "expected untrained": logits(untrained)}
-    found["plain"] = logits(build(model, qerl=qerl).module)
+    found["plain"] = logits(build(model, qerl=qerl, fused=fused).module)
     with untrained.disable_adapter():
         found["expected base"] = logits(untrained)
-    engine = shifted(model, **qerl)
+    engine = shifted(model, fused, **qerl)
     expected = expected_model(engine, model, fused)
     found |= {"logits": logits(engine.module), "expected": logits(expected)}
     with engine.disable_adapter():
@@ -118,7 +117,7 @@ RUNS = {
     "bf16": forward,
     "tied": lambda: forward("tied"),
     "moe": lambda: forward("moe"),
-    "peft": lambda: forward(fused_lora=False),
+    "peft": lambda: forward(fused=False),
     "sharded": lambda: forward(shard=True),
     "lora": lambda: resume(True, NORMS, NORMS),
     "full": lambda: resume(False, NORMS, NORMS),

@@ -54,8 +54,8 @@ def shared():
 
 
 def norms():
-    options = ({}, SHARED, SHARED | {"fused_lora": False}, {"fused_lora": False})
-    return [step(built("bf16", qerl=qerl)) for qerl in options]
+    options = (({}, True), (SHARED, True), (SHARED, False), ({}, False))
+    return [step(built("bf16", qerl=qerl, fused=fused)) for qerl, fused in options]
 
 
 if __name__ == "__main__":

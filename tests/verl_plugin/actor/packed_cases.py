@@ -16,7 +16,7 @@ BY_TOKENS = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 48}
 SETTINGS = {
     "logits": {},
     "head": {"head": True},
-    "kept": {"enable_gradient_checkpointing": False, "qerl": {"fused_lora": False}},
+    "kept": {"enable_gradient_checkpointing": False, "fused": False},
     "sharded": {"head": True, "model": "tied", "qerl": {"shard": True, "train_norms": True}},
     "whole": WHOLE,
     "float32": {"dtype": "fp32", "settings": {"mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "fp32"}}},

@@ -113,7 +113,7 @@ RUNS = {
     "logits": lambda: both(),
     "head": lambda: both(head=True),
     "sharded": lambda: both(head=True, model="tied", qerl={"shard": True, "train_norms": True}),
-    "kept": lambda: both(enable_gradient_checkpointing=False, qerl={"fused_lora": False}),
+    "kept": lambda: both(enable_gradient_checkpointing=False, fused=False),
     "moe": lambda: both(head=True, model="moe"),
     "whole": lambda: both(**WHOLE),
 }

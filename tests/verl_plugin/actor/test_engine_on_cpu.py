@@ -178,7 +178,7 @@ def test_options_reach_the_base(alone, models):
     assert all(".self_attn." in name for name in found["ignore"])
 
 
-def test_pefts_own_lora_layers_by_option(alone):
+def test_pefts_own_lora_layers_where_nothing_is_fused(alone):
     found, expected = alone["options"]["peft"]
     assert torch.equal(found, expected)
     kinds = alone["options"]["kinds"]

@@ -117,7 +117,7 @@ BAD = {
     (f"++{ACTOR}.fsdp_config.qat.enable=true",): r"qat\.enable=True does not go together with \+rollout=nvfp4: both ",
     ("+qerl.base.share=1",): r"^qerl\.base\.share=1 is no value of this option\. Accepted: true, false\.",
     ("+qerl.kernels.linear=stock",): r"^unknown option qerl\.kernels=.* Known options are base, rollout, gate\.",
-    ("+qerl.rollout.sampler=best",): r"^qerl\.rollout\.sampler='best' is .* Accepted: auto, fused, stock\.",
+    ("+qerl.rollout.sampler=best",): r"^qerl\.rollout\.sampler='best' is .* Accepted: auto, stock\.",
     (
         "+qerl.rollout.linears=stock",
     ): r"^unknown option qerl\.rollout\.linears='stock'\. Known options are linear, lora, ",

@@ -113,8 +113,7 @@ class FrozenBase:
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
-        if self.options.fused_lora:
-            fuse_adapters(module)
+        fuse_adapters(module)
         return module
 
     def build_fsdp_module(self, module: nn.Module, stock: _Build) -> nn.Module:

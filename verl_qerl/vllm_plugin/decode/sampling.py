@@ -14,7 +14,6 @@ from vllm.v1.sample.sampler import Sampler
 from verl_qerl import upstream
 from verl_qerl.kernels.rollout.sampling import draw_tokens
 from verl_qerl.vllm_plugin import hosts
-from verl_qerl.vllm_plugin.options import named
 from verl_qerl.vllm_plugin.weights.plans import say_once
 
 # What of vLLM's own processors changes logits; one without it gives them back as they are.
@@ -85,29 +84,24 @@ def _why_kept(sampler: Any) -> str | None:
     return f"use_fp64_gumbel=True. {accepted} Leave it out" if sampler.use_fp64_gumbel else None
 
 
-def use_fused_sampler(runner: Any, required: bool = True) -> None:
-    """Give a model runner of vLLM the faster sampler, and compile what it runs.
+def _is_faster(device: torch.device) -> bool:
+    return device.type == "cuda"
 
-    Args:
-        required: Else on a GPU only, where it is faster, and a sampler that cannot be replaced stays.
 
-    Raises:
-        ValueError: It is required, and the sampler is not vLLM's own, or noise in float64 is asked for.
+def use_fused_sampler(runner: Any) -> None:
+    """Give a model runner of vLLM the faster sampler where it is that, and compile what it runs.
+
+    A sampler that cannot be replaced stays, which is said once.
     """
-    if not required and runner.device.type != "cuda":
+    device = runner.device
+    if not _is_faster(device):
         return
     sampler: Any = getattr(runner, "sampler", None)
     reason = _why_kept(sampler)
     if reason:
-        if not required:
-            say_once(f"vLLM's own sampler draws tokens: {reason}.")
-            return
-        raise ValueError(
-            f"the sampler cannot be replaced: {named('sampler', 'fused')}, {reason}, or leave the option out."
-        )
+        say_once(f"vLLM's own sampler draws tokens: {reason}.")
+        return
     upstream.swap_class(hosts.SAMPLER, sampler, FusedSampler)
-    device = runner.device
-    if device.type == "cuda":
-        size = runner.model_config.get_vocab_size()
-        logits = torch.zeros((1, size), dtype=runner.model_config.dtype, device=device)
-        draw_tokens(logits, torch.ones(1, device=device), torch.zeros((1, 2), device=device), with_rank=True)
+    size = runner.model_config.get_vocab_size()
+    logits = torch.zeros((1, size), dtype=runner.model_config.dtype, device=device)
+    draw_tokens(logits, torch.ones(1, device=device), torch.zeros((1, 2), device=device), with_rank=True)
