@@ -228,11 +228,6 @@ _override(
     "Packed linears run on our kernels, or without a GPU on a reference.",
     "082639f798d7",
 )
-_override(
-    "vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel:ScaledMMLinearKernel",
-    "vLLM's INT8 kernel computes wrong products on a CPU without VNNI.",
-    "31992650a470",
-)
 _overrides(
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
     "Packed experts are decoded once where there is no GPU.",
@@ -255,18 +250,13 @@ _overrides(
 )
 _override(
     f"{_SCHEMES}.compressed_tensors_scheme:CompressedTensorsScheme",
-    "The CPU build has no kernel for FP8 weights and activations.",
+    "The CPU build has no kernel for FP8, and for INT8 one that cannot be reloaded or adapted.",
     "d4506110098a",
 )
 _overrides(
     f"{_SCHEMES}.compressed_tensors_w4a4_nvfp4:CompressedTensorsW4A4Fp4",
     "A rollout that computes with the actor's base holds no weights of its own (share_base).",
     {"create_weights": "79629fe32525", "process_weights_after_loading": "32d3676c972f"},
-)
-_overrides(
-    f"{_SCHEMES}.compressed_tensors_w8a8_int8:CompressedTensorsW8A8Int8",
-    "vLLM's INT8 on a CPU cannot be reloaded or adapted, and is wrong without VNNI.",
-    {"create_weights": "433b150f4b7e", "process_weights_after_loading": "dcabfa5f481a"},
 )
 _overrides(
     "vllm.model_executor.model_loader.base_loader:BaseModelLoader",

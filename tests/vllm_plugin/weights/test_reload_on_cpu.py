@@ -218,48 +218,31 @@ def test_another_format_is_an_error(engine, other, form, sentence):
 
 @pytest.mark.parametrize("num_before", [0, 2])  # the third sync looks at layer 1
 def test_a_kernel_that_holds_something_else_is_an_error(engine, other, monkeypatch, num_before):
-    from verl_qerl.vllm_plugin.weights.quantization import W8A8INT8
+    from verl_qerl.vllm_plugin.weights.reference_kernels import W8A8Reference
 
-    real = W8A8INT8.process_weights_after_loading
+    real = W8A8Reference.process_weights_after_loading
 
     def spoil(self, layer):
         if layer.prefix == DOWN:
             layer.weight.data[3, 5] += 1 if layer.weight.data[3, 5] < 127 else -1
         real(self, layer)
 
-    monkeypatch.setattr(W8A8INT8, "process_weights_after_loading", spoil)
+    monkeypatch.setattr(W8A8Reference, "process_weights_after_loading", spoil)
     with pytest.raises(ValueError, match=rf"the rollout's linear '{DOWN}' does not hold what the actor sent"):
         sync(engine, stream_of(other, "int8"), "int8", num_before)
 
 
-def test_onednn_keeps_the_scales_of_new_weights(engine, other, monkeypatch):
-    """When this fails, vLLM's reload has learned it: delete what W8A8INT8 adds."""
-    from verl_qerl.vllm_plugin.weights import reload
-    from verl_qerl.vllm_plugin.weights.quantization import W8A8INT8
-    from verl_qerl.vllm_plugin.weights.reference_kernels import onednn_multiplies_int8
-
-    if not onednn_multiplies_int8():
-        pytest.skip("vLLM's INT8 kernel is not used on this CPU")
-
-    monkeypatch.delattr(W8A8INT8, "process_weights_after_loading")
-    seen = []
-    real = reload.holds
-    monkeypatch.setattr(reload, "holds", lambda linear, dense: seen.append(real(linear, dense)) or True)
-    sync(engine, stream_of(other, "int8"), "int8")
-    assert not all(seen)
-
-
 def test_tensors_that_are_no_parameters_stay_where_graphs_have_them(engine, other, monkeypatch):
-    from verl_qerl.vllm_plugin.weights.quantization import W8A8INT8
+    from verl_qerl.vllm_plugin.weights.reference_kernels import W8A8Reference
 
-    real, workspaces = W8A8INT8.process_weights_after_loading, []
+    real, workspaces = W8A8Reference.process_weights_after_loading, []
 
     def make_workspace(self, layer):
         real(self, layer)
         layer.workspace = torch.zeros(4)  # as Marlin's
         workspaces.append(layer.workspace)
 
-    monkeypatch.setattr(W8A8INT8, "process_weights_after_loading", make_workspace)
+    monkeypatch.setattr(W8A8Reference, "process_weights_after_loading", make_workspace)
     sync(engine, stream_of(other, "int8"), "int8")
     first = workspaces[:]
     for workspace in first:

@@ -1,14 +1,12 @@
 """The quantization methods `verl_qerl_<format>`: compressed-tensors' schemes with our choice of kernel.
 
 NVFP4 on Hopper runs on `linear.W4A16Kernel`, on other GPUs on vLLM's own kernel (Marlin); MXFP4 on Marlin, always with
-activations in bf16; INT8 and FP8 on vLLM's own kernels. Where the CPU build of vLLM has none, or a wrong one,
-`reference_kernels` has.
+activations in bf16; INT8 and FP8 on vLLM's own kernels. A CPU has `reference_kernels`.
 """
 
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearLayerConfig
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
@@ -17,7 +15,6 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsW4A4Fp4,
     CompressedTensorsW4A4Mxfp4,
-    CompressedTensorsW8A8Int8,
 )
 from vllm.platforms import current_platform
 
@@ -101,10 +98,9 @@ class RolloutConfig(CompressedTensorsConfig):
             return BorrowedNVFP4() if is_borrowing(get_current_vllm_config_or_none()) else W4A16NVFP4()
         if form == "mxfp4" and self._is_mxfp4(weight_quant) and input_quant is None:
             return W4A16MXFP4()
-        if form == "fp8" and self._is_fp8_w8a8(weight_quant, input_quant) and current_platform.is_cpu():
-            return reference_kernels.W8A8FP8Reference()
-        if form == "int8" and self._is_dynamic_token_w8a8(weight_quant, input_quant):
-            return W8A8INT8(weight_quant.strategy, is_static_input_scheme=False, input_symmetric=input_quant.symmetric)
+        is_w8a8 = {"fp8": self._is_fp8_w8a8, "int8": self._is_dynamic_token_w8a8}.get(form)
+        if is_w8a8 is not None and is_w8a8(weight_quant, input_quant) and current_platform.is_cpu():
+            return reference_kernels.W8A8Reference(form)
         return super()._get_scheme_from_parts(weight_quant, input_quant, *args, **kwargs)
 
 
@@ -186,31 +182,3 @@ class W4A16MXFP4(CompressedTensorsW4A4Mxfp4):
         from vllm.model_executor.kernels.linear.mxfp4.marlin import MarlinMxFp4LinearKernel
 
         self.kernel = MarlinMxFp4LinearKernel(config)
-
-
-class W8A8INT8(CompressedTensorsW8A8Int8):
-    """vLLM's INT8; on a CPU it can be reloaded and adapted, and it is right without VNNI.
-
-    oneDNN goes on reading the scales where they were when it packed a weight; vLLM's reload copies them into older
-    storage and frees that place, so that a product has the scales of other data. And vLLM asks the weight, of which
-    oneDNN's copy alone is left, for the device of an adapter.
-    """
-
-    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        """Create vLLM's weights, with our kernel where vLLM's computes wrong products."""
-        super().create_weights(layer, *args, **kwargs)
-        if current_platform.is_cpu() and not reference_kernels.onednn_multiplies_int8():
-            say_once(
-                "INT8 linears run on a reference in float32, which is slow: vLLM's kernel computes wrong products on"
-                " this CPU, which has no VNNI."
-            )
-            self.kernel = reference_kernels.INT8ReferenceKernel(self.kernel.config, self.kernel.layer_param_names)
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Process the weights; the scales stay where oneDNN reads them, and an empty tensor stands for the weight."""
-        super().process_weights_after_loading(layer)
-        if current_platform.is_cpu():
-            self._scales_of_onednn = layer.weight_scale.data
-            has_adapters = getattr(get_current_vllm_config_or_none(), "lora_config", None) is not None
-            if layer.weight is None and has_adapters:
-                layer.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.int8), requires_grad=False)

@@ -1,27 +1,20 @@
-"""Linears for a machine without a GPU, where vLLM has no kernel for a format: exact, dense and slow.
+"""Linears for a machine without a GPU, where vLLM has no kernel for most formats: exact, dense and slow.
 
-The same loader, reload, LoRA layers and noise run with them on a laptop. INT8 needs one only where vLLM's own kernel
-for CPUs computes something else (`onednn_multiplies_int8`).
+The same loader, reload, LoRA layers and noise run with them on a laptop. vLLM's INT8 kernel for CPUs is not used: it
+packs weights such that they cannot be reloaded or adapted, and without VNNI its products are wrong.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm import _custom_ops as ops
 from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearKernel
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
-from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import Int8ScaledMMLinearKernel
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
-from vllm.model_executor.layers.quantization.utils.fp8_utils import (
-    create_fp8_scale_parameter,
-    create_fp8_weight_parameter,
-)
-from vllm.model_executor.parameter import ChannelQuantScaleParameter
+from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 
-from verl_qerl.formats import FP8, INT8, MXFP4, NVFP4, WeightFormat
-from verl_qerl.formats.channel import ChannelFormat
+from verl_qerl.formats import MXFP4, NVFP4, WeightFormat, get_format
+from verl_qerl.formats.tensor_spec import DTYPES
 from verl_qerl.vllm_plugin.weights.linear import Everywhere, frozen
 
 
@@ -55,28 +48,11 @@ class MXFP4ReferenceKernel(_Dense, MxFp4LinearKernel):
     form, scales = MXFP4(), ("weight_scale",)
 
 
-class _W8A8:
-    """Weights per channel and activations per token, with sums in float32."""
+class W8A8Reference(CompressedTensorsScheme):
+    """FP8 or INT8 weights per channel and activations per token, as vLLM's GPU kernels compute, with float32 sums."""
 
-    form: ChannelFormat
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Keep the codes as float32, exactly."""
-        layer.weight = frozen(layer.weight.data.float())
-        layer.weight_scale = frozen(layer.weight_scale.data)
-
-    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """X W^T + bias; x [..., K], result [..., N] of x's dtype."""
-        codes, scale = self.form.quantize_rows(x.reshape(-1, x.shape[-1]))
-        y = codes.float() @ layer.weight.t() * (scale * layer.weight_scale.t())
-        y = y.to(x.dtype).view(*x.shape[:-1], -1)
-        return y if bias is None else y + bias
-
-
-class W8A8FP8Reference(_W8A8, CompressedTensorsScheme):
-    """FP8 weights per channel and activations per token, as vLLM's GPU kernels compute, with sums in float32."""
-
-    form = FP8()
+    def __init__(self, form: str) -> None:
+        self.form: Any = get_format(form)
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -92,30 +68,25 @@ class W8A8FP8Reference(_W8A8, CompressedTensorsScheme):
         weight_loader: Callable,
         **kwargs: Any,
     ) -> None:
-        """`weight` [N, K] float8_e4m3fn and `weight_scale` [N, 1] float32."""
-        sizes, K = output_partition_sizes, input_size_per_partition
-        layer.logical_widths = sizes
-        layer.register_parameter("weight", create_fp8_weight_parameter(sum(sizes), K, weight_loader))
-        scale = create_fp8_scale_parameter(ChannelQuantScaleParameter, sizes, K, None, weight_loader)  # type: ignore
-        layer.register_parameter("weight_scale", scale)
+        """`weight` [N, K] of codes and `weight_scale` [N, 1] float32."""
+        layer.logical_widths = output_partition_sizes
+        codes, scale = (
+            torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
+            for spec in self.form.held(sum(output_partition_sizes), input_size_per_partition)
+        )
+        weight = ModelWeightParameter(data=codes, input_dim=1, output_dim=0, weight_loader=weight_loader)
+        layer.register_parameter("weight", weight)
+        scales = ChannelQuantScaleParameter(data=scale, output_dim=0, weight_loader=weight_loader)
+        layer.register_parameter("weight_scale", scales)
 
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Keep the codes as float32, exactly."""
+        layer.weight = frozen(layer.weight.data.float())
+        layer.weight_scale = frozen(layer.weight_scale.data)
 
-class INT8ReferenceKernel(Everywhere, _W8A8, Int8ScaledMMLinearKernel):
-    """INT8 weights per channel and activations per token, with sums in float32."""
-
-    form = INT8()
-
-
-@functools.cache
-def onednn_multiplies_int8() -> bool:
-    """Whether vLLM's INT8 kernel for CPUs gives the sum of the products here.
-
-    Without VNNI oneDNN (of vLLM 0.27) adds pairs of products in 16 bits, which saturate.
-    """
-    K, N = 64, 32
-    largest, scales = torch.full((N, K), 127, dtype=torch.int8), torch.ones(N, 1, dtype=torch.float32)
-    # `scales` has to live as long as the handler, which reads them where they are.
-    handler = ops.create_onednn_scaled_mm(largest.t(), scales, torch.float32, True, False, 1)
-    found = torch.empty(1, N, dtype=torch.float32)
-    ops.onednn_scaled_mm(handler, largest[:1], found, scales[:1], None, None, None)
-    return bool((found == K * 127.0**2).all())
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """X W^T + bias; x [..., K], result [..., N] of x's dtype."""
+        codes, scale = self.form.quantize_rows(x.reshape(-1, x.shape[-1]))
+        y = codes.float() @ layer.weight.t() * (scale * layer.weight_scale.t())
+        y = y.to(x.dtype).view(*x.shape[:-1], -1)
+        return y if bias is None else y + bias
