@@ -184,8 +184,8 @@ def test_a_fingerprint_of_files_is_that_of_the_function(upstream, tmp_path):
         assert fingerprint_in(tmp_path, gone) is None
 
 
-def test_what_differs_is_found_without_an_import(upstream, tmp_path):
-    scale, run, gone = changes = [
+def test_what_differs_is_found_without_an_import(upstream):
+    _, run, gone = changes = [
         record("toyhost.model:scale", fingerprint(upstream.scale)),
         record("toyhost.model:Model.run", "000000000000"),
         record("toyhost.model:gone", "000000000000"),
@@ -196,7 +196,6 @@ def test_what_differs_is_found_without_an_import(upstream, tmp_path):
     shims += [make_shim(upstream, fingerprint="000000000000")]
     del sys.modules["toyhost.model"]
     assert differing([*changes, either, missing, *shims]) == [run, gone, missing, shims[2]]
-    assert differing([scale], tmp_path / "elsewhere") == [scale]
     assert "toyhost.model" not in sys.modules
 
 

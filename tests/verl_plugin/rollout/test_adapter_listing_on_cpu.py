@@ -2,7 +2,13 @@ import asyncio
 
 import pytest
 
+from verl_qerl.verl_plugin.rollout import adapter_listing
 from verl_qerl.verl_plugin.rollout.adapter_listing import AdapterListing
+
+
+@pytest.fixture(autouse=True)
+def quick_looks(monkeypatch):
+    monkeypatch.setattr(adapter_listing, "_LOOK_S", 0.01)
 
 
 class Engine:
@@ -32,7 +38,7 @@ class Engine:
 def run(scenario):
     async def start():
         engine = Engine()
-        AdapterListing(engine, look_s=0.01)
+        AdapterListing(engine)
         return await scenario(engine)
 
     return asyncio.run(start())

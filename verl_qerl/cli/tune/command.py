@@ -19,6 +19,7 @@ from verl_qerl.kernels.rollout.w4a16_matmul import Adapter, can_fuse, prepare, w
 
 ROWS = (1, 8, 16, 24, 32, 48, 64, 96, 128, 176, 256, 512, 1024, 2048, 4096, 8192)
 TRIED = 12  # launches of w4a16_matmul, the most promising ones, each with both ways to make X A^T
+_REPLAYS = 5  # of which the best is taken
 _RANK = 32  # of the adapter with which they are compared
 _CACHE_BYTES = 400 << 20  # read between two uses of a weight, several times the L2 cache of an H200
 
@@ -159,7 +160,7 @@ def crossing(times: Sequence[dict[str, float]]) -> int:
     return found
 
 
-def time_us(calls: Sequence[Callable[[], object]], repetitions: int = 5) -> float:
+def time_us(calls: Sequence[Callable[[], object]]) -> float:
     """Microseconds of one call, the best of several replays of a CUDA graph over all of them."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -173,7 +174,7 @@ def time_us(calls: Sequence[Callable[[], object]], repetitions: int = 5) -> floa
             call()
     graph.replay()
     best = float("inf")
-    for _ in range(repetitions):
+    for _ in range(_REPLAYS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()

@@ -12,7 +12,7 @@ from typing import Any
 from verl_qerl import upstream
 from verl_qerl.vllm_plugin import hosts
 
-_LOOK_S = 1.0
+_LOOK_S = 1.0  # seconds between two looks whether the engine has ended while it is asked
 
 
 class AdapterListing:
@@ -20,11 +20,10 @@ class AdapterListing:
 
     Args:
         engine: vLLM's AsyncLLM, changed in place.
-        look_s: Seconds between two looks whether the engine has ended while it is asked.
     """
 
-    def __init__(self, engine: Any, look_s: float = _LOOK_S) -> None:
-        self._engine, self._ask, self._look_s = engine, engine.list_loras, look_s
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._ask = engine, engine.list_loras
         self._asked: asyncio.Task[set[int]] | None = None
         upstream.hang(hosts.LIST_LORAS, engine, self)
         for change in hosts.CHANGE_LORAS:
@@ -37,7 +36,7 @@ class AdapterListing:
         if asked is None:
             asked = self._asked = asyncio.ensure_future(self._ask())
         while not asked.done():
-            await asyncio.wait({asked}, timeout=self._look_s)
+            await asyncio.wait({asked}, timeout=_LOOK_S)
             if not asked.done() and self._engine.errored:
                 raise self._engine.dead_error
         if asked.exception() is not None and self._asked is asked:
