@@ -10,7 +10,7 @@ from verl_qerl.checkpoints.model_config import read_object
 from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import left_out
 from verl_qerl.formats import get_format
-from verl_qerl.vllm_plugin import PREFIX, register, version_problem
+from verl_qerl.vllm_plugin import PREFIX, model_runner, register, version_problem
 
 # What vLLM accepts as max_lora_rank.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -72,7 +72,7 @@ class OfflineEngine:
         if problem:
             raise ValueError(problem)
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # as runs of ours under verl
+        os.environ.setdefault(model_runner.CHOICE, "0")  # as runs of ours under verl
         import torch
         from vllm import LLM
         from vllm.lora.request import LoRARequest

@@ -15,7 +15,8 @@ from verl_qerl.verl_plugin.config.base_options import BaseOptions
 PLAIN = {"r": 32, "lora_alpha": 64, "use_rslora": False, "target_modules": ["k_proj", "q_proj"]}
 
 
-MESH = SimpleNamespace(ndim=2, size=lambda dim=None: {None: 8, 0: 2, 1: 4}[dim])  # two copies, each over four ranks
+# Two copies, each over four ranks.
+MESH = SimpleNamespace(ndim=2, size=lambda: 8, get_group=lambda dim: SimpleNamespace(size=lambda: (2, 4)[dim]))
 
 
 def lora(**options):

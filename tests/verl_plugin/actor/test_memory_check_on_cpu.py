@@ -49,7 +49,7 @@ def engine():
         offload_policy=False,
         qerl=SimpleNamespace(shard=True, share=False, format="int8"),
     )
-    mesh = SimpleNamespace(ndim=1, size=lambda dim: 4)
+    mesh = SimpleNamespace(ndim=1, get_group=lambda dim: SimpleNamespace(size=lambda: 4))
     return SimpleNamespace(model_config=model, engine_config=config, device_mesh=mesh, rank=0)
 
 
@@ -116,7 +116,8 @@ def test_an_adapter_that_is_read_brings_its_own_rank_and_targets(engine, tmp_pat
 
 
 def test_a_run_with_few_large_adapters_fits(engine, gpu):
-    engine.model_config.lora_rank, engine.device_mesh.size = 256, lambda dim: 1
+    engine.model_config.lora_rank = 256
+    engine.device_mesh.get_group = lambda dim: SimpleNamespace(size=lambda: 1)
     engine.engine_config.qerl.format = "nvfp4"
     with pytest.raises(ValueError, match=r"^too little GPU memory"):
         check_memory(engine, RUN)

@@ -19,6 +19,7 @@ from verl_qerl.checkpoints.manifest import checksum
 from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.nvfp4 import BLOCK_SIZE, nvfp4_weight
 from verl_qerl.modules.nvfp4_linear import NVFP4Linear
+from verl_qerl.modules.placement.shards import sharding_group
 
 _HEAD = 16  # bytes of the decode scale with its padding: what follows starts where a kernel can load it in one piece
 
@@ -137,7 +138,7 @@ class ShardedNVFP4Linear(NVFP4Linear):
         if not isinstance(parameter, DTensor):
             return super().packed()
         part = parameter.to_local().view(torch.uint8).to(parameter.device_mesh.device_type)
-        group = parameter.device_mesh.get_group(parameter.device_mesh.ndim - 1)  # the last dimension shards
+        group = sharding_group(parameter.device_mesh)
         flat = part.new_empty(dist.get_world_size(group) * part.numel())
         dist.all_gather_into_tensor(flat, part, group)
         self._checksum = checksum(flat)

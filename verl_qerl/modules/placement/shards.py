@@ -7,9 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # also for weights_only
 
 from verl_qerl.errors import CheckpointFormatError
+
+
+def sharding_group(mesh: DeviceMesh) -> ProcessGroup:
+    """The ranks that FSDP2 spreads a tensor over: those along the last dimension."""
+    return mesh.get_group(mesh.ndim - 1)
 
 
 def join_shards(files: Sequence[Path]) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ from torch.distributed import DeviceMesh
 
 from verl_qerl.algos.trained_norms import NORMS
 from verl_qerl.checkpoints.record import BaseRecord
+from verl_qerl.modules.placement.shards import sharding_group
 from verl_qerl.verl_plugin.config.base_options import BaseOptions
 
 # Written even when they are PEFT's defaults, which may change.
@@ -20,7 +21,7 @@ _NEVER = ("task_type", "peft_type", "peft_version", "base_model_name_or_path", "
 def base_record(
     path: str, options: BaseOptions, digests: Mapping[str, str], adapter: PeftConfig, mesh: DeviceMesh
 ) -> BaseRecord:
-    """The record of an engine's model; the last dimension of `mesh` shards."""
+    """The record of an engine's model."""
     return BaseRecord(
         recorded_path(path),
         str(options.scale),
@@ -30,7 +31,7 @@ def base_record(
         world_size=mesh.size(),
         trained_norms=NORMS if options.train_norms else (),
         format=options.format,
-        sharded_over=mesh.size(mesh.ndim - 1),
+        sharded_over=sharding_group(mesh).size(),
     )
 
 

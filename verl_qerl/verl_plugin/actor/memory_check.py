@@ -10,6 +10,7 @@ from peft import LoraConfig, PeftConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from verl.utils.fs import copy_to_local
 
+from verl_qerl.modules.placement.shards import sharding_group
 from verl_qerl.planning.memory_plan import GIB, Settings, check, plan, table
 from verl_qerl.planning.model_shape import ModelShape
 from verl_qerl.verl_plugin.config.nodes import plain
@@ -55,7 +56,7 @@ def settings_of(engine: Any, run: Mapping[str, Any], shape: ModelShape) -> Setti
     return Settings(
         rank=adapter.r,
         adapted_features=_adapted_features(adapter, shape),
-        gpus=engine.device_mesh.size(engine.device_mesh.ndim - 1),  # the last dimension shards
+        gpus=sharding_group(engine.device_mesh).size(),
         tokens=tokens,
         checkpointing=model.enable_gradient_checkpointing,
         whole_logits=not model.use_fused_kernels,

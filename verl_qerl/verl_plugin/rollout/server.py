@@ -14,6 +14,7 @@ from verl_qerl.verl_plugin.config.apply import WORKER_EXTENSION
 from verl_qerl.verl_plugin.config.nodes import mapping
 from verl_qerl.vllm_plugin.decode.final_outputs import FinalOutputs
 from verl_qerl.vllm_plugin.decode.graph_sizes import VLLMS, larger_sizes
+from verl_qerl.vllm_plugin.model_runner import CHOICE
 from verl_qerl.vllm_plugin.options import KEY as OPTIONS
 from verl_qerl.vllm_plugin.options import asked_of_vllm
 
@@ -24,7 +25,6 @@ else:
 
 logger = logging.getLogger(__name__)
 
-RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # of the environment
 # Ray calls this group beside the requests, however many wait for their turn.
 _HEALTH = "verl_qerl_health"
 
@@ -142,9 +142,9 @@ def choose_runner() -> None:
 
     vLLM 0.24.0 would run Qwen3, Llama and Mistral on its V2 runner, which does not take our sampler.
     """
-    if RUNNER not in os.environ:
-        os.environ[RUNNER] = "0"
-        logger.info("verl_qerl: %s=0, for the sampler of ours; 1 is vLLM's other runner.", RUNNER)
+    if CHOICE not in os.environ:
+        os.environ[CHOICE] = "0"
+        logger.info("verl_qerl: %s=0, for the sampler of ours; 1 is vLLM's other runner.", CHOICE)
 
 
 def cover_batches(engine_kwargs: dict, config: Any) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from verl_qerl.algos.trained_norms import shifted_norm
 from verl_qerl.checkpoints.manifest import checksum
+from verl_qerl.modules.placement.shards import sharding_group
 from verl_qerl.vllm_plugin.adapter.buffers import Layout
 
 # A message of verl's transfer holds as many pieces as its bucket does; one piece fits the smallest bucket in use.
@@ -138,7 +139,7 @@ def _group(parameters: Mapping[str, torch.Tensor]) -> dist.ProcessGroup | None:
                     f"{name} of the adapter is sharded as {parameter.placements}. Accepted are rows, by FSDP2. Set"
                     " actor_rollout_ref.actor.strategy=fsdp2."
                 )
-            group = parameter.device_mesh.get_group(parameter.device_mesh.ndim - 1) if last.is_shard() else None
+            group = sharding_group(parameter.device_mesh) if last.is_shard() else None
         groups.setdefault(None if group is None else tuple(dist.get_process_group_ranks(group)), group)
     if len(groups) != 1:
         raise ValueError(

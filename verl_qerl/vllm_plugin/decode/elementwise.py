@@ -19,6 +19,7 @@ from verl_qerl.kernels.rollout.elementwise import add_rms_norm, can_normalize, c
 from verl_qerl.kernels.rollout.rotation import can_normalize_heads, can_rotate, norm_rotate, rotate
 from verl_qerl.upstream import HostChange
 from verl_qerl.vllm_plugin import hosts
+from verl_qerl.vllm_plugin.noise.row_norms import is_plain
 
 
 class PDLRMSNorm(RMSNorm):
@@ -126,17 +127,13 @@ def _kind(module: Any, columns: set[int], left: torch.dtype | None) -> type | No
         return RotaryEmbedding if same and whole else None
     if kind in (Qwen3Attention, Qwen3MoeAttention):
         return kind if _normalizes_heads(module) else None
-    if _is_plain(module) and module.weight.shape[0] in columns and module.weight.dtype != left:
+    if is_plain(module) and module.weight.shape[0] in columns and module.weight.dtype != left:
         return kind if can_normalize(module.weight) else None
     return None
 
 
-def _is_plain(norm: Any) -> bool:
-    return type(norm) is RMSNorm and norm.has_weight and norm.variance_size_override is None
-
-
 def _normalizes_heads(attention: Any) -> bool:
     q, k = attention.q_norm, attention.k_norm
-    plain = _is_plain(q) and _is_plain(k) and q.variance_epsilon == k.variance_epsilon
+    plain = is_plain(q) and is_plain(k) and q.variance_epsilon == k.variance_epsilon
     rotated = _kind(attention.rotary_emb, set(), None) or type(attention.rotary_emb) is PDLRotaryEmbedding
     return bool(plain and rotated and can_normalize_heads(q.weight, k.weight))

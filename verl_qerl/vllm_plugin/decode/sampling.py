@@ -13,7 +13,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from verl_qerl import upstream
 from verl_qerl.kernels.rollout.sampling import draw_tokens
-from verl_qerl.vllm_plugin import hosts
+from verl_qerl.vllm_plugin import hosts, model_runner
 from verl_qerl.vllm_plugin.weights.plans import say_once
 
 # What of vLLM's own processors changes logits; one without it gives them back as they are.
@@ -77,8 +77,8 @@ def _is_of_no_request(metadata: Any) -> bool:
 def _why_kept(sampler: Any) -> str | None:
     """Why a sampler is not replaced, and what to do about it; None for one that is."""
     accepted = "Accepted is the Sampler of vLLM's V1 model runner without use_fp64_gumbel."
-    if type(sampler).__module__.startswith("vllm.v1.worker.gpu."):  # vLLM's choice for Qwen3, Llama and Mistral
-        return f"the engine is on vLLM's V2 model runner. {accepted} Set VLLM_USE_V2_MODEL_RUNNER=0"
+    if model_runner.is_v2(sampler):
+        return f"the engine is on vLLM's V2 model runner. {accepted} Set {model_runner.CHOICE}=0"
     if type(sampler) is not Sampler:
         return f"{type(sampler).__name__}. {accepted} Use a model and options that have it"
     return f"use_fp64_gumbel=True. {accepted} Leave it out" if sampler.use_fp64_gumbel else None

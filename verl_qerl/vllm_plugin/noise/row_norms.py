@@ -32,6 +32,11 @@ class RowRMSNorm(RMSNorm):
         return add_rms_norm_rows(x, residual, self.table, self.ids, self.variance_epsilon)
 
 
+def is_plain(norm: Any) -> bool:
+    """Whether a module is vLLM's RMSNorm, with a weight and over whole rows."""
+    return type(norm) is RMSNorm and norm.has_weight and norm.variance_size_override is None
+
+
 def give_table(name: str, norm: Any, ids: torch.Tensor) -> torch.Tensor:
     """Make a norm of vLLM a RowRMSNorm, all rows of its table the weight it has.
 
@@ -45,7 +50,7 @@ def give_table(name: str, norm: Any, ids: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: The norm computes something else than vLLM's RMSNorm.
     """
-    if type(norm) is not RMSNorm or not norm.has_weight or norm.variance_size_override is not None:
+    if not is_plain(norm):
         raise ValueError(
             f"aqn.draw other than batch does not go together with {name}, which is a {type(norm).__name__} with an"
             " arithmetic of its own. Accepted are norms that are vLLM's RMSNorm over whole rows. Set `+aqn.draw=batch`"
