@@ -11,6 +11,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
 from verl_qerl.vllm_plugin.decode import attention as module
 from verl_qerl.vllm_plugin.decode.attention import DecodeAttentionImpl, use_decode_attention, why_stock
+from verl_qerl.vllm_plugin.log import say_once
 
 CACHE = torch.zeros(9, 2, 16, 2, 64, dtype=torch.bfloat16)
 STOCK = ("do_kv_cache_update", "forward")
@@ -106,7 +107,7 @@ def test_other_steps_are_vllms(model, calls, monkeypatch, metadata):
 
 
 def test_a_cache_that_cannot_be_read_is_vllms_and_it_says_so(model, calls, monkeypatch, caplog):
-    module.say_once.cache_clear()
+    say_once.cache_clear()
     use_decode_attention(model, config_of())
     for _ in range(2):
         step(model[0], make_metadata(), monkeypatch, cache=CACHE.half())
@@ -136,7 +137,7 @@ def test_keys_are_kept_where_it_is_not_known_who_keeps_them(model, calls, monkey
     ids=str,
 )
 def test_layers_that_stay_with_vllm(model, caplog, options, reason):
-    module.say_once.cache_clear()
+    say_once.cache_clear()
     model[0].impl = make_impl(**options)
     assert why_stock(model[0].impl) == f"it has {reason}"
     assert use_decode_attention(model, config_of()) == 1
@@ -154,6 +155,6 @@ def test_other_implementations_stay():
     [("FULL", True, 0), ("FULL", False, 2), ("FULL_DECODE_ONLY", True, 2), ("PIECEWISE", True, 2), (None, True, 2)],
 )
 def test_graphs_of_what_begins_keep_vllms(model, caplog, mode, v2, layers):
-    module.say_once.cache_clear()
+    say_once.cache_clear()
     assert use_decode_attention(model, config_of(mode, v2)) == layers
     assert ("its V2 runner captures steps in which requests begin" in caplog.text) == (not layers)

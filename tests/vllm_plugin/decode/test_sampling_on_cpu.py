@@ -19,7 +19,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from verl_qerl.vllm_plugin.decode import sampling as sampling_module
 from verl_qerl.vllm_plugin.decode.sampling import FusedSampler, use_fused_sampler, why_stock
-from verl_qerl.vllm_plugin.weights import plans
+from verl_qerl.vllm_plugin.log import say_once
 
 ROWS, VOCABULARY = 3, 50
 
@@ -88,7 +88,7 @@ def test_other_batches_are_vllms(reason, monkeypatch, caplog):
     """Each for its own reason, which is said once unless the batch is greedy throughout, as in validation."""
     assert reason in why_stock(OTHERS[reason], "processed_logprobs")
     monkeypatch.setattr(Sampler, "forward", lambda self, *args, **kwargs: (args, kwargs))
-    plans.say_once.cache_clear()
+    say_once.cache_clear()
     sampler, logits = FusedSampler("processed_logprobs"), torch.zeros(ROWS, VOCABULARY)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -99,7 +99,7 @@ def test_other_batches_are_vllms(reason, monkeypatch, caplog):
 def test_nothing_is_said_of_the_batch_that_vllm_starts_with(monkeypatch, caplog):
     """As _dummy_sampler_run of its model runner makes it: neither greedy nor random, without processors."""
     monkeypatch.setattr(Sampler, "forward", lambda self, *args, **kwargs: "vLLM's")
-    plans.say_once.cache_clear()
+    say_once.cache_clear()
     made_up = dataclasses.replace(metadata(all_random=False), logitsprocs=LogitsProcessors())
     assert FusedSampler("processed_logprobs")(torch.zeros(ROWS, VOCABULARY), made_up) == "vLLM's"
     assert not caplog.records
@@ -107,7 +107,7 @@ def test_nothing_is_said_of_the_batch_that_vllm_starts_with(monkeypatch, caplog)
 
 def test_greedy_batches_and_speculation(monkeypatch, caplog):
     monkeypatch.setattr(Sampler, "forward", lambda self, *args, **kwargs: (args, kwargs))
-    plans.say_once.cache_clear()
+    say_once.cache_clear()
     sampler, logits = FusedSampler("processed_logprobs"), torch.zeros(ROWS, VOCABULARY)
     greedy = metadata(all_greedy=True, all_random=False)
     assert sampler(logits, greedy) == ((logits, greedy, False), {})
@@ -158,7 +158,7 @@ V2 = type("Sampler", (), {"__module__": "vllm.v1.worker.gpu.sample.sampler", "us
     ids=["none", "float64", "V2"],
 )
 def test_another_sampler_is_kept_and_it_is_said(sampler, found, remedy, caplog):
-    plans.say_once.cache_clear()
+    say_once.cache_clear()
     why = f"{found}. Accepted is the Sampler of vLLM's V1 model runner without use_fp64_gumbel. {remedy}"
     runner = SimpleNamespace(sampler=sampler, device=torch.device("cuda"))
     use_fused_sampler(runner)

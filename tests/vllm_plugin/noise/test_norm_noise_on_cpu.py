@@ -7,8 +7,8 @@ import torch
 import torch.nn as nn
 
 from verl_qerl.algos.aqn import MODES, AQNConfig, draw_noise, norm_rms
+from verl_qerl.vllm_plugin.log import say_once
 from verl_qerl.vllm_plugin.noise.norm_noise import NormNoise, check_model
-from verl_qerl.vllm_plugin.weights import plans
 
 SIZE = 4096
 
@@ -282,7 +282,7 @@ def test_a_family_with_its_norms_elsewhere_is_refused_by_name():
 
 
 def test_noise_that_reaches_routers_is_told(caplog):
-    plans.say_once.cache_clear()
+    say_once.cache_clear()
     check_model(of_family("qwen3"), AQNConfig(enabled=True))
     assert not caplog.messages
     check_model(of_family("qwen3_moe"), AQNConfig(enabled=True))

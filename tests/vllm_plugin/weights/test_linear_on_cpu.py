@@ -10,7 +10,8 @@ from qerl_testing import random_packed_weight
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearLayerConfig
 
 from verl_qerl.kernels.rollout.repacking import undo_repack
-from verl_qerl.vllm_plugin.weights import linear, plans
+from verl_qerl.vllm_plugin.log import say_once
+from verl_qerl.vllm_plugin.weights import linear
 
 CPU = "an unknown GPU"
 
@@ -18,7 +19,7 @@ CPU = "an unknown GPU"
 @pytest.fixture
 def kernel(monkeypatch):
     """Made without the question whether this machine has a GPU; `left` are the layers that went to Marlin."""
-    plans.say_once.cache_clear()
+    say_once.cache_clear()
     made = linear.W4A16Kernel.__new__(linear.W4A16Kernel)
     made.config, made.left = NvFp4LinearLayerConfig(), []
     made._marlin = SimpleNamespace(process_weights_after_loading=made.left.append)

@@ -11,6 +11,7 @@ from verl_qerl.formats import reference
 from verl_qerl.kernels.rollout.lora import lora_expand, lora_shrink, member_of_tile
 from verl_qerl.kernels.rollout.repacking import repack
 from verl_qerl.kernels.rollout.w4a16_launch import TOKENS, guess_launch
+from verl_qerl.vllm_plugin.log import say_once
 from verl_qerl.vllm_plugin.weights import linear_ops
 from verl_qerl.vllm_plugin.weights.linear_ops import linear_repacked, lora_linear_repacked
 from verl_qerl.vllm_plugin.weights.plans import Plan
@@ -134,7 +135,7 @@ def test_rows_choose_the_kernel(rows, path, given, called):
 
 
 def test_an_adapter_that_cannot_be_folded_in_is_added_by_itself_and_that_is_said(given, called, caplog):
-    linear_ops.say_once.cache_clear()
+    say_once.cache_clear()
     _, tensors, *_ = given
     x, slots = torch.zeros(32, 64).bfloat16(), torch.zeros(32, dtype=torch.int64)
     a, b = torch.zeros(24, 64).bfloat16(), torch.zeros(128, 24).bfloat16()

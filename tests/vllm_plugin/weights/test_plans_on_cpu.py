@@ -19,6 +19,7 @@ from verl_qerl.kernels.rollout.w4a16_launch import (
     guess_launch,
     rows_at_a_time,
 )
+from verl_qerl.vllm_plugin.log import say_once
 from verl_qerl.vllm_plugin.weights import plans
 
 
@@ -131,7 +132,7 @@ def test_a_table_of_the_user_hides_no_linear_that_it_lacks(tables):
 
 
 def test_a_linear_that_no_table_has_is_said(tables, caplog):
-    plans.say_once.cache_clear()
+    say_once.cache_clear()
     for _ in range(2):
         plans.nearest(7168, 4096, "NVIDIA H200")
         plans.nearest(768, 768, "NVIDIA H200")
@@ -143,7 +144,7 @@ def test_a_linear_that_no_table_has_is_said(tables, caplog):
 
 
 def test_an_h200_stands_in_for_what_a_table_lacks(tables, caplog):
-    plans.say_once.cache_clear()
+    say_once.cache_clear()
     write_table("NVIDIA GH200", (64, 64))
     assert plans.nearest(64, 64, "NVIDIA GH200")["decode_rows"] == 7
     assert not caplog.records
@@ -175,7 +176,7 @@ OLD = json.dumps({"rows": [{"N": 64, "K": 64, "launches": {}, "tiled_rows": 3}]}
     "content", [OLD, '{"rows": [{"N": 4608, "K"', "[]", '{"rows": 3}', '{"rows": [[]]}'], ids=lambda text: text[:24]
 )
 def test_a_table_that_is_cut_or_of_another_version_is_left_out_and_it_is_said(tables, caplog, content):
-    plans.say_once.cache_clear()
+    say_once.cache_clear()
     path = plans.table_path("NVIDIA H200")
     path.parent.mkdir(parents=True)
     path.write_text(content)
@@ -186,7 +187,7 @@ def test_a_table_that_is_cut_or_of_another_version_is_left_out_and_it_is_said(ta
 
 
 def test_an_unknown_gpu_uses_the_table_of_an_h200_and_says_so(tables, caplog):
-    plans.say_once.cache_clear()
+    say_once.cache_clear()
     assert plans.nearest(3584, 3584, "NVIDIA GH200") == plans.nearest(3584, 3584, "NVIDIA H200")
     plans.nearest(3584, 3584, "NVIDIA GH200")
     assert [record.message for record in caplog.records].count(

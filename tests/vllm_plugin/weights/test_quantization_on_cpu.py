@@ -130,9 +130,10 @@ def test_a_format_the_gpu_lacks_stops_the_engine(monkeypatch):
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """Schemes as they are made on Hopper, in an engine with a linear_backend; vLLM's own kernel is `stock`."""
-    from verl_qerl.vllm_plugin.weights import plans, quantization
+    from verl_qerl.vllm_plugin.log import say_once
+    from verl_qerl.vllm_plugin.weights import quantization
 
-    plans.say_once.cache_clear()
+    say_once.cache_clear()
     monkeypatch.setattr(quantization.current_platform, "is_cpu", lambda: False)
     monkeypatch.setattr(
         quantization.CompressedTensorsW4A4Fp4, "__init__", lambda self, **_: vars(self).update(kernel="stock")

@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from verl_qerl import upstream
 from verl_qerl.kernels.rollout.attention import can_attend, can_read, decode_attention, prepare
 from verl_qerl.vllm_plugin import hosts
-from verl_qerl.vllm_plugin.weights.plans import say_once
+from verl_qerl.vllm_plugin.log import say_once
 
 
 class DecodeAttentionImpl(FlashAttentionImpl):

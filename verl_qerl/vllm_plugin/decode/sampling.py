@@ -14,7 +14,7 @@ from vllm.v1.sample.sampler import Sampler
 from verl_qerl import upstream
 from verl_qerl.kernels.rollout.sampling import draw_tokens
 from verl_qerl.vllm_plugin import hosts, model_runner
-from verl_qerl.vllm_plugin.weights.plans import say_once
+from verl_qerl.vllm_plugin.log import say_once
 
 # What of vLLM's own processors changes logits; one without it gives them back as they are.
 _ACTS = {LogitBiasLogitsProcessor: "biases", MinPLogitsProcessor: "min_p_count", MinTokensLogitsProcessor: "min_toks"}

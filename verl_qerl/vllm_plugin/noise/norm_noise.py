@@ -19,7 +19,7 @@ from verl_qerl.algos.aqn import AQNConfig, draw_noise, noisy_weight, norm_rms
 from verl_qerl.algos.noise_places import check_places, reaches_router
 from verl_qerl.algos.uaq import norm_scale
 from verl_qerl.checkpoints.manifest import checksum
-from verl_qerl.vllm_plugin.weights.plans import say_once
+from verl_qerl.vllm_plugin.log import say_once
 
 # Norms by name -> [draws, K] float32 of each, in which its noisy weights are kept.
 GiveTables = Callable[[Mapping[str, Any]], dict[str, torch.Tensor]]

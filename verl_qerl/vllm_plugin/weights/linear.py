@@ -12,8 +12,9 @@ from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKer
 from verl_qerl.formats.nvfp4 import BLOCK_SIZE, nvfp4_weight
 from verl_qerl.kernels.rollout.repacking import Repacked, repack
 from verl_qerl.kernels.rollout.w4a16_launch import MULTIPLE
+from verl_qerl.vllm_plugin.log import say_once
 from verl_qerl.vllm_plugin.weights.linear_ops import linear_repacked
-from verl_qerl.vllm_plugin.weights.plans import make_plan, say_once, why_not
+from verl_qerl.vllm_plugin.weights.plans import make_plan, why_not
 
 _LEAST_NORMAL = 8  # bits of 2**-6 in E4M3
 

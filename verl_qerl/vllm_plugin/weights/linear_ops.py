@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from verl_qerl.kernels.rollout.lora import lora_expand, lora_shrink
 from verl_qerl.kernels.rollout.repacking import Repacked, decode
 from verl_qerl.kernels.rollout.w4a16_matmul import RANKS, Adapter, can_fuse, w4a16_matmul
-from verl_qerl.vllm_plugin.weights.plans import PLANS, say_once
+from verl_qerl.vllm_plugin.log import say_once
+from verl_qerl.vllm_plugin.weights.plans import PLANS
 
 
 @torch.library.custom_op("verl_qerl::linear_repacked", mutates_args=())

@@ -5,7 +5,6 @@ Where the paths cross is measured (`python -m verl_qerl tune`).
 
 import functools
 import json
-import logging
 import math
 import os
 from collections.abc import Iterable
@@ -26,8 +25,7 @@ from verl_qerl.kernels.rollout.w4a16_launch import (
     multicast_blocks,
     padded_rows,
 )
-
-logger = logging.getLogger(__name__)
+from verl_qerl.vllm_plugin.log import say_once
 
 
 @dataclass(frozen=True)
@@ -171,9 +169,3 @@ def read_table(path: Path) -> dict[str, Any] | None:
     if not isinstance(rows, list) or not all(isinstance(row, dict) and row.keys() >= _FIELDS for row in rows):
         return None
     return content
-
-
-@functools.cache
-def say_once(message: str) -> None:
-    """Log a warning unless it was logged before."""
-    logger.warning("verl_qerl: %s", message)

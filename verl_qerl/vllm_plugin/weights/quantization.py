@@ -21,12 +21,13 @@ from vllm.platforms import current_platform
 from verl_qerl.formats import get_format
 from verl_qerl.formats.ignore import is_router
 from verl_qerl.vllm_plugin import NAMES, PREFIX
+from verl_qerl.vllm_plugin.log import say_once
 from verl_qerl.vllm_plugin.options import asked_of_vllm, rollout_options
 from verl_qerl.vllm_plugin.weights import reference_kernels
 from verl_qerl.vllm_plugin.weights.borrowed import BorrowedNVFP4, is_borrowing
 from verl_qerl.vllm_plugin.weights.experts import experts_method
 from verl_qerl.vllm_plugin.weights.linear import W4A16Kernel
-from verl_qerl.vllm_plugin.weights.plans import say_once, why_not
+from verl_qerl.vllm_plugin.weights.plans import why_not
 
 _MARLIN = "linear_backend='marlin'"
 # Compute capabilities of the GPUs that vLLM 0.24.0 has a kernel for: at least the first, below the second.
