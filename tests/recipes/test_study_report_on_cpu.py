@@ -209,6 +209,44 @@ def test_the_kl_that_the_page_tells(report, study):
     assert f"{values.min():.1e} to {values.max():.1e} in all steps".replace("e-0", "e-") in page
 
 
+def last_validation(run):
+    return run["validation"][max(run["validation"], key=int)]
+
+
+def without_box(arms, arm):
+    return np.mean([1 - last_validation(run)["form"] for run in arms[arm].values() if run["validation"]])
+
+
+def test_what_the_page_says_of_answers_without_a_box_and_of_runs_made_twice(report, study):
+    page = (report.HERE / "README.md").read_text()
+    counted, made = [], {}
+    for file in sorted((report.HERE / "results").glob("*.json")):
+        for name, run in json.loads(file.read_text())["runs"].items():
+            made.setdefault(name, []).append(run)
+            if run["validation"] and "boxed_right" in last_validation(run):
+                found = last_validation(run)
+                counted.append((report.accuracy(run)[0] - found["form"] * found["boxed_right"], 1 - found["form"]))
+    right, of_all = np.sum(counted[:4], axis=0)  # the four that the page names
+    assert f"without a box {right / of_all:.0%} are right".replace("%", " %") in page
+    differences = []
+    for runs in made.values():
+        steps = min(len(run["metrics"]["step"]) for run in runs)
+        rewards = [report.MEASURES["area"][1](run, steps) for run in runs]
+        differences += [abs(rewards[0] - rewards[1])] if len(runs) > 1 else []
+    deviation = np.sqrt(np.mean(np.square(differences)) / 2)
+    told = f"by {min(differences):.3f} to {max(differences):.3f}, a standard deviation of {deviation:.3f} for one run"
+    assert len(differences) == 5  # "Five runs were made twice"
+    assert told in page
+    arms = report.by_arm(study("results").merged([report.HERE / "results"]), "gsm8k", 20)
+    steps = 59
+    spreads = [
+        np.std([report.MEASURES["area"][1](run, steps) for run in seeds.values()], ddof=1)
+        for seeds in arms.values()
+        if len(seeds) > 1
+    ]
+    assert f"beside {min(spreads):.3f} to {max(spreads):.3f} between the seeds of an arm" in page
+
+
 def test_what_the_pages_say_of_their_runs(report, study):
     runs = study("results").merged([report.HERE / "results"])
     arms, begun = (report.by_arm(runs, "gsm8k", least) for least in (60, 20))
@@ -233,9 +271,11 @@ def test_what_the_pages_say_of_their_runs(report, study):
     for measure, name in (("pass1", "pass@1"), ("area", "reward")):
         found = report.compare(arms, "nvfp4", "nvfp4.rounded", measure)
         assert f"{name} {found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})" in page
-    for arm, other in (("nvfp4_gptq", "nvfp4"), ("nvfp4_gptq", LORA), ("nvfp4_noise", "nvfp4")):
-        found = report.compare(begun, arm, other, "area")
+    compared = [("nvfp4_gptq", other, measure) for other in ("nvfp4", LORA) for measure in ("area", "pass1")]
+    for arm, other, measure in (*compared, ("nvfp4_noise", "nvfp4", "area")):
+        found = report.compare(begun, arm, other, measure)
         assert f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})" in page
+    assert f"pass@1 {mean('nvfp4_gptq'):.3f}, " in page
     rates = [report.MEASURES["area"][1](begun[f"nvfp4{tag}"][1], 59) for tag in (".lr2e-5", "", ".lr8e-5")]
     assert "{:.3f} at 2e-5, {:.3f} at 4e-5 and {:.3f} at 8e-5".format(*rates) in page
     ends = [report.accuracy(arms[arm][1])[0] for arm in ("nvfp4.lr8e-5", "nvfp4")]
@@ -245,9 +285,16 @@ def test_what_the_pages_say_of_their_runs(report, study):
     tested = {
         arm: [found[0] for run in seeds.values() if (found := report.accuracy(run))] for arm, seeds in begun.items()
     }
-    of_nvfp4 = [value for arm, values in tested.items() if arm.startswith("nvfp4") for value in values]
-    assert len(of_nvfp4) == 12  # "all twelve"
-    assert min(tested[LORA]) > max(of_nvfp4)
+    of_nvfp4 = sorted(value for arm, values in tested.items() if arm.startswith("nvfp4") for value in values)
+    assert len(of_nvfp4) == 16  # "sixteen", "fifteen"
+    assert of_nvfp4[-2] < min(tested[LORA])
+    assert tested["nvfp4_noise"] == [of_nvfp4[-1]] > [max(tested[LORA])]
+    assert (
+        f"the best of all, {of_nvfp4[-1]:.3f}, with {without_box(begun, 'nvfp4_noise'):.0%}".replace("%", " %") in page
+    )
+    cut = [f"{without_box(begun, arm):.1%}".replace("%", " %") for arm in ("nvfp4", LORA, "nvfp4.rounded")]
+    assert "{} of NVFP4's have none and {} of bf16's, but {} of `nvfp4.rounded`".format(*cut) in page
+    assert f"whose pass@1 is no higher, {mean('nvfp4.rounded'):.3f}" in page
     firsts = [np.mean([report.series(run, report.REWARD)[0] for run in arms[arm].values()]) for arm in ("nvfp4", LORA)]
     assert "its mean reward is {:.3f}, that of bf16 {:.3f}".format(*firsts) in page
 
