@@ -104,7 +104,7 @@ def graph_timer(calls: list[Callable[[], object]], repetitions: int = 50) -> lis
     return [start.elapsed_time(end) / 1e3 / len(calls) for start, end in pairwise(events)]
 
 
-def measure_copy(timer: Timer, device: str, num_bytes: int = COPY_BYTES) -> dict[str, float]:
+def measure_copy(timer: Timer, device: str, num_bytes: int) -> dict[str, float]:
     """A kernel that reads and writes every byte once; a copy within a graph would go to the slower copy engine.
 
     As many buffers as the kernel's own measurement has, so that a copy of one shape's size starts from memory as well.
@@ -204,7 +204,7 @@ def main(argv: list[str] | None = None, timer: Timer = graph_timer, device: str 
         print(f"{GATE.relative_to(ROOT)} did not pass on this machine: nothing is timed.")
         return 1
     report = result_file.header({"tune": args.tune})
-    report |= {"op": "dequantize_nvfp4", "copy": measure_copy(timer, device)}
+    report |= {"op": "dequantize_nvfp4", "copy": measure_copy(timer, device, COPY_BYTES)}
     report["tiles"] = [dict(zip(("rows", "blocks", "warps"), tile, strict=True)) for tile in kernel._TILES]
     report["shapes"] = measure_all(timer, device, report["copy"]["gb_s"])
     if args.tune:

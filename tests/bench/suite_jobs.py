@@ -149,7 +149,6 @@ JOBS = (
         f'{_BENCH}/bench_layer.py --contexts 0 320 --out "$OUT/layer.json"',
         30,
     ),
-    Job("guess", "launches of linears that no table has", f'{_BENCH}/bench_guess.py --out "$OUT/guess.json"', 60),
     Job(
         "base",
         "the model of recipes/gsm8k, 105 M parameters from scratch, and its data",

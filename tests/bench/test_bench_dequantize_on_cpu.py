@@ -1,6 +1,7 @@
 """The benchmark's own arithmetic and files, with a clock that is not one."""
 
 import json
+import subprocess
 
 import bench_dequantize as bench
 import pytest
@@ -101,15 +102,43 @@ def test_a_red_gate_is_not_timed(small, tmp_path, monkeypatch, capsys):
     assert "nothing is timed" in capsys.readouterr().out
 
 
+@pytest.fixture
+def said(monkeypatch):
+    """What pytest prints as its last line, and its exit code, without a start of it."""
+
+    def say(line, code):
+        done = subprocess.CompletedProcess([], code, f".\n{line}\n", "")
+        monkeypatch.setattr(bench.subprocess, "run", lambda *_, **__: done)
+
+    return say
+
+
 @pytest.mark.parametrize(
-    ("body", "passes"),
+    ("line", "code", "passes"),
     [
-        pytest.param("def test_a(): pass", True, id="green"),
-        pytest.param("def test_a(): assert False", False, id="red"),
-        pytest.param("import pytest\n@pytest.mark.skip\ndef test_a(): pass", False, id="skipped"),
+        pytest.param("2 passed in 0.01s", 0, True, id="green"),
+        pytest.param("1 failed, 1 passed in 0.01s", 1, False, id="red"),
+        pytest.param("1 skipped in 0.01s", 0, False, id="skipped"),
+        pytest.param("1 passed, 1 skipped in 0.01s", 0, False, id="some skipped"),
+        pytest.param("no tests ran in 0.01s", 5, False, id="none"),
     ],
 )
-def test_the_gate(body, passes, tmp_path, monkeypatch):
-    (tmp_path / "test_gate.py").write_text(body)
-    monkeypatch.setattr(bench, "GATE", tmp_path / "test_gate.py")
+def test_the_gate(said, line, code, passes):
+    said(line, code)
     assert bench.gate_passes() is passes
+
+
+def test_the_gate_reads_what_pytest_prints(tmp_path, monkeypatch):
+    """In one start, whose output also says what a skipped test is called."""
+    start, ended = subprocess.run, []
+
+    def run(*args, **more):
+        ended.append(start(*args, **more))
+        return ended[0]
+
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    (tmp_path / "test_gate.py").write_text("import pytest\n@pytest.mark.skip\ndef test_a(): pass\ndef test_b(): pass")
+    monkeypatch.setattr(bench, "GATE", tmp_path / "test_gate.py")
+    assert not bench.gate_passes()
+    assert ended[0].returncode == 0
+    assert "1 passed, 1 skipped in " in ended[0].stdout

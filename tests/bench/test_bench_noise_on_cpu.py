@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import bench_noise as bench
 import boxed_answers as answers
 import noise_plan as plan
 import noise_report as reports
@@ -123,7 +124,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.usefixtures("quick_starts")
-def test_noise_acts_in_an_engine_and_changes_its_mode_there(model: Path, tmp_path: Path) -> None:
+def test_noise_acts_in_an_engine_and_changes_its_mode_there(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("vllm")
     pytest.importorskip("math_verify")
     (tmp_path / "test.jsonl").write_text(
@@ -145,10 +148,8 @@ def test_noise_acts_in_an_engine_and_changes_its_mode_there(model: Path, tmp_pat
     # Norms are 4, so that multiplicative noise is four times as large.
     assert all(kl["multiplicative", index] > 3 * kl["additive", index] for index in (0, 1)), kl
     assert all(len(row["questions"]["tokens"]) == 8 for row in rows)
-    again = run(*command)
-    assert again.returncode == 0
-    assert "has all of these settings" in again.stdout
+    assert bench.main(command) == 0
+    assert "has all of these settings" in capsys.readouterr().out
     assert len(plan.read_lines(out)) == 7
-    done = run("--report", str(out), "--out", str(tmp_path / "noise.json"))
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("\n") == 2 + 3
+    assert bench.main(["--report", str(out), "--out", str(tmp_path / "noise.json")]) == 0
+    assert capsys.readouterr().out.count("\n") == 2 + 3

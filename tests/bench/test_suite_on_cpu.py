@@ -17,11 +17,14 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture
-def run(tmp_path):
-    """Runs jobs on two GPUs; (exit code, states)."""
+def run(tmp_path, monkeypatch):
+    """Runs jobs on two GPUs, until a file has a line if one is named; (exit code, states)."""
 
-    def start(jobs, seconds=30.0, gpus=("0", "1")):
+    def start(jobs, seconds=30.0, gpus=("0", "1"), until=None):
         made = suite.Suite(jobs, list(gpus), seconds, tmp_path / "out", tmp_path / "work", "none")
+        if until:
+            left = made._left  # a time that is long enough on any host would be waited for on every one
+            monkeypatch.setattr(made, "_left", lambda: 0.0 if until.exists() and until.read_text() else left())
         return made.run(), made.states
 
     return start
@@ -29,6 +32,17 @@ def run(tmp_path):
 
 def job(name, command="true", seconds=0, **more):
     return suite.Job(name, "a test", command, seconds, **more)
+
+
+@pytest.fixture
+def stamp(tmp_path):
+    """Part of a command that writes down when it began and when it ended; `span` reads it."""
+    return f"date +%s%N > {tmp_path}/$QERL_SUITE_JOB; sleep 0.1; date +%s%N >> {tmp_path}/$QERL_SUITE_JOB"
+
+
+def span(folder, name):
+    began, ended = (folder / name).read_text().split()
+    return int(began), int(ended)
 
 
 def log(folder, name):
@@ -43,13 +57,13 @@ def test_jobs_have_what_they_need_in_their_environment(run, tmp_path):
     assert json.loads((tmp_path / "out" / "host.jsonl").read_text().splitlines()[-1])["processes"] > 1
 
 
-def test_none_overtakes_one_that_waits_for_gpus(run, tmp_path):
-    stamp = f"sleep 0.4; date +%s%N >> {tmp_path}/$QERL_SUITE_JOB"
+def test_none_overtakes_one_that_waits_for_gpus(run, tmp_path, stamp):
     jobs = [job("a", stamp), job("all", stamp, gpus=0), job("b", stamp)]
     code, _ = run(jobs)
-    first, second, third = (int((tmp_path / name).read_text()) for name in ("a", "all", "b"))
+    first, second, third = (span(tmp_path, name) for name in ("a", "all", "b"))
     assert code == 0
-    assert first < second < third
+    assert first[1] < second[0]
+    assert second[1] < third[0]
 
 
 def test_jobs_of_one_gpu_run_at_once_on_their_own(run, tmp_path):
@@ -66,40 +80,40 @@ def test_what_needs_a_job_that_failed_is_not_begun(run):
     assert states == {"a": "failed with 3", "b": "not begun: needs a, which is failed with 3", "c": "done"}
 
 
-def test_small_jobs_share_the_gpus_of_one_that_shares(run, tmp_path):
-    stamp = f"sleep 0.4; date +%s%N >> {tmp_path}/$QERL_SUITE_JOB"
-    jobs = [job("long", "sleep 2", gpus=0, shares=True)]
+def test_small_jobs_share_the_gpus_of_one_that_shares(run, tmp_path, stamp):
+    """The long one ends after them, and late enough that another would have begun."""
+    wait = f"until [[ $(cat {tmp_path}/one {tmp_path}/two 2> /dev/null | wc -l) == 4 ]]; do sleep 0.05; done"
+    jobs = [job("long", f"{wait}; sleep 1; {stamp}", gpus=0, shares=True)]
     jobs += [job(name, f'{stamp}; echo "$CUDA_VISIBLE_DEVICES"', small=True) for name in ("one", "two")]
     code, states = run([*jobs, job("after", stamp)])
     assert (code, set(states.values())) == (0, {"done"})
     assert (log(tmp_path, "one"), log(tmp_path, "two")) == ("0\n", "1\n")
-    assert int((tmp_path / "one").read_text()) + 1e9 < int((tmp_path / "after").read_text())
+    assert span(tmp_path, "one")[1] + 1e9 < span(tmp_path, "long")[1] < span(tmp_path, "after")[0]
 
 
-def test_small_jobs_share_with_none_that_does_not(run, tmp_path):
-    stamp = f"sleep 0.4; date +%s%N >> {tmp_path}/$QERL_SUITE_JOB"
+def test_small_jobs_share_with_none_that_does_not(run, tmp_path, stamp):
     jobs = [job("quiet", stamp), job("small", stamp, small=True), job("last", stamp)]
     assert run(jobs, gpus=("0",))[0] == 0
-    first, second, third = (int((tmp_path / name).read_text()) for name in ("quiet", "small", "last"))
-    assert first + 0.4e9 < second
-    assert second + 0.4e9 < third
+    first, second, third = (span(tmp_path, name) for name in ("quiet", "small", "last"))
+    assert first[1] < second[0]
+    assert second[1] < third[0]
 
 
 def test_small_jobs_of_several_gpus_are_on_all_of_them(run, tmp_path):
-    jobs = [job(f"s{i}", 'sleep 1; echo "$CUDA_VISIBLE_DEVICES"', small=True, gpus=n) for i, n in enumerate((1, 2, 1))]
+    says = 'sleep 0.1; echo "$CUDA_VISIBLE_DEVICES"'
+    jobs = [job(f"s{index}", says, small=True, gpus=count) for index, count in enumerate((1, 2, 1))]
     assert run(jobs)[0] == 0
     assert [log(tmp_path, f"s{i}") for i in range(3)] == ["0\n", "0,1\n", "1\n"]
 
 
-def test_no_more_than_some_small_jobs_are_on_a_gpu(run, tmp_path, monkeypatch):
+def test_no_more_than_some_small_jobs_are_on_a_gpu(run, tmp_path, monkeypatch, stamp):
     monkeypatch.setattr(suite, "SMALL", 1)
-    stamp = f"sleep 0.5; date +%s%N >> {tmp_path}/$QERL_SUITE_JOB"
     run([job(name, stamp, small=True) for name in "ab"], gpus=("0",))
-    assert int((tmp_path / "a").read_text()) + 0.5e9 < int((tmp_path / "b").read_text())
+    assert span(tmp_path, "a")[1] < span(tmp_path, "b")[0]
 
 
 def test_what_has_no_time_is_not_begun_and_what_runs_is_killed_at_the_end(run):
-    code, states = run([job("a", "sleep 60"), job("b", seconds=99)], seconds=2.0)
+    code, states = run([job("a", "sleep 60"), job("b", seconds=99)], seconds=0.5)
     assert code == 1
     assert states["a"] == "killed at the end"
     assert states["b"].startswith("not begun: ")
@@ -107,11 +121,13 @@ def test_what_has_no_time_is_not_begun_and_what_runs_is_killed_at_the_end(run):
 
 
 def test_what_runs_at_the_end_may_say_what_it_knows(run, tmp_path):
+    begun = tmp_path / "begun"
     (tmp_path / "test_slow.py").write_text(
-        "import time\ndef test_a(): assert 0, 'known'\ndef test_b(): time.sleep(60)\n"
+        "import time\ndef test_a(): assert 0, 'known'\n"
+        f"def test_b():\n    open({str(begun)!r}, 'w').write('b')\n    time.sleep(60)\n"
     )
-    pytest_ = f"{sys.executable} -m pytest -q -p no:cacheprovider {tmp_path}/test_slow.py"
-    _, states = run([job("tests", pytest_)], seconds=8.0)
+    pytest_ = f"PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 {sys.executable} -m pytest -q -p no:cacheprovider -c /dev/null"
+    _, states = run([job("tests", f"{pytest_} --rootdir {tmp_path} {tmp_path}/test_slow.py")], until=begun)
     assert states["tests"] == "killed at the end"
     assert "AssertionError: known" in log(tmp_path, "tests")
 
@@ -124,7 +140,7 @@ def test_a_job_of_more_gpus_than_there_are_is_not_begun(run):
 def test_what_left_the_session_of_its_job_is_killed_too(run, tmp_path):
     """As Ray's daemons do."""
     away = f"setsid bash -c 'echo $$ > {tmp_path}/pid; sleep 60' & sleep 60"
-    run([job("a", away)], seconds=3.0)
+    run([job("a", away)], until=tmp_path / "pid")
     pid = int((tmp_path / "pid").read_text())
     end = time.monotonic() + 10
     with contextlib.suppress(psutil.NoSuchProcess):

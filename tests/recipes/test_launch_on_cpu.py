@@ -42,7 +42,9 @@ def name_of(script, overrides):
 def test_without_flash_attn_both_runs_take_an_attention_that_needs_none(recorder, script, rollout):
     done, overrides = run(recorder, script, ROLLOUT=rollout, **NO_FLASH)
     assert (done.returncode, done.stderr) == (0, "")
-    model = composed(script, overrides).actor_rollout_ref.model
+    config = composed(script, overrides)
+    assert config.trainer.experiment_name.endswith(f"_{rollout}")
+    model = config.actor_rollout_ref.model
     assert model.override_config.attn_implementation == NAME
     assert model.use_remove_padding
     named = "++actor_rollout_ref.model.override_config.attn_implementation=sdpa"
@@ -61,8 +63,13 @@ def test_flash_attn_is_taken_where_it_can_be_imported(recorder, script):
 
 
 @each_script
-def test_the_ablation_without_noise_does_not_resume_the_run_with_it(recorder, script):
-    names = {}
+def test_the_ablation_without_noise_has_a_name_of_its_own(recorder, script):
+    _, overrides = run(recorder, script, "aqn.enabled=false")
+    assert name_of(script, overrides).endswith("_nvfp4_nonoise")
+
+
+def test_the_ablation_without_noise_does_not_resume_the_run_with_it(recorder):
+    script, names = SCRIPTS[0], {}
     for argument in ("trainer.save_freq=5", "aqn.enabled=false", "++aqn.enabled=False", "aqn.enabled=True"):
         _, overrides = run(recorder, script, argument)
         names[argument] = name_of(script, overrides)

@@ -17,7 +17,7 @@ from verl_qerl.cli.export.command import Options, export_checkpoint
 
 SCRIPT = Path(__file__).with_name("evaluate_all.py")
 QUESTIONS = [{"question": f"What is {n} + 3?", "answer": f"#### {n + 3}"} for n in range(3)]
-NAMES = ("base", "adapter", "again", "checkpoint", "norms", "bf16", "untrained", "forgotten", "two")
+NAMES = ("base", "adapter", "checkpoint", "norms", "bf16", "untrained", "forgotten", "two")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,6 @@ def done(trained, models, quick_starts, tmp_path_factory):
     arguments = [
         packed,
         [*packed, *adapter],
-        [*packed, *adapter],
         ["--checkpoint", str(checkpoint)],
         ["--checkpoint", str(trained("norms-nvfp4-lora").actor)],
         ["--model", str(models / "bf16"), "--samples", "2", "--temperature", "1"],
@@ -53,7 +52,7 @@ def done(trained, models, quick_starts, tmp_path_factory):
     found, result = answer_of(SCRIPT, cases, VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1")
     codes = dict(zip(NAMES, found, strict=True))
     errors = dict(zip(NAMES, result.stderr.split("CASE ")[1:], strict=True))
-    assert [codes[name] for name in (*NAMES[:6], "two")] == [0] * 7, result.stdout[-2000:] + result.stderr[-6000:]
+    assert [codes[name] for name in (*NAMES[:5], "two")] == [0] * 6, result.stdout[-2000:] + result.stderr[-6000:]
     return folder, codes, result.stdout, errors
 
 
@@ -63,9 +62,8 @@ def texts(folder, name):
 
 def test_answers_come_with_the_adapter(done):
     folder, _, stdout, _ = done
-    assert texts(folder, "adapter") == texts(folder, "again")
     assert all(ours != theirs for ours, theirs in zip(texts(folder, "adapter"), texts(folder, "base"), strict=True))
-    assert stdout.count("the adapter is applied: it changes log-probs of an answer by ") == 6
+    assert stdout.count("the adapter is applied: it changes log-probs of an answer by ") == 5
 
 
 def test_two_engines_answer_as_one(done):
