@@ -20,8 +20,10 @@ CORRECTION = "algorithm.rollout_correction"
 BYPASS = f"{CORRECTION}.bypass_mode"
 STOCK_ENGINE = "verl.workers.config.FSDPEngineConfig"
 OUR_ENGINE = "verl_qerl.verl_plugin.config.base_options.QerlFSDPEngineConfig"
-# Modes of verl's trainer in which every step syncs the weights once.
-SYNC_MODES = ("sync", "colocate_async")
+# Of verl's trainer: the mode in which requests are in flight between batches and GPUs are shared.
+COLOCATED = "colocate_async"
+# Modes in which every step syncs the weights once.
+SYNC_MODES = ("sync", COLOCATED)
 # Formats whose dense weights are bf16: actor and rollout multiply by the same ones.
 EXACT = ("nvfp4", "mxfp4")
 

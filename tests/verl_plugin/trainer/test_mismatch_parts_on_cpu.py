@@ -51,6 +51,17 @@ def test_noise_shows_in_its_part_alone(step):
     assert [call for call in servers[1].calls if isinstance(call, tuple)] == [(0.1, 5), (0.0, 5)]  # one of three
 
 
+def test_requests_in_flight_are_aborted_before_answers_are_scored(step):
+    """As verl does in `colocate_async` before the engine sleeps, once more: these may have come since."""
+    metrics, servers = step(PARTS, *AQN, "trainer.v1.trainer_mode=colocate_async", sampled=0.1)
+    assert metrics == parts(noise=0.1, kernel=0.0)
+    for server in servers:
+        assert [call for call in server.calls if isinstance(call, str)] == [
+            *("abort", "resume", "clear", "clear", "abort", "sleep")
+        ]
+        assert server.calls[:2] == ["abort", "resume"]
+
+
 @pytest.mark.parametrize("draw", ["sequence", "token"])
 def test_draws_that_no_score_repeats_show_as_noise(step, draw):
     own = (PARTS, *AQN, f"+aqn.draw={draw}")
