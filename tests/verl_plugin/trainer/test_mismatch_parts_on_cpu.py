@@ -207,6 +207,7 @@ BAD = {
     ): r"top_p=0\.9 does not go together with \+qerl\.gate\.mismatch_sample=3: it compares",
     ("actor_rollout_ref.rollout.top_k=20",): r"top_k=20 does not .* Accepted is -1 or 0",
     ("actor_rollout_ref.rollout.name=sglang",): r"name=sglang does not .* Accepted is vllm",
+    ("actor_rollout_ref.rollout.disaggregation.enabled=True",): r"enabled=True does not .* is not known to score them",
     ("trainer.v1.trainer_mode=separate_async",): r"separate_async does not .* Accepted is sync or colocate_async",
     ("actor_rollout_ref.rollout.calculate_log_probs=False",): r"calculate_log_probs=False does not .* Accepted is True",
     ("qerl.gate.mismatch_sample=-1",): r"^qerl\.gate\.mismatch_sample=-1 is no value .*: a number of sequences",
