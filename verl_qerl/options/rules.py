@@ -20,8 +20,10 @@ CORRECTION = "algorithm.rollout_correction"
 BYPASS = f"{CORRECTION}.bypass_mode"
 STOCK_ENGINE = "verl.workers.config.FSDPEngineConfig"
 OUR_ENGINE = "verl_qerl.verl_plugin.config.base_options.QerlFSDPEngineConfig"
-# Modes of verl's trainer in which every step syncs the weights once.
-SYNC_MODES = ("sync", "colocate_async")
+# Of verl's trainer: the mode in which requests are in flight between batches and GPUs are shared.
+COLOCATED = "colocate_async"
+# Modes in which every step syncs the weights once.
+SYNC_MODES = ("sync", COLOCATED)
 # Formats whose dense weights are bf16: actor and rollout multiply by the same ones.
 EXACT = ("nvfp4", "mxfp4")
 
@@ -224,6 +226,7 @@ def _rules(when: When, *rows: tuple[Need, str, str]) -> tuple[Rule, ...]:
 _IS_VLLM = Need(f"{ROLLOUT}.name", _is("vllm"), "vllm")
 _MODES = Need("trainer.v1.trainer_mode", _is(*SYNC_MODES), " or ".join(SYNC_MODES))
 _LOG_PROBS = Need(f"{ROLLOUT}.calculate_log_probs", _on, "True")
+_ONE_ENGINE = _no(f"{ROLLOUT}.disaggregation.enabled")
 _NO_MODEL = Need(f"{ACTOR}.checkpoint.save_contents", lambda v: "hf_model" not in str(v), "a list without hf_model")
 
 # The log-probs of both policies can be compared.
@@ -246,6 +249,7 @@ _FORMAT = "`+rollout=...` says how the rollout is quantized"
 _ADAPTER = f"verl's FSDP engine makes an adapter where {LORA_RANK} says so"
 _NO_EFFECT = "UAQ acts on weights that are trained and quantized again, and the base of an adapter is neither"
 _WHOLE_BASE = "both sides must hold the whole base on each GPU"
+_NO_ANSWERS = "its servers are verl's own, which do not pass on what the rollout workers answer"
 _COMPARES = "it compares the log-probs of the rollout with those of the actor"
 
 
@@ -323,6 +327,7 @@ RULES: tuple[Rule, ...] = (
         (_no("qerl.base.shard"), _NO_BASE, _SET_RANK),
         (_no("qerl.base.share"), _NO_BASE, _SET_RANK),
         (_no("qerl.base.train_norms"), "all weights are trained, norms among them", _SET_RANK),
+        (_ONE_ENGINE, f"{_NO_ANSWERS} after a weight sync", _LEAVE),
     ),
     Rule(
         PLAIN,
@@ -361,6 +366,7 @@ RULES: tuple[Rule, ...] = (
             "a call to the workers of a data-parallel engine is not known to reach all of them",
             _NO_NOISE,
         ),
+        (_ONE_ENGINE, f"{_NO_ANSWERS} when noise is set", _NO_NOISE),
     ),
     *_rules(
         UAQ,
@@ -410,5 +416,6 @@ RULES: tuple[Rule, ...] = (
     ),
     *(Rule(when, need, _COMPARES, _ONE) for when in (INITIAL, LATER) for need in (*COMPARED, *WHOLE)),
     *(Rule(SAMPLE, need, _COMPARES, _ONE) for need in (*COMPARED, *SCORED)),
+    Rule(SAMPLE, _ONE_ENGINE, "an engine that only begins or only continues answers is not known to score them", _ONE),
     *OF_THE_CPU,
 )

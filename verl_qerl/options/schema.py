@@ -139,7 +139,9 @@ class Gate(Options):
         0.25,
         _LIMIT,
         "the same for later steps, five times `max_initial_kl` by default: the first step above it is a warning, the"
-        " second in a row stops the run. null: never",
+        " second in a row stops the run. It looks at answers that the present weights began: in `colocate_async` with"
+        " `num_warmup_batches` at its default of 1 there may be none in a later step, which is warned of once. null:"
+        " never",
     )
     mismatch_sample: int = option(
         0,

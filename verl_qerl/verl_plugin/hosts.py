@@ -155,6 +155,11 @@ CHANGES: tuple[HostChange, ...] = (
             "run_server": "542a06f053fe",
         },
     ),
+    *_overrides(
+        "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer",
+        "Answers are scored while requests of training wait.",
+        {"_park_until_admitted": "aa77d842aff5"},
+    ),
     _override(
         "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.collective_rpc",
         "It returns what the workers answer.",

@@ -200,6 +200,12 @@ BAD = {
     (
         f"++{MODEL}.lora.rank=16",
     ): r"lora\.rank=16 does not go together with \+rollout=nvfp4 and .*lora_rank=32: .* is 0, or that of lora_rank",
+    (
+        f"{MODEL}.lora_rank=0",
+        f"{ROLLOUT}.disaggregation.enabled=True",
+    ): r"^actor_rollout_ref\.rollout\.disaggregation\.enabled=True does not go together with \+rollout=nvfp4 and"
+    r" actor_rollout_ref\.model\.lora_rank=0: its servers are verl's own, which do not pass on what the rollout workers"
+    r" answer after a weight sync\. Accepted is false\. Leave the option out\.$",
     (f"{ROLLOUT}.dtype=float16",): r"rollout\.dtype=float16 does not go together .* Accepted is bfloat16",
     (f"{ROLLOUT}.pipeline_model_parallel_size=2",): r"rollout\.pipeline_model_parallel_size=2 does not go together",
     (f"++{MODEL}.lora.merge=True",): r"model\.lora\.merge=True does not go together with \+rollout=nvfp4",
@@ -280,6 +286,10 @@ BAD_ALONE = {
         "+aqn.enabled=true",
         "trainer.v1.trainer_mode=separate_async",
     ): r"trainer_mode=separate_async does not go together with \+aqn\.enabled=true: other modes have no noise",
+    (
+        "+aqn.enabled=true",
+        f"{ROLLOUT}.disaggregation.enabled=True",
+    ): r"disaggregation\.enabled=True does not go together with \+aqn\.enabled=true: its .* when noise is set\.",
     ("+aqn.enabled=true", f"{ROLLOUT}.name=sglang"): r"name=sglang does not go together with \+aqn\.enabled=true",
     ("+aqn.enabled=true", f"{ROLLOUT}.data_parallel_size=2"): r"data_parallel_size=2 does not go together with \+aqn",
     (
@@ -313,6 +323,7 @@ GOOD_ALONE = (
     (f"{MODEL}.lora_rank=0",),  # on a GPU
     ("trainer.device=cpu",),
     ("trainer.max_actor_ckpt_to_keep=1",),
+    ("+qerl.rollout.lora=single", f"{ROLLOUT}.disaggregation.enabled=True"),
     ("+aqn.enabled=true", "critic.fsdp.ulysses_sequence_parallel_size=2", "algorithm.adv_estimator=grpo"),  # no critic
 )
 

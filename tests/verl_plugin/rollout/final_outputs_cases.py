@@ -21,6 +21,7 @@ from vllm.v1.engine import output_processor  # noqa: E402
 from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 
 from verl_qerl.verl_plugin.rollout import server as rollout  # noqa: E402
+from verl_qerl.verl_plugin.rollout.engine_scores import SCORING  # noqa: E402
 
 LONG = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 1500}
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 12, "logprobs": True}
@@ -78,6 +79,23 @@ async def abort(server, number):
             "lengths": lengths, "reasons": reasons}  # fmt: skip
 
 
+async def score_behind_a_shut_door(server):
+    """What a trainer does in `colocate_async`: requests are aborted, one waits, and the engine scores meanwhile."""
+    running = asyncio.ensure_future(server.generate([8, 9], dict(LONG), "running"))
+    while not server.engine.output_processor.request_states:
+        await asyncio.sleep(0.01)
+    await server.abort_all_requests()
+    waiting = asyncio.ensure_future(server.generate([8, 9], dict(GREEDY), "waiting"))
+    await server.resume_engine_generation()
+    params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
+    scored = await asyncio.wait_for(server.generate([5, 6, 7], params, f"{SCORING}1"), 60)
+    found = {"aborted": (await running).stop_reason, "waits": not waiting.done(), "admitting": server._admitting}
+    await server.abort_all_requests()  # as verl does before it sleeps
+    found["still waits"] = not waiting.done()
+    await server.resume_generation()
+    return found | {"scored": len(scored.extra_fields["prompt_logprobs"]), "then": (await waiting).stop_reason}
+
+
 async def cancel(server):
     """A request whose caller goes away, and one that vLLM refuses: neither counts as one being admitted."""
     task = asyncio.ensure_future(server.generate([8, 9], dict(LONG), "cancelled"))
@@ -109,6 +127,7 @@ async def main(model):
     server = make(ours, engine)
     await server.run_server(engine)
     found |= {"ours": await count_outputs(server, 1), "abort": await abort(server, 0), "gone": await cancel(server)}
+    found["scoring"] = await score_behind_a_shut_door(server)
     found["after"] = await count_outputs(server, 2)
     found["of others"] = await count_outputs(stock, 3)
     print(json.dumps(found), flush=True)

@@ -40,6 +40,13 @@ def test_requests_are_aborted_while_they_run(found):
     assert all(0 < length < 1500 for length in aborted["lengths"])
 
 
+def test_answers_are_scored_while_other_requests_wait(found):
+    assert found["scoring"] == {
+        **{"aborted": "aborted", "waits": True, "still waits": True, "admitting": 0},
+        **{"scored": 3, "then": "completed"},
+    }
+
+
 def test_a_caller_that_goes_away_leaves_nothing_behind(found):
     gone = {"cancelled": "CancelledError", "left": 0, "admitting": 0, "asked": 0}
     assert {name: found["gone"][name] for name in gone} == gone

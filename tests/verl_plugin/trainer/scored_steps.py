@@ -39,6 +39,7 @@ class Server:
         self.get_rollout_config = SimpleNamespace(remote=lambda: SimpleNamespace(max_model_len=8))
         self.collective_rpc = SimpleNamespace(remote=self._rpc)
         self.qerl_clear_kv_cache = SimpleNamespace(remote=lambda: self.calls.append("clear"))
+        self.resume_engine_generation = SimpleNamespace(remote=lambda: self.calls.append("resume"))
 
     def score(self, tokens):
         return log_prob(tokens) + self.weights + (0.0 if self.own_draws else self.sigma or 0.0)
@@ -83,13 +84,17 @@ def scored_step(monkeypatch):
         batch = KVBatchMeta(partition_id="train", keys=keys, tags=tags)
         buffer = SimpleNamespace(sample=lambda **kwargs: (batch, {}))
         monkeypatch.setattr(trainer_base.PPOTrainer, "_build_replay_buffer", lambda self: buffer)
-        trainer = get_trainer_cls("sync")(composed(*overrides))
+        config = composed(*overrides)
+        trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config)
         # NoiseEffect asks the engine for itself: test_noise_effect.
         trainer.features = [feature for feature in trainer.features if not isinstance(feature, NoiseEffect)]
         servers = servers or [Server(), Server()]
         replicas = [SimpleNamespace(servers=[server]) for server in servers]
         trainer.llm_server_manager = SimpleNamespace(get_replicas=lambda: replicas)
-        trainer.checkpoint_manager = SimpleNamespace(sleep_replicas=lambda: [s.calls.append("sleep") for s in servers])
+        trainer.checkpoint_manager = SimpleNamespace(
+            abort_replicas=lambda: [server.calls.append("abort") for server in servers],
+            sleep_replicas=lambda: [server.calls.append("sleep") for server in servers],
+        )
         trainer.curr_step_profile = False
         trainer.total_training_steps = trainer.steps_per_epoch = 6
         store, run.passes, run.fetched = {}, [], Counter()

@@ -182,11 +182,47 @@ def test_answers_that_older_weights_began_do_not_count(step, caplog):
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger=mismatch.__name__):
         # The second answer is the one that is far.
-        for versions in ((4, 3), (3, 3), (None, 3)):
+        for versions in ((4, 3), (None, 3)):
             assert step.run(trainer, FAR, ACTOR, versions=versions)[KL] == pytest.approx(KL_FAR, rel=1e-5)
         assert not caplog.messages
         step.run(trainer, FAR, ACTOR, versions=(3, 4))
     assert "over 2 tokens at step 5 is above" in caplog.text
+
+
+OLDER = (
+    "qerl.gate.{} did not look at step {}, and will not at steps like it: it looks at answers that the present weights"
+    " began, and older ones began all 2. Set trainer.v1.colocate_async.num_warmup_batches=0 to have such answers, or"
+    " watch qerl/rollout_kl_k3, which contains how far the weights have moved since."
+)
+
+
+def test_steps_whose_answers_older_weights_began_are_told_once(step, caplog):
+    trainer = step.make(*NVFP4, LATER, "trainer.v1.trainer_mode=colocate_async")
+    step.run(trainer, CLOSE, ACTOR, versions=(0, 0))
+    caplog.clear()
+    for number in (2, 3):
+        trainer.global_steps = number
+        assert KL in step.run(trainer, FAR, ACTOR, versions=(number - 2,) * 2)
+    assert of_the_gate(caplog) == [OLDER.format("max_kl=0.1", 2)]
+
+
+def test_a_gate_that_waits_for_answers_of_present_weights_says_so(step, caplog):
+    trainer = step.make(*NVFP4, "trainer.v1.trainer_mode=colocate_async")
+    trainer.global_steps = 4
+    step.run(trainer, FAR, ACTOR, versions=(2, 2))
+    assert of_the_gate(caplog) == [OLDER.format("max_initial_kl=0.02", 4)]
+    with pytest.raises(RuntimeError, match=r"^the rollout is not the actor's model: "):
+        step.run(trainer, FAR, ACTOR, versions=(2, 3))
+
+
+@pytest.mark.parametrize("options", [("+qerl.gate.max_kl=null",), SEPARATE], ids=["off", "separate_async"])
+def test_without_a_limit_older_answers_are_nothing_to_tell(step, caplog, options):
+    trainer = step.make(*(() if options == SEPARATE else NVFP4), *options)
+    step.run(trainer, CLOSE, ACTOR, versions=(0, 0))
+    caplog.clear()
+    trainer.global_steps = 2
+    step.run(trainer, FAR, ACTOR, versions=(0, 0))
+    assert not of_the_gate(caplog)
 
 
 def of_the_gate(caplog):

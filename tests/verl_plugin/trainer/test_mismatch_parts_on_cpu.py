@@ -51,6 +51,17 @@ def test_noise_shows_in_its_part_alone(step):
     assert [call for call in servers[1].calls if isinstance(call, tuple)] == [(0.1, 5), (0.0, 5)]  # one of three
 
 
+def test_requests_in_flight_are_aborted_before_answers_are_scored(step):
+    """As verl does in `colocate_async` before the engine sleeps, once more: these may have come since."""
+    metrics, servers = step(PARTS, *AQN, "trainer.v1.trainer_mode=colocate_async", sampled=0.1)
+    assert metrics == parts(noise=0.1, kernel=0.0)
+    for server in servers:
+        assert [call for call in server.calls if isinstance(call, str)] == [
+            *("abort", "resume", "clear", "clear", "abort", "sleep")
+        ]
+        assert server.calls[:2] == ["abort", "resume"]
+
+
 @pytest.mark.parametrize("draw", ["sequence", "token"])
 def test_draws_that_no_score_repeats_show_as_noise(step, draw):
     own = (PARTS, *AQN, f"+aqn.draw={draw}")
@@ -196,6 +207,7 @@ BAD = {
     ): r"top_p=0\.9 does not go together with \+qerl\.gate\.mismatch_sample=3: it compares",
     ("actor_rollout_ref.rollout.top_k=20",): r"top_k=20 does not .* Accepted is -1 or 0",
     ("actor_rollout_ref.rollout.name=sglang",): r"name=sglang does not .* Accepted is vllm",
+    ("actor_rollout_ref.rollout.disaggregation.enabled=True",): r"enabled=True does not .* is not known to score them",
     ("trainer.v1.trainer_mode=separate_async",): r"separate_async does not .* Accepted is sync or colocate_async",
     ("actor_rollout_ref.rollout.calculate_log_probs=False",): r"calculate_log_probs=False does not .* Accepted is True",
     ("qerl.gate.mismatch_sample=-1",): r"^qerl\.gate\.mismatch_sample=-1 is no value .*: a number of sequences",

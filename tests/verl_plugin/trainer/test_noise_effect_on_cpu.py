@@ -36,6 +36,7 @@ class Server:
         self.generate = SimpleNamespace(remote=self._generate)
         self.get_rollout_config = SimpleNamespace(remote=lambda: SimpleNamespace(max_model_len=max_model_len))
         self.qerl_clear_kv_cache = SimpleNamespace(remote=lambda: self.calls.append("clear"))
+        self.resume_engine_generation = SimpleNamespace(remote=lambda: self.calls.append("resume"))
 
     def log_probs(self):
         """[last token, next token]."""
@@ -81,13 +82,14 @@ def make(monkeypatch, tmp_path):
     """A trainer with `start` steps done; its servers sample what is asked for."""
     monkeypatch.setattr(ray, "get", lambda found: found)
 
-    def build(start=0, max_model_len=4096, **aqn):
+    def build(start=0, max_model_len=4096, trainer_mode="sync", **aqn):
         rollout = {"name": "vllm", "engine_kwargs": {"vllm": {}}, "max_model_len": None}
-        trainer = {"v1": {"trainer_mode": "sync"}, "resume_mode": "auto", "default_local_dir": str(tmp_path)}
+        trainer = {"v1": {"trainer_mode": trainer_mode}, "resume_mode": "auto", "default_local_dir": str(tmp_path)}
         trainer["total_epochs"] = 1
         nodes = {"actor_rollout_ref": {"rollout": rollout}, "trainer": trainer}
         made = Trainer(OmegaConf.create(nodes | {"aqn": {"enabled": True, "num_stages": 4} | aqn}))
         made.global_steps, made.total_training_steps, made.server = start, 8, Server(max_model_len)
+        made.checkpoint_manager = SimpleNamespace(abort_replicas=lambda: made.server.calls.append("abort"))
         made.llm_server_manager = SimpleNamespace(get_replicas=lambda: [SimpleNamespace(servers=[made.server])])
         made._load_checkpoint()
         made.on_init_end()
@@ -181,6 +183,23 @@ def test_where_answers_have_draws_of_their_own_each_is_scored_with_one(make, ste
     made.server.generate = SimpleNamespace(remote=generate)
     assert step(made)["aqn/kl"] > 1e-3
     assert rows == [(0.1, {"aqn_row": row}) for row in range(1, 33)] + [(0.0, None)] * 32
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async"])
+def test_nothing_is_sampled_while_answers_are_scored(make, step, mode):
+    """In `colocate_async` requests are in flight, which would be sampled with the noise that is being measured."""
+    made = make(trainer_mode=mode, target_kl=1e-2)
+    for number in range(1, 5):
+        made.server.calls.clear()
+        step(made)
+        kinds = [call if isinstance(call, str) else call[0] for call in made.server.calls]
+        scores = number in (2, 3, 4)  # a search, the first step of a stage, and the next search
+        assert ("score" in kinds) == scores
+        assert ("abort" in kinds) == (scores and mode == "colocate_async")
+        if "abort" in kinds:
+            # Nothing changes before, and the engine answers after.
+            assert kinds[:3] == ["abort", "resume", "score"]
+            assert (kinds.count("abort"), kinds.count("resume")) == (1, 1)
 
 
 def test_tokens_that_nobody_sampled_do_not_count(make, step):

@@ -10,6 +10,7 @@ import torch
 from verl_qerl.algos.aqn import FORCED_DRAW, NUM_DRAWS
 
 Row = tuple[list[int], list[int]]  # token ids of a prompt, and of its answer
+SCORING = "verl_qerl_scoring_"  # how the names of these requests begin, by which our servers know them
 
 
 class UnscoredError(RuntimeError):
@@ -40,7 +41,8 @@ def score_answers(
         if own_draws:
             params["extra_args"] = {FORCED_DRAW: 1 + at % NUM_DRAWS}
         server = servers[at % len(servers)]
-        calls.append(server.generate.remote(prompt_ids=tokens, sampling_params=params, request_id=uuid.uuid4().hex))
+        name = f"{SCORING}{uuid.uuid4().hex}"
+        calls.append(server.generate.remote(prompt_ids=tokens, sampling_params=params, request_id=name))
     outputs = ray.get(calls)
     scores = [answer_log_probs(output.extra_fields, *row) for output, row in zip(outputs, rows, strict=True)]
     return scores, [output.extra_fields.get("global_steps") for output in outputs]

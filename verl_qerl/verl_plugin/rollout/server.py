@@ -12,6 +12,7 @@ from verl_qerl.checkpoints.stream import left_out
 from verl_qerl.formats import get_format
 from verl_qerl.verl_plugin.config.apply import WORKER_EXTENSION
 from verl_qerl.verl_plugin.config.nodes import mapping
+from verl_qerl.verl_plugin.rollout.engine_scores import SCORING
 from verl_qerl.vllm_plugin.decode.final_outputs import FinalOutputs
 from verl_qerl.vllm_plugin.decode.graph_sizes import VLLMS, larger_sizes
 from verl_qerl.vllm_plugin.model_runner import CHOICE
@@ -101,13 +102,23 @@ class WholeAnswers(_Server):
             return await super().generate(prompt_ids, params, request_id, **more)
 
 
+class AdmitsScoring(_Server):
+    """Lets scoring in while requests of training wait at the door, which verl shuts when it aborts those in flight."""
+
+    async def _park_until_admitted(self, request_id: str) -> Any:
+        if not request_id.startswith(SCORING):
+            return await super()._park_until_admitted(request_id)
+        self._admitting += 1  # verl's `generate` counts it off again
+        return None
+
+
 def _load_server() -> type:
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
     from verl_qerl.verl_plugin.rollout.adapter_listing import AdapterListing
     from verl_qerl.verl_plugin.weight_sync.run_name import ENV, run_name
 
-    class QerlServer(TrainerCalls, WholeAnswers, vLLMHttpServer):
+    class QerlServer(TrainerCalls, AdmitsScoring, WholeAnswers, vLLMHttpServer):
         """vLLMHttpServer with sockets and adapter lists of ours; the rest is stock without `rollout.custom.qerl`."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:

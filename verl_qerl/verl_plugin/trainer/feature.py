@@ -80,6 +80,18 @@ class Run:
         """The first server of each replica, which reaches all workers of the replica."""
         return [replica.servers[0] for replica in self.trainer.llm_server_manager.get_replicas()]
 
+    def clear_engines(self) -> None:
+        """Abort what is in flight before answers are scored: in `colocate_async`, where verl does so before it sleeps.
+
+        vLLM would let scoring wait behind these requests, and sample them with the noise that is measured meanwhile.
+        Their clients go on with them after the next weight sync, as when verl aborts them.
+        """
+        if self.option("trainer.v1.trainer_mode") != rules.COLOCATED:
+            return
+        self.trainer.checkpoint_manager.abort_replicas()
+        # That has paused the engines too. Servers let scoring alone in until verl resumes them.
+        ray.get([server.resume_engine_generation.remote() for server in self.servers()])
+
     @cached_property
     def max_model_len(self) -> int:
         """Context length of the engines; where `rollout.max_model_len` is null, their servers alone know it."""

@@ -79,6 +79,7 @@ class Gate(Feature):
         self._engine_obstacle = rules.unmet(run.option, rules.SCORED)
         self._first_step = True
         self._looks_closely = False  # the last step was above the limit
+        self._told_of_none = False  # that no answer of a step counted
         self._kl_before: float | None = None  # of the last step, if it was above the limit with all set apart
 
         if cut := rules.unmet(run.option, rules.WHOLE):
@@ -121,10 +122,31 @@ class Gate(Feature):
             metrics["qerl/rollout_log_prob_abs_diff"] = found.log_prob_abs_diff
             began = [tags[key].get("min_global_steps") for key in keys]
             counts = [begin is None or begin == step - 1 for begin in began]
+            if not any(counts):
+                self._tell_of_none(len(keys))
             sampled = rollout_mismatch(rollout, actor, mask * torch.tensor(counts)[:, None])
             if sampled.num_tokens:
                 fresh = [key for key, counted in zip(keys, counts, strict=True) if counted]
                 self._judge(batch, fresh, sampled, metrics)
+
+    def _limit(self) -> tuple[str, float | None]:
+        """Name and value of the limit of this step."""
+        if self._first_step:
+            return "max_initial_kl", self._gate.max_initial_kl
+        return "max_kl", self._gate.max_kl if self._run.syncs_each_step else None
+
+    def _tell_of_none(self, num_answers: int) -> None:
+        """Say once that a limit had no answer to look at, as in each later step where verl samples a batch ahead."""
+        name, limit = self._limit()
+        if limit is None or self._told_of_none:
+            return
+        self._told_of_none = True
+        logger.warning(
+            "qerl.gate.%s=%g did not look at step %d, and will not at steps like it: it looks at answers that the"
+            " present weights began, and older ones began all %d. Set trainer.v1.%s.num_warmup_batches=0 to have such"
+            " answers, or watch qerl/rollout_kl_k3, which contains how far the weights have moved since.",
+            *(name, limit, self._run.step, num_answers, self._run.option("trainer.v1.trainer_mode")),
+        )
 
     def _judge(self, batch: Any, fresh: list[str], sampled: Mismatch, metrics: dict[str, Any]) -> None:
         """Hold a step against its limit.
@@ -133,9 +155,9 @@ class Gate(Feature):
             fresh: Keys of the answers that the present weights sampled.
             metrics: The step's metrics, changed in place.
         """
+        _, limit = self._limit()
         first, self._first_step = self._first_step, False
-        limit = self._gate.max_initial_kl if first else self._gate.max_kl
-        if limit is None or not (first or self._run.syncs_each_step):
+        if limit is None:
             return
         if not first and sampled.kl_k3 <= limit:
             self._looks_closely, self._kl_before = False, None

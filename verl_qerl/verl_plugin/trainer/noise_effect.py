@@ -8,8 +8,8 @@ tokens have draws of their own, each answer is scored with one of these, which i
 With `aqn.target_kl` the answers of the last step before a stage are scored with more noise: some sigmas, with the draw
 of the step to come, until one causes that KL. The stage begins with it, one update of the weights later.
 
-In `colocate_async` requests are in flight meanwhile. They go on with whatever noise is being measured, for seconds at
-most; their log-probs are recorded as sampled.
+In `colocate_async` the requests in flight are aborted before (`Run.clear_engines`), so that none of their tokens is
+sampled with the noise that is being measured.
 """
 
 import logging
@@ -105,6 +105,7 @@ class NoiseEffect(Feature):
         run = self._run
         sigma = run.sigma(run.step)
         sample = _sample_of(run.sampled, run.max_model_len)
+        run.clear_engines()
         with_noise = self._score_sample(sample, noisy=True) if sigma else None
         if with_noise is not None:
             switch_noise(run, 0.0, 0)

@@ -1,8 +1,7 @@
 """Answers of a batch scored again: by the rollout engine before it sleeps, without noise, and by the rounded actor.
 
 After a batch is sampled and before the rollout sleeps, some of its sequences go back to the rollout engine as prompts,
-in one pass each. In `colocate_async` requests are in flight meanwhile: while the clean score is taken, a fraction of a
-second, they are sampled without noise; their log-probs are recorded as sampled.
+in one pass each. In `colocate_async` the requests in flight are aborted before (`Run.clear_engines`).
 """
 
 import math
@@ -47,6 +46,7 @@ def rescore(run: Run, count: int, wants_noisy: bool = False) -> Rescored:
         fields = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["prompts", "responses"])
         pairs = zip(fields["prompts"].unbind(0), fields["responses"].unbind(0), strict=True)
         rows = [(prompt.tolist(), response.tolist()) for prompt, response in pairs]
+        run.clear_engines()
         noisy, sigma = None, run.sigma(run.step)
         own_draws = sigma > 0 and run.aqn.draw != "batch"  # prompts have no noise then
         switches = sigma > 0 and not own_draws
