@@ -368,13 +368,6 @@ def test_a_micro_batch_is_a_number(size):
         prepare(composed(f"{ACTOR}.ppo_micro_batch_size={size}", f"{ACTOR}.ppo_micro_batch_size_per_gpu=null"))
 
 
-def test_arguments_of_the_loader_must_be_a_group():
-    with pytest.raises(
-        ValueError, match=r"vllm\.model_loader_extra_config=\[1\] is no group of options\. Accepted is a "
-    ):
-        prepare(composed(f"{VLLM}.model_loader_extra_config=[1]"))
-
-
 def told(*overrides, rollout=None):
     config = composed(*overrides, rollout=rollout)
     prepare(config)
