@@ -23,6 +23,8 @@ RUNS = (
     {"distillation.enabled": True, "distillation.distillation_loss.loss_mode": "forward_kl_topk"},
     *({f"qerl.gate.{name}": 1} for name in ("max_initial_kl", "max_kl", "mismatch_sample")),
     {"trainer.device": "cpu", rules.LORA_RANK: 8, f"{rules.ROLLOUT}.name": "vllm"},
+    {"trainer.device": "cpu", rules.LORA_RANK: 0, "qerl.base.format": "int8"},
+    {"trainer.device": "cpu", rules.LORA_RANK: 8, "critic.enable": True},
 )
 # One that no rule accepts of its setting.
 REFUSED = (True, False, 0, 2, 0.5, "dummy", {"verl_qerl": {}}, ["hf_model"], {"a": 1}, "other", 1)

@@ -172,6 +172,16 @@ def _bf16_on_cpu(run: Run) -> str | None:
     return "a bf16 rollout and trainer.device=cpu" if cpu else None
 
 
+def _reference_on_cpu(run: Run) -> str | None:
+    # With an adapter, as verl decides it, the reference is the actor without it.
+    adapter = run(LORA_RANK) or run(f"{MODEL}.lora.rank") or run(f"{MODEL}.lora_adapter_path") is not None
+    return None if adapter or run("trainer.device") != "cpu" else f"trainer.device=cpu and {LORA_RANK}=0"
+
+
+def _critic_on_cpu(run: Run) -> str | None:
+    return "trainer.device=cpu and a critic" if run("trainer.device") == "cpu" and trains_critic(run) else None
+
+
 def _top_k(run: Run) -> str | None:
     mode = run("distillation.distillation_loss.loss_mode")
     return f"a distillation by {mode}" if run("distillation.enabled") and mode == "forward_kl_topk" else None
@@ -209,6 +219,8 @@ INITIAL, LATER, SAMPLE = (
 )
 CPU = When("`+platform=cpu`", lambda run: "trainer.device=cpu" if run("trainer.device") == "cpu" else None)
 BF16_ON_CPU = When("`+platform=cpu` without `+rollout`", _bf16_on_cpu)
+REFERENCE_ON_CPU = When("`+platform=cpu` without an adapter", _reference_on_cpu)
+CRITIC_ON_CPU = When("`+platform=cpu` with a critic", _critic_on_cpu)
 
 
 def _no(name: str) -> Need:
@@ -250,6 +262,7 @@ _ADAPTER = f"verl's FSDP engine makes an adapter where {LORA_RANK} says so"
 _NO_EFFECT = "UAQ acts on weights that are trained and quantized again, and the base of an adapter is neither"
 _WHOLE_BASE = "both sides must hold the whole base on each GPU"
 _NO_ANSWERS = "its servers are verl's own, which do not pass on what the rollout workers answer"
+_PINS = "it pins memory, which needs a GPU"
 _COMPARES = "it compares the log-probs of the rollout with those of the actor"
 
 
@@ -269,6 +282,12 @@ OF_THE_CPU: tuple[Rule, ...] = (
         )
     ),
     Rule(CPU, _no(f"{MODEL}.enable_activation_offload"), "activations are in the host's memory already", _LEAVE),
+    Rule(CPU, _no(f"{FSDP}.offload_policy"), _PINS, _LEAVE),
+    Rule(CRITIC_ON_CPU, _no("critic.fsdp.offload_policy"), _PINS, _LEAVE),
+    *(
+        Rule(REFERENCE_ON_CPU, _no(name), "verl's engine of the reference pins memory, which needs a GPU", _SET_RANK)
+        for name in (f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward")
+    ),
 )
 
 # For runs with an option of ours.

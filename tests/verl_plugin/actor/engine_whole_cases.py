@@ -87,18 +87,21 @@ def resumed():
     folders = [f"{OUT}/adapter-{lora_only}" for lora_only in (True, False)]
     for lora_only, folder in zip((True, False), folders, strict=True):
         build("bf16", lora_only=lora_only).save_checkpoint(folder, global_step=1)
-    engine = train_all(None, qerl={"format": "int8"})
-    before, errors = sent_weights(engine), []
-    for folder in folders:
-        try:
-            engine.load_checkpoint(folder, del_local_after_load=False)
-        except ValueError as error:
-            errors.append(str(error))
-    now = sent_weights(engine)
+    plain, engine = train_all(None), train_all(None, qerl={"format": "int8"})
+    before, errors = {**sent_weights(engine), "plain": logits(plain.module)}, []
+    for loading in (engine, plain):
+        for folder in folders:
+            try:
+                loading.load_checkpoint(folder, del_local_after_load=False)
+            except ValueError as error:
+                errors.append(str(error))
+    now = {**sent_weights(engine), "plain": logits(plain.module)}
     step(engine)
     engine.save_checkpoint(folders[0], global_step=1)
     again = train_all(None, qerl={"format": "int8"})
     again.load_checkpoint(folders[0], del_local_after_load=False)
+    plain.save_checkpoint(folders[1], global_step=1)  # takes the place of the other
+    plain.load_checkpoint(folders[1], del_local_after_load=False)
     return {"errors": errors, "weights": [before, now], "saved": [sent_weights(engine), sent_weights(again)]}
 
 

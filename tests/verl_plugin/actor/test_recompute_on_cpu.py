@@ -113,12 +113,56 @@ def test_the_first_update_measures_and_the_next_ones_keep_what_fits(model, monke
     assert found.budget == (60 + 12 - 14 - 2 - 4) * GIB
     assert "52.0 GiB are left for activations, 524288 KiB a token and layer" in caplog.text
     assert "4 of 4 layers keep theirs with 24 tokens" in caplog.text
-    assert [found.num_kept(count) for count in (26, 35, 52, 104, 105)] == [4, 2, 2, 1, 0]
+    assert [found.num_kept(count) for count in (1, 12, 24)] == [4, 4, 4]
+
+
+def test_larger_micro_batches_than_the_first_leave_room_for_what_else_grows(model, monkeypatch):
+    cuda = Cuda(monkeypatch)
+    found = measured(model, cuda)
+    # The update took 4 GiB above the 10 that were held.
+    assert (found.most_tokens, found.growth) == (TOKENS, 4 * GIB / TOKENS)
+    # With 84 tokens that is 10 GiB more, and one layer takes the 42 that are left of 52.
+    assert [found.num_kept(count) for count in (25, 26, 42, 84, 85, 336, 337)] == [4, 3, 2, 1, 0, 0, 0]
+    found.budget = 20 * GIB
+    # As before up to the tokens of the first update.
+    assert [found.num_kept(count) for count in (10, 13, 20, 24)] == [4, 3, 2, 1]
+
+
+def test_the_largest_pass_of_the_update_counts_and_no_other(model, monkeypatch):
+    Cuda(monkeypatch)
+    found = Recompute(model, CPU)
+    found.bytes_per_token = 1.0
+    loss = model.register_forward_hook(lambda *_: {}["loss"])
+    with pytest.raises(KeyError), found.within(mode()):
+        update(model, 8 * TOKENS)
+    loss.remove()
+    with found.within(mode()):
+        update(model, 2 * TOKENS)
+        update(model)
+        with torch.no_grad():
+            model(tokens(4 * TOKENS))
+    assert (found.most_tokens, found.growth) == (2 * TOKENS, 4 * GIB / (2 * TOKENS))
+    update(model, 8 * TOKENS)
+    assert found.most_tokens == 2 * TOKENS
+
+
+def test_ranks_agree_on_what_is_safe_for_all(model, monkeypatch):
+    def all_reduce(found, op):
+        assert op == recompute.dist.ReduceOp.MIN
+        other = torch.tensor([48 * GIB, -PER_TOKEN / 2, -GIB, 2 * TOKENS], dtype=torch.float64)
+        found.copy_(torch.minimum(found, other))
+
+    monkeypatch.setattr(recompute.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(recompute.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(recompute.dist, "all_reduce", all_reduce)
+    found = measured(model, Cuda(monkeypatch))
+    assert (found.budget, found.bytes_per_token) == (48 * GIB, PER_TOKEN)
+    assert (found.growth, found.most_tokens) == (GIB, TOKENS)
 
 
 def test_only_the_layers_that_do_not_fit_are_computed_twice(model, monkeypatch):
     found = measured(model, Cuda(monkeypatch))
-    found.budget = 2 * PER_TOKEN * TOKENS
+    found.budget, found.growth = 2 * PER_TOKEN * TOKENS, 0.0
     counts = calls_of_layers(model)
     update(model)
     assert counts == [2, 2, 1, 1]
@@ -141,8 +185,9 @@ def test_gradients_are_those_of_full_checkpointing(model, monkeypatch):
 def test_an_optimizer_whose_state_came_last_is_counted(model, monkeypatch):
     cuda = Cuda(monkeypatch)
     found = Recompute(model, CPU)
-    found.bytes_per_token, found._tokens = 1.0, 1
+    found.bytes_per_token = 1.0
     with found.within(mode()):
+        update(model)
         cuda.allocated += 9 * GIB
     assert found.budget == (60 + 12 - 14 - 9 - 2 - 4) * GIB
 
@@ -150,13 +195,13 @@ def test_an_optimizer_whose_state_came_last_is_counted(model, monkeypatch):
 def test_it_waits_for_an_update_that_ends_well(model, monkeypatch):
     cuda = Cuda(monkeypatch)
     found = Recompute(model, CPU)
-    found.bytes_per_token, found._tokens = 1.0, 1
+    found.bytes_per_token = 1.0
     with pytest.raises(KeyError), found.within(mode()):
         raise KeyError
     assert found.budget is None
     cuda.free = 0
     with found.within(mode()):
-        pass
+        update(model)
     assert found.budget == 0
     assert found.num_kept(1) == 0
 

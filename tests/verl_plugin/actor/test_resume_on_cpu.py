@@ -10,7 +10,9 @@ import torch
 from qerl_testing import random_qwen2
 
 from verl_qerl.checkpoints.record import BaseRecord
+from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.verl_plugin.actor import resume
+from verl_qerl.verl_plugin.actor.trained_weights import TrainedWeights
 
 SCRIPT = Path(__file__).with_name("resume_cases.py")
 PARTS = ("adapters", "optimizer", "scheduler", "rng")
@@ -90,6 +92,33 @@ def test_more_ranks_share_the_generators(tmp_path, monkeypatch):
         monkeypatch.setattr(resume.dist, "get_rank", lambda rank=rank: rank)
         with resume.for_these_ranks(tmp_path, record, held, ["extra"], torch.nn.Linear(1, 1), None) as folder:
             assert (folder / resume.file_name("extra", 3, rank)).read_text() == expected
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "int8"])
+@pytest.mark.parametrize("files", [{}, {"model_world_size_2_rank_0.pt": 3, "model_world_size_2_rank_1.pt": 4}])
+def test_a_packed_base_is_not_taken_for_one_in_bf16(tmp_path, monkeypatch, form, files):
+    monkeypatch.setattr(resume.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(resume.dist, "broadcast_object_list", lambda told, src: None)
+    weights = TrainedWeights(None, None, None)
+    with weights.loadable(tmp_path) as folder:  # without a record
+        assert folder == tmp_path
+    BaseRecord("m", "max", (), {}, {"r": 8}, files=files, format=form).write(tmp_path)
+    (tmp_path / "model_world_size_2_rank_0.pt").write_text("abc")  # that of rank 1 is on another node
+    with pytest.raises(CheckpointFormatError, match="on a base in") as caught:
+        weights.loadable(tmp_path)
+    assert str(caught.value) == (
+        f"the checkpoint is of an adapter on a base in {form}, now in bf16, in {tmp_path}. One of a run without"
+        f" +rollout is accepted. Add +rollout={form}, or start under another trainer.experiment_name."
+    )
+
+
+def test_a_record_that_verls_own_engine_left_beside_its_files_is_not_theirs(tmp_path, monkeypatch):
+    monkeypatch.setattr(resume.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(resume.dist, "broadcast_object_list", lambda told, src: None)
+    BaseRecord("m", "max", (), {}, {"r": 8}, files={"model_world_size_1_rank_0.pt": 3}).write(tmp_path)
+    (tmp_path / "model_world_size_1_rank_0.pt").write_text("with a base in bf16")
+    with TrainedWeights(None, None, None).loadable(tmp_path) as folder:
+        assert folder == tmp_path
 
 
 REFUSED = {

@@ -302,6 +302,15 @@ BAD_ALONE = {
         f"{MODEL}.enable_activation_offload=True",
     ): r"enable_activation_offload=True does not go together with trainer\.device=cpu: activations are in the host's",
     (
+        "trainer.device=cpu",
+        f"{ACTOR}.fsdp_config.offload_policy=True",
+    ): r"offload_policy=True does not go together with trainer\.device=cpu: it pins memory, which needs a GPU\. Acc",
+    (
+        "trainer.device=cpu",
+        "critic.enable=True",
+        "critic.fsdp.offload_policy=True",
+    ): r"^critic\.fsdp\.offload_policy=True does not go together with trainer\.device=cpu and a critic: it pins memory",
+    (
         "+aqn.enabled=true",
         f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",
     ): r"model\.override_config\.attn_implementation=verl_qerl_varlen does not go together .* install flash-attn",
@@ -322,6 +331,10 @@ def test_bad_input_without_the_yaml_gives_its_sentence(overrides):
 GOOD_ALONE = (
     (f"{MODEL}.lora_rank=0",),  # on a GPU
     ("trainer.device=cpu",),
+    # There the reference is the actor without its adapter.
+    ("trainer.device=cpu", f"{ACTOR}.use_kl_loss=True", "algorithm.use_kl_in_reward=True"),
+    (f"{ACTOR}.fsdp_config.offload_policy=True", "critic.fsdp.offload_policy=True"),  # on a GPU
+    ("trainer.device=cpu", "critic.fsdp.offload_policy=True", "algorithm.adv_estimator=grpo"),  # no critic
     ("trainer.max_actor_ckpt_to_keep=1",),
     ("+qerl.rollout.lora=single", f"{ROLLOUT}.disaggregation.enabled=True"),
     ("+aqn.enabled=true", "critic.fsdp.ulysses_sequence_parallel_size=2", "algorithm.adv_estimator=grpo"),  # no critic
@@ -332,6 +345,19 @@ GOOD_ALONE = (
 def test_runs_that_break_no_rule_pass(overrides):
     prepare(composed(*overrides, rollout=None))
     prepare(composed("trainer.device=cpu", f"{MODEL}.lora_rank=0", rollout="+rollout=int8"))
+
+
+@pytest.mark.parametrize("name", [f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"])
+def test_a_reference_of_its_own_needs_a_gpu(name):
+    whole = (f"{MODEL}.lora_rank=0", f"{name}=True")
+    said = (
+        f"{name}=True does not go together with trainer.device=cpu and {MODEL}.lora_rank=0: verl's engine of the"
+        f" reference pins memory, which needs a GPU. Accepted is false. Leave it out, or set {MODEL}.lora_rank."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        prepare(composed("trainer.device=cpu", *whole, rollout="+rollout=int8"))
+    prepare(composed(*whole, rollout="+rollout=int8"))
+    prepare(composed("trainer.device=cpu", f"{name}=True", rollout="+rollout=int8"))
 
 
 @pytest.mark.parametrize(("of_actor", "of_rollout"), [(True, False), (False, True), (False, False)])
@@ -351,13 +377,6 @@ def test_a_micro_batch_is_a_number(size):
         ValueError, match=r"^actor.*\.ppo_micro_batch_size=.* is no number of answers\. Accepted is 1 or"
     ):
         prepare(composed(f"{ACTOR}.ppo_micro_batch_size={size}", f"{ACTOR}.ppo_micro_batch_size_per_gpu=null"))
-
-
-def test_arguments_of_the_loader_must_be_a_group():
-    with pytest.raises(
-        ValueError, match=r"vllm\.model_loader_extra_config=\[1\] is no group of options\. Accepted is a "
-    ):
-        prepare(composed(f"{VLLM}.model_loader_extra_config=[1]"))
 
 
 def told(*overrides, rollout=None):

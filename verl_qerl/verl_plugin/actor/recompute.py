@@ -27,7 +27,9 @@ class Recompute:
     """Which decoder layers are checkpointed, decided anew for each micro-batch of an update.
 
     The first update checkpoints all layers but the last, whose activations are measured. From its end on the last
-    layers keep theirs, as many as fit into what was left of the GPU at the peak. Without a GPU all are checkpointed.
+    layers keep theirs, as many as fit into what was left of the GPU at the peak. A micro-batch with more tokens than
+    any of the first update takes more than activations (inputs of checkpointed layers, one layer's temporaries,
+    logits): that is taken off first. Without a GPU all are checkpointed.
 
     Args:
         module: A model of transformers with checkpointing enabled, wrapped by FSDP2 or not.
@@ -36,13 +38,17 @@ class Recompute:
     Attributes:
         budget: Bytes that activations may take, the same on every rank; None as long as nothing is known.
         bytes_per_token: Bytes of one layer's activations for a token.
+        growth: Bytes of everything else for a token more than `most_tokens`, the same on every rank.
+        most_tokens: Of a micro-batch of the first update, padding included; later the least that a rank had as its
+            most.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._layers, stack = checkpointed_layers(module)
         self._device = device
         self.budget: int | None = None
-        self.bytes_per_token = 0.0
+        self.bytes_per_token = self.growth = 0.0
+        self.most_tokens = 0
         self._before = 0
         self._tokens = 0
         self._inside = False
@@ -60,13 +66,13 @@ class Recompute:
         with mode as entered:
             if decides:
                 torch.cuda.reset_peak_memory_stats()
-                self._inside = True
+                self._inside, self.most_tokens = True, 0
             held = torch.cuda.memory_allocated() if decides else 0
             try:
                 yield entered
             finally:
                 self._inside = self._inside and not decides
-            if decides and self.bytes_per_token:
+            if decides and self.bytes_per_token and self.most_tokens:
                 self._decide(held)
 
     def _choose(self, stack: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -85,7 +91,8 @@ class Recompute:
         """Layers that keep their activations in a micro-batch of so many tokens, padding included."""
         if self.budget is None:
             return int(torch.cuda.is_available())  # the one that is measured
-        return min(len(self._layers), int(self.budget / (self.bytes_per_token * tokens)))
+        room = max(0.0, self.budget - self.growth * max(0, tokens - self.most_tokens))
+        return min(len(self._layers), int(room / (self.bytes_per_token * tokens)))
 
     def _start(self, layer: nn.Module, args: tuple) -> None:
         self._before = torch.cuda.memory_allocated() if self._measures() else 0
@@ -94,6 +101,7 @@ class Recompute:
         if self._measures():
             found = (torch.cuda.memory_allocated() - self._before) / self._tokens
             self.bytes_per_token = max(self.bytes_per_token, found)
+            self.most_tokens = max(self.most_tokens, self._tokens)
 
     def _measures(self) -> bool:
         layer = self._layers[-1]
@@ -102,13 +110,19 @@ class Recompute:
     def _decide(self, held: int) -> None:
         free, total = torch.cuda.mem_get_info()
         peak = torch.cuda.max_memory_allocated()
+        # All that the update took, as if all of it grew with the tokens. That errs on the safe side: the layer that was
+        # measured is in it, and where all weights are trained their gradients too.
+        growth = (peak - held) / self.most_tokens
         # The optimizer's state may have come after the peak, and stays.
         peak += max(0, torch.cuda.memory_allocated() - held)
         room = free + torch.cuda.memory_reserved() - peak - _SPARE_BYTES - _SPARE_SHARE * total
-        found = torch.tensor([room, -self.bytes_per_token], dtype=torch.float64, device=self._device)
+        # The least room and tokens and the most of what is taken: what is safe for every rank.
+        values = [room, -self.bytes_per_token, -growth, self.most_tokens]
+        found = torch.tensor(values, dtype=torch.float64, device=self._device)
         if dist.is_initialized():
             dist.all_reduce(found, dist.ReduceOp.MIN)  # ranks with other numbers of layers would wait for each other
-        self.budget, self.bytes_per_token = max(0, int(found[0])), -float(found[1])
+        self.budget, self.most_tokens = max(0, int(found[0])), int(found[3])
+        self.bytes_per_token, self.growth = -float(found[1]), -float(found[2])
         if not dist.is_initialized() or dist.get_rank() == 0:
             logger.warning(
                 "gradient checkpointing: %.1f GiB are left for activations, %.0f KiB a token and layer. From now on"

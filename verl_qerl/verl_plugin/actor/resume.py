@@ -105,6 +105,28 @@ def refuse_adapter(folder: Path) -> None:
         )
 
 
+def refuse_packed_base(folder: Path) -> None:
+    """Raise CheckpointFormatError, on every rank, where the checkpoint is of a packed base, for a run that has none.
+
+    An engine of verl's own that saves into the folder of an older checkpoint leaves the record there. Files of other
+    sizes than it lists tell that.
+    """
+    record = read_on_first_rank(lambda: _record_of_these_files(folder))
+    if record:
+        raise CheckpointFormatError(
+            f"the checkpoint is of an adapter on a base in {record.format}, now in bf16, in {folder}. One of a run"
+            f" without +rollout is accepted. Add +rollout={record.format}, or start under another"
+            " trainer.experiment_name."
+        )
+
+
+def _record_of_these_files(folder: Path) -> BaseRecord | None:
+    record = read_record(folder)
+    # Those of other ranks may lie on other nodes.
+    here = {name: size for name, size in record.files.items() if (folder / name).is_file()} if record else {}
+    return None if damaged_file(folder, here) else record
+
+
 @contextmanager
 def for_these_ranks(
     folder: Path,

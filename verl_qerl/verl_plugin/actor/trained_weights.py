@@ -14,7 +14,7 @@ from verl_qerl.checkpoints.groups import groups_of_linears, linears_among
 from verl_qerl.checkpoints.record import RECORD
 from verl_qerl.modules.rounded import rounded_linears
 from verl_qerl.modules.varlen_attention import check_model
-from verl_qerl.verl_plugin.actor.resume import refuse_adapter
+from verl_qerl.verl_plugin.actor.resume import refuse_adapter, refuse_packed_base
 from verl_qerl.verl_plugin.actor.uaq_engine import fold_model
 from verl_qerl.verl_plugin.config.base_options import BaseOptions
 from verl_qerl.verl_plugin.weight_sync.requantize import (
@@ -87,9 +87,12 @@ class TrainedWeights:
         """The checkpoint itself.
 
         Raises:
-            CheckpointFormatError: It is of an adapter, and this run quantizes all weights; on every rank alike.
+            CheckpointFormatError: It is of an adapter on a packed base, and this run quantizes all weights or none; on
+                every rank alike.
         """
-        if self.options is not None:
+        if self.options is None:
+            refuse_packed_base(folder)
+        else:
             refuse_adapter(folder)
         return nullcontext(folder)
 

@@ -17,7 +17,7 @@ from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.algos.uaq import UAQConfig
 from verl_qerl.options import rules
 from verl_qerl.options.rules import ACTOR, FSDP, LORA_RANK, ROLLOUT, VLLM, Run
-from verl_qerl.options.schema import Qerl
+from verl_qerl.options.schema import Base, Qerl
 from verl_qerl.verl_plugin.config.attention import check_attention, use_attention
 from verl_qerl.verl_plugin.config.nodes import mapping, plain
 from verl_qerl.verl_plugin.config.sequence_parallel import check_sharing
@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "verl_qerl.verl_plugin.weight_sync.worker_extension.WorkerExtension"
 _UNSET = object()
+_LOADER = f"{VLLM}.model_loader_extra_config"
+# What the driver writes there -> the option of `qerl.base` that it is.
+_OF_LOADER = {"scale": "scale", "share_base": "share", "ignore": "ignore"}
 APPLIED = f"{ROLLOUT}.custom.qerl"  # read by the rollout's server; also says that a run is prepared
 # What the plan of the memory needs of other nodes (actor/memory_check.py).
 _OF_THE_RUN = (
@@ -80,6 +83,8 @@ def prepare(config: DictConfig) -> None:
     rules.check_gpus(run)
     check_sharing(run)
     check_attention(config)
+    if options.base.format is not None:
+        _check_loader(run, options.base)
     _apply(config, options, aqn, uaq)
 
 
@@ -122,6 +127,22 @@ def _share_micro_batches(config: DictConfig, run: Run) -> None:
             OmegaConf.update(config, f"{name}_per_gpu", max(1, size // rules.num_gpus(run)))
 
 
+def _check_loader(run: Run, base: Base) -> None:
+    """Refuse with a ValueError options of the loader that the driver would write over with others."""
+    given, written = mapping(run, _LOADER), _of_loader(base)
+    for key, option in _OF_LOADER.items():
+        if given.get(key) not in (None, written[key]):
+            raise ValueError(
+                f"{_LOADER}.{key}={given[key]} does not go together with qerl.base.{option}={written[key]}: the driver"
+                f" writes +qerl.base.{option} there. Accepted is null. Set +qerl.base.{option}, for both sides."
+            )
+
+
+def _of_loader(base: Base) -> dict[str, Any]:
+    values = asdict(base) | {"ignore": list(base.ignore)}
+    return {key: values[option] for key, option in _OF_LOADER.items()}
+
+
 def _hold_base(config: DictConfig, run: Run, options: Qerl) -> None:
     """The actor's engine, and the loader and kernels of the rollout, get the same format and choices."""
     base, has_adapter = options.base, bool(run(LORA_RANK))
@@ -132,12 +153,7 @@ def _hold_base(config: DictConfig, run: Run, options: Qerl) -> None:
     kwargs: dict[str, Any] = {
         "load_format": f"{PREFIX}{base.format}",
         "quantization": f"{PREFIX}{base.format}",
-        "model_loader_extra_config": {
-            **mapping(run, f"{VLLM}.model_loader_extra_config"),
-            "scale": base.scale,
-            "share_base": base.share,
-            "ignore": list(base.ignore),
-        },
+        "model_loader_extra_config": {**mapping(run, _LOADER), **_of_loader(base)},
     }
     OmegaConf.update(config, f"{FSDP}.qerl", held, force_add=True)
     OmegaConf.update(config, VLLM, kwargs, force_add=True)
