@@ -101,8 +101,8 @@ def test_the_command_takes_a_format(model, tmp_path, capsys):
 @pytest.mark.usefixtures("quick_starts")
 def test_stock_vllm_computes_int8_as_the_dequantized_model(outputs, model):
     pytest.importorskip("vllm")
-    flags = set(Path("/proc/cpuinfo").read_text().split())
-    if platform.machine() == "x86_64" and not flags & {"avx512_vnni", "avx_vnni"}:
+    vnni = {"avx512_vnni", "avx_vnni"}
+    if platform.machine() == "x86_64" and not vnni & set(Path("/proc/cpuinfo").read_text().split()):
         pytest.skip("vLLM's INT8 kernel computes wrong products on this CPU, which has no VNNI")
     folder, _ = outputs["int8"]
     case = {"name": "int8", "model": str(folder), "lora": None, "reference_kernel": False}

@@ -180,7 +180,7 @@ def test_a_cpu_keeps_vllms_sampler():
 def fused_engine(start, packed_dir):
     options = {"logprobs_mode": "processed_logprobs", "seed": 7}
     with pytest.MonkeyPatch.context() as patch:  # on a CPU it is not faster, and vLLM's stays
-        patch.setattr(sampling_module, "_is_faster", lambda device: True)
+        patch.setattr(sampling_module, "_ours_is_faster", lambda device: True)
         return start(packed_dir, aqn={}, **options)
 
 

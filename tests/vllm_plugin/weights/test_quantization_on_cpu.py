@@ -127,6 +127,26 @@ def test_a_format_the_gpu_lacks_stops_the_engine(monkeypatch):
         config._get_scheme_from_parts(scheme["weights"], scheme["input_activations"])
 
 
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_eight_bits_are_computed_by_vllm_on_a_gpu_and_by_the_reference_on_a_cpu(monkeypatch, form, is_cpu):
+    from vllm.model_executor.layers.quantization.compressed_tensors import schemes
+
+    from verl_qerl.formats import get_format
+    from verl_qerl.vllm_plugin.weights import quantization, reference_kernels
+
+    stock = {"int8": schemes.CompressedTensorsW8A8Int8, "fp8": schemes.CompressedTensorsW8A8Fp8}[form]
+    monkeypatch.setattr(quantization.current_platform, "is_cpu", lambda: is_cpu)
+    monkeypatch.setattr(stock, "__init__", lambda self, *args, **given: vars(self).update(given, args=args))
+    monkeypatch.setattr(quantization.RolloutConfig, "_check_scheme_supported", lambda *_, **__: True)
+    config = quantization.CONFIGS[f"verl_qerl_{form}"].from_config(get_format(form).config())
+    scheme = config.target_scheme_map["Linear"]
+    made = config._get_scheme_from_parts(scheme["weights"], scheme["input_activations"], format=scheme.get("format"))
+    assert type(made) is (reference_kernels.W8A8Reference if is_cpu else stock)
+    if form == "int8" and not is_cpu:
+        assert (made.strategy, made.is_static_input_scheme, made.input_symmetric) == ("channel", False, True)
+
+
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """Schemes as they are made on Hopper, in an engine with a linear_backend; vLLM's own kernel is `stock`."""

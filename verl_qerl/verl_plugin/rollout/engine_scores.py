@@ -10,7 +10,7 @@ import torch
 from verl_qerl.algos.aqn import FORCED_DRAW, NUM_DRAWS
 
 Row = tuple[list[int], list[int]]  # token ids of a prompt, and of its answer
-SCORING = "verl_qerl_scoring_"  # how the names of these requests begin, by which our servers know them
+SCORING = "verl_qerl_scoring_"  # prefix of these requests' ids; our servers admit them while the gate is closed
 
 
 class UnscoredError(RuntimeError):

@@ -83,8 +83,8 @@ class Run:
     def clear_engines(self) -> None:
         """Abort what is in flight before answers are scored: in `colocate_async`, where verl does so before it sleeps.
 
-        vLLM would let scoring wait behind these requests, and sample them with the noise that is measured meanwhile.
-        Their clients go on with them after the next weight sync, as when verl aborts them.
+        Otherwise scoring waits behind these requests, and their tokens are sampled with the noise that is being
+        measured. Their clients go on with them after the next weight sync, as when verl aborts them.
         """
         if self.option("trainer.v1.trainer_mode") != rules.COLOCATED:
             return

@@ -69,6 +69,11 @@ def can_compare(run: Run) -> bool:
     return obstacle is None
 
 
+def _is_fresh(tag: dict[str, Any], step: int) -> bool:
+    """Whether the weights of this step began an answer; verl tags none where that is always so."""
+    return tag.get("min_global_steps") in (None, step - 1)
+
+
 class Gate(Feature):
     """Compares the rollout with the actor in every step, and holds the difference against the limits."""
 
@@ -79,7 +84,7 @@ class Gate(Feature):
         self._engine_obstacle = rules.unmet(run.option, rules.SCORED)
         self._first_step = True
         self._looks_closely = False  # the last step was above the limit
-        self._told_of_none = False  # that no answer of a step counted
+        self._told_of_none: set[str] = set()  # limits that had no answer to look at
         self._kl_before: float | None = None  # of the last step, if it was above the limit with all set apart
 
         if cut := rules.unmet(run.option, rules.WHOLE):
@@ -120,10 +125,9 @@ class Gate(Feature):
         if found.num_tokens:
             metrics["qerl/rollout_kl_k3"] = found.kl_k3
             metrics["qerl/rollout_log_prob_abs_diff"] = found.log_prob_abs_diff
-            began = [tags[key].get("min_global_steps") for key in keys]
-            counts = [begin is None or begin == step - 1 for begin in began]
-            if not any(counts):
-                self._tell_of_none(len(keys))
+            counts = [_is_fresh(tags[key], step) for key in keys]
+            if not any(_is_fresh(tag, step) for tag in tags.values()):
+                self._tell_of_none(len(tags))
             sampled = rollout_mismatch(rollout, actor, mask * torch.tensor(counts)[:, None])
             if sampled.num_tokens:
                 fresh = [key for key, counted in zip(keys, counts, strict=True) if counted]
@@ -136,11 +140,11 @@ class Gate(Feature):
         return "max_kl", self._gate.max_kl if self._run.syncs_each_step else None
 
     def _tell_of_none(self, num_answers: int) -> None:
-        """Say once that a limit had no answer to look at, as in each later step where verl samples a batch ahead."""
+        """Say once of a limit that it had no answer to look at, as in later steps where verl samples a batch ahead."""
         name, limit = self._limit()
-        if limit is None or self._told_of_none:
+        if limit is None or name in self._told_of_none:
             return
-        self._told_of_none = True
+        self._told_of_none.add(name)
         logger.warning(
             "qerl.gate.%s=%g did not look at step %d, and will not at steps like it: it looks at answers that the"
             " present weights began, and older ones began all %d. Set trainer.v1.%s.num_warmup_batches=0 to have such"

@@ -84,17 +84,17 @@ def _why_kept(sampler: Any) -> str | None:
     return f"use_fp64_gumbel=True. {accepted} Leave it out" if sampler.use_fp64_gumbel else None
 
 
-def _is_faster(device: torch.device) -> bool:
+def _ours_is_faster(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
 def use_fused_sampler(runner: Any) -> None:
-    """Give a model runner of vLLM the faster sampler where it is that, and compile what it runs.
+    """On a GPU, where ours is faster, replace the sampler of vLLM's model runner and compile its kernels.
 
     A sampler that cannot be replaced stays, which is said once.
     """
     device = runner.device
-    if not _is_faster(device):
+    if not _ours_is_faster(device):
         return
     sampler: Any = getattr(runner, "sampler", None)
     reason = _why_kept(sampler)
