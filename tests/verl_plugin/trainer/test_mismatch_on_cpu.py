@@ -206,6 +206,18 @@ def test_steps_whose_answers_older_weights_began_are_told_once(step, caplog):
     assert of_the_gate(caplog) == [OLDER.format("max_kl=0.1", 2)]
 
 
+def test_each_limit_tells_it(step, caplog):
+    trainer = step.make(*NVFP4, LATER, "trainer.v1.trainer_mode=colocate_async")
+    trainer.global_steps = 4  # resumed, with answers that were begun before
+    step.run(trainer, CLOSE, ACTOR, versions=(2, 2))
+    trainer.global_steps = 5
+    step.run(trainer, CLOSE, ACTOR, versions=(4, 4))
+    trainer.global_steps = 6
+    step.run(trainer, CLOSE, ACTOR, versions=(4, 4))
+    blind = [message.split("=")[0] for message in of_the_gate(caplog) if "did not look" in message]
+    assert blind == ["qerl.gate.max_initial_kl", "qerl.gate.max_kl"]
+
+
 def test_a_gate_that_waits_for_answers_of_present_weights_says_so(step, caplog):
     trainer = step.make(*NVFP4, "trainer.v1.trainer_mode=colocate_async")
     trainer.global_steps = 4
