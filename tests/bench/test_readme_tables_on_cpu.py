@@ -98,7 +98,7 @@ def test_the_first_page_has_decoding_beside_both_stock_arms():
     assert f"| {times('rollout_7b_0526c25', 'bf16')} ([file]" in front
     rows = result("rollout_7b_0526c25")["rows"]
     prefill = {row["arm"]: row["prefill_s"] for row in rows if row["batch"] == 256}
-    assert f"read in {prefill['nvfp4_lora_ours'] / prefill['bf16']:.2f}x the time of plain bf16" in front
+    assert f"takes a 7B {prefill['nvfp4_lora_ours'] / prefill['bf16']:.2f} times as long as plain bf16" in front
 
 
 def test_what_stock_4_and_8_bits_gain_beside_stock_bf16():

@@ -360,25 +360,6 @@ def test_a_reference_of_its_own_needs_a_gpu(name):
     prepare(composed("trainer.device=cpu", f"{name}=True", rollout="+rollout=int8"))
 
 
-@pytest.mark.parametrize(("of_actor", "of_rollout"), [(True, False), (False, True), (False, False)])
-def test_a_micro_batch_of_all_gpus_is_shared_out(of_actor, of_rollout):
-    """verl's workers ask for the rollout's by the switch of the actor, and its trainer reads it by the rollout's."""
-    switches = (f"{ACTOR}.use_dynamic_bsz={of_actor}", f"{ROLLOUT}.log_prob_use_dynamic_bsz={of_rollout}")
-    size = f"{ROLLOUT}.log_prob_micro_batch_size"
-    config = composed(*switches, f"{size}=16", f"{size}_per_gpu=null")
-    prepare(config)
-    found = config.actor_rollout_ref.rollout
-    assert (found.log_prob_micro_batch_size, found.log_prob_micro_batch_size_per_gpu) == (None, 2)
-
-
-@pytest.mark.parametrize("size", ["8x", "0", "[8]"])
-def test_a_micro_batch_is_a_number(size):
-    with pytest.raises(
-        ValueError, match=r"^actor.*\.ppo_micro_batch_size=.* is no number of answers\. Accepted is 1 or"
-    ):
-        prepare(composed(f"{ACTOR}.ppo_micro_batch_size={size}", f"{ACTOR}.ppo_micro_batch_size_per_gpu=null"))
-
-
 def told(*overrides, rollout=None):
     config = composed(*overrides, rollout=rollout)
     prepare(config)

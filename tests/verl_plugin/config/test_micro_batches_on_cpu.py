@@ -1,0 +1,34 @@
+"""Micro-batches that are named for all GPUs together, as in older examples of verl."""
+
+import pytest
+
+pytest.importorskip("verl")
+
+from qerl_testing import RUN, verl_config
+
+from verl_qerl.verl_plugin.config.apply import prepare
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def composed(*overrides):
+    return verl_config(*RUN, "actor_rollout_ref.model.lora_rank=32", "+rollout=nvfp4", *overrides)
+
+
+@pytest.mark.parametrize(("of_actor", "of_rollout"), [(True, False), (False, True), (False, False)])
+def test_each_gpu_gets_its_part(of_actor, of_rollout):
+    """verl's workers ask for the rollout's by the switch of the actor, and its trainer reads it by the rollout's."""
+    switches = (f"{ACTOR}.use_dynamic_bsz={of_actor}", f"{ROLLOUT}.log_prob_use_dynamic_bsz={of_rollout}")
+    size = f"{ROLLOUT}.log_prob_micro_batch_size"
+    config = composed(*switches, f"{size}=16", f"{size}_per_gpu=null")
+    prepare(config)
+    found = config.actor_rollout_ref.rollout
+    assert (found.log_prob_micro_batch_size, found.log_prob_micro_batch_size_per_gpu) == (None, 2)
+
+
+@pytest.mark.parametrize("size", ["8x", "0", "[8]"])
+def test_it_is_a_number(size):
+    with pytest.raises(
+        ValueError, match=r"^actor.*\.ppo_micro_batch_size=.* is no number of answers\. Accepted is 1 or"
+    ):
+        prepare(composed(f"{ACTOR}.ppo_micro_batch_size={size}", f"{ACTOR}.ppo_micro_batch_size_per_gpu=null"))
