@@ -167,19 +167,23 @@ def _rounding_scale(run: Run) -> str | None:
     return f"+uaq.scale={scale:g}" if run("uaq.enabled") and not is_power_of_two(scale) else None
 
 
+def _on_cpu(run: Run) -> bool:
+    return run("trainer.device") == "cpu"  # which +platform=cpu sets
+
+
 def _bf16_on_cpu(run: Run) -> str | None:
-    cpu = run("trainer.device") == "cpu" and run(f"{ROLLOUT}.name") == "vllm" and _quantized(run) is None
+    cpu = _on_cpu(run) and run(f"{ROLLOUT}.name") == "vllm" and _quantized(run) is None
     return "a bf16 rollout and trainer.device=cpu" if cpu else None
 
 
 def _reference_on_cpu(run: Run) -> str | None:
     # With an adapter, as verl decides it, the reference is the actor without it.
     adapter = run(LORA_RANK) or run(f"{MODEL}.lora.rank") or run(f"{MODEL}.lora_adapter_path") is not None
-    return None if adapter or run("trainer.device") != "cpu" else f"trainer.device=cpu and {LORA_RANK}=0"
+    return None if adapter or not _on_cpu(run) else f"trainer.device=cpu and {LORA_RANK}=0"
 
 
 def _critic_on_cpu(run: Run) -> str | None:
-    return "trainer.device=cpu and a critic" if run("trainer.device") == "cpu" and trains_critic(run) else None
+    return "trainer.device=cpu and a critic" if _on_cpu(run) and trains_critic(run) else None
 
 
 def _top_k(run: Run) -> str | None:
@@ -217,7 +221,7 @@ NO_ACR = When(
 INITIAL, LATER, SAMPLE = (
     _option(f"qerl.gate.{name}", f"`+qerl.gate.{name}`") for name in ("max_initial_kl", "max_kl", "mismatch_sample")
 )
-CPU = When("`+platform=cpu`", lambda run: "trainer.device=cpu" if run("trainer.device") == "cpu" else None)
+CPU = When("`+platform=cpu`", lambda run: "trainer.device=cpu" if _on_cpu(run) else None)
 BF16_ON_CPU = When("`+platform=cpu` without `+rollout`", _bf16_on_cpu)
 REFERENCE_ON_CPU = When("`+platform=cpu` without an adapter", _reference_on_cpu)
 CRITIC_ON_CPU = When("`+platform=cpu` with a critic", _critic_on_cpu)

@@ -39,7 +39,8 @@ class Recompute:
         budget: Bytes that activations may take, the same on every rank; None as long as nothing is known.
         bytes_per_token: Bytes of one layer's activations for a token.
         growth: Bytes that everything else takes at most for a token more than `most_tokens`, the same on every rank.
-        most_tokens: Of a micro-batch of the first update, padding included; after it the smallest of the ranks'.
+        most_tokens: Tokens of the largest micro-batch of the first update, padding included. Where that differs from
+            rank to rank, it is the smallest such number.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:

@@ -138,8 +138,12 @@ def _check_loader(run: Run, base: Base) -> None:
             )
 
 
+def _values(base: Base) -> dict[str, Any]:
+    return asdict(base) | {"ignore": list(base.ignore)}
+
+
 def _of_loader(base: Base) -> dict[str, Any]:
-    values = asdict(base) | {"ignore": list(base.ignore)}
+    values = _values(base)
     return {key: values[option] for key, option in _OF_LOADER.items()}
 
 
@@ -148,7 +152,7 @@ def _hold_base(config: DictConfig, run: Run, options: Qerl) -> None:
     base, has_adapter = options.base, bool(run(LORA_RANK))
     if run(f"{FSDP}.model_dtype") is None:  # bf16 swallows small updates
         OmegaConf.update(config, f"{FSDP}.model_dtype", "bf16" if has_adapter else "fp32", force_add=True)
-    held = asdict(base) | {"ignore": list(base.ignore), "has_adapter": has_adapter}
+    held = _values(base) | {"has_adapter": has_adapter}
     held["run"] = {name.removeprefix("actor_rollout_ref."): run(name) for name in _OF_THE_RUN}
     kwargs: dict[str, Any] = {
         "load_format": f"{PREFIX}{base.format}",

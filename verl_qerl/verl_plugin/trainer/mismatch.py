@@ -69,11 +69,6 @@ def can_compare(run: Run) -> bool:
     return obstacle is None
 
 
-def _is_fresh(tag: dict[str, Any], step: int) -> bool:
-    """Whether the weights of this step began an answer; verl tags none where that is always so."""
-    return tag.get("min_global_steps") in (None, step - 1)
-
-
 class Gate(Feature):
     """Compares the rollout with the actor in every step, and holds the difference against the limits."""
 
@@ -125,13 +120,13 @@ class Gate(Feature):
         if found.num_tokens:
             metrics["qerl/rollout_kl_k3"] = found.kl_k3
             metrics["qerl/rollout_log_prob_abs_diff"] = found.log_prob_abs_diff
-            counts = [_is_fresh(tags[key], step) for key in keys]
-            if not any(_is_fresh(tag, step) for tag in tags.values()):
+            # What the weights of this step began; verl tags no answer where that is always so.
+            fresh = {key for key, tag in tags.items() if tag.get("min_global_steps") in (None, step - 1)}
+            if not fresh:
                 self._tell_of_none(len(tags))
-            sampled = rollout_mismatch(rollout, actor, mask * torch.tensor(counts)[:, None])
+            sampled = rollout_mismatch(rollout, actor, mask * torch.tensor([key in fresh for key in keys])[:, None])
             if sampled.num_tokens:
-                fresh = [key for key, counted in zip(keys, counts, strict=True) if counted]
-                self._judge(batch, fresh, sampled, metrics)
+                self._judge(batch, [key for key in keys if key in fresh], sampled, metrics)
 
     def _limit(self) -> tuple[str, float | None]:
         """Name and value of the limit of this step."""
