@@ -75,7 +75,7 @@ def test_every_schedule_goes_from_start_to_end(schedule, ends):
 
 @each_schedule
 def test_few_stages(schedule):
-    assert sigmas(2, schedule=schedule) == [0.0, 5e-4]
+    assert sigmas(2, schedule=schedule, sigma_start=5e-4) == [0.0, 5e-4]
     assert sigmas(3, schedule=schedule) == [0.0, 1e-2, 5e-4]
 
 
@@ -166,6 +166,15 @@ def test_a_bad_value_gives_option_value_and_remedy(name, value):
     message = str(raised.value)
     assert message.startswith(f"aqn.{name}={value!r} is no value of this option. Accepted: ")
     assert message.endswith(" Correct the option.")
+
+
+def test_one_stage_with_noise_has_one_sigma():
+    with pytest.raises(
+        ValueError, match=r"aqn\.sigma_end=0\.0005 .* Accepted: sigma_start=0\.05: num_stages=2 has one"
+    ):
+        AQNConfig(enabled=True, num_stages=2, sigma_start=0.05)
+    config = AQNConfig(enabled=True, num_stages=2, sigma_start=0.05, sigma_end=0.05)
+    assert [sigma_at_step(config, step, 4) for step in range(1, 5)] == [0, 0, 0.05, 0.05]
 
 
 def test_an_unknown_option():

@@ -58,7 +58,7 @@ class Arm(NamedTuple):
 
 ARMS = {
     # In a run of ten stages the KL of the noise is measured in one step of many; in these few it would be in each.
-    "ours": Arm("nvfp4_aqn", ["++aqn.num_stages=2"], stock=False),
+    "ours": Arm("nvfp4_aqn", ["++aqn.num_stages=2", "++aqn.sigma_start=5e-4"], stock=False),
     "stock": Arm("bf16", TUNED),
     "stock_merged": Arm("bf16_merge", TUNED),
     # Keeps all activations, as ours does by itself where they fit. PEFT adds float32 copies of the inputs of each

@@ -137,7 +137,7 @@ def test_two_ranks_from_an_nvfp4_directory_save_adapters_only(workbench):
 
     packed = workbench.folder / "model-nvfp4"
     assert main(["quantize", "--model", str(workbench.model), "--out", str(packed), "--scale", "minmax"]) == 0
-    options = [*NVFP4, ACR, "+aqn.num_stages=2", "trainer.save_freq=2"]
+    options = [*NVFP4, ACR, "+aqn.num_stages=2", "++aqn.sigma_start=1e-3", "trainer.save_freq=2"]
     options.append("+actor_rollout_ref.actor.checkpoint.save_lora_only=true")
     # Passes without padding, micro-batches counted in tokens, and the attention that a run of ours takes by itself:
     # +platform=cpu has padding and sdpa.

@@ -93,6 +93,8 @@ class AQNConfig(Options):
         super().__post_init__()
         if self.sigma_end > self.sigma_start:
             raise self._refused("sigma_end", f"at most sigma_start={self.sigma_start}, since noise decays")
+        if self.num_stages == 2 and self.target_kl is None and self.sigma_end != self.sigma_start:
+            raise self._refused("sigma_end", f"sigma_start={self.sigma_start}: num_stages=2 has one stage with noise")
         object.__setattr__(self, "targets", tuple(self.targets))
 
 
@@ -136,7 +138,7 @@ def sigma_at_step(
 
 def _sigma_of_stage(config: AQNConfig, stage: int) -> float:
     if stage == config.num_stages - 1:
-        return config.sigma_end  # without the rounding of the formulas; with K = 2 the only stage with noise
+        return config.sigma_end  # without the rounding of the formulas
     intervals = config.num_stages - 2
     return _SCHEDULES[config.schedule](config.sigma_start, config.sigma_end, (stage - 1) / intervals, intervals)
 

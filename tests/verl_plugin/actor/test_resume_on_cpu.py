@@ -94,6 +94,20 @@ def test_more_ranks_share_the_generators(tmp_path, monkeypatch):
             assert (folder / resume.file_name("extra", 3, rank)).read_text() == expected
 
 
+@pytest.mark.parametrize("contents", ["model", ["model"]])  # verl takes the name of one part too
+def test_files_of_all_that_was_saved_are_found(contents, tmp_path, monkeypatch):
+    def gather(into, own):
+        into[:] = [own]
+
+    monkeypatch.setattr(resume.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(resume.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(resume.dist, "all_gather_object", gather)
+    for name in ("model_world_size_1_rank_0.pt", "fsdp_config.json"):
+        (tmp_path / name).write_text(name)
+    found = resume.saved_files(tmp_path, contents)
+    assert found == {"model_world_size_1_rank_0.pt": 28, "fsdp_config.json": 16}
+
+
 @pytest.mark.parametrize("form", ["nvfp4", "int8"])
 @pytest.mark.parametrize("files", [{}, {"model_world_size_2_rank_0.pt": 3, "model_world_size_2_rank_1.pt": 4}])
 def test_a_packed_base_is_not_taken_for_one_in_bf16(tmp_path, monkeypatch, form, files):

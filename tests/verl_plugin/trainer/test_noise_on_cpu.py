@@ -32,7 +32,7 @@ def with_answers(monkeypatch, *answers):
     """A trainer whose servers answer one each; returns it and the calls."""
     calls = []
     monkeypatch.setattr(ray, "get", lambda results: results)
-    made = Trainer(configuration({"enabled": True, "num_stages": 2}))
+    made = Trainer(configuration({"enabled": True, "num_stages": 2, "sigma_start": 5e-4}))
     servers = [
         SimpleNamespace(
             collective_rpc=SimpleNamespace(remote=lambda method, kwargs, found=found: calls.append(kwargs) or found),

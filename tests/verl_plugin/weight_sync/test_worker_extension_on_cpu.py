@@ -187,7 +187,7 @@ def test_a_whole_model_is_reloaded_bucket_by_bucket_where_no_adapter_is(found):
 
 @pytest.mark.parametrize("name", ["whole model, bf16", "whole model, adapter"])
 def test_otherwise_verl_loads_a_whole_model(found, name):
-    assert found[name]["log"] == [["transfer"], ["recapture"]] * 2
+    assert found[name]["log"] == [["transfer"], ["recapture", "torch.bfloat16"]] * 2
 
 
 @pytest.mark.parametrize("name", ["broken bucket", "broken bucket, broken model"])

@@ -95,7 +95,7 @@ def update(vllm_config, peft_config, base_sync_done=True, norm=None, sends=None,
     if worker._qerl_noise is not None:
         worker.qerl_set_noise(0.1, 1)
         recapture = worker._qerl_noise.recapture
-        worker._qerl_noise.recapture = lambda: log.append(["recapture"]) or recapture()
+        worker._qerl_noise.recapture = lambda dtype: log.append(["recapture", str(dtype)]) or recapture(dtype)
     model = worker.model_runner.get_model
     worker.model_runner.get_model = lambda: log.append(["look"]) or model()
     error = None
@@ -182,7 +182,7 @@ def requantized(load_format, adapter):
     Reload.log = log = []
     aqn = {"enabled": True, "targets": ["input_layernorm"]}
     worker = make(config(load_format=load_format, aqn=aqn, adapter=adapter))
-    worker._qerl_noise.recapture = lambda: log.append(["recapture"])
+    worker._qerl_noise.recapture = lambda *args: log.append(["recapture", *map(str, args)])
     worker._get_zmq_handle = lambda: "handle"
     real = Upstream.update_weights_from_ipc
     Upstream.update_weights_from_ipc = lambda self, **kwargs: log.append(["transfer"])

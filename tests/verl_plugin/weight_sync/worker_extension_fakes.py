@@ -46,7 +46,7 @@ def config(quant_config=None, aqn=None, load_format="auto", digests=None, adapte
         additional_config=additional,
         load_config=SimpleNamespace(load_format=load_format),
         digests=digests or {},
-        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type="qwen2")),
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type="qwen2"), dtype=torch.bfloat16),
         lora_config=SimpleNamespace() if adapter else None,
     )
 

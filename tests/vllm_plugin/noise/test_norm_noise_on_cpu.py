@@ -133,6 +133,20 @@ def test_weights_change_in_place():
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
 
 
+@pytest.mark.parametrize("draws", [False, True])
+def test_synced_weights_are_rounded_as_norms_without_noise_are(draws):
+    tables = (
+        (lambda norms: {name: torch.zeros(3, norm.weight.numel()) for name, norm in norms.items()}) if draws else None
+    )
+    model = Norms()
+    noise = NormNoise(model, AQNConfig(enabled=True, targets=("input_layernorm",)), 1.0, tables)
+    norm = model.model.layers[0].input_layernorm
+    norm.weight.data.fill_(1.001)  # a master; bf16 has 1 and 1.0078
+    noise.recapture(torch.bfloat16)
+    assert noise.clean["model.layers.0.input_layernorm"].unique().tolist() == [1.0]
+    assert norm.weight.unique().tolist() == [1.0]
+
+
 def test_two_workers_draw_the_same():
     (first, of_first), (second, of_second) = build(), build()
     torch.manual_seed(99)

@@ -108,6 +108,7 @@ def test_a_shape_that_only_marlin_takes_is_refused_on_a_gpu():
         output_size_per_partition=64,
         input_size_per_partition=32,
         params_dtype=torch.bfloat16,
+        logical_widths=[64],
     )
     with pytest.raises(
         ValueError,

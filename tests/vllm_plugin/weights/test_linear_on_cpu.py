@@ -27,7 +27,7 @@ def kernel(monkeypatch):
     return made
 
 
-def layer_of(N: int, K: int, dtype: torch.dtype = torch.bfloat16, weight=None) -> SimpleNamespace:
+def layer_of(N: int, K: int, dtype: torch.dtype = torch.bfloat16, weight=None, members=1) -> SimpleNamespace:
     weight = weight or random_packed_weight(N, K)
     parameters = (torch.nn.Parameter(part, requires_grad=False) for part in (weight.codes, weight.block_scale))
     codes, scale = parameters
@@ -36,6 +36,7 @@ def layer_of(N: int, K: int, dtype: torch.dtype = torch.bfloat16, weight=None) -
         weight_scale=scale,
         weight_global_scale=torch.nn.Parameter(weight.global_decode_scale, requires_grad=False),
         params_dtype=dtype,
+        logical_widths=[N // members] * members,
     )
 
 
@@ -44,17 +45,17 @@ def test_it_asks_for_hopper():
 
 
 def test_a_layer_is_arranged_and_keeps_its_values(kernel, monkeypatch):
-    monkeypatch.setattr(linear, "make_plan", lambda N, K, gpu: f"{N}x{K}")
-    weight = random_packed_weight(192, 128)
-    layer = layer_of(192, 128, weight=weight)
+    monkeypatch.setattr(linear, "make_plan", lambda N, K, gpu, tile: f"{N}x{K} by {tile}")
+    weight = random_packed_weight(384, 128)
+    layer = layer_of(384, 128, weight=weight, members=2)
     kernel.process_weights_after_loading(layer)
-    assert layer.qerl_plan == "192x128"
+    assert layer.qerl_plan == "384x128 by 64"
     back = undo_repack(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
     assert torch.equal(back.codes, weight.codes)
     assert torch.equal(back.block_scale.view(torch.uint8), weight.block_scale.view(torch.uint8))
     layer.qerl_plan = ""  # as without a GPU
     x = torch.randn(3, 128).bfloat16()
-    assert kernel.apply_weights(layer, x).shape == (3, 192)
+    assert kernel.apply_weights(layer, x).shape == (3, 384)
     assert not kernel.left
 
 

@@ -5,9 +5,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 from verl_qerl.cli.tune.shapes import MODELS
+from verl_qerl.kernels.rollout.lora import member_of_tile
 from verl_qerl.kernels.rollout.w4a16_launch import (
     EACH,
     GATHERED,
@@ -19,6 +21,7 @@ from verl_qerl.kernels.rollout.w4a16_launch import (
     guess_launch,
     rows_at_a_time,
 )
+from verl_qerl.kernels.rollout.w4a16_matmul import can_fuse
 from verl_qerl.vllm_plugin.log import say_once
 from verl_qerl.vllm_plugin.weights import plans
 
@@ -82,6 +85,31 @@ def test_a_linear_of_about_the_size_of_another_is_dealt_out_like_it(tables, comp
     assert plans.choose_launch(eight, 256, 320, 8) == guess_launch(256, 320, 8)
 
 
+@pytest.mark.parametrize(
+    ("slices", "K"),
+    [
+        ((2240, 2240), 1536),  # gate_up of 1.5B over four GPUs
+        ((14784, 14784), 8192),  # of 72B over two
+        ((576, 192, 192), 576),  # qkv of SmolLM2-135M
+        ((576,), 1536),
+        ((3584, 512, 512), 3584),
+    ],
+    ids=str,
+)
+def test_a_launch_takes_an_adapter_on_members_in_tiles_of_64(slices, K, tables, compiled):
+    N, members = sum(slices), member_of_tile(slices, "cpu")
+    a, b = torch.empty(32 * len(slices), K, device="meta"), torch.empty(N, 32, device="meta")
+    plan = plans.PLANS[plans.make_plan(N, K, "NVIDIA H200", N // len(members))]
+    assert all(can_fuse(a, b, members, launch) for _, launch in plan.kernels())
+    whole = plans.PLANS[plans.make_plan(N, K, "NVIDIA H200")]  # another plan of the same shape
+    assert (whole == plan) is (N // len(members) == 128)
+
+
+def test_members_in_tiles_of_32_keep_the_fastest_launch(tables, compiled):
+    small, whole = (plans.PLANS[plans.make_plan(1856, 1024, "NVIDIA H200", tile)] for tile in (32, 128))
+    assert small == whole
+
+
 def test_one_alike_is_right_more_often_than_the_guess(tables):
     table, found = plans._tuned("NVIDIA H200"), Counter()
     for (N, K), row in table.items():
@@ -109,9 +137,9 @@ def test_a_table_says_how_low_rank_is_made_or_it_is_gathered(tables, compiled):
     path = plans.table_path("NVIDIA H200")
     path.parent.mkdir(parents=True)
     launches = {"32": [2, 1, 4, 2], "64": [2, 1, 4, 2, EACH]}
-    row = {"N": 64, "K": 64, "launches": launches, "decode_rows": 7}
+    row = {"N": 256, "K": 512, "launches": launches, "decode_rows": 7}
     path.write_text(json.dumps({"rows": [row]}))
-    plan = plans.PLANS[plans.make_plan(64, 64, "NVIDIA H200")]
+    plan = plans.PLANS[plans.make_plan(256, 512, "NVIDIA H200")]
     assert plan.launch(32) == Launch(2, 1, 4, 2, GATHERED)
     assert plan.launch(64) == Launch(2, 1, 4, 2, EACH)
 

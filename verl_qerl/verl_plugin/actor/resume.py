@@ -36,9 +36,13 @@ def file_name(part: str, world_size: int, rank: int) -> str:
 
 
 def saved_files(folder: Path, parts: Sequence[str]) -> dict[str, int]:
-    """Name -> bytes of what all ranks have saved; each rank looks at its own, which may be on another node."""
+    """Name -> bytes of what all ranks have saved; each rank looks at its own, which may be on another node.
+
+    Args:
+        parts: `save_contents`, a list or, as verl takes it too, the name of one part.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    names = [file_name(part, world_size, rank) for part in parts if part in _FILES]
+    names = [file_name(part, world_size, rank) for part in _FILES if part in parts]
     names += [name for name in _BESIDE if rank == 0 and (folder / name).is_file()]
     of_ranks: list[Any] = [None] * world_size
     dist.all_gather_object(of_ranks, {name: (folder / name).stat().st_size for name in names})

@@ -102,7 +102,7 @@ class WorkerExtension(RolloutWorkerExtension, vLLMColocateWorkerExtension):
                 raise error
         self._qerl_num_syncs, self._qerl_checksum = self._qerl_num_syncs + 1, None
         if self._qerl_noise is not None:
-            self._qerl_noise.recapture()
+            self._qerl_noise.recapture(self.vllm_config.model_config.dtype)
 
     def _update_weights(self, weights: list[tuple[str, torch.Tensor]], peft_config: Any, base_sync_done: bool) -> None:
         """Load a bucket; an error is kept for later, since the sender waits for an answer to every bucket."""

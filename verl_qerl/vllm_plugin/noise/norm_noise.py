@@ -56,8 +56,14 @@ class NormNoise:
         self._tables = give_tables(self._norms) if give_tables is not None else {}
         self.recapture()
 
-    def recapture(self) -> None:
-        """Take the present weights as the clean ones, after a full weight sync; the noise goes back on top of them."""
+    def recapture(self, dtype: torch.dtype = torch.float32) -> None:
+        """Take the present weights as the clean ones, after a full weight sync; the noise goes back on top of them.
+
+        Args:
+            dtype: What they are rounded to, as norms without noise would be: verl sends float32 where all is trained.
+        """
+        for norm in self._norms.values():
+            norm.weight.data.copy_(norm.weight.data.to(dtype))
         self.clean = {name: norm.weight.data.clone() for name, norm in self._norms.items()}
         self.apply(self._sigma, self._step)
 

@@ -90,9 +90,7 @@ class BorrowedKernel(Everywhere, NvFp4LinearKernel):
         plan = ""
         if tiles[0].is_cuda:
             try:
-                plan = plan_for(
-                    layer.output_size_per_partition, layer.input_size_per_partition, layer.params_dtype, tiles[1]
-                )
+                plan = plan_for(layer.output_size_per_partition, layer.input_size_per_partition, layer, tiles[1])
             except ValueError as error:
                 raise ValueError(
                     f"qerl.base.share=true is not possible: a linear of {error} Every linear must fit."

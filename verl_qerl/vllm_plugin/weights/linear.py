@@ -3,6 +3,7 @@
 Few rows go to `kernels.rollout.w4a16_matmul`, many to cuBLAS over a bf16 weight decoded on the spot: the same values.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class W4A16Kernel(Everywhere, NvFp4LinearKernel):
         """Repack the weight; vLLM's names hold the repacked tensors afterwards."""
         packed = nvfp4_weight(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
         try:
-            plan = plan_for(*packed.shape, layer.params_dtype, packed.block_scale)
+            plan = plan_for(*packed.shape, layer, packed.block_scale)
         except ValueError as error:
             say_once(f"NVFP4 linears run on Marlin: {error}")
             self._marlin.process_weights_after_loading(layer)
@@ -64,13 +65,19 @@ class W4A16Kernel(Everywhere, NvFp4LinearKernel):
         return multiply(layer, x, bias)
 
 
-def plan_for(N: int, K: int, dtype: torch.dtype, block_scale: torch.Tensor) -> str:
-    """Key of the plan for a weight [N, K] on its block scales' GPU; a ValueError if our kernels do not take it."""
+def plan_for(N: int, K: int, layer: Any, block_scale: torch.Tensor) -> str:
+    """Key of the plan for a layer's weight [N, K] on its block scales' GPU; a ValueError if our kernels do not take it.
+
+    Args:
+        layer: vLLM's, with `params_dtype` and `logical_widths`, the columns of each member of a fused linear.
+        block_scale: Of the weight.
+    """
+    dtype, tile = layer.params_dtype, math.gcd(128, *layer.logical_widths)
     if N % MULTIPLE or K % MULTIPLE or dtype != torch.bfloat16:
         raise ValueError(f"{N} x {K} in {dtype}: the faster kernel takes bf16 and multiples of {MULTIPLE}.")
     if not bool((block_scale.view(torch.uint8) >= _LEAST_NORMAL).all()):
         raise ValueError(f"{N} x {K} with block scales below 2**-6: the faster kernel takes none.")
-    return make_plan(N, K, torch.cuda.get_device_name(block_scale.device))
+    return make_plan(N, K, torch.cuda.get_device_name(block_scale.device), tile)
 
 
 def hold_repacked(layer: Any, tiles: Repacked, plan: str) -> None:

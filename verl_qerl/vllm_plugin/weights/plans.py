@@ -20,7 +20,6 @@ from verl_qerl.kernels.rollout.w4a16_launch import (
     TOKENS,
     Launch,
     for_rows,
-    guess_launch,
     launch_candidates,
     multicast_blocks,
     padded_rows,
@@ -63,25 +62,34 @@ _ALIKE = 1.0
 _FIELDS = {"N", "K", "launches", "decode_rows"}  # of a row of a table
 
 
-def make_plan(N: int, K: int, gpu: str) -> str:
-    """Key of the plan for a weight [N, K] on a GPU, by the name that CUDA gives; made on first use."""
-    key = f"{N}x{K}"
+def make_plan(N: int, K: int, gpu: str, tile: int = 128) -> str:
+    """Key of the plan for a weight [N, K] on a GPU, by the name that CUDA gives; made on first use.
+
+    Args:
+        tile: Columns that surely belong to one member of a fused linear, up to 128: what `can_fuse` asks a launch for.
+    """
+    key = f"{N}x{K}" if tile >= 128 else f"{N}x{K}/{tile}"
     if key not in PLANS:
         row = nearest(N, K, gpu)
-        launches = tuple(choose_launch(row, N, K, tokens) for tokens in TOKENS)
+        launches = tuple(choose_launch(row, N, K, tokens, tile) for tokens in TOKENS)
         PLANS[key] = Plan(launches, row["decode_rows"])
         w4a16_matmul.prepare(PLANS[key].kernels())
     return key
 
 
-def choose_launch(row: dict[str, Any], N: int, K: int, tokens: int) -> Launch:
-    """The launch for a weight [N, K] and an entry of TOKENS: that of `row` (see `nearest`) if it fits, else a guess."""
-    apart = distance((row["N"], row["K"]), (N, K))
-    if apart < _ALIKE and str(tokens) in row["launches"]:
+def choose_launch(row: dict[str, Any], N: int, K: int, tokens: int, tile: int = 128) -> Launch:
+    """The launch for a weight [N, K] and an entry of TOKENS: that of `row` (see `nearest`) if it fits, else a guess.
+
+    Launches that would leave the adapter to others are passed over: those round the output before they add it.
+    """
+    candidates = launch_candidates(N, K, tokens)
+    # Of members in tiles below 64 no launch takes an adapter.
+    fitting = [launch for launch in candidates if tile % (64 * launch.warp_tiles) == 0] or candidates
+    if distance((row["N"], row["K"]), (N, K)) < _ALIKE and str(tokens) in row["launches"]:
         launch = Launch(*row["launches"][str(tokens)])
-        if not apart or launch._replace(intermediate=GATHERED) in launch_candidates(N, K, tokens):
+        if launch._replace(intermediate=GATHERED) in fitting:
             return launch
-    return guess_launch(N, K, tokens)
+    return fitting[0]
 
 
 def why_not() -> str | None:
