@@ -28,13 +28,14 @@ if [[ -n "${DRY_RUN:-}" ]]; then
 else
     python3 -m verl_qerl doctor
 fi
+quoted() { printf "'%s'" "${1//\'/\\\'}"; }  # for Hydra, whose bare values have no umlauts, brackets or `=`
 exec python3 -m verl.trainer.main_ppo --config-dir "$RECIPE_DIR" --config-name config \
-    data.train_files="$DATA_DIR/train.parquet" \
-    data.val_files="$DATA_DIR/test.parquet" \
-    actor_rollout_ref.model.path="$MODEL_PATH" \
+    data.train_files="$(quoted "$DATA_DIR/train.parquet")" \
+    data.val_files="$(quoted "$DATA_DIR/test.parquet")" \
+    actor_rollout_ref.model.path="$(quoted "$MODEL_PATH")" \
     actor_rollout_ref.rollout.gpu_memory_utilization="$GPU_MEMORY" \
     trainer.n_gpus_per_node="$NUM_GPUS" \
     trainer.nnodes="$NNODES" \
     trainer.experiment_name="${NAME}_${ROLLOUT}${NOISE}" \
-    ++ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_ROOT="$METRICS" \
+    ++ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_ROOT="$(quoted "$METRICS")" \
     "${ATTENTION[@]}" "${TWIN[@]}" "$@"

@@ -21,16 +21,17 @@ tools=$(cd "$(dirname "${BASH_SOURCE[0]}")/../tools" && pwd)
     --hash-share 0.5 --eval-data gsm8k/test.jsonl --size 100m --lr 1e-3 --max-steps "$PRETRAIN_STEPS" --minutes 30 \
     --compile --out base
 
+quoted() { printf "'%s'" "${1//\'/\\\'}"; }  # for Hydra, whose bare values have no umlauts, brackets or `=`
 common=(
     algorithm.adv_estimator=grpo
-    data.train_files="$WORK/$DATA/train.parquet"
-    data.val_files="$WORK/$DATA/test.parquet"
+    data.train_files="$(quoted "$WORK/$DATA/train.parquet")"
+    data.val_files="$(quoted "$WORK/$DATA/test.parquet")"
     data.train_batch_size="$BATCH"
     data.max_prompt_length="${longest[0]}"
     data.filter_overlong_prompts=True
     data.max_response_length="${longest[1]}"
     data.dataloader_num_workers=0
-    actor_rollout_ref.model.path="$WORK/base"
+    actor_rollout_ref.model.path="$(quoted "$WORK/base")"
     actor_rollout_ref.model.use_remove_padding=False
     actor_rollout_ref.model.enable_gradient_checkpointing=False
     ++actor_rollout_ref.model.override_config.attn_implementation=sdpa

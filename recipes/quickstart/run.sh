@@ -56,18 +56,19 @@ if [[ -z $OPTIONS ]]; then
     model=base
     options=(actor_rollout_ref.rollout.load_format=safetensors)  # of a LoRA run, which syncs the adapter alone
 fi
+quoted() { printf "'%s'" "${1//\'/\\\'}"; }  # for Hydra, whose bare values have no umlauts, brackets or `=`
 arguments=(
     "${options[@]}"
     algorithm.adv_estimator=grpo
     algorithm.use_kl_in_reward=False
-    data.train_files="$work/data/train.parquet"
-    data.val_files="$work/data/test.parquet"
+    data.train_files="$(quoted "$work/data/train.parquet")"
+    data.val_files="$(quoted "$work/data/test.parquet")"
     data.train_batch_size="$BATCH"
     data.max_prompt_length=96
     data.max_response_length="$MAX_ANSWER"
     data.dataloader_num_workers=0
     data.seed="$SEED"
-    actor_rollout_ref.model.path="$work/$model"
+    actor_rollout_ref.model.path="$(quoted "$work/$model")"
     actor_rollout_ref.model.lora_rank="$LORA_RANK"
     actor_rollout_ref.model.lora_alpha="$((2 * LORA_RANK))"
     actor_rollout_ref.model.use_remove_padding=False

@@ -124,7 +124,13 @@ def sampler(options: list[str]) -> list[str]:
     if asks_for_qerl(options):
         return []
     place = "trainer.v1.sampler.custom_sampler"
-    return [f"{place}.path={Path(__file__).with_name('sampler.py').resolve()}", f"{place}.name=Sampler"]
+    file = quoted(Path(__file__).with_name("sampler.py").resolve())
+    return [f"{place}.path={file}", f"{place}.name=Sampler"]
+
+
+def quoted(path: Path) -> str:
+    """For Hydra, whose bare values have no umlauts, brackets or `=`."""
+    return "'" + str(path).replace("'", r"\'") + "'"
 
 
 def machine(task: Task, per_gpu: int, gpus: int) -> list[str]:
@@ -190,7 +196,7 @@ def validation(kind: str, steps: int, samples: int, data: Path) -> list[str]:
     questions, every, before = asked[kind]
     copies = samples if kind == "end" else 1
     options = [
-        f"data.val_files=[{','.join([str(data / f'{questions}.parquet')] * copies)}]",
+        f"data.val_files=[{','.join([quoted(data / f'{questions}.parquet')] * copies)}]",
         f"trainer.test_freq={every}",
         f"trainer.val_before_train={before}",
     ]

@@ -316,15 +316,15 @@ def command_of(args: argparse.Namespace) -> Callable[[Job, Path], list[str]]:
         task, data = arms.TASKS[job.run.task], args.data.resolve() / job.run.task
         model = args.calibrated if job.run.arm in arms.CALIBRATED else args.model
         places = [
-            f"{arms.MODEL}.path={model.resolve()}",
-            f"data.train_files={data}/train.parquet",
-            f"reward.custom_reward_function.path={HERE / 'reward.py'}",
-            f"trainer.rollout_data_dir={folder}/rollouts",
-            f"trainer.validation_data_dir={folder}/validation",
+            f"{arms.MODEL}.path={arms.quoted(model.resolve())}",
+            f"data.train_files={arms.quoted(data / 'train.parquet')}",
+            f"reward.custom_reward_function.path={arms.quoted(HERE / 'reward.py')}",
+            f"trainer.rollout_data_dir={arms.quoted(folder / 'rollouts')}",
+            f"trainer.validation_data_dir={arms.quoted(folder / 'validation')}",
             f"trainer.experiment_name={job.run.name}",
         ]
         if args.save:
-            places += [f"trainer.save_freq={args.steps}", f"trainer.default_local_dir={folder}/saved"]
+            places += [f"trainer.save_freq={args.steps}", f"trainer.default_local_dir={arms.quoted(folder / 'saved')}"]
         given = [
             *arms.machine(task, args.per_gpu, args.gpus_per_run),
             *arms.validation(args.validate, args.steps, args.samples, data),

@@ -25,7 +25,7 @@ python3 "$here/bench_train_step.py" --out "$OUT" ${CAP:+--cap-gib "$CAP"} \
     --describe "Qwen2.5-$SHAPE shapes, random weights; $PROMPTS prompts x 8 answers of 2,048 tokens, LoRA rank 32" -- \
     +rollout=nvfp4 \
     +aqn.enabled=true \
-    +aqn.num_stages="$STEPS" \
+    +aqn.num_stages="$STEPS" +aqn.sigma_start=5e-4 \
     +qerl.gate.max_initial_kl=null \
     algorithm.adv_estimator=grpo \
     data.train_files="$WORK/data/train.parquet" \

@@ -122,9 +122,9 @@ def test_variables_and_further_arguments_reach_the_command(recorder: Path, scrip
     *_, command = calls(recorder, script, "trainer.total_epochs=1", **variables)
     assert command[-1] == "trainer.total_epochs=1"
     assert {
-        "actor_rollout_ref.model.path=/m",
-        "data.train_files=/d/train.parquet",
-        "data.val_files=/d/test.parquet",
+        "actor_rollout_ref.model.path='/m'",
+        "data.train_files='/d/train.parquet'",
+        "data.val_files='/d/test.parquet'",
         "trainer.n_gpus_per_node=4",
         "trainer.nnodes=2",
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.3",

@@ -62,6 +62,15 @@ def test_flash_attn_is_taken_where_it_can_be_imported(recorder, script):
     assert config.actor_rollout_ref.actor.use_dynamic_bsz
 
 
+@pytest.mark.parametrize("folder", ["/a b/Müller", "/it's (1)", "/x{y}=z"])
+def test_folders_may_have_any_name(recorder, folder):
+    _, overrides = run(recorder, SCRIPTS[0], DATA_DIR=folder, MODEL_PATH=f"{folder}/m", VERL_FILE_LOGGER_ROOT=folder)
+    config = composed(SCRIPTS[0], overrides)
+    assert (config.data.train_files, config.data.val_files) == (f"{folder}/train.parquet", f"{folder}/test.parquet")
+    assert config.actor_rollout_ref.model.path == f"{folder}/m"
+    assert folder == config.ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_ROOT
+
+
 @each_script
 def test_the_ablation_without_noise_has_a_name_of_its_own(recorder, script):
     _, overrides = run(recorder, script, "aqn.enabled=false")

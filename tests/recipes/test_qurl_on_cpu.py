@@ -94,7 +94,7 @@ def test_an_unknown_arm_is_refused_before_anything_runs(tmp_path):
 def test_the_questions_can_be_chosen(tmp_path, data, longest):
     ((_, _, overrides),) = started(run(tmp_path, ARMS="bf16", DATA=data))
     files = tmp_path / "work" / data
-    assert {f"data.train_files={files}/train.parquet", f"data.val_files={files}/test.parquet"} < {*overrides}
+    assert {f"data.train_files='{files}/train.parquet'", f"data.val_files='{files}/test.parquet'"} < {*overrides}
     assert {f"data.max_prompt_length={longest[0]}", f"data.max_response_length={longest[1]}"} < {*overrides}
     assert f"actor_rollout_ref.rollout.max_model_len={sum(longest)}" in overrides
 
