@@ -4,8 +4,14 @@ import re
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
+from qerl_testing import random_decoder, random_qwen3_moe
+from safetensors.torch import load_file
 
 from verl_qerl.cli import main
+from verl_qerl.formats import get_format
+from verl_qerl.planning import memory_plan
+
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 
 
 @pytest.fixture
@@ -47,6 +53,81 @@ def test_the_format_of_the_base_counts(model, capsys):
     options = ["--gpu-gib", "141", "--tokens", "4736", "--utilization", "0.6", "--format", "int8"]
     assert main(["plan", "--model", str(model), *options]) == 0
     assert "packed base: 29.06" in capsys.readouterr().out
+
+
+def test_linears_left_in_bf16_are_counted_as_such(model, capsys):
+    file, found = model / "config.json", []
+    config = json.loads(file.read_text())
+    rules = {
+        "named by the command": ["re:.*mlp.*"],
+        "of a packed model": ["lm_head", "re:.*mlp.*"],
+        "of none": ["lm_head"],
+    }
+    for where, ignore in rules.items():
+        named = ["--ignore", *ignore] if where == "named by the command" else []
+        more = {} if named else {"quantization_config": get_format("nvfp4").config(tuple(ignore))}
+        file.write_text(json.dumps(config | more))
+        assert main(["plan", "--model", str(model), "--gpu-gib", "200", *named]) == 0
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1]
+    # 64 layers of 62.9 M weights in the attention and 424.7 M in the MLP.
+    assert [out.count("\n  packed base: 2.11\n  linears in bf16: 50.62\n") for out in found] == [2, 2, 0]
+    assert ["linears in bf16" in out or out.count("\n  packed base: 16.35\n") for out in found] == [True, True, 2]
+    # vLLM's 100 of 200: 2.11 + 50.62 + 2.90, and 16.35 + 2.90.
+    assert [re.findall(r"100.00 GiB, (\S+) are left", out) for out in found] == [["44.37"], ["44.37"], ["80.75"]]
+
+
+MODELS = {
+    "qwen2": (lambda: random_decoder("qwen2"), ["re:.*mlp.*", "model.layers.1.self_attn.o_proj"]),
+    "phi3": (lambda: random_decoder("phi3", pad_token_id=0), [r"re:.*\.qkv_proj$"]),
+    "experts": (random_qwen3_moe, [r"re:.*\.mlp\.down_proj$", "re:.*layers.1.self_attn.*"]),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("ignores", [False, True], ids=["default", "ignore"])
+def test_counted_bytes_are_those_of_the_files(name, ignores, tmp_path, monkeypatch):
+    make, rules = MODELS[name]
+    bf16, packed, plans = tmp_path / "bf16", tmp_path / "packed", []
+    make().save_pretrained(bf16)
+    named = ["--ignore", *rules] if ignores else []
+    assert main(["quantize", "--model", str(bf16), "--out", str(packed), "--device", "cpu", *named]) == 0
+    plan = memory_plan.plan
+    monkeypatch.setattr(memory_plan, "plan", lambda *args: plans.append((*args, plan(*args))) or plans[-1][-1])
+    for options in (["--model", str(bf16), *named], ["--model", str(packed)]):
+        assert main(["plan", "--gpu-gib", "80", *options]) == 0
+    matrices = {n: t for n, t in load_file(packed / "model.safetensors").items() if t.ndim == 2 and ".gate.w" not in n}
+    sizes = dict.fromkeys(("packed base", "linears in bf16", "embedding and head"), 0)
+    for tensor_name, tensor in matrices.items():
+        dense = "linears in bf16" if ".layers." in tensor_name else "embedding and head"
+        sizes[dense if tensor_name.endswith(".weight") else "packed base"] += tensor.nbytes
+    assert bool(sizes["linears in bf16"]) == ignores
+    for shape, settings, _, (rollout, update) in plans:
+        for held in (rollout.held, update.held):
+            assert {part: held.get(part, 0) for part in sizes} == sizes
+        assert memory_plan.rollout_weights(shape, settings) == sum(sizes.values())
+
+
+@pytest.mark.parametrize(
+    ("config", "ignore", "told"),
+    [({}, "model.layers.64.mlp.up_proj", "nothing is ignored by 'model.layers.64.mlp.up_proj': no module of"),
+     ({}, "re:.*[", r"no regular expression: 're:\.\*\[' of `ignore`"),
+     ({}, r"re:.*\.k_proj$", "a group of linears that vLLM runs as one is ignored in part: ignored="),
+     ({}, "re:.*layers.*", "holds no linear to quantize: ignore="),
+     (EXPERTS, "re:.*mlp.*", "experts are not packed: 24576 of their linears in"),
+     (EXPERTS | {"quantization_config": get_format("nvfp4").config(("lm_head", "re:.*mlp.*"))}, None,
+      "experts are not packed: 24576 of their linears in"),
+     ({"quantization_config": get_format("nvfp4").config(("lm_head",))}, "re:.*mlp.*",
+      r"an option has no meaning here: --ignore re:\.\*mlp\.\* with \S+, which is quantized \(nvfp4\)")],
+    ids=["none", "regex", "part", "all", "experts", "packed experts", "packed"],
+)  # fmt: skip
+def test_what_cannot_be_ignored_is_refused(model, capsys, config, ignore, told):
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "--model", str(model), "--gpu-gib", "141", *(["--ignore", ignore] if ignore else [])])
+    assert stopped.value.code == 1
+    assert re.search(told, capsys.readouterr().err)
 
 
 def test_one_when_the_estimate_is_above(model, capsys):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl_qerl.formats import get_format
-from verl_qerl.planning.memory_plan import BYTES_PER_WEIGHT, GIB, Settings, check, passes, plan, table
+from verl_qerl.planning.memory_plan import BYTES_PER_WEIGHT, GIB, Settings, check, passes, plan, rollout_weights, table
 from verl_qerl.planning.model_shape import ModelShape
 
 QWEN = {"vocab_size": 152_064, "rms_norm_eps": 1e-6}
@@ -44,6 +44,41 @@ def test_the_base_takes_what_its_format_does(name):
     assert held[name] | {"packed base": 0} == held["nvfp4"] | {"packed base": 0}
     with pytest.raises(ValueError, match="too little GPU memory"):
         plan(shape, Settings(rank=32, format=name, utilization=0.1), 10 * held[name]["packed base"])
+
+
+def test_linears_left_in_bf16_are_counted_so_on_both_sides():
+    shape, mlps = ModelShape.from_config(CONFIG_7B), 28 * 3 * 18944 * 3584
+    settings = Settings(rank=32, utilization=0.5)
+    before, after = (
+        plan(shape, replace(settings, ignore=rules), 80 * GIB) for rules in [("lm_head",), ("lm_head", "re:.*mlp.*")]
+    )
+    assert before == plan(shape, settings, 80 * GIB)
+    added = {"packed base": -mlps * 9 / 16, "linears in bf16": mlps * 2.0}
+    for name, size in added.items():
+        assert [phase.held[name] - old.held.get(name, 0) for phase, old in zip(after, before, strict=True)] == [
+            size
+        ] * 2
+    assert [phase.certain - old.certain for phase, old in zip(after, before, strict=True)] == [sum(added.values())] * 2
+    of_rollout = [rollout_weights(shape, replace(settings, ignore=rules)) for rules in ((), ("re:.*mlp.*",))]
+    assert of_rollout[1] - of_rollout[0] == sum(added.values())
+    # A rollout that maps the actor's packed base has the others for itself.
+    shared = replace(settings, share_base=True, ignore=("re:.*mlp.*",))
+    assert rollout_weights(shape, shared) == 2 * (mlps + shape.head_weights)
+
+
+def test_linears_left_in_bf16_are_sharded_offloaded_gathered_and_not_decoded():
+    shape, layer = ModelShape.from_config(CONFIG_7B), 3 * 18944 * 3584
+    settings = Settings(rank=32, gpus=2, ignore=("re:.*mlp.*",))
+    for changed, held in (({}, 28 * layer), ({"offload_policy": True}, 0)):
+        assert plan(shape, replace(settings, **changed), 80 * GIB)[1].held["linears in bf16"] == held
+    shards = replace(settings, shard_base=True)
+    parts, attention = (
+        [passes(shape, s) for s in (settings, shards, replace(shards, ignore=()))],
+        shape.attention_weights,
+    )
+    assert parts[0]["gathered"] == 2 * shape.head_weights + 4 * layer
+    assert parts[1]["gathered"] == parts[0]["gathered"] + 2 * attention * 9 // 16
+    assert parts[2]["one layer"] - parts[0]["one layer"] == 2 * layer
 
 
 def test_what_more_gpus_take_away():
@@ -142,7 +177,7 @@ def test_the_table_names_every_part():
 
 def test_a_mixture_of_experts_by_hand():
     sizes = {"hidden": 32, "intermediate": 64, "layers": 3, "vocabulary": 100, "query": 32, "key_value": 16}
-    experts = {"sparse_layers": 2, "experts": 8, "experts_per_token": 2, "expert_intermediate": 16}
+    experts = {"sparse": (1, 2), "experts": 8, "experts_per_token": 2, "expert_intermediate": 16}
     shape, attention = ModelShape(**sizes, **experts), 32 * 32 * 2 + 16 * 32 * 2
     settings = Settings(rank=4, tokens=10)
     _, update = plan(shape, settings, 1e6)

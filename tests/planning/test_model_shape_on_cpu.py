@@ -1,7 +1,9 @@
 import pytest
 import torch
-from qerl_testing import random_qwen3_moe
+from qerl_testing import random_decoder, random_qwen3_moe
 
+from verl_qerl.checkpoints.source import open_source
+from verl_qerl.formats.ignore import ROUTER
 from verl_qerl.planning.model_shape import ModelShape
 
 CONFIG_7B = {"vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
@@ -65,6 +67,30 @@ def test_weights_are_those_that_transformers_has(mixture):
     sizes = [p.numel() for name, p in mixture.named_parameters() if p.ndim > 1 and not any(x in name for x in left)]
     assert shape.packed_weights == sum(sizes)
     assert shape.sparse_layers == 1
+
+
+def test_names_are_those_of_a_checkpoint(mixture, tmp_path):
+    phi3 = random_decoder("phi3", pad_token_id=0)
+    for model in (mixture, phi3):
+        folder = tmp_path / model.config.model_type
+        model.save_pretrained(folder)
+        specs = open_source(folder).specs
+        expected = {name.removesuffix(".weight"): spec.shape for name, spec in specs.items() if len(spec.shape) == 2}
+        expected.pop("lm_head", None)
+        assert ModelShape.from_config(model.config.to_dict()).modules() == expected
+
+
+def test_what_rules_leave_in_bf16():
+    shape = ModelShape.from_config(CONFIG_7B)
+    mlp, o, q = 3 * 18944 * 3584, 3584 * 3584, 3584 * 3584
+    assert shape.left_in_bf16(("lm_head",)) == [0] * 28
+    assert shape.left_in_bf16(("re:.*mlp.*", "model.layers.1.self_attn.o_proj")) == [mlp, mlp + o, *[mlp] * 26]
+    assert shape.left_in_bf16(("re:.*layers.*",)) == [shape.layer_weights] * 28
+    mixed = ModelShape.from_config(CONFIG_30B | {"mlp_only_layers": [1]})
+    found = mixed.left_in_bf16((ROUTER, r"re:.*\.mlp\.down_proj$", "model.layers.2.self_attn.o_proj"))
+    assert found == [0, 6144 * 2048, 4096 * 2048, *[0] * 45]
+    phi3 = ModelShape.from_config(CONFIG_7B | {"model_type": "phi3"})
+    assert phi3.left_in_bf16((r"re:.*\.qkv_proj$",)) == [q + 2 * 512 * 3584] * 28
 
 
 @pytest.mark.parametrize("index", [0, 1], ids=["dense", "experts"])

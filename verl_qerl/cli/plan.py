@@ -12,6 +12,14 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--model", required=True, help="directory, config.json of one, or a hub id")
     parser.add_argument("--gpu-gib", type=float, required=True, help="memory of one GPU: 79.2 for an 80 GB H100")
     parser.add_argument("--format", choices=FORMATS, default="nvfp4", help="(default: %(default)s)")
+    parser.add_argument(
+        "--ignore",
+        nargs="+",
+        default=[],
+        metavar="MODULE",
+        help="of a bf16 model, modules left in bf16 besides lm_head and routers, as by `quantize`; a quantized one says"
+        " itself what it left out",
+    )
     default = "(default: %(default)s)"
     parser.add_argument("--rank", type=int, default=32, help=f"of the adapters, on all linears {default}")
     parser.add_argument("--gpus", type=int, default=1, help=f"that FSDP2 shards over {default}")
@@ -39,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         ValueError: There is no plan for the model or no config.json, an option is out of range, or a run refuses the
-            options together, or the format of the model with them.
+            options together, or the format of the model or what is ignored of it with them.
     """
     _check_ranges(args)
     # What follows imports torch, which takes seconds.
@@ -53,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
     from verl_qerl.planning.model_shape import ModelShape
 
     config = read_config(args.model)
-    check_format(args.model, stored_format(config, args.model)[0], args.format)
+    stored = stored_format(config, args.model)[0]
+    check_format(args.model, stored, args.format)
     shape = ModelShape.from_config({**config, "tie_word_embeddings": is_tied(config)})
     switches = ("shard_base", "share_base", "param_offload", "optimizer_offload", "offload_policy")
     values = ("format", "rank", "gpus", "tokens", "utilization", "tensor_parallel")
@@ -61,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         **{name: getattr(args, name) for name in (*values, *switches)},
         checkpointing=not args.no_checkpointing,
         whole_logits=not args.fused_kernels,
+        ignore=_left_out(args, config, stored, shape),
     )
     total = args.gpu_gib * GIB
     try:
@@ -75,6 +85,29 @@ def run(args: argparse.Namespace) -> int:
         fits, line = False, f"does not fit: {error}"
     print(line)
     return 0 if fits else 1
+
+
+def _left_out(args: argparse.Namespace, config: dict[str, Any], stored: str | None, shape: Any) -> tuple[str, ...]:
+    """What stays in bf16: of a quantized model what it says, else what the command names, checked as by `quantize`."""
+    from verl_qerl.checkpoints.experts import check_all_packed
+    from verl_qerl.checkpoints.groups import linears_among
+    from verl_qerl.formats import get_format
+    from verl_qerl.formats.ignore import DEFAULT_IGNORE, ignored_modules, is_ignored
+
+    if stored is None:
+        rules = (*DEFAULT_IGNORE, *args.ignore)
+        if args.ignore:
+            sizes = {f"{name}.weight": size for name, size in shape.modules().items()}
+            linears_among(sizes, rules, args.model, get_format(args.format))
+        return rules
+    if args.ignore:
+        raise ValueError(
+            f"an option has no meaning here: --ignore {' '.join(args.ignore)} with {args.model}, which is quantized"
+            f" ({stored}) and says itself what it left out. It is accepted with a bf16 model. Leave it out."
+        )
+    rules = ignored_modules(config)
+    check_all_packed(args.model, (name for name in shape.modules() if is_ignored(name, rules)))
+    return rules
 
 
 def _check_ranges(args: argparse.Namespace) -> None:

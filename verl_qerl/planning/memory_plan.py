@@ -42,6 +42,7 @@ class Settings:
         tensor_parallel: GPUs that share one rollout engine.
         sleeps: Whether the rollout gives its memory back (`rollout.free_cache_engine`).
         format: Format of the packed base, a key of `BYTES_PER_WEIGHT`.
+        ignore: Modules left in bf16, as `qerl.base.ignore`. Of experts none is; head and embedding are without it too.
     """
 
     rank: int
@@ -59,6 +60,7 @@ class Settings:
     tensor_parallel: int = 1
     sleeps: bool = True
     format: str = "nvfp4"
+    ignore: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def plan(shape: ModelShape, settings: Settings, gpu_bytes: float) -> tuple[Phase
         )
     rollout_held = {"vLLM": s.utilization * gpu_bytes}
     if not s.param_offload:
-        rollout_held |= {name: actor[name] for name in ("packed base", "embedding and head", "adapters")}
+        rollout_held |= {name: size for name, size in actor.items() if name != "optimizer"}
     if not s.optimizer_offload:
         rollout_held["optimizer"] = actor["optimizer"]
     beside = {"contexts": 2 * _CONTEXT_BYTES}
@@ -132,20 +134,21 @@ def plan(shape: ModelShape, settings: Settings, gpu_bytes: float) -> tuple[Phase
 def rollout_weights(shape: ModelShape, s: Settings) -> float:
     """Bytes of vLLM's own weights on each GPU; a shared base is the actor's, and counted there."""
     packed = 0 if s.share_base else _packed(shape, s)
-    return (packed + 2 * shape.head_weights) / s.tensor_parallel
+    return (packed + 2 * (sum(shape.left_in_bf16(s.ignore)) + shape.head_weights)) / s.tensor_parallel
 
 
 def _packed(shape: ModelShape, s: Settings) -> float:
-    return shape.packed_weights * BYTES_PER_WEIGHT[s.format]
+    return (shape.packed_weights - sum(shape.left_in_bf16(s.ignore))) * BYTES_PER_WEIGHT[s.format]
 
 
 def _actor(shape: ModelShape, s: Settings) -> dict[str, float]:
-    packed = _packed(shape, s)
+    packed, dense = _packed(shape, s), sum(shape.left_in_bf16(s.ignore))
     features = shape.adapted_features if s.adapted_features is None else s.adapted_features
     kept = 0 if s.offload_policy else 1  # on the host, also while the actor trains
     adapter = kept * s.rank * features / s.gpus
     return {
         "packed base": packed / (s.gpus if s.shard_base else 1),
+        **({"linears in bf16": kept * 2 * dense / s.gpus} if dense else {}),
         "embedding and head": kept * 2 * shape.head_weights / s.gpus,
         "adapters": 4 * adapter,
         "optimizer": 8 * adapter,
@@ -155,16 +158,17 @@ def _actor(shape: ModelShape, s: Settings) -> dict[str, float]:
 def passes(shape: ModelShape, s: Settings) -> dict[str, float]:
     """What forward and backward of one micro-batch hold besides weights: an estimate."""
     t, saved = s.tokens, [s.tokens * size for size in shape.saved_bytes()]
+    dense = shape.left_in_bf16(s.ignore)
     found: dict[str, float] = {}
     if s.checkpointing:
         found["checkpoints"] = 2.0 * t * shape.hidden * shape.layers
-        found["one layer"] = max(saved) + 2 * shape.decoded_weights
+        found["one layer"] = max(saved) + 2 * (shape.decoded_weights - min(dense))
     else:
         found["all layers"] = sum(saved) + 2 * shape.largest_linear
     if s.gpus > 1 or s.offload_policy:
-        gathered = 2 * shape.head_weights
+        gathered = 2 * shape.head_weights + 2 * 2 * max(dense)  # of this layer and the next
         if s.shard_base:
-            gathered += 2 * shape.layer_weights * 9 // 16  # this layer and the next
+            gathered += 2 * (shape.layer_weights - min(dense)) * 9 // 16
         found["gathered"] = gathered
     # Five times bf16: verl's copies of whole logits; of a chunk what torch's passes hold, where our kernel holds less.
     found["logits"] = 10.0 * shape.vocabulary * (t if s.whole_logits else min(t, _HEAD_CHUNK))

@@ -1,13 +1,16 @@
 """Sizes of a decoder, as config.json has them, and what follows for its weights and for the passes of an actor."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl_qerl.checkpoints.experts import FAMILIES, number_of_experts
+from verl_qerl.checkpoints.experts import FAMILIES, LINEARS, number_of_experts
 
 _OTHERS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+# The linears of a layer, in the order of ModelShape.linears; a fused one of Phi-3 stands in the place of each part.
+LAYER_LINEARS = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}" for name in LINEARS))
+_FUSED_LINEARS = (*["self_attn.qkv_proj"] * 3, "self_attn.o_proj", *["mlp.gate_up_proj"] * 2, "mlp.down_proj")
 
 
 @dataclass(frozen=True)
@@ -18,9 +21,10 @@ class ModelShape:
         hidden, intermediate, layers, vocabulary: As in config.json.
         query, key_value: Outputs of q and of k, heads times their size.
         tied: Whether embedding and head are one tensor.
-        sparse_layers: How many of the layers have experts in the place of gate, up and down.
+        sparse: Which of the layers have experts in the place of gate, up and down.
         experts, experts_per_token: In such a layer, and of them for a token.
         expert_intermediate: Outputs of the gate of one.
+        fused: Whether q, k and v are one linear, and gate and up another.
     """
 
     hidden: int
@@ -30,10 +34,11 @@ class ModelShape:
     query: int
     key_value: int
     tied: bool = False
-    sparse_layers: int = 0
+    sparse: tuple[int, ...] = ()
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
+    fused: bool = False
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
@@ -67,8 +72,14 @@ class ModelShape:
             query=heads * size,
             key_value=(config.get("num_key_value_heads") or heads) * size,
             tied=bool(config.get("tie_word_embeddings")),
+            fused=family == "phi3",
             **_sizes_of_experts(config) if sparse else {},
         )
+
+    @property
+    def sparse_layers(self) -> int:
+        """How many of the layers have experts."""
+        return len(self.sparse)
 
     @property
     def attention(self) -> tuple[tuple[int, int], ...]:
@@ -99,10 +110,42 @@ class ModelShape:
 
     @property
     def packed_weights(self) -> int:
-        """Weights of all packed linears."""
+        """Weights of all linears of the layers, which are packed where none is left in bf16."""
         downs = self.gate_up_weights // 2
         sparse = self.attention_weights + self.gate_up_weights + downs
         return (self.layers - self.sparse_layers) * self.layer_weights + self.sparse_layers * sparse
+
+    def names(self, layer: int) -> list[str]:
+        """Linears of a layer as a checkpoint names them, ordered as `linears`; with experts those of the attention."""
+        names = _FUSED_LINEARS if self.fused else LAYER_LINEARS
+        return [f"model.layers.{layer}.{name}" for name in names[: 4 if layer in self.sparse else None]]
+
+    def left_in_bf16(self, ignore: Iterable[str]) -> list[int]:
+        """For each layer the weights of its linears that rules of `ignore` leave in bf16; experts are always packed."""
+        from verl_qerl.formats.ignore import is_packed_module  # which imports torch, and `tune --help` waits
+
+        rules = tuple(ignore)
+        return [
+            sum(
+                N * K
+                for name, (N, K) in zip(self.names(layer), self.linears, strict=False)
+                if not is_packed_module(name, rules)
+            )
+            for layer in range(self.layers)
+        ]
+
+    def modules(self) -> dict[str, tuple[int, int]]:
+        """Name in a checkpoint -> (out_features, in_features) of every matrix but the head, routers and experts too."""
+        found = {"model.embed_tokens": (self.vocabulary, self.hidden)}
+        for layer in range(self.layers):
+            for name, (N, K) in zip(self.names(layer), self.linears, strict=False):
+                found[name] = (found.get(name, (0, K))[0] + N, K)
+        h, i = self.hidden, self.expert_intermediate
+        for mlp in (f"model.layers.{layer}.mlp" for layer in self.sparse):
+            found[f"{mlp}.gate"] = (self.experts, h)
+            for e in range(self.experts):
+                found |= {f"{mlp}.experts.{e}.{name}": (h, i) if name == "down_proj" else (i, h) for name in LINEARS}
+        return found
 
     @property
     def head_weights(self) -> int:
@@ -148,10 +191,10 @@ class ModelShape:
         return [dense] * (self.layers - self.sparse_layers) + [sparse] * self.sparse_layers
 
 
-def _sizes_of_experts(config: Mapping[str, Any]) -> dict[str, int]:
+def _sizes_of_experts(config: Mapping[str, Any]) -> dict[str, Any]:
     """What transformers makes of them, and in which layers."""
     step, dense = config.get("decoder_sparse_step") or 1, set(config.get("mlp_only_layers") or ())
     sparse = [i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0]
     names = ("experts", "experts_per_token", "expert_intermediate")
     found = dict(zip(names, (config[name] for name in _EXPERTS), strict=True))
-    return found | {"sparse_layers": len(sparse)} if sparse else {}
+    return found | {"sparse": tuple(sparse)} if sparse else {}

@@ -1,14 +1,20 @@
+import json
 import logging
 from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 pytest.importorskip("verl")
 
 from peft import LoraConfig
 
+from verl_qerl.formats import get_format
+from verl_qerl.formats.base import named_tensors
 from verl_qerl.planning.memory_plan import GIB, Settings
 from verl_qerl.planning.model_shape import ModelShape
 from verl_qerl.verl_plugin.actor import memory_check
@@ -31,11 +37,13 @@ RUN = {
 
 
 @pytest.fixture
-def engine():
+def engine(tmp_path):
+    _store(tmp_path / "model", {})
     model = SimpleNamespace(
         hf_config=SimpleNamespace(to_dict=lambda: CONFIG),
         lora_rank=32,
         lora_adapter_path=None,
+        local_path=str(tmp_path / "model"),
         target_modules="all-linear",
         exclude_modules=None,
         use_shm=False,
@@ -47,7 +55,7 @@ def engine():
         param_offload=False,
         optimizer_offload=False,
         offload_policy=False,
-        qerl=SimpleNamespace(shard=True, share=False, format="int8"),
+        qerl=SimpleNamespace(shard=True, share=False, format="int8", ignore=("lm_head",)),
     )
     mesh = SimpleNamespace(ndim=1, get_group=lambda dim: SimpleNamespace(size=lambda: 4))
     return SimpleNamespace(model_config=model, engine_config=config, device_mesh=mesh, rank=0)
@@ -63,7 +71,7 @@ def gpu(monkeypatch):
 def test_settings_are_those_of_the_run(engine):
     sizes = {"rank": 32, "gpus": 4, "tokens": 2 * 2368, "utilization": 0.6, "tensor_parallel": 2}
     sizes["adapted_features"] = SHAPE.adapted_features
-    expected = Settings(**sizes, shard_base=True, format="int8")
+    expected = Settings(**sizes, shard_base=True, format="int8", ignore=("lm_head",))
     assert settings_of(engine, RUN, SHAPE) == expected
     assert settings_of(engine, RUN | {"actor.use_dynamic_bsz": True}, SHAPE).tokens == 16384
     assert settings_of(engine, {}, SHAPE).tokens == 0
@@ -113,6 +121,32 @@ def test_an_adapter_that_is_read_brings_its_own_rank_and_targets(engine, tmp_pat
     engine.model_config.lora_adapter_path = str(tmp_path)
     found = settings_of(engine, RUN, SHAPE)
     assert (found.rank, found.adapted_features) == (4, 64 * (Q + HIDDEN))
+
+
+def test_linears_left_in_bf16_are_those_of_the_run_or_of_its_packed_model(engine, gpu, caplog):
+    def logged():
+        with caplog.at_level(logging.WARNING):
+            check_memory(engine, RUN)
+        return caplog.records.pop().message
+
+    assert "linears in bf16" not in logged()
+    engine.engine_config.qerl.ignore = ("lm_head", "re:.*mlp.*")
+    assert settings_of(engine, RUN, SHAPE).ignore == ("lm_head", "re:.*mlp.*")
+    assert f"linears in bf16: {2 * 64 * 3 * HIDDEN * MLP / 4 / GIB:.2f}" in logged()  # of four GPUs
+    form = get_format("int8")
+    _store(engine.model_config.local_path, {"quantization_config": form.config(("re:.*down_proj",))})
+    assert settings_of(engine, RUN, SHAPE).ignore == ("re:.*down_proj",)
+    assert f"linears in bf16: {2 * 64 * HIDDEN * MLP / 4 / GIB:.2f}" in logged()
+
+
+def _store(folder, config):
+    """A checkpoint of one layer, its down_proj in bf16, the other linear packed where `config` says so."""
+    folder = Path(folder)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"num_hidden_layers": 1} | config))
+    weight, up = torch.ones(32, 32, dtype=torch.bfloat16), "model.layers.0.mlp.up_proj"
+    packed = named_tensors(up, get_format("int8").quantize(weight)) if config else {f"{up}.weight": weight}
+    save_file(packed | {"model.layers.0.mlp.down_proj.weight": weight.clone()}, folder / "model.safetensors")
 
 
 def test_a_run_with_few_large_adapters_fits(engine, gpu):

@@ -10,15 +10,15 @@ from peft import LoraConfig, PeftConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from verl.utils.fs import copy_to_local
 
+from verl_qerl.checkpoints.source import open_source
+from verl_qerl.checkpoints.stream import left_out
+from verl_qerl.formats import get_format
 from verl_qerl.modules.placement.shards import sharding_group
 from verl_qerl.planning.memory_plan import GIB, Settings, check, plan, table
-from verl_qerl.planning.model_shape import ModelShape
+from verl_qerl.planning.model_shape import LAYER_LINEARS, ModelShape
 from verl_qerl.verl_plugin.config.nodes import plain
 
 logger = logging.getLogger(__name__)
-
-# The linears of a layer, in the order of ModelShape.linears.
-_LINEARS = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down")))
 
 
 def check_memory(engine: Any, run: Mapping[str, Any]) -> None:
@@ -44,7 +44,11 @@ def check_memory(engine: Any, run: Mapping[str, Any]) -> None:
 
 
 def settings_of(engine: Any, run: Mapping[str, Any], shape: ModelShape) -> Settings:
-    """What the configurations say; a value that a run lacks counts as nothing."""
+    """What the configurations say, and model.path of what is left in bf16; a value that a run lacks counts as nothing.
+
+    Raises:
+        CheckpointFormatError: The packed base cannot be made of model.path; see `left_out`.
+    """
     model, config = engine.model_config, engine.engine_config
     adapter = _adapter(model)
     if run.get("actor.use_dynamic_bsz"):
@@ -69,6 +73,8 @@ def settings_of(engine: Any, run: Mapping[str, Any], shape: ModelShape) -> Setti
         tensor_parallel=run.get("rollout.tensor_model_parallel_size") or 1,
         sleeps=bool(run.get("rollout.free_cache_engine", True)),
         format=config.qerl.format,
+        # A packed checkpoint says itself what it left out.
+        ignore=left_out(open_source(model.local_path), get_format(config.qerl.format), config.qerl.ignore),
     )
 
 
@@ -86,7 +92,7 @@ def _adapted_features(adapter: Any, shape: ModelShape) -> int:
     adapter = replace(adapter, target_modules=".*") if every else adapter
     if not adapter.target_modules:
         return 0  # PEFT's choice for the family
-    sizes = dict(zip(_LINEARS, shape.adapted, strict=False))
+    sizes = dict(zip(LAYER_LINEARS, shape.adapted, strict=False))
     return sum(
         N + K
         for layer in range(shape.layers)
