@@ -11,6 +11,7 @@ Each is timed with and without an adapter.
 import argparse
 import functools
 import itertools
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +56,7 @@ def make_linear(K: int, members: tuple[int, ...], gpu: str, device: str) -> Tens
         "words": torch.randint(-(2**31), 2**31, (K // 16, 2 * N), dtype=torch.int32, device=device),
         "scale": torch.randint(8, 127, (K // 16, N), dtype=torch.uint8, device=device),
         "of_all": torch.full((1,), 2.0**-20, device=device),
-        "plan": make_plan(N, K, gpu),
+        "plan": make_plan(N, K, gpu, math.gcd(128, *members)),
         "adapter": (a * K**-0.5, b, member_of_tile(members, device)),
     }
 

@@ -9,7 +9,7 @@ TINY = bench.rollout_arms.Shape(hidden=128, intermediate=192, layers=1, heads=2,
 
 @pytest.fixture(autouse=True)
 def without_a_kernel(monkeypatch):
-    monkeypatch.setattr(bench, "make_plan", lambda N, K, gpu: "")
+    monkeypatch.setattr(bench, "make_plan", lambda N, K, gpu, tile: "")
 
 
 def test_linears_are_those_of_the_model():

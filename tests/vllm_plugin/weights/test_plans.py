@@ -1,5 +1,6 @@
 """Every launch of the table that this GPU has, and of every entry: the product with an adapter, against float64."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -28,13 +29,25 @@ def kernel():
 @pytest.mark.parametrize("weight", SHIPPED, ids=str)
 def test_launches_that_ship_give_the_product(weight, kernel):
     N, K = weight
-    plan = plans.PLANS[plans.make_plan(N, K, torch.cuda.get_device_name())]
-    tensors, dense = kernel.build(K, (N,))
+    assert_product((N,), K, kernel)
+
+
+# gate_up of 1.5B over four GPUs; qkv of SmolLM2-135M.
+@pytest.mark.parametrize(("members", "K"), [((2240, 2240), 1536), ((576, 192, 192), 576)], ids=str)
+def test_launches_for_members_in_tiles_of_64_give_the_product(members, K, kernel):
+    assert_product(members, K, kernel)
+
+
+def assert_product(members, K, kernel):
+    """Of all numbers of rows, an adapter with it."""
+    N = sum(members)
+    plan = plans.PLANS[plans.make_plan(N, K, torch.cuda.get_device_name(), math.gcd(128, *members))]
+    tensors, dense = kernel.build(K, members)
     for rows in ROWS:
         x, launch = torch.randn(rows, K, device="cuda").bfloat16(), plan.launch(rows)
-        adapter = kernel.build_adapter(K, (N,), 32, rows)
+        adapter = kernel.build_adapter(K, members, 32, rows)
         kernel.poison(rows, N)
         out = w4a16_matmul(x, *tensors, None, adapter, launch)
-        kernel.assert_adapted(out, x, x.double() @ dense.T, adapter, (N,), kernel.own_parts(launch))
+        kernel.assert_adapted(out, x, x.double() @ dense.T, adapter, members, kernel.own_parts(launch))
         assert torch.equal(out, w4a16_matmul(x, *tensors, None, adapter, launch))
     kernel.assert_flags_are_left_at_zero()
