@@ -43,3 +43,12 @@ def test_costs_are_means_and_maxima_by_kind():
 @pytest.mark.parametrize(("update", "lost"), [(0.3, False), (0.03, True), (0.0, False)])
 def test_an_error_as_large_as_the_update_is_announced(update, lost):
     assert ("quantization takes the training back" in summary(quantized(0.02, update))) == lost
+
+
+def test_trained_linears_that_stay_in_bf16_have_no_error():
+    report = quantized(0.02, 0.03)  # its updates, of 0.06 together, are just taken back
+    report["layers"]["model.layers.0.mlp.down_proj"] = {"relative_update": 0.5}
+    *_, row, told, last = summary(report).splitlines()
+    assert row.split() == ["up_proj", "2", "3.00e-02", "4.00e-02", "3.00e-02", "1.00"]
+    assert told == "1 trained linears stay in bf16"
+    assert last.startswith("quantization takes the training back")

@@ -260,8 +260,9 @@ def _costs(report: Mapping[str, Any]) -> list[str]:
 
     At `error/update` 1 quantization moves a weight as far as training did.
     """
+    quantized = {module: layer for module, layer in report["layers"].items() if "relative_error" in layer}
     kinds: dict[str, list[dict[str, float]]] = {}
-    for module, layer in report["layers"].items():
+    for module, layer in quantized.items():
         kinds.setdefault(module.rpartition(".")[2], []).append(layer)
     columns = f"{'mean error':>11} {'max error':>11} {'mean update':>12} {'error/update':>13}"
     lines = [f"{'linear':<12} {'count':>5} {columns}"]
@@ -270,9 +271,10 @@ def _costs(report: Mapping[str, Any]) -> list[str]:
         error, update = fmean(errors), fmean(layer["relative_update"] for layer in layers)
         ratio = f"{error / update:.2f}" if update else "-"
         lines.append(f"{kind:<12} {len(layers):>5} {error:>11.2e} {max(errors):>11.2e} {update:>12.2e} {ratio:>13}")
-    layers = report["layers"].values()
-    updates = sum(layer["relative_update"] for layer in layers)
-    if sum(layer["relative_error"] for layer in layers) > 0.9 * updates > 0:
+    if others := len(report["layers"]) - len(quantized):
+        lines.append(f"{others} trained linears stay in bf16")
+    updates = sum(layer["relative_update"] for layer in quantized.values())
+    if sum(layer["relative_error"] for layer in quantized.values()) > 0.9 * updates > 0:
         lines.append(
             "quantization takes the training back: the error is as large as the update, so this model is about as far "
             "from the trained one as the base is. Serve the base with the adapter (--to base-and-adapter or peft), or "
