@@ -67,6 +67,16 @@ def test_the_paired_test_sees_a_difference_that_single_intervals_hide():
     assert paired(*runs[0]).mean == pytest.approx(-paired(*reversed(runs[0])).mean)
 
 
+def test_a_difference_has_a_width_where_all_questions_have_the_same():
+    none = paired([0.0] * 30, [0.0] * 30)
+    assert (none.mean, none.low, none.p) == (0, -none.high, 1)
+    assert none.high == accuracy([0.0] * 30, 1).high
+    assert paired([0.0, 1.0] * 15, [0.0, 1.0] * 15) == none
+    every, less = paired([0.0] * 30, [1.0] * 30), paired([0.5] * 30, [0.25] * 30)
+    assert every[:3] == pytest.approx((1, 1 - 2 * none.high, 1))
+    assert less[:3] == pytest.approx((-0.25, -0.25 - 0.75 * none.high, -0.25 + 1.25 * none.high))
+
+
 def test_what_cannot_be_paired_is_refused():
     with pytest.raises(ValueError, match=r"^2 and 3 questions cannot be paired\. .* Choose evaluations"):
         paired([0, 1], [0, 1, 1])

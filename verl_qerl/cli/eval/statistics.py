@@ -88,6 +88,10 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
     Deviations are widened by sqrt(n / (n - 1)), since those of a sample are smaller than of what it was drawn from
     (Hesterberg 2015, section 4). p is the share of means around 0 that are as far from it.
 
+    Where all questions have the same difference, a bootstrap knows no other. So the interval is of what others, from -1
+    to 1, would make of the mean, were they as frequent as Wilson's interval of none allows: for no difference, Tango's
+    (1998).
+
     Raises:
         ValueError: The questions are not as many, or fewer than two.
     """
@@ -98,10 +102,12 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
         )
     values = np.asarray(theirs, dtype=float) - np.asarray(ours, dtype=float)
     n, mean = len(values), float(values.mean())
+    unseen = wilson(0.0, n).high if np.ptp(values) < 1e-12 else 0.0
     random = np.random.default_rng(0)  # the same evaluations give the same numbers
     wider = math.sqrt(n / (n - 1))
     parts = [values[random.integers(n, size=(_AT_ONCE, n))].mean(1) for _ in range(RESAMPLES // _AT_ONCE)]
     deviations = (np.concatenate(parts) - mean) * wider
     low, high = np.quantile(deviations, [0.025, 0.975])
     as_far = np.count_nonzero(np.abs(deviations) >= abs(mean) - 1e-12)
-    return Difference(mean, mean + float(low), mean + float(high), (1 + int(as_far)) / (1 + RESAMPLES))
+    low, high = float(low) - unseen * (1 + mean), float(high) + unseen * (1 - mean)
+    return Difference(mean, mean + low, mean + high, (1 + int(as_far)) / (1 + RESAMPLES))
