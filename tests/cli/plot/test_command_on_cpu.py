@@ -126,6 +126,13 @@ def test_the_table_of_arms_has_a_line_for_each():
     lines = arm_table({"bf16": summarize(one, ["r"]), "int8": summarize(two, ["r"])}, ["r"])
     assert lines[2] == "| bf16 | 1 | 1 | 0.25 +- 0, 0.25 +- 0 |"
     assert lines[3] == "| int8 | 2 | 1 | 0.15 +- 0.071, 0.15 +- 0.071 |"
+    assert lines[0] == "| arm | seeds | steps | r: mean of the first 1 steps, of the last 1 |"
+
+
+def test_the_table_of_arms_says_how_many_steps_a_mean_is_of():
+    two, many = ({1: {"r": dict.fromkeys(range(count), 0.5)}} for count in (2, 9))
+    head = arm_table({"bf16": summarize(two, ["r"]), "int8": summarize(many, ["r"])}, ["r"])[0]
+    assert head.endswith("| r: mean of the first 2 to 5 steps, of the last 2 to 5 |")
 
 
 def test_several_arms_and_seeds(tmp_path, capsys):

@@ -104,13 +104,19 @@ def _median(seconds: Series) -> float:
 
 def arm_table(summary: Mapping[str, Mapping[str, Any]], keys: Sequence[str]) -> list[str]:
     """A Markdown table: a line for each arm."""
-    ends = f"mean of the first {WINDOW} steps, of the last {WINDOW}"
-    names = " | ".join(f"{key}: {ends}" for key in keys)
+    counts = {key: _window([len(numbers[key]["steps"]) for numbers in summary.values()]) for key in keys}
+    names = " | ".join(f"{key}: mean of the first {count} steps, of the last {count}" for key, count in counts.items())
     lines = [f"| arm | seeds | steps | {names} |", "|---" * (3 + len(keys)) + "|"]
     for arm, numbers in summary.items():
-        counts = f"{len(numbers['seeds'])} | {len(numbers[keys[0]]['steps'])}"
-        lines.append(f"| {arm} | {counts} | {' | '.join(_cell(numbers[key]) for key in keys)} |")
+        size = f"{len(numbers['seeds'])} | {len(numbers[keys[0]]['steps'])}"
+        lines.append(f"| {arm} | {size} | {' | '.join(_cell(numbers[key]) for key in keys)} |")
     return lines
+
+
+def _window(steps: Sequence[int]) -> str:
+    """How many steps the first and last means of runs of so many `steps` are of."""
+    low, high = (min(WINDOW, of(steps)) for of in (min, max))
+    return f"{low}" if low == high else f"{low} to {high}"
 
 
 def _cell(numbers: Mapping[str, Any]) -> str:
