@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -8,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from verl_qerl.checkpoints.source import INDEX
-from verl_qerl.checkpoints.writer import ShardedWriter
+from verl_qerl.checkpoints.writer import ShardedWriter, write_tensors
 from verl_qerl.formats.tensor_spec import DTYPES, TensorSpec
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -136,3 +138,26 @@ def test_a_write_that_stops_short_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
             writer.add(name, tensor)
     found = loaded(tmp_path)
     assert all(torch.equal(found[name].float(), tensor.float()) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_a_file_of_a_few_tensors_has_the_mode_of_its_neighbours(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        write_tensors(tmp_path / "adapter.safetensors", some_tensors())
+    finally:
+        os.umask(before)
+    assert (tmp_path / "adapter.safetensors").stat().st_mode & 0o777 == 0o666 & ~mask
+    found = loaded(tmp_path)
+    for name, tensor in some_tensors().items():
+        assert torch.equal(found[name].float(), tensor.float()), name
+    with safe_open(tmp_path / "adapter.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_a_disk_that_is_full_is_told_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "adapter.safetensors"
+    path.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as found:
+        write_tensors(path, {"a": torch.ones(4)})
+    assert (found.value.errno, found.value.filename) == (errno.ENOSPC, str(path))

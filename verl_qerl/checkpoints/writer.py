@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from verl_qerl.checkpoints.record import write_json
 from verl_qerl.checkpoints.source import INDEX, SINGLE
@@ -52,7 +52,12 @@ def quantized_specs(
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write a few tensors that fit memory as one safetensors file."""
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    data = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata={"format": "pt"})
+    try:
+        path.write_bytes(data)  # `save_file` gives the file mode 0600, and a full disk an error of its own
+    except OSError as error:
+        error.filename = str(path)  # which a failed write does not say
+        raise
 
 
 class ShardedWriter:
