@@ -13,9 +13,9 @@ from qerl_testing import quantize, set_linear
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
 from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.checkpoints.source import open_source
+from verl_qerl.checkpoints.source import open_source, read_specs
 from verl_qerl.checkpoints.stream import packed_stream
-from verl_qerl.cli import main
+from verl_qerl.cli import main, model_dir
 from verl_qerl.cli.export.command import FORMS, Options, export_checkpoint
 from verl_qerl.cli.quantize.command import quantize_checkpoint
 from verl_qerl.formats import NVFP4, PackedWeight
@@ -205,6 +205,14 @@ def stream_of(path):
 
     source = open_source(path)
     return source.tensors() if source.layout == "bf16" else packed_stream(source)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_room_is_asked_for_all_tensors_that_are_written(trained, tmp_path, monkeypatch, form):
+    wanted, out = [], tmp_path / "out"
+    monkeypatch.setattr(model_dir, "check_free_space", lambda folder, size: wanted.append(size))
+    export_checkpoint(trained(CASE).actor, out, form, None, Options(device="cpu"))
+    assert wanted == [sum(model_dir.total_bytes(read_specs(file)) for file in out.rglob("*.safetensors"))]
 
 
 @pytest.mark.parametrize("form", FORMS)

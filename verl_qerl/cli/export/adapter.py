@@ -40,6 +40,11 @@ class Adapter:
             return 0.0
         return self.alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all factors."""
+        return sum(factor.nbytes for factors in self.factors.values() for factor in factors)
+
     def delta(self, module: str, device: torch.device) -> torch.Tensor:
         """Scaling * B A of one module, [out, in] float32."""
         A, B = (factor.to(device, torch.float32) for factor in self.factors[module])

@@ -158,6 +158,7 @@ class _Export:
         return report
 
     def _write_peft(self, merge: Merge) -> None:
+        model_dir.check_free_space(self.folder, self.adapter.size_bytes)
         for _ in merge.tensors():  # to check the base, and to find what changed
             pass
         if merge.changed:
@@ -176,7 +177,8 @@ class _Export:
         layout: str = "compressed-tensors",
     ) -> dict[str, str]:
         """Weights, configuration and tokenizer; the digests of packed weights."""
-        model_dir.check_free_space(self.folder, model_dir.total_bytes(specs))
+        beside = self.adapter.size_bytes if self.form == WITH_BASE else 0
+        model_dir.check_free_space(self.folder, model_dir.total_bytes(specs) + beside)
         with ShardedWriter(self.folder, specs, self.options.max_shard_bytes) as writer:
             digests = model_dir.store(writer, items, layout)
         model_dir.copy_other_files(self.base.source.path, self.folder)
