@@ -1,6 +1,7 @@
 """Exports of real checkpoints, loaded by transformers and PEFT, against the log-probs of the engine that trained."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -213,6 +214,12 @@ def test_room_is_asked_for_all_tensors_that_are_written(trained, tmp_path, monke
     monkeypatch.setattr(model_dir, "check_free_space", lambda folder, size: wanted.append(size))
     export_checkpoint(trained(CASE).actor, out, form, None, Options(device="cpu"))
     assert wanted == [sum(model_dir.total_bytes(read_specs(file)) for file in out.rglob("*.safetensors"))]
+
+
+@pytest.mark.parametrize("case", [CASE, "ours-bf16-full", EXPERTS])
+def test_the_bar_ends_where_it_says(trained, tmp_path, capsys, case):
+    export_checkpoint(trained(case).actor, tmp_path / "out", "peft", None, Options(device="cpu"))
+    assert re.search(r"export: 100%\|.*\| (\S+)/\1 \[", capsys.readouterr().err.rpartition("\r")[2])
 
 
 @pytest.mark.parametrize("form", FORMS)

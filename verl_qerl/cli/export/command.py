@@ -109,7 +109,7 @@ class _Export:
     def write(self, out: Path) -> dict[str, dict[str, Any]]:
         """Write everything but the report, for the final place `out`; what is to be said of each layer."""
         layers: dict[str, dict[str, Any]] = {}
-        total = model_dir.total_bytes(self.base.source.specs)
+        total = model_dir.total_bytes(self.base.specs)
         with tqdm(total=total, unit="B", unit_scale=True, desc="export") as bar:
             trained = self.checkpoint
             merge = Merge(self.base, self.adapter, trained.others, self.device, bar.update, norms=trained.norms)

@@ -157,7 +157,7 @@ class Merge:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of the merged model: bf16(base + scaling * B A) or of a norm's sum, taken in float32.
 
-        `observe` is called with the bytes of each tensor that was read.
+        `observe` is called with the bytes of each tensor that was read, as of the merged model.
 
         Raises:
             CheckpointFormatError: The base is not the one that the checkpoint was trained on.
@@ -180,10 +180,10 @@ class Merge:
             if isinstance(item, PackedWeight):
                 self.digests[name] = weight_digest(item)
                 self._check_digests([name])
-                self.observe(item.size_bytes)
+                self.observe(self.base.specs[f"{name}.weight"].size_bytes)
                 yield f"{name}.weight", item, self._merge(name, dequantize(item, torch.float32))
                 continue
-            self.observe(item.nbytes)
+            self.observe(self.base.specs[name].size_bytes)
             if not item.is_floating_point():
                 yield name, item, item
                 continue
