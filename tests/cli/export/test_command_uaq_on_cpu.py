@@ -1,6 +1,7 @@
 """Exports of runs that trained all weights under UAQ; test_command_on_cpu.py has those with adapters."""
 
 import json
+import shutil
 
 import pytest
 
@@ -9,6 +10,7 @@ pytest.importorskip("verl")
 import torch
 from transformers import AutoModelForCausalLM
 
+from verl_qerl.algos.uaq import RECORD
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import packed_stream
@@ -56,6 +58,20 @@ def test_the_scaling_of_uaq_is_undone(trained, tmp_path, case):
     # The exported model rounds its weights where the trainer rounded scaled ones; both are bf16.
     assert distance(log_probs(out), found.found["log_probs"]) < 2e-2
     assert distance(found.found["before"], found.found["log_probs"]) > 0.5, "training changed next to nothing"
+
+
+def test_a_run_of_all_weights_without_uaq_is_merged_with_a_base_that_is_given(trained, tmp_path):
+    found = trained("uaq-bf16-all")
+    actor = shutil.copytree(found.actor, tmp_path / "actor")
+    (actor / RECORD).unlink()
+    with pytest.raises(ValueError, match=r"^the base is not found: \S+ names none\. .* Give it with --base"):
+        export_checkpoint(actor, tmp_path / "out", "merged-bf16")
+    report = export_checkpoint(actor, tmp_path / "out", "merged-bf16", str(found.base), Options(device="cpu"))
+    assert (report["uaq_scale"], report["r"], len(report["layers"])) == (None, 0, 14)
+    merged = dict(open_source(tmp_path / "out").tensors())
+    assert merged.keys() == found.found["adapter"].keys()
+    for name, weight in found.found["adapter"].items():
+        assert torch.equal(merged[name], weight.bfloat16()), name
 
 
 def test_a_run_of_all_weights_is_quantized_or_refused(trained, tmp_path, capsys):

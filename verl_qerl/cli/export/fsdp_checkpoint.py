@@ -33,7 +33,7 @@ class Checkpoint:
 
     Attributes:
         world_size: Ranks that wrote it.
-        factors: module -> (A [r, in], B [out, r]) as trained; none in a run of all weights, which UAQ's are.
+        factors: module -> (A [r, in], B [out, r]) as trained; none in a run of all weights.
         others: name in the base model -> tensor, for a checkpoint that is not LoRA-only.
         record: What our engine says of base and adapter; None when another engine wrote it.
         lora_meta: verl's own lora_train_meta.json: r and lora_alpha.
@@ -82,10 +82,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if uaq:
         for name, role in scaled_parameters(others).items():
             others[name] = unfold_(role, others[name].clone(), uaq["scale"])
-    elif not factors:
+    elif record and not factors:
         raise CheckpointFormatError(
-            f"the checkpoint holds no adapter: {folder}. One of a run with model.lora_rank > 0, or with UAQ, is "
-            "accepted. For another run of all weights, use `python -m verl.model_merger merge --backend fsdp`."
+            f"the checkpoint holds no adapter: {folder / RECORD} names one. The shards that it was written with are"
+            " accepted. Export another step."
         )
     meta_file = folder / "lora_train_meta.json"
     meta = read_object(meta_file, _OTHER_STEP) if meta_file.is_file() else {}
