@@ -1,4 +1,4 @@
-"""An output directory that appears whole or not at all."""
+"""An output directory, or file, that appears whole or not at all."""
 
 import fcntl
 import glob
@@ -68,6 +68,27 @@ def new_directory(path: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)  # gone already when the rename happened
         if lock is not None:
             os.close(lock)
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Give a file to write, and make it `path` when the block ends without an error; on one nothing is changed.
+
+    What is no file, as a pipe, is given as it is.
+    """
+    real = path.resolve()  # a link stays one
+    is_file = path.is_file() or not path.exists()
+    partial = real.with_name(f".{real.stem[:32]}.{uuid.uuid4().hex[:8]}.partial{real.suffix}") if is_file else path
+    try:
+        yield partial
+        if is_file:
+            os.replace(partial, real)
+    except OSError as error:
+        error.filename = str(path)  # a full disk names none
+        raise
+    finally:
+        if is_file:
+            partial.unlink(missing_ok=True)
 
 
 def _remove_stale(folder: Path, name: str) -> None:

@@ -1,7 +1,12 @@
+import errno
 import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from verl_qerl.cli import main
 from verl_qerl.cli.plot.command import arm_table, default_keys
@@ -105,6 +110,36 @@ def test_the_numbers_do_not_replace_the_picture(metrics, tmp_path, capsys):
         main(["plot", str(metrics), "--out", str(tmp_path / "a.png"), "--json", str(tmp_path / "." / "a.png")])
     assert "the picture would be lost: --json=" in capsys.readouterr().err
     assert not (tmp_path / "a.png").exists()
+
+
+@pytest.mark.parametrize("broken", ["picture", "numbers"])
+def test_a_disk_that_is_full_leaves_what_was_there(metrics, tmp_path, capsys, monkeypatch, broken):
+    picture, numbers = tmp_path / "a.png", tmp_path / "a.json"
+    picture.write_text("earlier picture")
+    numbers.write_text("earlier numbers")
+    find = {"picture": (Figure, "savefig"), "numbers": (Path, "write_text")}[broken]
+
+    def fill(self, *arguments, **options):
+        path = arguments[0] if broken == "picture" else self
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(*find, fill)
+    with pytest.raises(SystemExit, match="1"):
+        main(["plot", str(metrics), "--out", str(picture), "--json", str(numbers)])
+    out = picture if broken == "picture" else numbers
+    assert f"cannot be used: {out} (No space left on device)" in capsys.readouterr().err
+    assert out.read_bytes() == f"earlier {broken}".encode()
+    assert {path.name for path in tmp_path.iterdir()} == {"a.png", "a.json", metrics.name}
+
+
+def test_the_numbers_go_into_a_pipe_and_through_a_link(metrics, tmp_path):
+    program = [sys.executable, "-m", "verl_qerl", "plot", str(metrics), "--out", str(tmp_path / "link.png")]
+    (tmp_path / "link.png").symlink_to("real.png")
+    result = subprocess.run([*program, "--json", "/dev/stdout"], capture_output=True, text=True, timeout=300)
+    assert '"actor/entropy": {' in result.stdout, result.stderr
+    assert (tmp_path / "link.png").is_symlink()
+    assert (tmp_path / "real.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_missing_file_is_one_sentence(tmp_path, capsys):

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from verl_qerl.cli.output_dir import new_file
 from verl_qerl.cli.plot import curves
 from verl_qerl.cli.plot.curves import STEP_TIME, VALIDATION, WINDOW, Run, Series, first_and_last
 from verl_qerl.cli.plot.pictures import check_picture, draw
@@ -65,11 +66,13 @@ def run(args: argparse.Namespace) -> int:
     if args.questions is None and any(VALIDATION.fullmatch(key) for key in keys):
         print("the validation curve has intervals with --questions, the number of its questions")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    draw(summary, keys, phases, args.questions, args.out)
+    with new_file(args.out) as partial:
+        draw(summary, keys, phases, args.questions, partial)
     print(f"wrote {args.out}")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        with new_file(args.json) as partial:
+            partial.write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         print(f"wrote {args.json}")
     return 0
 
