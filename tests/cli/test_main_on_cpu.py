@@ -1,6 +1,8 @@
 """The program itself: what it imports before it answers, and what an interrupt of an import becomes."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -61,6 +63,25 @@ def test_choices_are_those_of_the_modules_that_import_torch():
     assert list(quantize_arguments.FORMATS) == sorted(FORMATS) == sorted(BYTES_PER_WEIGHT)
     assert quantize_arguments.SCALE_CHOICES == SCALE_CHOICES
     assert export_arguments.SCALE_CHOICES is quantize_arguments.SCALE_CHOICES
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_who_has_gone_ends_the_program_quietly(tmp_path, unbuffered):
+    sizes = {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "vocab_size": 152064}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"num_attention_heads": 40, "num_key_value_heads": 8}))
+    ours, theirs = os.pipe()
+    os.close(ours)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, "-m", "verl_qerl", "plan", "--model", str(tmp_path), "--gpu-gib", "80"]
+    result = subprocess.run(command, env=env, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=300)
+    os.close(theirs)
+    assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_another_pipe_that_breaks_is_told(tmp_path):
+    (tmp_path / "torch.py").write_text("raise BrokenPipeError(32, 'Broken pipe')\n")
+    result = program("quantize", "--model", "m", "--out", "o", path=[tmp_path])
+    assert (result.returncode, "(Broken pipe)" in result.stderr) == (1, True)
 
 
 INTERRUPT = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"

@@ -2,6 +2,8 @@
 
 import argparse
 import importlib
+import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -30,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 when it worked, 1 when the command says something is off, 2 for wrong arguments,
-        128 and the number of a signal after an interrupt.
+        128 and the number of a signal after an interrupt, or where the reader of the output has gone.
     """
     parser = argparse.ArgumentParser(prog="python -m verl_qerl", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
@@ -49,8 +51,13 @@ def run_guarded(parser: argparse.ArgumentParser, run: Callable[[], int]) -> int:
     """
     try:
         with kept_interrupts():
-            return run()
+            code = run()
+            print(end="", flush=True)  # what is at the exit comes too late for a sentence
+            return code
     except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _reader_has_gone():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at the exit would fail
+            parser.exit(128 + signal.SIGPIPE)  # as a shell reports it
         # What a user can mend is said in one sentence; anything else keeps its traceback.
         parser.exit(1, f"{parser.prog}: {_sentence(error)}\n")
     except KeyboardInterrupt as interrupt:
@@ -65,6 +72,13 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Nam
     for name in (named,) if named in _COMMANDS else _COMMANDS:
         importlib.import_module(f"verl_qerl.cli.{_COMMANDS[name]}").add_parser(subparsers)
     return parser.parse_args(argv)
+
+
+def _reader_has_gone() -> bool:
+    """Whether nobody reads our output any more, as after `| head`; other pipes may break too."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    return bool(poll.poll(0))  # errors are told without being asked for
 
 
 def _sentence(error: ValueError | OSError) -> str:
