@@ -1,3 +1,4 @@
+import errno
 import json
 
 import pytest
@@ -195,3 +196,14 @@ def test_experts_are_held_by_nvfp4_alone(tmp_path):
     check_held(source, NVFP4())
     with pytest.raises(CheckpointFormatError, match=r"experts is packed in another format: int8, .* Accepted is nvfp4"):
         check_held(source, get_format("int8"))
+
+
+def test_a_shard_that_may_not_be_read_is_not_told_as_missing(tmp_path, monkeypatch):
+    def refuse(path, framework):  # as safetensors 0.8.0 does; root, who may run this, may read all
+        raise FileNotFoundError(f"No such file or directory: {path}")
+
+    write(tmp_path / "m", dense())
+    monkeypatch.setattr("verl_qerl.checkpoints.source.safe_open", refuse)
+    with pytest.raises(PermissionError) as found:
+        open_source(tmp_path / "m")
+    assert (found.value.errno, found.value.filename) == (errno.EACCES, str(tmp_path / "m" / "model.safetensors"))

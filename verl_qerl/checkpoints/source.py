@@ -1,5 +1,7 @@
 """A model directory: opened by its headers, found on the hub, and its tensors as the files hold them."""
 
+import errno
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
@@ -210,6 +212,8 @@ def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError as error:
+        if path.exists():  # safetensors tells every file so that it cannot open
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path)) from error
         raise CheckpointFormatError(
             f"a shard is missing: {path}. Every shard that the index names must be there. Download the model again."
         ) from error
