@@ -62,7 +62,7 @@ def test_flash_attn_is_taken_where_it_can_be_imported(recorder, script):
     assert config.actor_rollout_ref.actor.use_dynamic_bsz
 
 
-@pytest.mark.parametrize("folder", ["/a b/Müller", "/it's (1)", "/x{y}=z"])
+@pytest.mark.parametrize("folder", ["/a b/M\u00fcller", "/it's (1)", "/x{y}=z"])
 def test_folders_may_have_any_name(recorder, folder):
     _, overrides = run(recorder, SCRIPTS[0], DATA_DIR=folder, MODEL_PATH=f"{folder}/m", VERL_FILE_LOGGER_ROOT=folder)
     config = composed(SCRIPTS[0], overrides)
