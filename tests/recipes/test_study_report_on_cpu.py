@@ -254,7 +254,7 @@ def test_what_the_page_says_of_answers_without_a_box_and_of_runs_made_twice(repo
     assert f"beside {min(spreads):.3f} to {max(spreads):.3f} between the seeds of an arm" in page
 
 
-def test_what_the_pages_say_of_their_runs(report, study):
+def test_what_the_pages_say_of_their_runs(report, study, paired):
     runs = study("results").merged([report.HERE / "results"])
     arms, begun = (report.by_arm(runs, "gsm8k", least) for least in (60, 20))
     page, front = ((folder / "README.md").read_text() for folder in (report.HERE, report.HERE.parents[1]))
@@ -302,6 +302,10 @@ def test_what_the_pages_say_of_their_runs(report, study):
     noisy = {seed: report.accuracy(run)[0] for seed, run in arms["nvfp4_noise"].items()}
     assert (noisy[1], noisy[5]) == (max(max(of_nvfp4), *tested[LORA]), min(of_nvfp4))
     assert f"the same noise, {noisy[1]:.3f} with seed 1 and {noisy[5]:.3f} with seed 5" in page
+    noise = report.compare(arms, "nvfp4_noise", "nvfp4", "pass1")
+    deviation = (noise.high - noise.mean) / paired.T_975[noise.n - 2] * np.sqrt(noise.n)
+    assert f"a standard deviation of {deviation:.3f}: to tell 0.01 from nothing takes about 17 seeds" in page
+    assert 2.12 * deviation / np.sqrt(17) < 0.01 < paired.T_975[14] * deviation / np.sqrt(16)
     cut = [f"{without_box(begun, arm):.1%}".replace("%", " %") for arm in ("nvfp4", LORA)]
     assert "{} of NVFP4's have none and {} of bf16's.".format(*cut) in page
     firsts = [np.mean([report.series(run, report.REWARD)[0] for run in arms[arm].values()]) for arm in ("nvfp4", LORA)]
