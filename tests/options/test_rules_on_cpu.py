@@ -18,6 +18,7 @@ RUNS = (
     NVFP4 | {"qerl.base.shard": True},
     {"qerl.rollout": {"lora": "stock"}},
     {"aqn.enabled": True},
+    {"aqn.enabled": True, "aqn.draw": "sequence"},
     {"uaq.enabled": True},
     {rules.LOSS_MODE: "acr"},
     {"distillation.enabled": True, "distillation.distillation_loss.loss_mode": "forward_kl_topk"},
@@ -63,6 +64,15 @@ def test_the_reason_and_the_remedy_are_told():
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2 does not go together with +qerl.base.share=true: both"
         " sides must hold the whole base on each GPU. Accepted is 1. Set it to 1, or leave +qerl.base.share out."
     )
+
+
+def test_noise_that_leaves_the_first_token_clean_needs_a_second_one():
+    run = {"aqn.enabled": True, "data.max_response_length": 1}
+    for draw in ("sequence", "token"):
+        with pytest.raises(ValueError, match=rf"max_response_length=1 does not go together with \+aqn\.draw={draw}: "):
+            rules.check((run | {"aqn.draw": draw}).get)
+        rules.check((run | {"aqn.draw": draw, "data.max_response_length": 2}).get)
+    rules.check((run | {"aqn.draw": "batch"}).get)
 
 
 @pytest.mark.parametrize(("scale", "refused"), [(None, True), (1.5, True), (2.0, False)])

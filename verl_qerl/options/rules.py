@@ -162,6 +162,11 @@ def _not_nvfp4(run: Run) -> str | None:
     return None if beside in (None, "+rollout=nvfp4") else beside
 
 
+def _own_draws(run: Run) -> str | None:
+    draw = run("aqn.draw")
+    return f"+aqn.draw={draw}" if run("aqn.enabled") and draw not in (None, "batch") else None
+
+
 def _rounding_scale(run: Run) -> str | None:
     scale = run("uaq.scale") or UAQConfig.scale
     return f"+uaq.scale={scale:g}" if run("uaq.enabled") and not is_power_of_two(scale) else None
@@ -212,6 +217,7 @@ OTHER_RANK = When("`+rollout=...` with an adapter", _other_rank)
 NOT_NVFP4 = When("`+rollout=int8`, `fp8`, `mxfp4`", _not_nvfp4)
 KERNELS = _option("qerl.rollout", "`+qerl.rollout.*`")
 SHARE, AQN, UAQ = (_option(name) for name in ("qerl.base.share", "aqn.enabled", "uaq.enabled"))
+OWN_DRAWS = When("`+aqn.draw` of `sequence` or `token`", _own_draws)
 ROUNDING = When("`+uaq.scale` that is no power of two", _rounding_scale)
 ACR = When("`loss_mode=acr`", lambda run: f"{LOSS_MODE}=acr" if run(LOSS_MODE) == "acr" else None)
 TOP_K = When("a distillation by `forward_kl_topk`", _top_k)
@@ -390,6 +396,12 @@ RULES: tuple[Rule, ...] = (
             _NO_NOISE,
         ),
         (_ONE_ENGINE, f"{_NO_ANSWERS} when noise is set", _NO_NOISE),
+    ),
+    Rule(
+        OWN_DRAWS,
+        Need("data.max_response_length", lambda v: v != 1, "2 or more"),
+        "the first token of an answer is drawn from the clean model, so that noise would have no effect",
+        "Set +aqn.draw=batch.",
     ),
     *_rules(
         UAQ,
