@@ -136,3 +136,18 @@ def test_a_rollout_that_is_not_the_rounded_actor_stops_the_run(scored_step):
         RuntimeError, match=r"at step 6, 0\.0408 at the one before\. Accepted is at most qerl\.gate\.max_kl"
     ):
         scored_step(*options, rounded=0.5, sampled=(0.5, 0.8, 0.8))
+
+
+def test_answers_without_a_token_to_score_leave_the_gate_to_the_next_step(scored_step, told):
+    """One token behind a prompt that fills the engine's context but for it: scoring it needs room for another."""
+    full = {"0_0_0": ([5] * 7, [8]), "1_0_0": ([6] * 7, [9])}
+    found, _ = scored_step(*ADAPTER, *AQN, sampled=(ABOVE,) * 2, servers=[NoisyServer(0.3)], sequences=full)
+    assert [CLEAN in metrics for metrics in found] == [False, False]
+    (message,) = told()
+    assert message == (
+        "qerl.gate.max_initial_kl=0.02 did not look at step 5, and looks at the next: no token of its answers is left"
+        " to score. They are masked, or end where rollout.max_model_len does. For the latter raise it by 1."
+    )
+    some = full | {f"{uid}_0_0": ([5], [7, 8]) for uid in (2, 3)}
+    with pytest.raises(RuntimeError, match=r"over 4 tokens of 4 answers scored without the noise .* at step 5\."):
+        scored_step(*ADAPTER, *AQN, sampled=(ABOVE,) * 2, servers=[NoisyServer(0.3)], sequences=some)

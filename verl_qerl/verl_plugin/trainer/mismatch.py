@@ -80,6 +80,7 @@ class Gate(Feature):
         self._first_step = True
         self._looks_closely = False  # the last step was above the limit
         self._told_of_none: set[str] = set()  # limits that had no answer to look at
+        self._told_of_unscored: set[str] = set()  # limits that had no token to look at
         self._kl_before: float | None = None  # of the last step, if it was above the limit with all set apart
 
         if cut := rules.unmet(run.option, rules.WHOLE):
@@ -147,6 +148,18 @@ class Gate(Feature):
             *(name, limit, self._run.step, num_answers, self._run.option("trainer.v1.trainer_mode")),
         )
 
+    def _tell_of_unscored(self) -> None:
+        """Say once of a limit that its answers had no token to look at."""
+        name, limit = self._limit()
+        if name in self._told_of_unscored:
+            return
+        self._told_of_unscored.add(name)
+        logger.warning(
+            "qerl.gate.%s=%g did not look at step %d, and looks at the next: no token of its answers is left to score."
+            " They are masked, or end where rollout.max_model_len does. For the latter raise it by 1.",
+            *(name, limit, self._run.step),
+        )
+
     def _judge(self, batch: Any, fresh: list[str], sampled: Mismatch, metrics: dict[str, Any]) -> None:
         """Hold a step against its limit.
 
@@ -164,6 +177,10 @@ class Gate(Feature):
         found, how = self._set_apart(batch, fresh, sampled)
         self._looks_closely = not first
         if found is None:
+            return
+        if not found.num_tokens:
+            self._first_step = first  # the next step is looked at instead
+            self._tell_of_unscored()
             return
         if how:
             metrics["qerl/clean_kl_k3"] = found.kl_k3
@@ -183,8 +200,6 @@ class Gate(Feature):
             return None, ""
         keys = rescored.keys if rescored is not None else evenly(fresh, self._gate.mismatch_sample or _SAMPLE)
         rollout, actor, mask = log_probs_of(run, batch, keys)
-        if not mask.any():
-            return None, ""
         how = f" of {len(keys)} answers"
         if rescored is not None:
             how += f" scored without the noise (aqn.sigma is {sigma:g})"
