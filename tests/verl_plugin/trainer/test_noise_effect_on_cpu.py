@@ -211,6 +211,22 @@ def test_tokens_that_nobody_sampled_do_not_count(make, step):
     assert few == pytest.approx(all_of_them, rel=0.3)
 
 
+def test_a_batch_without_a_token_to_score_leaves_both_to_the_next_step(make, step, caplog):
+    made = make(start=1, target_kl=1e-2)
+    with caplog.at_level(logging.WARNING, logger=noise_effect.__name__):
+        first = step(made, torch.zeros(NUM_ANSWERS, LENGTH))
+    assert ("aqn/kl" in first, made.run.searched) == (False, {})
+    (told,) = [message for message in caplog.messages if "no sigma was found yet" in message]
+    assert told.startswith("aqn: step 3 has no noise")
+    second = step(made)
+    assert (second["aqn/sigma"], second["aqn/noisy_norms"]) == (0.0, 0)
+    assert made.run.searched.keys() == {1}
+    assert step(made)["aqn/kl"] == pytest.approx(1e-2, rel=0.2)
+    resumed = make(start=2, sigma_start=0.1)
+    masked, seen = step(resumed, torch.zeros(NUM_ANSWERS, LENGTH)), step(resumed)
+    assert ["aqn/kl" in metrics for metrics in (masked, seen)] == [False, True]
+
+
 @pytest.mark.parametrize("target", [1e-3, 2e-2])
 def test_a_sigma_is_found_for_each_stage_in_the_step_before_it(make, step, target):
     made = make(target_kl=target, sigma_start=1e-2, sigma_end=1e-2)

@@ -110,6 +110,9 @@ class NoiseEffect(Feature):
         if with_noise is not None:
             switch_noise(run, 0.0, 0)
         clean = self._score_sample(sample)
+        if not len(clean):  # all masked, or beyond what the engine takes as a prompt: the next step is asked
+            self._tell_missing(run.step + 1)
+            return
         if measures and with_noise is not None:
             run.metrics["aqn/kl"] = noise_kl(with_noise, with_noise, clean)
             self._measured = self._stage(run.step)
