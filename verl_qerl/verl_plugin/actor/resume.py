@@ -83,8 +83,8 @@ def check_checkpoint(folder: Path, held: BaseRecord, parts: Sequence[str]) -> Ba
             return record
         raise CheckpointFormatError(
             f"the checkpoint is half-written, or not of this engine: {folder} has no {RECORD} that lists its files. "
-            "It is written after everything else. Resume from an earlier step, or set trainer.resume_mode=disable to"
-            " start anew."
+            "It is written after everything else, by runs with +rollout and an adapter alone. Resume from an earlier"
+            " step, with the options that it was saved with, or set trainer.resume_mode=disable to start anew."
         )
 
     record = read_on_first_rank(read)
