@@ -33,8 +33,8 @@ TARGETS = ("input_layernorm", "post_attention_layernorm")
 # Draws of each norm where answers or tokens have draws of their own: 4 bytes for every column, 52 MB in all for 7B.
 NUM_DRAWS = 64
 # A request with SamplingParams(extra_args={FORCED_DRAW: n}) has the nth of them for all of its tokens, those of the
-# prompt too; 0 are the clean weights.
-FORCED_DRAW = "aqn_row"
+# prompt too, or for those from position FORCED_FROM on; 0 are the clean weights.
+FORCED_DRAW, FORCED_FROM = "aqn_row", "aqn_from"
 _SIGMA = Accepts(
     "a number in (0, 1); to switch noise off, leave out `+aqn.enabled=true`", lambda v: is_number(v) and 0 < v < 1
 )

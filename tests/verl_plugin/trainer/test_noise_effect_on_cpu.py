@@ -172,7 +172,7 @@ def test_the_engine_scores_a_few_beginnings_of_answers(make, step, monkeypatch):
 
 
 def test_where_answers_have_draws_of_their_own_each_is_scored_with_one(make, step):
-    """Their prompts are clean, so that scoring an answer as a prompt would find no noise."""
+    """Their prompts are clean, so that scoring an answer as a prompt would find no noise; with a draw it keeps so."""
     made = make(start=2, sigma_start=0.1, draw="sequence")
     rows = []
 
@@ -182,7 +182,27 @@ def test_where_answers_have_draws_of_their_own_each_is_scored_with_one(make, ste
 
     made.server.generate = SimpleNamespace(remote=generate)
     assert step(made)["aqn/kl"] > 1e-3
-    assert rows == [(0.1, {"aqn_row": row}) for row in range(1, 33)] + [(0.0, None)] * 32
+    assert rows == [(0.1, {"aqn_row": row, "aqn_from": 3}) for row in range(1, 33)] + [(0.0, None)] * 32
+
+
+@pytest.mark.parametrize("draw", ["sequence", "batch"])
+def test_turns_with_draws_of_their_own_are_scored_one_by_one(make, step, draw):
+    """What came before a turn is its prompt, which was clean when it was sampled."""
+    made = make(start=2, sigma_start=0.1, draw=draw)
+    asked = []
+
+    def generate(prompt_ids, sampling_params, request_id):
+        asked.append((len(prompt_ids), sampling_params.get("extra_args", {}).get("aqn_from")))
+        return made.server._generate(prompt_ids, sampling_params, request_id)
+
+    made.server.generate = SimpleNamespace(remote=generate)
+    mask = torch.zeros(NUM_ANSWERS, LENGTH)
+    mask[:, :10] = mask[:, 30:31] = mask[:, -5:] = 1
+    assert step(made, mask)["aqn/kl"] > 1e-3
+    turns = {(13, 3), (34, 33), (83, 78)} if draw == "sequence" else {(83, None)}
+    assert len(asked) == 2 * 32 * len(turns)
+    assert set(asked[: len(asked) // 2]) == turns
+    assert {size for size, _ in asked[len(asked) // 2 :]} == {size for size, _ in turns}
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async"])

@@ -10,7 +10,7 @@ import torch
 from verl_qerl.algos.aqn import AQNConfig
 
 pytest.importorskip("vllm")
-from verl_qerl.algos.aqn import FORCED_DRAW, NUM_DRAWS
+from verl_qerl.algos.aqn import FORCED_DRAW, FORCED_FROM, NUM_DRAWS
 from verl_qerl.vllm_plugin.noise import noise_rows
 from verl_qerl.vllm_plugin.noise.noise_rows import SCHEDULER, NoiseRows, check_draws
 
@@ -135,6 +135,12 @@ def test_a_request_may_ask_for_a_row(runner):
         found = step(rows, 4, 1, 2)
         assert found[:6] == [7, 7, 7, 7, 0, 0]
         assert found[6] > 0
+        asked = SimpleNamespace(extra_args={FORCED_DRAW: 7, FORCED_FROM: 3})
+        runner.requests["answer"] = SimpleNamespace(sampling_params=asked)
+        runner.batch(("answer", 0, 6))
+        assert step(rows, 5) == [0, 0, 0, 7, 7]
+        runner.batch(("answer", 5, 6))
+        assert step(rows, 1) == [7]
     for row in (-1, NUM_DRAWS + 1, "1", True):
         runner.requests["bad"] = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={FORCED_DRAW: row}))
         runner.batch(("bad", 0, 3))
@@ -289,6 +295,33 @@ def test_a_row_is_the_model_with_its_draw(engines, vllm, prompt, draw, row):
     assert torch.equal(found, expected)
     assert torch.equal(clean[:200], score(engines["batch"])[:200])  # prompts are clean
     assert not torch.equal(found[:200], clean[:200])
+
+
+def test_an_answer_is_scored_as_it_was_sampled_behind_a_clean_prompt(engines, vllm, prompt):
+    engine = engines["sequence"]
+
+    def ask(tokens, length, row):
+        asked = {FORCED_DRAW: row, FORCED_FROM: len(prompt)}
+        params = vllm.SamplingParams(
+            temperature=0, max_tokens=length, prompt_logprobs=0, logprobs=0, ignore_eos=True, extra_args=asked
+        )
+        (output,) = engine.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+        return output
+
+    set_noise(engine, SIGMA, 3)
+    answer = ask(prompt, 8, 5).outputs[0]
+    sampled = torch.tensor(
+        [found[token].logprob for token, found in zip(answer.token_ids, answer.logprobs, strict=True)]
+    )
+    whole = [*prompt, *answer.token_ids]
+    scores = [ask(whole, 1, row).prompt_logprobs[len(prompt) :] for row in (5, 0)]
+    set_noise(engine, 0.0)
+    noisy, clean = (
+        torch.tensor([found[token].logprob for token, found in zip(answer.token_ids, score, strict=True)])
+        for score in scores
+    )
+    assert noisy[0] == clean[0]  # of the prompt's last token
+    assert (noisy - sampled).abs().mean() < (clean - sampled).abs().mean() / 5
 
 
 def test_tokens_have_draws_of_their_own(engines, answer):

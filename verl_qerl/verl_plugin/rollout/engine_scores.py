@@ -7,7 +7,7 @@ from typing import Any
 import ray
 import torch
 
-from verl_qerl.algos.aqn import FORCED_DRAW, NUM_DRAWS
+from verl_qerl.algos.aqn import FORCED_DRAW, FORCED_FROM, NUM_DRAWS
 
 Row = tuple[list[int], list[int]]  # token ids of a prompt, and of its answer
 SCORING = "verl_qerl_scoring_"  # prefix of these requests' ids; our servers admit them while the gate is closed
@@ -25,7 +25,8 @@ def score_answers(
     Args:
         servers: Ray handles of verl's vLLM servers, awake.
         max_model_len: Context length of the engines; what does not fit is cut.
-        own_draws: Whether each row is scored with a draw of the noise of its own, where the engines have several.
+        own_draws: Whether each answer is scored with a draw of the noise of its own behind a clean prompt, as it is
+            sampled where the engines have several.
 
     Returns:
         For each row [len(answer)] float32, NaN after a cut, and the version of the weights that scored it.
@@ -39,7 +40,7 @@ def score_answers(
         # No request of another kind reaches vLLM's prompt log-probs; the token that it samples is dropped.
         params: dict[str, Any] = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "repetition_penalty": 1.0}
         if own_draws:
-            params["extra_args"] = {FORCED_DRAW: 1 + at % NUM_DRAWS}
+            params["extra_args"] = {FORCED_DRAW: 1 + at % NUM_DRAWS, FORCED_FROM: len(prompt)}
         server = servers[at % len(servers)]
         name = f"{SCORING}{uuid.uuid4().hex}"
         calls.append(server.generate.remote(prompt_ids=tokens, sampling_params=params, request_id=name))

@@ -3,7 +3,8 @@
 The KL is measured in the first step of each stage with noise, and the first after a resume: after a batch is sampled
 and before the rollout sleeps, a few of its answers go back to the rollout engine as prompts, once with the noise of the
 step and once without. Both scores are one engine's, so kernels and quantization have no part in it. Where answers or
-tokens have draws of their own, each answer is scored with one of these, which its prompt has too.
+tokens have draws of their own, each turn of an answer is scored with one of these, behind a clean prompt with the turns
+before, as it was sampled.
 
 With `aqn.target_kl` the answers of the last step before a stage are scored with more noise: some sigmas, with the draw
 of the step to come, until one causes that KL. The stage begins with it, one update of the weights later.
@@ -104,7 +105,7 @@ class NoiseEffect(Feature):
         """
         run = self._run
         sigma = run.sigma(run.step)
-        sample = _sample_of(run.sampled, run.max_model_len)
+        sample = _sample_of(run.sampled, run.max_model_len, run.aqn.draw != "batch")
         run.clear_engines()
         with_noise = self._score_sample(sample, noisy=True) if sigma else None
         if with_noise is not None:
@@ -151,11 +152,12 @@ class NoiseEffect(Feature):
         """[T] log-probs of the sampled tokens by the rollout engine as it is."""
         own_draws = noisy and self._run.aqn.draw != "batch"
         scores, _ = score_answers(self._run.servers(), sample.rows, self._run.max_model_len, own_draws)
-        return torch.cat([row[mask] for row, mask in zip(scores, sample.masks, strict=True)])
+        found = [row[mask] for row, mask in zip(scores, sample.masks, strict=True)]
+        return torch.cat(found) if found else torch.empty(0)
 
 
-def _sample_of(batch: Any, max_model_len: int) -> _Sample:
-    """Answers spread over a batch in the TransferQueue, cut to what the engine is to score."""
+def _sample_of(batch: Any, max_model_len: int, own_draws: bool) -> _Sample:
+    """Answers, or their turns, spread over a batch in the TransferQueue, cut to what the engine is to score."""
     import transfer_queue as tq  # not on the driver, which asks for options only
 
     keys = evenly(batch.keys, NUM_ANSWERS)
@@ -163,10 +165,18 @@ def _sample_of(batch: Any, max_model_len: int) -> _Sample:
     fields = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=names)
     rows, masks = [], []
     for prompt, response, mask in zip(*(fields[name].unbind(0) for name in names), strict=True):
-        room = min(MAX_TOKENS, max_model_len - 1 - len(prompt))
-        rows.append((prompt.tolist(), response[:room].tolist()))
-        masks.append(mask[:room].bool())
+        room = max(0, min(MAX_TOKENS, max_model_len - 1 - len(prompt)))
+        sampled = mask[:room].bool()
+        for start, end in _turns(sampled) if own_draws else [(0, room)]:
+            rows.append((prompt.tolist() + response[:start].tolist(), response[start:end].tolist()))
+            masks.append(sampled[start:end])
     return _Sample(rows, masks)
+
+
+def _turns(sampled: torch.Tensor) -> list[tuple[int, int]]:
+    """Begin and end of each run of tokens that were sampled."""
+    edges = torch.nn.functional.pad(sampled.int(), (1, 1)).diff().nonzero().flatten().tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _check_reach(sigma: float, step: int, noisy: list[int], total: int) -> None:

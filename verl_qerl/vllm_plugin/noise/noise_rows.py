@@ -15,7 +15,7 @@ import torch
 from vllm.v1.utils import CpuGpuBuffer
 
 from verl_qerl import upstream
-from verl_qerl.algos.aqn import FORCED_DRAW, NUM_DRAWS, AQNConfig
+from verl_qerl.algos.aqn import FORCED_DRAW, FORCED_FROM, NUM_DRAWS, AQNConfig
 from verl_qerl.kernels.rollout.elementwise import prepare_rows
 from verl_qerl.vllm_plugin import hosts, model_runner
 from verl_qerl.vllm_plugin.noise.row_norms import give_table
@@ -71,7 +71,7 @@ class NoiseRows:
         self._buffer = CpuGpuBuffer(runner.max_num_tokens, dtype=torch.int32, device=runner.device)
         self.ids = self._buffer.gpu
         self._filled = 0
-        self._requests: dict[str, tuple[int, int, bool]] = {}  # row, hash of the name, whether its prompt has it too
+        self._requests: dict[str, tuple[int, int, int]] = {}  # row, hash of the name, first place of a row asked for
         self._names: list[str] = []
         self._of_batch: tuple[np.ndarray, ...] = ()
 
@@ -103,9 +103,10 @@ class NoiseRows:
         names = batch.req_ids
         if names != self._names:
             self._admit(names)
-        rows, hashes, forced = self._of_batch
+        rows, hashes, places = self._of_batch
         computed = batch.num_computed_tokens_cpu[: len(names)]
-        begins = np.where(forced, 0, batch.num_prompt_tokens[: len(names)])
+        forced = places >= 0
+        begins = np.where(forced, places, batch.num_prompt_tokens[: len(names)])
         total = int(num_scheduled.sum())
         if total == len(names):  # one token each
             positions = computed
@@ -128,21 +129,22 @@ class NoiseRows:
         live = self._runner.requests
         if any(name not in self._requests for name in names):
             self._requests = {name: one for name, one in self._requests.items() if name in live}
-        held = np.array([row for row, _, forced in self._requests.values() if not forced], np.int64)
+        held = np.array([row for row, _, place in self._requests.values() if place < 0], np.int64)
         taken = np.bincount(held, minlength=1 + NUM_DRAWS)[1:]
         for name in names:
             if name in self._requests:
                 continue
-            number, row = zlib.crc32(name.encode()), row_asked_for(live[name].sampling_params)
+            params = live[name].sampling_params
+            number, row = zlib.crc32(name.encode()), row_asked_for(params)
             if row is None:
                 free = np.flatnonzero(taken == taken.min())
-                self._requests[name] = (1 + int(free[number % len(free)]), number, False)
+                self._requests[name] = (1 + int(free[number % len(free)]), number, -1)
                 taken[self._requests[name][0] - 1] += 1
             else:
-                self._requests[name] = (row, number, True)
+                self._requests[name] = (row, number, params.extra_args.get(FORCED_FROM, 0))
         self._names = list(names)
         columns = zip(*(self._requests[name] for name in names), strict=True)
-        kinds = (np.int32, np.uint32, np.bool_)
+        kinds = (np.int32, np.uint32, np.int32)
         self._of_batch = tuple(np.array(column, kind) for column, kind in zip(columns, kinds, strict=True))
 
 
