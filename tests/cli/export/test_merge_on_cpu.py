@@ -19,7 +19,7 @@ from verl_qerl.formats.reference import dequantize
 
 def merge_of(checkpoint, base=None) -> Merge:
     found = open_base(base, checkpoint)
-    return Merge(found, read_adapter(checkpoint, found.shapes), checkpoint.others, "cpu", lambda _: None)
+    return Merge(found, read_adapter(checkpoint, found.shapes), checkpoint, "cpu", lambda _: None)
 
 
 def dense_base(case, path):

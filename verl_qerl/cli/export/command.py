@@ -81,61 +81,48 @@ def export_checkpoint(
     adapter = read_adapter(trained, found.shapes)
     check_trained(form, trained, adapter)
     check_base(form, found)
+    device, total = model_dir.pick_device(options.device), model_dir.total_bytes(found.specs)
     started = time.perf_counter()
-    with new_directory(out) as folder:
-        export = _Export(folder, form, found, adapter, trained, options, model_dir.pick_device(options.device))
+    with new_directory(out) as folder, tqdm(total=total, unit="B", unit_scale=True, desc="export") as bar:
+        export = _Export(folder, form, Merge(found, adapter, trained, device, bar.update), options)
         layers = export.write(out)
         report = export.report(layers) | {"seconds": round(time.perf_counter() - started, 3)}
         write_json(folder / model_dir.EXPORT_REPORT, report)
     return report
 
 
-@dataclass
 class _Export:
     """One export into `folder`."""
 
-    folder: Path
-    form: str
-    base: Base
-    adapter: Adapter
-    checkpoint: Checkpoint
-    options: Options
-    device: str
-
-    def __post_init__(self) -> None:
-        self.format = get_format("nvfp4", self.options.scale or (self.base.scale if self.form in LAYOUTS else None))
-        self.merge: Merge | None = None
+    def __init__(self, folder: Path, form: str, merge: Merge, options: Options) -> None:
+        self.folder, self.form, self.merge, self.options = folder, form, merge, options
+        self.base, self.adapter, self.checkpoint = merge.base, merge.adapter, merge.checkpoint
+        self.format = get_format("nvfp4", options.scale or (self.base.scale if form in LAYOUTS else None))
 
     def write(self, out: Path) -> dict[str, dict[str, Any]]:
         """Write everything but the report, for the final place `out`; what is to be said of each layer."""
         layers: dict[str, dict[str, Any]] = {}
-        total = model_dir.total_bytes(self.base.specs)
-        with tqdm(total=total, unit="B", unit_scale=True, desc="export") as bar:
-            trained = self.checkpoint
-            merge = Merge(self.base, self.adapter, trained.others, self.device, bar.update, norms=trained.norms)
-            self.merge = merge
-            if self.form == "peft":
-                self._write_peft(merge)
-            elif self.form == WITH_BASE:
-                self._write_packed(merge.beside_the_adapter(), "compressed-tensors")
-                (self.folder / "adapter").mkdir()
-                write_peft(self.folder / "adapter", self.adapter, str(out.absolute()))
-            elif self.form == "merged-bf16":
-                config = {k: v for k, v in self.base.source.config.items() if k != "quantization_config"}
-                self._write_model(merge.tensors(), self.base.specs, config)
-            else:
-                layers = self._write_quantized(merge)
-        for module, update in merge.relative_update.items():
+        if self.form == "peft":
+            self._write_peft()
+        elif self.form == WITH_BASE:
+            self._write_packed(self.merge.beside_the_adapter(), "compressed-tensors")
+            (self.folder / "adapter").mkdir()
+            write_peft(self.folder / "adapter", self.adapter, str(out.absolute()))
+        elif self.form == "merged-bf16":
+            config = {k: v for k, v in self.base.source.config.items() if k != "quantization_config"}
+            self._write_model(self.merge.tensors(), self.base.specs, config)
+        else:
+            layers = self._write_quantized()
+        for module, update in self.merge.relative_update.items():
             layers.setdefault(module, {})["relative_update"] = update
         return dict(sorted(layers.items()))
 
     def report(self, layers: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """What `export_report.json` holds, but for the time."""
-        assert self.merge is not None
         report: dict[str, Any] = {
             "verl_qerl": __version__,
             "torch": torch.__version__,
-            "device": model_dir.device_name(self.device),
+            "device": model_dir.device_name(self.merge.device),
             "to": self.form,
             "checkpoint": str(self.checkpoint.folder),
             "world_size": self.checkpoint.world_size,
@@ -157,14 +144,14 @@ class _Export:
             report["scale"] = self.format.scale
         return report
 
-    def _write_peft(self, merge: Merge) -> None:
+    def _write_peft(self) -> None:
         model_dir.check_free_space(self.folder, self.adapter.size_bytes)
-        for _ in merge.tensors():  # to check the base, and to find what changed
+        for _ in self.merge.tensors():  # to check the base, and to find what changed
             pass
-        if merge.changed:
+        if changed := self.merge.changed:
             raise ValueError(
-                f"an adapter alone cannot hold this checkpoint: {merge.changed[0]!r} was trained too "
-                f"({len(merge.changed)} tensors besides LoRA). Merged models can. Use --to merged-bf16."
+                f"an adapter alone cannot hold this checkpoint: {changed[0]!r} was trained too "
+                f"({len(changed)} tensors besides LoRA). Merged models can. Use --to merged-bf16."
             )
         name = self.base.name  # a directory is found from everywhere, a hub id is no path
         write_peft(self.folder, self.adapter, str(Path(name).absolute()) if Path(name).is_dir() else name)
@@ -186,13 +173,13 @@ class _Export:
         write_json(self.folder / "config.json", config | {dtype: "bfloat16"})
         return digests
 
-    def _write_quantized(self, merge: Merge) -> dict[str, dict[str, Any]]:
+    def _write_quantized(self) -> dict[str, dict[str, Any]]:
         layers: dict[str, dict[str, Any]] = {}
 
         def observe(module: str, weight: torch.Tensor, packed: PackedWeight) -> None:
             layers[module] = {"shape": packed.shape, "relative_error": relative_error(weight, packed)}
 
-        items = pack(merge.tensors(), self.base.linears, self.format, observe)
+        items = pack(self.merge.tensors(), self.base.linears, self.format, observe)
         digests = self._write_packed(items, LAYOUTS[self.form])
         for module, layer in layers.items():
             layer |= {"digest": digests[module], "relative_update": 0.0}

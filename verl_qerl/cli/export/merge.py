@@ -139,19 +139,17 @@ class Merge:
             `tensors`.
         changed: Names of tensors besides the adapter that training changed, filled by `tensors`.
         digests: module -> digest of the packed base, filled by `tensors`.
-        norms: module -> what training added to a norm.
         norm_updates: module -> (||trained - base||, ||trained - bf16(trained)||), filled by `tensors`.
     """
 
     base: Base
     adapter: Adapter
-    others: Mapping[str, torch.Tensor]
+    checkpoint: Checkpoint
     device: str
     observe: Callable[[int], object]
     relative_update: dict[str, float] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
-    norms: Mapping[str, torch.Tensor] = field(default_factory=dict)
     norm_updates: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -189,7 +187,7 @@ class Merge:
                 continue
             weight = self._trained(name, item)
             module = name.removesuffix(".weight")
-            if module in self.norms:
+            if module in self.checkpoint.norms:
                 weight = self._shifted(module, weight)
             rounded = weight.to(torch.bfloat16)
             yield name, rounded, self._merge(module, weight) if module in self.adapter.factors else rounded
@@ -208,7 +206,7 @@ class Merge:
 
     def _trained(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The checkpoint's own tensor, where it holds one."""
-        trained = self.others.get(name)
+        trained = self.checkpoint.others.get(name)
         if trained is None:
             return tensor
         trained = trained.to(tensor.device)
@@ -225,7 +223,7 @@ class Merge:
 
     def _shifted(self, module: str, weight: torch.Tensor) -> torch.Tensor:
         """The trained weight of a norm, in bf16."""
-        shift = self.norms[module].to(weight.device)
+        shift = self.checkpoint.norms[module].to(weight.device)
         trained = weight.float() + shift
         written = trained.to(torch.bfloat16)
         self.norm_updates[module] = float(shift.norm()), float((written.float() - trained).norm())
@@ -234,19 +232,20 @@ class Merge:
         return written
 
     def _check_others(self) -> None:
-        for name, shift in self.norms.items():
+        others = self.checkpoint.others
+        for name, shift in self.checkpoint.norms.items():
             self._check_shape(f"{name}.weight", shift, f"trains the norm {name!r}", "norms")
         tied = is_tied(self.base.source.config)
         if not self.adapter.factors:
-            lacking = sorted(self.base.specs.keys() - self.others.keys() - ({"lm_head.weight"} if tied else set()))
+            lacking = sorted(self.base.specs.keys() - others.keys() - ({"lm_head.weight"} if tied else set()))
             if lacking:
                 raise CheckpointFormatError(
                     f"the checkpoint does not fit the base: it lacks {lacking[0]!r} ({len(lacking)} tensors). All of"
                     " the base's are needed without an adapter. Name the right base with --base (eval: --model)."
                 )
-        for name, tensor in self.others.items():
+        for name, tensor in others.items():
             is_head = name not in self.base.specs and tied and name == "lm_head.weight"
-            if is_head and torch.equal(tensor, self.others.get("model.embed_tokens.weight", tensor)):
+            if is_head and torch.equal(tensor, others.get("model.embed_tokens.weight", tensor)):
                 continue  # the embedding once more
             self._check_shape(name, tensor, f"holds {name!r}", "tensors")
 
