@@ -200,7 +200,7 @@ def _best_scale(blocks: torch.Tensor, nearest: torch.Tensor, steps: Sequence[int
     values = blocks.abs().t().contiguous()  # [16, blocks]: a scale a column, and sums of whole rows
     scaled, error = torch.empty_like(values), torch.empty_like(values)
     one, middle = values.new_ones(()), nearest.view(torch.uint8).short()
-    best = least = None
+    best, least = nearest.view(torch.uint8), torch.full_like(values[0], torch.inf)
     for step in steps:
         code = (middle + step).clamp_(_LEAST, _LARGEST).to(torch.uint8)
         scale = code.view(nearest.dtype).float()
@@ -211,13 +211,9 @@ def _best_scale(blocks: torch.Tensor, nearest: torch.Tensor, steps: Sequence[int
             error[:half] += error[half : 2 * half]
             half //= 2
         total = error[0] * scale.square()
-        if best is None or least is None:
-            best, least = code, total
-            continue
         better = total < least
         best = torch.where(better, code, best)
         least = torch.where(better, total, least)
-    assert best is not None
     return best.view(nearest.dtype)
 
 
