@@ -174,8 +174,3 @@ def test_options():
         ACRConfig.from_mapping({"c": 3})
     with pytest.raises(ValueError, match=r"^acr=True is no group of options"):
         ACRConfig.from_mapping(True)
-
-
-def test_a_dual_clip_inside_the_range_is_refused():
-    with pytest.raises(ValueError, match=r"^clip_ratio_c=1\.0 is out of range\. Accepted is a number above 1\."):
-        ClipRange(dual=1.0)

@@ -58,13 +58,6 @@ class ClipRange:
     high: float = 0.2
     dual: float = 3.0
 
-    def __post_init__(self) -> None:
-        if not self.dual > 1:
-            raise ValueError(
-                f"clip_ratio_c={self.dual!r} is out of range. Accepted is a number above 1."
-                " Set actor_rollout_ref.actor.clip_ratio_c=3."
-            )
-
 
 class LogProbs(NamedTuple):
     """Log-probabilities of the sampled tokens under the three policies, each [batch, tokens]."""
