@@ -33,7 +33,7 @@ def test_sizes_of_a_mixture():
     assert shape.largest_linear == gates
     assert shape.decoded_weights == gates + 2 * (4096 + 512) * 2048
     assert shape.adapted_features == 48 * (2 * (4096 + 2048) + 2 * (512 + 2048))
-    assert ModelShape.from_config(CONFIG_30B | {"mlp_only_layers": [0], "decoder_sparse_step": 2}).sparse_layers == 24
+    assert len(ModelShape.from_config(CONFIG_30B | {"mlp_only_layers": [0], "decoder_sparse_step": 2}).sparse) == 24
     dense = ModelShape.from_config(CONFIG_30B | {"mlp_only_layers": list(range(48))})
     assert (dense.experts, dense.packed_weights) == (0, 48 * dense.layer_weights)
 
@@ -66,7 +66,7 @@ def test_weights_are_those_that_transformers_has(mixture):
     left = ("embed", "lm_head", ".gate.weight")
     sizes = [p.numel() for name, p in mixture.named_parameters() if p.ndim > 1 and not any(x in name for x in left)]
     assert shape.packed_weights == sum(sizes)
-    assert shape.sparse_layers == 1
+    assert len(shape.sparse) == 1
 
 
 def test_names_are_those_of_a_checkpoint(mixture, tmp_path):

@@ -77,11 +77,6 @@ class ModelShape:
         )
 
     @property
-    def sparse_layers(self) -> int:
-        """How many of the layers have experts."""
-        return len(self.sparse)
-
-    @property
     def attention(self) -> tuple[tuple[int, int], ...]:
         """(out_features, in_features) of q, k, v and o."""
         h, q, kv = self.hidden, self.query, self.key_value
@@ -113,7 +108,7 @@ class ModelShape:
         """Weights of all linears of the layers, which are packed where none is left in bf16."""
         downs = self.gate_up_weights // 2
         sparse = self.attention_weights + self.gate_up_weights + downs
-        return (self.layers - self.sparse_layers) * self.layer_weights + self.sparse_layers * sparse
+        return (self.layers - len(self.sparse)) * self.layer_weights + len(self.sparse) * sparse
 
     def names(self, layer: int) -> list[str]:
         """Linears of a layer as a checkpoint names them, ordered as `linears`; with experts those of the attention."""
@@ -166,16 +161,16 @@ class ModelShape:
     def decoded_weights(self) -> int:
         """The most weights that are decoded at once in a checkpointed layer: its own, of experts all gates and ups."""
         found = []
-        if self.sparse_layers < self.layers:
+        if len(self.sparse) < self.layers:
             found.append(self.layer_weights)
-        if self.sparse_layers:
+        if len(self.sparse):
             found.append(self.attention_weights + self.gate_up_weights)
         return max(found)
 
     @property
     def largest_linear(self) -> int:
         """The most weights that are decoded at once where each linear is decoded by itself, gates and ups together."""
-        dense = self.linears if self.sparse_layers < self.layers else self.attention
+        dense = self.linears if len(self.sparse) < self.layers else self.attention
         return max(*(N * K for N, K in dense), self.gate_up_weights)
 
     def saved_bytes(self) -> list[int]:
@@ -188,7 +183,7 @@ class ModelShape:
         attention = 2 * 10 * h + 2 * (3 * self.query + 4 * kv)
         dense = attention + 4 * 2 * self.intermediate
         sparse = attention + self.experts_per_token * (4 * 2 * self.expert_intermediate + 2 * 2 * h)
-        return [dense] * (self.layers - self.sparse_layers) + [sparse] * self.sparse_layers
+        return [dense] * (self.layers - len(self.sparse)) + [sparse] * len(self.sparse)
 
 
 def _sizes_of_experts(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -95,6 +95,6 @@ def _sizes(path: Path) -> Sizes:
         )
     config = read_object(file)
     shape, heads = ModelShape.from_config(config), config["num_attention_heads"]
-    dense = shape.sparse_layers < shape.layers
+    dense = len(shape.sparse) < shape.layers
     head_dim = shape.query // heads
     return Sizes(shape.hidden, shape.intermediate if dense else 0, heads, shape.key_value // head_dim, head_dim)
