@@ -25,7 +25,7 @@ from verl_qerl.cli.export.adapter import Adapter, read_adapter, write_peft
 from verl_qerl.cli.export.arguments import FORMS, LAYOUTS, WITH_BASE
 from verl_qerl.cli.export.fsdp_checkpoint import Checkpoint, open_checkpoint
 from verl_qerl.cli.export.merge import Base, Merge, open_base
-from verl_qerl.cli.output_dir import check_absent, new_directory
+from verl_qerl.cli.output_dir import new_directory
 from verl_qerl.formats import PackedWeight, get_format
 from verl_qerl.formats.nvfp4_layout import modelopt_config, modelopt_legacy_config
 from verl_qerl.formats.reference import relative_error
@@ -75,7 +75,6 @@ def export_checkpoint(
     if form not in FORMS:
         raise ValueError(f"unknown form of export: to={form!r}. Accepted are {', '.join(FORMS)}. Choose one of them.")
     options = options or Options()
-    check_absent(out)
     trained = open_checkpoint(checkpoint)
     found = open_base(base, trained)
     adapter = read_adapter(trained, found.shapes)

@@ -24,7 +24,7 @@ from verl_qerl.checkpoints.source import Source, open_source
 from verl_qerl.checkpoints.stream import check_held, packed_names, packed_stream
 from verl_qerl.checkpoints.writer import ShardedWriter, quantized_specs
 from verl_qerl.cli import model_dir
-from verl_qerl.cli.output_dir import check_absent, new_directory
+from verl_qerl.cli.output_dir import new_directory
 from verl_qerl.cli.quantize.arguments import SAMPLES, TOKENS
 from verl_qerl.cli.quantize.calibration import Calibration, calibrated_stream, check_calibrated
 from verl_qerl.errors import CheckpointFormatError
@@ -88,7 +88,6 @@ def quantize_checkpoint(
         FileExistsError: `out` holds something.
         ValueError: The source is damaged, quantized already or not for the format, or an option does not fit.
     """
-    check_absent(out)
     chosen = get_format(form, scale)
     source, rules, stored = _open(model, chosen, ignore, requantize, calibration is not None)
     specs = quantized_specs(source.specs, packed_names(source, chosen, rules), chosen.specs)
