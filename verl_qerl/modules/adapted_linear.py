@@ -55,7 +55,7 @@ class AdaptedLinear(LoraLinear):
         A, B, bias = As[name].weight, Bs[name].weight, base.bias
         if not (cast or A.dtype == B.dtype == dtype):
             return None
-        return _cast(A, dtype), _cast(B, dtype), self.scaling[name], None if bias is None else _cast(bias, dtype)
+        return A.to(dtype), B.to(dtype), self.scaling[name], None if bias is None else bias.to(dtype)
 
 
 class Siblings:
@@ -91,7 +91,7 @@ class Siblings:
         parts: Any = [member.parts(dtype, cast) for member in self.members]
         if None in parts:
             return None
-        return adapted_linears(_cast(x, dtype), self._weights, *zip(*parts, strict=True))
+        return adapted_linears(x.to(dtype), self._weights, *zip(*parts, strict=True))
 
     def _read_forward(self, dtype: torch.dtype) -> Sequence[torch.Tensor]:
         """The weights; within a checkpoint's recomputation, kept for the backward pass that follows at once."""
@@ -141,7 +141,3 @@ def _can_be_fused(module: nn.Module) -> bool:
     return type(module) is LoraLinear and (
         type(module.base_layer) is nn.Linear or isinstance(module.base_layer, PackedLinear)
     )
-
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
