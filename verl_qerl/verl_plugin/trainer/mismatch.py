@@ -184,10 +184,12 @@ class Gate(Feature):
             return
         if how:
             metrics["qerl/clean_kl_k3"] = found.kl_k3
+        amount = f"KL(rollout || actor)={found.kl_k3:.3g} nats per token over {found.num_tokens} tokens"
+        told = f"{amount}{how} at step {self._run.step}"
         if first:
-            _pass_gate(found, limit, self._run.step, how, metrics)
+            _pass_gate(found, limit, told, metrics)
         else:
-            self._pass_later(found, limit, how)
+            self._pass_later(found.kl_k3, limit, told)
 
     def _set_apart(self, batch: Any, fresh: list[str], sampled: Mismatch) -> tuple[Mismatch | None, str]:
         """The difference without noise and with weights rounded alike, None where it is not known; and in words."""
@@ -210,31 +212,28 @@ class Gate(Feature):
             actor = score_actor(run, batch, keys, rounded=True)
         return rollout_mismatch(rollout, actor, mask), how
 
-    def _pass_later(self, found: Mismatch, limit: float, how: str) -> None:
+    def _pass_later(self, kl: float, limit: float, told: str) -> None:
         before, self._kl_before = self._kl_before, None
-        if found.kl_k3 <= limit:
+        if kl <= limit:
             return
-        self._kl_before = found.kl_k3
-        told = f"KL(rollout || actor)={found.kl_k3:.3g} nats per token over {found.num_tokens} tokens{how}"
+        self._kl_before = kl
         raised = "raise the limit by `+qerl.gate.max_kl=...` (null: it never stops the run)"
         if before is None:
             logger.warning(
-                "%s at step %d is above qerl.gate.max_kl=%g. The run stops when the next step is too. %s, or %s.",
+                "%s is above qerl.gate.max_kl=%g. The run stops when the next step is too. %s, or %s.",
                 told,
-                self._run.step,
                 limit,
                 _CHECK_WEIGHTS,
                 raised,
             )
             return
         raise RuntimeError(
-            f"the rollout is not the actor's model any more: {told} at step {self._run.step}, {before:.3g} at the"
+            f"the rollout is not the actor's model any more: {told}, {before:.3g} at the"
             f" one before. Accepted is at most qerl.gate.max_kl={limit:g}. {_CHECK_WEIGHTS}, or {raised}."
         )
 
 
-def _pass_gate(found: Mismatch, limit: float, step: int, how: str, metrics: Mapping[str, float]) -> None:
-    told = f"KL(rollout || actor)={found.kl_k3:.3g} nats per token over {found.num_tokens} tokens{how} at step {step}"
+def _pass_gate(found: Mismatch, limit: float, told: str, metrics: Mapping[str, float]) -> None:
     if found.kl_k3 <= limit:  # the actor's NaN does not pass
         logger.warning(
             "%s, mean absolute difference %.3g: both hold the same weights, so this is the floor of this model, what"
