@@ -22,10 +22,9 @@ class MismatchParts(Feature):
 
     def before_sample_end(self) -> None:
         """Score the sample while the rollout is awake."""
-        gate = self._run.gate
-        assert gate is not None
         run: Run = self._run
-        run.rescored = rescore(run, gate.mismatch_sample, wants_noisy=True)
+        assert run.gate is not None
+        run.rescored = rescore(run, run.gate.mismatch_sample, wants_noisy=True)
 
     def after_old_log_prob(self, batch: Any, tags: dict[str, dict], metrics: dict[str, Any]) -> None:
         """Now the actor's log-probs are there too."""
