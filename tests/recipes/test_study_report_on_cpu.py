@@ -306,6 +306,12 @@ def test_what_the_pages_say_of_their_runs(report, study, paired):
     deviation = (noise.high - noise.mean) / paired.T_975[noise.n - 2] * np.sqrt(noise.n)
     assert f"a standard deviation of {deviation:.3f}: to tell 0.01 from nothing takes about 17 seeds" in page
     assert 2.12 * deviation / np.sqrt(17) < 0.01 < paired.T_975[14] * deviation / np.sqrt(16)
+    runs_with_noise = arms["nvfp4_noise"].values()
+    scored = [np.flatnonzero(np.isfinite(report.series(run, "aqn/kl")))[0] for run in runs_with_noise]
+    pairs = zip(runs_with_noise, scored, strict=True)
+    real, said = zip(*[(report.series(r, report.KL)[i], report.series(r, "aqn/kl")[i]) for r, i in pairs], strict=True)
+    told = f"{min(real):.4f} to {max(real):.4f}, mean {np.mean(real):.4f}; `aqn/kl` said {np.mean(said):.4f}"
+    assert f"In the first step with noise KL(rollout, actor) was {told}" in page
     cut = [f"{without_box(begun, arm):.1%}".replace("%", " %") for arm in ("nvfp4", LORA)]
     assert "{} of NVFP4's have none and {} of bf16's.".format(*cut) in page
     firsts = [np.mean([report.series(run, report.REWARD)[0] for run in arms[arm].values()]) for arm in ("nvfp4", LORA)]
