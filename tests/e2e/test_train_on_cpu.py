@@ -68,7 +68,7 @@ def saved_state(checkpoint) -> dict:
 def test_a_run_that_is_killed_goes_on_where_its_last_checkpoint_is(workbench):
     # With noise this small actor and rollout are the same model, so that an adapter's arrival shows in every step.
     # At this learning rate norms that did not arrive show as an adapter would.
-    options = [*NVFP4, "+aqn.num_stages=4", "aqn.sigma_start=2e-6", "aqn.sigma_end=1e-6", "trainer.save_freq=1"]
+    options = [*NVFP4, "+aqn.num_stages=4", "aqn.sigma_start=1e-6", "aqn.sigma_end=1e-6", "trainer.save_freq=1"]
     options += ["trainer.test_freq=2", "trainer.total_training_steps=4", "+qerl.base.train_norms=true"]
     seed = secrets.randbelow(10**6)
     delay_s = random.Random(seed).uniform(0, 8)  # steps 2 and 3 take about ten seconds
@@ -137,7 +137,7 @@ def test_two_ranks_from_an_nvfp4_directory_save_adapters_only(workbench):
 
     packed = workbench.folder / "model-nvfp4"
     assert main(["quantize", "--model", str(workbench.model), "--out", str(packed), "--scale", "minmax"]) == 0
-    options = [*NVFP4, ACR, "+aqn.num_stages=2", "++aqn.sigma_start=1e-3", "trainer.save_freq=2"]
+    options = [*NVFP4, ACR, "+aqn.num_stages=2", "trainer.save_freq=2"]
     options.append("+actor_rollout_ref.actor.checkpoint.save_lora_only=true")
     # Passes without padding, micro-batches counted in tokens, and the attention that a run of ours takes by itself:
     # +platform=cpu has padding and sdpa.
@@ -152,7 +152,7 @@ def test_two_ranks_from_an_nvfp4_directory_save_adapters_only(workbench):
     options.append("actor_rollout_ref.model.use_shm=true")
     # Without noise in step 2 the adapter's arrival shows: both sides are the same model.
     run = workbench.train(
-        "two_ranks", *options, "aqn.sigma_start=2e-6", "aqn.sigma_end=1e-6", model=packed, num_ranks=2
+        "two_ranks", *options, "aqn.sigma_start=1e-6", "aqn.sigma_end=1e-6", model=packed, num_ranks=2
     )
     run.check()
     assert {path.name for path in packed.iterdir()} == {path.name for path in (copied / packed.name).iterdir()}
