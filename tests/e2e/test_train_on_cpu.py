@@ -68,7 +68,7 @@ def saved_state(checkpoint) -> dict:
 def test_a_run_that_is_killed_goes_on_where_its_last_checkpoint_is(workbench):
     # With noise this small actor and rollout are the same model, so that an adapter's arrival shows in every step.
     # At this learning rate norms that did not arrive show as an adapter would.
-    options = [*NVFP4, "+aqn.num_stages=4", "aqn.sigma_start=1e-6", "aqn.sigma_end=1e-6", "trainer.save_freq=1"]
+    options = [*NVFP4, "+aqn.num_stages=4", "aqn.sigma_start=2e-6", "aqn.sigma_end=1e-6", "trainer.save_freq=1"]
     options += ["trainer.test_freq=2", "trainer.total_training_steps=4", "+qerl.base.train_norms=true"]
     seed = secrets.randbelow(10**6)
     delay_s = random.Random(seed).uniform(0, 8)  # steps 2 and 3 take about ten seconds
