@@ -28,7 +28,7 @@ if [[ -n "${DRY_RUN:-}" ]]; then
 else
     python3 -m verl_qerl doctor
 fi
-quoted() { printf "'%s'" "${1//\'/\\\'}"; }  # for Hydra, whose bare values have no umlauts, brackets or `=`
+source "$RECIPE_DIR/../quoted.sh"
 exec python3 -m verl.trainer.main_ppo --config-dir "$RECIPE_DIR" --config-name config \
     data.train_files="$(quoted "$DATA_DIR/train.parquet")" \
     data.val_files="$(quoted "$DATA_DIR/test.parquet")" \

@@ -21,7 +21,7 @@ tools=$(cd "$(dirname "${BASH_SOURCE[0]}")/../tools" && pwd)
     --hash-share 0.5 --eval-data gsm8k/test.jsonl --size 100m --lr 1e-3 --max-steps "$PRETRAIN_STEPS" --minutes 30 \
     --compile --out base
 
-quoted() { printf "'%s'" "${1//\'/\\\'}"; }  # for Hydra, whose bare values have no umlauts, brackets or `=`
+source "$tools/../quoted.sh"
 common=(
     algorithm.adv_estimator=grpo
     data.train_files="$(quoted "$WORK/$DATA/train.parquet")"

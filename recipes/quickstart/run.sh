@@ -56,7 +56,7 @@ if [[ -z $OPTIONS ]]; then
     model=base
     options=(actor_rollout_ref.rollout.load_format=safetensors)  # of a LoRA run, which syncs the adapter alone
 fi
-quoted() { printf "'%s'" "${1//\'/\\\'}"; }  # for Hydra, whose bare values have no umlauts, brackets or `=`
+source "$root/recipes/quoted.sh"
 arguments=(
     "${options[@]}"
     algorithm.adv_estimator=grpo

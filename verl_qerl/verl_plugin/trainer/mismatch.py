@@ -38,6 +38,16 @@ logger = logging.getLogger(__name__)
 _SAMPLE = 16  # answers, where the gate has some scored
 _BYPASSED = 10  # steps, of which the gate looks at one in bypass mode: it takes half a second of a 1.5B, 1.5 s of a 7B
 _NO_LIMITS = "the limits of KL(rollout || actor) do not hold in steps with noise: %s."
+# Why a limit did not look at a step. Verl may sample a batch ahead.
+_NO_ANSWER = (
+    "qerl.gate.%s=%g did not look at step %d, and will not at steps like it: it looks at answers that the present"
+    " weights began, and older ones began all %d. Set trainer.v1.%s.num_warmup_batches=0 to have such answers, or watch"
+    " qerl/rollout_kl_k3, which contains how far the weights have moved since."
+)
+_NO_TOKEN = (
+    "qerl.gate.%s=%g did not look at step %d, and looks at the next: no token of its answers is left to score. They are"
+    " masked, or end where rollout.max_model_len does. For the latter raise it by 1."
+)
 _CHECK_WEIGHTS = "Check that both have the same weights and versions"
 
 
@@ -79,8 +89,7 @@ class Gate(Feature):
         self._engine_obstacle = rules.unmet(run.option, rules.SCORED)
         self._first_step = True
         self._looks_closely = False  # the last step was above the limit
-        self._told_of_none: set[str] = set()  # limits that had no answer to look at
-        self._told_of_unscored: set[str] = set()  # limits that had no token to look at
+        self._told_blind: set[tuple[str, str]] = set()  # limits that did not look at a step, and why
         self._kl_before: float | None = None  # of the last step, if it was above the limit with all set apart
 
         if cut := rules.unmet(run.option, rules.WHOLE):
@@ -124,7 +133,7 @@ class Gate(Feature):
             # What the weights of this step began; verl tags no answer where that is always so.
             fresh = {key for key, tag in tags.items() if tag.get("min_global_steps") in (None, step - 1)}
             if not fresh:
-                self._tell_of_none(len(tags))
+                self._tell_blind(_NO_ANSWER, len(tags), self._run.option("trainer.v1.trainer_mode"))
             sampled = rollout_mismatch(rollout, actor, mask * torch.tensor([key in fresh for key in keys])[:, None])
             if sampled.num_tokens:
                 self._judge(batch, [key for key in keys if key in fresh], sampled, metrics)
@@ -135,30 +144,13 @@ class Gate(Feature):
             return "max_initial_kl", self._gate.max_initial_kl
         return "max_kl", self._gate.max_kl if self._run.syncs_each_step else None
 
-    def _tell_of_none(self, num_answers: int) -> None:
-        """Say once of a limit that it had no answer to look at, as in later steps where verl samples a batch ahead."""
+    def _tell_blind(self, why: str, *values: Any) -> None:
+        """Say of a limit, once for each reason, that it did not look at this step."""
         name, limit = self._limit()
-        if limit is None or name in self._told_of_none:
+        if limit is None or (name, why) in self._told_blind:
             return
-        self._told_of_none.add(name)
-        logger.warning(
-            "qerl.gate.%s=%g did not look at step %d, and will not at steps like it: it looks at answers that the"
-            " present weights began, and older ones began all %d. Set trainer.v1.%s.num_warmup_batches=0 to have such"
-            " answers, or watch qerl/rollout_kl_k3, which contains how far the weights have moved since.",
-            *(name, limit, self._run.step, num_answers, self._run.option("trainer.v1.trainer_mode")),
-        )
-
-    def _tell_of_unscored(self) -> None:
-        """Say once of a limit that its answers had no token to look at."""
-        name, limit = self._limit()
-        if name in self._told_of_unscored:
-            return
-        self._told_of_unscored.add(name)
-        logger.warning(
-            "qerl.gate.%s=%g did not look at step %d, and looks at the next: no token of its answers is left to score."
-            " They are masked, or end where rollout.max_model_len does. For the latter raise it by 1.",
-            *(name, limit, self._run.step),
-        )
+        self._told_blind.add((name, why))
+        logger.warning(why, name, limit, self._run.step, *values)
 
     def _judge(self, batch: Any, fresh: list[str], sampled: Mismatch, metrics: dict[str, Any]) -> None:
         """Hold a step against its limit.
@@ -180,7 +172,7 @@ class Gate(Feature):
             return
         if not found.num_tokens:
             self._first_step = first  # the next step is looked at instead
-            self._tell_of_unscored()
+            self._tell_blind(_NO_TOKEN)
             return
         if how:
             metrics["qerl/clean_kl_k3"] = found.kl_k3

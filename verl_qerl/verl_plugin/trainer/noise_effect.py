@@ -106,14 +106,14 @@ class NoiseEffect(Feature):
         run = self._run
         sigma = run.sigma(run.step)
         sample = _sample_of(run.sampled, run.max_model_len, run.aqn.draw != "batch")
+        if not any(mask.any() for mask in sample.masks):  # all masked, or beyond what the engine takes as a prompt
+            self._tell_missing(run.step + 1)  # which is asked instead
+            return
         run.clear_engines()
         with_noise = self._score_sample(sample, noisy=True) if sigma else None
         if with_noise is not None:
             switch_noise(run, 0.0, 0)
         clean = self._score_sample(sample)
-        if not len(clean):  # all masked, or beyond what the engine takes as a prompt: the next step is asked
-            self._tell_missing(run.step + 1)
-            return
         if measures and with_noise is not None:
             run.metrics["aqn/kl"] = noise_kl(with_noise, with_noise, clean)
             self._measured = self._stage(run.step)
@@ -152,8 +152,7 @@ class NoiseEffect(Feature):
         """[T] log-probs of the sampled tokens by the rollout engine as it is."""
         own_draws = noisy and self._run.aqn.draw != "batch"
         scores, _ = score_answers(self._run.servers(), sample.rows, self._run.max_model_len, own_draws)
-        found = [row[mask] for row, mask in zip(scores, sample.masks, strict=True)]
-        return torch.cat(found) if found else torch.empty(0)
+        return torch.cat([row[mask] for row, mask in zip(scores, sample.masks, strict=True)])
 
 
 def _sample_of(batch: Any, max_model_len: int, own_draws: bool) -> _Sample:

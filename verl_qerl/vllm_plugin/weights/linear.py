@@ -70,7 +70,7 @@ def plan_for(N: int, K: int, layer: Any, block_scale: torch.Tensor) -> str:
 
     Args:
         layer: vLLM's, with `params_dtype` and `logical_widths`, the columns of each member of a fused linear.
-        block_scale: Of the weight.
+        block_scale: E4M3 scales of the weight, in any layout and on its GPU.
     """
     dtype, tile = layer.params_dtype, math.gcd(128, *layer.logical_widths)
     if N % MULTIPLE or K % MULTIPLE or dtype != torch.bfloat16:
