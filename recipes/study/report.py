@@ -148,19 +148,20 @@ def of_earlier(claim: Claim, arms: ByArm) -> list[Claim]:
 
 
 def table_of_claims(arms: ByArm) -> list[str]:
-    """What was claimed, what was found."""
+    """What was claimed and what was found; behind it what no pair of runs tells yet."""
     lines = ["| who | claim | compared | seeds | difference, 95 % interval | p | |", "|---" * 7 + "|"]
+    missing = []
     for claim in [each for one in CLAIMS for each in (one, *of_earlier(one, arms))]:
         found = compare(arms, claim.arm, claim.other, claim.measure)
-        compared = f"{claim.arm} - {claim.other}: {MEASURES[claim.measure][0]}"
-        numbers = "- | - | -"
-        if found:
-            numbers = f"{found.n} | {found.mean:+.4f} ({found.low:+.4f} to {found.high:+.4f}) | {found.p:.3f}"
-        answer = paired.verdict(found, claim.kind, MARGIN)
-        lines.append(f"| {claim.of} | {claim.text} | {compared} | {numbers} | {answer} |")
-    return lines + [
-        f"| {of} | {text} | - | - | - | - | not by these runs: {why} |" for of, text, why in NOT_BY_THESE_RUNS
-    ]
+        if not found:
+            missing += [f"{claim.arm} - {claim.other}"] * (claim.other.partition(".")[2] not in EARLIER)
+            continue
+        interval = f" ({found.low:+.4f} to {found.high:+.4f})" if found.n > 1 else ""
+        cells = [claim.of, claim.text, f"{claim.arm} - {claim.other}: {MEASURES[claim.measure][0]}", str(found.n)]
+        cells += [f"{found.mean:+.4f}{interval}", f"{found.p:.3f}", paired.verdict(found, claim.kind, MARGIN)]
+        lines.append(f"| {' | '.join(cells)} |")
+    found_lines = [*lines, ""] if len(lines) > 2 else []
+    return [*found_lines, f"Not measured: {', '.join(dict.fromkeys(missing)) or 'nothing'}."]
 
 
 def best_and_worst(arms: ByArm) -> list[str]:
@@ -168,7 +169,7 @@ def best_and_worst(arms: ByArm) -> list[str]:
     runs = [run for seeds in arms.values() for run in seeds.values() if np.isfinite(_pass1(run, 0))]
     order = sorted(runs, key=lambda run: -_pass1(run, 0))
     named = [f"{run['name']} {_pass1(run, 0):.3f} ({run['session']['file']})" for run in order]
-    shown = [f"Best by pass@1: {', '.join(named[:3])}.", f"Worst: {', '.join(named[-3:])}."]
+    shown = [f"Best by pass@1: {', '.join(named[:3])}.", f"Worst: {', '.join(named[-3:])}.", ""]
     return shown if len(named) >= 6 else []
 
 
@@ -220,10 +221,13 @@ def section(runs: Runs, folder: Path, least: int) -> list[str]:
         if not arms:
             continue
         draw(arms, folder / f"{task}.png")
-        lines += [*table_of_arms(arms), "", *table_of_claims(arms), "", *best_and_worst(arms), ""]
+        lines += [*table_of_arms(arms), "", *table_of_claims(arms), "", *best_and_worst(arms)]
         lines += [f"![curves of {task}]({folder.name}/{task}.png)", ""]
     files = sorted({run["session"]["file"] for run in runs.values()})
-    lines += [f"Files: {', '.join(f'[{name}]({folder.name}/{name})' for name in files)}.", ""] if files else []
+    if files:
+        lines += ["### What these runs do not measure", "", "| who | claim | |", "|---" * 3 + "|"]
+        lines += [f"| {of} | {text} | {why} |" for of, text, why in NOT_BY_THESE_RUNS]
+        lines += ["", f"Files: {', '.join(f'[{name}]({folder.name}/{name})' for name in files)}.", ""]
     return lines or ["No run is there yet.", ""]
 
 
