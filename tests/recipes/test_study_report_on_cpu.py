@@ -309,8 +309,18 @@ def test_what_the_pages_say_of_their_runs(report, study, paired):
         for text in (page, front):
             assert f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})" in text
     found = of_both_packages(report, paired, arms, "nvfp4_aqn", "nvfp4", "area")
-    assert f"`rounded`: reward {found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})" in page
-    assert f"pass@1 came to {mean('nvfp4'):.3f} without noise and {mean('nvfp4_noise'):.3f} with a KL" in front
+    told = f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
+    assert f"`rounded`: reward {told}" in page
+    assert f"| {told}, 6 pairs" in front
+    for arm, measure, text in (
+        ("nvfp4", "entropy", "| {} nats ({}), 3 seeds | not shown |"),
+        ("nvfp4_aqn.rounded", "area", "| {} ({}), 3 seeds\\* | not shown |"),
+        ("nvfp4_aqn.rounded", "pass1", "| pass@1 {} ({}), 3 seeds\\* | no |"),
+    ):
+        found = report.compare(arms, arm, LORA, measure)
+        assert text.format(f"{found.mean:+.3f}", f"{found.low:+.3f} to {found.high:+.3f}") in front
+        assert paired.verdict(found, "more", 0.02).strip("*") == text.split(" | ")[-1].strip(" |")
+    assert f"pass@1 came to {mean('nvfp4'):.3f} without it and {mean('nvfp4_noise'):.3f} with it" in front
     area = report.compare(arms, LORA, "nvfp4", "area")
     assert f"{area.mean:.3f} ({area.low:+.3f} to {area.high:+.3f}) over all steps" in page
     for measure, name in (("pass1", "pass@1"), ("area", "reward")):
@@ -362,6 +372,9 @@ def test_what_other_measurements_say_is_what_their_files_say(study):
 
     said = [why for _, _, why in study("claims").NOT_BY_THESE_RUNS]
     assert f"{rollout('1.5b'):.2f} times with this model, {rollout('7b'):.2f} with 7B: see tests/bench/results" in said
+    front = (Path(__file__).parents[2] / "README.md").read_text()
+    assert f"in a step {rollout('1.5b'):.2f} times with 1.5B, {rollout('7b'):.2f} with 7B" in front
+    assert f"of 7B with its weight sync: {said[-1].partition(': ')[2].rpartition(': ')[0]} | no |" in front
 
 
 def test_a_folder_that_is_not_there_takes_no_table_away(report, tmp_path):
