@@ -30,11 +30,11 @@ fi
 
 # Two processes that take about as long. Runs of verl, benchmarks and patches are chains of processes that
 # wait for each other's imports: they take one core and a little. The other tests run beside them, and need no threads
-# for their small tensors, which would wait for a core.
+# for their small tensors, which would wait for a core. Those of sanity are where they make both take as long.
 export OMP_NUM_THREADS=1
 log=$(mktemp)
 set -m  # a process group, which goes with this script
-chained=(tests/e2e tests/bench tests/patches)
+chained=(tests/e2e tests/bench tests/patches tests/sanity)
 run_pytest "${chained[@]}" >"$log" 2>&1 &
 chains=$!
 set +m

