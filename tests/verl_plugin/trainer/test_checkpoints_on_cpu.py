@@ -201,6 +201,15 @@ def test_a_step_that_is_named_must_be_whole(tmp_path):
         resume(tmp_path, **named)
 
 
+@pytest.mark.parametrize("rest", [None, "", "global_step_3/", "global_step_3/actor", "global_step_"])
+def test_a_path_that_names_no_step_is_refused(tmp_path, rest):
+    save(tmp_path, 3)
+    path = None if rest is None else f"{tmp_path}/{rest}"
+    with pytest.raises(CheckpointFormatError) as caught:
+        resume(tmp_path, resume_mode="resume_path", resume_from_path=path)
+    assert str(caught.value).startswith(f"trainer.resume_from_path={path} names no step. A folder global_step_N is")
+
+
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_step_of_an_async_run_is_whole_with_its_queue(tmp_path, monkeypatch, dies):
     def save_queue(path, metadata):

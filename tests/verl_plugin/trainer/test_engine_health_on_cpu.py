@@ -42,12 +42,15 @@ def trainer(make):
     return make(aqn={"enabled": True})
 
 
-@pytest.mark.parametrize("name", ["_step_once", "_validate"])
+@pytest.mark.parametrize(
+    "name", ["_step_once", "_validate", "on_init_end", "on_step_end", "on_validate_begin", "on_validate_end"]
+)
 def test_an_error_of_a_rollout_whose_engine_has_ended_names_that(trainer, monkeypatch, name):
     def fail(self, *args):
         raise RuntimeError("no materializable trajectories")
 
-    monkeypatch.setattr(PPOTrainer, name, fail)
+    owner = next(kind for kind in type(trainer).__mro__[2:] if name in vars(kind))  # of verl's
+    monkeypatch.setattr(owner, name, fail)
     with pytest.raises(RuntimeError, match=r"^no materializable"):
         getattr(trainer, name)()
     trainer.answers = [False, True]
@@ -66,6 +69,16 @@ def test_a_rollout_that_an_engine_left_in_parts_makes_no_update(trainer):
     with pytest.raises(EngineEndedError, match="in 2 of 2"):
         trainer.on_sample_end()
     assert slept == [1]
+
+
+def test_groups_that_a_dead_engine_failed_are_not_replaced(trainer, monkeypatch):
+    added = []
+    monkeypatch.setattr(PPOTrainer, "_add_prompts_to_generate", lambda self, count: added.append(count))
+    trainer._add_prompts_to_generate(2)
+    trainer.answers = [False, True]
+    with pytest.raises(EngineEndedError, match="in 1 of 2"):
+        trainer._add_prompts_to_generate(3)
+    assert added == [2]
 
 
 def test_a_server_that_does_not_answer(trainer, monkeypatch):

@@ -314,6 +314,12 @@ def test_in_bypass_mode_the_actor_scores_a_few_answers(scored_step, options, num
         scored_step(*options, BYPASS, actor=0.5, sequences=MANY)
 
 
+@pytest.mark.parametrize("options", [(GATE, BYPASS), ("+rollout=int8", "actor_rollout_ref.model.lora_rank=0")], ids=str)
+def test_what_fills_a_batch_up_is_no_answer_to_score(scored_step, options):
+    with pytest.raises(RuntimeError, match=r"nats per token over 20 tokens"):
+        scored_step(*options, actor=0.5, rounded=0.5, sequences=MANY, padding=30)
+
+
 @pytest.mark.parametrize(
     ("options", "looks"),
     [((), [True, False, True]), (("+qerl.gate.mismatch_sample=5",), [True, True, True])],

@@ -138,7 +138,9 @@ SKIPPED = (
 )
 
 
-@pytest.mark.parametrize(("total_steps", "steps", "told"), [(None, 2, True), (2, 9, True), (None, 3, False)])
+@pytest.mark.parametrize(
+    ("total_steps", "steps", "told"), [(None, 2, True), (2, 9, True), (None, 3, False), (None, 0, False)]
+)
 def test_skipped_stages_are_told(monkeypatch, caplog, total_steps, steps, told):
     made, _ = with_answers(monkeypatch, [(3, 7)])
     made.run.aqn = AQNConfig(enabled=True, num_stages=3, total_steps=total_steps)

@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
         missing = [key for key in keys if key not in arms[arm][seed]]
         if missing:
             raise ValueError(
-                f"metrics are missing: keys={missing} in {paths[arm][seed]}. It has {sorted(arms[arm][seed])}. Choose"
-                " from these with --keys."
+                f"metrics are missing, or NaN in every step: keys={missing} in {paths[arm][seed]}. It has"
+                f" {sorted(arms[arm][seed])}. Choose from these with --keys."
             )
     summary = {arm: curves.summarize(seeds, keys) for arm, seeds in arms.items()}
     if args.baseline:

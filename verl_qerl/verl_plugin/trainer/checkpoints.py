@@ -46,7 +46,14 @@ class WholeCheckpoints(Feature):
         trainer = self._run.config.trainer
         if trainer.resume_mode == "auto":
             check_tracker(Path(trainer.default_local_dir))
-        elif trainer.resume_mode == "resume_path" and trainer.resume_from_path:
+        elif trainer.resume_mode == "resume_path":
+            # verl takes what follows the last "global_step_", a slash too, for the number.
+            if not re.fullmatch(r".*global_step_\d+", str(trainer.resume_from_path)):
+                raise CheckpointFormatError(
+                    f"trainer.resume_from_path={trainer.resume_from_path} names no step. A folder global_step_N is"
+                    " accepted, with nothing behind it. Set it to one; trainer.resume_mode=auto takes the last one of"
+                    " trainer.default_local_dir."
+                )
             check_step(Path(trainer.resume_from_path))
 
 

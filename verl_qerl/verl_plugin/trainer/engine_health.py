@@ -13,7 +13,11 @@ class EngineEndedError(RuntimeError):
 
 
 class EngineHealth(Feature):
-    """Asks the engines after each rollout, and when a step or a validation fails."""
+    """Asks the engines after each rollout, before more is sampled for it, and when a step, sync or validation fails."""
+
+    def before_refill(self) -> None:
+        """No group in the place of one that a dead engine failed, which would fail too: verl never stops."""
+        self.require_engines()
 
     def before_sample_end(self) -> None:
         """No update from the answers that a dead engine left: verl takes groups that failed for empty ones."""
@@ -45,7 +49,7 @@ class EngineHealth(Feature):
         ended = sum(answers)
         if ended:
             raise EngineEndedError(
-                f"vLLM's engine has ended in {ended} of {len(answers)} rollout replicas; no update is made from"
-                " what is left of this step's answers. Its own error is in the log above (EngineCore, or Worker)."
-                " Remove the cause and start again; trainer.resume_mode=auto takes the last checkpoint."
+                f"vLLM's engine has ended in {ended} of {len(answers)} rollout replicas; no update is made without it."
+                " Its own error is in the log above (EngineCore, or Worker). Remove the cause and start again;"
+                " trainer.resume_mode=auto takes the last checkpoint."
             ) from cause

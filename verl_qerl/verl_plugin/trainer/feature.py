@@ -119,6 +119,9 @@ class Feature:
     def after_init_end(self) -> None:
         """The first weight sync is done."""
 
+    def before_refill(self) -> None:
+        """More prompts are sampled than those of the step: in the place of groups that failed or are left out."""
+
     def before_sample_end(self) -> None:
         """A batch is sampled, and the rollout is still awake."""
 

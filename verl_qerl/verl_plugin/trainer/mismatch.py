@@ -124,7 +124,7 @@ class Gate(Feature):
             if not (self._first_step or self._looks_closely or self._gate.mismatch_sample or step % _BYPASSED == 0):
                 return
             rescored = self._run.rescored
-            keys = evenly(keys, _SAMPLE) if rescored is None else rescored.keys
+            keys = evenly(_answers(keys, tags), _SAMPLE) if rescored is None else rescored.keys
             rollout, actor, mask = log_probs_of(self._run, batch, keys)
         found = rollout_mismatch(rollout, actor, mask)
         if found.num_tokens:
@@ -136,7 +136,7 @@ class Gate(Feature):
                 self._tell_blind(_NO_ANSWER, len(tags), self._run.option("trainer.v1.trainer_mode"))
             sampled = rollout_mismatch(rollout, actor, mask * torch.tensor([key in fresh for key in keys])[:, None])
             if sampled.num_tokens:
-                self._judge(batch, [key for key in keys if key in fresh], sampled, metrics)
+                self._judge(batch, _answers([key for key in keys if key in fresh], tags), sampled, metrics)
 
     def _limit(self) -> tuple[str, float | None]:
         """Name and value of the limit of this step."""
@@ -223,6 +223,11 @@ class Gate(Feature):
             f"the rollout is not the actor's model any more: {told}, {before:.3g} at the"
             f" one before. Accepted is at most qerl.gate.max_kl={limit:g}. {_CHECK_WEIGHTS}, or {raised}."
         )
+
+
+def _answers(keys: list[str], tags: Mapping[str, Mapping]) -> list[str]:
+    """The keys without those by which verl fills a batch up, of which no token counts."""
+    return [key for key in keys if not tags[key].get("is_padding")]
 
 
 def _pass_gate(found: Mismatch, limit: float, told: str, metrics: Mapping[str, float]) -> None:

@@ -45,7 +45,7 @@ class Noise(Feature):
     def _warn_of_skipped_stages(self) -> None:
         aqn = self._run.aqn
         total = aqn.total_steps or self._run.total_steps
-        if total < aqn.num_stages:
+        if 0 < total < aqn.num_stages:  # none: a run that only validates may have fewer questions than a batch
             logger.warning(
                 "aqn.num_stages=%d exceeds the %d steps that the stages are spread over: some are skipped, the last of"
                 " them too, and sigma ends at %g instead of sigma_end=%g.",

@@ -82,9 +82,15 @@ class FeaturedTrainer(_Trainer):
 
     def on_init_end(self) -> None:
         """Run the features around verl's hook, which syncs the weights for the first time."""
-        self._tell("before_init_end")
-        super().on_init_end()
-        self._tell("after_init_end")
+        with self._errors_told():
+            self._tell("before_init_end")
+            super().on_init_end()
+            self._tell("after_init_end")
+
+    def _add_prompts_to_generate(self, num_prompts: int) -> int:
+        # In the place of groups that failed, without an end where nothing can answer them.
+        self._tell("before_refill")
+        return super()._add_prompts_to_generate(num_prompts)
 
     def on_sample_end(self) -> None:
         """Run the features before verl's hook, which puts the rollout to sleep."""
@@ -113,9 +119,10 @@ class FeaturedTrainer(_Trainer):
 
     def on_step_end(self) -> None:
         """Run the features around verl's hook, which syncs the weights."""
-        self._tell("before_step_end")
-        super().on_step_end()
-        self._tell("after_step_end")
+        with self._errors_told():
+            self._tell("before_step_end")
+            super().on_step_end()
+            self._tell("after_step_end")
 
     def _consume_sync_metrics(self) -> dict:
         metrics = {**super()._consume_sync_metrics(), **self.run.metrics}
@@ -124,13 +131,15 @@ class FeaturedTrainer(_Trainer):
 
     def on_validate_begin(self) -> None:
         """Run the features before verl's hook."""
-        self._tell("before_validate_begin")
-        super().on_validate_begin()
+        with self._errors_told():
+            self._tell("before_validate_begin")
+            super().on_validate_begin()
 
     def on_validate_end(self) -> None:
         """Run the features after verl's hook."""
-        super().on_validate_end()
-        self._tell("after_validate_end")
+        with self._errors_told():
+            super().on_validate_end()
+            self._tell("after_validate_end")
 
     def _save_checkpoint(self) -> None:
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
