@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 LORA = "bf16_merge"  # the fastest 16-bit LoRA of stock verl
-EARLIER = ("rounded",)  # tags of runs of earlier packages, compared among themselves, and with stock arms
+EARLIER = ("rounded",)  # tags of runs of earlier packages
 MARGIN = 0.02  # of reward or accuracy: what is not lower by more counts as good
 
 
@@ -30,6 +30,7 @@ class Claim(NamedTuple):
 QERL, QURL, OWN, US = "QeRL", "QuRL", "readers of QeRL", "this package"
 CLAIMS = [
     Claim(QERL, "quantization raises the policy's entropy", "nvfp4", LORA, "entropy", "more"),
+    Claim(QERL, "the same, calibrated base", "nvfp4_gptq", LORA, "entropy", "more"),
     Claim(QERL, "reward grows faster than with 16-bit LoRA", "nvfp4_aqn", LORA, "area", "more"),
     Claim(QERL, "and ends higher", "nvfp4_aqn", LORA, "pass1", "more"),
     Claim(QERL, "it ends where full fine-tuning ends", "nvfp4_aqn", "bf16_full", "pass1", "good"),

@@ -95,7 +95,8 @@ def answered(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for answer in sorted(answers, key=lambda answer: answer["input"]):
         right[answer["input"]].append(answer["score"])
     samples = min(len(scores) for scores in right.values())
-    asked = [scores[at : at + samples] for scores in right.values() for at in range(0, len(scores), samples)]
+    every = [scores[: len(scores) // samples * samples] for scores in right.values()]  # where one lacks an answer
+    asked = [scores[at : at + samples] for scores in every for at in range(0, len(scores), samples)]
     boxed = [answer["score"] > 0 for answer in answers if answer["form"]]
     return {
         "samples": samples,

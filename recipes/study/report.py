@@ -13,11 +13,9 @@ from typing import Any
 import numpy as np
 import paired
 import results
-from arms import ARMS
-from claims import CLAIMS, EARLIER, MARGIN, NOT_BY_THESE_RUNS, Claim
+from claims import CLAIMS, EARLIER, MARGIN, NOT_BY_THESE_RUNS
 
 from verl_qerl.cli.plot.curves import moving_average
-from verl_qerl.verl_plugin.config.uses_qerl import asks_for_qerl
 
 HERE = Path(__file__).resolve().parent
 ENDS = 10  # steps of the first and last means
@@ -132,36 +130,38 @@ def _mean(values: np.ndarray, start: int) -> float:
     return float(np.nanmean(kept)) if np.isfinite(kept).any() else np.nan
 
 
-def is_stock(arm: str) -> bool:
-    """Whether no option of ours is set."""
-    return arm in ARMS and not asks_for_qerl(ARMS[arm])
-
-
-def of_earlier(claim: Claim, arms: ByArm) -> list[Claim]:
-    """The same of runs of earlier packages, where there are any to compare; stock arms depend on no package of ours."""
-    found = []
-    for tag in EARLIER:
-        arm, other = (name if is_stock(name) else f"{name}.{tag}" for name in (claim.arm, claim.other))
-        if compare(arms, arm, other, claim.measure) and (arm, other) != (claim.arm, claim.other):
-            found.append(claim._replace(arm=arm, other=other))
-    return found
+def at_once(arms: ByArm, measure: str) -> paired.Fit:
+    """Of all whole runs without a tag; those of earlier packages count to their arm."""
+    each = [run for seeds in arms.values() for run in seeds.values()]
+    runs = [run for run in each if run["state"] == "done" and run["tag"] in ("", *EARLIER)]
+    steps = min((len(run["metrics"]["step"]) for run in runs), default=0)
+    rows = [(run["arm"], run["seed"], MEASURES[measure][1](run, steps)) for run in runs]
+    return paired.Fit([row for row in rows if np.isfinite(row[2])])
 
 
 def table_of_claims(arms: ByArm) -> list[str]:
     """What was claimed and what was found; behind it what no pair of runs tells yet."""
-    lines = ["| who | claim | compared | seeds | difference, 95 % interval | p | |", "|---" * 7 + "|"]
+    heads = ["who", "claim", "compared", "pairs of one seed: difference, 95 % interval", "all runs at once", ""]
+    lines = [f"| {' | '.join(heads[:-1])} | |", "|---" * len(heads) + "|"]
     missing = []
-    for claim in [each for one in CLAIMS for each in (one, *of_earlier(one, arms))]:
+    fits = {measure: at_once(arms, measure) for measure in MEASURES}
+    for claim in CLAIMS:
         found = compare(arms, claim.arm, claim.other, claim.measure)
         if not found:
-            missing += [f"{claim.arm} - {claim.other}"] * (claim.other.partition(".")[2] not in EARLIER)
+            missing += [f"{claim.arm} - {claim.other}"]
             continue
-        interval = f" ({found.low:+.4f} to {found.high:+.4f})" if found.n > 1 else ""
-        cells = [claim.of, claim.text, f"{claim.arm} - {claim.other}: {MEASURES[claim.measure][0]}", str(found.n)]
-        cells += [f"{found.mean:+.4f}{interval}", f"{found.p:.3f}", paired.verdict(found, claim.kind, MARGIN)]
-        lines.append(f"| {' | '.join(cells)} |")
+        of_all = fits[claim.measure].difference(claim.arm, claim.other)
+        cells = [claim.of, claim.text, f"{claim.arm} - {claim.other}: {MEASURES[claim.measure][0]}"]
+        cells += [f"{found.n}: {with_interval(found)}", with_interval(of_all) if of_all else "-"]
+        lines.append(f"| {' | '.join([*cells, paired.verdict(of_all or found, claim.kind, MARGIN)])} |")
     found_lines = [*lines, ""] if len(lines) > 2 else []
     return [*found_lines, f"Not measured: {', '.join(dict.fromkeys(missing)) or 'nothing'}."]
+
+
+def with_interval(found: paired.Difference) -> str:
+    """`+0.010 (-0.020 to +0.040)`."""
+    interval = f" ({found.low:+.3f} to {found.high:+.3f})" if np.isfinite(found.low) else ""
+    return f"{found.mean:+.3f}{interval}"
 
 
 def best_and_worst(arms: ByArm) -> list[str]:

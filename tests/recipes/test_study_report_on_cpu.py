@@ -54,18 +54,27 @@ def test_the_interval_is_students(paired):
     assert (found.low, found.high) == pytest.approx((3 - half, 3 + half))
 
 
+def test_all_runs_at_once_are_compared_by_least_squares(paired):
+    effects = {("a", 1): 0.0, ("a", 2): 0.5, ("a", 3): 0.2, ("b", 1): 0.1, ("b", 2): 0.6, ("b", 3): 0.3}
+    exact = paired.Fit([(arm, seed, value) for (arm, seed), value in effects.items()] + [("c", 3, 0.9), ("c", 1, 0.7)])
+    assert exact.difference("b", "a")[:2] == (3, pytest.approx(0.1))
+    assert exact.difference("c", "b")[:2] == (2, pytest.approx(0.6))  # whatever seeds it has
+    assert exact.spread == pytest.approx(0)
+    rows = [("a", 1, 0.0), ("a", 2, 0.5), ("a", 3, 0.1), ("b", 1, 0.2), ("b", 2, 0.4), ("b", 3, 0.9)]
+    found, pairs = paired.Fit(rows).difference("b", "a"), paired.difference([0.2, 0.4, 0.9], [0.0, 0.5, 0.1])
+    assert found == pytest.approx(pairs)  # of two arms with the same seeds it is the same
+
+
 @pytest.mark.parametrize(
-    ("differences", "p"),
+    "rows",
     [
-        ([1, 2, 3, 4, 5], 2 / 32),  # all of one sign
-        ([-1, -2, -3], 2 / 8),
-        ([1, 1, 1, -1], 10 / 16),  # of 16 sums, |sum| >= 2: 2 of 4, 8 of 2
-        ([1, -1], 1.0),
-        ([0, 0, 0], 1.0),
+        [],
+        [("a", 1, 0.0), ("b", 1, 0.5)],  # nothing tells the spread
+        [("a", 1, 0.0), ("a", 2, 0.1), ("a", 1, 0.0), ("b", 3, 0.5), ("b", 3, 0.5)],  # it is the arm, or the seed
     ],
 )
-def test_p_is_that_of_all_signs(paired, differences, p):
-    assert paired.difference(differences, [0] * len(differences)).p == pytest.approx(p)
+def test_too_few_runs_are_not_compared_at_once(paired, rows):
+    assert paired.Fit(rows).difference("a", "b") is None
 
 
 def test_between_the_quantiles_of_t_lie_95_per_cent(paired):
@@ -86,6 +95,7 @@ def test_between_the_quantiles_of_t_lie_95_per_cent(paired):
         ([-0.005, -0.006, -0.007], "good", "**yes**"),
         ([-0.05, -0.06, -0.055], "good", "**no**"),
         ([-0.05, 0.06, 0.055], "good", "not shown"),
+        ([-0.019, -0.020, -0.021], "good", "**lower**"),
     ],
 )
 def test_verdicts(paired, ours, kind, answer):
@@ -94,7 +104,7 @@ def test_verdicts(paired, ours, kind, answer):
 
 def test_no_pairs_are_no_measurement(paired):
     assert paired.verdict(None, "more", 0.02) == "not measured"
-    with pytest.raises(ValueError, match="0 pairs cannot be compared"):
+    with pytest.raises(ValueError, match="no pairs can be compared"):
         paired.difference([], [])
 
 
@@ -138,7 +148,7 @@ def test_the_page_has_the_tables_of_all_files_and_the_pictures_are_there(report,
     assert "| nvfp4 | 0, 1, 2 | 30 | 0.445 (0.445 to 0.445) |" in text
     assert text.count(" | 20.0 (20.0 to 20.0), shared | H |") == text.count(" | 20.0 (20.0 to 20.0) | H |") == 1
     assert "0.750 (0.500 to 1.000); +-" in text
-    (row,) = (line for line in text.splitlines() if "nvfp4 - bf16_merge: pass@1" in line and "| 3 |" in line)
+    (row,) = (line for line in text.splitlines() if "nvfp4 - bf16_merge: pass@1" in line and "| 3: +" in line)
     assert row.endswith("| **yes** |")
     assert "Best by pass@1: nvfp4-gsm8k-seed0 1.000 (a.json)" in text
     assert f"Worst: {LORA}-gsm8k-seed0 0.250 (b.json)" in text
@@ -185,20 +195,16 @@ def test_the_page_of_the_study_is_what_its_files_give(report, study, tmp_path):
     assert "\n".join(text) in page.read_text()
 
 
-def test_runs_of_an_earlier_package_are_compared_among_themselves_and_with_stock(report):
-    names = ("nvfp4", "nvfp4.rounded", "nvfp4_aqn.rounded", LORA)
-    arms = {arm: {seed: made_up(arm, seed, 0.1, 0.01) for seed in range(3)} for arm in names}
-    *table, _, missing = report.table_of_claims(arms)
-    compared = [row.split("|")[3].strip() for row in table[2:]]
-    pass1 = "pass@1 on the test set"
-    assert missing.startswith(f"Not measured: nvfp4_aqn - {LORA}, nvfp4_aqn - bf16_full, nvfp4_aqn - nvfp4, int8_acr")
-    without_earlier = report.table_of_claims({arm: seeds for arm, seeds in arms.items() if "rounded" not in arm})
-    assert "rounded" not in "".join(without_earlier)  # no such runs are to come
-    assert compared.count(f"nvfp4_aqn.rounded - nvfp4.rounded: {pass1}") == 1
-    assert compared.count(f"nvfp4_aqn.rounded - {LORA}: {pass1}") == 1
-    assert compared.count(f"nvfp4.rounded - {LORA}: {pass1}") == 1
-    assert compared.count(f"nvfp4 - nvfp4.rounded: {pass1}") == 1
-    assert not [row for row in compared if "bf16_full" in row and "rounded" in row]  # nothing to compare with
+def test_runs_of_an_earlier_package_count_to_their_arm_where_all_are_compared(report):
+    runs = [made_up(arm, seed, 0.1 * (arm == LORA) + seed / 99, 0) for arm in ("nvfp4", LORA) for seed in range(2)]
+    runs += [made_up("nvfp4", 5, 0.5, 0) | {"tag": tag} for tag in ("rounded", "lr8e-5")]
+    runs += [made_up("nvfp4", 6, 0.5, 0, state="cut"), made_up(LORA, 5, 0.9, 0)]
+    arms = {}
+    for run in runs:
+        arms.setdefault(f"{run['arm']}.{run['tag']}", {})[run["seed"]] = run
+    fit = report.at_once(arms, "area")
+    assert fit.free == 6 - 4  # two arms, three seeds
+    assert fit.difference(LORA, "nvfp4")[:2] == (3, pytest.approx((0.1 + 0.1 + 0.4) / 3))
 
 
 def test_the_kl_that_the_page_tells(report, study):
@@ -257,22 +263,18 @@ def test_what_the_page_says_of_answers_without_a_box_and_of_runs_made_twice(repo
     assert f"beside {min(spreads):.3f} to {max(spreads):.3f} between the seeds of an arm with three or more" in page
 
 
-def of_both_packages(report, paired, arms, arm, other, measure):
-    """The pairs of today's package and those of the earlier one, each with its own."""
-    pairs, value = [], report.MEASURES[measure][1]
-    for tag in ("", ".rounded"):
-        ours, theirs = arms[f"{arm}{tag}"], arms[f"{other}{tag}"]
-        pairs += [(value(ours[seed], 60), value(theirs[seed], 60)) for seed in sorted(set(ours) & set(theirs))]
-    return paired.difference(*zip(*pairs, strict=True))
-
-
 def test_what_the_page_says_of_math(report, study):
     page = (report.HERE / "README.md").read_text()
     arms = report.by_arm(study("results").merged([report.HERE / "results"]), "math", 60)
     runs = [arms[arm][1] for arm in ("nvfp4", "nvfp4_noise")]
     rewards, ends = ([report.MEASURES[name][1](run, 60) for run in runs] for name in ("area", "pass1"))
-    told = "Mean reward {:.3f} without noise and {:.3f} with a KL of 5e-3, pass@1 on MATH-500 {:.3f} and {:.3f}."
-    assert told.format(*rewards, *ends) in page
+    told = "Mean reward {:.3f} without noise and {:.3f} with a KL of 5e-3, pass@1 on the {} questions"
+    asked = {len(last_validation(run)["right"]) for run in runs}
+    assert (
+        told.format(*rewards, *asked)
+        + " of MATH-500 that have no more than 512 tokens {:.3f} and {:.3f}.".format(*ends)
+        in page
+    )
     wrong, cut = (
         np.array([report.series(run, key) for run in runs]) for key in ("study/all_wrong", "response_length/clip_ratio")
     )
@@ -288,6 +290,59 @@ def test_what_the_page_says_of_math(report, study):
     assert len(scored) == 9
 
 
+def test_what_the_pages_say_of_all_runs_at_once(report, study, paired):
+    runs = study("results").merged([report.HERE / "results"])
+    arms = report.by_arm(runs, "gsm8k", 20)
+    page, front = ((folder / "README.md").read_text() for folder in (report.HERE, report.HERE.parents[1]))
+    fits = {measure: report.at_once(arms, measure) for measure in ("area", "pass1", "entropy")}
+    used = [run for seeds in arms.values() for run in seeds.values() if run["state"] == "done"]
+    used = [run["arm"] for run in used if run["tag"] in ("", "rounded")]
+    told = f"intervals from {len(used)} runs: {used.count(LORA)} of bf16, {used.count('nvfp4_aqn')} with the paper's"
+    assert told in front
+
+    def compared(arm, other, measure):
+        found = fits[measure].difference(arm, other)
+        return report.with_interval(found), paired.verdict(found, "more", 0).strip("*")
+
+    for arm, measure, claim in (
+        ("nvfp4", "entropy", "quantization raises the entropy of answers | {} | {} |"),
+        ("nvfp4_gptq", "entropy", "the same, on a base calibrated by GPTQ | {} | {}\\* |"),
+        ("nvfp4_aqn", "area", "with noise reward grows faster than with 16-bit LoRA | {} | {} |"),
+        ("nvfp4_aqn", "pass1", "and ends higher | pass@1 {} | {}\\* |"),
+    ):
+        figure, verdict = compared(arm, LORA, measure)
+        figure = figure.replace(" (", " nats (") if measure == "entropy" else figure
+        assert claim.format(figure, verdict) in front
+    assert (
+        "noise adds to what quantization does: faster | {} | {} |".format(*compared("nvfp4_aqn", "nvfp4", "area"))
+        in front
+    )
+    assert "and higher | pass@1 {} | {} |".format(*compared("nvfp4_aqn", "nvfp4", "pass1")) in front
+    assert f"in five seeds each: {compared('nvfp4_noise', 'nvfp4', 'pass1')[0]}." in front
+    for arm in ("nvfp4_aqn", "nvfp4_noise"):
+        assert "reward {}, pass@1 {}.".format(*(compared(arm, "nvfp4", name)[0] for name in ("area", "pass1"))) in page
+    calibrated = [compared("nvfp4_gptq", other, "pass1")[0] for other in (LORA, "nvfp4")]
+    assert "{} beside bf16, {} beside NVFP4 without calibration".format(*calibrated) in page
+    found = fits["entropy"].difference("nvfp4_gptq", LORA)
+    assert f"by {found.mean:.3f} nats ({found.low:.3f} to {found.high:.3f})" in page
+    lower = fits["pass1"].difference(LORA, "nvfp4")
+    for text in (page, front):
+        assert f"by {lower.mean:.3f} ({lower.low:.3f} to {lower.high:.3f})" in text
+    area = fits["area"].difference(LORA, "nvfp4")
+    assert f"does not decide it: {area.mean:.3f} ({area.low:.3f} to {area.high:+.3f})" in page
+    spread = fits["pass1"].spread
+    assert f"pass@1 of a run has a standard deviation of {spread:.3f}" in page
+    seeds = 2 * ((1.96 + 0.84) * spread / 0.01) ** 2  # both errors: 5 %, two-sided, and 20 %
+    assert f"four times in five takes about {math.ceil(seeds)} seeds of each arm" in page
+    rows = [
+        row for row in page.partition("### math")[0].splitlines() if row.startswith(("| QeRL", "| readers", "| this"))
+    ]
+    assert f"where {len(rows)} comparisons are made" in page
+    surest = max(abs(found.mean) / (found.high - found.mean) for found in (found, lower)) * paired.t_975(17)
+    assert fits["pass1"].free == 17
+    assert surest < 3.4  # Student's t of 17 degrees where both tails are 0.05 / 16
+
+
 def test_what_the_pages_say_of_their_runs(report, study, paired):
     runs = study("results").merged([report.HERE / "results"])
     arms, begun = (report.by_arm(runs, "gsm8k", least) for least in (60, 20))
@@ -296,41 +351,22 @@ def test_what_the_pages_say_of_their_runs(report, study, paired):
     def mean(arm):
         return np.mean([report.accuracy(run)[0] for run in arms[arm].values()])
 
-    lower = report.compare(arms, LORA, "nvfp4", "pass1")
-    told = (
-        f"{lower.mean:.3f} ({lower.low:.3f} to {lower.high:.3f}; p {lower.p:.2f}, the least that three seeds can give)"
-    )
-    for text in (page, front):
-        assert f"{mean(LORA):.3f} beside {mean(LORA) - lower.mean:.3f}, by {told}" in text
-    noise = report.compare(arms, "nvfp4_noise", "nvfp4", "pass1")
-    of_paper = of_both_packages(report, paired, arms, "nvfp4_aqn", "nvfp4", "pass1")
-    assert (noise.n, of_paper.n) == (5, 6)
-    for found in (noise, of_paper):
-        for text in (page, front):
-            assert f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})" in text
-    found = of_both_packages(report, paired, arms, "nvfp4_aqn", "nvfp4", "area")
-    told = f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
-    assert f"`rounded`: reward {told}" in page
-    assert f"| {told}, 6 pairs" in front
-    for arm, measure, text in (
-        ("nvfp4", "entropy", "| {} nats ({}), 3 seeds | not shown |"),
-        ("nvfp4_aqn.rounded", "area", "| {} ({}), 3 seeds\\* | not shown |"),
-        ("nvfp4_aqn.rounded", "pass1", "| pass@1 {} ({}), 3 seeds\\* | no |"),
-    ):
-        found = report.compare(arms, arm, LORA, measure)
-        assert text.format(f"{found.mean:+.3f}", f"{found.low:+.3f} to {found.high:+.3f}") in front
-        assert paired.verdict(found, "more", 0.02).strip("*") == text.split(" | ")[-1].strip(" |")
+    assert f"pass@1 {mean(LORA):.3f} beside {mean('nvfp4'):.3f}" in page
+    assert f"pass@1 {mean('nvfp4'):.3f} beside {mean(LORA):.3f}" in front
     assert f"pass@1 came to {mean('nvfp4'):.3f} without it and {mean('nvfp4_noise'):.3f} with it" in front
-    area = report.compare(arms, LORA, "nvfp4", "area")
-    assert f"{area.mean:.3f} ({area.low:+.3f} to {area.high:+.3f}) over all steps" in page
+    assert f"**A calibrated base** has a pass@1 of {mean('nvfp4_gptq'):.3f}:" in page
+    assert f"lies between, at {mean('nvfp4_gptq'):.3f}," in front
     for measure, name in (("pass1", "pass@1"), ("area", "reward")):
         found = report.compare(arms, "nvfp4", "nvfp4.rounded", measure)
         assert f"{name} {found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})" in page
-    compared = [("nvfp4_gptq", other, measure) for other in ("nvfp4", LORA) for measure in ("area", "pass1")]
-    for arm, other, measure in (*compared, ("nvfp4_noise", "nvfp4", "area")):
-        found = report.compare(begun, arm, other, measure)
-        assert f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})" in page
-    assert f"pass@1 {mean('nvfp4_gptq'):.3f}, " in page
+    early = [
+        np.mean([report.series(arms[arm][seed], report.REWARD)[1:4].mean() for seed in (1, 2, 3)])
+        for arm in ("nvfp4", LORA, "nvfp4.rounded")
+    ]
+    assert "{:.2f} with nvfp4, {:.2f} with bf16_merge and {:.2f} with nvfp4.rounded".format(*early) in page
+    cut = json.loads((report.HERE / "results" / "20261127T145557-bf16.json").read_text())["runs"][f"{LORA}-gsm8k-seed1"]
+    rewards = [report.MEASURES["area"][1](run, 50) for run in (cut, arms[LORA][1])]
+    assert "{:.3f} when it was cut after 50 steps; the one on two had {:.3f}".format(*rewards) in page
     rates = [report.MEASURES["area"][1](begun[f"nvfp4{tag}"][1], 59) for tag in (".lr2e-5", "", ".lr8e-5")]
     assert "{:.3f} at 2e-5, {:.3f} at 4e-5 and {:.3f} at 8e-5".format(*rates) in page
     ends = [report.accuracy(arms[arm][1])[0] for arm in ("nvfp4.lr8e-5", "nvfp4")]
@@ -346,10 +382,6 @@ def test_what_the_pages_say_of_their_runs(report, study, paired):
     noisy = {seed: report.accuracy(run)[0] for seed, run in arms["nvfp4_noise"].items()}
     assert (noisy[1], noisy[5]) == (max(max(of_nvfp4), *tested[LORA]), min(of_nvfp4))
     assert f"the same noise, {noisy[1]:.3f} with seed 1 and {noisy[5]:.3f} with seed 5" in page
-    noise = report.compare(arms, "nvfp4_noise", "nvfp4", "pass1")
-    deviation = (noise.high - noise.mean) / paired.T_975[noise.n - 2] * np.sqrt(noise.n)
-    assert f"a standard deviation of {deviation:.3f}: to tell 0.01 from nothing takes about 17 seeds" in page
-    assert 2.12 * deviation / np.sqrt(17) < 0.01 < paired.T_975[14] * deviation / np.sqrt(16)
     runs_with_noise = arms["nvfp4_noise"].values()
     scored = [np.flatnonzero(np.isfinite(report.series(run, "aqn/kl")))[0] for run in runs_with_noise]
     pairs = zip(runs_with_noise, scored, strict=True)
@@ -358,7 +390,11 @@ def test_what_the_pages_say_of_their_runs(report, study, paired):
     assert f"In the first step with noise KL(rollout, actor) was {told}" in page
     cut = [f"{without_box(begun, arm):.1%}".replace("%", " %") for arm in ("nvfp4", LORA)]
     assert "{} of NVFP4's have none and {} of bf16's.".format(*cut) in page
-    firsts = [np.mean([report.series(run, report.REWARD)[0] for run in arms[arm].values()]) for arm in ("nvfp4", LORA)]
+    firsts = [
+        np.mean([report.series(arms[arm][seed], report.REWARD)[0] for seed in (1, 2, 3)])
+        for arm in ("nvfp4", LORA, "nvfp4_gptq")
+    ]
+    assert f"its reward began lower, at {firsts[2]:.3f} beside {firsts[1]:.3f}" in page
     assert "its mean reward is {:.3f}, that of bf16 {:.3f}".format(*firsts) in page
 
 

@@ -123,6 +123,8 @@ def test_a_question_that_the_test_set_has_twice_counts_as_two(study):
     scores = {"x": [1, 1], "twice": [1, 1, 0, 0], "y": [1, 0]}
     answers = [{"input": input, "score": score, "form": 1} for input, of in scores.items() for score in of]
     assert study("records").answered(answers)["right"] == "2021"
+    one_short = study("records").answered([*answers, {"input": "twice", "score": 1, "form": 1}])
+    assert one_short["right"] == "2021"  # no question of one answer
 
 
 def test_answers_with_a_box_are_counted_apart(study):
