@@ -44,6 +44,7 @@ ARMS: dict[str, list[str]] = {
     "nvfp4_gptq": ["+rollout=nvfp4", *LORA],
     "nvfp4_aqn": ["+rollout=nvfp4", *LORA, *AQN],
     "nvfp4_noise": ["+rollout=nvfp4", *LORA, *NOISE],
+    "int8_lora": ["+rollout=int8", *LORA],
     "bf16_noise": [*BF16_LORA, *NOISE],
     "bf16_aqn": [*BF16_LORA, *AQN],
     # To be chosen so that rollout_corr/rollout_log_ppl of the first steps is that of nvfp4 with noise.
