@@ -66,6 +66,14 @@ def test_the_reason_and_the_remedy_are_told():
     )
 
 
+def test_a_number_in_quotes_is_shown_as_text():
+    with pytest.raises(ValueError, match=r"lora_rank='8' does not go together with .* Accepted is a whole number"):
+        rules.check((NVFP4 | {rules.LORA_RANK: "8"}).get)
+    gpus = {"trainer.n_gpus_per_node": 1, "trainer.nnodes": 1, f"{rules.ROLLOUT}.tensor_model_parallel_size": "1"}
+    with pytest.raises(ValueError, match="tensor_model_parallel_size='1' does not divide the 1 GPUs"):
+        rules.check_gpus((NVFP4 | gpus).get)
+
+
 def test_noise_that_leaves_the_first_token_clean_needs_a_second_one():
     run = {"aqn.enabled": True, "data.max_response_length": 1}
     for draw in ("sequence", "token"):

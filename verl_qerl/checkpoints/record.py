@@ -104,7 +104,7 @@ def read_record(folder: Path) -> BaseRecord | None:
                 raise TypeError(f"{name}={getattr(record, name)!r}")
         return replace(record, ignore=tuple(record.ignore), trained_norms=tuple(record.trained_norms))
 
-    remedy = "Export another checkpoint, or one with the verl_qerl that wrote it."
+    remedy = "Take another checkpoint, or the verl_qerl that wrote it."
     return read_whole(folder / RECORD, make, "the record of the base", remedy)
 
 

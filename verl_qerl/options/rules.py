@@ -72,8 +72,14 @@ def check(run: Run, rules: Iterable[Rule] | None = None) -> None:
         if beside is not None and not need.accepts(value := run(need.name)):
             reason = f": {why}" if why else ""
             raise ValueError(
-                f"{need.name}={value} does not go together with {beside}{reason}. Accepted is {need.accepted}. {remedy}"
+                f"{need.name}={shown(value)} does not go together with {beside}{reason}. Accepted is {need.accepted}."
+                f" {remedy}"
             )
+
+
+def shown(value: Any) -> Any:
+    """A value as a sentence has it: a number that is text, '32', in quotes."""
+    return repr(value) if str(value)[:1].isdigit() else value
 
 
 def num_gpus(run: Run) -> int:
@@ -88,7 +94,7 @@ def check_gpus(run: Run) -> None:
     known = run("qerl.base.format") and _is_whole(nodes) and _is_whole(gpus) and shared is not None
     if known and (not _is_whole(shared) or shared == 0 or (gpus * nodes) % shared):
         raise ValueError(
-            f"{ROLLOUT}.tensor_model_parallel_size={shared} does not divide the {gpus * nodes} GPUs of the run"
+            f"{ROLLOUT}.tensor_model_parallel_size={shown(shared)} does not divide the {gpus * nodes} GPUs of the run"
             f" (trainer.n_gpus_per_node={gpus}, trainer.nnodes={nodes}). Accepted are divisors of it. Set"
             f" {ROLLOUT}.tensor_model_parallel_size=1, or use more GPUs."
         )

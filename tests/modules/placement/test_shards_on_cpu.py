@@ -1,3 +1,4 @@
+import errno
 import os
 from pathlib import Path
 
@@ -98,6 +99,16 @@ def test_a_cut_file_is_refused(tmp_path):
     files = save(tmp_path, [{"state": {}}])
     os.truncate(files[0], 100)
     with pytest.raises(CheckpointFormatError, match=r"a shard cannot be read: .*0\.pt"):
+        join_optimizer(files)
+
+
+def test_a_file_that_this_account_may_not_read_is_not_called_cut(tmp_path, monkeypatch):
+    def refuse(path, **options):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    files = save(tmp_path, [{"state": {}}])
+    monkeypatch.setattr(torch, "load", refuse)  # root may read all
+    with pytest.raises(PermissionError):
         join_optimizer(files)
 
 

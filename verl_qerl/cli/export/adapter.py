@@ -70,11 +70,11 @@ def read_adapter(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) 
             f"the checkpoint does not say how its adapter is scaled: r={r!r}, lora_alpha={alpha!r} in "
             f"{checkpoint.folder}. Numbers above 0 are accepted. It lacks lora_train_meta.json or holds a damaged one."
         )
-    if checkpoint.record:
-        check_plain(options, "Save the model with PEFT itself.")
-        _check_targets(checkpoint, options, shapes)
     for module, (A, B) in checkpoint.factors.items():
         _check_factors(module, A, B, r, shapes)
+    if checkpoint.record:
+        check_plain(options, "Save the model with PEFT itself.")
+        _check_targets(checkpoint, options, shapes)  # which takes the base for the right one
     targets = _shortest_targets(set(checkpoint.factors), shapes)
     return Adapter(r, alpha, bool(options.get("use_rslora", False)), targets, checkpoint.factors)
 

@@ -99,6 +99,8 @@ def unfit(folder: Path, what: str) -> CheckpointFormatError:
 def _load(path: Path) -> dict[str, Any]:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except PermissionError:  # a whole file, which another copy would not mend
+        raise
     except (RuntimeError, EOFError, OSError, pickle.UnpicklingError, ValueError) as error:  # OSError: of the map
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointFormatError(

@@ -4,7 +4,7 @@ Ranks that share a sequence exchange tokens for heads inside what transformers c
 function and no other. With sdpa or eager each rank would attend to its own part of a sequence, and train on that.
 """
 
-from verl_qerl.options.rules import ACTOR, FSDP, Run, num_gpus, trains_critic
+from verl_qerl.options.rules import ACTOR, FSDP, Run, num_gpus, shown, trains_critic
 from verl_qerl.verl_plugin.config.attention import default_attention
 
 _SIZE = "ulysses_sequence_parallel_size"
@@ -24,7 +24,7 @@ def _check(run: Run, model: str, option: str, size: int | None) -> None:
     gpus = num_gpus(run)
     if type(size) is not int or size < 1 or gpus % size:
         raise ValueError(
-            f"{option}={size} does not divide the {gpus} GPUs of the run. Accepted are divisors of it; 1 shares"
+            f"{option}={shown(size)} does not divide the {gpus} GPUs of the run. Accepted are divisors of it; 1 shares"
             " no sequence. Set one of them."
         )
     if not run(f"{model}.use_remove_padding"):
