@@ -114,14 +114,15 @@ def test_counted_bytes_are_those_of_the_files(name, ignores, tmp_path, monkeypat
      ({}, "re:.*[", r"no regular expression: 're:\.\*\[' of `ignore`"),
      ({}, r"re:.*\.k_proj$", "a group of linears that vLLM runs as one is ignored in part: ignored="),
      ({}, "re:.*layers.*", "holds no linear to quantize: ignore="),
+     ({"intermediate_size": 200}, "", "in_features=200 of 'model.layers.0.mlp.down_proj' is not a multiple of 16."),
      (EXPERTS, "re:.*mlp.*", "experts are not packed: 24576 of their linears in"),
      (EXPERTS | {"quantization_config": get_format("nvfp4").config(("lm_head", "re:.*mlp.*"))}, None,
       "experts are not packed: 24576 of their linears in"),
      ({"quantization_config": get_format("nvfp4").config(("lm_head",))}, "re:.*mlp.*",
       r"an option has no meaning here: --ignore re:\.\*mlp\.\* with \S+, which is quantized \(nvfp4\)")],
-    ids=["none", "regex", "part", "all", "experts", "packed experts", "packed"],
+    ids=["none", "regex", "part", "all", "too narrow", "experts", "packed experts", "packed"],
 )  # fmt: skip
-def test_what_cannot_be_ignored_is_refused(model, capsys, config, ignore, told):
+def test_what_cannot_be_packed_or_ignored_is_refused(model, capsys, config, ignore, told):
     file = model / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
     with pytest.raises(SystemExit) as stopped:

@@ -96,9 +96,8 @@ def _left_out(args: argparse.Namespace, config: dict[str, Any], stored: str | No
 
     if stored is None:
         rules = (*DEFAULT_IGNORE, *args.ignore)
-        if args.ignore:
-            sizes = {f"{name}.weight": size for name, size in shape.modules().items()}
-            linears_among(sizes, rules, args.model, get_format(args.format))
+        sizes = {f"{name}.weight": size for name, size in shape.modules().items()}
+        linears_among(sizes, rules, args.model, get_format(args.format))
         return rules
     if args.ignore:
         raise ValueError(
