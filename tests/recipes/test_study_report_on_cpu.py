@@ -207,6 +207,13 @@ def test_runs_of_an_earlier_package_count_to_their_arm_where_all_are_compared(re
     assert fit.difference(LORA, "nvfp4")[:2] == (3, pytest.approx((0.1 + 0.1 + 0.4) / 3))
 
 
+def test_what_is_not_measured_is_named(report):
+    arms = {arm: {seed: made_up(arm, seed, seed / 99, 0) for seed in range(3)} for arm in ("nvfp4", LORA)}
+    *_, missing = report.table_of_claims(arms)
+    assert missing.startswith(f"Not measured: nvfp4_aqn - {LORA}, nvfp4_aqn - bf16_full, nvfp4_aqn - nvfp4, int8_acr")
+    assert "rounded" not in missing  # there will be no such runs
+
+
 def test_the_kl_that_the_page_tells(report, study):
     page = (report.HERE / "README.md").read_text()
     arms = report.by_arm(study("results").merged([report.HERE / "results"]), "gsm8k", 60)
@@ -269,12 +276,9 @@ def test_what_the_page_says_of_math(report, study):
     runs = [arms[arm][1] for arm in ("nvfp4", "nvfp4_noise")]
     rewards, ends = ([report.MEASURES[name][1](run, 60) for run in runs] for name in ("area", "pass1"))
     told = "Mean reward {:.3f} without noise and {:.3f} with a KL of 5e-3, pass@1 on the {} questions"
-    asked = {len(last_validation(run)["right"]) for run in runs}
-    assert (
-        told.format(*rewards, *asked)
-        + " of MATH-500 that have no more than 512 tokens {:.3f} and {:.3f}.".format(*ends)
-        in page
-    )
+    told += " of MATH-500 that have no more than 512 tokens {:.3f} and {:.3f}."
+    (asked,) = {len(last_validation(run)["right"]) for run in runs}
+    assert told.format(*rewards, asked, *ends) in page
     wrong, cut = (
         np.array([report.series(run, key) for run in runs]) for key in ("study/all_wrong", "response_length/clip_ratio")
     )
@@ -337,7 +341,7 @@ def test_what_the_pages_say_of_all_runs_at_once(report, study, paired):
         row for row in page.partition("### math")[0].splitlines() if row.startswith(("| QeRL", "| readers", "| this"))
     ]
     assert f"where {len(rows)} comparisons are made" in page
-    surest = max(abs(found.mean) / (found.high - found.mean) for found in (found, lower)) * paired.t_975(17)
+    surest = max(abs(one.mean) / (one.high - one.mean) for one in (found, lower)) * paired.t_975(17)
     assert fits["pass1"].free == 17
     assert surest < 3.4  # Student's t of 17 degrees where both tails are 0.05 / 15
 
