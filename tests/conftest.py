@@ -87,9 +87,14 @@ class WarmPython:
     """Runs programs in forks of a Python that has what is below verl imported (warm_python.py), one after the other.
 
     It is started when it is first needed, and again after it has been killed.
+
+    Args:
+        settings: Variables that what it imports reads; a program has those of its own environment.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: str) -> None:
+        # Read at import, hence the same for all programs.
+        self._settings = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | settings
         self._process: subprocess.Popen | None = None
         self._folder = tempfile.TemporaryDirectory()
         self._starts = 0
@@ -108,9 +113,7 @@ class WarmPython:
 
     def _started(self) -> subprocess.Popen:
         if self._process is None or self._process.poll() is not None:
-            # Read at import, hence the same for all programs.
-            settings = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-            env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | settings
+            env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | self._settings
             self._starts += 1
             command = [sys.executable, str(WARM), self._path()]
             self._process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -155,6 +158,14 @@ class WarmPython:
 @pytest.fixture(scope="session")
 def warm_python() -> Iterator[WarmPython]:
     python = WarmPython()
+    yield python
+    python.kill()
+
+
+@pytest.fixture(scope="session")
+def interpreting_python() -> Iterator[WarmPython]:
+    """One in Triton's interpreter, which is chosen as Triton is imported."""
+    python = WarmPython(TRITON_INTERPRET="1")
     yield python
     python.kill()
 

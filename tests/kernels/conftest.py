@@ -1,9 +1,7 @@
-import json
 import os
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,29 +10,6 @@ import torch
 from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.nvfp4 import nvfp4_weight
 
-# A line of standard input is a program, its arguments and a file for its errors; the answer is its exit code. It runs
-# in a fork, so that none finds what another has imported or replaced.
-SERVER = """
-import json
-import os
-import sys
-import traceback
-import torch
-import triton.language
-
-for line in sys.stdin:
-    program, sys.argv[1:], errors = json.loads(line)
-    if (process := os.fork()) == 0:
-        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
-        try:
-            exec(program, {"__name__": "__main__"})
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
-        os._exit(0)
-    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
-"""
 # Outputs are born as NaN, so that an element that no program writes is seen.
 SCRIPT = """
 import importlib
@@ -90,28 +65,21 @@ def compile_cuda(tmp_path) -> Callable[[str], str]:
 
 
 @pytest.fixture(scope="session")
-def interpreter(tmp_path_factory) -> Iterator[Callable[..., Any]]:
+def interpreter(interpreting_python, tmp_path_factory) -> Callable[..., Any]:
     """Runs a program in Triton's interpreter: gets its arguments, `in.pt` and `out.pt` among them, gives what it saved.
 
-    The variable that starts the interpreter acts on import, hence in another process: one for all programs, which takes
-    seconds to import torch and Triton.
+    In a process of its own, so that none finds what another has imported or replaced.
     """
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SERVER]
-    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
 
-        def run(program: str, given: Any, *arguments: str) -> Any:
-            folder = tmp_path_factory.mktemp("interpreter")
-            torch.save(given, folder / "in.pt")
-            files = {name: str(folder / name) for name in ("in.pt", "out.pt", "errors")}
-            job = [program, [files.get(argument, argument) for argument in arguments], files["errors"]]
-            server.stdin.write(json.dumps(job) + "\n")
-            server.stdin.flush()
-            assert server.stdout.readline() == "0\n", (folder / "errors").read_text()
-            return torch.load(folder / "out.pt")
+    def run(program: str, given: Any, *arguments: str) -> Any:
+        folder = tmp_path_factory.mktemp("interpreter")
+        torch.save(given, folder / "in.pt")
+        env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        done = interpreting_python("-c", program, *arguments, env=env, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        return torch.load(folder / "out.pt")
 
-        yield run
-        server.stdin.close()
+    return run
 
 
 @pytest.fixture(scope="session")
