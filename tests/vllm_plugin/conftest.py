@@ -272,9 +272,10 @@ def random_adapter(random_qwen2, tmp_path) -> Callable[[int], Path]:
 def run_script(tmp_path, warm_python) -> Callable[..., object]:
     """Run source code with arguments in a process of its own; what it prints after `RESULT `, decoded.
 
-    It may import modules of this folder.
+    It may import modules of this folder, and qerl_testing.
     """
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    folders = [str(Path(file).parent) for file in (__file__, qerl_testing.__file__)]
+    path = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
 
     def run(source: str, *arguments: str, plugins: str | None = None) -> object:
         env = {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
