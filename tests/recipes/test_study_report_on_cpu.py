@@ -328,11 +328,14 @@ def test_what_the_pages_say_of_all_runs_at_once(report, study, paired):
     assert "{} beside bf16, {} beside NVFP4 without calibration".format(*calibrated) in page
     found = fits["entropy"].difference("nvfp4_gptq", LORA)
     assert f"by {found.mean:.3f} nats ({found.low:.3f} to {found.high:.3f})" in page
-    lower = fits["pass1"].difference(LORA, "nvfp4")
-    for text in (page, front):
-        assert f"by {lower.mean:.3f} ({lower.low:.3f} to {lower.high:.3f})" in text
-    area = fits["area"].difference(LORA, "nvfp4")
-    assert f"does not decide it: {area.mean:.3f} ({area.low:.3f} to {area.high:+.3f})" in page
+    lower, than_int8 = (fits["pass1"].difference(other, "nvfp4") for other in (LORA, "int8_lora"))
+    told = [f"{one.mean:.3f} ({one.low:.3f} to {one.high:.3f})" for one in (lower, than_int8)]
+    assert f"by {' and '.join(told)}" in page
+    assert f"by {told[0]}" in front
+    assert f"in stock verl on two: {compared('int8_lora', LORA, 'pass1')[0]}." in page
+    area, than_int8 = (fits["area"].difference(other, "nvfp4") for other in (LORA, "int8_lora"))
+    told = f"bf16 - NVFP4 {area.mean:.3f} ({area.low:.3f} to {area.high:+.3f}), INT8 - NVFP4 "
+    assert told + f"{than_int8.mean:.3f} ({than_int8.low:.3f} to {than_int8.high:.3f})" in page
     spread = fits["pass1"].spread
     assert f"pass@1 of a run has a standard deviation of {spread:.3f}" in page
     seeds = 2 * ((1.96 + 0.84) * spread / 0.01) ** 2  # both errors: 5 %, two-sided, and 20 %
@@ -341,9 +344,18 @@ def test_what_the_pages_say_of_all_runs_at_once(report, study, paired):
         row for row in page.partition("### math")[0].splitlines() if row.startswith(("| QeRL", "| readers", "| this"))
     ]
     assert f"where {len(rows)} comparisons are made" in page
-    surest = max(abs(one.mean) / (one.high - one.mean) for one in (found, lower)) * paired.t_975(17)
-    assert fits["pass1"].free == 17
-    assert surest < 3.4  # Student's t of 17 degrees where both tails are 0.05 / 15
+    assert fits["pass1"].free == 21
+    wider = 3.363 / paired.t_975(21)  # Student's t of 21 degrees where both tails are 0.05 / 17
+    allowing = {}
+    for claim in study("claims").CLAIMS:
+        if found := fits[claim.measure].difference(claim.arm, claim.other):
+            half = wider * (found.high - found.mean)
+            allowing[claim.arm, claim.other, claim.measure] = found.mean - half, found.mean + half
+    assert len(allowing) == 15  # and two with a tag, which are not in the fit
+    first, second = ("({:.3f} to {:+.3f})".format(*allowing["nvfp4", other, "pass1"]) for other in ("int8_lora", LORA))
+    assert f"NVFP4 - INT8 in pass@1 {first}, and NVFP4 - bf16 is not, by a hair {second}." in page
+    assert [pair for pair, (_, high) in allowing.items() if high < 0] == [("nvfp4", "int8_lora", "pass1")]
+    assert not [pair for pair, (low, _) in allowing.items() if low > 0]
 
 
 def test_what_the_pages_say_of_their_runs(report, study, paired):
@@ -354,11 +366,16 @@ def test_what_the_pages_say_of_their_runs(report, study, paired):
     def mean(arm):
         return np.mean([report.accuracy(run)[0] for run in arms[arm].values()])
 
-    assert f"pass@1 {mean(LORA):.3f} beside {mean('nvfp4'):.3f}" in page
-    assert f"pass@1 {mean('nvfp4'):.3f} beside {mean(LORA):.3f}" in front
+    assert f"pass@1 {mean('nvfp4'):.3f}, beside {mean(LORA):.3f} of bf16 and {mean('int8_lora'):.3f} of INT8" in page
+    told = f"pass@1 {mean('nvfp4'):.3f} beside {mean(LORA):.3f} of stock bf16"
+    assert told in front
+    assert f"beside {mean('int8_lora'):.3f} of LoRA on INT8" in front
+    kl = {arm: np.mean([report.series(run, report.KL) for run in arms[arm].values()]) for arm in ("int8_lora", "nvfp4")}
+    assert f"its KL(rollout, actor) is {kl['int8_lora']:.1e}, ".replace("e-0", "e-") in page
+    assert round(kl["int8_lora"] / kl["nvfp4"]) == 12  # "twelve times"
     assert f"pass@1 came to {mean('nvfp4'):.3f} without it and {mean('nvfp4_noise'):.3f} with it" in front
     assert f"**A calibrated base** has a pass@1 of {mean('nvfp4_gptq'):.3f}:" in page
-    assert f"lies between, at {mean('nvfp4_gptq'):.3f}," in front
+    assert f"lies between, at {mean('nvfp4_gptq'):.3f}." in front
     for measure, name in (("pass1", "pass@1"), ("area", "reward")):
         found = report.compare(arms, "nvfp4", "nvfp4.rounded", measure)
         assert f"{name} {found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})" in page
@@ -367,9 +384,6 @@ def test_what_the_pages_say_of_their_runs(report, study, paired):
         for arm in ("nvfp4", LORA, "nvfp4.rounded")
     ]
     assert "{:.2f} with nvfp4, {:.2f} with bf16_merge and {:.2f} with nvfp4.rounded".format(*early) in page
-    cut = json.loads((report.HERE / "results" / "20261127T145557-bf16.json").read_text())["runs"][f"{LORA}-gsm8k-seed1"]
-    rewards = [report.MEASURES["area"][1](run, 50) for run in (cut, arms[LORA][1])]
-    assert "{:.3f} when it was cut after 50 steps; the one on two had {:.3f}".format(*rewards) in page
     rates = [report.MEASURES["area"][1](begun[f"nvfp4{tag}"][1], 59) for tag in (".lr2e-5", "", ".lr8e-5")]
     assert "{:.3f} at 2e-5, {:.3f} at 4e-5 and {:.3f} at 8e-5".format(*rates) in page
     ends = [report.accuracy(arms[arm][1])[0] for arm in ("nvfp4.lr8e-5", "nvfp4")]
