@@ -45,6 +45,7 @@ ARMS: dict[str, list[str]] = {
     "nvfp4_aqn": ["+rollout=nvfp4", *LORA, *AQN],
     "nvfp4_noise": ["+rollout=nvfp4", *LORA, *NOISE],
     "int8_lora": ["+rollout=int8", *LORA],
+    "bf16_of_nvfp4": BF16_LORA,
     "bf16_noise": [*BF16_LORA, *NOISE],
     "bf16_aqn": [*BF16_LORA, *AQN],
     # To be chosen so that rollout_corr/rollout_log_ppl of the first steps is that of nvfp4 with noise.
@@ -59,7 +60,8 @@ ARMS: dict[str, list[str]] = {
     "nvfp4_full_tis": ["+rollout=nvfp4", *FULL, *TIS, "+qerl.gate.max_initial_kl=0.2"],
 }
 
-CALIBRATED = ("nvfp4_gptq",)  # arms on a base that `quantize --method gptq` has written
+# Arms on another base than --model: the option of run.py that names it.
+BASES = {"nvfp4_gptq": "calibrated", "bf16_of_nvfp4": "dequantized"}
 
 
 class Task(NamedTuple):

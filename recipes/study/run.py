@@ -41,6 +41,10 @@ WRITE_S = 20.0
 REPEATED_BEFORE = 5  # a run that fails before this step is begun once more
 STALL_S = 600.0  # without a new step: it has hung. A start takes three minutes, the validation at the end five
 LOG_TAIL = 20000
+MADE_BY = {
+    "calibrated": "`python -m verl_qerl quantize --method gptq`, on calibration.jsonl of prepare.py,",
+    "dequantized": "recipes/study/dequantize.py, of what `python -m verl_qerl quantize` wrote,",
+}
 
 
 class Job:
@@ -262,7 +266,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="a bf16 model that can answer")
     parser.add_argument("--data", type=Path, required=True, help="what prepare.py has made")
     parser.add_argument("--out", type=Path, required=True, help="folder for the result file")
-    parser.add_argument("--calibrated", type=Path, help=f"what `quantize` made of it, for {', '.join(arms.CALIBRATED)}")
+    for arm, option in arms.BASES.items():
+        parser.add_argument(f"--{option}", type=Path, help=f"what {MADE_BY[option]} made of it, for {arm}")
     parser.add_argument("--arms", nargs="+", required=True, choices=list(arms.ARMS), metavar="ARM")
     parser.add_argument("--tasks", nargs="+", default=["gsm8k"], choices=list(arms.TASKS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
@@ -291,19 +296,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             f"nothing would run: --steps {args.steps}, --minutes {args.minutes:g}, --least {args.least:g}. A step or"
             " more, and minutes that are not below --least are accepted."
         )
-    calibrated = [arm for arm in args.arms if arm in arms.CALIBRATED]
-    if calibrated and not args.calibrated:
-        parser.error(
-            f"{calibrated[0]} needs --calibrated. What `python -m verl_qerl quantize --method gptq` writes is accepted,"
-            " on calibration.jsonl of prepare.py. Make it, or leave the arm out."
-        )
-    folders = [args.model, *[args.calibrated] * bool(args.calibrated), *(args.data / task for task in args.tasks)]
+    bases = {arm: getattr(args, option) for arm, option in arms.BASES.items() if arm in args.arms}
+    for arm, base in bases.items():
+        if not base:
+            option = arms.BASES[arm]
+            parser.error(
+                f"{arm} needs --{option}. What {MADE_BY[option]} writes is accepted. Make it, or leave the arm out."
+            )
+    folders = [args.model, *bases.values(), *(args.data / task for task in args.tasks)]
     if args.earlier not in (parser.get_default("earlier"), args.out):
         folders.append(args.earlier)
     for folder in folders:
         if not folder.is_dir():
             parser.error(
-                f"no such folder: {folder}. --model, --calibrated, --data as of"
+                f"no such folder: {folder}. --model, --calibrated, --dequantized, --data as of"
                 " prepare.py and --earlier are folders. Check the path."
             )
     return args
@@ -314,7 +320,7 @@ def command_of(args: argparse.Namespace) -> Callable[[Job, Path], list[str]]:
 
     def command(job: Job, folder: Path) -> list[str]:
         task, data = arms.TASKS[job.run.task], args.data.resolve() / job.run.task
-        model = args.calibrated if job.run.arm in arms.CALIBRATED else args.model
+        model = getattr(args, arms.BASES.get(job.run.arm, "model"))
         places = [
             f"{arms.MODEL}.path={arms.quoted(model.resolve())}",
             f"data.train_files={arms.quoted(data / 'train.parquet')}",
@@ -341,7 +347,7 @@ def to_run(args: argparse.Namespace) -> list[Job]:
 
     Raises:
         ValueError: An earlier run had other options or another model, or saved what would be removed; a name is no
-            folder; a calibrated base has no report.
+            folder; a base has no report.
     """
     earlier = results.merged([args.earlier, args.out])
     runs = [Run(arm, task, seed, args.tag) for seed in args.seeds for task in args.tasks for arm in args.arms]
@@ -351,7 +357,7 @@ def to_run(args: argparse.Namespace) -> list[Job]:
                 f"no name of a run: {run.name!r}. Lower-case letters, digits, `_`, `-` and `.` in --tag, and seeds of"
                 " at least 0 are accepted. Change it."
             )
-    bases = {arm: digest(args.calibrated) for arm in arms.CALIBRATED if arm in args.arms}
+    bases = {arm: digest(args, option) for arm, option in arms.BASES.items() if arm in args.arms}
     jobs = [
         Job(run, arms.experiment(run, args.steps, args.overrides), bases.get(run.arm, ""))
         for run in dict.fromkeys(runs)
@@ -372,14 +378,14 @@ def to_run(args: argparse.Namespace) -> list[Job]:
     return left
 
 
-def digest(folder: Path) -> str:
-    """Of a calibrated base, as `quantize` has written it down and a run's log has it: other codes give another."""
-    file, remedy = folder / QUANTIZATION_REPORT, "Quantize the model again."
-    found = read_whole(file, lambda report: str(report["model_digest"]), "the report of --calibrated", remedy)
+def digest(args: argparse.Namespace, option: str) -> str:
+    """Of a base, as `quantize` has written it down and a run's log has it: other codes give another."""
+    file, remedy = getattr(args, option) / QUANTIZATION_REPORT, "Quantize the model again."
+    found = read_whole(file, lambda report: str(report["model_digest"]), f"the report of --{option}", remedy)
     if found is None:
         raise ValueError(
-            f"no report of a quantized model: {file}. A folder that `python -m verl_qerl quantize` wrote is accepted as"
-            " --calibrated. Check the path."
+            f"no report of a quantized model: {file}. A folder that {MADE_BY[option]} wrote is accepted as --{option}."
+            " Check the path."
         )
     return found
 

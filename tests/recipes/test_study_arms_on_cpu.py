@@ -15,20 +15,22 @@ from verl_qerl.verl_plugin.trainer.polling import POLL_S
 
 FULL = {"bf16_full", "int8", "int8_acr", "fp8", "fp8_acr", "nvfp4_full_acr", "nvfp4_full_tis"}
 ARMS = ["bf16", "bf16_merge", "nvfp4", "nvfp4_gptq", "nvfp4_aqn", "nvfp4_noise"]
-ARMS += ["int8_lora", "bf16_noise", "bf16_aqn", "bf16_hot", *sorted(FULL)]
+ARMS += ["int8_lora", "bf16_of_nvfp4", "bf16_noise", "bf16_aqn", "bf16_hot", *sorted(FULL)]
 
 
 @pytest.fixture
 def composed(study, tmp_path):
     """Arm and further arguments -> the configuration that verl would get."""
     runner = study("run")
-    for folder in ("model", "calibrated", "data/gsm8k", "data/math"):
+    bases = ("calibrated", "dequantized")
+    for folder in ("model", *bases, "data/gsm8k", "data/math"):
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-    (tmp_path / "calibrated" / "quantization_report.json").write_text('{"model_digest": "0"}')
+    for folder in bases:
+        (tmp_path / folder / "quantization_report.json").write_text('{"model_digest": "0"}')
 
     def configuration(arm, *more):
         places = ["--model", tmp_path / "model", "--data", tmp_path / "data", "--out", tmp_path / "out"]
-        places += ["--calibrated", tmp_path / "calibrated"]
+        places += [place for folder in bases for place in (f"--{folder}", tmp_path / folder)]
         earlier = ["--earlier", tmp_path / "out"]
         args = runner.parse([*map(str, places + earlier), "--arms", arm, "--seeds", "7", *more])
         (job,) = runner.to_run(args)
@@ -44,14 +46,14 @@ def test_all_arms_are_checked_here(study):
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_an_arm_composes_and_is_what_its_name_says(composed, arm):
+def test_an_arm_composes_and_is_what_its_name_says(composed, study, arm):
     config = composed(arm)
     prepare(config)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert config.reward.custom_reward_function.path.endswith("recipes/study/reward.py")
     assert config.reward.custom_reward_function.name == "compute_score"
     model = Path(config.actor_rollout_ref.model.path).name
-    assert model == ("calibrated" if arm.endswith("_gptq") else "model")
+    assert model == study("arms").BASES.get(arm, "model")
     form = arm.partition("_")[0]
     qerl = getattr(actor.fsdp_config, "qerl", None)
     assert (qerl.format if qerl else "bf16") == form

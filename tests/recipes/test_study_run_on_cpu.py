@@ -306,6 +306,9 @@ def test_a_calibrated_arm_without_its_base_is_refused(asked, capsys):
     with pytest.raises(SystemExit):
         asked("--arms", "nvfp4", "nvfp4_gptq")
     assert "nvfp4_gptq needs --calibrated. What `python -m verl_qerl quantize --method gptq`" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        asked("--arms", "bf16_of_nvfp4", "--calibrated", "base")
+    assert "bf16_of_nvfp4 needs --dequantized. What recipes/study/dequantize.py" in capsys.readouterr().err
 
 
 def test_a_calibrated_base_is_named_by_its_weights(asked, tmp_path):

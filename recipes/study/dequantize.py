@@ -1,0 +1,54 @@
+"""Writes a bf16 copy of what `python -m verl_qerl quantize` wrote in NVFP4: the same numbers, for stock verl.
+
+    python3 recipes/study/dequantize.py --model DIR --out DIR
+
+A run on it tells what four bits cost from what the code that computes with them does.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+
+from verl_qerl.checkpoints.model_config import read_config
+from verl_qerl.checkpoints.source import SINGLE, open_source
+from verl_qerl.checkpoints.stream import packed_stream
+from verl_qerl.checkpoints.writer import write_tensors
+from verl_qerl.cli.model_dir import QUANTIZATION_REPORT, copy_other_files
+from verl_qerl.formats import PackedWeight
+from verl_qerl.formats.reference import dequantize
+
+
+def write(model: Path, out: Path) -> None:
+    """Write the copy, with the report that names the codes.
+
+    Raises:
+        ValueError: `model` is not in NVFP4.
+        OSError: `out` is there, or a file of `model` is not.
+    """
+    tensors = {}
+    for name, item in packed_stream(open_source(model)):
+        packed = isinstance(item, PackedWeight)
+        tensors[f"{name}.weight" if packed else name] = dequantize(item, torch.bfloat16) if packed else item
+    config = read_config(model)
+    if config.pop("quantization_config", None) is None:
+        raise ValueError(f"not quantized: {model}. What `python -m verl_qerl quantize` wrote is accepted. Make it.")
+    out.mkdir(parents=True)
+    copy_other_files(model, out)
+    shutil.copy(model / QUANTIZATION_REPORT, out)
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+    write_tensors(out / SINGLE, tensors)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="a folder that `quantize` wrote")
+    parser.add_argument("--out", type=Path, required=True, help="a new folder")
+    args = parser.parse_args()
+    try:
+        write(args.model, args.out)
+    except (ValueError, OSError) as error:
+        sys.exit(f"dequantize.py: {error}")
