@@ -3,6 +3,7 @@
 python resume_cases.py <folder of models> <folder for checkpoints and findings> <case> ...
 """
 
+import logging
 import os
 import shutil
 import signal
@@ -139,6 +140,18 @@ def refused():
     return found
 
 
+def in_parts():
+    """What is told where parts of a checkpoint are left out, and what an engine then holds."""
+    engine, told = build("bf16"), []
+    logger = logging.getLogger("verl_qerl")
+    logger.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: told.append(record.getMessage())
+    for contents in (["model", "extra"], "hf_model", []):
+        engine.checkpoint_manager.checkpoint_load_contents = contents
+        assert load(engine, saved("partial", 1)) is None
+    return {"told": told, "state": state(engine)}
+
+
 class Killer:
     """Kills the process at the n-th moment of a save: around and inside each file of torch, and at Python's own."""
 
@@ -222,6 +235,7 @@ RUNS = {
     "restored from 2": lambda: restored(2),
     "a copy on each rank": lambda: restored(2, fsdp_size=1),
     "refused": refused,
+    "in parts": in_parts,
     "killed": killed,
 }
 

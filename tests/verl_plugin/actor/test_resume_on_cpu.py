@@ -24,7 +24,7 @@ def found(fresh_process, tmp_path_factory):
     models, out = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("out")
     random_qwen2().save_pretrained(models / "bf16")
     run = [str(SCRIPT), str(models), str(out)]
-    fresh_process(*run, "save", "killed")
+    fresh_process(*run, "save", "killed", "in parts")
     fresh_process(*run, "save", "restored from 1", "restored from 2", "a copy on each rank", "refused", ranks=2)
     fresh_process(*run, "restored from 2")
     return lambda case, ranks, rank=0: torch.load(out / f"{case}-{ranks}-{rank}.pt", weights_only=False)
@@ -43,6 +43,15 @@ def test_what_was_saved_is_held_after_loading(found, contents):
         assert_same(read["state"], saved)
         assert len(saved["optimizer"]) == 28
         assert saved["scheduler"]["last_epoch"] > 0
+
+
+def test_what_is_left_out_is_told(found):
+    read, saved = found("in parts", 1), found("save", 1)["partial"]
+    assert_same(read["state"], saved, ("adapters", "scheduler"))
+    one, of_all, all_of_them = read["told"]
+    assert one.startswith("not resumed, as checkpoint.load_contents=['model', 'extra'] leaves it out: optimizer of ")
+    assert "=hf_model leaves it out: optimizer, extra of " in of_all  # verl finds "model" in the text
+    assert "=[] leaves it out: model, optimizer, extra of " in all_of_them
 
 
 def test_generators_of_ranks_are_their_own(found):

@@ -26,6 +26,7 @@ _T = TypeVar("_T")
 
 # verl's name for a part of a checkpoint -> how the files of a rank begin.
 _FILES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
+PARTS = tuple(_FILES)
 # What rank 0 writes beside the shards, after them.
 _BESIDE = ("fsdp_config.json", "lora_train_meta.json")
 
