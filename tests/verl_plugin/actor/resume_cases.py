@@ -103,7 +103,13 @@ def cut(part, rank):
     return damage
 
 
+def of_rank_0(part):
+    return lambda folder: shutil.copy(folder / file_name(part, 2, 0), folder / file_name(part, 2, 1))
+
+
 DAMAGES = {
+    "another rank's model": of_rank_0("model"),
+    "another rank's optimizer": of_rank_0("optimizer"),
     "no folder": shutil.rmtree,
     "no record": lambda folder: (folder / RECORD).unlink(),
     "no files in the record": without_files,

@@ -114,7 +114,7 @@ def test_files_of_all_that_was_saved_are_found(contents, tmp_path, monkeypatch):
     for name in ("model_world_size_1_rank_0.pt", "fsdp_config.json"):
         (tmp_path / name).write_text(name)
     found = resume.saved_files(tmp_path, contents)
-    assert found == {"model_world_size_1_rank_0.pt": 28, "fsdp_config.json": 16}
+    assert found == {"model_world_size_1_rank_0.pt": [28], "fsdp_config.json": [16]}
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "int8"])
@@ -149,9 +149,11 @@ REFUSED = {
     "no record": "the checkpoint is half-written, or not of this engine: ",
     "no files in the record": "the checkpoint is half-written, or not of this engine: ",
     "a cut record": "the record of the base cannot be read: ",
-    "a cut model": "the checkpoint is cut short: model_world_size_2_rank_1.pt has ",
-    "a cut optimizer": "the checkpoint is cut short: optim_world_size_2_rank_1.pt has ",
-    "no extra state": "the checkpoint is cut short: extra_state_world_size_2_rank_0.pt is missing in ",
+    "another rank's model": "the checkpoint is not as it was saved: model_world_size_2_rank_1.pt holds something else",
+    "another rank's optimizer": "the checkpoint is not as it was saved: optim_world_size_2_rank_1.pt holds something",
+    "a cut model": "the checkpoint is not as it was saved: model_world_size_2_rank_1.pt has ",
+    "a cut optimizer": "the checkpoint is not as it was saved: optim_world_size_2_rank_1.pt has ",
+    "no extra state": "the checkpoint is not as it was saved: extra_state_world_size_2_rank_0.pt is missing in ",
     "partial": "the checkpoint was saved without a part that is to be loaded: optim_world_size_2_rank_",
     "scale": "the checkpoint is of another base: ",
     "ignore": "the checkpoint is of another base: 6 of 14 weights differ, first 'model.layers.0.mlp.down_proj' (",
