@@ -52,6 +52,13 @@ def test_a_value_that_is_not_accepted_is_refused_with_those_that_are(kind, name,
         kind(**{name: value})
 
 
+@pytest.mark.parametrize(("kind", "name", "value"), [(Kind, "size", "5"), (Switched, "enabled", "true")], ids=str)
+def test_text_that_looks_like_a_value_is_told_as_that(kind, name, value):
+    said = rf"^node\.{name}='{value}' is no value .* That is text; .* take \$\{{oc\.decode:.*\. Correct the option\.$"
+    with pytest.raises(ValueError, match=said):
+        kind(**{name: value})
+
+
 def test_options_beside_a_switch_that_nobody_set_have_no_effect():
     said = r"^node\.names=\['c'\] has no effect while NODE is off\. Accepted is .* `\+node\.enabled=true`\. Add it"
     with pytest.raises(ValueError, match=said):

@@ -1,8 +1,9 @@
 import json
 
 import pytest
+import torch
 
-from verl_qerl.checkpoints.record import RECORD, BaseRecord, damaged_file, read_record
+from verl_qerl.checkpoints.record import RECORD, BaseRecord, damaged_file, file_mark, read_record
 from verl_qerl.errors import CheckpointFormatError
 
 WRITTEN = BaseRecord(
@@ -50,3 +51,13 @@ def test_the_first_file_that_is_not_whole_is_named(tmp_path):
     assert damaged_file(tmp_path, {"a.pt": 3}) is None
     assert damaged_file(tmp_path, {"b.pt": 3, "a.pt": 3}) == "b.pt is missing"
     assert damaged_file(tmp_path, {"b.pt": 3, "a.pt": 4}) == "a.pt has 3 of 4 bytes"
+
+
+def test_a_file_with_the_bytes_of_another_is_named(tmp_path):
+    for name, value in (("a.pt", 1.0), ("b.pt", 2.0), ("again.pt", 1.0)):
+        torch.save({"weight": torch.full((3,), value)}, tmp_path / name)
+    marks = {name: file_mark(tmp_path / name) for name in ("a.pt", "b.pt")}
+    assert damaged_file(tmp_path, json.loads(json.dumps(marks))) is None
+    assert damaged_file(tmp_path, {"a.pt": marks["a.pt"][0]}) is None  # as older records have it
+    (tmp_path / "b.pt").write_bytes((tmp_path / "a.pt").read_bytes())
+    assert damaged_file(tmp_path, marks) == "b.pt holds something else"

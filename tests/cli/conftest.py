@@ -1,13 +1,16 @@
 """Real checkpoints of verl's FSDP2 engine, for what reads them."""
 
 import os
+import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from qerl_testing import random_decoder, random_qwen3_moe
+
+from verl_qerl.checkpoints.record import file_mark, read_record
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("train_checkpoint.py")
@@ -43,6 +46,19 @@ class Trained:
     @property
     def actor(self) -> Path:
         return self.run / "global_step_4" / "actor"
+
+    def edited(self, folder: Path, edit: Callable[[dict], object]) -> Path:
+        """A copy of the shards' folder, each of its models edited, as a run would have saved it."""
+        shutil.copytree(self.actor, folder)
+        record = read_record(folder)
+        marks = dict(record.files)
+        for file in folder.glob("model_world_size_*.pt"):
+            shard = torch.load(file, weights_only=True)
+            edit(shard)
+            torch.save(shard, file)
+            marks[file.name] = file_mark(file)
+        replace(record, files=marks).write(folder)
+        return folder
 
 
 @pytest.fixture(scope="session")

@@ -55,8 +55,10 @@ class Options:
 
     def _refused(self, name: str, accepted: str) -> ValueError:
         value = getattr(self, name)
+        is_text = isinstance(value, str) and (value[:1].isdigit() or value in ("true", "false", "null"))
+        hint = " That is text; of a variable of the environment take ${oc.decode:${oc.env:NAME}}." if is_text else ""
         return ValueError(
-            f"{self.NODE}.{name}={value!r} is no value of this option. Accepted: {accepted}. Correct the option."
+            f"{self.NODE}.{name}={value!r} is no value of this option. Accepted: {accepted}.{hint} Correct the option."
         )
 
     @classmethod

@@ -2,6 +2,8 @@
 
 import json
 import os
+import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,7 +27,8 @@ class BaseRecord:
         adapter: Options of PEFT's LoraConfig that are set or differ from its defaults.
         world_size: Ranks that wrote the shards.
         lora_only: The shards hold what is trained and nothing else of the model.
-        files: name -> bytes of every file that a resume reads; empty until all of them are written.
+        files: name -> `file_mark` of every file that a resume reads, in older records its bytes alone; empty until all
+            of them are written.
         trained_norms: Which norms of each layer are trained besides the adapter.
         format: Name of the base's weight format; records written before there was a choice lack it.
         sharded_over: Ranks that one copy of what is trained was spread over; 0 in records written before it was kept.
@@ -38,7 +41,7 @@ class BaseRecord:
     adapter: Mapping[str, Any]
     world_size: int = 1
     lora_only: bool = False
-    files: Mapping[str, int] = field(default_factory=dict, repr=False)
+    files: Mapping[str, Any] = field(default_factory=dict, repr=False)
     trained_norms: tuple[str, ...] = ()
     format: str = "nvfp4"
     sharded_over: int = 0
@@ -108,12 +111,27 @@ def read_record(folder: Path) -> BaseRecord | None:
     return read_whole(folder / RECORD, make, "the record of the base", remedy)
 
 
-def damaged_file(folder: Path, files: Mapping[str, int]) -> str | None:
-    """What is wrong with the first of `files` (name -> bytes) that is absent or of another size, or None."""
-    for name, size in sorted(files.items()):
+def file_mark(path: Path) -> list[int]:
+    """What tells a file from another: its bytes, and of one of torch.save the checksum of what it says it holds.
+
+    That is the table at its end: tensors are not read.
+    """
+    mark = [path.stat().st_size]
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            mark.append(zlib.crc32(repr([entry.CRC for entry in archive.infolist()]).encode()))
+    return mark
+
+
+def damaged_file(folder: Path, files: Mapping[str, Any]) -> str | None:
+    """What is wrong with the first of `files` (name -> its mark) that is absent or another one, or None."""
+    for name, mark in sorted(files.items()):
         path = folder / name
+        size, *contents = mark if isinstance(mark, list) else [mark]
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} of {size} bytes"
+        if contents and file_mark(path) != mark:
+            return f"{name} holds something else"
     return None

@@ -137,24 +137,13 @@ def test_an_adapter_cannot_hold_them(trained, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def change(tmp_path, trained, edit):
-    """A copy of a checkpoint, each of its shards edited."""
-    actor = shutil.copytree(trained(CASES[0]).actor, tmp_path / "actor")
-    for rank in range(2):
-        file = actor / f"model_world_size_2_rank_{rank}.pt"
-        shard = torch.load(file, weights_only=True)
-        edit(shard)
-        torch.save(shard, file)
-    return actor
-
-
 def test_a_checkpoint_that_lost_them_is_refused(trained, tmp_path):
     def drop(shard):
         for name in [name for name in shard if name.endswith("adapter_shift")]:
             del shard[name]
 
     with pytest.raises(CheckpointFormatError, match=r"0 norms are trained, of \['input_layernorm', 'post_attention_"):
-        open_checkpoint(change(tmp_path, trained, drop))
+        open_checkpoint(trained(CASES[0]).edited(tmp_path / "actor", drop))
 
 
 def test_values_that_are_no_numbers_are_refused(trained, tmp_path):
@@ -163,11 +152,11 @@ def test_values_that_are_no_numbers_are_refused(trained, tmp_path):
         shard[name].to_local().fill_(float("nan"))
 
     with pytest.raises(CheckpointFormatError, match=r"what 'model\.layers\.\d\.input_layernorm' has learned holds NaN"):
-        open_checkpoint(change(tmp_path, trained, spoil))
+        open_checkpoint(trained(CASES[0]).edited(tmp_path / "actor", spoil))
 
 
 def test_a_base_without_their_place_is_refused(trained, models, tmp_path):
     name = "base_model.model.model.layers.9.input_layernorm.modules_to_save.default.adapter_shift"
-    actor = change(tmp_path, trained, lambda shard: shard.update({name: torch.ones(128)}))
+    actor = trained(CASES[0]).edited(tmp_path / "actor", lambda shard: shard.update({name: torch.ones(128)}))
     with pytest.raises(CheckpointFormatError, match=r"trains the norm 'model\.layers\.9\.input_layernorm' of \(128,"):
         export_checkpoint(actor, tmp_path / "out", "merged-bf16")

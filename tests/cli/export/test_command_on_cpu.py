@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 
 import pytest
 
@@ -186,14 +185,12 @@ def test_the_report_states_the_cost(trained, exported, tmp_path, capsys):
 
 def test_an_update_that_quantization_takes_back_is_announced(trained, tmp_path, capsys):
     # What a short run changes, 1 % of a weight and less, is below half a step of the grid nearly everywhere.
-    actor, packed = shutil.copytree(trained(CASE).actor, tmp_path / "actor"), tmp_path / "out"
-    for rank in range(2):
-        file = actor / f"model_world_size_2_rank_{rank}.pt"
-        shard = torch.load(file, weights_only=True)
+    def shrink(shard):
         for name, tensor in shard.items():
             if "lora_B" in name:
                 tensor.to_local().mul_(0.01)
-        torch.save(shard, file)
+
+    actor, packed = trained(CASE).edited(tmp_path / "actor", shrink), tmp_path / "out"
     assert main(["export", "--checkpoint", str(actor), "--out", str(packed), "--to", "merged-nvfp4"]) == 0
     assert "quantization takes the training back" in capsys.readouterr().out
     base, found = (dict(packed_stream(open_source(path))) for path in (trained(CASE).base, packed))
@@ -237,12 +234,8 @@ def test_another_base_is_refused_and_nothing_is_left(trained, models, tmp_path, 
 
 
 def test_what_else_was_trained_does_not_fit_an_adapter(trained, tmp_path):
-    actor = shutil.copytree(trained("ours-bf16-full").actor, tmp_path / "actor")
-    for rank in range(2):
-        file = actor / f"model_world_size_2_rank_{rank}.pt"
-        shard = torch.load(file, weights_only=True)
-        shard["base_model.model.model.norm.weight"].to_local().mul_(2)
-        torch.save(shard, file)
+    norm = "base_model.model.model.norm.weight"
+    actor = trained("ours-bf16-full").edited(tmp_path / "actor", lambda shard: shard[norm].to_local().mul_(2))
     with pytest.raises(ValueError, match=r"an adapter alone cannot hold this checkpoint: 'model.norm.weight'"):
         export_checkpoint(actor, tmp_path / "adapter", "peft")
     assert not (tmp_path / "adapter").exists()

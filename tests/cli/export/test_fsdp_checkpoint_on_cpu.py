@@ -81,6 +81,13 @@ def test_missing_ranks_are_named(copy):
         open_checkpoint(copy)
 
 
+def test_the_shard_of_another_rank_is_refused(copy):
+    name = "model_world_size_2_rank_1.pt"
+    shutil.copy(copy / "model_world_size_2_rank_0.pt", copy / name)
+    with pytest.raises(CheckpointFormatError, match=rf"cannot be put together: {name} holds something else in "):
+        open_checkpoint(copy)
+
+
 @pytest.mark.parametrize("kept", [0, 1000, 5000, -100])
 def test_a_cut_shard_is_refused(copy, kept):
     file = copy / "model_world_size_2_rank_1.pt"

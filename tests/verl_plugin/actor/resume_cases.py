@@ -3,6 +3,7 @@
 python resume_cases.py <folder of models> <folder for checkpoints and findings> <case> ...
 """
 
+import logging
 import os
 import shutil
 import signal
@@ -102,7 +103,13 @@ def cut(part, rank):
     return damage
 
 
+def of_rank_0(part):
+    return lambda folder: shutil.copy(folder / file_name(part, 2, 0), folder / file_name(part, 2, 1))
+
+
 DAMAGES = {
+    "another rank's model": of_rank_0("model"),
+    "another rank's optimizer": of_rank_0("optimizer"),
     "no folder": shutil.rmtree,
     "no record": lambda folder: (folder / RECORD).unlink(),
     "no files in the record": without_files,
@@ -137,6 +144,18 @@ def refused():
         before = state(engine)
         found[name] = (load(engine, saved("lora", 2)), equal(before, state(engine)))
     return found
+
+
+def in_parts():
+    """What is told where parts of a checkpoint are left out, and what an engine then holds."""
+    engine, told = build("bf16"), []
+    logger = logging.getLogger("verl_qerl")
+    logger.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: told.append(record.getMessage())
+    for contents in (["model", "extra"], "hf_model", []):
+        engine.checkpoint_manager.checkpoint_load_contents = contents
+        assert load(engine, saved("partial", 1)) is None
+    return {"told": told, "state": state(engine)}
 
 
 class Killer:
@@ -222,6 +241,7 @@ RUNS = {
     "restored from 2": lambda: restored(2),
     "a copy on each rank": lambda: restored(2, fsdp_size=1),
     "refused": refused,
+    "in parts": in_parts,
     "killed": killed,
 }
 

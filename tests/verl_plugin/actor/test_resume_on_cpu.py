@@ -24,7 +24,7 @@ def found(fresh_process, tmp_path_factory):
     models, out = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("out")
     random_qwen2().save_pretrained(models / "bf16")
     run = [str(SCRIPT), str(models), str(out)]
-    fresh_process(*run, "save", "killed")
+    fresh_process(*run, "save", "killed", "in parts")
     fresh_process(*run, "save", "restored from 1", "restored from 2", "a copy on each rank", "refused", ranks=2)
     fresh_process(*run, "restored from 2")
     return lambda case, ranks, rank=0: torch.load(out / f"{case}-{ranks}-{rank}.pt", weights_only=False)
@@ -43,6 +43,15 @@ def test_what_was_saved_is_held_after_loading(found, contents):
         assert_same(read["state"], saved)
         assert len(saved["optimizer"]) == 28
         assert saved["scheduler"]["last_epoch"] > 0
+
+
+def test_what_is_left_out_is_told(found):
+    read, saved = found("in parts", 1), found("save", 1)["partial"]
+    assert_same(read["state"], saved, ("adapters", "scheduler"))
+    one, of_all, all_of_them = read["told"]
+    assert one.startswith("not resumed, as checkpoint.load_contents=['model', 'extra'] leaves it out: optimizer of ")
+    assert "=hf_model leaves it out: optimizer, extra of " in of_all  # verl finds "model" in the text
+    assert "=[] leaves it out: model, optimizer, extra of " in all_of_them
 
 
 def test_generators_of_ranks_are_their_own(found):
@@ -105,7 +114,7 @@ def test_files_of_all_that_was_saved_are_found(contents, tmp_path, monkeypatch):
     for name in ("model_world_size_1_rank_0.pt", "fsdp_config.json"):
         (tmp_path / name).write_text(name)
     found = resume.saved_files(tmp_path, contents)
-    assert found == {"model_world_size_1_rank_0.pt": 28, "fsdp_config.json": 16}
+    assert found == {"model_world_size_1_rank_0.pt": [28], "fsdp_config.json": [16]}
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "int8"])
@@ -140,9 +149,11 @@ REFUSED = {
     "no record": "the checkpoint is half-written, or not of this engine: ",
     "no files in the record": "the checkpoint is half-written, or not of this engine: ",
     "a cut record": "the record of the base cannot be read: ",
-    "a cut model": "the checkpoint is cut short: model_world_size_2_rank_1.pt has ",
-    "a cut optimizer": "the checkpoint is cut short: optim_world_size_2_rank_1.pt has ",
-    "no extra state": "the checkpoint is cut short: extra_state_world_size_2_rank_0.pt is missing in ",
+    "another rank's model": "the checkpoint is not as it was saved: model_world_size_2_rank_1.pt holds something else",
+    "another rank's optimizer": "the checkpoint is not as it was saved: optim_world_size_2_rank_1.pt holds something",
+    "a cut model": "the checkpoint is not as it was saved: model_world_size_2_rank_1.pt has ",
+    "a cut optimizer": "the checkpoint is not as it was saved: optim_world_size_2_rank_1.pt has ",
+    "no extra state": "the checkpoint is not as it was saved: extra_state_world_size_2_rank_0.pt is missing in ",
     "partial": "the checkpoint was saved without a part that is to be loaded: optim_world_size_2_rank_",
     "scale": "the checkpoint is of another base: ",
     "ignore": "the checkpoint is of another base: 6 of 14 weights differ, first 'model.layers.0.mlp.down_proj' (",

@@ -4,6 +4,9 @@ import pytest
 
 pytest.importorskip("verl")
 
+from hydra import compose, initialize_config_module
+from hydra.core.hydra_config import HydraConfig
+
 from verl_qerl.verl_plugin.config import spelling
 
 QUANTIZED = ("+rollout=nvfp4", "actor_rollout_ref.model.lora_rank=8")
@@ -41,3 +44,15 @@ def test_a_stock_run_is_not_looked_at(validate, override):
 def test_what_is_the_users_own_is_not_mentioned(override, configuration, caplog):
     spelling.check_spelling(configuration(*QUANTIZED, "+aqn.enabled=true", override))
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("formats", ["[nvfp4,int8]", "[int8, fp8]"])
+def test_several_formats_are_refused(configuration, monkeypatch, formats):
+    overrides = ["+qerl.gate.mismatch_sample=0", f"+rollout={formats}"]  # Hydra takes the last
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        whole = compose("ppo_trainer", overrides, return_hydra_config=True)
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", whole)
+    with pytest.raises(ValueError, match=r"^\+rollout=\[\w+, ?\w+\] names several formats\. One is accepted"):
+        spelling.check_spelling(configuration(*QUANTIZED))
+    whole.hydra.overrides.task = list(QUANTIZED)
+    spelling.check_spelling(configuration(*QUANTIZED))

@@ -17,7 +17,7 @@ from verl_qerl.algos.trained_norms import split_norms
 from verl_qerl.algos.uaq import read_record as read_uaq_record
 from verl_qerl.algos.uaq import scaled_parameters, unfold_
 from verl_qerl.checkpoints.model_config import read_object
-from verl_qerl.checkpoints.record import RECORD, BaseRecord, read_record
+from verl_qerl.checkpoints.record import RECORD, BaseRecord, damaged_file, read_record
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.modules.placement.shards import join_shards, unfit
 
@@ -90,6 +90,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     meta_file = folder / "lora_train_meta.json"
     meta = read_object(meta_file, _OTHER_STEP) if meta_file.is_file() else {}
     _check_norms(folder, norms, record)
+    saved = {file.name: record.files[file.name] for file in files if file.name in record.files} if record else {}
+    if problem := damaged_file(folder, saved):  # the shard of another rank fits too
+        raise unfit(folder, problem)
     return Checkpoint(folder, world_size, factors, others, record, meta, uaq, norms)
 
 

@@ -4,6 +4,7 @@ Chosen by verl's registry through the vendor key, before the stock class; withou
 What differs is in `FrozenBase` and `TrainedWeights`, one of which an engine has.
 """
 
+import logging
 from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
@@ -21,11 +22,13 @@ from verl_qerl.modules import varlen_attention
 from verl_qerl.verl_plugin.actor.base_record import recorded_path
 from verl_qerl.verl_plugin.actor.frozen_base import FrozenBase
 from verl_qerl.verl_plugin.actor.recompute import Recompute
+from verl_qerl.verl_plugin.actor.resume import PARTS
 from verl_qerl.verl_plugin.actor.trained_weights import TrainedWeights
 from verl_qerl.verl_plugin.actor.uaq_engine import check_scale
 from verl_qerl.verl_plugin.config.base_options import BaseOptions
 from verl_qerl.verl_plugin.shims import CRITIC, LOG_PROBS
 
+logger = logging.getLogger(__name__)
 _Stock: Any = FSDPEngineWithLMHead  # verl's untyped decorator hides the class from type checkers
 
 
@@ -98,6 +101,11 @@ class QerlFSDPEngine(_Stock):
         check_scale(Path(local_path), self._uaq_scale)
         with self.weights.loadable(Path(local_path)) as folder:
             super().load_checkpoint(str(folder), *args, **kwargs)
+        contents = self.checkpoint_manager.checkpoint_load_contents
+        left_out = [part for part in PARTS if part not in contents]
+        if left_out and self.rank == 0:
+            told = contents, ", ".join(left_out), local_path
+            logger.warning("not resumed, as checkpoint.load_contents=%s leaves it out: %s of %s", *told)
 
     def get_per_tensor_param(self, *args: Any, base_sync_done: bool = False, **kwargs: Any) -> Any:
         """The tensors of a weight sync, in the form that our rollout takes."""

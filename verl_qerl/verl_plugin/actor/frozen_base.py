@@ -41,7 +41,7 @@ from verl_qerl.verl_plugin.actor.lend_base import lend_base
 from verl_qerl.verl_plugin.actor.liger import apply_liger
 from verl_qerl.verl_plugin.actor.memory_check import check_memory
 from verl_qerl.verl_plugin.actor.packed_model import build_skeleton, load_packed
-from verl_qerl.verl_plugin.actor.resume import check_checkpoint, for_these_ranks, saved_files
+from verl_qerl.verl_plugin.actor.resume import PARTS, check_checkpoint, for_these_ranks, saved_files
 from verl_qerl.verl_plugin.config.base_options import CHECKSUM, DIGESTS, LAYOUT, BaseOptions
 from verl_qerl.verl_plugin.weight_sync.flat_adapter import FlatAdapter, adapter_checksum, pieces
 
@@ -167,7 +167,7 @@ class FrozenBase:
             CheckpointFormatError: It is not, on every rank alike.
         """
         engine, manager = self._engine, self._engine.checkpoint_manager
-        parts = [part for part in ("model", "optimizer", "extra") if getattr(manager, f"should_load_{part}")]
+        parts = [part for part in PARTS if part in manager.checkpoint_load_contents]
         held = self._record()
         record = check_checkpoint(folder, held, parts)
         with for_these_ranks(folder, record, held, parts, engine.module, engine.optimizer) as found:

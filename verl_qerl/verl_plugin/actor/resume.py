@@ -7,7 +7,7 @@ writes last, after the files of all ranks, tells a whole checkpoint from one tha
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from verl_qerl.checkpoints.digest import differing_weights
-from verl_qerl.checkpoints.record import RECORD, BaseRecord, damaged_file, read_record
+from verl_qerl.checkpoints.record import RECORD, BaseRecord, damaged_file, file_mark, read_record
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.modules.placement.shards import cut_like, join_optimizer, join_shards
 
@@ -26,6 +26,7 @@ _T = TypeVar("_T")
 
 # verl's name for a part of a checkpoint -> how the files of a rank begin.
 _FILES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
+PARTS = tuple(_FILES)
 # What rank 0 writes beside the shards, after them.
 _BESIDE = ("fsdp_config.json", "lora_train_meta.json")
 
@@ -35,8 +36,8 @@ def file_name(part: str, world_size: int, rank: int) -> str:
     return f"{_FILES[part]}_world_size_{world_size}_rank_{rank}.pt"
 
 
-def saved_files(folder: Path, parts: Sequence[str]) -> dict[str, int]:
-    """Name -> bytes of what all ranks have saved; each rank looks at its own, which may be on another node.
+def saved_files(folder: Path, parts: Sequence[str]) -> dict[str, list[int]]:
+    """Name -> `file_mark` of what all ranks have saved; each rank looks at its own, which may be on another node.
 
     Args:
         parts: `save_contents`, a list or, as verl takes it too, the name of one part.
@@ -45,8 +46,8 @@ def saved_files(folder: Path, parts: Sequence[str]) -> dict[str, int]:
     names = [file_name(part, world_size, rank) for part in _FILES if part in parts]
     names += [name for name in _BESIDE if rank == 0 and (folder / name).is_file()]
     of_ranks: list[Any] = [None] * world_size
-    dist.all_gather_object(of_ranks, {name: (folder / name).stat().st_size for name in names})
-    return {name: size for files in of_ranks for name, size in files.items()}
+    dist.all_gather_object(of_ranks, {name: file_mark(folder / name) for name in names})
+    return {name: mark for files in of_ranks for name, mark in files.items()}
 
 
 def read_on_first_rank(read: Callable[[], _T]) -> _T:
@@ -112,8 +113,8 @@ def refuse_adapter(folder: Path) -> None:
 def refuse_packed_base(folder: Path) -> None:
     """Raise CheckpointFormatError, on every rank, where the checkpoint is of a packed base, for a run that has none.
 
-    An engine of verl's own that saves into the folder of an older checkpoint leaves the record there. Files of other
-    sizes than it lists tell that.
+    An engine of verl's own that saves into the folder of an older checkpoint leaves the record there. Other files than
+    it lists tell that.
     """
     record = read_on_first_rank(lambda: _record_of_these_files(folder))
     if record:
@@ -127,7 +128,7 @@ def refuse_packed_base(folder: Path) -> None:
 def _record_of_these_files(folder: Path) -> BaseRecord | None:
     record = read_record(folder)
     # Those of other ranks may lie on other nodes.
-    here = {name: size for name, size in record.files.items() if (folder / name).is_file()} if record else {}
+    here = {name: mark for name, mark in record.files.items() if (folder / name).is_file()} if record else {}
     return None if damaged_file(folder, here) else record
 
 
@@ -240,9 +241,8 @@ def _cut(folder: Path, record: BaseRecord, held: BaseRecord, parts: Sequence[str
             f"the checkpoint was saved without a part that is to be loaded: {unsaved[0]} of {folder}. Parts of "
             "checkpoint.save_contents are accepted. Set checkpoint.load_contents to them."
         )
-    read: Mapping[str, int] = {name: record.files[name] for name in names}
-    problem = damaged_file(folder, read)
+    problem = damaged_file(folder, {name: record.files[name] for name in names})
     return problem and (
-        f"the checkpoint is cut short: {problem} in {folder}. The files that {RECORD} lists are needed, whole. "
-        "Copy them again or resume from an earlier step."
+        f"the checkpoint is not as it was saved: {problem} in {folder}. The files that {RECORD} lists are needed,"
+        " whole. Copy them again or resume from an earlier step."
     )

@@ -1,10 +1,11 @@
-"""Misspelled nodes of ours: Hydra's `+` accepts any name, and nothing would read it."""
+"""Names that Hydra takes and nothing of ours reads: misspelled nodes, and all but the last of several formats."""
 
 import logging
 from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from verl_qerl.algos.acr import ACRConfig
@@ -24,7 +25,17 @@ def check_spelling(config: DictConfig) -> None:
     """In a run of ours, warn of a top-level node whose name is nearly one of ours and that holds options of ours.
 
     A node of the user's own may look like that, so that the run goes on.
+
+    Raises:
+        ValueError: The command line names several formats, of which Hydra takes the last without a word.
     """
+    for override in HydraConfig.get().overrides.task if HydraConfig.initialized() else ():
+        group, _, formats = override.lstrip("+").partition("=")
+        if group == "rollout" and "," in formats:
+            raise ValueError(
+                f"+rollout={formats} names several formats. One is accepted, for all linears; qerl.base.ignore leaves"
+                " some in bf16. Name one."
+            )
     for name in map(str, config):
         near = get_close_matches(name.lower(), _NODES, n=len(_NODES), cutoff=0.6) if name not in _NODES else []
         value = config[name]

@@ -57,8 +57,10 @@ def round_group(weights: Mapping[str, torch.Tensor], form: WeightFormat) -> dict
     Returns:
         The same names; rounded to bf16 and to `form` as in a sync, in the dtype of the argument.
     """
-    packed = form.quantize_group({name: weight.to(torch.bfloat16) for name, weight in weights.items()})
-    return {name: dequantize(packed[name], weight.dtype) for name, weight in weights.items()}
+    device = next(iter(weights.values())).device.type
+    with torch.autocast(device, enabled=False):  # that of a CPU cannot join FP8 tensors
+        packed = form.quantize_group({name: weight.to(torch.bfloat16) for name, weight in weights.items()})
+        return {name: dequantize(packed[name], weight.dtype) for name, weight in weights.items()}
 
 
 def check_unquantized(path: str, form: str) -> None:
