@@ -289,8 +289,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if bool(args.overrides) != bool(args.tag):
         parser.error("--tag and overrides of main_ppo go together, so that a name stands for one set of options")
-    if args.per_gpu > 1 and args.gpus_per_run > 1:
-        parser.error("--per-gpu and --gpus-per-run: one of them above 1 is accepted. Leave one out.")
     if args.steps < 1 or not 0 <= args.least <= args.minutes:
         parser.error(
             f"nothing would run: --steps {args.steps}, --minutes {args.minutes:g}, --least {args.least:g}. A step or"

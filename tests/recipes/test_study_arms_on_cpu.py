@@ -110,18 +110,13 @@ def test_validation(composed, tmp_path, kind, files, every, before, drawn):
 
 
 def test_runs_on_part_of_a_gpu_and_on_several(composed):
-    alone, pair, wide = (composed("nvfp4", *more) for more in ([], ["--per-gpu", "2"], ["--gpus-per-run", "4"]))
-    for config, share in ((alone, 0.35), (pair, 0.175), (wide, 0.35)):
+    part, several = ["--per-gpu", "2"], ["--gpus-per-run", "4"]
+    alone, pair, wide, both = (composed("nvfp4", *more) for more in ([], part, several, part + several))
+    for config, share in ((alone, 0.35), (pair, 0.175), (wide, 0.35), (both, 0.175)):
         rollout = config.actor_rollout_ref.rollout
         assert rollout.gpu_memory_utilization == share
         assert rollout.engine_kwargs.vllm.kv_cache_memory_bytes >= 32 * 8 * 768 * 28 * 1024
-    assert [config.trainer.n_gpus_per_node for config in (alone, pair, wide)] == [1, 1, 4]
-
-
-def test_a_share_of_several_gpus_is_refused(composed, capsys):
-    with pytest.raises(SystemExit):
-        composed("nvfp4", "--per-gpu", "2", "--gpus-per-run", "2")
-    assert "--per-gpu and --gpus-per-run: one of them above 1 is accepted." in capsys.readouterr().err
+    assert [config.trainer.n_gpus_per_node for config in (alone, pair, wide, both)] == [1, 1, 4, 4]
 
 
 def test_the_users_overrides_win(composed):
