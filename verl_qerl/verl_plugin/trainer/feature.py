@@ -110,9 +110,6 @@ class Feature:
     def __init__(self, run: Run) -> None:
         self._run = run
 
-    def on_replay_buffer(self, buffer: Any) -> None:
-        """The trainer has its buffer, from which each step takes its answers."""
-
     def before_init_end(self) -> None:
         """Workers and engines are there; the first weight sync follows."""
 
@@ -132,9 +129,6 @@ class Feature:
             tags: Key -> what the replay buffer knows of the answer.
             metrics: The step's metrics, changed in place.
         """
-
-    def before_values(self, batch: Any) -> None:
-        """The critic is asked next."""
 
     def before_step_end(self) -> None:
         """The step's update is done; the weight sync for the next step follows."""
@@ -161,4 +155,4 @@ class Feature:
         """`run.step` is the step of the checkpoint, 0 without one."""
 
     def on_error(self, error: Exception) -> None:
-        """A step or a validation has failed; raise a better error if there is one."""
+        """Training has failed, or its first weight sync; raise a better error if there is one."""
