@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from verl_qerl.kernels.actor.logit_rows import gradient_of_rows, score_rows
+
 # Tokens whose float32 logits exist at a time: 0.6 GB for a vocabulary of 152k.
 _CHUNK_TOKENS = 1024
 
@@ -17,23 +19,16 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         chunks = zip(logits.split(_CHUNK_TOKENS), labels.split(_CHUNK_TOKENS), strict=True)
-        log_sums = torch.cat([part.float().logsumexp(dim=-1) for part in logits.split(_CHUNK_TOKENS)])
-        chosen = torch.cat([part.gather(-1, label[:, None])[:, 0].float() for part, label in chunks])
+        scored = [score_rows(part, chosen, temperature=1.0, entropy=False) for part, chosen in chunks]
+        log_probs, log_sums, _ = (torch.cat(parts) for parts in zip(*scored, strict=True))
         ctx.save_for_backward(logits, labels, log_sums)
-        return chosen - log_sums
+        return log_probs
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        logits, labels, log_sums = ctx.saved_tensors
-        (grad,) = grad_outputs
-        out = torch.empty_like(logits)
-        for at in range(0, len(labels), _CHUNK_TOKENS):
-            part = slice(at, at + _CHUNK_TOKENS)
-            # d log p_y / d logit_v = [v = y] - p_v
-            dense = (logits[part].float() - log_sums[part, None]).exp_().mul_(-grad[part, None])
-            dense.scatter_add_(1, labels[part, None], grad[part, None].float())
-            out[part] = dense.to(out.dtype)
-        return out, None
+        chunks = zip(*(x.split(_CHUNK_TOKENS) for x in (*ctx.saved_tensors, *grad_outputs)), strict=True)
+        parts = [gradient_of_rows(x, labels, 1.0, (sums, sums), (grad, None)) for x, labels, sums, grad in chunks]
+        return torch.cat(parts), None
 
 
 def log_probs_of_labels(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
