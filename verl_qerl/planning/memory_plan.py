@@ -29,7 +29,6 @@ class Settings:
     """What of a run's configuration decides its memory.
 
     Attributes:
-        rank: LoRA rank.
         adapted_features: Inputs and outputs of the linears that carry one; None: of all (with experts, of the
             attention's).
         gpus: Over which FSDP2 shards.

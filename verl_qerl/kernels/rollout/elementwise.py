@@ -40,7 +40,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, ids: torch.T
     Args:
         x: [T, ..., K] bf16, K % 8 == 0, K <= MAX_COLUMNS. With `ids` the kernel takes such rows, and torch the rest.
         weight: [K] bf16 or float32; with `ids` [N, K] float32, the weights that there are.
-        epsilon: Added to the mean of the squares.
         ids: [M] int32, T <= M, each token's row of `weight`; None: all have the same.
 
     Returns:

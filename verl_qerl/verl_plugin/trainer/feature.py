@@ -42,7 +42,6 @@ class Run:
         bypasses: Whether verl takes the rollout's log-probs for those of the actor before its update.
         requantizes: Whether all weights are trained and every sync quantizes them.
         searched: Stage -> (first step, sigma) found for `aqn.target_kl`, as `sigma_at_step` takes it.
-        sampled: The batch that was sampled last.
         rescored: Answers of that batch that the rollout has scored again; None if no feature asked for it.
         actor_scores: What `score_actor` has found of that batch: whether rounded, and keys -> log-probs.
         metrics: What features add to those of the step that is ending.

@@ -56,11 +56,7 @@ FEATURES: dict[type[Feature], Callable[[Run], Any]] = {
 
 
 class FeaturedTrainer(_Trainer):
-    """Overrides of verl's PPOTrainer; what they do is in the features.
-
-    Attributes:
-        run: What features see of the trainer.
-    """
+    """Overrides of verl's PPOTrainer; what they do is in the features."""
 
     FEATURES = FEATURES
 
