@@ -17,7 +17,7 @@ _ASLEEP_BYTES = 2.0 * GIB
 _BEYOND_SHARE_BYTES = 1.25 * GIB
 # Codes and block scales; what a channel or a whole weight has besides is left out.
 BYTES_PER_WEIGHT = {"nvfp4": 9 / 16, "mxfp4": 17 / 32, "int8": 1.0, "fp8": 1.0}
-_HEAD_CHUNK = 1024  # tokens, as kernels.linear_log_probs
+_HEAD_CHUNK = 1024  # tokens, as kernels.actor.log_probs
 
 
 class DoesNotFitError(ValueError):
