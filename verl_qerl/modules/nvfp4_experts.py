@@ -11,7 +11,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.nvfp4 import BLOCK_SIZE, nvfp4_weight
 from verl_qerl.kernels.actor.dequantize import dequantize_nvfp4
-from verl_qerl.kernels.actor.experts import experts_linear
+from verl_qerl.kernels.actor.linear import experts_linear
 
 
 class PackedStack(nn.Module):
