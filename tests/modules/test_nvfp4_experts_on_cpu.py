@@ -11,8 +11,8 @@ from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.ignore import is_packed_module
 from verl_qerl.formats.reference import dequantize
 from verl_qerl.modules.convert import packed_linears, packed_weights, replace_experts, replace_linears
+from verl_qerl.modules.format_linear import NVFP4Linear
 from verl_qerl.modules.nvfp4_experts import NVFP4Experts, PackedStack
-from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 
 pytest.importorskip("transformers")
 TOKENS = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(3))

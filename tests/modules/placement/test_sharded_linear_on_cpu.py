@@ -9,7 +9,7 @@ from qerl_testing import random_packed_weight
 
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.manifest import checksum
-from verl_qerl.modules.nvfp4_linear import NVFP4Linear
+from verl_qerl.modules.format_linear import NVFP4Linear
 from verl_qerl.modules.placement.sharded_linear import PackedBytes, ShardedNVFP4Linear
 
 SHAPES = [(24, 48), (1, 16), (7, 80)]

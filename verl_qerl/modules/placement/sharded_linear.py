@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from verl_qerl.checkpoints.manifest import checksum
 from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.nvfp4 import BLOCK_SIZE, nvfp4_weight
-from verl_qerl.modules.nvfp4_linear import NVFP4Linear
+from verl_qerl.modules.format_linear import NVFP4Linear
 from verl_qerl.modules.placement.shards import sharding_group
 
 _HEAD = 16  # bytes of the decode scale with its padding: what follows starts where a kernel can load it in one piece
