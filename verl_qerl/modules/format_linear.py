@@ -41,13 +41,7 @@ class MXFP4Linear(FormatLinear):
 
 
 class NVFP4Linear(PackedLinear):
-    """y = x W^T + bias, W in NVFP4 and frozen, gradients for x.
-
-    Attributes:
-        weight: [N, K / 2] uint8, the codes.
-        weight_scale: [N, K / 16] uint8, the bytes of float8_e4m3fn.
-        weight_decode_scale: [4] uint8, the bytes of one float32.
-    """
+    """A linear in NVFP4: two E2M1 codes a byte, an E4M3 scale for 16 of them, and a float32 scale."""
 
     form = NVFP4()
 
