@@ -15,7 +15,7 @@ from verl_qerl.formats.nvfp4 import BLOCK_SIZE, nvfp4_weight
 from verl_qerl.formats.reference import dequantize
 from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.modules.convert import replace_linears
-from verl_qerl.modules.nvfp4_linear import NVFP4Linear
+from verl_qerl.modules.format_linear import NVFP4Linear
 
 # Of Qwen2.5; "tiny" is for a CPU.
 SHAPES = {

@@ -26,7 +26,7 @@ import torch
 from verl_qerl.kernels.rollout.attention import decode_attention
 from verl_qerl.kernels.rollout.elementwise import add_rms_norm, silu_mul
 from verl_qerl.kernels.rollout.lora import member_of_tile
-from verl_qerl.kernels.rollout.rotation import norm_rotate, rotate
+from verl_qerl.kernels.rollout.rotation import rotate
 from verl_qerl.vllm_plugin.weights.linear_ops import linear_repacked, lora_linear_repacked
 from verl_qerl.vllm_plugin.weights.plans import make_plan
 
@@ -86,7 +86,7 @@ def run_layer(
     q, k, v = multiply("qkv", x).split(parts(shape)["qkv"][1], 1)
     places = (inputs["positions"], inputs["table"], shape.head_dim)
     if shape.family == "qwen3":
-        q, k = norm_rotate(q, k, layer["heads"], layer["heads"], 1e-6, *places)
+        q, k = rotate(q, k, *places, layer["heads"], layer["heads"], 1e-6)
     else:
         q, k = rotate(q, k, *places)
     if "cache" in layer:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl_qerl.kernels.rollout.elementwise import _launch_norm, add_rms_norm_rows, rms_norm_rows
+from verl_qerl.kernels.rollout.elementwise import _launch_norm, add_rms_norm, rms_norm
 
 IDS = torch.tensor([3, 0, 2, 2, 1, 0], dtype=torch.int32)
 
@@ -25,9 +25,9 @@ def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def test_each_token_has_a_weight_of_its_own(gpu, K):
     x, residual, table = given(K)
     for of in (x, x[:, 0]):  # heads of a token share its weight
-        assert is_close(_launch_norm(of, None, table, 1e-5, IDS)[0], rms_norm_rows(of, table, IDS, 1e-5))
+        assert is_close(_launch_norm(of, None, table, 1e-5, IDS)[0], rms_norm(of, table, 1e-5, IDS))
     found = _launch_norm(x, residual, table, 1e-5, IDS)
-    expected = add_rms_norm_rows(x, residual, table, IDS, 1e-5)
+    expected = add_rms_norm(x, residual, table, 1e-5, IDS)
     assert is_close(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
 
@@ -43,5 +43,5 @@ CHANGES = {
 def test_what_is_changed_is_missed(gpu, mutate, change):
     x, _, table = given(264)
     mutate(CHANGES[change])
-    assert not is_close(_launch_norm(x, None, table, 1e-5, IDS)[0], rms_norm_rows(x, table, IDS, 1e-5))
+    assert not is_close(_launch_norm(x, None, table, 1e-5, IDS)[0], rms_norm(x, table, 1e-5, IDS))
     assert all(mutate.found.values())

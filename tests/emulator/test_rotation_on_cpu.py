@@ -6,7 +6,7 @@ import pytest
 import torch
 from qerl_testing import load_beside
 
-from verl_qerl.kernels.rollout.rotation import _launch, norm_rotate, rotate
+from verl_qerl.kernels.rollout.rotation import _launch, rotate
 
 cases = load_beside(str(Path(__file__).parents[1] / "kernels" / "rollout" / "unwritten.py"), "rotation_cases")
 
@@ -26,7 +26,7 @@ def test_the_rotation(gpu, shape):
 def test_norms_of_heads(gpu, shape, dtype):
     q, k, *places = (*cases.heads(3, *shape), shape[0])
     weights = cases.head_norms(shape[0], dtype)
-    pairs = zip(_launch(q, k, weights, 1e-5, *places), norm_rotate(q, k, *weights, 1e-5, *places), strict=True)
+    pairs = zip(_launch(q, k, weights, 1e-5, *places), rotate(q, k, *places, *weights, 1e-5), strict=True)
     for found, expected in pairs:
         assert torch.allclose(found.float(), expected.float(), rtol=2**-6, atol=2**-6)
         # A neighbour where float32 sums differ, else the same bits.
@@ -46,6 +46,6 @@ def test_what_is_changed_is_missed(gpu, mutate, change):
     mutate(CHANGES[change])
     q, k, *places = (*cases.heads(3, 128, 3, 1), 128)
     weights = cases.head_norms(128, torch.float32)
-    pairs = zip(_launch(q, k, weights, 1e-5, *places), norm_rotate(q, k, *weights, 1e-5, *places), strict=True)
+    pairs = zip(_launch(q, k, weights, 1e-5, *places), rotate(q, k, *places, *weights, 1e-5), strict=True)
     assert any((found == expected).float().mean() < 0.9 for found, expected in pairs)
     assert all(mutate.found.values())

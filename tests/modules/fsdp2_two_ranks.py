@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.modules.adapted_linear import fuse_adapters
 from verl_qerl.modules.convert import packed_linears, replace_linears
-from verl_qerl.modules.nvfp4_linear import NVFP4Linear
+from verl_qerl.modules.format_linear import NVFP4Linear
 from verl_qerl.modules.placement.sharded_linear import ShardedNVFP4Linear
 
 torch._foreach_copy_ = foreach_copy_as_cuda

@@ -7,7 +7,7 @@ import torch
 from qerl_testing import assert_close, quantize, rms_error_ratio
 
 from verl_qerl.kernels.actor.dequantize import dequantize_siblings
-from verl_qerl.modules import nvfp4_linear
+from verl_qerl.modules import format_linear
 from verl_qerl.modules.convert import replace_linears
 
 peft = pytest.importorskip("peft")
@@ -111,7 +111,7 @@ def test_checkpointing_changes_no_bit_and_decodes_twice(tiny_model, monkeypatch)
     fuse_adapters(model)
     decoded = []
     count = lambda weights, dtype: decoded.append(len(weights)) or dequantize_siblings(weights, dtype)  # noqa: E731
-    monkeypatch.setattr(nvfp4_linear, "dequantize_siblings", count)
+    monkeypatch.setattr(format_linear, "dequantize_siblings", count)
     plain = run(model)
     assert sorted(decoded) == sorted([3, 1, 2, 1] * 2 * 2)  # q, k and v; o; gate and up; down: of two layers, each pass
     decoded.clear()

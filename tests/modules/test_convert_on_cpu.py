@@ -2,7 +2,7 @@ import pytest
 import torch.nn as nn
 
 from verl_qerl.modules.convert import packed_linears, replace_linears
-from verl_qerl.modules.nvfp4_linear import NVFP4Linear
+from verl_qerl.modules.format_linear import NVFP4Linear
 
 LEAVES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 NAMES = [

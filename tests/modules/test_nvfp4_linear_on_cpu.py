@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 from qerl_testing import random_packed_weight
 
-from verl_qerl.modules.nvfp4_linear import NVFP4Linear
+from verl_qerl.modules.format_linear import NVFP4Linear
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from qerl_testing import quantize
 
 from verl_qerl.formats.reference import dequantize
 from verl_qerl.modules.convert import replace_linears
-from verl_qerl.modules.nvfp4_linear import NVFP4Linear
+from verl_qerl.modules.format_linear import NVFP4Linear
 
 peft = pytest.importorskip("peft")
 

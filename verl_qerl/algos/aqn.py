@@ -169,7 +169,6 @@ def noisy_weight(clean: torch.Tensor, noise: torch.Tensor, sigma: float, mode: s
         clean: [K] float32, the norm's weight w.
         noise: [..., K] float32, Z of unit variance.
         sigma: Standard deviation; 0 returns `clean` itself.
-        mode: `additive`, `multiplicative` or `relative`.
 
     Returns:
         The shape of `noise`, float32.

@@ -34,7 +34,6 @@ def check_places(family: str, targets: tuple[str, ...]) -> None:
     """Refuse with a ValueError the default targets in a family of models where they may mean something else.
 
     Args:
-        family: `model_type`.
         targets: `AQNConfig.targets`. Only the default is checked; norms that the user has named are accepted.
     """
     if targets == TARGETS and family not in FAMILIES:

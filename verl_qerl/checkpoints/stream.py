@@ -38,7 +38,6 @@ def packed_stream(
     Args:
         source: From `open_source`; not quantized, or in this format.
         ignore: Modules of a source that is not quantized, left as they are (default: lm_head).
-        device: Where weights are read to and quantized.
         observe: Called with module, original and packed weight of each linear that is quantized here.
 
     Yields:

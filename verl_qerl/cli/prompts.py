@@ -75,10 +75,6 @@ def tokens_of(source: Source, prompts: Sequence[Prompt], most: int) -> list[list
 def load_tokenizer(model: str | Path, chats: bool) -> Any:
     """The tokenizer of a model.
 
-    Args:
-        model: Directory or hub id.
-        chats: It is for chats too.
-
     Raises:
         ValueError: The model has no tokenizer or a damaged one, or for chats the tokenizer no template.
     """

@@ -24,7 +24,6 @@ class ChannelFormat(WeightFormat):
     Attributes:
         codes: dtype of the codes, as safetensors spells it.
         number: What a code is, as compressed-tensors spells it: `int` or `float`.
-        largest: The largest code.
     """
 
     parts: tuple[str, ...] = ("weight", "weight_scale")

@@ -28,7 +28,6 @@ class InputMoments:
     """Second moments X^T X / tokens of the inputs X [tokens, K] of a linear, as they come.
 
     Args:
-        in_features: K.
         device: Where the inputs are, and a float32 matrix [K, K] is held.
     """
 

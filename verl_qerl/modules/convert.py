@@ -6,8 +6,8 @@ import torch.nn as nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from verl_qerl.formats import PackedWeight
+from verl_qerl.modules.format_linear import NVFP4Linear
 from verl_qerl.modules.nvfp4_experts import ExpertLinear, NVFP4Experts
-from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.modules.packed_linear import PackedLinear
 
 

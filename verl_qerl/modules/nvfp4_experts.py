@@ -11,7 +11,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.nvfp4 import BLOCK_SIZE, nvfp4_weight
 from verl_qerl.kernels.actor.dequantize import dequantize_nvfp4
-from verl_qerl.kernels.actor.experts import experts_linear
+from verl_qerl.kernels.actor.linear import experts_linear
 
 
 class PackedStack(nn.Module):
@@ -41,12 +41,7 @@ class PackedStack(nn.Module):
             self.register_buffer(name, torch.zeros(shape, dtype=torch.uint8, device=device), persistent=False)
 
     def fill(self, g: int, packed: PackedWeight) -> None:
-        """Copy weight g; the first one decides the device of all. A ValueError if the shapes differ."""
-        if packed.shape != self.shape[1:]:
-            raise ValueError(
-                f"the packed weight is {packed.shape}, the expert's {self.shape[1:]}."
-                " Both must be (out_features, in_features). Check that config.json belongs to these weights."
-            )
+        """Copy weight g, of the shape of all; the first one decides their device."""
         if self.codes.is_meta:
             self.to_empty(device=packed.codes.device)
         self.codes[g] = packed.codes

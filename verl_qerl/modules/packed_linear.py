@@ -64,8 +64,7 @@ class PackedLinear(nn.Linear):
         self.persistent = False
 
     def fill(self, packed: PackedWeight) -> None:
-        """Take over the tensors of a packed weight (no copy; its device becomes ours); raises as `check_packed`."""
-        self.check_packed(packed)
+        """Take over the tensors of a packed weight of this format and size (no copy; its device becomes ours)."""
         for name, spec, tensor in zip(_BUFFERS, self.form.held(*packed.shape), packed.tensors, strict=False):
             setattr(self, name, (tensor if spec.shape else tensor.reshape(1)).view(torch.uint8))
 
@@ -87,19 +86,6 @@ class PackedLinear(nn.Linear):
     def decode(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight, [N, K] of `dtype`."""
         raise NotImplementedError
-
-    def check_packed(self, packed: PackedWeight) -> None:
-        """Refuse with a ValueError a weight of another format or shape."""
-        if packed.form.name != self.form.name:
-            raise ValueError(
-                f"the packed weight is in another format than the linear, {self.form.name}: {packed.form.name}. Both"
-                " must be the same. Check +rollout=... and model.path."
-            )
-        if packed.shape != (self.out_features, self.in_features):
-            raise ValueError(
-                f"the packed weight is {packed.shape}, the linear {(self.out_features, self.in_features)}."
-                " Both must be (out_features, in_features). Check that config.json belongs to these weights."
-            )
 
     @classmethod
     def decode_siblings(cls, linears: Sequence[Any], dtype: torch.dtype) -> Sequence[torch.Tensor]:

@@ -162,9 +162,6 @@ def padding_mask(
     """What `varlen_attention` gets as its mask, in transformers' mask interface; made once a forward pass.
 
     Args:
-        batch_size: B.
-        q_length: S.
-        kv_length: S.
         mask_function: (row, head, q, k) -> whether q attends to k.
         attention_mask: [B, S] bool of the tokens that are no padding.
         local_size: Size of a window or chunk.

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from verl_qerl.algos.options import is_number
-from verl_qerl.algos.uaq import UAQConfig, is_power_of_two
 
 Run = Callable[[str], Any]
 
@@ -174,6 +173,8 @@ def _own_draws(run: Run) -> str | None:
 
 
 def _rounding_scale(run: Run) -> str | None:
+    from verl_qerl.algos.uaq import UAQConfig, is_power_of_two  # imports torch, which other programs of verl need not
+
     scale = run("uaq.scale") or UAQConfig.scale
     return f"+uaq.scale={scale:g}" if run("uaq.enabled") and not is_power_of_two(scale) else None
 

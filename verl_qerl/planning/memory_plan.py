@@ -17,7 +17,7 @@ _ASLEEP_BYTES = 2.0 * GIB
 _BEYOND_SHARE_BYTES = 1.25 * GIB
 # Codes and block scales; what a channel or a whole weight has besides is left out.
 BYTES_PER_WEIGHT = {"nvfp4": 9 / 16, "mxfp4": 17 / 32, "int8": 1.0, "fp8": 1.0}
-_HEAD_CHUNK = 1024  # tokens, as kernels.linear_log_probs
+_HEAD_CHUNK = 1024  # tokens, as kernels.actor.log_probs
 
 
 class DoesNotFitError(ValueError):
@@ -29,7 +29,6 @@ class Settings:
     """What of a run's configuration decides its memory.
 
     Attributes:
-        rank: LoRA rank.
         adapted_features: Inputs and outputs of the linears that carry one; None: of all (with experts, of the
             attention's).
         gpus: Over which FSDP2 shards.

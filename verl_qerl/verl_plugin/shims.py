@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 
+from verl_qerl import upstream
 from verl_qerl.kernels.actor.log_probs import log_probs_of_labels
-from verl_qerl.upstream import Shim
 
 
 def _gloo_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
@@ -85,9 +86,8 @@ def _attention_of_critic(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_valuehead_model
 
 
-_shim = partial(Shim, versions="==0.9.1")
+_shim = partial(upstream.Shim, versions="==0.9.1")
 
-# Needed by the CPU platform.
 PROCESS_GROUP = _shim(
     target="verl.utils.distributed:initialize_global_process_group_ray",
     fingerprint="761a94d1a2e0",
@@ -103,7 +103,6 @@ LOG_PROBS = _shim(
     patch="verl/0006",
     wrap=_float32_log_probs,
 )
-# Needed by the CPU platform.
 ENTROPY = _shim(
     target="verl.utils.torch_functional:entropy_from_logits",
     fingerprint="f69d6578eeb3",
@@ -136,4 +135,11 @@ CRITIC = _shim(
     patch="verl/0018",
     wrap=_attention_of_critic,
 )
-SHIMS: tuple[Shim, ...] = (PROCESS_GROUP, LOG_PROBS, ENTROPY, CONFIG_CHECK, SENDING, CRITIC)
+SHIMS: tuple[upstream.Shim, ...] = (PROCESS_GROUP, LOG_PROBS, ENTROPY, CONFIG_CHECK, SENDING, CRITIC)
+# Module of verl -> the shim that the CPU platform needs there.
+OF_THE_CPU = {"verl.utils.distributed": PROCESS_GROUP, "verl.utils.torch_functional": ENTROPY}
+
+
+def install(module: ModuleType) -> None:
+    """Install the shim of a module on the CPU platform, before an engine binds it; raises as `upstream.install`."""
+    upstream.install(OF_THE_CPU[module.__name__])

@@ -46,7 +46,6 @@ class EngineOptions:
         max_model_len: Tokens of the longest prompt and its answer.
         tensor_parallel: GPUs that share the model.
         memory: Share of a GPU's memory; None for vLLM's own.
-        seed: Seed of sampling.
     """
 
     model: str

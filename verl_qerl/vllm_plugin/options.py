@@ -19,7 +19,6 @@ class RolloutOptions(Rollout):
     """What our side of vLLM does.
 
     Attributes:
-        aqn: Options of the noise.
         uaq_scale: s of UAQ, by which the actor's norms are larger than those that the noise is meant for.
         train_norms: The actor trains the two norms of each layer, and syncs bring them with the adapter.
     """

@@ -7,7 +7,7 @@ from qerl_testing import assert_close
 from verl_qerl.formats import reference
 from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.kernels.actor.dequantize import dequantize_nvfp4
-from verl_qerl.kernels.actor.experts import experts_linear
+from verl_qerl.kernels.actor.linear import experts_linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

@@ -4,7 +4,7 @@ from qerl_testing import random_packed_weight
 
 from verl_qerl.formats.reference import dequantize
 from verl_qerl.kernels.actor.dequantize import dequantize_nvfp4
-from verl_qerl.kernels.actor.experts import experts_linear
+from verl_qerl.kernels.actor.linear import experts_linear
 
 E, N, K = 4, 48, 64
 GROUPS = {"uneven": [3, 3, 8, 11], "one expert has all": [0, 0, 11, 11], "one token": [0, 0, 0, 1]}

@@ -4,10 +4,9 @@ import pytest
 import torch
 from qerl_testing import assert_close
 
-from verl_qerl.kernels.actor.linear_log_probs import linear_log_probs
-from verl_qerl.kernels.actor.log_probs import log_probs_of_labels
+from verl_qerl.kernels.actor.log_probs import linear_log_probs, log_probs_of_labels
 
-module = importlib.import_module("verl_qerl.kernels.actor.linear_log_probs")
+module = importlib.import_module("verl_qerl.kernels.actor.log_probs")
 
 
 def head(dtype: torch.dtype, tokens: int = 50) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

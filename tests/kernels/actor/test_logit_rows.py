@@ -4,7 +4,7 @@ import pytest
 import torch
 from qerl_testing import assert_close
 
-from verl_qerl.kernels.actor.linear_log_probs import linear_log_probs
+from verl_qerl.kernels.actor.log_probs import linear_log_probs
 from verl_qerl.kernels.actor.logit_rows import gradient_of_rows, score_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

@@ -8,9 +8,7 @@ from verl_qerl.kernels.rollout import elementwise
 from verl_qerl.kernels.rollout.elementwise import (
     MAX_COLUMNS,
     add_rms_norm,
-    add_rms_norm_rows,
     rms_norm,
-    rms_norm_rows,
     silu_mul,
 )
 
@@ -65,9 +63,9 @@ def with_rows(rows: int, K: int):
 def test_each_token_has_a_weight_of_its_own(rows, K):
     x, residual, table, ids = with_rows(rows, K)
     poison(rows, K)
-    alone = rms_norm_rows(x, table, ids, 1e-6)
+    alone = rms_norm(x, table, 1e-6, ids)
     poison(2, rows, K)
-    y, total = add_rms_norm_rows(x, residual, table, ids, 1e-6)
+    y, total = add_rms_norm(x, residual, table, 1e-6, ids)
     assert torch.equal(total, x + residual)
     weight = table[ids[:rows].long()]
     for found, of in ((alone, x.float()), (y, x.float() + residual.float())):
@@ -76,47 +74,47 @@ def test_each_token_has_a_weight_of_its_own(rows, K):
         assert (found == expected.bfloat16()).float().mean() > 0.99
     # The bits of the norm with one weight.
     same = torch.full_like(ids, 7)
-    assert torch.equal(rms_norm_rows(x, table, same, 1e-6), rms_norm(x, table[7].contiguous(), 1e-6))
-    pairs = (add_rms_norm_rows(x, residual, table, same, 1e-6), add_rms_norm(x, residual, table[7].contiguous(), 1e-6))
+    assert torch.equal(rms_norm(x, table, 1e-6, same), rms_norm(x, table[7].contiguous(), 1e-6))
+    pairs = (add_rms_norm(x, residual, table, 1e-6, same), add_rms_norm(x, residual, table[7].contiguous(), 1e-6))
     assert all(torch.equal(*pair) for pair in zip(*pairs, strict=True))
 
 
 @pytest.mark.hopper
 def test_heads_of_a_token_have_its_weight():
     x, _, table, ids = with_rows(12, 128)
-    of_heads = rms_norm_rows(x.view(4, 3, 128), table, ids, 1e-6)
-    assert torch.equal(of_heads.view(12, 128), rms_norm_rows(x, table, ids[:4].repeat_interleave(3), 1e-6))
+    of_heads = rms_norm(x.view(4, 3, 128), table, 1e-6, ids)
+    assert torch.equal(of_heads.view(12, 128), rms_norm(x, table, 1e-6, ids[:4].repeat_interleave(3)))
 
 
 @pytest.mark.hopper
 def test_a_graph_takes_the_ids_of_its_run():
     x, residual, table, ids = with_rows(40, 3584)
     elementwise.prepare_rows([3584], x.device)
-    first = rms_norm_rows(x, table, ids, 1e-6)
+    first = rms_norm(x, table, 1e-6, ids)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(8):  # started early one after the other
-            y, total = add_rms_norm_rows(x, residual, table, ids, 1e-6)
-            last = rms_norm_rows(total, table, ids, 1e-6)
+            y, total = add_rms_norm(x, residual, table, 1e-6, ids)
+            last = rms_norm(total, table, 1e-6, ids)
     for seed in range(5):
         generator = torch.Generator("cuda").manual_seed(seed)
         ids.copy_(torch.randint(0, 33, ids.shape, device="cuda", generator=generator))
         table.normal_(generator=generator)
         graph.replay()
-        expected, its_total = add_rms_norm_rows(x, residual, table, ids, 1e-6)
+        expected, its_total = add_rms_norm(x, residual, table, 1e-6, ids)
         assert torch.equal(y, expected)
-        assert torch.equal(last, rms_norm_rows(its_total, table, ids, 1e-6))
-    assert not torch.equal(first, rms_norm_rows(x, table, ids, 1e-6))
+        assert torch.equal(last, rms_norm(its_total, table, 1e-6, ids))
+    assert not torch.equal(first, rms_norm(x, table, 1e-6, ids))
 
 
 def test_other_dtypes_and_gpus_have_it_in_torch(monkeypatch):
     x, residual, table, ids = with_rows(12, 256)
-    found = add_rms_norm_rows(x.half(), residual.half(), table, ids, 1e-6)
+    found = add_rms_norm(x.half(), residual.half(), table, 1e-6, ids)
     assert found[0].dtype == torch.float16
     expected, _ = normalized(x.float() + residual.float(), table[ids[:12].long()])
     assert torch.allclose(found[0].double(), expected, rtol=2**-9)
     monkeypatch.setattr(elementwise, "_has_kernel", lambda *_: False)
-    in_torch = add_rms_norm_rows(x, residual, table, ids, 1e-6)
+    in_torch = add_rms_norm(x, residual, table, 1e-6, ids)
     assert torch.allclose(in_torch[0].double(), expected, rtol=2**-7)
     assert torch.equal(in_torch[1], x + residual)
 

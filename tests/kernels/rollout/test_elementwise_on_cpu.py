@@ -8,11 +8,9 @@ from verl_qerl.kernels.rollout import elementwise
 from verl_qerl.kernels.rollout.elementwise import (
     MAX_COLUMNS,
     add_rms_norm,
-    add_rms_norm_rows,
     can_normalize,
     can_silu,
     rms_norm,
-    rms_norm_rows,
     silu_mul,
 )
 
@@ -122,8 +120,8 @@ IDS = torch.tensor([2, 0, 1, 2, 3, 3, 0, 0], dtype=torch.int32)
 def test_each_token_has_a_weight_of_its_own(shape):
     table = 1 + 0.1 * torch.randn(4, shape[-1])
     x, residual = ((3 * torch.randn(shape)).bfloat16() for _ in range(2))
-    alone = rms_norm_rows(x, table, IDS, 1e-5)
-    y, total = add_rms_norm_rows(x, residual, table, IDS, 1e-5)
+    alone = rms_norm(x, table, 1e-5, IDS)
+    y, total = add_rms_norm(x, residual, table, 1e-5, IDS)
     assert alone.shape == y.shape == total.shape == shape
     for token in range(shape[0]):
         weight = table[IDS[token]]
@@ -136,8 +134,8 @@ def test_each_token_has_a_weight_of_its_own(shape):
 def test_a_launch_with_a_weight_for_each_token(launched, monkeypatch):
     monkeypatch.setattr(elementwise, "_has_kernel", lambda *_: True)
     x, table = torch.zeros(4, 3, 264, dtype=torch.bfloat16), torch.ones(4, 264)
-    rms_norm_rows(x, table, IDS, 1e-5)
-    add_rms_norm_rows(x[:, 0], x[:, 1], table, IDS, 1e-5)
+    rms_norm(x, table, 1e-5, IDS)
+    add_rms_norm(x[:, 0], x[:, 1], table, 1e-5, IDS)
     for (how, grid, _, args), (rows, adds) in zip(launched, ((12, 0), (4, 1)), strict=True):
         assert (how, grid) == ((64, 1, True, True), rows)
         assert args[2] is table
@@ -145,7 +143,7 @@ def test_a_launch_with_a_weight_for_each_token(launched, monkeypatch):
         assert args[8] is IDS
         assert args[9] == rows // 4
     with pytest.raises(ValueError, match="9 tokens have 8 row ids"):
-        rms_norm_rows(torch.zeros(9, 264, dtype=torch.bfloat16), table, IDS, 1e-5)
+        rms_norm(torch.zeros(9, 264, dtype=torch.bfloat16), table, 1e-5, IDS)
 
 
 def test_a_launch_covers_every_activation(launched):
@@ -173,5 +171,5 @@ def test_compilers_see_one_operator_each():
     torch.library.opcheck(rms_norm, (x[:, ::2], weight[:32], 1e-5), test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(silu_mul, (x,))
     table = torch.rand(4, 64)
-    torch.library.opcheck(rms_norm_rows, (x, table, IDS, 1e-5))
-    torch.library.opcheck(add_rms_norm_rows, (x, residual, table, IDS, 1e-5))
+    torch.library.opcheck(rms_norm, (x, table, 1e-5, IDS))
+    torch.library.opcheck(add_rms_norm, (x, residual, table, 1e-5, IDS))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from qerl_testing import load_beside
 
-from verl_qerl.kernels.rollout.rotation import norm_rotate, rotate
+from verl_qerl.kernels.rollout.rotation import rotate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 cases = load_beside(__file__, "rotation_cases")
@@ -31,9 +31,9 @@ def test_norms_of_heads_are_those_of_a_cpu(rows, size, q_heads, k_heads, dtype):
     q, k, positions, table = cases.heads(rows, size, q_heads, k_heads, 4096, "cuda")
     weights = cases.head_norms(size, dtype, "cuda")
     poison(rows, q_heads * size)
-    found = norm_rotate(q, k, *weights, 1e-6, positions, table, size)
-    again = norm_rotate(q, k, *weights, 1e-6, positions, table, size)
-    expected = norm_rotate(*(x.cpu() for x in (q, k, *weights)), 1e-6, positions.cpu(), table.cpu(), size)
+    found = rotate(q, k, positions, table, size, *weights, 1e-6)
+    again = rotate(q, k, positions, table, size, *weights, 1e-6)
+    expected = rotate(*(x.cpu() for x in (q, k, positions, table)), size, *(x.cpu() for x in weights), 1e-6)
     # Of the values that go into a result: a neighbour of the normalized one in bf16, where float32 sums differ.
     largest = float(table.abs().max()) * 2 * float(max(x.float().abs().max() for x in (q, k)))
     for mine, same, theirs in zip(found, again, expected, strict=True):

@@ -7,7 +7,7 @@ from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from verl_qerl.kernels.rollout import rotation
-from verl_qerl.kernels.rollout.rotation import can_normalize_heads, can_rotate, norm_rotate, rotate
+from verl_qerl.kernels.rollout.rotation import can_normalize_heads, can_rotate, rotate
 
 cases = load_beside(__file__, "rotation_cases")
 heads, head_norms = cases.heads, cases.head_norms
@@ -48,7 +48,7 @@ def test_norms_come_before_the_rotation_as_in_transformers(size):
         norm.weight.data = weight
         normalized.append(norm(x.reshape(5, -1, size)).reshape(5, -1))
     expected = rotate(*normalized, positions, table, size)
-    found = norm_rotate(q, k, *weights, 1e-5, positions, table, size)
+    found = rotate(q, k, positions, table, size, *weights, 1e-5)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
@@ -83,4 +83,4 @@ def test_a_launch_has_a_block_for_each_token(monkeypatch, dtype):
 
 def test_compilers_know_the_shapes_of_norms_and_rotation():
     q, k, positions, table = heads(4, 32)
-    torch.library.opcheck(norm_rotate, (q, k, *head_norms(32), 1e-5, positions, table, 32))
+    torch.library.opcheck(rotate, (q, k, positions, table, 32, *head_norms(32), 1e-5))

@@ -8,7 +8,7 @@ from qerl_testing import random_packed_weight
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.kernels.rollout.repacking import repack
-from verl_qerl.modules.nvfp4_linear import NVFP4Linear
+from verl_qerl.modules.format_linear import NVFP4Linear
 from verl_qerl.modules.placement.repacked_linear import RepackedNVFP4Linear
 
 

@@ -6,7 +6,7 @@ from qerl_testing import random_packed_weight, random_qwen3_moe
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.modules.convert import packed_linears, replace_experts
-from verl_qerl.modules.nvfp4_linear import NVFP4Linear
+from verl_qerl.modules.format_linear import NVFP4Linear
 from verl_qerl.modules.placement.repacked_linear import RepackedNVFP4Linear
 from verl_qerl.modules.placement.sharded_linear import ShardedNVFP4Linear
 from verl_qerl.modules.placement.shared_base import RepackedGroup, share_base

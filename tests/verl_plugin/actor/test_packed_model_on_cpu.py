@@ -19,7 +19,7 @@ from verl_qerl.formats.ignore import is_ignored
 from verl_qerl.formats.nvfp4_layout import quantization_config
 from verl_qerl.formats.reference import dequantize
 from verl_qerl.modules.convert import packed_linears
-from verl_qerl.modules.nvfp4_linear import NVFP4Linear
+from verl_qerl.modules.format_linear import NVFP4Linear
 from verl_qerl.modules.placement.sharded_linear import ShardedNVFP4Linear
 from verl_qerl.verl_plugin.actor.packed_model import build_skeleton, load_packed
 from verl_qerl.verl_plugin.config.base_options import BaseOptions

@@ -115,8 +115,3 @@ def test_models_of_another_form_are_refused(kind, options, told):
     with pytest.raises(ValueError, match=told) as caught:
         fold_model(build(kind, **options), 1.5)
     assert str(caught.value).endswith("Leave out `+uaq.enabled=true`.")
-
-
-def test_a_scale_that_cannot_be_undone_is_refused():
-    with pytest.raises(ValueError, match=r"is torch\.bfloat16, in which uaq\.scale=1\.5 cannot be undone"):
-        fold_model(build("Qwen2", torch.bfloat16), 1.5)

@@ -16,10 +16,10 @@ STOOD_DOWN = """
 import dataclasses
 import verl
 import verl.utils.torch_functional as module
-from verl_qerl.verl_plugin.cpu import shims
+from verl_qerl.verl_plugin import shims
 assert hasattr(module.entropy_from_logits, "__wrapped__")
 module.entropy_from_logits = module.entropy_from_logits.__wrapped__
-shims.SHIMS[module.__name__] = dataclasses.replace(shims.ENTROPY, patched=shims.ENTROPY.fingerprint)
+shims.OF_THE_CPU[module.__name__] = dataclasses.replace(shims.ENTROPY, patched=shims.ENTROPY.fingerprint)
 shims.install(module)
 assert not hasattr(module.entropy_from_logits, "__wrapped__")
 """

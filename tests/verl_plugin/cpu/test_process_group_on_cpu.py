@@ -14,15 +14,15 @@ print("backend", dist.get_backend())
 """
 DRIFTED = """
 import dataclasses
-from verl_qerl.verl_plugin.cpu import shims
-shims.SHIMS["verl.utils.distributed"] = dataclasses.replace(shims.PROCESS_GROUP, fingerprint="000000000000")
+from verl_qerl.verl_plugin import shims
+shims.OF_THE_CPU["verl.utils.distributed"] = dataclasses.replace(shims.PROCESS_GROUP, fingerprint="000000000000")
 import verl.utils.distributed
 """
 STOOD_DOWN = """
 import dataclasses
-from verl_qerl.verl_plugin.cpu import shims
+from verl_qerl.verl_plugin import shims
 shim = shims.PROCESS_GROUP
-shims.SHIMS["verl.utils.distributed"] = dataclasses.replace(shim, patched=shim.fingerprint)
+shims.OF_THE_CPU["verl.utils.distributed"] = dataclasses.replace(shim, patched=shim.fingerprint)
 import verl.utils.distributed as module
 assert not hasattr(module.initialize_global_process_group_ray, "__wrapped__")
 """

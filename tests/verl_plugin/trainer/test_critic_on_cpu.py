@@ -10,7 +10,6 @@ from omegaconf import OmegaConf
 from qerl_testing import load_beside
 
 from verl_qerl.verl_plugin.trainer import trainer
-from verl_qerl.verl_plugin.trainer.critic import CriticWithoutMark
 
 featured = load_beside(__file__, "featured")
 
@@ -35,7 +34,7 @@ def test_the_critic_is_not_asked_to_leave_out_an_adapter(monkeypatch):
         def on_step_end(self): ...
 
     with pytest.raises(KeyboardInterrupt):
-        featured.trainer_of(CriticWithoutMark, base=Stock)(OmegaConf.create({}))._compute_values(
+        featured.trainer_of(base=Stock)(OmegaConf.create({}))._compute_values(
             SimpleNamespace(extra_info={"no_lora_adapter": True}), {}
         )
     assert asked == [{"compute_loss": False, "temperature": 1.0}]

@@ -1,3 +1,4 @@
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -42,9 +43,12 @@ def trainer(make):
     return make(aqn={"enabled": True})
 
 
-@pytest.mark.parametrize(
-    "name", ["_step_once", "_validate", "on_init_end", "on_step_end", "on_validate_begin", "on_validate_end"]
-)
+@pytest.mark.parametrize("name", ["step", "_validate", "on_step_end", "on_validate_begin", "on_validate_end"])
+def test_fit_has_what_may_wait_for_an_engine(name):
+    assert f"self.{name}(" in inspect.getsource(PPOTrainer.fit)
+
+
+@pytest.mark.parametrize("name", ["fit", "on_init_end"])
 def test_an_error_of_a_rollout_whose_engine_has_ended_names_that(trainer, monkeypatch, name):
     def fail(self, *args):
         raise RuntimeError("no materializable trajectories")

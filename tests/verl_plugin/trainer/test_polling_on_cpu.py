@@ -12,8 +12,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from verl_qerl.verl_plugin.config.apply import prepare
 from verl_qerl.verl_plugin.trainer.feature import Run
 from verl_qerl.verl_plugin.trainer.mismatch import gate_options
-from verl_qerl.verl_plugin.trainer.polling import POLL_S, Polling
-from verl_qerl.verl_plugin.trainer.trainer import FEATURES
+from verl_qerl.verl_plugin.trainer.polling import POLL_S
 
 VERLS = 2.0
 SAMPLER = """
@@ -44,7 +43,6 @@ def buffer_of(mode, sampler=None, **nodes):
     trainer.config, trainer.trainer_mode = OmegaConf.create(config), mode
     prepare(trainer.config)
     trainer.run = Run(trainer, trainer.config, gate_options(trainer.config))
-    trainer.features = [Polling(trainer.run)] if FEATURES[Polling](trainer.run) else []
     return trainer._build_replay_buffer()
 
 

@@ -60,10 +60,6 @@ def check_applied(engine: "OfflineEngine", prompt: list[int]) -> float:
     The answer comes as all others do. It is scored with the adapter and without: the two must differ, and the log-probs
     that it was sampled with must not be those of the base.
 
-    Args:
-        engine: With an adapter.
-        prompt: Token ids of a question.
-
     Raises:
         ValueError: The adapter changes nothing, or answers come without it.
     """

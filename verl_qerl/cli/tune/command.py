@@ -110,7 +110,6 @@ def paths(
     """What a rollout would run, each path over every copy of a weight.
 
     Args:
-        x: [M, K] bf16.
         packed: Tiled copies of a weight, as `lora_linear_repacked` takes them.
     """
     from verl_qerl.vllm_plugin.weights.linear_ops import lora_linear_repacked

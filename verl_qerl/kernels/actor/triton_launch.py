@@ -12,7 +12,7 @@ _ALIGNED = 16  # bytes: Triton compiles a kernel for pointers with and without
 
 
 class TritonLauncher:
-    """A kernel of triton.jit with its parameters in this order: tensors, integers, constants."""
+    """A kernel of triton.jit with its parameters in this order: tensors, integers, constexprs."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -26,15 +26,7 @@ class TritonLauncher:
         constants: tuple[Any, ...],
         num_warps: int,
     ) -> None:
-        """Launch on the current stream.
-
-        Args:
-            grid: Programs.
-            tensors: On the current device.
-            integers: Not constexpr.
-            constants: Each tl.constexpr.
-            num_warps: Warps of a program.
-        """
+        """Launch on the current stream, of the device that has the tensors."""
         # All that Triton compiles for: values of integers, where it asks for less of them, do no harm.
         key = (tensors[0].device, tuple([tensor.dtype for tensor in tensors]), integers, constants, num_warps)
         places = [tensor.data_ptr() for tensor in tensors]

@@ -34,25 +34,25 @@ def can_silu(x: torch.Tensor) -> bool:
 
 
 @torch.library.custom_op("verl_qerl::rms_norm", mutates_args=())
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, ids: torch.Tensor | None = None) -> torch.Tensor:
     """RMSNorm: x / sqrt(mean(x^2) + epsilon) * weight.
 
     Args:
-        x: [..., K] bf16, K % 8 == 0, K <= MAX_COLUMNS.
-        weight: [K] bf16 or float32.
-        epsilon: Added to the mean of the squares.
+        x: [T, ..., K] bf16, K % 8 == 0, K <= MAX_COLUMNS. With `ids` the kernel takes such rows, and torch the rest.
+        weight: [K] bf16 or float32; with `ids` [N, K] float32, the weights that there are.
+        ids: [M] int32, T <= M, each token's row of `weight`; None: all have the same.
 
     Returns:
         Shape and dtype of x.
     """
-    if x.is_cuda:
-        return _launch_norm(x, None, weight, epsilon)[0]
-    return normalized(x.float(), weight, epsilon).to(x.dtype)
+    if _launches(x, ids):
+        return _launch_norm(x, None, weight, epsilon, ids)[0]
+    return normalized(x.float(), _of_tokens(x, weight, ids), epsilon).to(x.dtype)
 
 
 @torch.library.custom_op("verl_qerl::add_rms_norm", mutates_args=())
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, ids: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`rms_norm` of x + residual, which is rounded for the second result alone.
 
@@ -62,49 +62,18 @@ def add_rms_norm(
     Returns:
         The normalized sum, and the sum; shape and dtype of x.
     """
-    if x.is_cuda:
-        return _launch_norm(x, residual, weight, epsilon)
+    if _launches(x, ids):
+        return _launch_norm(x, residual, weight, epsilon, ids)
     total = x.float() + residual.float()
-    return normalized(total, weight, epsilon).to(x.dtype), total.to(x.dtype)
-
-
-@torch.library.custom_op("verl_qerl::rms_norm_rows", mutates_args=())
-def rms_norm_rows(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """`rms_norm` in which each token has a weight of its own.
-
-    Args:
-        x: [T, ..., K], T <= M. On a GPU the kernel takes what `rms_norm` takes, and torch the rest.
-        table: [N, K] float32, the weights that there are.
-        ids: [M] int32, each token's row of `table`.
-        epsilon: Added to the mean of the squares.
-
-    Returns:
-        Shape and dtype of x.
-    """
-    if _has_kernel(x.device, x.dtype, x.shape[-1]):
-        return _launch_norm(x, None, table, epsilon, ids)[0]
-    return _normalized_rows(x.float(), table, ids, epsilon).to(x.dtype)
-
-
-@torch.library.custom_op("verl_qerl::add_rms_norm_rows", mutates_args=())
-def add_rms_norm_rows(
-    x: torch.Tensor, residual: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rms_norm_rows` of x + residual, which is rounded for the second result alone; see `add_rms_norm`."""
-    if _has_kernel(x.device, x.dtype, x.shape[-1]):
-        return _launch_norm(x, residual, table, epsilon, ids)
-    total = x.float() + residual.float()
-    return _normalized_rows(total, table, ids, epsilon).to(x.dtype), total.to(x.dtype)
+    return normalized(total, _of_tokens(x, weight, ids), epsilon).to(x.dtype), total.to(x.dtype)
 
 
 @rms_norm.register_fake
-@rms_norm_rows.register_fake
 def _like(x: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
 @add_rms_norm.register_fake
-@add_rms_norm_rows.register_fake
 def _two_like(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
@@ -161,10 +130,15 @@ def normalized(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.T
     return (x * scale).to(weight.dtype) * weight
 
 
-def _normalized_rows(x: torch.Tensor, table: torch.Tensor, ids: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """RMSNorm of float32 rows [T, ..., K] with each token's weight."""
-    weight = table.index_select(0, ids[: x.shape[0]])
-    return normalized(x, weight.view(-1, *[1] * (x.ndim - 2), table.shape[1]), epsilon)
+def _launches(x: torch.Tensor, ids: torch.Tensor | None) -> bool:
+    return x.is_cuda if ids is None else _has_kernel(x.device, x.dtype, x.shape[-1])
+
+
+def _of_tokens(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+    """The weight of each token of x [T, ..., K]."""
+    if ids is None:
+        return weight
+    return weight.index_select(0, ids[: x.shape[0]]).view(-1, *[1] * (x.ndim - 2), weight.shape[1])
 
 
 def _launch_norm(

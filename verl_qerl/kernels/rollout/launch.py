@@ -37,11 +37,7 @@ class _Config(ctypes.Structure):
 
 
 class Kernel:
-    """One kernel of a compiled source.
-
-    Args:
-        name: The kernel's name, extern "C".
-    """
+    """One kernel of a compiled source, by its name, extern "C"."""
 
     def __init__(self, source: str, name: str) -> None:
         # "a": wgmma exists for this architecture alone.
@@ -55,8 +51,6 @@ class Kernel:
             grid: Thread blocks; 0, of no rows, launches nothing.
             block: Threads of each.
             args: Tensors, of which the kernel gets the address, ints, numbers of ctypes and what `tensor_map` gives.
-            shared_bytes: Dynamic shared memory.
-            cluster: Thread blocks of a cluster.
         """
         if grid == 0:
             return

@@ -26,14 +26,21 @@ def can_rotate(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table:
 
 
 def can_normalize_heads(q_weight: torch.Tensor, k_weight: torch.Tensor) -> bool:
-    """Whether `norm_rotate` takes weights like these on a GPU, where `can_rotate` holds."""
+    """Whether `rotate` takes norms with weights like these on a GPU, where `can_rotate` holds."""
     same = q_weight.dtype == k_weight.dtype and q_weight.shape == k_weight.shape
     return same and can_normalize(q_weight) and q_weight.shape[0] <= _MAX_HEAD
 
 
 @torch.library.custom_op("verl_qerl::rotate", mutates_args=())
 def rotate(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, head_size: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    head_size: int,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    epsilon: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotary positions: (x1, x2) of each head, its halves, become (x1 cos - x2 sin, x2 cos + x1 sin).
 
@@ -42,61 +49,37 @@ def rotate(
         k: [T, heads * head_size] bf16; its number of heads may be another.
         positions: [T] int64.
         table: [positions, head_size] bf16, cosines and then sines.
-        head_size: One that `can_rotate` accepts.
+        head_size: One that `can_rotate` accepts; with norms up to 512.
+        q_norm: [head_size] bf16 or float32, the weight of an `rms_norm` of each head of q before the rotation, or None.
+        k_norm: The same for the heads of k; both or none.
+        epsilon: Of the norms.
 
     Returns:
         The rotated q and k, contiguous.
     """
+    norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
     if q.is_cuda:
-        return _launch(q, k, None, 0.0, positions, table, head_size)
+        return _launch(q, k, norms, epsilon, positions, table, head_size)
+    heads = [x.unflatten(-1, (-1, head_size)) for x in (q, k)]
+    if norms:
+        heads = [normalized(x.float(), weight, epsilon).to(x.dtype) for x, weight in zip(heads, norms, strict=True)]
     cosine, sine = table.index_select(0, positions)[:, None].chunk(2, dim=-1)
-    return _rotated(q, cosine, sine, head_size), _rotated(k, cosine, sine, head_size)
-
-
-@torch.library.custom_op("verl_qerl::norm_rotate", mutates_args=())
-def norm_rotate(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    epsilon: float,
-    positions: torch.Tensor,
-    table: torch.Tensor,
-    head_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rms_norm` of each head, and `rotate` of what that gives.
-
-    Args:
-        q_weight: [head_size] bf16 or float32, of the heads of q.
-        k_weight: The same for the heads of k.
-        epsilon: Added to the mean of the squares.
-        head_size: One that `can_rotate` accepts, up to 512.
-
-    Returns:
-        The rotated q and k, contiguous.
-    """
-    if q.is_cuda:
-        return _launch(q, k, (q_weight, k_weight), epsilon, positions, table, head_size)
-    heads = [
-        normalized(x.unflatten(-1, (-1, head_size)).float(), weight, epsilon).to(x.dtype).flatten(-2)
-        for x, weight in ((q, q_weight), (k, k_weight))
-    ]
-    return rotate(*heads, positions, table, head_size)
+    return _rotated(heads[0], cosine, sine), _rotated(heads[1], cosine, sine)
 
 
 def prepare(norms: Iterable[torch.dtype] = ()) -> None:
     """Compile the rotation now, not on first use.
 
     Args:
-        norms: dtypes of the weights of `norm_rotate`.
+        norms: dtypes of the weights of norms of heads.
     """
     torch.cuda.synchronize()  # the device has a context
     for dtype in (None, *norms):
         _kernel(dtype)
 
 
-def _rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, head_size: int) -> torch.Tensor:
-    first, second = x.unflatten(-1, (-1, head_size)).chunk(2, dim=-1)
+def _rotated(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    first, second = heads.chunk(2, dim=-1)
     turned = (first * cosine - second * sine, second * cosine + first * sine)
     return torch.cat(turned, dim=-1).flatten(-2)
 
@@ -108,7 +91,6 @@ def _in_chunks(x: torch.Tensor) -> torch.Tensor:
 
 
 @rotate.register_fake
-@norm_rotate.register_fake
 def _rotate_fake(q: torch.Tensor, k: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 

@@ -59,7 +59,6 @@ class Launch(NamedTuple):
         warpgroups: Warpgroups of a thread block, without the one that loads.
         split_k: Thread blocks of a cluster that share K, up to 8; or STREAM_K: the steps of all output tiles are laid
             end to end, and each block gets an equal share of them.
-        blocks_per_sm: Thread blocks of a multiprocessor.
         intermediate: How the LoRA intermediate X A^T of up to 64 rows is computed. GATHERED: the first blocks share
             the work, the others wait for it. EACH: every block computes it of its own part of K, where `own_rows` gives
             it rows of A; not with STREAM_K.

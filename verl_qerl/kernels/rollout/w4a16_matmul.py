@@ -181,7 +181,6 @@ def low_rank_tasks(
 
     Args:
         M: Rows of X, at most INTERMEDIATE_ROWS.
-        K: Columns of X.
         columns: Rows of A; 0 for none.
     """
     # So few that they all run at the same time, wherever clusters fit: the others wait for them. With stream-K all do.

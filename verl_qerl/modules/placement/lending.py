@@ -107,7 +107,6 @@ class Borrowed:
 
     Attributes:
         base: Mapped, not copied; nothing may write there.
-        pid: Process id of the owner.
     """
 
     base: SharedBase

@@ -7,7 +7,7 @@ import torch
 
 from verl_qerl.formats import PackedWeight
 from verl_qerl.kernels.rollout.repacking import Repacked, decode, undo_repack
-from verl_qerl.modules.nvfp4_linear import NVFP4Linear
+from verl_qerl.modules.format_linear import NVFP4Linear
 
 
 class RepackedNVFP4Linear(NVFP4Linear):

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from verl_qerl.checkpoints.manifest import checksum
 from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.nvfp4 import BLOCK_SIZE, nvfp4_weight
-from verl_qerl.modules.nvfp4_linear import NVFP4Linear
+from verl_qerl.modules.format_linear import NVFP4Linear
 from verl_qerl.modules.placement.shards import sharding_group
 
 _HEAD = 16  # bytes of the decode scale with its padding: what follows starts where a kernel can load it in one piece
@@ -123,8 +123,7 @@ class ShardedNVFP4Linear(NVFP4Linear):
         return self.tensors()[0]
 
     def fill(self, packed: PackedWeight) -> None:
-        """Copy the tensors of `packed`, to their own device; raises as `check_packed`."""
-        self.check_packed(packed)
+        """Copy the tensors of a packed weight of this size, to their own device."""
         flat = torch.zeros(self.packed_bytes.numel() * 2, dtype=torch.uint8, device=packed.codes.device)
         codes, scale, decode_scale = self._cut(flat)
         codes.copy_(packed.codes)

@@ -16,8 +16,8 @@ from verl_qerl.formats.nvfp4 import BLOCK_SIZE, nvfp4_weight
 from verl_qerl.formats.nvfp4_layout import fused_group
 from verl_qerl.kernels.rollout.repacking import ROWS, Repacked, repack
 from verl_qerl.modules.convert import packed_linears
+from verl_qerl.modules.format_linear import NVFP4Linear
 from verl_qerl.modules.nvfp4_experts import NVFP4Experts
-from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.modules.placement.repacked_linear import RepackedNVFP4Linear
 
 _ALIGNMENT = 256  # bytes, at which every group starts

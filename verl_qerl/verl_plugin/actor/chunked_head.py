@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from verl.models.transformers.dense_common import CausalLMOutputForPPO
 
 from verl_qerl import upstream
-from verl_qerl.kernels.actor.linear_log_probs import linear_log_probs
+from verl_qerl.kernels.actor.log_probs import linear_log_probs
 from verl_qerl.verl_plugin import hosts
 
 

@@ -14,8 +14,8 @@ from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import DEFAULT_FORMAT, PackedWeight, WeightFormat
 from verl_qerl.formats.ignore import is_packed_module
 from verl_qerl.modules.convert import replace_experts, replace_linears
+from verl_qerl.modules.format_linear import NVFP4Linear
 from verl_qerl.modules.nvfp4_experts import ExpertLinear
-from verl_qerl.modules.nvfp4_linear import NVFP4Linear
 from verl_qerl.modules.packed_linear import PackedLinear
 from verl_qerl.verl_plugin.config.base_options import BaseOptions
 

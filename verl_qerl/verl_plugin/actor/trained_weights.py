@@ -32,7 +32,6 @@ class TrainedWeights:
 
     Args:
         options: How the rollout is quantized; None if it takes the weights as they are.
-        uaq_scale: The scale of UAQ; None without UAQ.
     """
 
     def __init__(self, engine: Any, options: BaseOptions | None, uaq_scale: float | None) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from verl_qerl.algos.uaq import RECORD, fold_, is_power_of_two, read_record, scaled_parameters
+from verl_qerl.algos.uaq import RECORD, fold_, read_record, scaled_parameters
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.verl_plugin.actor.resume import read_on_first_rank
 
@@ -22,18 +22,12 @@ def fold_model(model: nn.Module, scale: float) -> int:
         Number of weights scaled.
 
     Raises:
-        ValueError: The model's layers or norms are not of the form that UAQ knows, or the scale cannot be undone in
-            its dtype.
+        ValueError: The model's layers or norms are not of the form that UAQ knows.
     """
     parameters = dict(model.named_parameters())
     roles = scaled_parameters(parameters)
     for name, role in roles.items():
         weight = parameters[name].data
-        if weight.dtype not in (torch.float32, torch.float64) and not is_power_of_two(scale):
-            raise ValueError(
-                f"{name} is {weight.dtype}, in which uaq.scale={scale:g} cannot be undone. Accepted is float32, or a"
-                " power of two. Set actor.fsdp_config.model_dtype=fp32."
-            )
         if role == "linear":
             fold_(role, weight, scale)
             continue

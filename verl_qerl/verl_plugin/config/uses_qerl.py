@@ -2,23 +2,21 @@
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_qerl.options.rules import FSDP, LOSS_MODE, ROLLOUT, VLLM, tells_workers
 from verl_qerl.vllm_plugin import NAMES
 
 _NODES = ("aqn", "acr", "uaq", "qerl")
-_ROLLOUT = "actor_rollout_ref.rollout"
-_VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
-_LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 # Where apply.py writes, the second under `verl_qerl`; a run that sets them itself is refused.
-_SET_BY_US, _TOLD = "actor_rollout_ref.actor.fsdp_config.qerl", f"{_VLLM}.additional_config"
+_SET_BY_US, _TOLD = f"{FSDP}.qerl", f"{VLLM}.additional_config"
 # Classes, loaders and an attention that a run may name without another option of ours.
 _NAMES_OURS = (
-    f"{_VLLM}.worker_extension_cls",
-    f"{_VLLM}.scheduler_cls",
-    f"{_VLLM}.load_format",
-    f"{_VLLM}.quantization",
-    f"{_ROLLOUT}.load_format",
-    f"{_ROLLOUT}.quantization",
-    "actor_rollout_ref.actor.fsdp_config._target_",
+    f"{VLLM}.worker_extension_cls",
+    f"{VLLM}.scheduler_cls",
+    f"{VLLM}.load_format",
+    f"{VLLM}.quantization",
+    f"{ROLLOUT}.load_format",
+    f"{ROLLOUT}.quantization",
+    f"{FSDP}._target_",
     "actor_rollout_ref.model.override_config.attn_implementation",
     "critic.model.override_config.attn_implementation",
 )
@@ -33,14 +31,12 @@ _PROGRAMS = (
 
 def uses_qerl(config: DictConfig) -> bool:
     """Whether a run sets an option of ours. `+platform=cpu` is none: VERL_PLATFORM=cpu registers what belongs to it."""
-    from verl_qerl.options.rules import tells_workers  # imports torch, which other programs of verl need not
-
     if any(OmegaConf.select(config, name) is not None for name in (*_NODES, _SET_BY_US)):
         return True
     if tells_workers(OmegaConf.select(config, _TOLD)):
         return True
     named = (str(OmegaConf.select(config, name)) for name in _NAMES_OURS)
-    return OmegaConf.select(config, _LOSS_MODE) == "acr" or any(name.startswith("verl_qerl") for name in named)
+    return OmegaConf.select(config, LOSS_MODE) == "acr" or any(name.startswith("verl_qerl") for name in named)
 
 
 def asks_for_qerl(arguments: list[str]) -> bool:
@@ -53,7 +49,7 @@ def asks_for_qerl(arguments: list[str]) -> bool:
     values = {name: value.strip().strip("'\"") for name, value in pairs}  # Hydra takes quotes away too
     nodes = {name.partition(".")[0] for name in values}
     of_workers = any("additional_config" in argument and "verl_qerl" in argument for argument in arguments)
-    ours = values.get(_LOSS_MODE) == "acr" or values.get("rollout") in NAMES.values()
+    ours = values.get(LOSS_MODE) == "acr" or values.get("rollout") in NAMES.values()
     return bool(nodes & {*_NODES}) or of_workers or ours
 
 

@@ -9,5 +9,5 @@ def register() -> None:
     platform.register()
     distribution.register()
     for name in ("verl.utils.distributed", "verl.utils.torch_functional"):
-        hooks.when_imported(name, "verl_qerl.verl_plugin.cpu.shims")
+        hooks.when_imported(name, "verl_qerl.verl_plugin.shims")
     hooks.when_imported("verl.workers.engine", "verl_qerl.verl_plugin.cpu.engines")

@@ -31,9 +31,6 @@ class EngineHealth(Feature):
     def require_engines(self, cause: Exception | None = None) -> None:
         """Ask every engine.
 
-        Args:
-            cause: What failed before.
-
         Raises:
             EngineEndedError: One has ended, or does not answer.
         """

@@ -42,7 +42,6 @@ class Run:
         bypasses: Whether verl takes the rollout's log-probs for those of the actor before its update.
         requantizes: Whether all weights are trained and every sync quantizes them.
         searched: Stage -> (first step, sigma) found for `aqn.target_kl`, as `sigma_at_step` takes it.
-        sampled: The batch that was sampled last.
         rescored: Answers of that batch that the rollout has scored again; None if no feature asked for it.
         actor_scores: What `score_actor` has found of that batch: whether rounded, and keys -> log-probs.
         metrics: What features add to those of the step that is ending.
@@ -110,9 +109,6 @@ class Feature:
     def __init__(self, run: Run) -> None:
         self._run = run
 
-    def on_replay_buffer(self, buffer: Any) -> None:
-        """The trainer has its buffer, from which each step takes its answers."""
-
     def before_init_end(self) -> None:
         """Workers and engines are there; the first weight sync follows."""
 
@@ -132,9 +128,6 @@ class Feature:
             tags: Key -> what the replay buffer knows of the answer.
             metrics: The step's metrics, changed in place.
         """
-
-    def before_values(self, batch: Any) -> None:
-        """The critic is asked next."""
 
     def before_step_end(self) -> None:
         """The step's update is done; the weight sync for the next step follows."""
@@ -161,4 +154,4 @@ class Feature:
         """`run.step` is the step of the checkpoint, 0 without one."""
 
     def on_error(self, error: Exception) -> None:
-        """A step or a validation has failed; raise a better error if there is one."""
+        """Training has failed, or its first weight sync; raise a better error if there is one."""

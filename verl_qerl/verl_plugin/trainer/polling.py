@@ -8,16 +8,12 @@ from typing import Any
 
 from verl_qerl import upstream
 from verl_qerl.verl_plugin import hosts
-from verl_qerl.verl_plugin.trainer.feature import Feature
 
 POLL_S = 0.2
 _VERLS_S = 2.0  # which nobody has chosen
 
 
-class Polling(Feature):
-    """Looks more often."""
-
-    def on_replay_buffer(self, buffer: Any) -> None:
-        """Shorten the interval; one that a sampler of the user's has chosen stays."""
-        if getattr(buffer, "poll_interval", None) == _VERLS_S:
-            upstream.set_data(hosts.POLL_INTERVAL, buffer, poll_interval=POLL_S)
+def poll_often(buffer: Any) -> None:
+    """Shorten the interval; one that a sampler of the user's has chosen stays."""
+    if getattr(buffer, "poll_interval", None) == _VERLS_S:
+        upstream.set_data(hosts.POLL_INTERVAL, buffer, poll_interval=POLL_S)

@@ -75,7 +75,6 @@ def score_actor(run: Run, batch: Any, keys: list[str], rounded: bool) -> torch.T
 
     Args:
         batch: Its other answers fill up what the actor's ranks share.
-        keys: The keys of the answers.
         rounded: With the weights of its linears rounded as the rollout's are.
     """
     import transfer_queue as tq

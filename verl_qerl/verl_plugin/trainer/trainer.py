@@ -11,7 +11,6 @@ from omegaconf import DictConfig
 from verl_qerl.options import rules
 from verl_qerl.verl_plugin.config import apply
 from verl_qerl.verl_plugin.trainer.checkpoints import WholeCheckpoints
-from verl_qerl.verl_plugin.trainer.critic import CriticWithoutMark
 from verl_qerl.verl_plugin.trainer.engine_health import EngineHealth
 from verl_qerl.verl_plugin.trainer.feature import Feature, Run
 from verl_qerl.verl_plugin.trainer.mismatch import Gate, can_compare, gate_options
@@ -21,7 +20,7 @@ from verl_qerl.verl_plugin.trainer.noise import Noise
 from verl_qerl.verl_plugin.trainer.noise_effect import NoiseEffect
 from verl_qerl.verl_plugin.trainer.noise_schedule import NoiseSchedule
 from verl_qerl.verl_plugin.trainer.policy_loss import ActorLoss
-from verl_qerl.verl_plugin.trainer.polling import Polling
+from verl_qerl.verl_plugin.trainer.polling import poll_often
 from verl_qerl.verl_plugin.trainer.rescoring import keep_sample
 from verl_qerl.verl_plugin.trainer.sync_check import SyncCheck
 
@@ -53,18 +52,11 @@ FEATURES: dict[type[Feature], Callable[[Run], Any]] = {
     NoiseSchedule: lambda run: True,
     WholeCheckpoints: lambda run: rules.QUANTIZED.beside(run.option),
     ActorLoss: lambda run: rules.ACR.beside(run.option),
-    # `separate_async` takes a wait that is longer than one interval for a sign that the rollout is too slow.
-    Polling: lambda run: run.gate and run.syncs_each_step,
-    CriticWithoutMark: lambda run: True,
 }
 
 
 class FeaturedTrainer(_Trainer):
-    """Overrides of verl's PPOTrainer; what they do is in the features.
-
-    Attributes:
-        run: What features see of the trainer.
-    """
+    """Overrides of verl's PPOTrainer; what they do is in the features."""
 
     FEATURES = FEATURES
 
@@ -77,7 +69,9 @@ class FeaturedTrainer(_Trainer):
     def _build_replay_buffer(self) -> Any:
         buffer = super()._build_replay_buffer()
         keep_sample(buffer, self.run)
-        self._tell("on_replay_buffer", buffer)
+        # `separate_async` takes a wait that is longer than one interval for a sign that the rollout is too slow.
+        if self.run.gate and self.run.syncs_each_step:
+            poll_often(buffer)
         return buffer
 
     def on_init_end(self) -> None:
@@ -86,6 +80,11 @@ class FeaturedTrainer(_Trainer):
             self._tell("before_init_end")
             super().on_init_end()
             self._tell("after_init_end")
+
+    def fit(self, *args: Any, **kwargs: Any) -> None:
+        """Train as verl does; features may name the cause of an error."""
+        with self._errors_told():
+            super().fit(*args, **kwargs)
 
     def _add_prompts_to_generate(self, num_prompts: int) -> int:
         # In the place of groups that failed, without an end where nothing can answer them.
@@ -108,7 +107,8 @@ class FeaturedTrainer(_Trainer):
         return super()._compute_ref_log_prob(with_tensors(batch), metrics)
 
     def _compute_values(self, batch: Any, metrics: dict) -> Any:
-        self._tell("before_values", batch)
+        # What verl 0.9.1 leaves of the reference's pass: the critic would go without an adapter, and has none.
+        batch.extra_info.pop("no_lora_adapter", None)
         return super()._compute_values(with_tensors(batch), metrics)
 
     def _update_critic(self, batch: Any, metrics: dict) -> Any:
@@ -119,10 +119,9 @@ class FeaturedTrainer(_Trainer):
 
     def on_step_end(self) -> None:
         """Run the features around verl's hook, which syncs the weights."""
-        with self._errors_told():
-            self._tell("before_step_end")
-            super().on_step_end()
-            self._tell("after_step_end")
+        self._tell("before_step_end")
+        super().on_step_end()
+        self._tell("after_step_end")
 
     def _consume_sync_metrics(self) -> dict:
         metrics = {**super()._consume_sync_metrics(), **self.run.metrics}
@@ -131,15 +130,13 @@ class FeaturedTrainer(_Trainer):
 
     def on_validate_begin(self) -> None:
         """Run the features before verl's hook."""
-        with self._errors_told():
-            self._tell("before_validate_begin")
-            super().on_validate_begin()
+        self._tell("before_validate_begin")
+        super().on_validate_begin()
 
     def on_validate_end(self) -> None:
         """Run the features after verl's hook."""
-        with self._errors_told():
-            super().on_validate_end()
-            self._tell("after_validate_end")
+        super().on_validate_end()
+        self._tell("after_validate_end")
 
     def _save_checkpoint(self) -> None:
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
@@ -151,14 +148,6 @@ class FeaturedTrainer(_Trainer):
         self._tell("before_load")
         super()._load_checkpoint()
         self._tell("after_load")
-
-    def _step_once(self, *args: Any, **kwargs: Any) -> Any:
-        with self._errors_told():
-            return super()._step_once(*args, **kwargs)
-
-    def _validate(self, *args: Any, **kwargs: Any) -> Any:
-        with self._errors_told():
-            return super()._validate(*args, **kwargs)
 
     def _tell(self, hook: str, *args: Any) -> None:
         for feature in self.features:

@@ -16,7 +16,7 @@ from vllm.model_executor.models.qwen3_moe import Qwen3MoeAttention
 from verl_qerl import upstream
 from verl_qerl.kernels.rollout import elementwise, rotation
 from verl_qerl.kernels.rollout.elementwise import add_rms_norm, can_normalize, can_silu, rms_norm, silu_mul
-from verl_qerl.kernels.rollout.rotation import can_normalize_heads, can_rotate, norm_rotate, rotate
+from verl_qerl.kernels.rollout.rotation import can_normalize_heads, can_rotate, rotate
 from verl_qerl.upstream import HostChange
 from verl_qerl.vllm_plugin import hosts
 from verl_qerl.vllm_plugin.noise.row_norms import is_plain
@@ -63,7 +63,7 @@ class _PDLHeads:
         table, epsilon = self.rotary_emb._match_cos_sin_cache_dtype(q), self.q_norm.variance_epsilon
         if can_rotate(q, k, positions, table, self.head_dim):
             weights = (self.q_norm.weight.data, self.k_norm.weight.data)
-            q, k = norm_rotate(q, k, *weights, epsilon, positions, table, self.head_dim)
+            q, k = rotate(q, k, positions, table, self.head_dim, *weights, epsilon)
         else:
             q = self.q_norm(q.unflatten(-1, (-1, self.head_dim))).flatten(-2)
             k = self.k_norm(k.unflatten(-1, (-1, self.head_dim))).flatten(-2)

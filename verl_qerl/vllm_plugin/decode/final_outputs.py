@@ -41,7 +41,6 @@ class FinalOutputs:
         """While a request is put to verl's server: its sampling parameters.
 
         Args:
-            request_id: verl's.
             sampling_params: What they set themselves is kept; requests with stop strings need the text.
         """
         from vllm.sampling_params import RequestOutputKind

@@ -10,7 +10,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 
 from verl_qerl import upstream
 from verl_qerl.algos.aqn import NUM_DRAWS
-from verl_qerl.kernels.rollout.elementwise import add_rms_norm_rows, rms_norm_rows
+from verl_qerl.kernels.rollout.elementwise import add_rms_norm, rms_norm
 from verl_qerl.vllm_plugin import hosts
 
 
@@ -28,8 +28,8 @@ class RowRMSNorm(RMSNorm):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """The normalized x; with a residual, the normalized sum and the sum."""
         if residual is None:
-            return rms_norm_rows(x, self.table, self.ids, self.variance_epsilon)
-        return add_rms_norm_rows(x, residual, self.table, self.ids, self.variance_epsilon)
+            return rms_norm(x, self.table, self.variance_epsilon, self.ids)
+        return add_rms_norm(x, residual, self.table, self.variance_epsilon, self.ids)
 
 
 def is_plain(norm: Any) -> bool:

@@ -21,14 +21,9 @@ def linear_repacked(
     bias: torch.Tensor | None,
     plan: str,
 ) -> torch.Tensor:
-    """X W^T + bias.
+    """X W^T + bias; tensors as of `kernels.rollout.w4a16_matmul`.
 
     Args:
-        x: [M, K] bf16.
-        packed_codes: [K / 16, 2 N] int32, from `kernels.rollout.repacking.repack`.
-        scale: [K / 16, N] uint8, from the same.
-        global_decode_scale: [1] float32.
-        bias: [N] bf16 or None.
         plan: Key of a Plan, or "" without a GPU; constant, so that layers of one shape share their compiled code.
 
     Returns:

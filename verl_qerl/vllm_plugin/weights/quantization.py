@@ -39,7 +39,6 @@ def why_not_on(capability: int, form: str) -> str | None:
 
     Args:
         capability: Compute capability times ten, e.g. 90.
-        form: Name of the weight format.
     """
     able = sorted(name for name, (least, end) in _CAPABILITIES.items() if least <= capability < end)
     if form in able:
