@@ -17,20 +17,28 @@ from verl_qerl.kernels.actor.logit_rows import gradient_of_rows, score_rows
 _CHUNK_TOKENS = 1024
 
 
+def _chunks(tokens: int) -> Iterator[slice]:
+    return (slice(at, at + _CHUNK_TOKENS) for at in range(0, tokens, _CHUNK_TOKENS))
+
+
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        chunks = zip(logits.split(_CHUNK_TOKENS), labels.split(_CHUNK_TOKENS), strict=True)
-        scored = [score_rows(part, chosen, temperature=1.0, entropy=False) for part, chosen in chunks]
+        chunks = _chunks(len(labels))
+        scored = [score_rows(logits[part], labels[part], temperature=1.0, entropy=False) for part in chunks]
         log_probs, log_sums, _ = (torch.cat(parts) for parts in zip(*scored, strict=True))
         ctx.save_for_backward(logits, labels, log_sums)
         return log_probs
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        chunks = zip(*(x.split(_CHUNK_TOKENS) for x in (*ctx.saved_tensors, *grad_outputs)), strict=True)
-        parts = [gradient_of_rows(x, labels, 1.0, (sums, sums), (grad, None)) for x, labels, sums, grad in chunks]
-        return torch.cat(parts), None
+        logits, labels, log_sums = ctx.saved_tensors
+        (grad,) = grad_outputs
+        out = torch.empty_like(logits)
+        for part in _chunks(len(labels)):
+            scored = (log_sums[part], log_sums[part])
+            out[part] = gradient_of_rows(logits[part], labels[part], 1.0, scored, (grad[part], None))
+        return out, None
 
 
 def log_probs_of_labels(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -80,10 +88,6 @@ class _LinearLogProbs(torch.autograd.Function):
             dense = gradient_of_rows(logits, labels[part], ctx.temperature, scored, grads, ctx.fused)
             torch.mm(dense, weight, out=out[part])
         return out, None, None, None, None, None
-
-
-def _chunks(tokens: int) -> Iterator[slice]:
-    return (slice(at, at + _CHUNK_TOKENS) for at in range(0, tokens, _CHUNK_TOKENS))
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
