@@ -46,10 +46,10 @@ CLAIMS = [
     Claim(OWN, "noise is better than a temperature of the same entropy", "bf16_noise", "bf16_hot", "pass1", "more"),
     Claim(OWN, "NVFP4 alone learns as fast as 16-bit LoRA", "nvfp4", LORA, "area", "good"),
     Claim(OWN, "and ends as high", "nvfp4", LORA, "pass1", "good"),
-    # A base in INT8 loses next to nothing, so that this tells the format from all else that differs from stock verl.
+    # The same package on another format: what is not lower there is not lost by what both share.
     Claim(OWN, "LoRA on INT8 ends as high as 16-bit LoRA", "int8_lora", LORA, "pass1", "good"),
     Claim(OWN, "and NVFP4 as high as INT8", "nvfp4", "int8_lora", "pass1", "good"),
-    # The same four-bit weights in stock verl: what is lower there is lost by the format, not by what computes with it.
+    # The same weights in stock verl: what is lower there is lost by rounding them, not by what computes with them.
     Claim(OWN, "stock LoRA on the weights of NVFP4, in bf16, ends as high", "bf16_of_nvfp4", LORA, "pass1", "good"),
     Claim(OWN, "and NVFP4 as high as that", "nvfp4", "bf16_of_nvfp4", "pass1", "good"),
     Claim(OWN, "NVFP4 on a calibrated base learns as fast", "nvfp4_gptq", LORA, "area", "good"),

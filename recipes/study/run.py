@@ -424,6 +424,7 @@ def main(arguments: list[str] | None = None) -> int:
     session = {"began": began.isoformat(timespec="seconds"), "commit": current_commit(), "versions": versions()}
     session |= {"model": args.model.resolve().name, "gpus": list(gpus.values()), "cores": os.cpu_count()}
     session |= {name: getattr(args, name) for name in asked}
+    session["machine"] = {task: arms.machine(arms.TASKS[task], args.per_gpu, args.gpus_per_run) for task in args.tasks}
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out.resolve() / f"{began:%Y%m%dT%H%M%S}.json"
     places = [*in_groups(gpus, args.gpus_per_run).items()] * args.per_gpu

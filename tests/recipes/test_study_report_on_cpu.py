@@ -252,6 +252,11 @@ def test_what_the_page_says_of_answers_without_a_box_and_of_runs_made_twice(repo
         return np.mean([(right - share * (1 - form)) / form for right, form in runs])
 
     assert f"of those with a box {boxed_right(LORA):.3f} are right with bf16 and {boxed_right('nvfp4'):.3f}" in page
+    told = f"{boxed_right('int8_lora'):.3f} are right."
+    assert (
+        f"Of INT8's {without_box(arms, 'int8_lora'):.1%} have none, and of those with one {told}".replace("%", " %")
+        in page
+    )
     differences = []
     for runs in made.values():
         steps = min(len(run["metrics"]["step"]) for run in runs)
@@ -333,9 +338,15 @@ def test_what_the_pages_say_of_all_runs_at_once(report, study, paired):
     assert f"by {' and '.join(told)}" in page
     assert f"by {told[0]}" in front
     assert f"in stock verl on two: {compared('int8_lora', LORA, 'pass1')[0]}." in page
-    area, than_int8 = (fits["area"].difference(other, "nvfp4") for other in (LORA, "int8_lora"))
-    told = f"bf16 - NVFP4 {area.mean:.3f} ({area.low:.3f} to {area.high:+.3f}), INT8 - NVFP4 "
-    assert told + f"{than_int8.mean:.3f} ({than_int8.low:.3f} to {than_int8.high:.3f})" in page
+    assert f"by {told[1]}, which holds for all 17 too" in front
+    assert f"{compared('int8_lora', LORA, 'pass1')[0]}, three runs each" in front
+
+    def positive(found):
+        return f"{-found.mean:.3f} ({-found.high:.3f} to {-found.low:.3f})"
+
+    area = [fits["area"].difference("nvfp4", other) for other in ("int8_lora", LORA)]
+    told = f"INT8 - NVFP4 {positive(area[0])}, bf16 - NVFP4 {positive(area[1])}"
+    assert told.replace("to 0.025", "to +0.025") in page
     spread = fits["pass1"].spread
     assert f"pass@1 of a run has a standard deviation of {spread:.3f}" in page
     seeds = 2 * ((1.96 + 0.84) * spread / 0.01) ** 2  # both errors: 5 %, two-sided, and 20 %
@@ -353,9 +364,47 @@ def test_what_the_pages_say_of_all_runs_at_once(report, study, paired):
             allowing[claim.arm, claim.other, claim.measure] = found.mean - half, found.mean + half
     assert len(allowing) == 15  # and two with a tag, which are not in the fit
     first, second = ("({:.3f} to {:+.3f})".format(*allowing["nvfp4", other, "pass1"]) for other in ("int8_lora", LORA))
-    assert f"NVFP4 - INT8 in pass@1 {first}, and NVFP4 - bf16 is not, by a hair {second}." in page
+    assert f"NVFP4 - INT8 in pass@1 {first}; NVFP4 - bf16 does not, by a hair {second}." in page
     assert [pair for pair, (_, high) in allowing.items() if high < 0] == [("nvfp4", "int8_lora", "pass1")]
     assert not [pair for pair, (low, _) in allowing.items() if low > 0]
+    without = {arm: {seed: run for seed, run in seeds.items() if seed != 3} for arm, seeds in arms.items()}
+    fit = report.at_once(without, "pass1")
+    first, second = (report.with_interval(fit.difference("nvfp4", other)) for other in ("int8_lora", LORA))
+    assert f"Without seed 3 neither interval would exclude 0: {first} and {second}." in page
+
+
+def test_what_the_page_says_of_parts_of_the_steps_and_of_one_reward_rule(report, study, paired, monkeypatch):
+    page = (report.HERE / "README.md").read_text()
+    arms = report.by_arm(study("results").merged([report.HERE / "results"]), "gsm8k", 20)
+    early, late = slice(10), slice(10, 60)
+    told = {}
+    for part in (early, late):
+
+        def reward(run, steps, part=part):
+            return report.series(run, report.REWARD)[part].mean()
+
+        monkeypatch.setitem(report.MEASURES, "part", ("", reward))
+        fit = report.at_once(arms, "part")
+        for arm, other in (("nvfp4", "int8_lora"), ("nvfp4", LORA), ("int8_lora", LORA)):
+            found = fit.difference(arm, other)
+            low, high = sorted((abs(found.low), abs(found.high)))
+            assert found.low * found.high > 0 or (arm, other, part) in ((arm, LORA, early), ("int8_lora", LORA, late))
+            told[arm, other, part.start or 0] = f"{abs(found.mean):.3f} ({low:.3f} to {high:.3f})"
+    assert f"that is higher by {told['nvfp4', 'int8_lora', 0]}" in page
+    assert f"from step 11 on, by {told['nvfp4', 'int8_lora', 10]}" in page
+    assert f"beside bf16 {told['nvfp4', LORA, 0][:5]} ahead and {told['nvfp4', LORA, 10]} behind" in page
+    assert f"its reward was below bf16's by {told['int8_lora', LORA, 0]}" in page
+    later = [
+        ("int8" if arm == "int8_lora" else "nvfp4", seed, report.accuracy(run)[0])
+        for arm, seeds in arms.items()
+        for seed, run in seeds.items()
+        if run["state"] == "done"
+        and not run["tag"]
+        and arm != LORA
+        and (arm, seed) not in [("nvfp4", n) for n in (1, 2, 3)]
+    ]
+    found = paired.Fit(later).difference("int8", "nvfp4")
+    assert f"is below INT8 by {found.mean:.3f} ({found.low:.3f} to {found.high:.3f})" in page
 
 
 def test_what_the_pages_say_of_their_runs(report, study, paired):
@@ -367,15 +416,16 @@ def test_what_the_pages_say_of_their_runs(report, study, paired):
         return np.mean([report.accuracy(run)[0] for run in arms[arm].values()])
 
     assert f"pass@1 {mean('nvfp4'):.3f}, beside {mean(LORA):.3f} of bf16 and {mean('int8_lora'):.3f} of INT8" in page
-    told = f"pass@1 {mean('nvfp4'):.3f} beside {mean(LORA):.3f} of stock bf16"
-    assert told in front
+    assert f"pass@1 of {mean('nvfp4'):.3f}, beside {mean(LORA):.3f} of stock bf16" in front
     assert f"beside {mean('int8_lora'):.3f} of LoRA on INT8" in front
-    kl = {arm: np.mean([report.series(run, report.KL) for run in arms[arm].values()]) for arm in ("int8_lora", "nvfp4")}
-    assert f"its KL(rollout, actor) is {kl['int8_lora']:.1e}, ".replace("e-0", "e-") in page
-    assert round(kl["int8_lora"] / kl["nvfp4"]) == 12  # "twelve times"
+    kl = np.mean([report.series(run, report.KL) for run in arms["int8_lora"].values()], axis=0)
+    assert (
+        f"rises from {kl[0]:.1e} in the first step to {kl[-10:].mean():.1e} in the last ten".replace("e-0", "e-")
+        in page
+    )
     assert f"pass@1 came to {mean('nvfp4'):.3f} without it and {mean('nvfp4_noise'):.3f} with it" in front
     assert f"**A calibrated base** has a pass@1 of {mean('nvfp4_gptq'):.3f}:" in page
-    assert f"lies between, at {mean('nvfp4_gptq'):.3f}." in front
+    assert f"calibrated by GPTQ came to {mean('nvfp4_gptq'):.3f}," in front
     for measure, name in (("pass1", "pass@1"), ("area", "reward")):
         found = report.compare(arms, "nvfp4", "nvfp4.rounded", measure)
         assert f"{name} {found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})" in page

@@ -407,3 +407,28 @@ def test_the_threads_of_a_run_are_its_share_of_the_cores(go, tmp_path, runner, m
     go({"bf16": ""}, gpus=("0", "1", "2"))
     assert [env["OMP_NUM_THREADS"] for env in started] == ["4"]
     assert os.environ.get("OMP_NUM_THREADS") is None
+
+
+def test_a_session_says_what_a_run_got_of_the_machine(runner, study, tmp_path, monkeypatch):
+    made = []
+
+    class Ended:
+        def __init__(self, jobs, places, command, *limits_and_session):
+            made.append((places, limits_and_session[-1]))
+
+        def run(self):
+            return 0
+
+    monkeypatch.setattr(runner, "Study", Ended)
+    monkeypatch.setattr(runner, "visible_gpus", lambda: {"0": "H", "1": "H"})
+    monkeypatch.setattr(runner.signal, "signal", lambda *_: None)
+    for folder in ("model", "data/gsm8k"):
+        (tmp_path / folder).mkdir(parents=True)
+    given = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
+    given += ["--earlier", str(tmp_path / "model"), "--arms", "bf16_merge", "--per-gpu", "3", "--gpus-per-run", "2"]
+    assert runner.main(given) == 0
+    ((places, session),) = made
+    assert places == [("0,1", "2 x H")] * 3
+    assert session["per_gpu"] == 3
+    assert "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=10922" in session["machine"]["gsm8k"]
+    assert json.loads(json.dumps(session)) == session
