@@ -22,6 +22,7 @@ QUANTIZED = ("+rollout=nvfp4", "actor_rollout_ref.model.lora_rank=8")
         ("+uqa.scale=2", "+uaq"),
         ("+AQN.sigma_start=0.1", "+aqn"),
         ("+platfrom=cpu", "+platform"),
+        ("+rollout.format=nvfp4", "+rollout=fp8 or +rollout=int8 or +rollout=mxfp4 or +rollout=nvfp4"),
     ],
 )
 def test_a_likely_typo_beside_an_option_of_ours_is_a_warning(validate, override, node):

@@ -41,6 +41,8 @@ def check_spelling(config: DictConfig) -> None:
         value = config[name]
         held = set(value) if isinstance(value, Mapping) else {str(value)}
         meant = [node for node in near if held and held <= _NODES[node]]
+        if name == "rollout":  # files, which leave no node of this name: `+rollout.format=nvfp4`
+            meant = [f"rollout={form}" for form in FORMATS]
         if meant:
             logger.warning(
                 "+%s looks like a misspelled option of verl_qerl, which does not read it. If it is meant for verl_qerl,"
