@@ -18,6 +18,7 @@ from verl_qerl.checkpoints.source import SINGLE, open_source
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.checkpoints.writer import write_tensors
 from verl_qerl.cli.model_dir import QUANTIZATION_REPORT, copy_other_files
+from verl_qerl.cli.output_dir import new_directory
 from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.reference import dequantize
 
@@ -27,20 +28,20 @@ def write(model: Path, out: Path) -> None:
 
     Raises:
         ValueError: `model` is not in NVFP4.
-        OSError: `out` is there, or a file of `model` is not.
+        OSError: `out` holds something, or a file of `model` is not there.
     """
-    tensors = {}
-    for name, item in packed_stream(open_source(model)):
-        packed = isinstance(item, PackedWeight)
-        tensors[f"{name}.weight" if packed else name] = dequantize(item, torch.bfloat16) if packed else item
     config = read_config(model)
     if config.pop("quantization_config", None) is None:
         raise ValueError(f"not quantized: {model}. What `python -m verl_qerl quantize` wrote is accepted. Make it.")
-    out.mkdir(parents=True)
-    copy_other_files(model, out)
-    shutil.copy(model / QUANTIZATION_REPORT, out)
-    (out / "config.json").write_text(json.dumps(config, indent=2))
-    write_tensors(out / SINGLE, tensors)
+    with new_directory(out) as folder:
+        copy_other_files(model, folder)
+        shutil.copy(model / QUANTIZATION_REPORT, folder)
+        (folder / "config.json").write_text(json.dumps(config, indent=2))
+        tensors = {}
+        for name, item in packed_stream(open_source(model)):
+            packed = isinstance(item, PackedWeight)
+            tensors[f"{name}.weight" if packed else name] = dequantize(item, torch.bfloat16) if packed else item
+        write_tensors(folder / SINGLE, tensors)
 
 
 if __name__ == "__main__":

@@ -29,3 +29,13 @@ def study() -> Iterator[Callable[[str], ModuleType]]:
     for name in names:
         sys.modules.pop(name, None)
     sys.modules.update(kept)
+
+
+@pytest.fixture
+def paired(study: Callable[[str], ModuleType]) -> ModuleType:
+    return study("paired")
+
+
+@pytest.fixture
+def report(study: Callable[[str], ModuleType]) -> ModuleType:
+    return study("report")

@@ -5,19 +5,8 @@ import math
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 LORA = "bf16_merge"  # what the claims call 16-bit LoRA
-
-
-@pytest.fixture
-def paired(study):
-    return study("paired")
-
-
-@pytest.fixture
-def report(study):
-    return study("report")
 
 
 def test_the_kl_that_the_page_tells(report, study):

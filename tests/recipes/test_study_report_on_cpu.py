@@ -9,16 +9,6 @@ import pytest
 PAGE = "before\n<!-- results: written by report.py -->\nold\n<!-- end of results -->\nafter\n"
 
 
-@pytest.fixture
-def paired(study):
-    return study("paired")
-
-
-@pytest.fixture
-def report(study):
-    return study("report")
-
-
 LORA = "bf16_merge"  # what the claims call 16-bit LoRA
 
 

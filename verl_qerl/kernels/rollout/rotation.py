@@ -52,7 +52,7 @@ def rotate(
         head_size: One that `can_rotate` accepts; with norms up to 512.
         q_norm: [head_size] bf16 or float32, the weight of an `rms_norm` of each head of q before the rotation, or None.
         k_norm: The same for the heads of k; both or none.
-        epsilon: Of the norms.
+        epsilon: Added to the mean of the squares in each norm; without norms it is not read.
 
     Returns:
         The rotated q and k, contiguous.
