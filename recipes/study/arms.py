@@ -9,7 +9,7 @@ from typing import NamedTuple
 from verl_qerl.verl_plugin.config.uses_qerl import asks_for_qerl
 
 BATCH, ANSWERS, UPDATES = 32, 8, 2  # questions of a step, answers to each, optimizer steps
-CACHE = 12 * 10**9  # bytes of keys and values: all answers of a 1.5B, at full length
+CACHE = 30_000  # bytes of keys and values of a token: 28,672 of the 1.5B, and a reserve
 MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("model", "actor", "rollout"))
 
 # Learning rates of a first look at 24 steps: LoRA at 4e-5 and all weights at 1e-6 reached the same reward.
@@ -147,7 +147,7 @@ def machine(task: Task, per_gpu: int, gpus: int) -> list[str]:
     return [
         # vLLM would measure what is left, wrongly when another run takes memory meanwhile. And what it does not hold
         # need not be released and mapped again in each step.
-        f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes={CACHE}",
+        f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes={BATCH * ANSWERS * sum(task) * CACHE}",  # of all answers
         f"{ROLLOUT}.gpu_memory_utilization={0.35 / per_gpu:.3f}",
         f"{MODEL}.use_fused_kernels=True",
         f"{MODEL}.use_remove_padding=True",
