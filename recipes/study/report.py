@@ -221,7 +221,8 @@ def section(runs: Runs, folder: Path, least: int) -> list[str]:
         lines += [f"Left out, as they have fewer than {least} steps: {', '.join(left_out)}.", ""] if left_out else []
         if not arms:
             continue
-        draw(arms, folder / f"{task}.png")
+        # Curves of earlier packages would hide others.
+        draw({arm: arms[arm] for arm in arms if arm.partition(".")[2] not in EARLIER}, folder / f"{task}.png")
         lines += [*table_of_arms(arms), "", *table_of_claims(arms), "", *best_and_worst(arms)]
         lines += [f"![curves of {task}]({folder.name}/{task}.png)", ""]
     files = sorted({run["session"]["file"] for run in runs.values()})

@@ -185,6 +185,15 @@ def test_runs_of_an_earlier_package_count_to_their_arm_where_all_are_compared(re
     assert fit.difference(LORA, "nvfp4")[:2] == (3, pytest.approx((0.1 + 0.1 + 0.4) / 3))
 
 
+def test_runs_of_an_earlier_package_have_no_curves(report, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(report, "draw", lambda arms, out: drawn.extend(arms))
+    told = {"session": {"file": "a.json"}}
+    runs = {tag: made_up("nvfp4", 1, 0, 0) | told | {"tag": tag} for tag in ("", "rounded", "lr8e-5")}
+    report.section(runs, tmp_path, 20)
+    assert drawn == ["nvfp4", "nvfp4.lr8e-5"]
+
+
 def test_what_is_not_measured_is_named(report):
     arms = {arm: {seed: made_up(arm, seed, seed / 99, 0) for seed in range(3)} for arm in ("nvfp4", LORA)}
     *_, missing = report.table_of_claims(arms)
