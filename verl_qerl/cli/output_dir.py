@@ -49,23 +49,31 @@ def new_directory(path: Path) -> Iterator[Path]:
     real = path.resolve()  # `.` has no name, and a link stays one
     folder = real if real.is_dir() else real.parent
     folder.mkdir(parents=True, exist_ok=True)
-    _remove_stale(folder, real.name)
-    partial = folder / f".{real.name}.{_HOST}.{uuid.uuid4().hex[:8]}.partial"
+    with scratch_directory(folder, real.name) as partial:
+        try:
+            with kept_interrupts():
+                yield partial
+            check_absent(real, partial)
+            if folder == real:
+                _move_up(partial)
+            else:
+                os.replace(partial, real)
+        except KeyboardInterrupt as interrupt:
+            interrupt.args = (f"interrupted; {path} was not written",)
+            raise
+
+
+@contextmanager
+def scratch_directory(folder: Path, name: str) -> Iterator[Path]:
+    """Give a directory in `folder` as long as the block lasts; what killed runs left of one of that name is removed."""
+    _remove_stale(folder, name)
+    partial = folder / f".{name}.{_HOST}.{uuid.uuid4().hex[:8]}.partial"
     partial.mkdir()
     lock = _lock(partial)
     try:
-        with kept_interrupts():
-            yield partial
-        check_absent(real, partial)
-        if folder == real:
-            _move_up(partial)
-        else:
-            os.replace(partial, real)
-    except KeyboardInterrupt as interrupt:
-        interrupt.args = (f"interrupted; {path} was not written",)
-        raise
+        yield partial
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # gone already when the rename happened
+        shutil.rmtree(partial, ignore_errors=True)  # gone already when it was renamed
         if lock is not None:
             os.close(lock)
 

@@ -57,6 +57,7 @@ def run(source, models, monkeypatch):
         double = Double(AutoTokenizer.from_pretrained(models / "bf16"), script, stop_after)
         monkeypatch.setattr(command, "_options", lambda *_: SimpleNamespace(adapter=None))
         monkeypatch.setattr("verl_qerl.vllm_plugin.offline.OfflineEngine", lambda _: double)
+        monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # is set, and undone after the test
         arguments = ["--model", str(models / "bf16"), "--source", str(source), "--tasks", "gsm8k", "--limit", "4"]
         main(["eval", *arguments, "--out", str(source / out), *argv])
         return double

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from verl_qerl.cli.eval.engines import Work, gpus, in_processes
+from verl_qerl.cli.eval.engines import Work, gpus, in_processes, judged
 from verl_qerl.vllm_plugin.offline import EngineOptions
 
 SCRIPT = Path(__file__).with_name("several_engines.py")
@@ -90,6 +91,24 @@ def test_engines_end_with_a_parent_that_is_killed():
     while any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in engines):
         assert time.monotonic() < end, "an engine is left"
         time.sleep(0.1)
+
+
+def test_an_interrupt_while_an_engine_starts_is_not_lost(monkeypatch):
+    """vLLM takes one that comes while it waits for a core in a process of its own, and then waits on."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+
+    def start(options):
+        import zmq
+        from vllm import envs
+        from vllm.utils.network_utils import zmq_socket_ctx
+
+        with zmq_socket_ctx("inproc://core", zmq.ROUTER) if envs.VLLM_ENABLE_V1_MULTIPROCESSING else nullcontext():
+            raise KeyboardInterrupt
+        raise TimeoutError("the core said nothing")
+
+    monkeypatch.setattr("verl_qerl.vllm_plugin.offline.OfflineEngine", start)
+    with pytest.raises(KeyboardInterrupt):
+        next(judged(Work(EngineOptions("model", None), [[1]], ["1"], {})))
 
 
 def test_gpus_are_dealt_out_in_the_order_of_the_machine(monkeypatch):

@@ -45,6 +45,9 @@ def judged(work: Work) -> Judged:
     """(number of the question, its answers) as each is ready; raises as `check_applied` before the first."""
     from verl_qerl.vllm_plugin.offline import OfflineEngine  # imports torch
 
+    # vLLM's core in this process ends with it, and the workers of several GPUs with the core. In a process of its own
+    # it would outlive a kill, and vLLM takes away an interrupt that comes while it waits for one, which then never is.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     engine = OfflineEngine(work.options)
     if work.options.adapter is not None:
         change = check_applied(engine, work.prompts[0])
@@ -158,9 +161,6 @@ def _serve(pipe: Connection, answers: Callable[[Work], Judged], work: Work, devi
     """The process of one engine: sends what it answers, then None."""
     end_with_the_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a key reaches all; the parent ends this process
-    # vLLM's core in this process ends with it, and the workers of several GPUs with the core. In a process of its own
-    # it would outlive a kill.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = devices
     try:

@@ -1,6 +1,5 @@
 """What is evaluated: a model, in which format, with which adapter; or what a training checkpoint holds."""
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from verl_qerl.cli.export.arguments import WITH_BASE
 from verl_qerl.cli.export.command import export_checkpoint
 from verl_qerl.cli.export.fsdp_checkpoint import open_checkpoint
 from verl_qerl.cli.export.merge import dense_specs, matrix_shapes, open_base
+from verl_qerl.cli.output_dir import scratch_directory
 from verl_qerl.formats import FORMATS
 from verl_qerl.vllm_plugin.offline import ADAPTER_CONFIG, EngineOptions
 
@@ -39,8 +39,8 @@ def served(
             check_fits(adapter, model)
         yield EngineOptions(model, _form(model, form), adapter=adapter)
         return
-    with tempfile.TemporaryDirectory(prefix=".export.", dir=scratch) as folder:
-        yield _exported(Path(folder) / "model", checkpoint, model, form)
+    with scratch_directory(scratch, "export") as folder:
+        yield _exported(folder / "model", checkpoint, model, form)
 
 
 def _exported(out: Path, checkpoint: Path, model: str | None, form: str | None) -> EngineOptions:
