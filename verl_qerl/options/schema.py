@@ -39,8 +39,8 @@ class Base(Options):
         None,
         Accepts("mse, minmax, null", lambda value: value in (None, *DEFAULT_FORMAT.scale_choices)),
         "scale choice of nvfp4 for a bf16 model.path: mse, its default (of each block the scale with the least squared"
-        " error, [why](../../tests/bench/results/README.md#scales-of-nvfp4)), or minmax (as QeRL); a packed one keeps"
-        " its own",
+        " error, [why](../../tests/bench/results/README.md#scales-of-nvfp4)), or minmax (as QeRL); a packed one has"
+        " its own, beside which this is refused",
     )
     ignore: tuple[str, ...] = option(
         DEFAULT_IGNORE,
@@ -48,7 +48,7 @@ class Base(Options):
             "a list of exact names, or of `re:` and a regular expression, such as [lm_head,'re:.*q_proj']", is_names
         ),
         "modules left in bf16: a list of exact names or `re:` and a regular expression; one that names no module is"
-        " refused. A packed model.path says itself what it left out",
+        " refused. A packed model.path says itself what it left out, and this is refused beside it",
     )
     train_norms: bool = option(
         False,

@@ -47,6 +47,20 @@ def test_a_model_that_only_the_workers_reach_is_theirs_to_refuse(validate, monke
 
 
 @pytest.mark.parametrize(
+    ("option", "said"), [("scale=minmax", "scale=minmax"), ("ignore=['re:.*mlp.*']", r"ignore=\['re:\.\*mlp\.\*'\]")]
+)
+def test_a_quantized_model_has_made_its_choices(validate, written, option, said):
+    options = (*PACKED, f"+qerl.base.{option}")
+    path = written(PACKED_CONFIG)
+    with pytest.raises(
+        ValueError, match=rf"^qerl\.base\.{said} has no effect on model\.path={path}, which is quantized"
+    ):
+        validate(*options, f"{MODEL}.path={path}")
+    validate(*PACKED, f"{MODEL}.path={path}")
+    validate(*options, f"{MODEL}.path={written(TEXT)}")
+
+
+@pytest.mark.parametrize(
     ("option", "said"),
     [
         ("rope_scaling={rope_type:yarn,factor:4.0}", r"rope_scaling=\{'rope_type': 'yarn', 'factor': 4\.0\}"),

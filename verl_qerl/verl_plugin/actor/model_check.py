@@ -5,12 +5,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl.checkpoints.model_config import read_config
+from verl_qerl.checkpoints.quantization_config import described
 from verl_qerl.options.rules import LORA_RANK, MODEL
 from verl_qerl.verl_plugin.actor.liger import check_liger
 from verl_qerl.verl_plugin.config.nodes import plain
 
 # Parts of the configurations of models that see or hear.
 _SENSES = ("vision_config", "audio_config", "thinker_config")
+# How a model that is not quantized is to be.
+_CHOICES = ("qerl.base.scale", "qerl.base.ignore")
 
 
 def check_models(config: DictConfig, use_critic: bool) -> None:
@@ -20,13 +23,15 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
         config: The whole configuration. Models that the driver cannot reach are checked by the workers alone.
 
     Raises:
-        ValueError: With `+rollout=...`, model.path is no text model, override_config has options of its position
-            embedding, or `check_liger` refuses; or the critic's path is quantized.
+        ValueError: With `+rollout=...`, model.path is no text model or quantized beside choices of how to quantize it,
+            override_config has options of its position embedding, or `check_liger` refuses; or the critic's path is
+            quantized.
     """
     if OmegaConf.select(config, "qerl.base.format") is not None:
         path = str(OmegaConf.select(config, f"{MODEL}.path"))
         found = _config_of(path)
         _check_text(path, found)
+        _check_choices(config, path, found)
         if OmegaConf.select(config, LORA_RANK) or OmegaConf.select(config, f"{MODEL}.lora.rank"):
             check_liger(config, found.get("model_type"))
         _check_override(plain(OmegaConf.select(config, f"{MODEL}.override_config")) or {})
@@ -51,6 +56,16 @@ def _check_text(path: str, found: dict[str, Any]) -> None:
         raise ValueError(
             f"model.path={path} is a {(found.get('architectures') or ['model'])[0]} with {parts[0]}, which +rollout=..."
             " does not quantize. Models of text alone are accepted. Choose one, or leave out +rollout=..."
+        )
+
+
+def _check_choices(config: DictConfig, path: str, found: dict[str, Any]) -> None:
+    named = [name for name in _CHOICES if OmegaConf.select(config, name) is not None]
+    if named and described(found):
+        value = plain(OmegaConf.select(config, named[0]))
+        raise ValueError(
+            f"{named[0]}={value} has no effect on model.path={path}, which is quantized already and keeps its own."
+            " Accepted is null, or a bf16 model. Leave it out, or name the model that this was made of."
         )
 
 
