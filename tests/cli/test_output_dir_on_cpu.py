@@ -1,3 +1,4 @@
+import errno
 import os
 import re
 import subprocess
@@ -8,7 +9,7 @@ import pytest
 import word_problems
 
 from verl_qerl.cli import main, output_dir, plan
-from verl_qerl.cli.output_dir import new_directory
+from verl_qerl.cli.output_dir import new_directory, new_file, scratch_directory
 
 
 def test_an_error_leaves_nothing_behind(tmp_path):
@@ -122,6 +123,34 @@ def test_a_path_that_the_system_refuses_is_one_sentence(tmp_path, capsys, out, n
         word_problems.main(["--num-train", "4", "--num-test", "2", "--out", str(tmp_path / out)])
     assert ended.value.code == 1
     assert re.search(rf"a file or directory cannot be used: \S*{named}\. One that", capsys.readouterr().err)
+
+
+@pytest.fixture
+def read_only(tmp_path, monkeypatch):
+    """A folder on a disk that is read-only, also for root."""
+
+    def refuse(path, *_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    for change in ("mkdir", "unlink", "open"):
+        monkeypatch.setattr(Path, change, refuse)
+    return tmp_path
+
+
+def test_a_read_only_folder_is_told_by_the_name_that_was_given(read_only):
+    out = read_only / "out"
+    with pytest.raises(OSError, match="Read-only") as told, scratch_directory(read_only, "out"):
+        pass
+    assert told.value.filename == str(out)
+    with pytest.raises(OSError, match="Read-only") as told, new_file(out) as partial:
+        partial.write_text("x")
+    assert told.value.filename == str(out)
+
+
+def test_a_name_with_no_room_for_an_ending_is_told_as_it_was_given(tmp_path):
+    with pytest.raises(OSError, match="too long") as told, new_directory(tmp_path / ("n" * 250)):
+        pass
+    assert told.value.filename == str(tmp_path / ("n" * 250))
 
 
 KILLED = """

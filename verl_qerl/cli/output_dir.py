@@ -68,7 +68,11 @@ def scratch_directory(folder: Path, name: str) -> Iterator[Path]:
     """Give a directory in `folder` as long as the block lasts; what killed runs left of one of that name is removed."""
     _remove_stale(folder, name)
     partial = folder / f".{name}.{_HOST}.{uuid.uuid4().hex[:8]}.partial"
-    partial.mkdir()
+    try:
+        partial.mkdir()
+    except OSError as error:
+        error.filename = str(folder / name)  # nobody knows of the other
+        raise
     lock = _lock(partial)
     try:
         yield partial
@@ -95,8 +99,8 @@ def new_file(path: Path) -> Iterator[Path]:
         error.filename = str(path)  # a full disk names none
         raise
     finally:
-        if is_file:
-            partial.unlink(missing_ok=True)
+        if is_file and partial.exists():  # a read-only disk refuses to remove what is not there
+            partial.unlink()
 
 
 def _remove_stale(folder: Path, name: str) -> None:
