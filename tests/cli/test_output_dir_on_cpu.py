@@ -147,6 +147,12 @@ def test_a_read_only_folder_is_told_by_the_name_that_was_given(read_only):
     assert told.value.filename == str(out)
 
 
+def test_a_full_disk_is_told_by_the_name_that_was_given(tmp_path):
+    with pytest.raises(OSError, match="No space left") as told, new_directory(tmp_path / "out"):
+        Path("/dev/full").write_text("x")
+    assert told.value.filename == str(tmp_path / "out")
+
+
 def test_a_name_with_no_room_for_an_ending_is_told_as_it_was_given(tmp_path):
     with pytest.raises(OSError, match="too long") as told, new_directory(tmp_path / ("n" * 250)):
         pass

@@ -1,5 +1,6 @@
 """An output directory, or file, that appears whole or not at all."""
 
+import errno
 import fcntl
 import glob
 import logging
@@ -15,6 +16,7 @@ from verl_qerl.cli.interrupts import kept_interrupts
 
 logger = logging.getLogger(__name__)
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _HOST = platform.node()[:32] or "localhost"  # in names, which a file system limits
 
 
@@ -49,7 +51,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     real = path.resolve()  # `.` has no name, and a link stays one
     folder = real if real.is_dir() else real.parent
     folder.mkdir(parents=True, exist_ok=True)
-    with scratch_directory(folder, real.name) as partial:
+    with scratch_directory(folder, real.name) as partial, full_disk_named(path):
         try:
             with kept_interrupts():
                 yield partial
@@ -80,6 +82,17 @@ def scratch_directory(folder: Path, name: str) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)  # gone already when it was renamed
         if lock is not None:
             os.close(lock)
+
+
+@contextmanager
+def full_disk_named(path: Path) -> Iterator[None]:
+    """Give an error of a full disk, or of a quota, the path that it lacks where a file was open already."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 @contextmanager

@@ -19,6 +19,14 @@ def test_lines_come_back_in_the_order_of_the_set(tmp_path):
     assert read_lines(tmp_path, "amc23") == []
 
 
+def test_a_full_disk_is_told_by_its_file(tmp_path):
+    file = tmp_path / "gsm8k.jsonl"
+    file.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as told:
+        append(tmp_path, "gsm8k", line(0))
+    assert told.value.filename == str(file)
+
+
 def test_a_line_that_was_cut_short_is_asked_again_and_the_next_one_is_whole(tmp_path):
     append(tmp_path, "gsm8k", line(0))
     file = tmp_path / "gsm8k.jsonl"

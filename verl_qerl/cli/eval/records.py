@@ -13,6 +13,7 @@ from typing import Any
 from verl_qerl.checkpoints.model_config import read_object
 from verl_qerl.checkpoints.record import write_whole
 from verl_qerl.cli.eval.questions import TASKS, Question
+from verl_qerl.cli.output_dir import full_disk_named
 
 SETTINGS = "settings.json"
 
@@ -96,7 +97,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def append(folder: Path, task: str, line: Answered) -> None:
     """Add a line, which is on the disk's way when this returns."""
-    with (folder / f"{task}.jsonl").open("a", encoding="utf-8") as file:
+    path = folder / f"{task}.jsonl"
+    with full_disk_named(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(line)) + "\n")
 
 
