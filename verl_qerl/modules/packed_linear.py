@@ -12,6 +12,7 @@ import torch.nn as nn
 
 from verl_qerl.formats import PackedWeight, WeightFormat
 from verl_qerl.formats.tensor_spec import DTYPES, TensorSpec
+from verl_qerl.kernels.actor.dequantize_formats import dequantize_format
 from verl_qerl.kernels.actor.linear import frozen_linear
 
 _BUFFERS = ("weight", "weight_scale", "weight_decode_scale")  # in the order of `PackedWeight.tensors`
@@ -84,8 +85,8 @@ class PackedLinear(nn.Linear):
         return PackedWeight(self.form, self.held())
 
     def decode(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight, [N, K] of `dtype`."""
-        raise NotImplementedError
+        """The weight, [N, K] of `dtype`: rounded once more where the format has a float32 scale (INT8, FP8)."""
+        return dequantize_format(self.form, self.held(), dtype)
 
     @classmethod
     def decode_siblings(cls, linears: Sequence[Any], dtype: torch.dtype) -> Sequence[torch.Tensor]:
