@@ -10,7 +10,8 @@ from verl_qerl.checkpoints.model_config import read_object
 from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import left_out
 from verl_qerl.formats import get_format
-from verl_qerl.vllm_plugin import PREFIX, model_runner, register, version_problem
+from verl_qerl.vllm_plugin import PREFIX, register, version_problem
+from verl_qerl.vllm_plugin.options import V2_CHOICE
 
 # What vLLM accepts as max_lora_rank.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -22,7 +23,6 @@ class Sampled(NamedTuple):
 
     Attributes:
         text: Without special tokens.
-        tokens: Ids.
         cut: It reached the limit of tokens.
         log_probs: One a token, where they were asked for.
     """
@@ -38,13 +38,11 @@ class EngineOptions:
     """How the engine is made.
 
     Attributes:
-        model: Directory or hub id.
         form: Weight format of ours that the linears have or get; None leaves the model, and all kernels, to vLLM.
         scale: Scale choice of a bf16 model that gets it; None for the default.
         ignore: Modules that such a model keeps in bf16; None for the default.
         adapter: PEFT directory, which every answer is given with.
         max_model_len: Tokens of the longest prompt and its answer.
-        tensor_parallel: GPUs that share the model.
         memory: Share of a GPU's memory; None for vLLM's own.
     """
 
@@ -71,7 +69,7 @@ class OfflineEngine:
         if problem:
             raise ValueError(problem)
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        os.environ.setdefault(model_runner.CHOICE, "0")  # as runs of ours under verl
+        os.environ.setdefault(V2_CHOICE, "0")  # as runs of ours under verl
         import torch
         from vllm import LLM
         from vllm.lora.request import LoRARequest

@@ -11,6 +11,7 @@ from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.options.schema import SWITCH, Rollout, option
 
 KEY = "verl_qerl"
+V2_CHOICE = "VLLM_USE_V2_MODEL_RUNNER"  # of the environment; ours is made for V1, and vLLM chooses V2 for some models
 SCHEDULER = "verl_qerl.vllm_plugin.noise.scheduler.scheduler"  # for vLLM's scheduler_cls
 
 
@@ -46,6 +47,11 @@ def rollout_options(vllm_config: Any) -> RolloutOptions:
 def named(name: str, value: str) -> str:
     """How messages name an option of the rollout, under verl and in vLLM itself."""
     return f"qerl.rollout.{name}={value} (in vLLM additional_config.{KEY}.{name})"
+
+
+def is_v2(part: Any) -> bool:
+    """Whether a model runner, or a part of one, is vLLM's V2."""
+    return type(part).__module__.startswith("vllm.v1.worker.gpu.")
 
 
 def asked_of_vllm(vllm_config: Any) -> str | None:

@@ -15,9 +15,8 @@ from verl_qerl.verl_plugin.config.nodes import mapping
 from verl_qerl.verl_plugin.rollout.engine_scores import SCORING
 from verl_qerl.vllm_plugin.decode.final_outputs import FinalOutputs
 from verl_qerl.vllm_plugin.decode.graph_sizes import VLLMS, larger_sizes
-from verl_qerl.vllm_plugin.model_runner import CHOICE
 from verl_qerl.vllm_plugin.options import KEY as OPTIONS
-from verl_qerl.vllm_plugin.options import asked_of_vllm
+from verl_qerl.vllm_plugin.options import V2_CHOICE, asked_of_vllm
 
 if TYPE_CHECKING:
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer as _Server
@@ -153,9 +152,9 @@ def choose_runner() -> None:
 
     vLLM 0.24.0 would run Qwen3, Llama and Mistral on its V2 runner, which does not take our sampler.
     """
-    if CHOICE not in os.environ:
-        os.environ[CHOICE] = "0"
-        logger.info("verl_qerl: %s=0, for the sampler of ours; 1 is vLLM's other runner.", CHOICE)
+    if V2_CHOICE not in os.environ:
+        os.environ[V2_CHOICE] = "0"
+        logger.info("verl_qerl: %s=0, for the sampler of ours; 1 is vLLM's other runner.", V2_CHOICE)
 
 
 def cover_batches(engine_kwargs: dict, config: Any) -> None:

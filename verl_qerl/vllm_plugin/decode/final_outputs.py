@@ -18,9 +18,6 @@ class FinalOutputs:
 
     verl counts a request as admitted at its first output, and does not abort requests before. Theirs is an empty one,
     as soon as the engine has the request.
-
-    Args:
-        engine: vLLM's AsyncLLM, changed in place.
     """
 
     def __init__(self, engine: Any) -> None:

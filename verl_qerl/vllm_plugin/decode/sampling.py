@@ -13,8 +13,9 @@ from vllm.v1.sample.sampler import Sampler
 
 from verl_qerl import upstream
 from verl_qerl.kernels.rollout.sampling import draw_tokens
-from verl_qerl.vllm_plugin import hosts, model_runner
+from verl_qerl.vllm_plugin import hosts
 from verl_qerl.vllm_plugin.log import say_once
+from verl_qerl.vllm_plugin.options import V2_CHOICE, is_v2
 
 # What of vLLM's own processors changes logits; one without it gives them back as they are.
 _ACTS = {LogitBiasLogitsProcessor: "biases", MinPLogitsProcessor: "min_p_count", MinTokensLogitsProcessor: "min_toks"}
@@ -77,8 +78,8 @@ def _is_of_no_request(metadata: Any) -> bool:
 def _why_kept(sampler: Any) -> str | None:
     """Why a sampler is not replaced, and what to do about it; None for one that is."""
     accepted = "Accepted is the Sampler of vLLM's V1 model runner without use_fp64_gumbel."
-    if model_runner.is_v2(sampler):
-        return f"the engine is on vLLM's V2 model runner. {accepted} Set {model_runner.CHOICE}=0"
+    if is_v2(sampler):
+        return f"the engine is on vLLM's V2 model runner. {accepted} Set {V2_CHOICE}=0"
     if type(sampler) is not Sampler:
         return f"{type(sampler).__name__}. {accepted} Use a model and options that have it"
     return f"use_fp64_gumbel=True. {accepted} Leave it out" if sampler.use_fp64_gumbel else None

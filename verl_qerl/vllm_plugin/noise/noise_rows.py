@@ -17,9 +17,9 @@ from vllm.v1.utils import CpuGpuBuffer
 from verl_qerl import upstream
 from verl_qerl.algos.aqn import FORCED_DRAW, FORCED_FROM, NUM_DRAWS, AQNConfig
 from verl_qerl.kernels.rollout.elementwise import prepare_rows
-from verl_qerl.vllm_plugin import hosts, model_runner
+from verl_qerl.vllm_plugin import hosts
 from verl_qerl.vllm_plugin.noise.row_norms import give_table
-from verl_qerl.vllm_plugin.options import SCHEDULER
+from verl_qerl.vllm_plugin.options import SCHEDULER, V2_CHOICE, is_v2
 
 
 def check_draws(vllm_config: Any, config: AQNConfig) -> None:
@@ -62,10 +62,10 @@ class NoiseRows:
     """
 
     def __init__(self, runner: Any, draw: str) -> None:
-        if model_runner.is_v2(runner):
+        if is_v2(runner):
             raise ValueError(
                 f"aqn.draw={draw} does not go together with vLLM's V2 model runner. Accepted is the V1 model runner."
-                f" Set {model_runner.CHOICE}=0 or `+aqn.draw=batch`."
+                f" Set {V2_CHOICE}=0 or `+aqn.draw=batch`."
             )
         self._runner, self._of_tokens = runner, draw == "token"
         self._buffer = CpuGpuBuffer(runner.max_num_tokens, dtype=torch.int32, device=runner.device)

@@ -149,7 +149,6 @@ def find_norms(model: torch.nn.Module, targets: tuple[str, ...], remedy: str) ->
 
     Args:
         model: Before anything is compiled or captured.
-        remedy: End of the error.
 
     Raises:
         ValueError: A target names no norm of this model.

@@ -7,7 +7,6 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +108,7 @@ def nearest(N: int, K: int, gpu: str) -> dict[str, Any]:
     """
     own = _tuned(gpu)
     found = _tuned(_OTHERWISE) | own
-    shape = closest(found, (N, K))
+    shape = min(found, key=lambda one: distance(one, (N, K)))
     if not own:
         say_once(f"there is no table of kernels for {gpu!r}; the one of an H200 is used.")
     if shape != (N, K):
@@ -129,11 +128,6 @@ def nearest(N: int, K: int, gpu: str) -> dict[str, Any]:
 def distance(one: tuple[int, int], other: tuple[int, int]) -> float:
     """Distance of two shapes [N, K]: factors of two in N and in K, added."""
     return sum(abs(math.log2(size / its)) for size, its in zip(one, other, strict=True))
-
-
-def closest(shapes: Iterable[tuple[int, int]], shape: tuple[int, int]) -> tuple[int, int]:
-    """The nearest of some shapes [N, K] to another."""
-    return min(shapes, key=lambda one: distance(one, shape))
 
 
 def table_path(gpu: str) -> Path:

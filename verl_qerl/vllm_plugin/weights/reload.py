@@ -56,7 +56,6 @@ class SyncReport:
     """The numbers of one weight sync.
 
     Attributes:
-        manifest: What the actor sent.
         num_linears: Quantized linears of vLLM's model.
         num_checked: How many of them were asked what they hold.
     """
@@ -72,7 +71,6 @@ class InPlaceReload:
     An error is kept until `finish`, and what comes after it is ignored: the sender waits for an answer to every bucket.
 
     Args:
-        form: Format of the quantized linears.
         num_before: Syncs of this engine before this one.
     """
 
