@@ -13,9 +13,6 @@ _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weigh
 def read_object(path: Path, remedy: str = "Download the model again.") -> dict[str, Any]:
     """The object that a file holds.
 
-    Args:
-        remedy: Last sentence of the error for a damaged one.
-
     Raises:
         CheckpointFormatError: There is no such file, or it holds something else.
     """

@@ -78,7 +78,6 @@ def read_whole(path: Path, make: Callable[[Any], Content], what: str, remedy: st
     Args:
         make: Takes the decoded JSON, whatever it is. It may fail as code does on values of another kind.
         what: Beginning of the error: `the record of UAQ`.
-        remedy: Its last sentence.
 
     Raises:
         CheckpointFormatError: The file is damaged or of another version.

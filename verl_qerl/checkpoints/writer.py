@@ -67,7 +67,6 @@ class ShardedWriter:
 
     Args:
         folder: Exists and holds no weights.
-        specs: Name -> dtype and shape of every tensor to come.
         max_shard_bytes: Limit of a file's data; a larger tensor gets a file of its own.
     """
 

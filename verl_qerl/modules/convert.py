@@ -17,9 +17,7 @@ def replace_linears(
     """Put an unfilled PackedLinear in the place of every nn.Linear whose name matches.
 
     Args:
-        model: Changed in place.
         match: Called with the module's name, e.g. `model.layers.0.self_attn.q_proj`.
-        kind: Which one; see `format_linear.PACKED_LINEARS`.
 
     Returns:
         name -> module put in place; fill each with `PackedLinear.fill`.

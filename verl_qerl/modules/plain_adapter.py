@@ -15,7 +15,6 @@ def check_plain(options: Mapping[str, Any], remedy: str) -> None:
 
     Args:
         options: The options of PEFT's LoraConfig that differ from its defaults.
-        remedy: End of the error.
     """
     for name, value in options.items():
         known = name in _HONOURED | _TRAINING

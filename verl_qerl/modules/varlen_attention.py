@@ -164,7 +164,6 @@ def padding_mask(
     Args:
         mask_function: (row, head, q, k) -> whether q attends to k.
         attention_mask: [B, S] bool of the tokens that are no padding.
-        local_size: Size of a window or chunk.
         use_vmap: Whether a mask of the model's own is in `mask_function`.
 
     Returns:

@@ -38,7 +38,6 @@ class Settings:
         shard_base, share_base: `qerl.base.shard` and `qerl.base.share`.
         param_offload, optimizer_offload, offload_policy: As in fsdp_config; the packed base goes with the first alone.
         utilization: rollout.gpu_memory_utilization; 0: no rollout on these GPUs.
-        tensor_parallel: GPUs that share one rollout engine.
         sleeps: Whether the rollout gives its memory back (`rollout.free_cache_engine`).
         format: Format of the packed base, a key of `BYTES_PER_WEIGHT`.
         ignore: Modules left in bf16, as `qerl.base.ignore`. Of experts none is; head and embedding are without it too.
@@ -67,7 +66,6 @@ class Phase:
     """One phase of a step on one GPU.
 
     Attributes:
-        name: rollout or update.
         held: name -> bytes that are certainly taken.
         estimated: name -> bytes of passes.
     """
@@ -89,9 +87,6 @@ class Phase:
 
 def plan(shape: ModelShape, settings: Settings, gpu_bytes: float) -> tuple[Phase, Phase]:
     """Memory of rollout and update on each GPU.
-
-    Args:
-        gpu_bytes: All memory of one GPU.
 
     Returns:
         (rollout, update).

@@ -92,9 +92,6 @@ def _distance(ours: list[float], theirs: list[float]) -> float:
 def gpus(engines: int, each: int) -> list[str | None]:
     """CUDA_VISIBLE_DEVICES of each engine; None where the machine has no GPU.
 
-    Args:
-        each: GPUs of one.
-
     Raises:
         ValueError: There are fewer GPUs than that takes.
     """

@@ -24,7 +24,6 @@ class Answer:
 
     Attributes:
         tokens: That it has, with the one that ends it.
-        cut: It reached the limit.
     """
 
     text: str

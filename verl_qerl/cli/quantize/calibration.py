@@ -36,7 +36,6 @@ class Calibration:
 
     Attributes:
         file: Parquet or JSON lines with `text`, or with `prompt`: text or chat messages.
-        samples: Rows that are read at most.
         tokens: Tokens that are read of a row, from its start, at most; never more than the model has positions.
     """
 

@@ -59,9 +59,6 @@ def prepare(config: DictConfig) -> None:
 
     Of a run without an option of ours, what the CPU platform cannot do is all that is looked at.
 
-    Args:
-        config: The whole configuration, changed in place.
-
     Raises:
         RuntimeError: vLLM is of another version.
         ValueError: An option is unknown, out of range, or does not go together with the rest of the run.

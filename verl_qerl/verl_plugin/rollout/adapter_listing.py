@@ -16,11 +16,7 @@ _LOOK_S = 1.0  # seconds between two looks whether the engine has ended while it
 
 
 class AdapterListing:
-    """Takes the place of `AsyncLLM.list_loras`: asks once between two calls that may change the answer.
-
-    Args:
-        engine: vLLM's AsyncLLM, changed in place.
-    """
+    """Takes the place of `AsyncLLM.list_loras`: asks once between two calls that may change the answer."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._ask = engine, engine.list_loras

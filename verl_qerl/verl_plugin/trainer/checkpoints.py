@@ -91,9 +91,6 @@ def check_step(folder: Path) -> None:
     """Refuse with a CheckpointFormatError a step that is not there or half-written; the engine checks its own part.
 
     A step of `sync` has no state of TransferQueue, and any mode can resume it.
-
-    Args:
-        folder: global_step_N.
     """
     if not folder.is_dir():
         raise CheckpointFormatError(

@@ -157,7 +157,6 @@ class Gate(Feature):
 
         Args:
             fresh: Keys of the answers that the present weights sampled.
-            metrics: The step's metrics, changed in place.
         """
         _, limit = self._limit()
         first, self._first_step = self._first_step, False

@@ -90,7 +90,6 @@ def check_schedule(folder: Path, step: int, config: AQNConfig, total_steps: int)
     """Compare the schedule of a checkpoint with that of the run that resumes it; say once what an option changes.
 
     Args:
-        folder: global_step_N.
         step: N; the first step to come is the next.
 
     Returns:

@@ -36,7 +36,6 @@ def rescore(run: Run, count: int, wants_noisy: bool = False) -> Rescored:
 
     Args:
         run: Its rollout has the noise of the step, before and after.
-        wants_noisy: Whether they are wanted with the noise of the step too.
     """
     import transfer_queue as tq  # not on the driver, which asks for options only
 
