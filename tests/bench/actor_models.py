@@ -4,6 +4,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
+import rollout_arms
 import torch
 import torch.nn as nn
 from accelerate import init_empty_weights
@@ -18,43 +19,8 @@ from verl_qerl.modules.convert import replace_linears
 from verl_qerl.modules.format_linear import NVFP4Linear
 
 # Of Qwen2.5; "tiny" is for a CPU.
-SHAPES = {
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "layers": 2,
-    },
-    "1.5b": {
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "layers": 28,
-    },
-    "7b": {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "layers": 28,
-    },
-    "14b": {
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "layers": 48,
-    },
-    "32b": {
-        "hidden_size": 5120,
-        "intermediate_size": 27648,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "layers": 64,
-    },
-}
+SHAPES = {name.lower(): rollout_arms.SHAPES[name] for name in ("1.5B", "7B", "14B", "32B")}
+SHAPES["tiny"] = rollout_arms.Shape(64, 96, 2, 4, 2)
 VOCABULARY = 152_064
 RANK, ALPHA = 32, 64
 
@@ -166,8 +132,16 @@ def stack_of(model: nn.Module) -> nn.Module:
 
 def skeleton(shape: str, layers: int, vocabulary: int = 16) -> Qwen2ForCausalLM:
     """The model of a shape on the meta device."""
-    sizes = {name: value for name, value in SHAPES[shape].items() if name != "layers"}
-    config = Qwen2Config(vocab_size=vocabulary, num_hidden_layers=layers, attn_implementation="sdpa", **sizes)
+    found = SHAPES[shape]
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=found.hidden,
+        intermediate_size=found.intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=found.heads,
+        num_key_value_heads=found.kv_heads,
+        attn_implementation="sdpa",
+    )
     with init_empty_weights(include_buffers=False):
         return Qwen2ForCausalLM(config)
 

@@ -58,7 +58,7 @@ def embeddings(shape: str, tokens: int, device: str) -> torch.Tensor:
     """[sequences, length, hidden] bf16."""
     length = min(SEQUENCE, tokens)
     generator = torch.Generator(device).manual_seed(3)
-    sizes = (tokens // length, length, models.SHAPES[shape]["hidden_size"])
+    sizes = (tokens // length, length, models.SHAPES[shape].hidden)
     return torch.randn(sizes, generator=generator, device=device).bfloat16()
 
 
@@ -161,7 +161,7 @@ def start_of_peak(clock: Clock) -> float:
 
 def measure_head(shape: str, tokens: int, device: str, repetitions: int, vocabulary: int) -> dict[str, Any]:
     """Logits and log-probs of all tokens of a micro-batch, and the way back to the hidden states."""
-    clock, hidden = Clock(device), models.SHAPES[shape]["hidden_size"]
+    clock, hidden = Clock(device), models.SHAPES[shape].hidden
     weight = torch.empty(vocabulary, hidden, dtype=torch.bfloat16, device=device).normal_(std=0.02)
     x = embeddings(shape, tokens, device).view(tokens, hidden).requires_grad_()
     labels = torch.randint(vocabulary, (tokens,), device=device)
@@ -192,7 +192,7 @@ def weight_gib(model: nn.Module) -> float:
 
 
 def run_shape(shape: str, args: argparse.Namespace, device: str, arms: dict[str, Any], report: dict[str, Any]) -> None:
-    layers = min(args.layers, models.SHAPES[shape]["layers"])
+    layers = min(args.layers, models.SHAPES[shape].layers)
     base = models.draw_base(shape, layers, device)
     report["gate"][shape] = gate(base, arms, device)
     built = {name: models.build(base, arm, device) for name, arm in arms.items()}

@@ -100,7 +100,7 @@ def run(args: argparse.Namespace, device: str) -> list[dict[str, Any]]:
     rank, world, rows = dist.get_rank(), dist.get_world_size(), []
     for shape in args.shapes:
         # On the host, so that an arm holds its own copy and nothing else.
-        base = models.draw_base(shape, args.layers or models.SHAPES[shape]["layers"], device).to("cpu")
+        base = models.draw_base(shape, args.layers or models.SHAPES[shape].layers, device).to("cpu")
         x = bench.embeddings(shape, args.tokens, device) * (1 + rank)
         x.requires_grad_()
         expected: dict[str, torch.Tensor] | None = None

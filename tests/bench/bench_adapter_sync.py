@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import host_time
 import result_file
 import rollout_arms
 
@@ -105,10 +106,6 @@ def run_actor(pipe: Connection, model: str, rank: int, bucket_mb: int, job: str)
     fully_shard(module)
     flat = FlatAdapter(module, {name: name for name in shapes}, device)
 
-    def synchronize() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
     pipe.send("ready")
     while True:
         arm, seed = pipe.recv()
@@ -116,7 +113,7 @@ def run_actor(pipe: Connection, model: str, rank: int, bucket_mb: int, job: str)
             for index, parameter in enumerate(module.parameters()):
                 parameter.fill_(value_of(seed, index))
         get_torch_device().empty_cache()  # as verl does before a sync
-        synchronize()
+        host_time.synchronize()
         began = time.perf_counter()
         checksum = None
         if arm == "ours":
@@ -125,7 +122,7 @@ def run_actor(pipe: Connection, model: str, rank: int, bucket_mb: int, job: str)
             del whole
         else:  # collect_lora_params
             weights = [(name, one.full_tensor().detach().cpu()) for name, one in module.named_parameters()]
-        synchronize()
+        host_time.synchronize()
         pipe.send((flat.layout, checksum, time.perf_counter() - began))
         sender = BucketedWeightSender(handle(job), bucket_mb, use_shm=not is_support_ipc())
         asyncio.run(sender.async_send_weights(iter(weights)))
@@ -216,14 +213,14 @@ def receive(worker: Any, arm: str, config: dict[str, Any], layout: Any, checksum
         place = worker._qerl_place
 
         def timed(*arguments: Any) -> None:
-            synchronize()
+            host_time.synchronize()
             seconds["receive"] = time.perf_counter() - began
             place(*arguments)
 
         require_placed = worker_extension.require_placed
 
         def timed_reading(*arguments: Any) -> None:
-            synchronize()
+            host_time.synchronize()
             start = time.perf_counter()
             require_placed(*arguments)
             seconds["read_back"] = time.perf_counter() - start
@@ -234,7 +231,7 @@ def receive(worker: Any, arm: str, config: dict[str, Any], layout: Any, checksum
         del worker._qerl_place
     else:
         vLLMColocateWorkerExtension.update_weights_from_ipc(worker, peft_config=dict(config), **shared)
-    synchronize()
+    host_time.synchronize()
     total = time.perf_counter() - began
     return seconds | ({"write": total - seconds["receive"]} if seconds else {}) | {"total": total}
 
@@ -264,18 +261,11 @@ def sleep_and_wake(llm: Any) -> dict[str, float]:
     freed = torch.cuda.mem_get_info()[0] - before
     for tag in ("weights", "kv_cache"):
         llm.wake_up(tags=[tag])
-        synchronize()
+        host_time.synchronize()
         times.append(time.perf_counter())
     names = ("sleep", "wake_weights", "wake_kv_cache")
     spans = {name: round(end - start, 4) for name, start, end in zip(names, times, times[1:], strict=False)}
     return spans | {"freed_gib": round(freed / 2**30, 2)}
-
-
-def synchronize() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ from pathlib import Path
 
 import result_file
 
+from verl_qerl.cli.prompts import read_prompts, tokenize
+
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the worker is asked for log-probs in this process
 
 SIGMAS = (0.0, 1e-2, 5e-2)
@@ -29,7 +31,7 @@ ARMS = ("bf16", "nvfp4", "nvfp4_noise", "int8", "fp8", "mxfp4")
 
 def main() -> None:
     args = parse()
-    prompts = read_prompts(args.prompts, args.model, args.num_prompts)
+    prompts = tokenize(Path(args.model), read_prompts(args.prompts, args.num_prompts))
     options = {"lora_rank": args.rank, "samples_per_prompt": args.samples, "max_tokens": args.max_tokens}
     result = result_file.header({**options, "num_prompts": len(prompts)}) | {"model": args.describe, "arms": []}
     with tempfile.TemporaryDirectory() as folder:
@@ -47,7 +49,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="bf16 model directory")
     parser.add_argument("--describe", default="", help="what the model is, for the result file")
-    parser.add_argument("--prompts", required=True, help="parquet in verl's schema")
+    parser.add_argument("--prompts", type=Path, required=True, help="parquet in verl's schema")
     parser.add_argument("--num-prompts", type=int, default=128)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=192)
@@ -58,16 +60,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS[:3])
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
-
-
-def read_prompts(path: str, model: str, count: int) -> list[list[int]]:
-    import pandas as pd
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    rows = pd.read_parquet(path).prompt[:count]
-    texts = [tokenizer.apply_chat_template(list(row), tokenize=False, add_generation_prompt=True) for row in rows]
-    return [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
 
 
 def make_adapter(model: str, out: Path, rank: int) -> None:

@@ -18,7 +18,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import host_time
 import result_file
+import rollout_arms
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -31,16 +33,7 @@ from verl_qerl.formats.nvfp4 import SCALE_CHOICES
 
 ROOT = Path(__file__).parents[2]
 GATES = ("tests/formats", "tests/checkpoints", "tests/cli/quantize/test_command_on_cpu.py")
-# Qwen2.5-7B: (out_features, in_features)
-LINEARS = {
-    "self_attn.q_proj": (3584, 3584),
-    "self_attn.k_proj": (512, 3584),
-    "self_attn.v_proj": (512, 3584),
-    "self_attn.o_proj": (3584, 3584),
-    "mlp.gate_proj": (18944, 3584),
-    "mlp.up_proj": (18944, 3584),
-    "mlp.down_proj": (3584, 18944),
-}
+LINEARS = rollout_arms.SHAPES["7B"].linears
 
 
 def write_model(path: Path, num_layers: int) -> int:
@@ -85,19 +78,14 @@ def read_with_safetensors(path: Path, device: str) -> None:
             for name in shard.keys():  # noqa: SIM118
                 tensor = shard.get_tensor(name)
                 tensor.sum() if device == "cpu" else None  # a mapped tensor is read when it is used
-    synchronize(device)
+    host_time.synchronize()
 
 
 def read_and_quantize(path: Path, device: str, scale: str) -> None:
     """What the actor and the vLLM loader do: nothing is written."""
     for _ in packed_stream(open_source(path), NVFP4(scale=scale), device=device):
         pass
-    synchronize(device)
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+    host_time.synchronize()
 
 
 def gb_per_s(call: Callable[[], object], path: Path, size: int, repetitions: int) -> dict[str, float]:

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import host_time
 import result_file
 import torch
 import torch.distributed as dist
@@ -101,12 +102,10 @@ def batch(
 
 
 def timed(call: Any) -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    host_time.synchronize()
     start = time.perf_counter()
     call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    host_time.synchronize()
     return time.perf_counter() - start
 
 

@@ -6,6 +6,7 @@ Adds a line to the job's `out` after each setting, until all are measured or the
 """
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -14,11 +15,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import boxed_answers
 import noise_plan
 import rollout_load
 
+from verl_qerl.cli.data import MATH_INSTRUCTION, gsm8k_ground_truth, read_rows
+from verl_qerl.cli.eval.answers import boxed, same
+from verl_qerl.cli.prompts import load_tokenizer, token_ids
+
 GRAPHS = (1, 2, 4, 8, 16, 32, 64, 96, *range(128, 1025, 64))
+is_right = functools.cache(same)
 
 
 def main() -> None:
@@ -50,12 +55,16 @@ class Bench:
     """
 
     def __init__(self, job: dict[str, Any], setting: noise_plan.Setting) -> None:
-        from transformers import AutoTokenizer, GenerationConfig
+        from transformers import GenerationConfig
 
         self._job, self._mode = job, setting.mode
-        self._tokenizer = AutoTokenizer.from_pretrained(job["model"])
-        questions, self._answers = boxed_answers.read_questions(Path(job["data"]), job["questions"])
-        self._prompts = boxed_answers.encode(self._tokenizer, questions)
+        self._tokenizer = load_tokenizer(job["model"], chats=True)
+        rows = read_rows(Path(job["data"]), "questions", job["questions"])
+        if len(rows) < job["questions"]:
+            raise ValueError(f"{job['data']} has {len(rows)} questions. Ask for at most as many: {job['questions']=}.")
+        self._answers = [gsm8k_ground_truth(row["answer"]) for row in rows]
+        chats = [[{"role": "user", "content": f"{row['question']} {MATH_INSTRUCTION}"}] for row in rows]
+        self._prompts = [token_ids(self._tokenizer, chat) for chat in chats]
         ends = GenerationConfig.from_pretrained(job["model"]).eos_token_id
         self._ends = ends if isinstance(ends, list) else [ends]
         began = time.monotonic()
@@ -107,11 +116,7 @@ class Bench:
             self._mode = setting.mode
         # Step 0 has no noise in a run.
         self._llm.collective_rpc("qerl_set_noise", args=(setting.sigma, setting.index + 1))
-        self._forget()
-
-    def _forget(self) -> None:
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError("the prefix cache still belongs to requests of an earlier measurement.")
+        rollout_load.forget_prompts(self._llm)
 
     def _sample(self) -> list[tuple[list[int], list[float]]]:
         """(tokens, log-probs) of every answer; those to one question follow each other."""
@@ -137,7 +142,7 @@ class Bench:
         At sigma 0 it is what decoding and scoring differ by.
         """
         self._llm.collective_rpc("qerl_set_noise", args=(0.0, 0))
-        self._forget()
+        rollout_load.forget_prompts(self._llm)
         every = max(1, len(sampled) // self._job["scored"])
         chosen = range(0, len(sampled), every)
         prompts = [self._prompts[i // self._job["answers"]] for i in chosen]
@@ -157,10 +162,10 @@ class Bench:
         found: dict[str, list[float]] = {name: [] for name in ("tokens", "minus_log_p", "right", "boxed")}
         for at, wanted in enumerate(self._answers):
             mine = slice(at * self._job["answers"], (at + 1) * self._job["answers"])
-            boxes = [box for text in texts[mine] if (box := boxed_answers.boxed(text)) is not None]
+            boxes = [box for text in texts[mine] if (box := boxed(text)) is not None]
             found["tokens"].append(sum(len(tokens) for tokens, _ in sampled[mine]))
             found["minus_log_p"].append(round(-sum(sum(log_probs) for _, log_probs in sampled[mine]), 3))
-            found["right"].append(sum(boxed_answers.is_right(box, wanted) for box in boxes))
+            found["right"].append(sum(is_right(box, wanted) for box in boxes))
             found["boxed"].append(len(boxes))
         return found
 

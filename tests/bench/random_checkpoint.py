@@ -52,7 +52,7 @@ def write_checkpoint(
     Returns:
         Bytes of its tensors.
     """
-    model = models.skeleton(shape, layers or models.SHAPES[shape]["layers"], vocabulary)
+    model = models.skeleton(shape, layers or models.SHAPES[shape].layers, vocabulary)
     dense = {name: TensorSpec("BF16", tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
     linears = [
         name

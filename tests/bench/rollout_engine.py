@@ -25,6 +25,7 @@ from rollout_load import (
     decode_ms,
     draw_lengths,
     fixed_seconds,
+    forget_prompts,
     kv_tokens,
     memory_options,
     profile_seconds,
@@ -156,7 +157,7 @@ class Engine:
         """Seconds; those in which the host did not wait are `_host_s`. Every request must get all of its tokens."""
         lengths = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
         params = [self._params(length) for length in lengths]
-        self._forget()
+        forget_prompts(self._llm)
         before, _ = self._llm.collective_rpc(waited)[0]
         began = time.perf_counter()
         outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter)
@@ -167,10 +168,6 @@ class Engine:
         if (found := [len(output.outputs[0].token_ids) for output in outputs]) != lengths:
             raise RuntimeError(f"{sum(found)} tokens were generated, {sum(lengths)} were asked for.")
         return seconds
-
-    def _forget(self) -> None:
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError("the prefix cache still belongs to requests of an earlier measurement.")
 
     def _refuses(self, batch: int, prompt: int, context: int | str, tokens: int, seconds: float) -> bool:
         reason, left = None, self._deadline - time.monotonic()
@@ -254,7 +251,7 @@ class Engine:
             return
         engine = self._llm.llm_engine
         params = self._params(PROFILE_TOKENS)
-        self._forget()
+        forget_prompts(self._llm)
         for index, inputs in enumerate(self._prompts(batch, prompt)):
             engine.add_request(f"profile-{batch}-{index}", inputs, params, lora_request=self._adapter)
         while len({output.request_id for output in engine.step()}) < batch:

@@ -72,6 +72,12 @@ def memory_options(shape: Any, linear_bytes: float, ranks: int, sequences: int, 
     return {"gpu_memory_utilization": 0.92}
 
 
+def forget_prompts(llm: Any) -> None:
+    """Empty the prefix cache, so that the next measurement computes all of its prompts."""
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("the prefix cache still belongs to requests of an earlier measurement.")
+
+
 def settings(config: Any) -> dict[str, Any]:
     """Of vLLM's configuration: how an engine runs, for the result file."""
     return {

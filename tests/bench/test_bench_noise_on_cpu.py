@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import bench_noise as bench
-import boxed_answers as answers
 import noise_plan as plan
 import noise_report as reports
 import pytest
@@ -43,27 +42,6 @@ def test_a_line_that_was_cut_off_is_left_out_and_what_follows_is_not(tmp_path: P
     plan.append_line(file, {"a": 1})
     file.write_text(file.read_text() + '{"b": ')
     assert plan.read_lines(file) == [{"a": 1}]
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        (r"so \boxed{18}.", "18"),
-        (r"\boxed{1} no, \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        ("18", None),
-        (r"\boxed{18", None),
-        (r"\boxed{}", None),  # repeated from the question
-    ],
-)
-def test_the_last_closed_box_counts(text: str, found: str | None) -> None:
-    assert answers.boxed(text) == found
-
-
-def test_the_form_of_a_number_does_not_count() -> None:
-    pytest.importorskip("math_verify")
-    right = [r"\$18", "18.00", r"18 \text{ apples}", "18"]
-    assert [answers.is_right(box, "18") for box in [*right, "", "19", r"\text{eighteen}"]] == [True] * 4 + [False] * 3
-    assert answers.is_right("1,800", "1800")
 
 
 def row_of(sigma: float, index: int, right: list[int], minus_log_p: list[float]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 
 from verl_qerl.cli import main
 from verl_qerl.cli.eval import answers
-from verl_qerl.cli.eval.answers import Verdict, judge, same
+from verl_qerl.cli.eval.answers import Verdict, boxed, judge, same
 
 pytest.importorskip("math_verify")
 
@@ -36,6 +36,31 @@ pytest.importorskip("math_verify")
 )
 def test_the_whole_answer_is_compared(text, truth, right):
     assert judge(text, truth).right is right
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (r"so \boxed{18}.", "18"),
+        (r"\boxed{1} no, \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        ("18", None),
+        (r"\boxed{18", None),
+        (r"\boxed{}", None),  # repeated from the question
+    ],
+)
+def test_the_last_closed_box_counts(text, found):
+    assert boxed(text) == found
+
+
+@pytest.mark.parametrize("answer", [r"\$18", "18.00", r"18 \text{ apples}", "18"])
+def test_the_form_of_a_number_does_not_count(answer):
+    assert same(answer, "18")
+    assert same("1,800", "1800")
+
+
+@pytest.mark.parametrize("answer", ["", "19", r"\text{eighteen}"])
+def test_what_is_no_such_number_is_wrong(answer):
+    assert not same(answer, "18")
 
 
 @pytest.mark.parametrize(
