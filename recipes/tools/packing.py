@@ -46,8 +46,6 @@ def packed_rows(stream: Iterator[Document], num_rows: int, row_length: int) -> I
 
     Args:
         stream: Documents of at most `row_length` tokens.
-        num_rows: Rows per batch.
-        row_length: Tokens per row.
     """
     pending: list[Document] = []
     while True:

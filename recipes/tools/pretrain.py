@@ -369,7 +369,6 @@ def accuracy(
         problems: With `question` and `answer`.
         sample: At temperature 1 over the whole vocabulary, as verl's rollout; else greedy.
         max_new_tokens: Longer answers are cut.
-        batch_size: Problems generated together.
     """
     import torch
 

@@ -73,8 +73,6 @@ class Base:
 
     Attributes:
         shape: A key of SHAPES.
-        layers: How many of its layers there are.
-        packed: name -> weight.
     """
 
     shape: str

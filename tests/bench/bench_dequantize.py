@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import result_file
+import rollout_arms
 import torch
 
 from verl_qerl.kernels.rollout.repacking import decode
@@ -27,25 +28,15 @@ kernel = importlib.import_module(
     "verl_qerl.kernels.actor.dequantize"
 )  # its namesake, the function, hides it in the package
 
-# (out_features, in_features). The actor decodes q, k, v, gate and up one by one; vLLM holds qkv and gate_up fused.
-SHAPES = {
-    "7b": {
-        "q, o": (3584, 3584),
-        "k, v": (512, 3584),
-        "gate, up": (18944, 3584),
-        "down": (3584, 18944),
-        "qkv": (4608, 3584),
-        "gate_up": (37888, 3584),
-    },
-    "32b": {
-        "q, o": (5120, 5120),
-        "k, v": (1024, 5120),
-        "gate, up": (27648, 5120),
-        "down": (5120, 27648),
-        "qkv": (7168, 5120),
-        "gate_up": (55296, 5120),
-    },
-}
+
+def linears_of(shape: rollout_arms.Shape) -> dict[str, tuple[int, int]]:
+    """(out_features, in_features) of what the actor decodes one by one, and of what vLLM holds fused."""
+    q, k, up, down = (shape.linears[f"{name}_proj"] for name in ("self_attn.q", "self_attn.k", "mlp.up", "mlp.down"))
+    fused = {"qkv": (q[0] + 2 * k[0], shape.hidden), "gate_up": (2 * up[0], shape.hidden)}
+    return {"q, o": q, "k, v": k, "gate, up": up, "down": down} | fused
+
+
+SHAPES = {name.lower(): linears_of(rollout_arms.SHAPES[name]) for name in ("7B", "32B")}
 TUNE = [
     (1, 64, 4),
     (1, 128, 4),

@@ -69,7 +69,6 @@ def measure(model: Any, learned: list, asked: list, updates: list[int], lr: floa
         learned: Texts of the gradient.
         asked: Other texts.
         updates: Of Adam, all with the sign of this gradient.
-        lr: Learning rate.
     """
     torch.manual_seed(0)
     model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear"))

@@ -76,7 +76,6 @@ def visible_gpus(count: int, visible: str | None) -> list[int]:
     """The driver's numbers of the GPUs that the run may use.
 
     Args:
-        count: GPUs of the machine.
         visible: CUDA_VISIBLE_DEVICES, numbers with commas between them; None for all.
 
     Raises:

@@ -21,7 +21,6 @@ class Setting:
     Attributes:
         base: `bf16`, or a format, with `:` and its scale choice behind it.
         mode: Of aqn, or NO_NOISE.
-        draw: Of aqn.
         sigma: 0 without noise.
         index: Which draw, from 0: the step that the noise is drawn for. Noise of one index is the same numbers at
             every sigma. Without noise it is a repetition.

@@ -21,12 +21,9 @@ class Stage:
 
     Args:
         model: Of rollout_arms.SHAPES.
-        arms: In order.
-        rank: Of the adapter.
         batches: With prompts of 256 tokens.
         deep: Batches with prompts of 1,024.
         new_tokens: Of the rows of `batches` and `deep`.
-        realistic: Whether to run the realistic rollout.
         profile: Batches whose decode step is profiled.
     """
 

@@ -41,7 +41,6 @@ class Report:
     """A result file, written anew after every change.
 
     Args:
-        path: Where to.
         head: As `result_file.header` gives it.
         append: Keep what the file holds; a row of the same key is replaced.
 

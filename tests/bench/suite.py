@@ -53,8 +53,6 @@ class Suite:
     Args:
         jobs: In order; `after` names others of them.
         gpus: Names for CUDA_VISIBLE_DEVICES.
-        seconds: Time limit.
-        out: Folder of results.
         work: Folder of models and data.
         source: GSM8K, as `data gsm8k --source` takes it.
     """

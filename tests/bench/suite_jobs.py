@@ -61,9 +61,7 @@ def _random(name: str, what: str, make: str, options: str = "", beside: bool = T
 
     Args:
         name: verl_NAME.
-        what: For --list.
         make: A call of qerl_testing.py without its end, which the size of the vocabulary is.
-        options: More overrides.
         beside: It shares its GPU with others; else it has CUDA graphs and sleeps.
     """
     words = "vocab_size=config.from_pretrained('$WORK/base').vocab_size, max_position_embeddings=512"

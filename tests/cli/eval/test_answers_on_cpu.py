@@ -29,6 +29,10 @@ pytest.importorskip("math_verify")
         (r"\boxed{18 \text{ cm}}", "18", True),
         (r"\boxed{\frac{36}{2}}", "18", True),
         (r"\boxed{1{,}234}", "1234", True),
+        (r"\boxed{1,800}", "1800", True),
+        (r"\boxed{\$18}", "18", True),
+        (r"\boxed{18.00}", "18", True),
+        (r"\boxed{\text{eighteen}}", "18", False),
         (r"First \boxed{18}, no, \boxed{19}.", "18", False),
         (r"I am to answer within \boxed{}. The answer is 18.", "18", True),
         (r"\boxed{(3, \pi/2)}", r"\left( 3, \frac{\pi}{2} \right)", True),
@@ -50,17 +54,6 @@ def test_the_whole_answer_is_compared(text, truth, right):
 )
 def test_the_last_closed_box_counts(text, found):
     assert boxed(text) == found
-
-
-@pytest.mark.parametrize("answer", [r"\$18", "18.00", r"18 \text{ apples}", "18"])
-def test_the_form_of_a_number_does_not_count(answer):
-    assert same(answer, "18")
-    assert same("1,800", "1800")
-
-
-@pytest.mark.parametrize("answer", ["", "19", r"\text{eighteen}"])
-def test_what_is_no_such_number_is_wrong(answer):
-    assert not same(answer, "18")
 
 
 @pytest.mark.parametrize(
