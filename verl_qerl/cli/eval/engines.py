@@ -46,7 +46,7 @@ def judged(work: Work) -> Judged:
     from verl_qerl.vllm_plugin.offline import OfflineEngine  # imports torch
 
     # vLLM's core in this process ends with it, and the workers of several GPUs with the core. In a process of its own
-    # it would outlive a kill, and vLLM takes away an interrupt that comes while it waits for one, which then never is.
+    # it would outlive a kill, and vLLM ignores an interrupt that comes while it waits for that process to start.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     engine = OfflineEngine(work.options)
     if work.options.adapter is not None:

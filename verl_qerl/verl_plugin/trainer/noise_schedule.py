@@ -90,7 +90,7 @@ def check_schedule(folder: Path, step: int, config: AQNConfig, total_steps: int)
     """Compare the schedule of a checkpoint with that of the run that resumes it; say once what an option changes.
 
     Args:
-        step: Of the checkpoint; the first step to come is the next.
+        step: The last training step that the checkpoint holds.
 
     Returns:
         Stage -> (first step, sigma) found for `target_kl` that this run goes on with.
