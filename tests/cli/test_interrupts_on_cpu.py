@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -14,8 +16,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture(autouse=True)
-def _heard() -> Iterator[None]:
+def _heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A shell starts background jobs, and so what they start, deaf to SIGINT; the others would end the tests."""
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -82,3 +85,22 @@ def test_a_command_ends_as_a_shell_reports_its_signal(monkeypatch, tmp_path, cap
         main(["plan", "--model", "m", "--gpu-gib", "1"])
     assert ended.value.code == code
     assert capsys.readouterr().err == f"python -m verl_qerl: interrupted; {tmp_path / 'out'} was not written\n"
+
+
+_HALF_MADE = """
+import argparse, os, signal
+from tqdm import tqdm
+from verl_qerl.cli import run_guarded
+
+class Interrupted(tqdm):
+    @classmethod
+    def _get_free_pos(cls, instance=None):  # tqdm.__init__ calls it before tqdm.__del__ can work
+        signal.raise_signal(signal.SIGTERM)
+
+run_guarded(argparse.ArgumentParser(prog="program"), lambda: Interrupted(total=1))
+"""
+
+
+def test_a_bar_that_is_half_made_prints_no_traceback():
+    result = subprocess.run([sys.executable, "-c", _HALF_MADE], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (143, "program: interrupted\n")

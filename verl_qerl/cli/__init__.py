@@ -61,6 +61,7 @@ def run_guarded(parser: argparse.ArgumentParser, run: Callable[[], int]) -> int:
         # What a user can mend is said in one sentence; anything else keeps its traceback.
         parser.exit(1, f"{parser.prog}: {_sentence(error)}\n")
     except KeyboardInterrupt as interrupt:
+        sys.unraisablehook = lambda _: None  # tqdm's bar prints a traceback where it goes half made
         number = interrupt.number if isinstance(interrupt, Interrupted) else signal.SIGINT
         parser.exit(128 + number, f"{parser.prog}: {str(interrupt) or 'interrupted'}\n")  # as a shell reports it
 
