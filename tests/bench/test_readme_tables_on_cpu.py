@@ -79,6 +79,7 @@ def test_the_first_page_has_the_memory_of_two_steps():
     front = PAGES[0].read_text()
     assert f"| 32B in {peaks['32b_80gib']:.1f} GiB ([file]" in front
     assert f"7B in {peaks['7b_24gib']:.1f} GiB ([file]" in front
+    assert f"a step of 32B takes [{peaks['32b_80gib']:.1f} GiB]" in front
 
 
 def decode_ms(rows: list[dict[str, Any]], arm: str, batch: int) -> float:
@@ -132,7 +133,13 @@ def test_a_draw_for_each_sequence_or_token_costs_less_than_three_per_cent():
 def test_the_first_page_has_whole_steps_beside_both_stock_arms(size):
     ours, *stock = (row["median_s"]["step"] for row in result(f"step_{size}")["rows"])
     told = " | ".join([f"{ours:.1f} s", *(f"{step:.1f} s ({step / ours:.2f}x)" for step in stock)])
-    assert f"step_{size}.json)) | {told} |" in PAGES[0].read_text()
+    front = PAGES[0].read_text()
+    assert f"step_{size}.json)) | {told} |" in front
+    if size == "7b":
+        told = (
+            "[{:.1f} s]({}step_7b.json), with stock LoRA {:.1f} s, with a plain bf16 rollout (adapter merged) {:.1f} s"
+        )
+        assert told.format(ours, "tests/bench/results/h200/", *stock) in front
 
 
 def test_the_first_page_has_whole_steps_in_bypass_mode():

@@ -149,7 +149,7 @@ def test_what_the_pages_say_of_all_runs_at_once(report, study, paired):
     rows = [
         row for row in page.partition("### math")[0].splitlines() if row.startswith(("| QeRL", "| readers", "| this"))
     ]
-    assert f"where {len(rows)} comparisons are made" in page
+    assert f"Where {len(rows)} comparisons are made" in page
     assert fits["pass1"].free == 22
     wider = 3.344 / paired.t_975(22)  # Student's t of 22 degrees where both tails are 0.05 / 17
     allowing = {}
@@ -218,6 +218,11 @@ def test_what_the_pages_say_of_their_runs(report, study, paired):
     assert f"pass@1 {mean('nvfp4'):.3f}, beside {mean(LORA):.3f} of bf16 and {mean('int8_lora'):.3f} of INT8" in page
     assert f"pass@1 of {mean('nvfp4'):.3f}, beside {mean(LORA):.3f} of stock bf16" in front
     assert f"beside {mean('int8_lora'):.3f} of LoRA on INT8" in front
+    shares = [100 * mean(arm) for arm in ("nvfp4", LORA, "int8_lora")]
+    assert (
+        "{:.1f} % of a 1.5B's answers are right with NVFP4, {:.1f} % with bf16, {:.1f} % with INT8".format(*shares)
+        in front
+    )
     kl = np.mean([report.series(run, report.KL) for run in arms["int8_lora"].values()], axis=0)
     assert (
         f"rises from {kl[0]:.1e} in the first step to {kl[-10:].mean():.1e} in the last ten".replace("e-0", "e-")
@@ -288,7 +293,9 @@ def test_what_the_pages_say_of_runs_that_train_all_weights(report, study):
         return [np.mean([report.series(run, f"timing_s/{name}")[11:58] for run in seeds.values()]) for seeds in arms]
 
     gen, sync = seconds("gen"), seconds("update_weights")
-    assert "a step took {:.1f} s with INT8 and ACR and {:.1f} s with bf16.".format(*seconds("step")) in page
+    step = seconds("step")
+    assert "a step took {:.1f} s with INT8 and ACR and {:.1f} s with bf16.".format(*step) in page
+    assert f"in {1 - step[0] / step[1]:.0%} less time, as far as four runs tell".replace("%", " %") in page
     assert "the answers took {:.1f} and {:.1f} s, sending the weights {:.1f} and {:.1f} s,".format(*gen, *sync) in page
     assert "the update {:.1f} and {:.1f} s.".format(*seconds("update_actor")) in page
     faster = f"{(gen[1] + sync[1]) / (gen[0] + sync[0]):.2f} times"
