@@ -5,10 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-
-# 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom; beyond, the normal distribution's.
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-T_975 += (2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
+from scipy import stats
 
 
 class Difference(NamedTuple):
@@ -20,9 +17,9 @@ class Difference(NamedTuple):
     high: float
 
 
-def t_975(free: int) -> float:
-    """Of so many degrees of freedom."""
-    return T_975[free - 1] if free <= len(T_975) else 1.96
+def quantile(free: int, comparisons: int = 1) -> float:
+    """Of Student's t with so many degrees of freedom: where both tails are 5 %, shared by the comparisons."""
+    return float(stats.t.ppf(1 - 0.025 / comparisons, free))
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
@@ -35,7 +32,7 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
     n = len(values)
     if not n:
         raise ValueError("no pairs can be compared. 1 or more are accepted. Choose the runs.")
-    half = t_975(n - 1) * float(values.std(ddof=1)) / math.sqrt(n) if n > 1 else math.inf
+    half = quantile(n - 1) * float(values.std(ddof=1)) / math.sqrt(n) if n > 1 else math.inf
     mean = float(values.mean())
     return Difference(n, mean, mean - half, mean + half)
 
@@ -68,7 +65,7 @@ class Fit:
         signs = np.zeros(len(self._found))
         signs[self._names.index(arm)], signs[self._names.index(other)] = 1, -1
         mean = float(signs @ self._found)
-        half = t_975(self.free) * self.spread * math.sqrt(float(signs @ self._inverse @ signs))
+        half = quantile(self.free) * self.spread * math.sqrt(float(signs @ self._inverse @ signs))
         return Difference(min(map(self._arms.count, (arm, other))), mean, mean - half, mean + half)
 
 

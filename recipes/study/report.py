@@ -1,6 +1,6 @@
-"""Tables and curves of all result files of the study.
+"""Tables and curves of all result files of the study, and the figures that the pages tell of them.
 
-python3 recipes/study/report.py    # reads results/, writes the tables into README.md and the pictures beside the files
+python3 recipes/study/report.py    # reads results/, writes the pictures there and the figures of both pages
 """
 
 import argparse
@@ -14,75 +14,30 @@ import numpy as np
 import paired
 import results
 from claims import CLAIMS, EARLIER, MARGIN, NOT_BY_THESE_RUNS
+from findings import PAGES, figures_of, filled
+from measures import (
+    ENDS,
+    ENTROPY,
+    KL,
+    MEASURES,
+    REWARD,
+    ByArm,
+    Runs,
+    accuracy,
+    at_once,
+    by_arm,
+    compare,
+    final_pass1,
+    first,
+    series,
+    with_interval,
+    without_gradient,
+)
 
 from verl_qerl.cli.plot.curves import moving_average
 
 HERE = Path(__file__).resolve().parent
-ENDS = 10  # steps of the first and last means
 BEGIN, END = "<!-- results: written by report.py -->\n", "<!-- end of results -->\n"
-Runs = dict[str, dict[str, Any]]
-ByArm = dict[str, dict[int, dict[str, Any]]]  # arm -> seed -> run
-
-REWARD, ENTROPY, KL = "critic/score/mean", "rollout_corr/rollout_log_ppl", "rollout_corr/k3_kl"
-
-
-def series(run: dict[str, Any], key: str) -> np.ndarray:
-    """Values of its steps, NaN where there is none."""
-    values = run["metrics"].get(key, [None] * len(run["metrics"]["step"]))
-    return np.array([np.nan if value is None else value for value in values], dtype=float)
-
-
-def without_gradient(run: dict[str, Any]) -> np.ndarray:
-    """Share of groups whose answers are all right or all wrong."""
-    return series(run, "study/all_right") + series(run, "study/all_wrong")
-
-
-def accuracy(run: dict[str, Any]) -> tuple[float, float, float] | None:
-    """Of the last validation: pass@1, half of its 95 % interval over the questions, and pass@samples."""
-    if not run["validation"]:
-        return None
-    found = run["validation"][max(run["validation"], key=int)]
-    shares = np.array([int(digit) for digit in found["right"]]) / found["samples"]
-    half = 1.96 * shares.std(ddof=1) / np.sqrt(len(shares)) if len(shares) > 1 else np.nan
-    return float(shares.mean()), float(half), float((shares > 0).mean())
-
-
-def _pass1(run: dict[str, Any], steps: int) -> float:
-    found = accuracy(run)
-    return found[0] if found and run["state"] == "done" else np.nan
-
-
-# Name -> what it is, and its value of a run whose first so many steps are looked at.
-MEASURES: dict[str, tuple[str, Callable[[dict[str, Any], int], float]]] = {
-    "area": ("mean reward of all steps", lambda run, steps: float(np.nanmean(series(run, REWARD)[:steps]))),
-    "end": (f"reward, last {ENDS} steps", lambda run, n: float(np.nanmean(series(run, REWARD)[max(0, n - ENDS) : n]))),
-    "pass1": ("pass@1 on the test set", _pass1),
-    "entropy": (f"entropy of the rollout, first {ENDS} steps", lambda run, _: _first(run, ENTROPY)),
-}
-
-
-def _first(run: dict[str, Any], key: str) -> float:
-    values = series(run, key)[:ENDS]
-    return float(np.nanmean(values)) if np.isfinite(values).any() else np.nan
-
-
-def compare(arms: ByArm, arm: str, other: str, measure: str) -> paired.Difference | None:
-    """Over the seeds that both have, and the steps that all of these runs have; None where there is nothing."""
-    seeds = sorted(set(arms.get(arm, {})) & set(arms.get(other, {})))
-    steps = min((len(arms[name][seed]["metrics"]["step"]) for name in (arm, other) for seed in seeds), default=0)
-    value = MEASURES[measure][1]
-    pairs = [(value(arms[arm][seed], steps), value(arms[other][seed], steps)) for seed in seeds]
-    pairs = [pair for pair in pairs if np.isfinite(pair).all()]
-    return paired.difference(*zip(*pairs, strict=True)) if pairs else None
-
-
-def by_arm(runs: Runs, task: str, least: int) -> ByArm:
-    """Runs of a task with so many steps, in the order of their names."""
-    found: ByArm = {}
-    for run in runs.values():
-        if run["task"] == task and len(run["metrics"]["step"]) >= least:
-            found.setdefault(results.arm_of(run), {})[run["seed"]] = run
-    return found
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
@@ -115,7 +70,7 @@ def table_of_arms(arms: ByArm) -> list[str]:
         cells += [pass1, spread([found[2] for found in tests])]
         cells += [spread([_mean(series(run, "study/form"), -ENDS) for run in runs], 2)]
         cells += [spread([_mean(without_gradient(run), -ENDS) for run in runs], 2)]
-        cells += [spread([_first(run, ENTROPY) for run in runs])]
+        cells += [spread([first(run, ENTROPY) for run in runs])]
         cells += [spread([_mean(series(run, KL), 0) for run in runs], 5)]
         cells += [spread([_mean(series(run, "response_length/mean"), -ENDS) for run in runs], 0)]
         cells += [spread([float(np.nanmedian(series(run, "timing_s/step"))) for run in runs], 1)]
@@ -128,15 +83,6 @@ def table_of_arms(arms: ByArm) -> list[str]:
 def _mean(values: np.ndarray, start: int) -> float:
     kept = values[start:]
     return float(np.nanmean(kept)) if np.isfinite(kept).any() else np.nan
-
-
-def at_once(arms: ByArm, measure: str) -> paired.Fit:
-    """Of all whole runs without a tag; those of earlier packages count to their arm."""
-    each = [run for seeds in arms.values() for run in seeds.values()]
-    runs = [run for run in each if run["state"] == "done" and run["tag"] in ("", *EARLIER)]
-    steps = min((len(run["metrics"]["step"]) for run in runs), default=0)
-    rows = [(run["arm"], run["seed"], MEASURES[measure][1](run, steps)) for run in runs]
-    return paired.Fit([row for row in rows if np.isfinite(row[2])])
 
 
 def table_of_claims(arms: ByArm) -> list[str]:
@@ -159,17 +105,11 @@ def table_of_claims(arms: ByArm) -> list[str]:
     return [*found_lines, f"Not measured: {', '.join(dict.fromkeys(missing)) or 'nothing'}."]
 
 
-def with_interval(found: paired.Difference) -> str:
-    """`+0.010 (-0.020 to +0.040)`."""
-    interval = f" ({found.low:+.3f} to {found.high:+.3f})" if np.isfinite(found.low) else ""
-    return f"{found.mean:+.3f}{interval}"
-
-
 def best_and_worst(arms: ByArm) -> list[str]:
     """Names of the three best and worst runs, as they stand in the files."""
-    runs = [run for seeds in arms.values() for run in seeds.values() if np.isfinite(_pass1(run, 0))]
-    order = sorted(runs, key=lambda run: -_pass1(run, 0))
-    named = [f"{run['name']} {_pass1(run, 0):.3f} ({run['session']['file']})" for run in order]
+    runs = [run for seeds in arms.values() for run in seeds.values() if np.isfinite(final_pass1(run))]
+    order = sorted(runs, key=lambda run: -final_pass1(run))
+    named = [f"{run['name']} {final_pass1(run):.3f} ({run['session']['file']})" for run in order]
     shown = [f"Best by pass@1: {', '.join(named[:3])}.", f"Worst: {', '.join(named[-3:])}.", ""]
     return shown if len(named) >= 6 else []
 
@@ -253,6 +193,10 @@ def main(arguments: list[str] | None = None) -> int:
         )
     text = "\n".join(["", *section(runs, args.results, args.least)])
     args.page.write_text(before + begin + text + end + after, encoding="utf-8")
+    if args.results == parser.get_default("results"):  # the texts are about these
+        figures = figures_of(args.results)
+        for page in PAGES:
+            page.write_text(filled(page.read_text(encoding="utf-8"), figures), encoding="utf-8")
     print(f"{len(runs)} runs: {args.page}")
     return 0
 

@@ -38,7 +38,7 @@ def save(folder, name, runs, **session):
 
 def test_the_interval_is_students(paired):
     found = paired.difference([2, 3, 4, 5, 6], [1, 1, 1, 1, 1])  # 1 to 5: mean 3, deviation sqrt(2.5)
-    half = 2.776 * math.sqrt(2.5) / math.sqrt(5)
+    half = 2.776445 * math.sqrt(2.5) / math.sqrt(5)
     assert (found.n, found.mean) == (5, 3)
     assert (found.low, found.high) == pytest.approx((3 - half, 3 + half))
 
@@ -66,12 +66,9 @@ def test_too_few_runs_are_not_compared_at_once(paired, rows):
     assert paired.Fit(rows).difference("a", "b") is None
 
 
-def test_between_the_quantiles_of_t_lie_95_per_cent(paired):
-    for degrees, quantile in enumerate(paired.T_975, start=1):
-        at = np.linspace(-quantile, quantile, 20001)
-        density = (1 + at**2 / degrees) ** (-(degrees + 1) / 2)
-        density *= math.gamma((degrees + 1) / 2) / math.gamma(degrees / 2) / math.sqrt(degrees * math.pi)
-        assert np.trapezoid(density, at) == pytest.approx(0.95, abs=1e-4)
+@pytest.mark.parametrize(("free", "comparisons", "value"), [(1, 1, 12.706), (10, 1, 2.228), (10, 5, 3.169)])
+def test_quantiles_are_those_of_tables(paired, free, comparisons, value):
+    assert paired.quantile(free, comparisons) == pytest.approx(value, abs=5e-4)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,271 @@
+"""What the pages say of the runs: texts with names of figures (pages/), and the figures of these names.
+
+A text has `{pass1.mean[nvfp4]:.3f}` where the page has 0.669, and `{pass1.signed[nvfp4 - bf16_merge]}` where it has
+-0.022 (-0.036 to -0.009). Words do not change with the figures; tests/recipes/test_study_page_on_cpu.py asks whether
+they still hold.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import results
+from claims import CLAIMS, EARLIER, LORA, MARGIN
+from measures import (
+    KL,
+    MEASURES,
+    REWARD,
+    ByArm,
+    Runs,
+    at_once,
+    by_arm,
+    compare,
+    final_pass1,
+    last_validation,
+    series,
+    with_interval,
+)
+from paired import Difference, Fit, quantile, verdict
+
+HERE = Path(__file__).resolve().parent
+PAGES = (HERE / "README.md", HERE.parents[1] / "README.md")
+ALL_WEIGHTS = {"int8_acr": (1, 3), "bf16_full": (1, 2)}  # the runs that are told of, by their seeds
+CUT = 58  # steps that they have in common
+ALONE = 11  # steps after which each of them had a GPU to itself
+MEMORY = "actor/perf/max_memory_allocated_gb"
+PARTS = {"first": slice(10), "last": slice(-10, None)}
+_BLOCK = re.compile(r"(<!-- from pages/(\w+)\.md by report\.py -->\n).*?(<!-- end of it -->)", flags=re.S)
+
+
+def filled(page: str, figures: dict[str, Any]) -> str:
+    """`page` with every block made anew from its text."""
+
+    def fill(block: re.Match[str]) -> str:
+        text = (HERE / "pages" / f"{block[2]}.md").read_text(encoding="utf-8").format_map(figures)
+        return block[1] + re.sub(r"(?<=\d)%", " %", text) + block[3]
+
+    return _BLOCK.sub(fill, page)
+
+
+class By:
+    """What a function says of the name in brackets."""
+
+    def __init__(self, say: Callable[[str], Any]) -> None:
+        self._say = say
+
+    def __getitem__(self, name: str) -> Any:
+        return self._say(name)
+
+
+class Measure:
+    """One of MEASURES: of an arm its mean, of `arm - other` the difference of all runs at once."""
+
+    def __init__(self, arms: ByArm, name: str) -> None:
+        self._arms, self._name = arms, name
+        self.fit = at_once(arms, name)
+        self.mean, self.least, self.most = (By(lambda arm, f=f: f(self.of(arm))) for f in (np.mean, np.min, np.max))
+        self.signed = By(lambda pair: with_interval(self.difference(pair)))
+        self.size = By(lambda pair: _size(self.difference(pair)))
+        self.pairs = By(lambda pair: with_interval(self.paired(pair)))
+        self.verdict = By(self._verdict)
+
+    def of(self, arm: str) -> list[float]:
+        """Its values of the whole runs of an arm."""
+        runs = [run for run in self._arms[arm].values() if run["state"] == "done"]
+        return [MEASURES[self._name][1](run, min(len(run["metrics"]["step"]), 60)) for run in runs]
+
+    def difference(self, pair: str) -> Difference:
+        """Of `arm - other`."""
+        found = self.fit.difference(*pair.split(" - "))
+        assert found is not None, pair
+        return found
+
+    def paired(self, pair: str) -> Difference:
+        """Of the seeds that both have."""
+        arm, other = pair.split(" - ")
+        found = compare(self._arms, arm, other, self._name)
+        assert found is not None, pair
+        return found
+
+    def _verdict(self, pair: str) -> str:
+        (kind,) = {one.kind for one in CLAIMS if (f"{one.arm} - {one.other}", one.measure) == (pair, self._name)}
+        return verdict(self.difference(pair), kind, MARGIN).strip("*")
+
+
+def _size(found: Difference) -> str:
+    """`0.022 (0.009 to 0.036)`; a sign where the interval has 0 in it."""
+    return f"{found.mean:.3f} ({found.low:.3f} to {found.high:{'+' if found.low < 0 else ''}.3f})"
+
+
+def figures_of(folder: Path) -> dict[str, Any]:
+    """Name -> figure, of the result files in `folder`."""
+    runs = {name: run | {"name": name} for name, run in results.merged([folder]).items()}
+    arms = by_arm(runs, "gsm8k", 20)
+    measures = {name: Measure(arms, name) for name in MEASURES}
+    figures: dict[str, Any] = measures | _of_runs(runs, arms) | _of_boxes(runs, arms) | _of_kl(arms)
+    figures |= _of_certainty(arms, measures) | _of_repeats(folder) | _of_all_weights(arms) | _of_math(runs)
+    return figures
+
+
+def _of_runs(runs: Runs, arms: ByArm) -> dict[str, Any]:
+    tasks = [run["task"] for run in runs.values()]
+    cut = [f"{name} ({len(run['metrics']['step'])} steps)" for name, run in runs.items() if run["state"] != "done"]
+    whole = [run for seeds in arms.values() for run in seeds.values() if run["state"] == "done"]
+    used = [run["arm"] for run in whole if run["tag"] in ("", *EARLIER)]
+    tested = [value for arm in arms if arm.startswith("nvfp4") for value in _ends(arms, arm)]
+
+    def one(name: str) -> dict[str, Any]:
+        arm, seed = name.split("/")
+        return arms[arm][int(seed)]
+
+    return {
+        "runs": len(runs),
+        "on": By(tasks.count),
+        "cut": ", ".join(cut),
+        "seeds": By(lambda arm: sum(run["state"] == "done" for run in arms[arm].values())),
+        "compared": len(used),
+        "compared_of": By(used.count),
+        "nvfp4_runs": len(tested),
+        "nvfp4_below": sum(value < min(_ends(arms, LORA)) for value in tested),
+        "first_reward": By(lambda arm: np.mean([series(arms[arm][seed], REWARD)[0] for seed in (1, 2, 3)])),
+        "end_of_seed": By(lambda name: final_pass1(one(name))),
+        "tokens_of_seed": By(lambda name: series(one(name), "response_length/mean")[-10:].mean()),
+        "reward_of_seed": By(lambda name: MEASURES["area"][1](one(name), CUT)),
+        "step_of_seed": By(lambda name: np.nanmedian(series(one(name), "timing_s/step"))),
+    }
+
+
+def _ends(arms: ByArm, arm: str) -> list[float]:
+    return [end for run in arms[arm].values() if np.isfinite(end := final_pass1(run))]
+
+
+def _of_boxes(runs: Runs, arms: ByArm) -> dict[str, Any]:
+    """Answers to the test questions without a box, and the difference where all runs had the reward rule of 65594f1."""
+    tested = [run for run in runs.values() if run["task"] == "gsm8k" and run["validation"]]
+    counted = [run for run in tested if "boxed_right" in last_validation(run)]  # since that rule
+    ends = [(final_pass1(run), last_validation(run)) for run in counted]
+    share = sum(end - found["form"] * found["boxed_right"] for end, found in ends) / sum(1 - f["form"] for _, f in ends)
+    kinds = {"int8_lora": "int8"} | {run["arm"]: "nvfp4" for run in counted if run["arm"].startswith("nvfp4")}
+    rows = [(kinds[run["arm"]], run["seed"], final_pass1(run)) for run in counted if run["arm"] in kinds]
+
+    def forms(arm: str) -> list[tuple[float, float]]:
+        return [(final_pass1(run), last_validation(run)["form"]) for run in arms[arm].values() if run["validation"]]
+
+    later = Fit(rows).difference("int8", "nvfp4")
+    assert later is not None
+    return {
+        "later_rule": _size(later),
+        "box_counted": len(counted),
+        "right_without_box": share,
+        "without_box": By(lambda arm: np.mean([1 - form for _, form in forms(arm)])),
+        "boxed_right": By(lambda arm: np.mean([(end - share * (1 - form)) / form for end, form in forms(arm)])),
+    }
+
+
+def _of_kl(arms: ByArm) -> dict[str, Any]:
+    """KL(rollout, actor) of an arm in some steps, as 1.9e-4."""
+
+    def values(arm: str) -> np.ndarray:
+        steps = min(len(run["metrics"]["step"]) for run in arms[arm].values())
+        return np.array([series(run, KL)[:steps] for run in arms[arm].values()])
+
+    def mean(steps: slice) -> By:
+        return By(lambda arm: _short(values(arm)[:, steps].mean()))
+
+    return {
+        "kl": mean(slice(None)),
+        "kl_first": mean(slice(1)),
+        "kl_early": mean(slice(1, 8)),
+        "kl_late": mean(slice(-10, None)),
+        "kl_least": By(lambda arm: _short(values(arm).min())),
+        "kl_most": By(lambda arm: _short(values(arm).max())),
+    }
+
+
+def _short(value: float) -> str:
+    return f"{value:.1e}".replace("e-0", "e-")
+
+
+def _of_certainty(arms: ByArm, measures: dict[str, Measure]) -> dict[str, Any]:
+    """What 95 % intervals become where all comparisons are allowed for, and without one seed."""
+    made = sum(compare(arms, one.arm, one.other, one.measure) is not None for one in CLAIMS)
+    pass1 = measures["pass1"]
+    without = {arm: {seed: run for seed, run in seeds.items() if seed != 3} for arm, seeds in arms.items()}
+
+    def allowed(pair: str) -> str:
+        found = allowing(pass1.fit, pass1.difference(pair), made)
+        return f"({found.low:.3f} to {found.high:+.3f})"
+
+    return {
+        "comparisons": made,
+        "allowed": By(allowed),
+        "spread": pass1.fit.spread,
+        # To miss a difference of 0.01 one time in five, and to see one that is not there one time in twenty.
+        "seeds_for_a_hundredth": math.ceil(2 * ((1.96 + 0.84) * pass1.fit.spread / 0.01) ** 2),
+        "without_seed_3": Measure(without, "pass1"),
+    }
+
+
+def allowing(fit: Fit, found: Difference, comparisons: int) -> Difference:
+    """`found` of `fit` with the interval that holds for all of so many comparisons (Bonferroni)."""
+    half = (found.high - found.mean) * quantile(fit.free, comparisons) / quantile(fit.free)
+    return found._replace(low=found.mean - half, high=found.mean + half)
+
+
+def _of_repeats(folder: Path) -> dict[str, Any]:
+    """Mean rewards of runs that were made twice."""
+    made: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(folder.glob("*.json")):
+        for name, run in json.loads(path.read_text(encoding="utf-8"))["runs"].items():
+            made.setdefault(name, []).append(run)
+    apart = []
+    for one, *others in made.values():
+        for other in others:
+            steps = min(len(run["metrics"]["step"]) for run in (one, other))
+            first, second = (MEASURES["area"][1](run, steps) for run in (one, other))
+            apart.append(abs(first - second))
+    return {
+        "repeats": len(apart),
+        "repeats_least": min(apart),
+        "repeats_most": max(apart),
+        "repeats_deviation": math.sqrt(np.mean(np.square(apart)) / 2),
+    }
+
+
+def _of_all_weights(arms: ByArm) -> dict[str, Any]:
+    """Runs that train all weights: reward by seed, and seconds of steps in which they had a GPU to themselves."""
+    runs = {arm: [arms[arm][seed] for seed in seeds] for arm, seeds in ALL_WEIGHTS.items()}
+
+    def seconds(name: str) -> float:
+        part, arm = name.split("/")
+        return float(np.mean([series(run, f"timing_s/{part}")[ALONE:CUT] for run in runs[arm]]))
+
+    step, answers, sync = ([seconds(f"{part}/{arm}") for arm in runs] for part in ("step", "gen", "update_weights"))
+    return {
+        "cut_at": CUT,
+        "alone_from": ALONE + 1,
+        "seconds_of": By(seconds),
+        "time_saved": 1 - step[0] / step[1],
+        "answers_times": (answers[1] + sync[1]) / (answers[0] + sync[0]),
+        "gigabytes": By(lambda arm: max(max(run["metrics"][MEMORY]) for run in runs[arm])),
+    }
+
+
+def _of_math(runs: Runs) -> dict[str, Any]:
+    arms = by_arm(runs, "math", 60)
+    all_runs = [run for seeds in arms.values() for run in seeds.values()]
+    wrong, cut = (
+        np.array([series(run, key)[:60] for run in all_runs])
+        for key in ("study/all_wrong", "response_length/clip_ratio")
+    )
+    return {
+        "math_area": Measure(arms, "area"),
+        "math_pass1": Measure(arms, "pass1"),
+        "math_questions": max(len(last_validation(run)["right"]) for run in all_runs),
+        "math_wrong": By(lambda part: wrong[:, PARTS[part]].mean()),
+        "math_cut": cut.mean(),
+    }

@@ -1,0 +1,98 @@
+"""What is measured of a run, and compared between arms."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paired
+import results
+from claims import EARLIER
+
+ENDS = 10  # steps of the first and last means
+Runs = dict[str, dict[str, Any]]
+ByArm = dict[str, dict[int, dict[str, Any]]]  # arm -> seed -> run
+
+REWARD, ENTROPY, KL = "critic/score/mean", "rollout_corr/rollout_log_ppl", "rollout_corr/k3_kl"
+
+
+def series(run: dict[str, Any], key: str) -> np.ndarray:
+    """Values of its steps, NaN where there is none."""
+    values = run["metrics"].get(key, [None] * len(run["metrics"]["step"]))
+    return np.array([np.nan if value is None else value for value in values], dtype=float)
+
+
+def without_gradient(run: dict[str, Any]) -> np.ndarray:
+    """Share of groups whose answers are all right or all wrong."""
+    return series(run, "study/all_right") + series(run, "study/all_wrong")
+
+
+def last_validation(run: dict[str, Any]) -> dict[str, Any]:
+    """What was found with the test questions."""
+    return run["validation"][max(run["validation"], key=int)]
+
+
+def accuracy(run: dict[str, Any]) -> tuple[float, float, float] | None:
+    """Of the last validation: pass@1, half of its 95 % interval over the questions, and pass@samples."""
+    if not run["validation"]:
+        return None
+    found = last_validation(run)
+    shares = np.array([int(digit) for digit in found["right"]]) / found["samples"]
+    half = 1.96 * shares.std(ddof=1) / np.sqrt(len(shares)) if len(shares) > 1 else np.nan
+    return float(shares.mean()), float(half), float((shares > 0).mean())
+
+
+def final_pass1(run: dict[str, Any], steps: int = 0) -> float:
+    """pass@1 of a whole run, NaN of another."""
+    found = accuracy(run)
+    return found[0] if found and run["state"] == "done" else np.nan
+
+
+# Name -> what it is, and its value of a run whose first so many steps are looked at.
+MEASURES: dict[str, tuple[str, Callable[[dict[str, Any], int], float]]] = {
+    "area": ("mean reward of all steps", lambda run, steps: float(np.nanmean(series(run, REWARD)[:steps]))),
+    "end": (f"reward, last {ENDS} steps", lambda run, n: float(np.nanmean(series(run, REWARD)[max(0, n - ENDS) : n]))),
+    "pass1": ("pass@1 on the test set", final_pass1),
+    "early": (f"mean reward of steps 1 to {ENDS}", lambda run, _: float(np.nanmean(series(run, REWARD)[:ENDS]))),
+    "late": (f"mean reward after step {ENDS}", lambda run, n: float(np.nanmean(series(run, REWARD)[ENDS:n]))),
+    "entropy": (f"entropy of the rollout, first {ENDS} steps", lambda run, _: first(run, ENTROPY)),
+}
+
+
+def first(run: dict[str, Any], key: str) -> float:
+    """Mean over its first steps, NaN without a value."""
+    values = series(run, key)[:ENDS]
+    return float(np.nanmean(values)) if np.isfinite(values).any() else np.nan
+
+
+def compare(arms: ByArm, arm: str, other: str, measure: str) -> paired.Difference | None:
+    """Over the seeds that both have, and the steps that all of these runs have; None where there is nothing."""
+    seeds = sorted(set(arms.get(arm, {})) & set(arms.get(other, {})))
+    steps = min((len(arms[name][seed]["metrics"]["step"]) for name in (arm, other) for seed in seeds), default=0)
+    value = MEASURES[measure][1]
+    pairs = [(value(arms[arm][seed], steps), value(arms[other][seed], steps)) for seed in seeds]
+    pairs = [pair for pair in pairs if np.isfinite(pair).all()]
+    return paired.difference(*zip(*pairs, strict=True)) if pairs else None
+
+
+def by_arm(runs: Runs, task: str, least: int) -> ByArm:
+    """Runs of a task with so many steps, in the order of their names."""
+    found: ByArm = {}
+    for run in runs.values():
+        if run["task"] == task and len(run["metrics"]["step"]) >= least:
+            found.setdefault(results.arm_of(run), {})[run["seed"]] = run
+    return found
+
+
+def at_once(arms: ByArm, measure: str) -> paired.Fit:
+    """Of all whole runs without a tag; those of earlier packages count to their arm."""
+    each = [run for seeds in arms.values() for run in seeds.values()]
+    runs = [run for run in each if run["state"] == "done" and run["tag"] in ("", *EARLIER)]
+    steps = min((len(run["metrics"]["step"]) for run in runs), default=0)
+    rows = [(run["arm"], run["seed"], MEASURES[measure][1](run, steps)) for run in runs]
+    return paired.Fit([row for row in rows if np.isfinite(row[2])])
+
+
+def with_interval(found: paired.Difference) -> str:
+    """`+0.010 (-0.020 to +0.040)`."""
+    interval = f" ({found.low:+.3f} to {found.high:+.3f})" if np.isfinite(found.low) else ""
+    return f"{found.mean:+.3f}{interval}"
