@@ -142,6 +142,13 @@ def random_qwen3_moe(seed: int = 0, **sizes: Any) -> Any:
     return model
 
 
+def float32_norms(worker: Any) -> dict[str, torch.Tensor]:
+    """Name -> weight, on the CPU, of the norms that a vLLM worker holds in float32: with noise, or trained."""
+    weights = worker.model_runner.get_model().named_parameters()
+    found = {name: weight for name, weight in weights if "norm" in name and weight.dtype == torch.float32}
+    return {name.removesuffix(".weight"): weight.detach().cpu().clone() for name, weight in found.items()}
+
+
 def set_linear(model: Any, module: str, weight: torch.Tensor) -> None:
     """Give a transformers model, which stacks experts, the dense weight of a linear by its name in a checkpoint."""
     parent, of_expert, linear = module.partition(".experts.")

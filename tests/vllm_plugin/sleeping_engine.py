@@ -5,6 +5,7 @@ import os
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import torch
+from qerl_testing import float32_norms
 from vllm import LLM, SamplingParams
 
 from verl_qerl.formats.nvfp4_layout import quantization_config
@@ -46,7 +47,7 @@ def noise(llm, sigma, step):
 
 
 def norms(llm):
-    return llm.collective_rpc("qerl_norm_weights")[0]
+    return llm.collective_rpc(float32_norms)[0]
 
 
 def same(a, b):

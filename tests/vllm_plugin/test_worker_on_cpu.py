@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from qerl_testing import float32_norms
 
 import verl_qerl
 from verl_qerl.algos.aqn import AQNConfig, draw_noise
@@ -58,17 +59,17 @@ def test_another_engine_with_the_same_options_samples_with_the_same_noise(noisy,
     other = start(packed_dir, aqn={"enabled": True})
     for engine in (noisy, other):
         set_noise(engine, 1e-2, 5)
-    (first,), (second,) = (engine.collective_rpc("qerl_norm_weights") for engine in (noisy, other))
+    (first,), (second,) = (engine.collective_rpc(float32_norms) for engine in (noisy, other))
     assert first.keys() == second.keys()
     assert all(torch.equal(weight, second[name]) for name, weight in first.items())
     assert torch.equal(prompt_log_probs(noisy), prompt_log_probs(other))
 
 
 def test_the_norms_hold_clean_weight_plus_sigma_times_the_draw(noisy):
-    (clean,) = noisy.collective_rpc("qerl_norm_weights")
+    (clean,) = noisy.collective_rpc(float32_norms)
     assert list(clean) == NAMES
     set_noise(noisy, 1e-2, 3)
-    (found,) = noisy.collective_rpc("qerl_norm_weights")
+    (found,) = noisy.collective_rpc(float32_norms)
     for name, weight in found.items():
         assert weight.dtype == torch.float32
         assert torch.equal(weight, clean[name] + 1e-2 * draw_noise(0, 3, name, 128))
@@ -105,7 +106,7 @@ def test_after_a_full_sync_recapture_puts_the_noise_on_the_new_weights(noisy, pr
 def test_an_engine_without_noise_says_how_to_get_it(packed_engine):
     with pytest.raises(ValueError, match=r"started without noise\. .* Start it with `\+aqn\.enabled=true`\."):
         packed_engine.collective_rpc("qerl_set_noise", args=(1e-2, 1))
-    assert packed_engine.collective_rpc("qerl_norm_weights") == [{}]
+    assert packed_engine.collective_rpc(float32_norms) == [{}]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "mistral"])

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 import verl_qerl
 from verl_qerl import upstream
 from verl_qerl.vllm_plugin import NAMES, hosts
@@ -68,12 +66,6 @@ class RolloutWorkerExtension:
     def qerl_num_noisy(self) -> int:
         """Call `NormNoise.num_noisy`; raises as `qerl_set_noise`."""
         return _noise_of(self).num_noisy()
-
-    def qerl_norm_weights(self) -> dict[str, torch.Tensor]:
-        """Name -> current float32 weight on the CPU, for tests and debugging."""
-        held = [norms for norms in (self._qerl_noise, self._qerl_norms) if norms is not None]
-        norms = {name: norm for one in held for name, norm in one._norms.items()}
-        return {name: norm.weight.detach().cpu().clone() for name, norm in norms.items()}
 
 
 def _noise_of(worker: Any) -> NormNoise:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn as nn
-from qerl_testing import assert_close
+from qerl_testing import assert_close, float32_norms
 
 from verl_qerl.algos.aqn import AQNConfig, draw_noise
 from verl_qerl.vllm_plugin.adapter.buffers import flatten
@@ -186,7 +186,7 @@ def test_after_a_sync_the_engine_is_a_model_with_these_norms(
 def test_changes_below_the_resolution_of_bf16_arrive(synced, drawn, prompt_log_probs):
     before = prompt_log_probs(synced)
     rpc(synced, place, {name: shift * 2**-8 for name, shift in drawn.items()})
-    (held,) = synced.collective_rpc("qerl_norm_weights")
+    (held,) = synced.collective_rpc(float32_norms)
     assert all((weight.bfloat16() == 1).float().mean() > 0.9 for weight in held.values())
     assert torch.count_nonzero(prompt_log_probs(synced) - before) > 150
     rpc(synced, place, ZEROS)
@@ -197,7 +197,7 @@ def test_norms_are_prepared_without_noise_too(start, packed_dir, drawn, synced, 
     for engine in (quiet, synced):
         rpc(engine, place, drawn)
     assert torch.equal(prompt_log_probs(quiet), prompt_log_probs(synced))
-    assert list(quiet.collective_rpc("qerl_norm_weights")[0]) == NAMES
+    assert list(quiet.collective_rpc(float32_norms)[0]) == NAMES
     with pytest.raises(ValueError, match="started without noise"):
         rpc(quiet, "qerl_set_noise", 1e-2, 1)
     rpc(synced, place, ZEROS)

@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+from qerl_testing import float32_norms
 from safetensors.torch import load_file
 
 pytest.importorskip("vllm")
@@ -257,13 +258,13 @@ def test_tensors_that_are_no_parameters_stay_where_graphs_have_them(engine, othe
 
 def test_noise_on_the_norms_survives_a_sync(start, model_dir, weights, other):
     engine = start(model_dir("qwen2"), form="int8", aqn={"enabled": True})
-    (before,) = engine.collective_rpc("qerl_norm_weights")
+    (before,) = engine.collective_rpc(float32_norms)
     engine.collective_rpc("qerl_set_noise", args=(0.01, 3))
     sync(engine, stream_of(other, "int8"), "int8")
     engine.collective_rpc(lambda worker: worker._qerl_noise.recapture())
-    (noisy,) = engine.collective_rpc("qerl_norm_weights")
+    (noisy,) = engine.collective_rpc(float32_norms)
     engine.collective_rpc("qerl_set_noise", args=(0.0, 0))
-    (clean,) = engine.collective_rpc("qerl_norm_weights")
+    (clean,) = engine.collective_rpc(float32_norms)
     for name in before:
         assert noisy[name].dtype == torch.float32
         assert torch.equal(clean[name], other[f"{name}.weight"].float())
