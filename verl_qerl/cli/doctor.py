@@ -187,7 +187,7 @@ def host_rows() -> list[Row]:
     changes += importlib.import_module("verl_qerl.verl_plugin")._changes() if _installed("verl") else ()
     packages: dict[str, list[Any]] = {}
     for change in changes:
-        packages.setdefault(change.target.partition(".")[0], []).append(change)
+        packages.setdefault(upstream.package_of(change), []).append(change)
     return [_host_row(package, found, upstream.differing(found)) for package, found in packages.items()]
 
 
@@ -208,7 +208,7 @@ def _host_row(package: str, changes: list[Any], differing: list[Any]) -> Row:
 
 def _shim_row(shim: Any) -> Row:
     check, expected = f"shim {shim.patch}", f"fits {shim.target}"
-    package = shim.target.partition(":")[0].partition(".")[0]
+    package = upstream.package_of(shim)
     if not _installed(package):
         return Row(check, f"{package} is not installed", expected, SKIP)
     try:
