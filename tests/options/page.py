@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_qerl.options.rules import RULES
-from verl_qerl.options.schema import NODES
+from verl_qerl.options.schema import Qerl
 
 PAGE = Path(__file__).parents[2] / "verl_qerl" / "verl_plugin" / "README.md"
 BLOCK = re.compile(r"(<!-- (?:options (\w+)|rules) -->\n).*?(<!-- end -->)", flags=re.S)
@@ -25,7 +25,7 @@ def filled(text: str) -> str:
 
 def options(node: str) -> str:
     """A row for each option of a node but the format, which `+rollout` sets."""
-    rows = [_row(node, each) for each in fields(NODES[node]) if (node, each.name) != ("base", "format")]
+    rows = [_row(node, each) for each in fields(getattr(Qerl, node)) if (node, each.name) != ("base", "format")]
     return "\n".join(["| option | default | meaning |", "|---|---|---|", *rows])
 
 

@@ -4,8 +4,7 @@
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from verl_qerl.algos.options import SWITCH, Accepts, Options, is_names, is_number, one_of, option
@@ -161,10 +160,7 @@ class Qerl(Options):
     gate: Gate = Gate()
 
     def __post_init__(self) -> None:
-        for name, kind in NODES.items():
-            node = getattr(self, name)
+        for each in fields(self):
+            node, kind = getattr(self, each.name), type(getattr(Qerl, each.name))
             if not isinstance(node, kind):
-                object.__setattr__(self, name, kind.from_mapping(node))
-
-
-NODES: Mapping[str, type[Options]] = {"base": Base, "rollout": Rollout, "gate": Gate}
+                object.__setattr__(self, each.name, kind.from_mapping(node))
