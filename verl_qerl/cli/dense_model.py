@@ -1,6 +1,6 @@
-"""A model of transformers: in bf16, to get its weights one by one, and whether its class ties the head."""
+"""A model of transformers: in bf16, without its weights, and whether its class ties the head."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,3 @@ def is_tied(config: Mapping[str, Any]) -> bool:
         if family in CONFIG_MAPPING:  # half of the classes have no such field
             return bool(getattr(CONFIG_MAPPING[family], name, False))
     return bool(config.get(name))
-
-
-def fill(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Make tensors the parameters of their names."""
-    for name, tensor in tensors:
-        parent, _, leaf = name.rpartition(".")
-        model.get_submodule(parent).register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=False))

@@ -16,7 +16,7 @@ from verl_qerl.checkpoints.experts import is_expert
 from verl_qerl.checkpoints.groups import groups_of_linears
 from verl_qerl.checkpoints.source import Source, read_tensors
 from verl_qerl.checkpoints.stream import packed_names
-from verl_qerl.cli.dense_model import empty_model, fill
+from verl_qerl.cli.dense_model import empty_model
 from verl_qerl.cli.prompts import EMBEDDING, read_prompts, tokens_of
 from verl_qerl.cli.quantize.arguments import SAMPLES, TOKENS
 from verl_qerl.errors import CheckpointFormatError
@@ -179,10 +179,11 @@ class _Walk:
     def hold(self, i: int, weights: Mapping[str, torch.Tensor]) -> Any:
         """Give layer i weights, by the names of the checkpoint; the layer."""
         layer, prefix = self._layers[i], f"model.layers.{i}."
-        fill(layer, [(name, weights[prefix + name].bfloat16()) for name, _ in layer.named_parameters()])
+        held = {name: weights[prefix + name].bfloat16() for name, _ in layer.named_parameters()}
+        layer.load_state_dict(held, strict=False, assign=True)
         passing = _Passing()
-        held = [layer if i == j else passing for j in range(len(self._layers))]
-        self._decoder.register_module("layers", torch.nn.ModuleList(held))
+        layers = [layer if i == j else passing for j in range(len(self._layers))]
+        self._decoder.register_module("layers", torch.nn.ModuleList(layers))
         return layer
 
     def run(self, hidden: torch.Tensor) -> torch.Tensor:
