@@ -106,8 +106,7 @@ def token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
     try:
         if isinstance(prompt, str):
             return tokenizer(prompt)["input_ids"]
-        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has its own
+        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
     except (TemplateError, TypeError) as error:
         raise ValueError(
             f"the tokenizer refuses {prompt!r:.99} ({error}). Unicode text, and chats as its template knows them, are"
