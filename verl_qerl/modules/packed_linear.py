@@ -102,8 +102,7 @@ class PackedLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         """What nn.Linear prints, and the format."""
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, bias={self.bias is not None}, {self.form.name}"
+        return f"{super().extra_repr()}, {self.form.name}"
 
 
 def _in_bytes(spec: TensorSpec) -> tuple[int, ...]:
