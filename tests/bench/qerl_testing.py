@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from verl_qerl.formats import NVFP4, PackedWeight
-from verl_qerl.formats.nvfp4 import DEFAULT_SCALE
+from verl_qerl.formats.nvfp4 import SCALE_CHOICES
 
 # Options that every run of verl needs.
 RUN = (
@@ -74,12 +74,12 @@ def foreach_copy_as_cuda(there: Any, sources: Any, non_blocking: bool = False) -
             to.view(torch.int16).masked_fill_(to.isnan(), 0x7FFF)
 
 
-def quantize(weight: torch.Tensor, scale: str = DEFAULT_SCALE) -> PackedWeight:
+def quantize(weight: torch.Tensor, scale: str = SCALE_CHOICES[0]) -> PackedWeight:
     """One weight in NVFP4, with a choice of its block scales."""
     return NVFP4(scale=scale).quantize(weight)
 
 
-def quantize_group(weights: Mapping[str, torch.Tensor], scale: str = DEFAULT_SCALE) -> dict[str, PackedWeight]:
+def quantize_group(weights: Mapping[str, torch.Tensor], scale: str = SCALE_CHOICES[0]) -> dict[str, PackedWeight]:
     """The same of weights with a common global scale."""
     return NVFP4(scale=scale).quantize_group(weights)
 

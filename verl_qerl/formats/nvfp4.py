@@ -32,8 +32,7 @@ from verl_qerl.formats.tensor_spec import TensorSpec
 logger = logging.getLogger(__name__)
 
 E4M3_MIN_NORMAL = torch.finfo(torch.float8_e4m3fn).smallest_normal  # 2**-6; Marlin reads smaller block scales as zero
-SCALE_CHOICES = ("mse", "minmax")
-DEFAULT_SCALE = "mse"
+SCALE_CHOICES = ("mse", "minmax")  # the first is the default
 
 # Steps of E4M3 from the one nearest to amax / 6 that a block's scale is tried at: amax lands on 3.3 to 8. Of
 # normal numbers and their second to fourth powers (the tests) no block has a better one among all scales of E4M3.
@@ -64,7 +63,7 @@ class NVFP4(WeightFormat):
     shares_scale: bool = True
     holds_experts: bool = True
     takes_calibration: bool = True
-    scale: str = DEFAULT_SCALE
+    scale: str = SCALE_CHOICES[0]
     scale_choices: ClassVar[tuple[str, ...]] = SCALE_CHOICES
 
     @property
