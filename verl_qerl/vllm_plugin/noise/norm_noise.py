@@ -90,9 +90,8 @@ class NormNoise:
         self._sigma, self._step = sigma, step
         if sigma and self._config.mode == "relative":
             self.sizes()  # refuses zeros
-        for name, norm in self._norms.items():
+        for name, noisy in self._noisy().items():
             clean = self.clean[name]
-            noisy = self._tables[name] if self._tables else norm.weight.data[None]
             drawn = draw_noise(self._config.seed, step, name, noisy.numel()) if sigma else clean
             noise = drawn.to(clean.device).view(-1, clean.numel())
             unit = self._uaq[name] if self._config.mode == "additive" else 1.0
@@ -116,13 +115,15 @@ class NormNoise:
 
     def num_noisy(self) -> int:
         """Number of norms whose weight differs from the clean one; of several draws, all have to."""
-        held = self._tables or {name: norm.weight.data[None] for name, norm in self._norms.items()}
-        return sum(bool((rows != self.clean[name]).any(1).all()) for name, rows in held.items())
+        return sum(bool((rows != self.clean[name]).any(1).all()) for name, rows in self._noisy().items())
 
     def checksum(self) -> int:
         """Checksum of the float32 weights as they are set; equal on all ranks and replicas, which hold norms whole."""
-        held = self._tables or {name: norm.weight.data for name, norm in self._norms.items()}
-        return int(checksum(torch.cat([weights.reshape(-1) for weights in held.values()])))
+        return int(checksum(torch.cat([rows.reshape(-1) for rows in self._noisy().values()])))
+
+    def _noisy(self) -> Mapping[str, torch.Tensor]:
+        """Name -> [draws, K] float32 that noise is put into: rows of a table, or the weight."""
+        return self._tables or {name: norm.weight.data[None] for name, norm in self._norms.items()}
 
 
 def check_model(vllm_config: Any, config: AQNConfig) -> None:
