@@ -52,7 +52,8 @@ def test_the_bits_are_those_of_vllm(layer, dtype):
     alone, both, activated = norm(x.clone()), norm(x.clone(), residual.clone()), act.forward_native(wide)
     positions, q, k = torch.arange(7), torch.randn(7, 192).bfloat16(), torch.randn(7, 64).bfloat16()
     turned = layer["rotary_emb"].forward_native(positions, q, k)
-    assert use_programmatic_launch(layer, {K}) == 3
+    use_programmatic_launch(layer, {K})
+    assert [type(layer[name]) for name in ("input_layernorm", "act")] == [PDLRMSNorm, PDLSiluAndMul]
     assert all(torch.equal(*pair) for pair in zip(layer["rotary_emb"](positions, q, k), turned, strict=True))
     assert layer["rotary_emb"](positions, q)[1] is None  # a model without keys of its own
     assert torch.equal(norm(x), alone)
@@ -63,16 +64,15 @@ def test_the_bits_are_those_of_vllm(layer, dtype):
 
 
 def test_only_rows_that_a_tiled_linear_multiplies(layer):
-    assert use_programmatic_launch(layer, {K}) == 3
+    use_programmatic_launch(layer, {K})
     assert [type(module) for module in layer.values()] == [PDLRMSNorm, RMSNorm, PDLRotaryEmbedding, PDLSiluAndMul]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_norms_of_one_dtype_can_be_left_out(layer, dtype):
     layer["input_layernorm"].weight.data = layer["input_layernorm"].weight.data.to(dtype)
-    left = dtype == torch.bfloat16
-    norm = RMSNorm if left else PDLRMSNorm
-    assert use_programmatic_launch(layer, {K}, left=torch.bfloat16) == (2 if left else 3)
+    norm = RMSNorm if dtype == torch.bfloat16 else PDLRMSNorm
+    use_programmatic_launch(layer, {K}, left=torch.bfloat16)
     assert [type(module) for module in layer.values()] == [norm, RMSNorm, PDLRotaryEmbedding, PDLSiluAndMul]
 
 
@@ -87,7 +87,7 @@ def test_what_computes_something_else_stays():
         for head_size, rotary_dim, is_neox_style in ((64, 32, True), (64, 64, False)):
             modules.append(RotaryEmbedding(head_size, rotary_dim, 512, 1e4, is_neox_style, torch.bfloat16))
     kinds = [type(module) for module in modules]
-    assert use_programmatic_launch(torch.nn.ModuleList(modules), {K}) == 0
+    use_programmatic_launch(torch.nn.ModuleList(modules), {K})
     assert [type(module) for module in modules] == kinds
 
 
@@ -100,7 +100,7 @@ def test_rotations_of_other_frequencies_are_replaced():
     given = torch.arange(7), torch.randn(7, 192).bfloat16(), torch.randn(7, 64).bfloat16()
     expected = scaled.forward_native(*given)
     assert not torch.equal(expected[0], usual.forward_native(*given)[0])
-    assert use_programmatic_launch(torch.nn.Sequential(torch.nn.Linear(1, 1), *rotations), {K}) == 1
+    use_programmatic_launch(torch.nn.Sequential(torch.nn.Linear(1, 1), *rotations), {K})
     assert [type(one) for one in rotations] == [PDLRotaryEmbedding, MRotaryEmbedding]
     assert all(torch.equal(*pair) for pair in zip(scaled(*given), expected, strict=True))
 
@@ -126,8 +126,8 @@ def test_heads_are_normalized_as_vllm_does():
     positions, x = torch.arange(7), torch.randn(7, 256).bfloat16()
     one.rotary_emb._forward_method = one.rotary_emb.forward_native  # vLLM's for a CPU rounds otherwise
     expected = one(positions, x)
-    assert use_programmatic_launch(one, {K}) == 2
-    assert type(one) is PDLQwen3Attention
+    use_programmatic_launch(one, {K})
+    assert (type(one), type(one.rotary_emb)) == (PDLQwen3Attention, PDLRotaryEmbedding)
     assert torch.equal(one(positions, x), expected)
     # Positions of images and text go to the modules themselves.
     assert torch.equal(one(positions.int(), x), expected)

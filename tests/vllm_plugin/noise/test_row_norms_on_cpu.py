@@ -8,7 +8,7 @@ from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
 from verl_qerl.algos.aqn import NUM_DRAWS, AQNConfig, draw_noise, noisy_weight
-from verl_qerl.vllm_plugin.decode.elementwise import use_programmatic_launch
+from verl_qerl.vllm_plugin.decode.elementwise import PDLRMSNorm, use_programmatic_launch
 from verl_qerl.vllm_plugin.noise.norm_noise import NormNoise
 from verl_qerl.vllm_plugin.noise.row_norms import RowRMSNorm, give_table
 from verl_qerl.vllm_plugin.noise.synced_norms import SyncedNorms
@@ -119,8 +119,8 @@ def test_noise_goes_on_top_of_other_weights(layer):
 
 def test_norms_with_tables_stay_beside_kernels_that_start_early(layer):
     build(layer, targets=["input_layernorm"])
-    assert use_programmatic_launch(layer, {K}) == 1
-    assert type(layer["input_layernorm"]) is RowRMSNorm
+    use_programmatic_launch(layer, {K})
+    assert [type(norm) for norm in layer.values()] == [RowRMSNorm, PDLRMSNorm]
 
 
 def test_compiled_code_sees_other_rows_and_other_noise(layer):

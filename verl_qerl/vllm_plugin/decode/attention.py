@@ -93,7 +93,7 @@ def captures_what_begins(vllm_config: Any) -> bool:
     return vllm_config.use_v2_model_runner and mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL
 
 
-def use_decode_attention(model: torch.nn.Module, vllm_config: Any) -> int:
+def use_decode_attention(model: torch.nn.Module, vllm_config: Any) -> None:
     """Put the decode steps of a model's attention on our kernel, and compile it.
 
     Call it after loading and before anything is compiled. Layers that the kernel does not take keep vLLM's attention,
@@ -101,16 +101,13 @@ def use_decode_attention(model: torch.nn.Module, vllm_config: Any) -> int:
 
     Args:
         vllm_config: The engine's; if its CUDA graphs mix decoding with prompts, all layers keep vLLM's attention.
-
-    Returns:
-        Number of layers on our kernel.
     """
     if captures_what_begins(vllm_config):
         say_once(
             "vLLM's attention decodes: with cudagraph_mode=FULL its V2 runner captures steps in which requests begin as"
             " if each had one token. FULL_AND_PIECEWISE, vLLM's default, is accepted."
         )
-        return 0
+        return
     from vllm.model_executor.layers.attention import Attention
 
     layers: list[Any] = [module for module in model.modules() if isinstance(module, Attention)]
@@ -123,4 +120,3 @@ def use_decode_attention(model: torch.nn.Module, vllm_config: Any) -> int:
         found.append(upstream.swap_class(hosts.ATTENTION, layer.impl, DecodeAttentionImpl))
     if found and next(model.parameters()).is_cuda:
         prepare({(impl.head_size, impl.num_queries_per_kv) for impl in found})
-    return len(found)

@@ -89,7 +89,7 @@ _PDL: dict[type, tuple[HostChange, type]] = {
 }
 
 
-def use_programmatic_launch(model: torch.nn.Module, columns: set[int], left: torch.dtype | None = None) -> int:
+def use_programmatic_launch(model: torch.nn.Module, columns: set[int], left: torch.dtype | None = None) -> None:
     """Replace norms, activations and rotary embeddings by kernels with programmatic dependent launch.
 
     Call it after loading and before anything is compiled. Modules that compute something else than vLLM's own stay
@@ -98,9 +98,6 @@ def use_programmatic_launch(model: torch.nn.Module, columns: set[int], left: tor
     Args:
         columns: in_features of our linears, from `linear.repacked_in_features`.
         left: Norms whose weight has this dtype stay vLLM's.
-
-    Returns:
-        Number of modules replaced.
     """
     found: dict[Any, type] = {module: kind for module in model.modules() if (kind := _kind(module, columns, left))}
     for module, kind in found.items():
@@ -111,7 +108,6 @@ def use_programmatic_launch(model: torch.nn.Module, columns: set[int], left: tor
         elementwise.prepare({(weight.shape[0], weight.dtype) for weight in weights})
         of_heads = (module for module in found if isinstance(module, PDLQwen3Attention | PDLQwen3MoeAttention))
         rotation.prepare({module.q_norm.weight.dtype for module in of_heads})
-    return len(found)
 
 
 def _kind(module: Any, columns: set[int], left: torch.dtype | None) -> type | None:
