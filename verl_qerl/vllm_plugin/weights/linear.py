@@ -15,7 +15,7 @@ from verl_qerl.kernels.rollout.repacking import Repacked, repack
 from verl_qerl.kernels.rollout.w4a16_launch import MULTIPLE
 from verl_qerl.vllm_plugin.log import say_once
 from verl_qerl.vllm_plugin.weights.linear_ops import linear_repacked
-from verl_qerl.vllm_plugin.weights.plans import make_plan, why_not
+from verl_qerl.vllm_plugin.weights.plans import make_plan
 
 _LEAST_NORMAL = 8  # bits of 2**-6 in E4M3
 
@@ -40,12 +40,6 @@ class W4A16Kernel(Everywhere, NvFp4LinearKernel):
     def __init__(self, config: NvFp4LinearLayerConfig) -> None:
         super().__init__(config)
         self._marlin = MarlinNvFp4LinearKernel(config)
-
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """Whether this GPU runs our kernels (Hopper), or the reason why not."""
-        reason = why_not()
-        return reason is None, reason
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Repack the weight; vLLM's names hold the repacked tensors afterwards."""
