@@ -48,7 +48,6 @@ class AQNConfig(Options):
         sigma_start: Standard deviation at stage 1, > 0, in the unit that `mode` says.
         sigma_end: Standard deviation at the last stage, in (0, sigma_start].
         num_stages: K >= 2, the first of which is free of noise.
-        schedule: `exponential`, `linear`, `cosine` or `logarithmic`.
         mode: `additive` (w + Z), `multiplicative` (w (1 + Z)) or `relative` (w + RMS(w) Z).
         targets: Names of the norms that get noise, the last part of the module's name.
         seed: Seed of the draws; step and name of the norm enter too.
@@ -120,7 +119,7 @@ def sigma_at_step(
     """Standard deviation of the noise while the rollouts of training step `step` (from 1) are sampled.
 
     Args:
-        config: Options; its `total_steps` comes before the argument.
+        total_steps: Steps of the run; `config.total_steps` comes before it.
         searched: With `target_kl`: stage -> (first step, the sigma that stands in for that of stage 1). A stage that is
             not there has no noise, nor has a step before the first. None: the schedule alone.
 

@@ -27,15 +27,7 @@ PARTS = ("quantization", "kernel", "noise", "staleness")
 
 
 class Scores(NamedTuple):
-    """Log-probs of the same tokens by five models; see the module. [batch, tokens] each, in nats.
-
-    Attributes:
-        actor: Under the policy in training.
-        clean: By the rollout engine without noise.
-        sampled: By the rollout when it sampled.
-        quantized: By the actor with rounded weights, or None.
-        noisy: By the rollout engine with noise, or None.
-    """
+    """Log-probs of the same tokens by the five models of the chain, [batch, tokens] each, in nats."""
 
     actor: torch.Tensor
     clean: torch.Tensor

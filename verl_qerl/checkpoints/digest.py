@@ -23,12 +23,7 @@ def model_digest(weights: Mapping[str, str | int]) -> str:
 
 
 def check_same_base(actor: Mapping[str, str], rollout: Mapping[str, str]) -> None:
-    """Raise ValueError unless both sides hold the same packed weights.
-
-    Args:
-        actor: module -> weight_digest of the trained model's base.
-        rollout: The same of the model that samples.
-    """
+    """Raise ValueError unless both sides, module -> `weight_digest`, hold the same packed weights."""
     if not actor:
         raise ValueError(
             "the actor holds no packed weights. A run with `+rollout=...` and an adapter needs some. Check model.path."

@@ -35,7 +35,6 @@ def quantized_specs(
     """What a checkpoint holds once `linears` are packed, in the order of `dense`, what it holds before.
 
     Args:
-        linears: Modules whose `weight` is packed.
         of_weight: The tensors that a weight [N, K] becomes, as `WeightFormat.specs`.
     """
     packed = set(linears)

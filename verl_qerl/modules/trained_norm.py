@@ -39,13 +39,10 @@ class TrainedNorm(ModulesToSaveWrapper):
 
 
 def train_norms(model: nn.Module) -> int:
-    """Make the two norms of every decoder layer trainable, in place.
+    """Make the two norms of every decoder layer trainable, in place, and return their number.
 
     Args:
         model: With an adapter of PEFT or about to get one; weights may be on the meta device.
-
-    Returns:
-        Number of norms.
 
     Raises:
         ValueError: The model has no layers, or one without both norms, or a norm that has more than a weight.

@@ -86,10 +86,7 @@ class Phase:
 
 
 def plan(shape: ModelShape, settings: Settings, gpu_bytes: float) -> tuple[Phase, Phase]:
-    """Memory of rollout and update on each GPU.
-
-    Returns:
-        (rollout, update).
+    """Memory of (rollout, update) on each GPU.
 
     Raises:
         DoesNotFitError: The rollout is given less than its weights take.

@@ -115,7 +115,6 @@ def prepare_rows(columns: Iterable[int], device: torch.device) -> None:
     """Compile what norms with a weight for each token need now, not on first use.
 
     Args:
-        columns: Numbers of columns of the norms.
         device: A GPU; nothing is compiled for one that the kernels do not run on.
     """
     torch.cuda.synchronize()  # the device has a context

@@ -13,13 +13,10 @@ from verl_qerl.verl_plugin.actor.resume import read_on_first_rank
 
 @torch.no_grad()
 def fold_model(model: nn.Module, scale: float) -> int:
-    """Scale the weights of a model that has just been loaded, in place; its function stays.
+    """Scale weights of a model that has just been loaded, in place and so that its function stays; return their number.
 
     Args:
         model: A model of transformers; on ranks that get their weights from another it may be on the meta device.
-
-    Returns:
-        Number of weights scaled.
 
     Raises:
         ValueError: The model's layers or norms are not of the form that UAQ knows.

@@ -49,17 +49,14 @@ def num_elements(layout: Layout) -> int:
 def place_adapter(
     manager: Any, lora_id: int, layout: Layout, flat: torch.Tensor, peft_config: Mapping[str, Any]
 ) -> int:
-    """Write an adapter into its slot, which it gets if it has none. Linears that it leaves out are reset.
+    """Write an adapter into its slot, which it gets if it has none, and return the number of linears written.
 
-    Everything is checked before anything is written.
+    Linears that it leaves out are reset. Everything is checked before anything is written.
 
     Args:
         manager: vLLM's LoRAModelManager, for which `can_place`.
         layout: What is where in `flat`: A [R, K] and B [N, R] of every linear.
         flat: One after the other, in the dtype of the buffers and on their device. It is changed.
-
-    Returns:
-        Number of linears written.
 
     Raises:
         ValueError: A tensor belongs to no linear, has no counterpart or another shape than its linear takes.

@@ -43,13 +43,10 @@ def release_buffers(model: torch.nn.Module, lora_config: Any) -> None:
 
 
 def use_single_adapter(model: torch.nn.Module, lora_config: Any) -> int:
-    """Put the LoRA linears of `model` on the path for one adapter.
+    """Put the LoRA linears of `model` on the path for one adapter, and return their number.
 
     Call it after loading, before an adapter comes and before anything is compiled. Linears that it does not take keep
     vLLM's path, and the reason is logged.
-
-    Returns:
-        Number of linears converted.
     """
     layers = [module for module in model.modules() if isinstance(module, BaseLayerWithLoRA)]
     if not layers:
