@@ -12,6 +12,7 @@ from verl_qerl.options.schema import SWITCH, Rollout, option
 
 KEY = "verl_qerl"
 V2_CHOICE = "VLLM_USE_V2_MODEL_RUNNER"  # of the environment; ours is made for V1, and vLLM chooses V2 for some models
+STOCK_LINEAR = f"qerl.rollout.linear=stock (in vLLM additional_config.{KEY}.linear)"  # for messages
 SCHEDULER = "verl_qerl.vllm_plugin.noise.scheduler.scheduler"  # for vLLM's scheduler_cls
 
 
@@ -42,11 +43,6 @@ def rollout_options(vllm_config: Any) -> RolloutOptions:
     if isinstance(options, Mapping):
         options = {**options, "aqn": AQNConfig.from_mapping(options.get("aqn"))}
     return RolloutOptions.from_mapping(options)
-
-
-def named(name: str, value: str) -> str:
-    """How messages name an option of the rollout, under verl and in vLLM itself."""
-    return f"qerl.rollout.{name}={value} (in vLLM additional_config.{KEY}.{name})"
 
 
 def is_v2(part: Any) -> bool:

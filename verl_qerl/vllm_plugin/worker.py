@@ -21,7 +21,7 @@ from verl_qerl.vllm_plugin.decode.sampling import use_fused_sampler
 from verl_qerl.vllm_plugin.noise.noise_rows import NoiseRows, check_draws
 from verl_qerl.vllm_plugin.noise.norm_noise import NormNoise, check_model
 from verl_qerl.vllm_plugin.noise.synced_norms import SyncedNorms
-from verl_qerl.vllm_plugin.options import RolloutOptions, asked_of_vllm, named, rollout_options
+from verl_qerl.vllm_plugin.options import STOCK_LINEAR, RolloutOptions, asked_of_vllm, rollout_options
 from verl_qerl.vllm_plugin.weights.borrowed import borrowed_by, is_borrowing
 from verl_qerl.vllm_plugin.weights.linear import repacked_in_features
 
@@ -105,7 +105,7 @@ def _refuse_microbatches(vllm_config: Any) -> None:
         raise ValueError(
             "vLLM would run packed linears on two streams at once, which share a workspace for sums:"
             f" enable_dbo={parallel.enable_dbo}, ubatch_size={parallel.ubatch_size}. Accepted is one batch at a time,"
-            f" or vLLM's own kernels. Leave these options out, or set {named('linear', 'stock')}."
+            f" or vLLM's own kernels. Leave these options out, or set {STOCK_LINEAR}."
         )
 
 

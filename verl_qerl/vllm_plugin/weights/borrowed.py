@@ -17,7 +17,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import C
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.kernels.rollout.repacking import Repacked, undo_repack
 from verl_qerl.modules.placement.lending import Borrowed, borrow, meeting_place
-from verl_qerl.vllm_plugin.options import asked_of_vllm, named, rollout_options
+from verl_qerl.vllm_plugin.options import STOCK_LINEAR, asked_of_vllm, rollout_options
 from verl_qerl.vllm_plugin.weights.linear import Everywhere, hold_repacked, multiply, plan_for
 from verl_qerl.vllm_plugin.weights.plans import why_not
 
@@ -56,7 +56,7 @@ class BorrowedNVFP4(CompressedTensorsW4A4Fp4):
         if num_ranks != 1:
             problem = f"the rollout has {num_ranks} GPUs, each with a part of the base"
         elif options.linear == "stock":
-            problem = f"{named('linear', 'stock')} has a layout of its own"
+            problem = f"{STOCK_LINEAR} has a layout of its own"
         elif asked:
             problem = f"{asked} asks for kernels of vLLM, whose layouts are others"
         elif torch.cuda.is_available():
