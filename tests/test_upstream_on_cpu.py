@@ -14,12 +14,12 @@ from verl_qerl.upstream import (
     fingerprint,
     fingerprint_in,
     goes_on_untested,
-    hang,
     install,
     overrides,
+    reset_method,
     set_data,
+    set_method,
     swap_class,
-    unhang,
 )
 
 SOURCE = """
@@ -246,9 +246,9 @@ def test_an_object_gets_another_class_and_keeps_its_attributes(upstream):
 
 def test_a_function_is_hung_on_an_object_and_taken_off(upstream):
     model, change = upstream.Child(), record("toyhost.model:Model.run", kind="method")
-    hang(change, model, lambda x: x + 1)
+    set_method(change, model, lambda x: x + 1)
     assert (model.run(1), upstream.Child().run(1)) == (2, 3)
-    unhang(change, model)
+    reset_method(change, model)
     assert model.run(1) == 3
 
 
@@ -270,7 +270,7 @@ def test_an_object_of_another_class_of_the_host_is_refused(upstream, kind, monke
 
     change = {
         "class": lambda changes, model: swap_class(changes, model, type("Fast", (type(model),), {})),
-        "method": lambda changes, model: hang(changes, model, lambda x: 1),
+        "method": lambda changes, model: set_method(changes, model, lambda x: 1),
         "data": lambda changes, model: set_data(changes, model, run=lambda x: 1),
     }[kind]
     here, model = record("toyhost.model:Model.run", kind=kind), patched.Model()

@@ -43,12 +43,12 @@ def rounded_linears(model: nn.Module, groups: Sequence[Sequence[str]], round_gro
     for group in groups:
         members = {name: linears[name] for name in group}
         for name, linear in members.items():
-            upstream.hang(hosts.LINEAR_FORWARD, linear, partial(_forward, name, members, round_group))
+            upstream.set_method(hosts.LINEAR_FORWARD, linear, partial(_forward, name, members, round_group))
     try:
         yield
     finally:
         for linear in linears.values():
-            upstream.unhang(hosts.LINEAR_FORWARD, linear)
+            upstream.reset_method(hosts.LINEAR_FORWARD, linear)
 
 
 def _forward(name: str, members: Mapping[str, Any], round_group: RoundGroup, x: torch.Tensor) -> torch.Tensor:

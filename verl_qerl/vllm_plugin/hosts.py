@@ -72,7 +72,7 @@ SAMPLER = _class(
     "vllm.v1.sample.sampler:Sampler", "Our kernel draws tokens in one launch.", "e012eb6923ec 3823c64e6339"
 )
 
-# Functions hung on objects.
+# Methods of objects that are replaced.
 LOAD_MODEL = _method(
     "vllm.v1.worker.gpu_worker:Worker.load_model",
     "The model is prepared as soon as it is loaded: vLLM lets a worker extension override nothing.",

@@ -1,7 +1,7 @@
 """The extension of vLLM's workers: it prepares the model, and adds methods such as `qerl_set_noise`.
 
 vLLM appends an extension to the bases of its worker class, so that nothing here can override a method; what has to run
-after loading is hung on the instance.
+after loading is set on the instance.
 """
 
 import contextlib
@@ -95,7 +95,7 @@ def _watch_owner(worker: Any) -> None:
         borrowed.check()
         return execute_model(*args, **kwargs)
 
-    upstream.hang(hosts.EXECUTE_MODEL, worker, check_then_execute)
+    upstream.set_method(hosts.EXECUTE_MODEL, worker, check_then_execute)
 
 
 def _refuse_microbatches(vllm_config: Any) -> None:
@@ -164,7 +164,7 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
             load_model(*args, **kwargs)
         _prepare_loaded(worker, vllm_config, options, lora_config, told)
 
-    upstream.hang(hosts.LOAD_MODEL, worker, load_then_prepare)
+    upstream.set_method(hosts.LOAD_MODEL, worker, load_then_prepare)
 
 
 def _batch_invariant(options: RolloutOptions, vllm_config: Any) -> RolloutOptions:
@@ -204,11 +204,11 @@ def _releasing_buffers(worker: Any, lora_config: Any) -> Iterator[None]:
         load_model(*args, **kwargs)
         release_buffers(runner.get_model(), lora_config)
 
-    upstream.hang(hosts.LOAD_IN_POOL, runner, load_then_release)
+    upstream.set_method(hosts.LOAD_IN_POOL, runner, load_then_release)
     try:
         yield
     finally:
-        upstream.unhang(hosts.LOAD_IN_POOL, runner)
+        upstream.reset_method(hosts.LOAD_IN_POOL, runner)
 
 
 def _refuse_deep_sleep(worker: Any, vllm_config: Any) -> None:
@@ -226,4 +226,4 @@ def _refuse_deep_sleep(worker: Any, vllm_config: Any) -> None:
             )
         sleep(level)
 
-    upstream.hang(hosts.SLEEP, worker, sleep_lightly)
+    upstream.set_method(hosts.SLEEP, worker, sleep_lightly)

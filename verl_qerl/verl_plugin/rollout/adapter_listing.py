@@ -21,10 +21,10 @@ class AdapterListing:
     def __init__(self, engine: Any) -> None:
         self._engine, self._ask = engine, engine.list_loras
         self._asked: asyncio.Task[set[int]] | None = None
-        upstream.hang(hosts.LIST_LORAS, engine, self)
+        upstream.set_method(hosts.LIST_LORAS, engine, self)
         for change in hosts.CHANGE_LORAS:
             name = change.target.rpartition(".")[2]
-            upstream.hang(change, engine, self._forgetting(getattr(engine, name)))
+            upstream.set_method(change, engine, self._forgetting(getattr(engine, name)))
 
     async def __call__(self) -> set[int]:
         """Numbers of the adapters; an EngineDeadError if the engine has ended."""

@@ -28,7 +28,7 @@ def keep_sample(buffer: Any, run: Run) -> None:
         run.sampled, run.actor_scores = batch, {}
         return batch, metrics
 
-    upstream.hang(hosts.SAMPLE, buffer, sample_and_keep)
+    upstream.set_method(hosts.SAMPLE, buffer, sample_and_keep)
 
 
 def rescore(run: Run, count: int, wants_noisy: bool = False) -> Rescored:

@@ -22,7 +22,7 @@ class FinalOutputs:
 
     def __init__(self, engine: Any) -> None:
         self._add, self._asked = engine.add_request, set[str]()
-        upstream.hang(hosts.ADD_REQUEST, engine, self)
+        upstream.set_method(hosts.ADD_REQUEST, engine, self)
 
     async def __call__(self, request_id: str, *args: Any, **kwargs: Any) -> Any:
         """Add a request; returns vLLM's collector of its outputs."""

@@ -39,7 +39,7 @@ def use_segments_again(worker: Any, vllm_config: Any) -> None:
     def limited_above_segments(max_split_size_mb: int) -> AbstractContextManager:
         return limited(max_split_size_mb=max(max_split_size_mb, _SPLIT_MIB))
 
-    upstream.hang(hosts.MAX_SPLIT, worker, limited_above_segments)
+    upstream.set_method(hosts.MAX_SPLIT, worker, limited_above_segments)
 
 
 def stay_within_share(worker: Any, vllm_config: Any) -> None:
@@ -75,4 +75,4 @@ def stay_within_share(worker: Any, vllm_config: Any) -> None:
         )
         return left
 
-    upstream.hang(hosts.AVAILABLE_MEMORY, worker, determine_what_is_left)
+    upstream.set_method(hosts.AVAILABLE_MEMORY, worker, determine_what_is_left)

@@ -91,7 +91,7 @@ class NoiseRows:
             self.fill(num_scheduled_tokens)
             return prepare(scheduler_output, num_scheduled_tokens)
 
-        upstream.hang(hosts.PREPARE_INPUTS, self._runner, fill_then_prepare)
+        upstream.set_method(hosts.PREPARE_INPUTS, self._runner, fill_then_prepare)
 
     def fill(self, num_scheduled: np.ndarray) -> None:
         """Set the rows of a step's tokens, 0 for those that pad a batch for a CUDA graph; raises as `row_asked_for`.

@@ -42,5 +42,5 @@ def cache_prompts_alone(manager: Any) -> None:
             upstream.set_data(hosts.REQUEST, request, skip_reading_prefix_cache=True)
         return get_computed_blocks(request)
 
-    upstream.hang(hosts.CACHE_BLOCKS, coordinator, cache_blocks_of_prompt)
-    upstream.hang(hosts.COMPUTED_BLOCKS, manager, get_blocks_of_clean_prompt)
+    upstream.set_method(hosts.CACHE_BLOCKS, coordinator, cache_blocks_of_prompt)
+    upstream.set_method(hosts.COMPUTED_BLOCKS, manager, get_blocks_of_clean_prompt)
