@@ -232,11 +232,12 @@ def check_file(path: Path, name: str, accepted: str) -> None:
         raise FileNotFoundError(f"{what}: {name}={path}. {accepted} accepted. Check the path.")
 
 
-def read_jsonl(path: Path, required: Mapping[str, type]) -> list[Row]:
+def read_jsonl(path: Path, required: Mapping[str, type], is_growing: bool = False) -> list[Row]:
     """Read one JSON object per line.
 
     Args:
         required: Keys that each has, and of what kind their values are.
+        is_growing: The file may still be written: a last line that is cut short is left out, which is said.
 
     Raises:
         FileNotFoundError: No such file.
@@ -244,13 +245,17 @@ def read_jsonl(path: Path, required: Mapping[str, type]) -> list[Row]:
     """
     check_file(path, "path", "JSON lines are")
     rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):  # JSON may hold U+2028
+    lines = path.read_bytes().split(b"\n")  # JSON may hold U+2028
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
             json.dumps(row, ensure_ascii=False).encode()  # refuses half of a surrogate pair, which parquet cannot hold
         except (ValueError, RecursionError) as error:
+            if is_growing and number == len(lines):
+                print(f"left out of {path}: its last line, which is cut short")
+                continue
             raise ValueError(f"line {number} is not JSON: path={path} ({error}). Mend or drop the line.") from error
         missing = [key for key in required if not isinstance(row, dict) or key not in row]
         if missing:

@@ -59,6 +59,16 @@ def test_values_that_are_not_finite_are_left_out_and_told(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == told
 
 
+def test_a_last_line_that_is_cut_short_is_left_out_and_told(tmp_path, capsys):
+    path = write(tmp_path / "m", [(1, {"a": 1.0})])
+    path.write_text(path.read_text() + '{"step": 2, "data": {"a": 4')
+    assert read_metrics(path) == {"a": {1: 1.0}}
+    assert capsys.readouterr().out == f"left out of {path}: its last line, which is cut short\n"
+    path.write_text(path.read_text() + "\n")  # nothing adds to it any more
+    with pytest.raises(ValueError, match=r"^line 2 is not JSON: path="):
+        read_metrics(path)
+
+
 def test_means_and_deviations_by_hand():
     # The third step is missing of one seed and left out of both.
     seeds = {1: {"r": {1: 1.0, 2: 3.0, 3: 9.0}}, 2: {"r": {1: 3.0, 2: 7.0}}}

@@ -24,6 +24,8 @@ Run = Mapping[str, Series]
 def read_metrics(path: Path) -> dict[str, Series]:
     """Metric -> value of each step; says how many are left out since they are not finite.
 
+    The file of a run that goes on may be read too.
+
     Args:
         path: Lines `{"step": ..., "data": {metric: value}}`; when a step occurs twice, later values win.
 
@@ -32,7 +34,7 @@ def read_metrics(path: Path) -> dict[str, Series]:
         ValueError: A line is not such an object, or has a number that no float can hold.
     """
     found: dict[str, Series] = {}
-    for row in read_jsonl(path, {"step": int, "data": dict}):
+    for row in read_jsonl(path, {"step": int, "data": dict}, is_growing=True):
         step = row["step"]
         for key, value in row["data"].items():
             if isinstance(value, int | float):
