@@ -32,7 +32,7 @@ def test_the_table_the_means_and_the_picture(metrics, tmp_path, capsys):
     assert main(["plot", str(metrics), "--out", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["step", "critic/score/mean", "actor/entropy", "aqn/sigma"]
-    assert lines[8].split() == ["8", "0.80000", "1.00000", "0.01000"]
+    assert lines[8].split() == ["8", "0.80000", "1.0000", "0.010000"]
     assert "critic/score/mean: mean of the first 5 steps 0.3000, of the last 5 steps 0.6000" in lines
     assert out.read_bytes().startswith(b"\x89PNG")
 
@@ -58,7 +58,15 @@ def test_default_panels_are_those_that_all_runs_have():
 def test_a_step_without_a_value_shows_a_dash(tmp_path, capsys):
     path = write(tmp_path / "m", [(1, {"a": 1.0, "b": 2.0}), (2, {"a": 4.0})])
     assert main(["plot", str(path), "--out", str(tmp_path / "x.png"), "--keys", "a", "b"]) == 0
-    assert capsys.readouterr().out.splitlines()[2].split() == ["2", "4.00000", "-"]
+    assert capsys.readouterr().out.splitlines()[2].split() == ["2", "4.0000", "-"]
+
+
+def test_small_numbers_keep_their_digits(tmp_path, capsys):
+    path = write(tmp_path / "m", [(1, {"kl": 1.132e-6})])
+    assert main(["plot", str(path), "--out", str(tmp_path / "x.png"), "--keys", "kl"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[1].split() == ["1", "1.1320e-06"]
+    assert table[2] == "kl: mean of the first 1 steps 1.132e-06, of the last 1 steps 1.132e-06"
 
 
 def test_a_run_that_diverged_is_drawn_and_its_numbers_are_json(tmp_path, capsys):

@@ -89,11 +89,11 @@ def step_table(run: Run, keys: Sequence[str], phases: Mapping[str, Series]) -> l
     """A line for each step that has any of the metrics; then the ends of the first, and what a step's time goes to."""
     lines = [" ".join(["  step", *(f"{key:>18}" for key in keys)])]
     for step in sorted(set().union(*(run[key] for key in keys))):
-        cells = (f"{run[key][step]:>18.5f}" if step in run[key] else f"{'-':>18}" for key in keys)
+        cells = (f"{run[key][step]:>#18.5g}" if step in run[key] else f"{'-':>18}" for key in keys)
         lines.append(" ".join([f"{step:>6}", *cells]))
     first, last = first_and_last(run[keys[0]])
     count = min(WINDOW, len(run[keys[0]]))
-    lines.append(f"{keys[0]}: mean of the first {count} steps {first:.4f}, of the last {count} steps {last:.4f}")
+    lines.append(f"{keys[0]}: mean of the first {count} steps {first:#.4g}, of the last {count} steps {last:#.4g}")
     if phases:
         medians = (f"{name} {_median(seconds):.2f} s" for name, seconds in phases.items())
         lines.append(f"medians, of {_median(run[STEP_TIME]):.2f} s a step: {', '.join(medians)}")
