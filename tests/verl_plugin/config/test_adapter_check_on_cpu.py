@@ -58,6 +58,22 @@ def test_other_targets_are_accepted(validate, targets):
     validate(*PACKED, f"{MODEL}.target_modules={targets}")
 
 
+@pytest.mark.parametrize("quantized", [{}, {"quantization_config": {"quant_method": "compressed-tensors"}}])
+@pytest.mark.parametrize(
+    ("targets", "named"),
+    [("[q_proj,v_porj]", "'v_porj'"), ("[qkv_proj]", "'qkv_proj'"), ("'.*v_porj'", "'.*v_porj'"), ("[norm]", "'norm'")],
+)
+def test_a_target_that_the_model_lacks_is_refused(validate, tmp_path, quantized, targets, named):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "num_hidden_layers": 1, **quantized}))
+    path = f"{MODEL}.path={tmp_path}"
+    sentence = rf"has {re.escape(named)}, which is no linear .* Accepted are down_proj, gate_proj, .*, v_proj, or all-"
+    with pytest.raises(ValueError, match=sentence):
+        validate(*PACKED, path, f"{MODEL}.target_modules={targets}")
+    for found in ("[q_proj,v_proj]", "'.*v_proj'", "all-linear"):
+        validate(*PACKED, path, f"{MODEL}.target_modules={found}")
+    validate(path, f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules={targets}")
+
+
 def test_what_is_excluded_is_no_target(validate):
     validate(*PACKED, f"{MODEL}.target_modules=[q_proj,lm_head]", f"{MODEL}.exclude_modules=[lm_head]")
 

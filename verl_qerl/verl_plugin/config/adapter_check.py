@@ -1,7 +1,8 @@
 """What the driver can say of a run's adapter and critic before Ray starts; stock verl fails minutes later, in a worker.
 
 Where the base is packed, an adapter on the head or the embeddings is refused: those are no packed linears, FSDP2 cannot
-shard them with an adapter on, and the rollout has no place for one.
+shard them with an adapter on, and the rollout has no place for one. So is a target that the model lacks: PEFT leaves it
+out without a word where it finds another.
 """
 
 import logging
@@ -12,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_qerl.checkpoints.model_config import read_object
+from verl_qerl.checkpoints.model_config import read_config, read_object
 from verl_qerl.options.rules import MODEL
 from verl_qerl.verl_plugin.config.nodes import plain
 
@@ -30,7 +31,8 @@ def check_adapter(config: DictConfig) -> None:
         config: The whole configuration. An adapter that is no local directory is checked by the workers alone.
 
     Raises:
-        ValueError: It is on the head or the embeddings of a packed base, or of a rank above `model.lora_rank`.
+        ValueError: It is on the head or the embeddings of a packed base, or on nothing there, or of a rank above
+            `model.lora_rank`.
     """
     model = plain(OmegaConf.select(config, MODEL))
     if not model.get("lora_rank"):
@@ -40,6 +42,7 @@ def check_adapter(config: DictConfig) -> None:
     if not path:
         if is_packed:
             _check_targets(model, "model.target_modules", "Leave them out.")
+            _check_found(model)
         return
     file = Path(path) / "adapter_config.json"
     if not file.is_file():
@@ -78,6 +81,43 @@ def _check_targets(options: Mapping[str, Any], where: str, remedy: str) -> None:
             " train nor sample with. Linears of the layers are accepted, for example [q_proj,v_proj], or all-linear."
             f" {remedy}"
         )
+
+
+def _check_found(model: Mapping[str, Any]) -> None:
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    targets = model.get("target_modules")
+    if not targets or targets == "all-linear":
+        return
+    linears = _linears(str(model.get("path")))
+    for target in [targets] if isinstance(targets, str) else targets:
+        adapter = LoraConfig(target_modules=targets if isinstance(targets, str) else [target])
+        if linears and not any(check_target_module_exists(adapter, name) for name in linears):
+            names = sorted({name.rpartition(".")[2] for name in linears})
+            raise ValueError(
+                f"model.target_modules={targets!r} has {target!r}, which is no linear of the layers in"
+                f" model.path={model['path']}. Accepted are {', '.join(names)}, or all-linear. Correct it."
+            )
+
+
+def _linears(path: str) -> list[str]:
+    """Names of the linears of a model's layers; none of a model that the driver cannot reach or build."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    try:
+        found = read_config(path)
+    except (ValueError, OSError):
+        return []  # as in actor/model_check.py
+    found.pop("quantization_config", None)
+    if found.get("model_type") not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return []
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**found))
+    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return [name for name in linears if name not in _NO_LAYERS]
 
 
 def _warn_of_overruled(path: str, saved: Mapping[str, Any], model: Mapping[str, Any]) -> None:
