@@ -57,6 +57,17 @@ def test_options_of_the_kernels_are_no_silent_words_beside_another_engine():
         rules.check({"qerl.rollout": {"lora": "stock"}, f"{rules.ROLLOUT}.name": "sglang"}.get)
 
 
+@pytest.mark.parametrize("alpha", [0, -16, "16", True])
+def test_an_adapter_that_can_do_nothing_is_refused(alpha):
+    name = f"{rules.MODEL}.lora_alpha"
+    with pytest.raises(
+        ValueError, match=r"and an adapter: the adapter is scaled by it, .* Accepted is a number above 0"
+    ):
+        rules.check((NVFP4 | {name: alpha}).get)
+    rules.check((NVFP4 | {name: 0.5}).get)
+    rules.check({rules.LORA_RANK: 8, name: alpha}.get)
+
+
 def test_the_reason_and_the_remedy_are_told():
     with pytest.raises(ValueError, match="does not go together") as caught:
         rules.check((NVFP4 | {"qerl.base.share": True, f"{rules.ROLLOUT}.tensor_model_parallel_size": 2}).get)

@@ -351,6 +351,12 @@ RULES: tuple[Rule, ...] = (
     Rule(TOP_K, _no(f"{MODEL}.use_fused_kernels"), "it needs whole logits", f"Set {MODEL}.use_fused_kernels=False."),
     Rule(PACKED, _NO_MODEL, "verl would write the model without its packed weights", _EXPORT),
     Rule(
+        PACKED,
+        Need(f"{MODEL}.lora_alpha", lambda v: v is None or (is_number(v) and v > 0), "a number above 0"),
+        "the adapter is scaled by it, so that with 0 it would do nothing",
+        f"Set {MODEL}.lora_alpha=32.",
+    ),
+    Rule(
         OTHER_RANK,
         Need(f"{MODEL}.lora.rank", _off, "0, or that of lora_rank"),
         "verl's rollout makes room for the one, and its actor trains the other",
