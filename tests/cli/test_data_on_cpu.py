@@ -108,9 +108,10 @@ def test_math_without_levels_and_types_is_taken(tmp_path):
     [
         ({"solution": None}, r"solution=None\. Accepted is str"),
         ({"question": None}, r"question=None\. Accepted is str"),
+        ({"question": ""}, r"question=''\. Accepted is str that is not blank"),
         ({"level": None}, r"level=None\. Accepted is str"),
     ],
-    ids=["solution", "question", "level"],
+    ids=["solution", "question", "blank", "level"],
 )
 def test_a_math_row_that_lacks_something_is_named(tmp_path, capsys, change, message):
     others = {"level": "Level 1", "type": "Algebra"}

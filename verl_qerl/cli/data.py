@@ -308,12 +308,12 @@ def columns_of(value: Any) -> Mapping[str, Any]:
 
 
 def _check_kinds(row: Mapping[str, Any], required: Mapping[str, type], where: str) -> None:
-    """Require values of these kinds; `where` names the row in the error."""
+    """Require values of these kinds, and text that is not blank; `where` names the row in the error."""
     for key, kind in required.items():
-        if not isinstance(row.get(key), kind):
-            raise ValueError(
-                f"{where} cannot be used: {key}={row.get(key)!r}. Accepted is {kind.__name__}. Mend or drop the row."
-            )
+        value = row.get(key)
+        if not isinstance(value, kind) or (isinstance(value, str) and not value.strip()):
+            accepted = "str that is not blank" if kind is str else kind.__name__
+            raise ValueError(f"{where} cannot be used: {key}={value!r}. Accepted is {accepted}. Mend or drop the row.")
 
 
 def _gsm8k(args: argparse.Namespace) -> dict[str, list[Row]]:

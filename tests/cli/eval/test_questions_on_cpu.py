@@ -8,7 +8,7 @@ from verl_qerl.cli.eval.questions import Question, parse_tasks, question_of, rea
 SUFFIX = "Let's think step by step and output the final answer within \\boxed{}."
 CHAT = [{"role": "user", "content": f"How many? {SUFFIX}"}]
 HOW_MANY = Question("How many?", "18")
-NO_ANSWERS = ("true", "false", "NaN", "Infinity", '""')
+NO_ANSWERS = ("true", "false", "NaN", "Infinity", '""', '" "')
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,11 @@ def test_what_data_writes_can_be_asked(tmp_path):
         ('[{"prompt": ["x"], "answer": 18}]', r"row 1 of .* has no question: its columns are prompt, answer"),
         ('[{"problem": "x", "answer": ["18", "19"]}]', r"row 1 of .* has no answer: its columns are problem, answer"),
         *[(f'[{{"problem": "x", "answer": {one}}}]', "row 1 of .* has no answer") for one in NO_ANSWERS],
+        (
+            r'[{"problem": "x", "answer": "\\boxed{ }"}]',
+            r"row 1 of .* has an empty answer: answer='\\\\boxed\{ \}'\. Text",
+        ),
+        (json.dumps([{"problem": SUFFIX, "answer": 3}]), r"row 1 of .* has an empty question: answer='3'"),
         ('{"a": 1}', "holds no objects"),
         ("[1]", "holds no objects"),
         ("[", r"questions cannot be read: .* Objects, as JSON or parquet, are accepted"),

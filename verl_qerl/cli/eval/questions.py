@@ -121,7 +121,7 @@ def question_of(row: Mapping[str, Any], where: str) -> Question:
     text = next((one for one in asked if isinstance(one, str) and one.strip()), None)
     given = nested.get("target") if nested else truth
     answers = (given, row.get("answer"), row.get("solution"))
-    answer = next((one for one in map(_text, answers) if one), "")
+    answer = next((one for one in map(_text, answers) if one.strip()), "")
     if text is None or not answer:
         lacking, names = ("answer", "answer or reward_model") if text else ("question", "question, problem or prompt")
         raise ValueError(
@@ -131,7 +131,13 @@ def question_of(row: Mapping[str, Any], where: str) -> Question:
     text = text.strip().removeprefix(_BEFORE)
     for instruction in _AFTER:
         text = text.strip().removesuffix(instruction)
-    return Question(text.strip(), _truth(answer))
+    found = Question(text.strip(), _truth(answer))
+    for name, part in (("question", found.text), ("answer", found.truth)):
+        if not part.strip():
+            raise ValueError(
+                f"{where} has an empty {name}: answer={answer!r}. Text or a number is accepted. Mend or drop the row."
+            )
+    return found
 
 
 def _text(answer: Any) -> str:
