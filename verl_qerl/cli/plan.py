@@ -64,6 +64,12 @@ def run(args: argparse.Namespace) -> int:
     stored = stored_format(config, args.model)[0]
     check_format(args.model, stored, args.format)
     shape = ModelShape.from_config({**config, "tie_word_embeddings": is_tied(config)})
+    heads = config["num_attention_heads"]
+    if heads % args.tensor_parallel:
+        raise ValueError(
+            f"no such rollout: --tensor-parallel {args.tensor_parallel} of {args.model}, which has {heads} attention"
+            f" heads. Divisors of {heads} are accepted, as by vLLM. Change --tensor-parallel."
+        )
     switches = ("shard_base", "share_base", "param_offload", "optimizer_offload", "offload_policy")
     values = ("format", "rank", "gpus", "tokens", "utilization", "tensor_parallel")
     settings = memory_plan.Settings(
