@@ -426,7 +426,7 @@ def main(arguments: list[str] | None = None) -> int:
     session |= {name: getattr(args, name) for name in asked}
     session["machine"] = {task: arms.machine(arms.TASKS[task], args.per_gpu, args.gpus_per_run) for task in args.tasks}
     args.out.mkdir(parents=True, exist_ok=True)
-    file = args.out.resolve() / f"{began:%Y%m%dT%H%M%S}.json"
+    file = args.out.resolve() / f"{began:%Y%m%dT%H%M%S%f}.json"  # sessions that a script starts begin together
     places = [*in_groups(gpus, args.gpus_per_run).items()] * args.per_gpu
     limits = args.steps, 60 * args.minutes, 60 * args.least
     return Study(jobs, places, command, *limits, file, args.work.resolve(), session).run()
