@@ -46,6 +46,22 @@ def test_a_model_that_only_the_workers_reach_is_theirs_to_refuse(validate, monke
     validate(*PACKED, f"{MODEL}.path={path}")
 
 
+@pytest.mark.parametrize("options", [PACKED, ("+aqn.enabled=true",)], ids=["packed", "noise alone"])
+@pytest.mark.parametrize("path", ["/none/such", "~/none/such", "./none", "a/b/c"])
+def test_a_path_that_does_not_exist_is_refused(validate, monkeypatch, options, path):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    named = f"{MODEL}.path='{path}'"
+    with pytest.raises(ValueError, match=rf"^no such model: actor_rollout_ref\.model\.path={path}\. .*A directory in "):
+        validate(*options, named)
+    with pytest.raises(ValueError, match=rf"^no such model: critic\.model\.path={path}\. .*A directory in "):
+        validate(*options, f"critic.model.path='{path}'", use_critic=True)
+    validate(*options, f"critic.model.path='{path}'")
+    validate(*options, named, "trainer.nnodes=2", "trainer.n_gpus_per_node=4")
+    validate(named)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    validate(*options, named)
+
+
 @pytest.mark.parametrize(
     ("option", "said"), [("scale=minmax", "scale=minmax"), ("ignore=['re:.*mlp.*']", r"ignore=\['re:\.\*mlp\.\*'\]")]
 )

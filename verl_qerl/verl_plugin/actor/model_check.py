@@ -1,10 +1,12 @@
 """What the driver can say of a run's models before Ray starts, from their config.json."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_qerl.checkpoints.model_config import read_config
+from verl_qerl.checkpoints.model_config import is_hub_id, read_config
 from verl_qerl.checkpoints.quantization_config import described
 from verl_qerl.options.rules import LORA_RANK, MODEL
 from verl_qerl.verl_plugin.actor.liger import check_liger
@@ -25,8 +27,10 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
     Raises:
         ValueError: With `+rollout=...`, model.path is no text model or quantized beside choices of how to quantize it,
             override_config has options of its position embedding, or `check_liger` refuses; or the critic's path is
-            quantized.
+            quantized; or a path of a run on this machine does not exist.
     """
+    for model in (MODEL, "critic.model") if use_critic else (MODEL,):
+        _check_exists(config, f"{model}.path")
     if OmegaConf.select(config, "qerl.base.format") is not None:
         path = str(OmegaConf.select(config, f"{MODEL}.path"))
         found = _config_of(path)
@@ -40,6 +44,19 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
         raise ValueError(
             f"critic.model.path={path} is quantized: verl trains all weights of a critic, and cannot train packed ones."
             " A bf16 model is accepted. Set critic.model.path to the one that this was made of."
+        )
+
+
+def _check_exists(config: DictConfig, name: str) -> None:
+    path = str(OmegaConf.select(config, name))
+    elsewhere = OmegaConf.select(config, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS")
+    if elsewhere or OmegaConf.select(config, "trainer.nnodes") != 1:
+        return  # the models are where the workers are
+    if "/" in path and "://" not in path and not is_hub_id(path) and not Path(path).exists():
+        tilde = " verl does not expand `~`: $HOME does." if path.startswith("~") else ""
+        raise ValueError(
+            f"no such model: {name}={path}.{tilde} A directory in Hugging Face layout or a hub id is accepted. Check"
+            " the path."
         )
 
 
