@@ -18,7 +18,7 @@ from typing import Any
 
 from verl_qerl.cli import main as verl_qerl
 from verl_qerl.cli import run_guarded
-from verl_qerl.cli.data import GSM8K_SOURCE, MATH_INSTRUCTION, MATH_SOURCE
+from verl_qerl.cli.data import GSM8K_SOURCE, MATH_INSTRUCTION, MATH_SOURCE, read_rows
 from verl_qerl.cli.output_dir import check_absent, new_directory
 
 LEVELS = ("Level 3", "Level 4", "Level 5")
@@ -26,7 +26,7 @@ SOME, MANY, TEXTS = 256, 500, 512
 Row = dict[str, Any]
 
 
-def asked(question: str) -> str:
+def asked(question: str | None) -> str:
     """What the model is asked, in both tasks."""
     return f"{question} {MATH_INSTRUCTION}"
 
@@ -61,12 +61,12 @@ def math500(rows: list[Row], file: Path | None) -> list[Row]:
     """The rows that the file names by `prompt` (or `problem`), or MANY others.
 
     Raises:
-        ValueError: The rows lack one.
+        ValueError: The rows lack one, or the file has none.
     """
     if file is None:
         return random.Random(0).sample(rows, min(MANY, len(rows)))
     by_prompt = {row["prompt"][0]["content"]: row for row in rows}
-    named = [record.get("prompt") or record["problem"] for record in json.loads(file.read_text(encoding="utf-8"))]
+    named = [record.get("prompt") or record.get("problem") for record in read_rows(file, "questions of --math500")]
     found = [by_prompt.get(asked(question)) for question in named]
     missing = found.count(None)
     if missing:

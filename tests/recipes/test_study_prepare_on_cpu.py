@@ -79,6 +79,24 @@ def test_questions_that_are_not_in_math_are_refused(study, tmp_path, capsys):
     assert re.search(r"1 of 2 questions of .*other\.json are not in MATH's test split", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("{", r"questions of --math500 cannot be read: \S+other\.json \("),
+        ('{"a": 1}', "holds no objects"),
+        ("[]", "holds no objects"),
+        ('[{"text": "Why?"}]', "1 of 1 questions of .* are not in MATH's test split"),
+    ],
+)
+def test_a_file_without_questions_is_named(study, tmp_path, capsys, content, told):
+    arguments = made(tmp_path)
+    (tmp_path / "other.json").write_text(content)
+    with pytest.raises(SystemExit):
+        study("prepare").main([*arguments, "--math500", str(tmp_path / "other.json")])
+    assert re.search(told, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_is_there_already_stays(study, tmp_path, capsys):
     arguments = made(tmp_path)
     (tmp_path / "out").mkdir()
