@@ -168,6 +168,9 @@ def test_two_evaluations_are_compared_question_by_question(run, source, capsys):
     assert main(["eval", "--compare", str(source / "first"), str(source / "second")]) == 0
     printed = capsys.readouterr().out
     assert "samples differs too: 4 and 2" in printed
+    (source / "first" / "settings.json").write_text("{}")  # of an older one
+    assert main(["eval", "--compare", str(source / "first"), str(source / "second")]) == 0
+    assert "samples differs too: None and 2" in capsys.readouterr().out
     assert "| gsm8k | 4 | 37.5 | 100.0 | +62.5 | +" in printed
     with pytest.raises(SystemExit):
         main(["eval", "--compare", str(source / "first"), str(source / "second"), "--tasks", "gsm8k"])

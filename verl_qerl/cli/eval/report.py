@@ -79,10 +79,10 @@ def compare(first: Path, second: Path) -> int:
     Raises:
         ValueError: They have no task in common, or other questions in one.
     """
-    settings = read_settings(first), read_settings(second)
-    differing = [name for name in settings[0] if name not in _COMPARED and settings[0][name] != settings[1].get(name)]
-    for name in differing:
-        print(f"{name} differs too: {settings[0][name]!r} and {settings[1].get(name)!r}")
+    ours, theirs = read_settings(first), read_settings(second)
+    for name in ours | theirs:
+        if name not in _COMPARED and ours.get(name) != theirs.get(name):
+            print(f"{name} differs too: {ours.get(name)!r} and {theirs.get(name)!r}")
     tasks = [task for task in tasks_of(first) if task in tasks_of(second)]
     if not tasks:
         raise ValueError(
