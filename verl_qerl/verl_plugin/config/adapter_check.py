@@ -91,13 +91,14 @@ def _check_found(model: Mapping[str, Any]) -> None:
     if not targets or targets == "all-linear":
         return
     linears = _linears(str(model.get("path")))
-    for target in [targets] if isinstance(targets, str) else targets:
-        adapter = LoraConfig(target_modules=targets if isinstance(targets, str) else [target])
+    for each in [targets] if isinstance(targets, str) else [[target] for target in targets]:
+        adapter = LoraConfig(target_modules=each)
         if linears and not any(check_target_module_exists(adapter, name) for name in linears):
             names = sorted({name.rpartition(".")[2] for name in linears})
             raise ValueError(
-                f"model.target_modules={targets!r} has {target!r}, which is no linear of the layers in"
-                f" model.path={model['path']}. Accepted are {', '.join(names)}, or all-linear. Correct it."
+                f"model.target_modules={targets!r} has {each!r}, which is no linear of the layers in"
+                f" model.path={model['path']}. Accepted are a list of {', '.join(names)}, a regular expression of whole"
+                " names such as '.*_proj', or all-linear. Correct it."
             )
 
 
