@@ -37,13 +37,14 @@ def test_each_method_has_a_row_and_the_calibrated_one_the_least_error_of_its_siz
     assert (run["shapes"]["hidden_size"], run["shapes"]["num_hidden_layers"]) == (128, 2)
     errors = {method: row["output_error"] for method, row in found.items() if method != "bf16"}
     assert errors["nvfp4 gptq"] < 0.9 * errors["nvfp4 mse"] < 0.9 * errors["nvfp4 minmax"] < 0.9 * errors["mxfp4"]
-    assert 0 < errors["int8"] < errors["fp8"] < errors["nvfp4 mse"]
+    assert 0 < errors["int8 weights"] < errors["int8"] < errors["fp8"] < errors["nvfp4 mse"]
+    assert found["int8 weights"]["kl"] < found["int8"]["kl"]
     assert found["nvfp4 gptq"]["weight_error"] > found["nvfp4 mse"]["weight_error"]
     assert all(len(row["linears"]) == 14 and row["kl"] > 0 for row in run["rows"][1:])
     assert found["nvfp4 gptq"]["kl"] < found["nvfp4 mse"]["kl"]
     low, high = found["bf16"]["perplexity_interval"]
     assert low < found["bf16"]["perplexity"] < high
-    assert capsys.readouterr().out.count("\n| ") == 1 + 7
+    assert capsys.readouterr().out.count("\n| ") == 1 + 8
 
 
 def test_the_model_is_as_before_each_method_and_so_are_layers_that_are_left(command) -> None:
@@ -77,3 +78,14 @@ def test_inputs_are_rounded_with_a_scale_a_token(form) -> None:
     assert ((errors > 1e-3) & (errors < 0.05)).all()
     (again,) = bench.rounding(get_format(form))(None, (x * 4,))
     assert torch.equal(again, found * 4)
+
+
+def test_of_an_answer_that_was_sampled_the_answer_alone_is_scored(command) -> None:
+    bench.main([*command, "--sampled=9", "--dtype=float32", "--methods", "int8 weights"])
+    (run,) = json.loads(Path(command[3].removeprefix("--out=")).read_text())["runs"]
+    assert 4 <= run["tokens"] <= 4 * 9
+    assert run["rows"][1]["kl"] > 0
+    model, _ = bench.load(command[0].removeprefix("--model="), Path(command[2].removeprefix("--data=")), 1)
+    ids = list(range(20))
+    scored = bench.Recovery.scored(type("", (), {"model": model}), bench.Text(ids, 15))
+    assert torch.equal(scored, bench.log_probs(model, ids)[14:])  # of tokens 15 to 19
