@@ -110,13 +110,13 @@ def _linears(path: str) -> list[str]:
 
     try:
         found = read_config(path)
-    except (ValueError, OSError):
-        return []  # as in actor/model_check.py
-    found.pop("quantization_config", None)
-    if found.get("model_type") not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return []
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**found))
+        found.pop("quantization_config", None)
+        if found.get("model_type") not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            return []
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**found))
+    except (ImportError, OSError, TypeError, ValueError):
+        return []  # as in actor/model_check.py; ImportError where config.json names an attention that is not installed
     linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     return [name for name in linears if name not in _NO_LAYERS]
 
