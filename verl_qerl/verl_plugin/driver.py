@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl import upstream, verl_plugin
 from verl_qerl.errors import UpstreamDriftError
-from verl_qerl.verl_plugin.config.uses_qerl import uses_qerl
+from verl_qerl.verl_plugin.config.uses_qerl import names_a_format, uses_qerl
 from verl_qerl.verl_plugin.shims import CONFIG_CHECK
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,8 @@ def install(module: ModuleType) -> None:
 def look_at(config: DictConfig, use_critic: bool) -> None:
     """Register our side of a run that sets an option of ours, and check it; leave another run alone.
 
+    Of a stock run whose only option of ours is misspelled, as `+rolout=nvfp4`, a warning says so.
+
     Args:
         config: The whole configuration; the environment of its Ray workers is changed in place.
 
@@ -62,6 +64,10 @@ def look_at(config: DictConfig, use_critic: bool) -> None:
         from verl_qerl.verl_plugin.config.apply import prepare
 
         prepare(config)
+    elif names_a_format(config):
+        from verl_qerl.verl_plugin.config.spelling import check_spelling
+
+        check_spelling(config)
 
 
 def tell_workers(config: DictConfig) -> None:

@@ -34,8 +34,23 @@ def test_a_likely_typo_beside_an_option_of_ours_is_a_warning(validate, override,
     )
 
 
+@pytest.mark.parametrize("override", ["+rolout=nvfp4", "+rollout.format=int8"])
+def test_a_format_in_a_misspelled_node_is_a_warning_in_a_stock_run_too(validate, override):
+    (message,) = validate(override, of=spelling)
+    assert message.startswith(f"{override.split('=')[0].split('.')[0]} looks like a misspelled option of verl_qerl")
+
+
 @pytest.mark.parametrize(
-    "override", ["+agn.enabled=true", "+dqn.seed=0", "+my_platform=cpu", "+uar.scale=2", "+rolout=nvfp4"]
+    "override",
+    [
+        "+agn.enabled=true",
+        "+dqn.seed=0",
+        "+my_platform=cpu",
+        "+uar.scale=2",
+        "+my.format=nvfp4",
+        "+my=nvfp4",
+        "+my=[1]",
+    ],
 )
 def test_a_stock_run_is_not_looked_at(validate, override):
     assert validate(override, of=spelling) == []

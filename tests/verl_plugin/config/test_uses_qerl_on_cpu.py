@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("verl")
 
-from verl_qerl.verl_plugin.config.uses_qerl import asks_for_qerl, uses_qerl
+from verl_qerl.verl_plugin.config.uses_qerl import asks_for_qerl, names_a_format, uses_qerl
 
 ADDITIONAL = "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config"
 VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
@@ -54,6 +54,10 @@ def test_an_option_of_ours_makes_a_run_ours(configuration, override):
 )
 def test_other_runs_are_stock(configuration, override):
     assert not uses_qerl(configuration(override))
+
+
+def test_what_cannot_be_resolved_is_left_to_its_reader(configuration):
+    assert not names_a_format(configuration("+mine=${nothing.of.this.name}", "+other=???"))
 
 
 @pytest.mark.parametrize(

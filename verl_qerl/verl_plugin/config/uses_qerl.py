@@ -1,5 +1,7 @@
 """Whether a run sets an option of ours; if not, it is a stock run and nothing of it is changed."""
 
+from typing import Any
+
 from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl.options.rules import FSDP, LOSS_MODE, ROLLOUT, VLLM, tells_workers
@@ -37,6 +39,13 @@ def uses_qerl(config: DictConfig) -> bool:
         return True
     named = (str(OmegaConf.select(config, name)) for name in _NAMES_OURS)
     return OmegaConf.select(config, LOSS_MODE) == "acr" or any(name.startswith("verl_qerl") for name in named)
+
+
+def names_a_format(config: DictConfig) -> bool:
+    """Whether a node that neither verl nor we read names a format of ours, as `+rolout=nvfp4` leaves one."""
+    nodes: Any = OmegaConf.to_container(config)  # unresolved: nothing of a stock run may fail here
+    held = [node.get("format") if isinstance(node, dict) else node for node in nodes.values()]
+    return any(form in held for form in NAMES.values())
 
 
 def asks_for_qerl(arguments: list[str]) -> bool:
