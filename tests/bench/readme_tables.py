@@ -79,7 +79,9 @@ def recovery(files: list[dict[str, Any]]) -> str:
     for run in (run for data in files for run in data["runs"]):
         layers = run["options"]["layers"]
         some = f", the first {layers} layers quantized" if layers else ""
-        counts = f"{run['tokens']:,} tokens, gptq calibrated on {run['calibration_tokens']:,} others"
+        counts = f"{run['tokens']:,} tokens"
+        if any("gptq" in row["method"] for row in run["rows"]):
+            counts += f", gptq calibrated on {run['calibration_tokens']:,} others"
         lines = [f"{run['model']}{some}; {counts}; {run['gpu']}, commit {run['commit']}:", ""]
         columns = [
             "bits",

@@ -1,6 +1,7 @@
 """Tables and figures of the READMEs are those of the result files."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,24 @@ def test_what_calibration_takes_of_the_cost_of_4_bits():
     shares = [others["nvfp4 gptq"][name] / others["nvfp4 mse"][name] for name in ("kl", "change")]
     assert all(0.48 < share < 0.53 for share in shares)
     assert "half of both is left" in page
+
+
+def test_what_formats_keep_of_answers_of_the_model_itself():
+    own, solutions = json.loads((H200.parent / "cpu" / "recovery_1.5b.json").read_text())["runs"]
+    rows, others = ({row["method"]: row for row in run["rows"]} for run in (own, solutions))
+    kl = {method: row["kl"] for method, row in rows.items() if method != "bf16"}
+    page = PAGES[1].read_text()
+    told = "int8 has a KL of {int8:.4f}, its weights alone {int8 weights:.4f}, fp8 {fp8:.4f} and nvfp4 {nvfp4 mse:.4f}."
+    assert told.format_map(kl) in page
+    nll = [math.log(each["bf16"]["perplexity"]) for each in (rows, others)]
+    assert "its NLL is {:.2f}, in solutions of the test set {:.2f}.".format(*nll) in page
+    assert kl["nvfp4 mse"] > 4 * kl["int8"] > 4 * kl["int8 weights"]
+    assert others["int8"]["kl"] > others["nvfp4 mse"]["kl"]  # "INT8's rollout is the farther one"
+    study = (ROOT / "recipes" / "study" / "README.md").read_text()
+    told = (
+        "its KL is {nvfp4 mse:.4f}, that of INT8's rollout {int8:.4f} and of INT8's actor, which does not round inputs,"
+    )
+    assert f"{told.format_map(kl)} {kl['int8 weights']:.4f}." in study
 
 
 def test_answers_through_verls_server():
