@@ -45,6 +45,7 @@ ARMS: dict[str, list[str]] = {
     "nvfp4_aqn": ["+rollout=nvfp4", *LORA, *AQN],
     "nvfp4_noise": ["+rollout=nvfp4", *LORA, *NOISE],
     "int8_lora": ["+rollout=int8", *LORA],
+    "fp8_lora": ["+rollout=fp8", *LORA],
     "bf16_of_nvfp4": BF16_LORA,
     "bf16_noise": [*BF16_LORA, *NOISE],
     "bf16_aqn": [*BF16_LORA, *AQN],

@@ -15,7 +15,7 @@ from verl_qerl.verl_plugin.trainer.polling import POLL_S
 
 FULL = {"bf16_full", "int8", "int8_acr", "fp8", "fp8_acr", "nvfp4_full_acr", "nvfp4_full_tis"}
 ARMS = ["bf16", "bf16_merge", "nvfp4", "nvfp4_gptq", "nvfp4_aqn", "nvfp4_noise"]
-ARMS += ["int8_lora", "bf16_of_nvfp4", "bf16_noise", "bf16_aqn", "bf16_hot", *sorted(FULL)]
+ARMS += ["int8_lora", "fp8_lora", "bf16_of_nvfp4", "bf16_noise", "bf16_aqn", "bf16_hot", *sorted(FULL)]
 
 
 @pytest.fixture
