@@ -84,16 +84,18 @@ def _check_targets(options: Mapping[str, Any], where: str, remedy: str) -> None:
 
 
 def _check_found(model: Mapping[str, Any]) -> None:
-    from peft import LoraConfig
-    from peft.tuners.tuners_utils import check_target_module_exists
-
     targets = model.get("target_modules")
     if not targets or targets == "all-linear":
         return
     linears = _linears(str(model.get("path")))
+    if not linears:
+        return
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
     for each in [targets] if isinstance(targets, str) else [[target] for target in targets]:
         adapter = LoraConfig(target_modules=each)
-        if linears and not any(check_target_module_exists(adapter, name) for name in linears):
+        if not any(check_target_module_exists(adapter, name) for name in linears):
             names = sorted({name.rpartition(".")[2] for name in linears})
             raise ValueError(
                 f"model.target_modules={targets!r} has {each!r}, which is no linear of the layers in"
