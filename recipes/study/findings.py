@@ -5,7 +5,6 @@ A text has `{pass1.mean[nvfp4]:.3f}` where the page has 0.669, and `{pass1.signe
 they still hold.
 """
 
-import json
 import math
 import re
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import results
-from claims import CLAIMS, EARLIER, LORA, MARGIN
+from claims import CLAIMS, LORA, MARGIN
 from measures import (
     KL,
     MEASURES,
@@ -103,20 +102,19 @@ def _size(found: Difference) -> str:
 
 def figures_of(folder: Path) -> dict[str, Any]:
     """Name -> figure, of the result files in `folder`."""
-    runs = {name: run | {"name": name} for name, run in results.merged([folder]).items()}
+    runs = results.merged([folder])
     arms = by_arm(runs, "gsm8k", 20)
     measures = {name: Measure(arms, name) for name in MEASURES}
-    figures: dict[str, Any] = measures | _of_runs(runs, arms) | _of_boxes(runs, arms) | _of_kl(arms)
+    figures: dict[str, Any] = measures | _of_runs(runs, arms, measures) | _of_boxes(runs, arms) | _of_kl(arms)
     figures |= _of_certainty(arms, measures) | _of_repeats(folder) | _of_all_weights(arms) | _of_math(runs)
     return figures
 
 
-def _of_runs(runs: Runs, arms: ByArm) -> dict[str, Any]:
+def _of_runs(runs: Runs, arms: ByArm, measures: dict[str, Measure]) -> dict[str, Any]:
     tasks = [run["task"] for run in runs.values()]
     cut = [f"{name} ({len(run['metrics']['step'])} steps)" for name, run in runs.items() if run["state"] != "done"]
-    whole = [run for seeds in arms.values() for run in seeds.values() if run["state"] == "done"]
-    used = [run["arm"] for run in whole if run["tag"] in ("", *EARLIER)]
-    tested = [value for arm in arms if arm.startswith("nvfp4") for value in _ends(arms, arm)]
+    compared, pass1 = measures["area"].fit.arms, measures["pass1"]
+    tested = [end for arm in arms if arm.startswith("nvfp4") for end in pass1.of(arm)]
 
     def one(name: str) -> dict[str, Any]:
         arm, seed = name.split("/")
@@ -127,20 +125,16 @@ def _of_runs(runs: Runs, arms: ByArm) -> dict[str, Any]:
         "on": By(tasks.count),
         "cut": ", ".join(cut),
         "seeds": By(lambda arm: sum(run["state"] == "done" for run in arms[arm].values())),
-        "compared": len(used),
-        "compared_of": By(used.count),
+        "compared": len(compared),
+        "compared_of": By(compared.count),
         "nvfp4_runs": len(tested),
-        "nvfp4_below": sum(value < min(_ends(arms, LORA)) for value in tested),
+        "nvfp4_below": sum(end < pass1.least[LORA] for end in tested),
         "first_reward": By(lambda arm: np.mean([series(arms[arm][seed], REWARD)[0] for seed in (1, 2, 3)])),
         "end_of_seed": By(lambda name: final_pass1(one(name))),
         "tokens_of_seed": By(lambda name: series(one(name), "response_length/mean")[-10:].mean()),
         "reward_of_seed": By(lambda name: MEASURES["area"][1](one(name), CUT)),
         "step_of_seed": By(lambda name: np.nanmedian(series(one(name), "timing_s/step"))),
     }
-
-
-def _ends(arms: ByArm, arm: str) -> list[float]:
-    return [end for run in arms[arm].values() if np.isfinite(end := final_pass1(run))]
 
 
 def _of_boxes(runs: Runs, arms: ByArm) -> dict[str, Any]:
@@ -218,12 +212,8 @@ def allowing(fit: Fit, found: Difference, comparisons: int) -> Difference:
 
 def _of_repeats(folder: Path) -> dict[str, Any]:
     """Mean rewards of runs that were made twice."""
-    made: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted(folder.glob("*.json")):
-        for name, run in json.loads(path.read_text(encoding="utf-8"))["runs"].items():
-            made.setdefault(name, []).append(run)
     apart = []
-    for one, *others in made.values():
+    for one, *others in results.every([folder]).values():
         for other in others:
             steps = min(len(run["metrics"]["step"]) for run in (one, other))
             first, second = (MEASURES["area"][1](run, steps) for run in (one, other))

@@ -45,8 +45,8 @@ class Fit:
     """
 
     def __init__(self, rows: Sequence[tuple[str, int, float]]) -> None:
-        self._arms = [arm for arm, _, _ in rows]
-        self._names = sorted(set(self._arms))
+        self.arms = [arm for arm, _, _ in rows]
+        self._names = sorted(set(self.arms))
         seeds = sorted({seed for _, seed, _ in rows})[1:]
         table = [[arm == name for name in self._names] + [seed == each for each in seeds] for arm, seed, _ in rows]
         terms, values = np.array(table, dtype=float), np.array([value for _, _, value in rows])
@@ -66,7 +66,7 @@ class Fit:
         signs[self._names.index(arm)], signs[self._names.index(other)] = 1, -1
         mean = float(signs @ self._found)
         half = quantile(self.free) * self.spread * math.sqrt(float(signs @ self._inverse @ signs))
-        return Difference(min(map(self._arms.count, (arm, other))), mean, mean - half, mean + half)
+        return Difference(min(map(self.arms.count, (arm, other))), mean, mean - half, mean + half)
 
 
 def verdict(found: Difference | None, kind: str, margin: float) -> str:

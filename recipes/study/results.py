@@ -29,10 +29,23 @@ def merged(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:
         Name -> run, with its `session`.
 
     Raises:
-        ValueError: A file is no result of the study, or runs differ, see `check_same_options`.
+        ValueError: See `every`, or runs differ, see `check_same_options`.
     """
-    found: dict[str, dict[str, Any]] = {}
-    runs: list[dict[str, Any]] = []
+    made = every(folders)
+    check_same_options([run for runs in made.values() for run in runs])  # those too that are left out
+    return {name: max(runs, key=_worth) for name, runs in sorted(made.items())}
+
+
+def every(folders: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
+    """All runs by name, each as often as it was made, in the order of the files.
+
+    Returns:
+        Name -> runs, each with its `session`.
+
+    Raises:
+        ValueError: A file is no result of the study.
+    """
+    made: dict[str, list[dict[str, Any]]] = {}
     files = [path for folder in dict.fromkeys(folder.resolve() for folder in folders) for path in folder.glob("*.json")]
     for path in sorted(files):
         content = None
@@ -44,11 +57,8 @@ def merged(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:
             if lacking := sorted(KEYS - run.keys()):
                 raise ValueError(f"no result of the study: {name} in {path} has no {', '.join(lacking)}. {REMEDY}")
             run["session"] = content["session"] | {"file": path.name}
-            runs.append(run)
-            if name not in found or _worth(run) > _worth(found[name]):
-                found[name] = run
-    check_same_options(runs)  # those too that are left out
-    return dict(sorted(found.items()))
+            made.setdefault(name, []).append(run)
+    return made
 
 
 def arm_of(run: dict[str, Any]) -> str:
