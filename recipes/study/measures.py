@@ -9,6 +9,7 @@ import results
 from claims import EARLIER
 
 ENDS = 10  # steps of the first and last means
+LONG = 0.95  # share of the steps of the longest run that a run needs to be compared with all at once
 Runs = dict[str, dict[str, Any]]
 ByArm = dict[str, dict[int, dict[str, Any]]]  # arm -> seed -> run
 
@@ -84,11 +85,12 @@ def by_arm(runs: Runs, task: str, least: int) -> ByArm:
 
 
 def at_once(arms: ByArm, measure: str) -> paired.Fit:
-    """Of all whole runs without a tag; those of earlier packages count to their arm."""
-    each = [run for seeds in arms.values() for run in seeds.values()]
-    runs = [run for run in each if run["state"] == "done" and run["tag"] in ("", *EARLIER)]
-    steps = min((len(run["metrics"]["step"]) for run in runs), default=0)
-    rows = [(run["arm"], run["seed"], MEASURES[measure][1](run, steps)) for run in runs]
+    """Of all runs without a tag that are LONG, over the steps that they share; earlier packages count to their arm."""
+    each = [(run, len(run["metrics"]["step"])) for seeds in arms.values() for run in seeds.values()]
+    least = LONG * max((steps for _, steps in each), default=0)
+    kept = [(run, steps) for run, steps in each if steps >= least and run["tag"] in ("", *EARLIER)]
+    common = min((steps for _, steps in kept), default=0)
+    rows = [(run["arm"], run["seed"], MEASURES[measure][1](run, common)) for run, _ in kept]
     return paired.Fit([row for row in rows if np.isfinite(row[2])])
 
 

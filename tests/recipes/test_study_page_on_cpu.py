@@ -53,6 +53,17 @@ def test_nvfp4_ends_lower_and_int8_does_not(figures):
     assert "+" not in figures["later_rule"]  # its interval is above 0
 
 
+def test_stock_lora_on_the_weights_of_nvfp4_learns_no_better(arms, figures):
+    late = figures["late"]
+    assert sorted(arms["bf16_of_nvfp4"]) == [1, 2]  # "two runs"
+    assert not any(run["validation"] for run in arms["bf16_of_nvfp4"].values())  # "without a pass@1"
+    for other in (LORA, "int8_lora"):
+        assert late.difference(f"bf16_of_nvfp4 - {other}").high < 0
+    beside = late.difference("bf16_of_nvfp4 - nvfp4")
+    assert beside.low < 0 < beside.high
+    assert beside.mean < 0
+
+
 def test_nvfp4_is_behind_after_step_10(figures):
     assert figures["early"].difference("nvfp4 - int8_lora").low > 0
     assert figures["early"].difference(f"{LORA} - int8_lora").low > 0

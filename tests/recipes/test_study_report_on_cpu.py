@@ -173,13 +173,23 @@ def test_claims_name_arms_and_measures_that_there_are(report, study):
 def test_runs_of_an_earlier_package_count_to_their_arm_where_all_are_compared(report):
     runs = [made_up(arm, seed, 0.1 * (arm == LORA) + seed / 99, 0) for arm in ("nvfp4", LORA) for seed in range(2)]
     runs += [made_up("nvfp4", 5, 0.5, 0) | {"tag": tag} for tag in ("rounded", "lr8e-5")]
-    runs += [made_up("nvfp4", 6, 0.5, 0, state="cut"), made_up(LORA, 5, 0.9, 0)]
+    runs += [made_up(LORA, 5, 0.9, 0)]
     arms = {}
     for run in runs:
         arms.setdefault(f"{run['arm']}.{run['tag']}", {})[run["seed"]] = run
     fit = report.at_once(arms, "area")
     assert fit.free == 6 - 4  # two arms, three seeds
     assert fit.difference(LORA, "nvfp4")[:2] == (3, pytest.approx((0.1 + 0.1 + 0.4) / 3))
+
+
+@pytest.mark.parametrize(("steps", "counted"), [(28, False), (29, True)])
+def test_a_run_that_was_cut_counts_at_once_where_it_is_long(report, steps, counted):
+    arms = {arm: {seed: made_up(arm, seed, 0.1, 0.01) for seed in range(3)} for arm in ("nvfp4", LORA)}
+    arms[LORA][2] = made_up(LORA, 2, 0.4, 0.01, steps, state="cut")
+    fit = report.at_once(arms, "area")
+    assert fit.arms.count(LORA) == 2 + counted
+    assert fit.difference(LORA, "nvfp4").mean == pytest.approx(0.1 * counted)  # over the steps that all have
+    assert report.at_once(arms, "pass1").arms.count(LORA) == 2
 
 
 def test_runs_of_an_earlier_package_have_no_curves(report, tmp_path, monkeypatch):
