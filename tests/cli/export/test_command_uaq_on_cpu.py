@@ -8,11 +8,12 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from verl_qerl.algos.uaq import RECORD
 from verl_qerl.checkpoints.digest import weight_digest
-from verl_qerl.checkpoints.source import open_source
+from verl_qerl.checkpoints.source import INDEX, open_source
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli import main
 from verl_qerl.cli.export.command import Options, export_checkpoint
@@ -72,6 +73,20 @@ def test_a_run_of_all_weights_without_uaq_is_merged_with_a_base_that_is_given(tr
     assert merged.keys() == found.found["adapter"].keys()
     for name, weight in found.found["adapter"].items():
         assert torch.equal(merged[name], weight.bfloat16()), name
+
+
+def test_a_base_may_hold_what_models_compute_anew(trained, tmp_path):
+    found = trained("uaq-bf16-all")
+    base = shutil.copytree(found.base, tmp_path / "base")
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"  # as in meta-llama/Llama-2-7b-hf
+    save_file({name: torch.ones(8)}, base / "more.safetensors")
+    index = json.loads((base / INDEX).read_text())
+    index["weight_map"][name] = "more.safetensors"
+    (base / INDEX).write_text(json.dumps(index))
+    export_checkpoint(found.actor, tmp_path / "out", "merged-bf16", str(base), Options(device="cpu"))
+    merged = dict(open_source(tmp_path / "out").tensors())
+    assert merged.keys() == found.found["adapter"].keys() | {name}
+    assert distance(log_probs(tmp_path / "out"), found.found["log_probs"]) < 2e-2
 
 
 def test_a_run_of_all_weights_is_quantized_or_refused(trained, tmp_path, capsys):

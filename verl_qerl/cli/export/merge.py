@@ -22,6 +22,8 @@ from verl_qerl.formats.ignore import DEFAULT_IGNORE, is_packed_module, is_router
 from verl_qerl.formats.reference import dequantize
 from verl_qerl.formats.tensor_spec import DTYPES, TensorSpec
 
+_COMPUTED = "rotary_emb.inv_freq"  # in files of older Llamas: no model loads it, so no training saves it
+
 
 @dataclass(frozen=True)
 class Base:
@@ -237,7 +239,8 @@ class Merge:
             self._check_shape(f"{name}.weight", shift, f"trains the norm {name!r}", "norms")
         tied = is_tied(self.base.source.config)
         if not self.adapter.factors:
-            lacking = sorted(self.base.specs.keys() - others.keys() - ({"lm_head.weight"} if tied else set()))
+            needed = {name for name in self.base.specs if not name.endswith(_COMPUTED)}
+            lacking = sorted(needed - others.keys() - ({"lm_head.weight"} if tied else set()))
             if lacking:
                 raise CheckpointFormatError(
                     f"the checkpoint does not fit the base: it lacks {lacking[0]!r} ({len(lacking)} tensors). All of"
