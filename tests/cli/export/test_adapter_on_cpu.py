@@ -74,10 +74,14 @@ def test_peft_computes_what_we_merge(tmp_path, use_rslora, modules):
     assert len(changed) == len(modules), "PEFT makes an adapter where none was trained"
 
 
-def test_verls_own_record_is_enough_for_plain_lora():
+def test_verls_own_record_is_enough_for_plain_lora(caplog):
     stock = replace(checkpoint(), record=None, lora_meta={"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"})
     adapter = read_adapter(stock, SHAPES)
     assert (adapter.r, adapter.scaling, adapter.targets) == (4, 2, ("q_proj",))
+    assert caplog.text.count("verl leaves out use_rslora there") == 1  # with which training scaled by 4
+    caplog.clear()
+    read_adapter(checkpoint(), SHAPES)
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(

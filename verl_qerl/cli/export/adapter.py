@@ -1,5 +1,6 @@
 """The trained adapter: checked against its configuration and its base, and written as PEFT reads it."""
 
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from verl_qerl.checkpoints.writer import write_tensors
 from verl_qerl.cli.export.fsdp_checkpoint import Checkpoint
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.modules.plain_adapter import check_plain
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,13 @@ def read_adapter(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) 
     if checkpoint.record:
         check_plain(options, "Save the model with PEFT itself.")
         _check_targets(checkpoint, options, shapes)  # which takes the base for the right one
+    else:
+        logger.warning(
+            "the adapter is scaled by lora_alpha=%g over r=%d, as lora_train_meta.json of %s has it: verl leaves out"
+            " use_rslora there, and cuts lora_alpha to a whole number. If the run went on from an adapter"
+            " (model.lora_adapter_path) with the former or a fraction, the scaling is another one.",
+            *(alpha, r, checkpoint.folder),
+        )
     targets = _shortest_targets(set(checkpoint.factors), shapes)
     return Adapter(r, alpha, bool(options.get("use_rslora", False)), targets, checkpoint.factors)
 
