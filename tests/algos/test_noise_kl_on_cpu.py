@@ -88,6 +88,12 @@ def test_what_is_no_number_is_too_much(broken):
     assert found.kl == pytest.approx(1e-4, rel=0.05)
 
 
+def test_what_is_no_number_once_ends_no_search():
+    once = iter([math.nan, 0.0])
+    found = search_sigma(lambda sigma: next(once, 100 * sigma**2), 1e-2, 1e-4)  # tries 1e-4 twice in a row
+    assert found.tries == 10
+
+
 def test_a_jump_over_the_target_ends_at_the_nearest():
     found = tried(lambda sigma: 1e-2 if sigma > 2e-2 else 1e-4, 2e-3)
     assert found.kl == 1e-2

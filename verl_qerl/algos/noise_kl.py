@@ -85,7 +85,8 @@ def _next_sigma(tried: list[tuple[float, float]], target: float) -> float:
     (sigma, kl), slope = tried[-1], 2.0
     if len(tried) > 1:
         rise = _log(kl) - _log(tried[-2][1])
-        slope = rise / (math.log(sigma) - math.log(tried[-2][0]))
+        run = math.log(sigma) - math.log(tried[-2][0])  # 0 where a sigma is tried again
+        slope = rise / run if run else 0.0
         if not 0.5 <= slope <= 8:  # of two measurements that are near each other, or of one that is not finite
             slope = 2.0
     factor = math.exp(min(max((math.log(target) - _log(kl)) / slope, -_MAX_STEP), _MAX_STEP))
