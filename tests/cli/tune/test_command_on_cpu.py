@@ -95,7 +95,7 @@ def test_shapes_are_what_the_kernel_takes():
 def asked(tmp_path, monkeypatch):
     """What `run` takes, on a GPU that measures at once."""
     pytest.importorskip("vllm")
-    monkeypatch.setattr("verl_qerl.vllm_plugin.weights.plans.why_not", lambda: None)
+    monkeypatch.setattr(tune, "why_not", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     fields = {"launches": {}, "decode_rows": 2}
     monkeypatch.setattr(tune, "measure", lambda N, K: {"N": N, "K": K, **fields})

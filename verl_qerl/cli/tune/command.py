@@ -16,6 +16,8 @@ from verl_qerl.kernels.rollout.lora import member_of_tile
 from verl_qerl.kernels.rollout.repacking import Repacked, repack
 from verl_qerl.kernels.rollout.w4a16_launch import TOKENS, Launch, both_ways, launch_candidates
 from verl_qerl.kernels.rollout.w4a16_matmul import Adapter, can_fuse, prepare, w4a16_matmul
+from verl_qerl.vllm_plugin.weights.linear_ops import lora_linear_repacked
+from verl_qerl.vllm_plugin.weights.plans import PLANS, Plan, read_table, table_path, why_not
 
 ROWS = (1, 8, 16, 24, 32, 48, 64, 96, 128, 176, 256, 512, 1024, 2048, 4096, 8192)
 TRIED = 12  # launches of w4a16_matmul, the most promising ones, each with both ways to make X A^T
@@ -33,8 +35,6 @@ def run(args: argparse.Namespace) -> int:
         ValueError: The machine has no GPU on which there is a choice, `--out` is no table of this GPU, or a model is
             not known.
     """
-    from verl_qerl.vllm_plugin.weights.plans import table_path, why_not
-
     reason = why_not()
     if reason:
         raise ValueError(f"nothing to measure: {reason}. A Hopper GPU with vLLM is accepted. Run it there.")
@@ -59,8 +59,6 @@ def _kept(path: Path, gpu: str, shapes: Sequence[Shape]) -> list[dict[str, Any]]
     Raises:
         ValueError: It is another GPU's; or it is no table and lies where no rollout looks.
     """
-    from verl_qerl.vllm_plugin.weights.plans import read_table, table_path
-
     table = read_table(path) if path.exists() else {"rows": []}
     if table is None and path == table_path(gpu):
         return []  # a rollout that finds it asks for this command
@@ -112,9 +110,6 @@ def paths(
     Args:
         packed: Tiled copies of a weight, as `lora_linear_repacked` takes them.
     """
-    from verl_qerl.vllm_plugin.weights.linear_ops import lora_linear_repacked
-    from verl_qerl.vllm_plugin.weights.plans import PLANS, Plan
-
     never, always = "tune: cuBLAS", "tune: tiled"
     PLANS[never], PLANS[always] = Plan(launches, 0), Plan(launches, 1 << 30)
     adapter = (*_adapter(x, packed[0][1].shape[1]), torch.tensor([False]))
