@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from qerl_testing import load_beside
 from tensordict import TensorDict
 
+from verl_qerl.algos.aqn import draw_noise, noisy_weight
 from verl_qerl.verl_plugin.rollout.engine_scores import UnscoredError
 from verl_qerl.verl_plugin.trainer import noise_effect
 from verl_qerl.verl_plugin.trainer.noise import Noise, set_noise
@@ -312,6 +313,18 @@ def test_a_target_out_of_reach_names_the_bound(make, step, caplog):
         "aqn.target_kl=0.01 is out of reach in stage 1: at the bound sigma=1 the noise causes KL=0. That sigma is used."
         " Set another `+aqn.target_kl=...`." in caplog.messages
     )
+
+
+def test_noise_below_a_step_of_float32_ends_no_run(make, step):
+    made = make(sigma_start=0.1, sigma_end=1e-9)
+    weights = {name: torch.full((64,), size) for name, size in NORMS.items()}
+
+    def reached(sigma):
+        noisy = (noisy_weight(clean, draw_noise(0, 1, name, 64), sigma, "additive") for name, clean in weights.items())
+        return [sum(bool((one != clean).any()) for one, clean in zip(noisy, weights.values(), strict=True))] * 2
+
+    made.server.noisy_norms = reached
+    assert [step(made)["aqn/noisy_norms"] for _ in range(8)] == [0, 0, 4, 4, 4, 4, 0, 0]
 
 
 @pytest.mark.parametrize(
