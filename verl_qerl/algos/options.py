@@ -37,6 +37,13 @@ def option(default: Any, accepts: Accepts, meaning: str = "") -> Any:
     return field(default=default, metadata={"accepts": accepts, "meaning": meaning})
 
 
+def refusal(name: str, value: Any, accepted: str) -> ValueError:
+    """Of a value that an option does not take."""
+    is_text = isinstance(value, str) and (value[:1].isdigit() or value in ("true", "false", "null"))
+    hint = " That is text; of a variable of the environment take ${oc.decode:${oc.env:NAME}}." if is_text else ""
+    return ValueError(f"{name}={value!r} is no value of this option. Accepted: {accepted}.{hint} Correct the option.")
+
+
 @dataclass(frozen=True)
 class Options:
     """A node of options.
@@ -54,12 +61,7 @@ class Options:
                 raise self._refused(each.name, accepts.told)
 
     def _refused(self, name: str, accepted: str) -> ValueError:
-        value = getattr(self, name)
-        is_text = isinstance(value, str) and (value[:1].isdigit() or value in ("true", "false", "null"))
-        hint = " That is text; of a variable of the environment take ${oc.decode:${oc.env:NAME}}." if is_text else ""
-        return ValueError(
-            f"{self.NODE}.{name}={value!r} is no value of this option. Accepted: {accepted}.{hint} Correct the option."
-        )
+        return refusal(f"{self.NODE}.{name}", getattr(self, name), accepted)
 
     @classmethod
     def from_mapping(cls: type[_Node], options: Any) -> _Node:

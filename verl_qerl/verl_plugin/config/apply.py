@@ -23,6 +23,7 @@ from verl_qerl.verl_plugin.config.nodes import mapping, plain
 from verl_qerl.verl_plugin.config.sequence_parallel import check_sharing
 from verl_qerl.verl_plugin.config.spelling import check_spelling
 from verl_qerl.verl_plugin.config.uses_qerl import uses_qerl
+from verl_qerl.verl_plugin.config.values import check_values
 from verl_qerl.vllm_plugin import PREFIX
 from verl_qerl.vllm_plugin.options import KEY, SCHEDULER
 
@@ -78,6 +79,7 @@ def prepare(config: DictConfig) -> None:
             raise RuntimeError(problem)
     rules.check(run)
     rules.check_gpus(run)
+    check_values(config)
     check_sharing(run)
     check_attention(config)
     if options.base.format is not None:

@@ -1,0 +1,54 @@
+"""Values of verl's own options, in the configuration that verl composes."""
+
+import pytest
+
+pytest.importorskip("verl")
+
+from qerl_testing import RUN, verl_config
+
+from verl_qerl.verl_plugin.config.apply import prepare
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+OURS = (*RUN, "actor_rollout_ref.model.lora_rank=8", "+rollout=nvfp4")
+COUNT, SHARE, TEXT = r"a whole number above 0\.", r"a number above 0, up to 1\.", r"\. That is text; of a variable"
+
+
+@pytest.mark.parametrize(
+    ("override", "accepted"),
+    [
+        (f"{ROLLOUT}.gpu_memory_utilization=abc", SHARE),
+        (f"{ROLLOUT}.gpu_memory_utilization=1.5", SHARE),
+        (f"{ROLLOUT}.gpu_memory_utilization=0", SHARE),
+        (f"{ROLLOUT}.gpu_memory_utilization=-1", SHARE),
+        (f"{ROLLOUT}.gpu_memory_utilization='0.5'", SHARE[:-2] + TEXT),
+        (f"{ROLLOUT}.temperature=0", r"a number above 0\."),
+        (f"{ROLLOUT}.n=2.5", COUNT),
+        ("data.train_batch_size=0", COUNT),
+        ("trainer.total_training_steps=-1", COUNT),
+        ("trainer.save_freq=ten", r"a number\."),
+        (f"{ACTOR}.optim.lr=[1e-5]", r"a number\."),
+        (f"{ACTOR}.use_kl_loss=no", r"true, false\."),
+        ("trainer.val_before_train='false'", "true, false" + TEXT),
+        (f"{ACTOR}.checkpoint.save_contents=[modle]", "a list of model, optimizer, extra, hf_model"),
+        (f"{ACTOR}.checkpoint.save_contents=model", "a list of model, optimizer, extra, hf_model"),
+    ],
+)
+def test_a_value_of_no_use_gives_its_sentence(override, accepted):
+    name = override.partition("=")[0].replace(".", r"\.")
+    with pytest.raises(ValueError, match=rf"^{name}=.* is no value of this option\. Accepted: {accepted}"):
+        prepare(verl_config(*OURS, override))
+
+
+def test_values_that_verl_takes_stay():
+    prepare(
+        verl_config(
+            *OURS,
+            "trainer.total_training_steps=null",
+            "trainer.save_freq=${trainer.test_freq}",
+            "trainer.val_before_train=${oc.decode:'false'}",
+            f"{ACTOR}.checkpoint.save_contents=[]",
+            f"{ACTOR}.checkpoint.load_contents=[model]",
+            f"{ROLLOUT}.n=${{data.n}}",
+            "+data.n=4",
+        )
+    )

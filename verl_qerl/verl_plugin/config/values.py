@@ -1,0 +1,68 @@
+"""Values of verl's own options that verl takes, and that end a run minutes later or mean something else.
+
+Text where verl has a number or a switch (`no` would be true), numbers that no run has, and words that are nothing of a
+checkpoint, in the place of which none would be saved.
+"""
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import verl
+from omegaconf import DictConfig, OmegaConf
+
+from verl_qerl.algos.options import Accepts, is_number, refusal
+from verl_qerl.options.rules import ACTOR, ROLLOUT
+from verl_qerl.verl_plugin.config.nodes import plain
+
+# With all of verl's defaults.
+_FILE = Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml"
+_COUNT = Accepts("a whole number above 0", lambda value: type(value) is int and value > 0)
+_SHARE = Accepts("a number above 0, up to 1", lambda value: is_number(value) and 0 < value <= 1)
+_WORDS = ("model", "optimizer", "extra", "hf_model")
+_CONTENTS = Accepts(
+    f"a list of {', '.join(_WORDS)}", lambda value: isinstance(value, list) and all(word in _WORDS for word in value)
+)
+_COUNTS = (
+    *(f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "max_response_length")),
+    *(f"trainer.{name}" for name in ("n_gpus_per_node", "nnodes", "total_training_steps")),
+    *(f"{ACTOR}.{name}" for name in ("ppo_mini_batch_size", "ppo_epochs", "ppo_micro_batch_size_per_gpu")),
+    *(f"{ROLLOUT}.{name}" for name in ("n", "max_model_len", "max_num_seqs", "log_prob_micro_batch_size_per_gpu")),
+)
+_ACCEPTED = dict.fromkeys(_COUNTS, _COUNT) | {
+    f"{ROLLOUT}.gpu_memory_utilization": _SHARE,
+    f"{ROLLOUT}.top_p": _SHARE,
+    f"{ROLLOUT}.temperature": Accepts("a number above 0", lambda value: is_number(value) and value > 0),
+    f"{ACTOR}.checkpoint.save_contents": _CONTENTS,
+    f"{ACTOR}.checkpoint.load_contents": _CONTENTS,
+}
+
+
+def check_values(config: DictConfig) -> None:
+    """Refuse such values with a ValueError; null is left to verl."""
+    given = dict(_leaves(OmegaConf.to_container(config)))
+    for name, accepts in _accepted().items():
+        value = given.get(name)
+        if isinstance(value, str | list):  # may be an interpolation
+            value = plain(OmegaConf.select(config, name))
+        if value is not None and not accepts.test(value):
+            raise refusal(name, value, accepts.told)
+
+
+@functools.cache
+def _accepted() -> dict[str, Accepts]:
+    found = {}
+    for name, default in _leaves(OmegaConf.to_container(OmegaConf.load(_FILE), resolve=True)):
+        if isinstance(default, int | float):
+            told = "true, false" if isinstance(default, bool) else "a number"
+            found[name] = Accepts(told, lambda value: isinstance(value, int | float))
+    return found | _ACCEPTED
+
+
+def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
