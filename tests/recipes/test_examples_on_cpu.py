@@ -86,6 +86,7 @@ def prepared(config):
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch, without_flash_attn):
     """Without flash-attn; verl's check imports vLLM to round the rank of the adapter, nothing else of it."""
+    monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")  # where the questions are
     package = "verl.workers.rollout.vllm_rollout"
     monkeypatch.setitem(sys.modules, package, ModuleType(package))
     monkeypatch.setitem(sys.modules, f"{package}.utils", SimpleNamespace(get_vllm_max_lora_rank=lambda rank: rank))

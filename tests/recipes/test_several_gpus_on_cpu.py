@@ -54,7 +54,7 @@ def test_the_readme_has_2_and_4_gpus_and_two_nodes():
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda line: re.sub(r"\W+", "_", line)[:60])
 def test_a_command_composes_and_passes_the_checks_of_the_driver(recorder, command, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")  # where the models are
+    monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")  # where models and questions are
     # Shared sequences need flash-attn, which the recorder's python3 has as well.
     monkeypatch.setattr(attention, "has_flash_attn", lambda: True)
     # verl's check imports vLLM to round the rank of the adapter; nothing else of it.

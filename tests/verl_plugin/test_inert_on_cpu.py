@@ -52,7 +52,7 @@ def test_a_stock_run_has_verls_own_classes_functions_and_environment(alone, host
 
 
 def test_a_driver_that_finds_an_option_of_ours_registers_ours_and_tells_the_workers(hosts):
-    found = hosts("+aqn.enabled=true")
+    found = hosts("+aqn.enabled=true", RAY_ADDRESS="elsewhere:6379")  # where the questions are
     assert_ours(found)
     assert found["of workers"] == ON
     assert "VERL_QERL_ACTIVE" not in found["environment"]  # a Ray that this process starts for another run has it not

@@ -101,6 +101,7 @@ def check_run(config: DictConfig, use_critic: bool) -> None:
     from verl_qerl.verl_plugin.actor.model_check import check_models
     from verl_qerl.verl_plugin.config.adapter_check import check_adapter
     from verl_qerl.verl_plugin.config.apply import prepare
+    from verl_qerl.verl_plugin.config.questions import check_files
     from verl_qerl.verl_plugin.config.shared_memory import check_copies
 
     policy_loss = POLICY_LOSS_REGISTRY.get(config.actor_rollout_ref.actor.policy_loss.loss_mode)
@@ -108,6 +109,7 @@ def check_run(config: DictConfig, use_critic: bool) -> None:
     if check_config is not None:
         check_config(config)
     prepare(config)
+    check_files(config)
     check_models(config, use_critic)
     check_adapter(config)
     check_copies(config)

@@ -468,6 +468,7 @@ def test_aqn_options_are_read_from_the_top():
 
 
 def test_verls_own_check_prepares_a_run(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")  # where the questions are
     package = "verl.workers.rollout.vllm_rollout"  # which imports vLLM, to round the rank of the adapter
     monkeypatch.setitem(sys.modules, package, ModuleType(package))
     utils = SimpleNamespace(get_vllm_max_lora_rank=lambda rank: rank)

@@ -254,7 +254,7 @@ def test_overrides_are_of_methods_that_verl_has_and_call_them():
     overrides = {
         name: found for name, found in functions_of(FeaturedTrainer).items() if name not in ("_tell", "_errors_told")
     }
-    assert len(overrides) == 16
+    assert len(overrides) == 17
     assert not [name for name in overrides if not hasattr(trainer_base.PPOTrainer, name)]
     assert not [name for name, found in overrides.items() if "__class__" not in found.__code__.co_freevars]
 
@@ -287,3 +287,24 @@ def test_features_are_called_in_their_order(fit):
         "Gate",
         "NoiseSchedule",
     ]
+
+
+@pytest.mark.parametrize("left", [0, 3])
+def test_questions_that_do_not_fill_a_step_stop_it_before_there_are_engines(left):
+    class Loads:
+        def _init_dataloader(self):
+            self.train_dataset = range(left)
+            if not left:
+                raise ValueError("num_samples should be a positive integer value")
+
+    kept = object.__new__(type("Trainer", (FeaturedTrainer, Loads), {}))
+    data = {"train_files": "train.parquet", "train_batch_size": 4, "max_prompt_length": 5}
+    kept.config = OmegaConf.create({"data": data})
+    told = (
+        rf"=4 is more than the {left} questions of up to data\.max_prompt_length=5 tokens of data\.train_files=train\."
+    )
+    with pytest.raises(ValueError, match=told):
+        kept._init_dataloader()
+    kept.config.data.train_batch_size = 3
+    if left:
+        kept._init_dataloader()

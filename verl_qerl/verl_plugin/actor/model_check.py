@@ -1,6 +1,5 @@
 """What the driver can say of a run's models before Ray starts, from their config.json."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from verl_qerl.checkpoints.model_config import is_hub_id, read_config
 from verl_qerl.checkpoints.quantization_config import described
 from verl_qerl.options.rules import LORA_RANK, MODEL
 from verl_qerl.verl_plugin.actor.liger import check_liger
-from verl_qerl.verl_plugin.config.nodes import plain
+from verl_qerl.verl_plugin.config.nodes import paths_are_here, plain
 
 # Parts of the configurations of models that see or hear.
 _SENSES = ("vision_config", "audio_config", "thinker_config")
@@ -49,8 +48,7 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
 
 def _check_exists(config: DictConfig, name: str) -> None:
     path = str(OmegaConf.select(config, name))
-    elsewhere = OmegaConf.select(config, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS")
-    if elsewhere or OmegaConf.select(config, "trainer.nnodes") != 1:
+    if not paths_are_here(config):
         return  # the models are where the workers are
     if "/" in path and "://" not in path and not is_hub_id(path) and not Path(path).exists():
         tilde = " verl does not expand `~`: $HOME does." if path.startswith("~") else ""

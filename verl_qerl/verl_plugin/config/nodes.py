@@ -1,6 +1,7 @@
 """Nodes of a run's configuration as plain values. Imports nothing of verl, so that any hook may import it."""
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +11,12 @@ from omegaconf import OmegaConf
 def plain(node: Any) -> Any:
     """A node with its interpolations resolved, as dictionaries and lists; anything else as it is."""
     return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+
+
+def paths_are_here(config: Any) -> bool:
+    """Whether the workers of a run are on this machine, and see its files."""
+    elsewhere = OmegaConf.select(config, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS")
+    return not elsewhere and OmegaConf.select(config, "trainer.nnodes") == 1
 
 
 def mapping(get: Callable[[str], Any], name: str) -> Mapping[str, Any]:

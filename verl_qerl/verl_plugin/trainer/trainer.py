@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from verl_qerl.options import rules
 from verl_qerl.verl_plugin.config import apply
+from verl_qerl.verl_plugin.config.questions import check_count
 from verl_qerl.verl_plugin.trainer.checkpoints import WholeCheckpoints
 from verl_qerl.verl_plugin.trainer.engine_health import EngineHealth
 from verl_qerl.verl_plugin.trainer.feature import Feature, Run
@@ -73,6 +74,15 @@ class FeaturedTrainer(_Trainer):
         if self.run.gate and self.run.syncs_each_step:
             poll_often(buffer)
         return buffer
+
+    def _init_dataloader(self) -> None:
+        try:
+            super()._init_dataloader()
+        finally:
+            left = vars(self).get("train_dataset")  # without longer ones; torch's sampler fails where it is empty
+            if left is not None:
+                which = f" of up to data.max_prompt_length={self.config.data.max_prompt_length} tokens"
+                check_count(self.config, len(left), which)
 
     def on_init_end(self) -> None:
         """Run the features around verl's hook, which syncs the weights for the first time."""

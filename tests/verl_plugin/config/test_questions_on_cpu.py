@@ -1,0 +1,49 @@
+"""Files of questions that a run cannot use are refused by verl's check of a run, before Ray starts."""
+
+import json
+import re
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+pytest.importorskip("verl")
+
+OURS = "+aqn.enabled=true"
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Names of a file of four questions, of one of five, of a damaged one and of none."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name, count in (("four", 4), ("five", 5)):
+        pq.write_table(pa.table({"prompt": ["?"] * count}), tmp_path / f"{name}.parquet")
+    (tmp_path / "damaged.parquet").write_text("no parquet")
+    return {name: str(tmp_path / f"{name}.parquet") for name in ("four", "five", "damaged", "none", "f*")}
+
+
+@pytest.mark.parametrize("names", [["four"], ["five", "five"]], ids=str)
+def test_fewer_questions_than_a_step_takes_are_refused(validate, files, names):
+    found = json.dumps([files[name] for name in names])
+    options = (f"data.train_files={found}", "data.train_max_samples=7")  # of 4 and 10; a step takes 8
+    with pytest.raises(ValueError, match=rf"^data\.train_batch_size=8 is more than the [47] questions of .*{names[0]}"):
+        validate(OURS, *options)
+    validate(*options)
+    validate(OURS, *options, "+data.custom_cls.path=mine.py")
+    validate(OURS, *options, "trainer.nnodes=2", "trainer.n_gpus_per_node=4")
+    few = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.n_gpus_per_node=4")
+    validate(OURS, *options, *few)
+
+
+@pytest.mark.parametrize("option", ["train_files", "val_files"])
+@pytest.mark.parametrize("name", ["damaged", "none"])
+def test_a_file_that_cannot_be_read_is_refused(validate, files, option, name):
+    with pytest.raises(
+        ValueError, match=rf"^data\.{option}={re.escape(files[name])} cannot be read: .* Check the path"
+    ):
+        validate(OURS, f"data.{option}={files[name]}")
+
+
+@pytest.mark.parametrize("name", ["hdfs://none.parquet", "none.jsonl", "f*"])
+def test_other_files_are_left_to_verl(validate, files, name):
+    validate(OURS, f"data.train_files=['{files.get(name, name)}']")

@@ -1,0 +1,54 @@
+"""Files of questions that cannot be read or do not fill a step, of which verl says so once Ray or its engines run."""
+
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from verl_qerl.verl_plugin.config.nodes import paths_are_here, plain
+
+
+def check_files(config: DictConfig) -> None:
+    """Refuse such files with a ValueError; those of other kinds than parquet are left to verl.
+
+    Args:
+        config: The whole configuration. Of files elsewhere, or for a data set of the user's own, nothing is said.
+    """
+    data = plain(config.data)
+    if not paths_are_here(config) or data["custom_cls"]["path"]:
+        return
+    counts = {}
+    for name in ("val_files", "train_files"):
+        given = data[name] if isinstance(data[name], list) else [data[name]]
+        files = [str(file) for file in given if file]
+        if any("://" in file or "*" in file or not file.endswith(".parquet") for file in files):
+            continue
+        counts[name] = sum(_num_rows(f"data.{name}", file) for file in files)
+    if counts.get("train_files"):
+        limit = data["train_max_samples"]
+        check_count(config, min(counts["train_files"], limit) if limit > 0 else counts["train_files"])
+
+
+def check_count(config: DictConfig, count: int, which: str = "") -> None:
+    """Refuse with a ValueError fewer questions than a step takes.
+
+    Args:
+        which: What those that are counted have in common.
+    """
+    if count < config.data.train_batch_size:
+        raise ValueError(
+            f"data.train_batch_size={config.data.train_batch_size} is more than the {count} questions{which} of"
+            f" data.train_files={plain(config.data.train_files)}, so that there would be no step. As many questions are"
+            " accepted, or more. Lower it, or give more."
+        )
+
+
+def _num_rows(name: str, file: str) -> int:
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.read_metadata(Path(file).expanduser()).num_rows
+    except (OSError, ValueError) as error:  # pyarrow's are
+        raise ValueError(
+            f"{name}={file} cannot be read: {error}. Parquet of verl's schema, as `python -m verl_qerl data` writes it,"
+            " is accepted. Check the path."
+        ) from error
