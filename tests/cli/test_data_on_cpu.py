@@ -209,6 +209,19 @@ def test_a_large_set_becomes_verls_schema_and_its_rewards_read_it(tmp_path, caps
         assert right(reward_score, one, "So it is \\boxed{77}.") != 1
 
 
+def test_rows_without_an_answer_are_left_out_and_counted(tmp_path, capsys):
+    rows = [big_math(1), big_math(2) | {"solution": " "}, big_math(3), {"prompt": "What?"}]
+    (tmp_path / "train.json").write_text(json.dumps(rows))
+    (tmp_path / "gsm8k.jsonl").write_text(json.dumps(GSM8K_ROW))
+    options = ["--source", str(tmp_path), "--held-out", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(["data", "big-math", *options]) == 0
+    told = (
+        r"train: left out are 2 rows without a question or an answer, the first of which: row 2 of .* has no answer: "
+    )
+    assert re.search(told, capsys.readouterr().out)
+    assert len(read(tmp_path / "out" / "train.parquet")) == 2
+
+
 @pytest.mark.parametrize("other", [{}, 10**400, ["x"], {"a": []}, None, True], ids=lambda other: repr(other)[:9])
 def test_columns_beside_the_question_are_kept_where_they_are_of_their_kind(tmp_path, other):
     others = {"source": other, "llama8b_solve_rate": other}

@@ -352,11 +352,21 @@ def _training(args: argparse.Namespace) -> dict[str, list[Row]]:
     else:
         path = _training_file(args.source)
         records, where = read_rows(path, "questions"), str(path)
-    rows = []
+    rows, refused = [], []
     for number, record in enumerate(records, start=1):
-        question = question_of(record, f"row {number} of {where}")
+        try:
+            question = question_of(record, f"row {number} of {where}")
+        except ValueError as error:  # nobody can mend a set of the hub
+            refused.append(error)
+            continue
         rows.append(_row(data_source, question.text, MATH_INSTRUCTION, question.truth, "train"))
         rows[-1]["extra_info"] |= {key: record[key] for key, kind in KEPT.items() if isinstance(record.get(key), kind)}
+    if not rows:
+        raise refused[0]
+    if refused:
+        print(
+            f"train: left out are {len(refused)} rows without a question or an answer, the first of which: {refused[0]}"
+        )
     return {"train": rows}
 
 
