@@ -271,7 +271,10 @@ def test_levels_of_big_math_are_the_hubs_files(tmp_path, capsys, monkeypatch):
     ("arguments", "message"),
     [
         (["--source", "absent"], r"a training set is missing: --source=absent\. A \.jsonl, \.json or \.parquet"),
-        (["--source", "{}/odd.json"], r"row 1 of \S+odd\.json has no answer: its columns are prompt, level\."),
+        (
+            ["--source", "{}/odd.json"],
+            r"row 1 of \S+odd\.json has no answer: its columns are prompt, level, its answer is ''\.",
+        ),
         (["--source", "{}/train.json", "--held-out", "{}"], r"no evaluation questions are found: --held-out="),
         (["--source", "{}/train.json", "--held-out", "{}/sets"], r"no training question is left: all are held out"),
         (["--source", "{}/train.json"], r"the hub did not answer: source=openai/gsm8k\. no route\. .* with --held-out"),

@@ -63,17 +63,23 @@ def test_what_data_writes_can_be_asked(tmp_path):
     ("content", "message"),
     [
         ("[]", r"questions cannot be read: .*aime24\.json holds no objects\."),
-        ('[{"text": "x"}]', r"row 1 of .* has no question: its columns are text\. Text or a number in question,"),
-        ('[{"problem": "x"}]', r"row 1 of .* has no answer: its columns are problem\. Text or a number in answer or"),
+        (
+            '[{"text": "x"}]',
+            r"row 1 of .* has no question: its columns are text, its answer is ''. Text or a number in question,",
+        ),
+        (
+            '[{"problem": "x"}]',
+            r"row 1 of .* has no answer: its columns are problem, its answer is ''. Text or a number in answer or",
+        ),
         ('[{"problem": "x", "reward_model": "18"}]', r"row 1 of .* has no answer: its columns are problem, reward_m"),
         ('[{"prompt": ["x"], "answer": 18}]', r"row 1 of .* has no question: its columns are prompt, answer"),
         ('[{"problem": "x", "answer": ["18", "19"]}]', r"row 1 of .* has no answer: its columns are problem, answer"),
         *[(f'[{{"problem": "x", "answer": {one}}}]', "row 1 of .* has no answer") for one in NO_ANSWERS],
         (
             r'[{"problem": "x", "answer": "\\boxed{ }"}]',
-            r"row 1 of .* has an empty answer: answer='\\\\boxed\{ \}'\. Text",
+            r"row 1 of .* has no answer: .*, its answer is '\\\\boxed\{ \}'\. Text",
         ),
-        (json.dumps([{"problem": SUFFIX, "answer": 3}]), r"row 1 of .* has an empty question: answer='3'"),
+        (json.dumps([{"problem": SUFFIX, "answer": 3}]), r"row 1 of .* has no question: .*, its answer is '3'"),
         ('{"a": 1}', "holds no objects"),
         ("[1]", "holds no objects"),
         ("[", r"questions cannot be read: .* Objects, as JSON or parquet, are accepted"),

@@ -118,25 +118,21 @@ def question_of(row: Mapping[str, Any], where: str) -> Question:
     if isinstance(prompt, list) and prompt:
         prompt = data.columns_of(prompt[-1]).get("content")
     asked = (extra.get("question"), nested.get("question"), row.get("question"), row.get("problem"), prompt)
-    text = next((one for one in asked if isinstance(one, str) and one.strip()), None)
+    text = next((one for one in asked if isinstance(one, str) and one.strip()), "").strip().removeprefix(_BEFORE)
+    for instruction in _AFTER:
+        text = text.strip().removesuffix(instruction)
     given = nested.get("target") if nested else truth
     answers = (given, row.get("answer"), row.get("solution"))
     answer = next((one for one in map(_text, answers) if one.strip()), "")
-    if text is None or not answer:
-        lacking, names = ("answer", "answer or reward_model") if text else ("question", "question, problem or prompt")
-        raise ValueError(
-            f"{where} has no {lacking}: its columns are {', '.join(row)}. Text or a number in {names} is accepted."
-            " Rename the column, or drop the row."
-        )
-    text = text.strip().removeprefix(_BEFORE)
-    for instruction in _AFTER:
-        text = text.strip().removesuffix(instruction)
     found = Question(text.strip(), _truth(answer))
-    for name, part in (("question", found.text), ("answer", found.truth)):
-        if not part.strip():
-            raise ValueError(
-                f"{where} has an empty {name}: answer={answer!r}. Text or a number is accepted. Mend or drop the row."
-            )
+    if not found.text or not found.truth.strip():
+        lacking, names = (
+            ("answer", "answer or reward_model") if found.text else ("question", "question, problem or prompt")
+        )
+        raise ValueError(
+            f"{where} has no {lacking}: its columns are {', '.join(row)}, its answer is {answer!r}. Text or a number in"
+            f" {names} is accepted. Mend or drop the row, or rename the column."
+        )
     return found
 
 
