@@ -161,7 +161,6 @@ class Study:
         job.state, job.gpu, job.began = "running", kind, time.monotonic()
         job.last_step_at = job.began
         job.folder = self._work / job.run.name / str(job.attempts)
-        shutil.rmtree(job.folder, ignore_errors=True)
         job.folder.mkdir(parents=True)
         job.ray_folder = Path(tempfile.mkdtemp(prefix="qs", dir="/tmp"))  # the path of a socket must be short
         own = {MARK: job.mark, "CUDA_VISIBLE_DEVICES": gpu, "RAY_TMPDIR": str(job.ray_folder)}
@@ -283,7 +282,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tag", default="", help="added to the names of runs with overrides")
     parser.add_argument("--earlier", type=Path, default=HERE / "results", help="results of earlier sessions")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "verl_qerl_study")
-    parser.add_argument("--save", action="store_true", help="keep what a run has learned, in WORK/NAME/<attempt>/saved")
+    parser.add_argument(
+        "--save",
+        action="store_true",
+        help="keep what a run has learned, in WORK/<time of the start>/NAME/<attempt>/saved",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the commands and stop")
     parser.add_argument("overrides", nargs="*", help="of main_ppo, behind `--`")
     args = parser.parse_args(arguments)
@@ -344,8 +347,7 @@ def to_run(args: argparse.Namespace) -> list[Job]:
     """The list without what earlier sessions have whole.
 
     Raises:
-        ValueError: An earlier run had other options or another model, or saved what would be removed; a name is no
-            folder; a base has no report.
+        ValueError: An earlier run had other options or another model; a name is no folder; a base has no report.
     """
     earlier = results.merged([args.earlier, args.out])
     runs = [Run(arm, task, seed, args.tag) for seed in args.seeds for task in args.tasks for arm in args.arms]
@@ -366,14 +368,7 @@ def to_run(args: argparse.Namespace) -> list[Job]:
     done = {name for name, run in earlier.items() if run["state"] == "done"}
     for name in sorted(done & ours.keys()):
         print(f"{name}: there already, in {earlier[name]['session']['file']}")
-    left = [job for job in jobs if job.run.name not in done]
-    saved = next((path for job in left for path in (args.work / job.run.name).glob("*/saved")), None)
-    if saved:
-        raise ValueError(
-            f"an earlier run has saved something in {saved}, which would be removed. Another --work is accepted. Name"
-            " one, or move the folder."
-        )
-    return left
+    return [job for job in jobs if job.run.name not in done]
 
 
 def digest(args: argparse.Namespace, option: str) -> str:
@@ -429,7 +424,7 @@ def main(arguments: list[str] | None = None) -> int:
     file = args.out.resolve() / f"{began:%Y%m%dT%H%M%S%f}.json"  # sessions that a script starts begin together
     places = [*in_groups(gpus, args.gpus_per_run).items()] * args.per_gpu
     limits = args.steps, 60 * args.minutes, 60 * args.least
-    return Study(jobs, places, command, *limits, file, args.work.resolve(), session).run()
+    return Study(jobs, places, command, *limits, file, args.work.resolve() / file.stem, session).run()
 
 
 if __name__ == "__main__":
