@@ -297,14 +297,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             f"nothing would run: --steps {args.steps}, --minutes {args.minutes:g}, --least {args.least:g}. A step or"
             " more, and minutes that are not below --least are accepted."
         )
-    bases = {arm: getattr(args, option) for arm, option in arms.BASES.items() if arm in args.arms}
-    for arm, base in bases.items():
+    args.bases = {arm: getattr(args, option) for arm, option in arms.BASES.items() if arm in args.arms}
+    for arm, base in args.bases.items():
         if not base:
             option = arms.BASES[arm]
             parser.error(
                 f"{arm} needs --{option}. What {MADE_BY[option]} writes is accepted. Make it, or leave the arm out."
             )
-    folders = [args.model, *bases.values(), *(args.data / task for task in args.tasks)]
+    folders = [args.model, *args.bases.values(), *(args.data / task for task in args.tasks)]
     if args.earlier not in (parser.get_default("earlier"), args.out):
         folders.append(args.earlier)
     for folder in folders:
@@ -321,7 +321,7 @@ def command_of(args: argparse.Namespace) -> Callable[[Job, Path], list[str]]:
 
     def command(job: Job, folder: Path) -> list[str]:
         task, data = arms.TASKS[job.run.task], args.data.resolve() / job.run.task
-        model = getattr(args, arms.BASES.get(job.run.arm, "model"))
+        model = args.bases.get(job.run.arm, args.model)
         places = [
             f"{arms.MODEL}.path={arms.quoted(model.resolve())}",
             f"data.train_files={arms.quoted(data / 'train.parquet')}",
@@ -357,9 +357,9 @@ def to_run(args: argparse.Namespace) -> list[Job]:
                 f"no name of a run: {run.name!r}. Lower-case letters, digits, `_`, `-` and `.` in --tag, and seeds of"
                 " at least 0 are accepted. Change it."
             )
-    bases = {arm: digest(args, option) for arm, option in arms.BASES.items() if arm in args.arms}
+    digests = {arm: digest(base, arms.BASES[arm]) for arm, base in args.bases.items()}
     jobs = [
-        Job(run, arms.experiment(run, args.steps, args.overrides), bases.get(run.arm, ""))
+        Job(run, arms.experiment(run, args.steps, args.overrides), digests.get(run.arm, ""))
         for run in dict.fromkeys(runs)
     ]
     session = {"model": args.model.resolve().name}
@@ -371,9 +371,9 @@ def to_run(args: argparse.Namespace) -> list[Job]:
     return [job for job in jobs if job.run.name not in done]
 
 
-def digest(args: argparse.Namespace, option: str) -> str:
+def digest(base: Path, option: str) -> str:
     """Of a base, as `quantize` has written it down and a run's log has it: other codes give another."""
-    file, remedy = getattr(args, option) / QUANTIZATION_REPORT, "Quantize the model again."
+    file, remedy = base / QUANTIZATION_REPORT, "Quantize the model again."
     found = read_whole(file, lambda report: str(report["model_digest"]), f"the report of --{option}", remedy)
     if found is None:
         raise ValueError(
