@@ -7,6 +7,8 @@ from typing import Any
 
 from verl_qerl.errors import CheckpointFormatError
 
+# Parts of the configurations of models that see or hear.
+SENSES = ("vision_config", "audio_config", "thinker_config")
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights, configuration, tokenizer
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_qerl.checkpoints.experts import FAMILIES, LINEARS, number_of_experts
+from verl_qerl.checkpoints.model_config import SENSES
 
 _OTHERS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
@@ -45,8 +46,15 @@ class ModelShape:
         """Read config.json; where it leaves `tie_word_embeddings` out, they are two tensors.
 
         Raises:
-            ValueError: A size is missing or no number, or the experts are of a family that is not supported.
+            ValueError: It is no model of text alone, a size is missing or no number, or the experts are of a family
+                that is not supported.
         """
+        parts = [name for name in SENSES if config.get(name)]
+        if parts:
+            raise ValueError(
+                f"no plan for this model: its config.json has {parts[0]}, and +rollout=... does not quantize what sees"
+                " or hears. Models of text alone are accepted. Choose one."
+            )
         names = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
         family = config.get("model_type")
         sparse = family in FAMILIES

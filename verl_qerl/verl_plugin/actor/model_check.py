@@ -5,14 +5,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_qerl.checkpoints.model_config import is_hub_id, read_config
+from verl_qerl.checkpoints.model_config import SENSES, is_hub_id, read_config
 from verl_qerl.checkpoints.quantization_config import described
 from verl_qerl.options.rules import LORA_RANK, MODEL
 from verl_qerl.verl_plugin.actor.liger import check_liger
 from verl_qerl.verl_plugin.config.nodes import paths_are_here, plain
 
-# Parts of the configurations of models that see or hear.
-_SENSES = ("vision_config", "audio_config", "thinker_config")
 # How a model that is not quantized is to be.
 _CHOICES = ("qerl.base.scale", "qerl.base.ignore")
 
@@ -66,7 +64,7 @@ def _config_of(path: str) -> dict[str, Any]:
 
 
 def _check_text(path: str, found: dict[str, Any]) -> None:
-    parts = [name for name in _SENSES if found.get(name)]
+    parts = [name for name in SENSES if found.get(name)]
     if parts:
         raise ValueError(
             f"model.path={path} is a {(found.get('architectures') or ['model'])[0]} with {parts[0]}, which +rollout=..."
