@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,11 @@ def _damage(model: Path, kind: str) -> None:
     elif kind == "already quantized":
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps(config | {"quantization_config": quantization_config()}))
+    elif kind == "no head":
+        untied = (model / "config.json").read_text()
+        shutil.rmtree(model)
+        make_model(model, tied=True)
+        (model / "config.json").write_text(untied)
     else:
         tensors = load_file(shard)
         name = next(name for name in tensors if ".layers." in name and tensors[name].ndim == 2)
@@ -234,6 +240,7 @@ def _damage(model: Path, kind: str) -> None:
         ("already quantized", "quantized already"),
         ("NaN", "1 NaN or infinite values"),
         ("in_features", "is not a multiple of 16"),
+        ("no head", "the head is missing"),
     ],
 )
 def test_bad_input_gives_one_sentence_and_leaves_nothing(

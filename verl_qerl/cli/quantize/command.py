@@ -24,6 +24,7 @@ from verl_qerl.checkpoints.source import Source, open_source
 from verl_qerl.checkpoints.stream import check_held, packed_names, packed_stream
 from verl_qerl.checkpoints.writer import ShardedWriter, quantized_specs
 from verl_qerl.cli import model_dir
+from verl_qerl.cli.dense_model import is_tied
 from verl_qerl.cli.output_dir import new_directory
 from verl_qerl.cli.quantize.arguments import SAMPLES, TOKENS
 from verl_qerl.cli.quantize.calibration import Calibration, calibrated_stream, check_calibrated
@@ -131,10 +132,21 @@ def _open(
             f"the model is quantized already: {source.path} ({source.format}). An unquantized checkpoint is accepted. "
             "Use this directory as it is, name the original model, or add --requantize."
         )
+    _check_head(source)
     check_held(source, form)
     if any(is_router(name.rpartition(".")[0]) for name in source.files):
         rules = (*rules, ROUTER)
     return source, rules, stored
+
+
+def _check_head(source: Source) -> None:
+    """Refuse a language model that lacks its head: transformers would draw one at random."""
+    classes = source.config.get("architectures") or [""]
+    if str(classes[0]).endswith("ForCausalLM") and "lm_head.weight" not in source.specs and not is_tied(source.config):
+        raise CheckpointFormatError(
+            f"the head is missing: {source.path} has no lm_head.weight, and tie_word_embeddings of its config.json is"
+            " false. A head, or true for a model that uses its embeddings as one, is accepted. Download it again."
+        )
 
 
 def _write(folder: Path, specs: dict[str, TensorSpec], max_shard_bytes: int, before: int, pack: Pack) -> dict[str, Any]:
