@@ -103,7 +103,12 @@ def prepare(args: argparse.Namespace) -> int:
         gsm8k = published("gsm8k", args.gsm8k, Path(temporary))
         math = questions("math", published("math", args.math, Path(temporary)))
     calibration = texts(gsm8k["train"])
-    math["train"] = [row for row in math["train"] if row["extra_info"]["level"] in LEVELS]
+    math["train"] = [row for row in math["train"] if row["extra_info"].get("level") in LEVELS]
+    if not math["train"]:
+        raise ValueError(
+            f"no question to train on: of --math={args.math} none has a `level` that is {', '.join(LEVELS)}. MATH as"
+            " published is accepted. Check --math."
+        )
     math["test"] = math500(math["test"], args.math500)
     tasks = {"gsm8k": questions("gsm8k", gsm8k), "math": math}
     with new_directory(args.out) as folder:

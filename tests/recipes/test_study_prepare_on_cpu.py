@@ -107,6 +107,21 @@ def test_what_is_there_already_stays(study, tmp_path, capsys):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
+@pytest.mark.parametrize("levels", [["Level 1", "Level 2"], None], ids=str)
+def test_questions_that_are_all_too_easy_are_refused(study, tmp_path, capsys, levels):
+    arguments = made(tmp_path)
+    file = tmp_path / "math/train.parquet"
+    easy = [
+        row | {"level": levels[n % 2]} if levels else {"problem": row["problem"], "solution": row["solution"]}
+        for n, row in enumerate(pq.read_table(file).to_pylist())
+    ]
+    pq.write_table(pa.Table.from_pylist(easy), file)
+    with pytest.raises(SystemExit):
+        study("prepare").main(arguments)
+    assert "none has a `level` that is Level 3, Level 4, Level 5. MATH as published" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_nothing_is_left_of_questions_that_cannot_be_had(study, tmp_path, capsys):
     arguments = made(tmp_path)
     (tmp_path / "math/test.parquet").unlink()
