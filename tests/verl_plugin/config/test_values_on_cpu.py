@@ -48,6 +48,7 @@ def test_values_that_verl_takes_stay():
             "trainer.val_before_train=${oc.decode:'false'}",
             f"{ACTOR}.checkpoint.save_contents=[]",
             f"{ACTOR}.checkpoint.load_contents=[model]",
+            "algorithm.rollout_correction.rollout_is_threshold=0.5_2.0",
             f"{ROLLOUT}.n=${{data.n}}",
             "+data.n=4",
         )

@@ -18,6 +18,8 @@ from verl_qerl.verl_plugin.config.nodes import plain
 
 # With all of verl's defaults.
 _FILE = Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml"
+# Where verl has a number and takes text too: a range as `0.5_2.0`; sizes of stores of others.
+_TEXT_TOO = ("algorithm.rollout_correction.rollout_is_threshold", "transfer_queue.backend.")
 _COUNT = Accepts("a whole number above 0", lambda value: type(value) is int and value > 0)
 _SHARE = Accepts("a number above 0, up to 1", lambda value: is_number(value) and 0 < value <= 1)
 _WORDS = ("model", "optimizer", "extra", "hf_model")
@@ -54,7 +56,7 @@ def check_values(config: DictConfig) -> None:
 def _accepted() -> dict[str, Accepts]:
     found = {}
     for name, default in _leaves(OmegaConf.to_container(OmegaConf.load(_FILE), resolve=True)):
-        if isinstance(default, int | float):
+        if isinstance(default, int | float) and not name.startswith(_TEXT_TOO):
             told = "true, false" if isinstance(default, bool) else "a number"
             found[name] = Accepts(told, lambda value: isinstance(value, int | float))
     return found | _ACCEPTED
