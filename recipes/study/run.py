@@ -15,6 +15,7 @@ import importlib.metadata
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,7 @@ MARK = "QERL_STUDY_RUN"  # in the environment of all that a run starts
 WRITE_S = 20.0
 REPEATED_BEFORE = 5  # a run that fails before this step is begun once more
 STALL_S = 600.0  # without a new step: it has hung. A start takes three minutes, the validation at the end five
+STEP_S = "timing_s/step"
 LOG_TAIL = 20000
 MADE_BY = {
     "calibrated": "`python -m verl_qerl quantize --method gptq`, on calibration.jsonl of prepare.py,",
@@ -72,6 +74,12 @@ class Job:
             self.last_step_at = time.monotonic()
         if len(found["step"]) >= len(self.metrics["step"]):
             self.metrics, self.validation = found, records.validation
+
+    def outlook(self, steps: int) -> str:
+        """`10 of 60, 17 min more`: those of the steps that are left, at the median of those that were made."""
+        last, took = max(self.metrics["step"], default=0), [one for one in self.metrics.get(STEP_S, ()) if one]
+        more = f", {(steps - last) * statistics.median(took) / 60:.0f} min more" if took else ""
+        return f"{last} of {steps}{more}"
 
     def as_json(self) -> dict[str, Any]:
         """For the result file."""
@@ -212,9 +220,9 @@ class Study:
             return
         for job, records in self._running.values():
             job.read(records)
-        at = [f"{job.run.name} {max(job.metrics['step'], default=0)}" for job, _ in self._running.values()]
+        at = [f"{job.run.name} {job.outlook(self._steps)}" for job, _ in self._running.values()]
         if at:
-            self._say(f"steps: {', '.join(at)}")
+            self._say(f"{self._left() / 60:.0f} min left. Steps: {'; '.join(at)}")
         runs = {job.run.name: job.as_json() for job in self.jobs if job.attempts}
         results.write(self._file, {"session": self._session, "runs": runs})
         self._written = time.monotonic()

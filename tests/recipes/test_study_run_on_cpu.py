@@ -97,6 +97,13 @@ def test_every_step_of_every_run_is_in_the_file_under_its_name(go):
     assert "num_turns" not in run["metrics"]
 
 
+def test_whether_a_run_ends_in_time_is_told_while_it_runs(go, capsys):
+    _, jobs, _ = go({"bf16": ""}, seconds=80)
+    assert "1 min left. Steps: bf16-gsm8k-seed1 0 of 6\n" in capsys.readouterr().out
+    jobs["bf16"].metrics = {"step": list(range(1, 11)), "timing_s/step": [90.0, *[20.0] * 8, None]}
+    assert jobs["bf16"].outlook(60) == "10 of 60, 17 min more"
+
+
 def test_what_is_kept_has_the_names_that_verl_writes(study):
     recorded = Path(__file__).parents[2] / "recipes" / "quickstart" / "results" / "metrics.jsonl"
     written = {key for line in recorded.read_text().splitlines() for key in json.loads(line)["data"]}
