@@ -108,3 +108,12 @@ def test_main_ppo_stops_before_ray(fresh_process, tmp_path, options, refused):
     assert refused in found.stderr
     assert "Started a local Ray instance" not in found.stderr
     assert not ray_dir.exists()
+
+
+@pytest.mark.parametrize("name", ["actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.adv_estimator"])
+def test_a_name_that_verl_would_miss_after_the_first_answers_is_told(validate, name):
+    accepted = "vanilla, .*bypass_mode" if "loss" in name else "gae, grpo, .*"
+    with pytest.raises(ValueError, match=rf"^{name}='arc' is no value of this option\. Accepted: {accepted}"):
+        validate(NOISE, f"{name}=arc")
+    validate(NOISE, f"{name}=arc", "actor_rollout_ref.model.external_lib=mine")
+    validate(f"{name}=arc")
