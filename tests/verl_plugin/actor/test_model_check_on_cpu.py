@@ -58,8 +58,19 @@ def test_a_path_that_does_not_exist_is_refused(validate, monkeypatch, options, p
     validate(*options, f"critic.model.path='{path}'")
     validate(*options, named, "trainer.nnodes=2", "trainer.n_gpus_per_node=4")
     validate(named)
+    for name, what in ((f"{MODEL}.lora_adapter_path", "adapter"), ("reward.custom_reward_function.path", "file")):
+        with pytest.raises(ValueError, match=rf"^no such {what}: {name}={path}\. .*is accepted\. Check the path"):
+            validate(*options, f"{name}='{path}'")
+        validate(f"{name}='{path}'")
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     validate(*options, named)
+
+
+def test_a_folder_that_is_no_model_is_refused(validate, tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/config\.json does not exist\. A directory in Hugging Face"):
+        validate("+aqn.enabled=true", f"{MODEL}.path={tmp_path}")
+    validate(f"{MODEL}.path={tmp_path}")
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,12 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
     Raises:
         ValueError: With `+rollout=...`, model.path is no text model or quantized beside choices of how to quantize it,
             override_config has options of its position embedding, or `check_liger` refuses; or the critic's path is
-            quantized; or a path of a run on this machine does not exist.
+            quantized; or a path of a run on this machine does not exist, or that of a model has no config.json.
     """
     for model in (MODEL, "critic.model") if use_critic else (MODEL,):
-        _check_exists(config, f"{model}.path")
+        _check_exists(config, f"{model}.path", "model", "A directory in Hugging Face layout or a hub id")
+    _check_exists(config, f"{MODEL}.lora_adapter_path", "adapter", "A PEFT directory or a hub id")
+    _check_exists(config, "reward.custom_reward_function.path", "file", "A Python file")
     if OmegaConf.select(config, "qerl.base.format") is not None:
         path = str(OmegaConf.select(config, f"{MODEL}.path"))
         found = _config_of(path)
@@ -44,16 +46,15 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
         )
 
 
-def _check_exists(config: DictConfig, name: str) -> None:
+def _check_exists(config: DictConfig, name: str, what: str, accepted: str) -> None:
     path = str(OmegaConf.select(config, name))
     if not paths_are_here(config):
         return  # the models are where the workers are
+    if what == "model" and Path(path).is_dir():
+        read_config(path)
     if "/" in path and "://" not in path and not is_hub_id(path) and not Path(path).exists():
         tilde = " verl does not expand `~`: $HOME does." if path.startswith("~") else ""
-        raise ValueError(
-            f"no such model: {name}={path}.{tilde} A directory in Hugging Face layout or a hub id is accepted. Check"
-            " the path."
-        )
+        raise ValueError(f"no such {what}: {name}={path}.{tilde} {accepted} is accepted. Check the path.")
 
 
 def _config_of(path: str) -> dict[str, Any]:
