@@ -214,9 +214,10 @@ def _damage(model: Path, kind: str) -> None:
         shard.unlink()
     elif kind == "cut shard":
         os.truncate(shard, shard.stat().st_size - 100)
-    elif kind == "already quantized":
+    elif kind in ("already quantized", "sees"):
+        more = {"vision_config": {"depth": 2}} if kind == "sees" else {"quantization_config": quantization_config()}
         config = json.loads((model / "config.json").read_text())
-        (model / "config.json").write_text(json.dumps(config | {"quantization_config": quantization_config()}))
+        (model / "config.json").write_text(json.dumps(config | more))
     elif kind == "no head":
         untied = (model / "config.json").read_text()
         shutil.rmtree(model)
@@ -241,6 +242,7 @@ def _damage(model: Path, kind: str) -> None:
         ("NaN", "1 NaN or infinite values"),
         ("in_features", "is not a multiple of 16"),
         ("no head", "the head is missing"),
+        ("sees", "no model of text alone"),
     ],
 )
 def test_bad_input_gives_one_sentence_and_leaves_nothing(

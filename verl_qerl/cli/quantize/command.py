@@ -19,6 +19,7 @@ from tqdm import tqdm
 from verl_qerl import __version__
 from verl_qerl.checkpoints.dense_source import dense_source, left_dense
 from verl_qerl.checkpoints.digest import model_digest
+from verl_qerl.checkpoints.model_config import SENSES
 from verl_qerl.checkpoints.record import write_json
 from verl_qerl.checkpoints.source import Source, open_source
 from verl_qerl.checkpoints.stream import check_held, packed_names, packed_stream
@@ -132,15 +133,21 @@ def _open(
             f"the model is quantized already: {source.path} ({source.format}). An unquantized checkpoint is accepted. "
             "Use this directory as it is, name the original model, or add --requantize."
         )
-    _check_head(source)
+    _check_kind(source)
     check_held(source, form)
     if any(is_router(name.rpartition(".")[0]) for name in source.files):
         rules = (*rules, ROUTER)
     return source, rules, stored
 
 
-def _check_head(source: Source) -> None:
-    """Refuse a language model that lacks its head: transformers would draw one at random."""
+def _check_kind(source: Source) -> None:
+    """Refuse what no run takes: a model that sees or hears, and one without a head, which would be drawn at random."""
+    parts = [name for name in SENSES if source.config.get(name)]
+    if parts:
+        raise CheckpointFormatError(
+            f"no model of text alone: {source.path} has {parts[0]} in its config.json, and a run with +rollout=..."
+            " refuses it. Models of text alone are accepted. Choose one."
+        )
     classes = source.config.get("architectures") or [""]
     if str(classes[0]).endswith("ForCausalLM") and "lm_head.weight" not in source.specs and not is_tied(source.config):
         raise CheckpointFormatError(
