@@ -27,6 +27,8 @@ COUNT, SHARE, TEXT = r"a whole number above 0\.", r"a number above 0, up to 1\."
         ("trainer.total_training_steps=-1", COUNT),
         ("trainer.save_freq=ten", r"a number\."),
         (f"{ACTOR}.optim.lr=[1e-5]", r"a number\."),
+        ("trainer.resume_mode=atuo", r"auto, disable, resume_path\."),
+        ("trainer.logger=[console,fil]", "a list of wandb, .* console, .* file, "),
         (f"{ACTOR}.use_kl_loss=no", r"true, false\."),
         ("trainer.val_before_train='false'", "true, false" + TEXT),
         (f"{ACTOR}.checkpoint.save_contents=[modle]", "a list of model, optimizer, extra, hf_model"),
@@ -44,6 +46,7 @@ def test_values_that_verl_takes_stay():
         verl_config(
             *OURS,
             "trainer.total_training_steps=null",
+            "trainer.logger=console",
             "trainer.save_freq=${trainer.test_freq}",
             "trainer.val_before_train=${oc.decode:'false'}",
             f"{ACTOR}.checkpoint.save_contents=[]",

@@ -1,7 +1,7 @@
 """Values of verl's own options that verl takes, and that end a run minutes later or mean something else.
 
-Text where verl has a number or a switch (`no` would be true), numbers that no run has, and words that are nothing of a
-checkpoint, in the place of which none would be saved.
+Text where verl has a number or a switch (`no` would be true), numbers that no run has, and words that verl does not
+know: a checkpoint of `[modle]` would hold no weights.
 """
 
 import functools
@@ -11,8 +11,9 @@ from typing import Any
 
 import verl
 from omegaconf import DictConfig, OmegaConf
+from verl.utils.tracking import Tracking
 
-from verl_qerl.algos.options import Accepts, is_number, refusal
+from verl_qerl.algos.options import Accepts, is_number, one_of, refusal
 from verl_qerl.options.rules import ACTOR, ROLLOUT
 from verl_qerl.verl_plugin.config.nodes import plain
 
@@ -26,6 +27,10 @@ _WORDS = ("model", "optimizer", "extra", "hf_model")
 _CONTENTS = Accepts(
     f"a list of {', '.join(_WORDS)}", lambda value: isinstance(value, list) and all(word in _WORDS for word in value)
 )
+_LOGGERS = Accepts(
+    f"a list of {', '.join(Tracking.supported_backend)}",
+    lambda value: {*Tracking.supported_backend, "tracking"}.issuperset([value] if isinstance(value, str) else value),
+)
 _COUNTS = (
     *(f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "max_response_length")),
     *(f"trainer.{name}" for name in ("n_gpus_per_node", "nnodes", "total_training_steps")),
@@ -35,6 +40,8 @@ _COUNTS = (
 _ACCEPTED = dict.fromkeys(_COUNTS, _COUNT) | {
     f"{ROLLOUT}.gpu_memory_utilization": _SHARE,
     f"{ROLLOUT}.top_p": _SHARE,
+    "trainer.logger": _LOGGERS,
+    "trainer.resume_mode": one_of("auto", "disable", "resume_path"),
     f"{ROLLOUT}.temperature": Accepts("a number above 0", lambda value: is_number(value) and value > 0),
     f"{ACTOR}.checkpoint.save_contents": _CONTENTS,
     f"{ACTOR}.checkpoint.load_contents": _CONTENTS,
