@@ -103,6 +103,7 @@ CHANGES: tuple[HostChange, ...] = (
             "_compute_ref_log_prob": "614438221776",
             "_compute_values": "c0652f0a82fc",
             "_consume_sync_metrics": "022a4dab7773",
+            "_init_dataloader": "f11797ad84a4",
             "_load_checkpoint": "52b412c5395b",
             "_save_checkpoint": "1ceb1e087ce9",
             "_update_actor": "604dd6989c33",
