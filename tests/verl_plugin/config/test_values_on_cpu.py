@@ -29,6 +29,7 @@ COUNT, SHARE, TEXT = r"a whole number above 0\.", r"a number above 0, up to 1\."
         (f"{ACTOR}.optim.lr=[1e-5]", r"a number\."),
         ("trainer.resume_mode=atuo", r"auto, disable, resume_path\."),
         ("trainer.logger=[console,fil]", "a list of wandb, .* console, .* file, "),
+        ("trainer.logger=5", "a list of wandb, .* console, .* file, "),
         (f"{ACTOR}.use_kl_loss=no", r"true, false\."),
         ("trainer.val_before_train='false'", "true, false" + TEXT),
         (f"{ACTOR}.checkpoint.save_contents=[modle]", "a list of model, optimizer, extra, hf_model"),

@@ -23,14 +23,18 @@ _FILE = Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trai
 _TEXT_TOO = ("algorithm.rollout_correction.rollout_is_threshold", "transfer_queue.backend.")
 _COUNT = Accepts("a whole number above 0", lambda value: type(value) is int and value > 0)
 _SHARE = Accepts("a number above 0, up to 1", lambda value: is_number(value) and 0 < value <= 1)
-_WORDS = ("model", "optimizer", "extra", "hf_model")
-_CONTENTS = Accepts(
-    f"a list of {', '.join(_WORDS)}", lambda value: isinstance(value, list) and all(word in _WORDS for word in value)
-)
-_LOGGERS = Accepts(
-    f"a list of {', '.join(Tracking.supported_backend)}",
-    lambda value: {*Tracking.supported_backend, "tracking"}.issuperset([value] if isinstance(value, str) else value),
-)
+
+
+def _words(*known: str, alone: bool = False) -> Accepts:
+    def test(value: Any) -> bool:
+        words = [value] if alone and isinstance(value, str) else value
+        return isinstance(words, list) and all(word in known for word in words)
+
+    return Accepts(f"a list of {', '.join(known)}", test)
+
+
+_CONTENTS = _words("model", "optimizer", "extra", "hf_model")
+_LOGGERS = _words(*Tracking.supported_backend, "tracking", alone=True)
 _COUNTS = (
     *(f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "max_response_length")),
     *(f"trainer.{name}" for name in ("n_gpus_per_node", "nnodes", "total_training_steps")),
