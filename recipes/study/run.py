@@ -41,7 +41,6 @@ MARK = "QERL_STUDY_RUN"  # in the environment of all that a run starts
 WRITE_S = 20.0
 REPEATED_BEFORE = 5  # a run that fails before this step is begun once more
 STALL_S = 600.0  # without a new step: it has hung. A start takes three minutes, the validation at the end five
-STEP_S = "timing_s/step"
 LOG_TAIL = 20000
 MADE_BY = {
     "calibrated": "`python -m verl_qerl quantize --method gptq`, on calibration.jsonl of prepare.py,",
@@ -77,7 +76,7 @@ class Job:
 
     def outlook(self, steps: int) -> str:
         """`10 of 60, 17 min more`: those of the steps that are left, at the median of those that were made."""
-        last, took = max(self.metrics["step"], default=0), [one for one in self.metrics.get(STEP_S, ()) if one]
+        last, took = max(self.metrics["step"], default=0), [one for one in self.metrics.get("timing_s/step", ()) if one]
         more = f", {(steps - last) * statistics.median(took) / 60:.0f} min more" if took else ""
         return f"{last} of {steps}{more}"
 

@@ -2,13 +2,12 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from verl_qerl.errors import CheckpointFormatError
 
-# Parts of the configurations of models that see or hear.
-SENSES = ("vision_config", "audio_config", "thinker_config")
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights, configuration, tokenizer
 
 
@@ -46,6 +45,11 @@ def read_config(model: str | Path) -> dict[str, Any]:
     """
     path = local_path(model, config_only=True)
     return read_object(path / "config.json" if path.is_dir() else path)
+
+
+def senses(config: Mapping[str, Any]) -> list[str]:
+    """Names of the parts by which a model sees or hears; none in a model of text alone."""
+    return [name for name in ("vision_config", "audio_config", "thinker_config") if config.get(name)]
 
 
 def local_path(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_qerl.checkpoints.experts import FAMILIES, LINEARS, number_of_experts
-from verl_qerl.checkpoints.model_config import SENSES
+from verl_qerl.checkpoints.model_config import senses
 
 _OTHERS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
@@ -49,7 +49,7 @@ class ModelShape:
             ValueError: It is no model of text alone, a size is missing or no number, or the experts are of a family
                 that is not supported.
         """
-        parts = [name for name in SENSES if config.get(name)]
+        parts = senses(config)
         if parts:
             raise ValueError(
                 f"no plan for this model: its config.json has {parts[0]}, and +rollout=... does not quantize what sees"

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from verl_qerl import __version__
 from verl_qerl.checkpoints.dense_source import dense_source, left_dense
 from verl_qerl.checkpoints.digest import model_digest
-from verl_qerl.checkpoints.model_config import SENSES
+from verl_qerl.checkpoints.model_config import senses
 from verl_qerl.checkpoints.record import write_json
 from verl_qerl.checkpoints.source import Source, open_source
 from verl_qerl.checkpoints.stream import check_held, packed_names, packed_stream
@@ -142,7 +142,7 @@ def _open(
 
 def _check_kind(source: Source) -> None:
     """Refuse what no run takes: a model that sees or hears, and one without a head, which would be drawn at random."""
-    parts = [name for name in SENSES if source.config.get(name)]
+    parts = senses(source.config)
     if parts:
         raise CheckpointFormatError(
             f"no model of text alone: {source.path} has {parts[0]} in its config.json, and a run with +rollout=..."

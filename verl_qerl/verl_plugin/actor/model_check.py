@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_qerl.checkpoints.model_config import SENSES, is_hub_id, read_config
+from verl_qerl.checkpoints.model_config import is_hub_id, read_config, senses
 from verl_qerl.checkpoints.quantization_config import described
 from verl_qerl.options.rules import LORA_RANK, MODEL
 from verl_qerl.verl_plugin.actor.liger import check_liger
@@ -26,10 +26,13 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
             override_config has options of its position embedding, or `check_liger` refuses; or the critic's path is
             quantized; or a path of a run on this machine does not exist, or that of a model has no config.json.
     """
-    for model in (MODEL, "critic.model") if use_critic else (MODEL,):
-        _check_exists(config, f"{model}.path", "model", "A directory in Hugging Face layout or a hub id")
-    _check_exists(config, f"{MODEL}.lora_adapter_path", "adapter", "A PEFT directory or a hub id")
-    _check_exists(config, "reward.custom_reward_function.path", "file", "A Python file")
+    if paths_are_here(config):
+        for model in (MODEL, "critic.model") if use_critic else (MODEL,):
+            path = _existing(config, f"{model}.path", "model", "A directory in Hugging Face layout or a hub id")
+            if Path(path).is_dir():
+                read_config(path)
+        _existing(config, f"{MODEL}.lora_adapter_path", "adapter", "A PEFT directory or a hub id")
+        _existing(config, "reward.custom_reward_function.path", "file", "A Python file")
     if OmegaConf.select(config, "qerl.base.format") is not None:
         path = str(OmegaConf.select(config, f"{MODEL}.path"))
         found = _config_of(path)
@@ -46,15 +49,12 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
         )
 
 
-def _check_exists(config: DictConfig, name: str, what: str, accepted: str) -> None:
+def _existing(config: DictConfig, name: str, what: str, accepted: str) -> str:
     path = str(OmegaConf.select(config, name))
-    if not paths_are_here(config):
-        return  # the models are where the workers are
-    if what == "model" and Path(path).is_dir():
-        read_config(path)
     if "/" in path and "://" not in path and not is_hub_id(path) and not Path(path).exists():
         tilde = " verl does not expand `~`: $HOME does." if path.startswith("~") else ""
         raise ValueError(f"no such {what}: {name}={path}.{tilde} {accepted} is accepted. Check the path.")
+    return path
 
 
 def _config_of(path: str) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def _config_of(path: str) -> dict[str, Any]:
 
 
 def _check_text(path: str, found: dict[str, Any]) -> None:
-    parts = [name for name in SENSES if found.get(name)]
+    parts = senses(found)
     if parts:
         raise ValueError(
             f"model.path={path} is a {(found.get('architectures') or ['model'])[0]} with {parts[0]}, which +rollout=..."
