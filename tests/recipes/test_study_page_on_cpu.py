@@ -64,6 +64,22 @@ def test_stock_lora_on_the_weights_of_nvfp4_learns_no_better(arms, figures):
     assert beside.mean < 0
 
 
+def test_fp8_earns_the_reward_of_bf16_and_ends_between(arms, figures):
+    assert sorted(arms["fp8_lora"]) == [1, 2]  # "two runs", "a third seed"
+    late, pass1 = figures["late"], figures["pass1"]
+    for other in (LORA, "int8_lora"):
+        beside = late.difference(f"fp8_lora - {other}")
+        assert beside.low < 0 < beside.high
+        assert abs(beside.mean) < 0.01
+    assert late.difference("fp8_lora - nvfp4").low > 0
+    assert pass1.mean["nvfp4"] < pass1.least["fp8_lora"] <= pass1.most["fp8_lora"] < pass1.mean[LORA]
+    step = figures["step_of_seed"]
+    nvfp4 = [step[f"nvfp4/{seed}"] for seed in (1, 2, 3)]
+    assert nvfp4[0] == min(nvfp4)  # "10.9 to 11.2 s"
+    assert nvfp4[2] == max(nvfp4)
+    assert np.mean([step["fp8_lora/1"], step["fp8_lora/2"]]) / np.mean(nvfp4) == pytest.approx(1.04, abs=0.005)
+
+
 def test_nvfp4_is_behind_after_step_10(figures):
     assert figures["early"].difference("nvfp4 - int8_lora").low > 0
     assert figures["early"].difference(f"{LORA} - int8_lora").low > 0
