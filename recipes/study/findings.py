@@ -100,9 +100,8 @@ def _size(found: Difference) -> str:
     return f"{found.mean:.3f} ({found.low:.3f} to {found.high:{'+' if found.low < 0 else ''}.3f})"
 
 
-def figures_of(folder: Path) -> dict[str, Any]:
-    """Name -> figure, of the result files in `folder`."""
-    runs = results.merged([folder])
+def figures_of(runs: Runs, folder: Path) -> dict[str, Any]:
+    """Name -> figure, of the runs that `results.merged` takes from `folder`."""
     arms = by_arm(runs, "gsm8k", 20)
     measures = {name: Measure(arms, name) for name in MEASURES}
     figures: dict[str, Any] = measures | _of_runs(runs, arms, measures) | _of_boxes(runs, arms) | _of_kl(arms)

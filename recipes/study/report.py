@@ -184,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise ValueError(
             f"no such folder: --results={args.results}. One with files of run.py is accepted. Check the path."
         )
-    runs = {name: run | {"name": name} for name, run in results.merged([args.results]).items()}
+    runs = results.merged([args.results])
     before, begin, rest = args.page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
@@ -194,7 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
     text = "\n".join(["", *section(runs, args.results, args.least)])
     args.page.write_text(before + begin + text + end + after, encoding="utf-8")
     if args.results == parser.get_default("results"):  # the texts are about these
-        figures = figures_of(args.results)
+        figures = figures_of(runs, args.results)
         for page in PAGES:
             page.write_text(filled(page.read_text(encoding="utf-8"), figures), encoding="utf-8")
     print(f"{len(runs)} runs: {args.page}")

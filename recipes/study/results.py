@@ -26,7 +26,7 @@ def merged(folders: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """All runs by name; of one that comes several times, what is done, or has the most steps.
 
     Returns:
-        Name -> run, with its `session`.
+        Name -> run, with its `name` and `session`.
 
     Raises:
         ValueError: See `every`, or runs differ, see `check_same_options`.
@@ -40,7 +40,7 @@ def every(folders: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
     """All runs by name, each as often as it was made, in the order of the files.
 
     Returns:
-        Name -> runs, each with its `session`.
+        Name -> runs, each with its `name` and `session`.
 
     Raises:
         ValueError: A file is no result of the study.
@@ -56,7 +56,7 @@ def every(folders: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
         for name, run in content["runs"].items():
             if lacking := sorted(KEYS - run.keys()):
                 raise ValueError(f"no result of the study: {name} in {path} has no {', '.join(lacking)}. {REMEDY}")
-            run["session"] = content["session"] | {"file": path.name}
+            run |= {"name": name, "session": content["session"] | {"file": path.name}}
             made.setdefault(name, []).append(run)
     return made
 

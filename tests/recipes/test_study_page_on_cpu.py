@@ -15,13 +15,18 @@ def findings(study):
 
 
 @pytest.fixture(scope="module")
-def arms(study, findings):
-    return study("measures").by_arm(study("results").merged([findings.HERE / "results"]), "gsm8k", 20)
+def runs(study, findings):
+    return study("results").merged([findings.HERE / "results"])
 
 
 @pytest.fixture(scope="module")
-def figures(findings):
-    return findings.figures_of(findings.HERE / "results")
+def arms(study, runs):
+    return study("measures").by_arm(runs, "gsm8k", 20)
+
+
+@pytest.fixture(scope="module")
+def figures(findings, runs):
+    return findings.figures_of(runs, findings.HERE / "results")
 
 
 def test_the_figures_of_both_pages_are_those_of_the_files(findings, figures):
@@ -31,13 +36,11 @@ def test_the_figures_of_both_pages_are_those_of_the_files(findings, figures):
         assert "from pages/" in text
 
 
-def test_the_tables_are_those_of_the_files(report, study, tmp_path):
-    folder = study("report").HERE
-    runs = study("results").merged([folder / "results"])
+def test_the_tables_are_those_of_the_files(report, runs, tmp_path):
     pictures = tmp_path / "results"
     pictures.mkdir()  # not beside the files
-    text = report.section({name: run | {"name": name} for name, run in runs.items()}, pictures, 20)
-    assert "\n".join(text) in (folder / "README.md").read_text()
+    text = report.section(runs, pictures, 20)
+    assert "\n".join(text) in (report.HERE / "README.md").read_text()
 
 
 def test_nvfp4_ends_lower_and_int8_does_not(figures):
