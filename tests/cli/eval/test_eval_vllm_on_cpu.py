@@ -13,7 +13,7 @@ from qerl_testing import answer_of
 from safetensors.torch import load_file, save_file
 
 from verl_qerl.cli.eval.records import read_lines, read_settings
-from verl_qerl.cli.export.command import Options, export_checkpoint
+from verl_qerl.cli.export.command import export_checkpoint
 
 SCRIPT = Path(__file__).with_name("evaluate_all.py")
 QUESTIONS = [{"question": f"What is {n} + 3?", "answer": f"#### {n + 3}"} for n in range(3)]
@@ -26,7 +26,7 @@ def done(trained, models, quick_starts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval")
     (folder / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
     checkpoint = trained("ours-nvfp4-lora").actor
-    export_checkpoint(checkpoint, folder / "peft", "peft", None, Options(device="cpu"))
+    export_checkpoint(checkpoint, folder / "peft", "peft", device="cpu")
     zero = folder / "zero"
     zero.mkdir()
     (zero / "adapter_config.json").write_text((folder / "peft" / "adapter_config.json").read_text())

@@ -14,7 +14,7 @@ from verl_qerl.checkpoints.record import read_record
 from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli import main
-from verl_qerl.cli.export.command import Options, export_checkpoint
+from verl_qerl.cli.export.command import export_checkpoint
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import INT8, PackedWeight
 from verl_qerl.formats.reference import dequantize
@@ -48,7 +48,7 @@ def test_the_record_names_the_format(trained, case):
 @each_case
 def test_the_adapter_in_peft_is_the_trainers_model_to_the_bit(trained, models, tmp_path, case):
     found = trained(case)
-    export_checkpoint(found.actor, tmp_path / "peft", "peft", None, Options(device="cpu"))
+    export_checkpoint(found.actor, tmp_path / "peft", "peft", device="cpu")
     model = PeftModel.from_pretrained(base_model(found, models), tmp_path / "peft")
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -61,7 +61,7 @@ def test_the_adapter_in_peft_is_the_trainers_model_to_the_bit(trained, models, t
 @each_case
 def test_the_merged_model_is_base_and_adapter(trained, models, tmp_path, case):
     found = trained(case)
-    report = export_checkpoint(found.actor, tmp_path / "out", "merged-bf16", None, Options(device="cpu"))
+    report = export_checkpoint(found.actor, tmp_path / "out", "merged-bf16", device="cpu")
     assert report["base_digest_checked"]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in config

@@ -15,7 +15,7 @@ from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli import main
-from verl_qerl.cli.export.command import Options, export_checkpoint
+from verl_qerl.cli.export.command import export_checkpoint
 from verl_qerl.cli.export.fsdp_checkpoint import open_checkpoint
 from verl_qerl.errors import CheckpointFormatError
 
@@ -123,7 +123,7 @@ def test_the_base_has_them_and_the_adapter_is_beside_it(trained, tmp_path, capsy
 @pytest.mark.parametrize("form", ["merged-nvfp4", "modelopt"])
 def test_quantized_forms_have_them(trained, tmp_path, form):
     found = trained(CASES[0])
-    export_checkpoint(found.actor, tmp_path / "out", form, options=Options(device="cpu"))
+    export_checkpoint(found.actor, tmp_path / "out", form, device="cpu")
     base, exported = weights(found.base), weights(tmp_path / "out")
     for name, shift in shifts(found).items():
         assert torch.equal(exported[f"{name}.weight"], (base[f"{name}.weight"].float() + shift).bfloat16())

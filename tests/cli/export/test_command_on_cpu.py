@@ -16,7 +16,7 @@ from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.source import open_source, read_specs
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli import main, model_dir
-from verl_qerl.cli.export.command import FORMS, Options, export_checkpoint
+from verl_qerl.cli.export.command import FORMS, export_checkpoint
 from verl_qerl.cli.quantize.command import quantize_checkpoint
 from verl_qerl.formats import NVFP4, PackedWeight
 from verl_qerl.formats.reference import dequantize, relative_error
@@ -40,7 +40,7 @@ def exported(trained, tmp_path_factory):
         if (case, form) not in made:
             out = tmp_path_factory.mktemp("exports") / f"{case}-{form}"
             base = str(trained(case).base) if case.startswith("stock") else None
-            export_checkpoint(trained(case).run / "global_step_4", out, form, base, Options(device="cpu"))
+            export_checkpoint(trained(case).run / "global_step_4", out, form, base, device="cpu")
             made[case, form] = out
         return made[case, form]
 
@@ -209,13 +209,13 @@ def stream_of(path):
 def test_room_is_asked_for_all_tensors_that_are_written(trained, tmp_path, monkeypatch, form):
     wanted, out = [], tmp_path / "out"
     monkeypatch.setattr(model_dir, "check_free_space", lambda folder, size: wanted.append(size))
-    export_checkpoint(trained(CASE).actor, out, form, None, Options(device="cpu"))
+    export_checkpoint(trained(CASE).actor, out, form, device="cpu")
     assert wanted == [sum(model_dir.total_bytes(read_specs(file)) for file in out.rglob("*.safetensors"))]
 
 
 @pytest.mark.parametrize("case", [CASE, "ours-bf16-full", EXPERTS])
 def test_the_bar_ends_where_it_says(trained, tmp_path, capsys, case):
-    export_checkpoint(trained(case).actor, tmp_path / "out", "peft", None, Options(device="cpu"))
+    export_checkpoint(trained(case).actor, tmp_path / "out", "peft", device="cpu")
     assert re.search(r"export: 100%\|.*\| (\S+)/\1 \[", capsys.readouterr().err.rpartition("\r")[2])
 
 

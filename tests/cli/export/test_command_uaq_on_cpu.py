@@ -16,7 +16,7 @@ from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.checkpoints.source import INDEX, open_source
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli import main
-from verl_qerl.cli.export.command import Options, export_checkpoint
+from verl_qerl.cli.export.command import export_checkpoint
 from verl_qerl.cli.quantize.command import quantize_checkpoint
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import PackedWeight
@@ -36,7 +36,7 @@ def distance(a, b):
 
 
 def exported(trained, case, form, out):
-    export_checkpoint(trained(case).run / "global_step_4", out, form, options=Options(device="cpu"))
+    export_checkpoint(trained(case).run / "global_step_4", out, form, device="cpu")
     return out
 
 
@@ -67,7 +67,7 @@ def test_a_run_of_all_weights_without_uaq_is_merged_with_a_base_that_is_given(tr
     (actor / RECORD).unlink()
     with pytest.raises(ValueError, match=r"^the base is not found: \S+ names none\. .* Give it with --base"):
         export_checkpoint(actor, tmp_path / "out", "merged-bf16")
-    report = export_checkpoint(actor, tmp_path / "out", "merged-bf16", str(found.base), Options(device="cpu"))
+    report = export_checkpoint(actor, tmp_path / "out", "merged-bf16", str(found.base), device="cpu")
     assert (report["uaq_scale"], report["r"], len(report["layers"])) == (None, 0, 14)
     merged = dict(open_source(tmp_path / "out").tensors())
     assert merged.keys() == found.found["adapter"].keys()
@@ -83,7 +83,7 @@ def test_a_base_may_hold_what_models_compute_anew(trained, tmp_path):
     index = json.loads((base / INDEX).read_text())
     index["weight_map"][name] = "more.safetensors"
     (base / INDEX).write_text(json.dumps(index))
-    export_checkpoint(found.actor, tmp_path / "out", "merged-bf16", str(base), Options(device="cpu"))
+    export_checkpoint(found.actor, tmp_path / "out", "merged-bf16", str(base), device="cpu")
     merged = dict(open_source(tmp_path / "out").tensors())
     assert merged.keys() == found.found["adapter"].keys() | {name}
     assert distance(log_probs(tmp_path / "out"), found.found["log_probs"]) < 2e-2

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 import torch
 from qerl_testing import answer_of
 
-from verl_qerl.cli.export.command import Options, export_checkpoint
+from verl_qerl.cli.export.command import export_checkpoint
 
 SCRIPT = Path(__file__).parents[1] / "ask_vllm.py"
 FORMS = ("peft", "merged-bf16", "merged-nvfp4", "modelopt")
@@ -27,10 +27,10 @@ def answers(trained, models, tmp_path_factory):
     """name -> (quantization method that vLLM took, log-probs [63])."""
     out = tmp_path_factory.mktemp("exports")
     for form in FORMS:
-        export_checkpoint(trained(CASE).actor, out / form, form, None, Options(device="cpu"))
+        export_checkpoint(trained(CASE).actor, out / form, form, device="cpu")
     stock = trained("stock-bf16-full")
-    export_checkpoint(stock.actor, out / "stock", "peft", str(stock.base), Options(device="cpu"))
-    export_checkpoint(trained(NORMS).actor, out / "served", "base-and-adapter", None, Options(device="cpu"))
+    export_checkpoint(stock.actor, out / "stock", "peft", str(stock.base), device="cpu")
+    export_checkpoint(trained(NORMS).actor, out / "served", "base-and-adapter", device="cpu")
     cases = [
         case("adapter on NVFP4", models / "nvfp4", lora=out / "peft", options=OURS),
         case("adapter on bf16", models / "bf16", lora=out / "stock"),

@@ -6,7 +6,6 @@ The weights pass as a stream; what re-quantization costs is measured on the way.
 import argparse
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -32,30 +31,24 @@ from verl_qerl.formats.reference import relative_error
 from verl_qerl.formats.tensor_spec import TensorSpec
 
 
-@dataclass(frozen=True)
-class Options:
-    """How to export.
-
-    Attributes:
-        scale: Scale choice of a quantized export; None for the base's own, or the default where that is not known.
-    """
-
-    scale: str | None = None
-    device: str = "auto"
-    max_shard_bytes: int = 5 * 10**9
-
-
 def run(args: argparse.Namespace) -> int:
     """Export, then print what it cost."""
-    options = Options(args.scale, args.device, args.max_shard_size)
-    report = export_checkpoint(args.checkpoint, args.out, args.to, args.base, options)
+    how = {"scale": args.scale, "device": args.device, "max_shard_bytes": args.max_shard_size}
+    report = export_checkpoint(args.checkpoint, args.out, args.to, args.base, **how)
     print(summary(report))
     print(f"wrote {args.out}")
     return 0
 
 
 def export_checkpoint(
-    checkpoint: Path, out: Path, form: str, base: str | None = None, options: Options | None = None
+    checkpoint: Path,
+    out: Path,
+    form: str,
+    base: str | None = None,
+    *,
+    scale: str | None = None,
+    device: str = "auto",
+    max_shard_bytes: int = 5 * 10**9,
 ) -> dict[str, Any]:
     """Export `checkpoint` into the new directory `out`, which appears when everything is written.
 
@@ -63,6 +56,7 @@ def export_checkpoint(
         checkpoint: See `fsdp_checkpoint.open_checkpoint`.
         out: Absent or empty; on an error nothing is left.
         base: Directory or hub id, in place of the base that the checkpoint names; the bits must be the same.
+        scale: Scale choice of a quantized export; None for the base's own, or the default where that is not known.
 
     Returns:
         What is also written to `export_report.json`.
@@ -74,16 +68,15 @@ def export_checkpoint(
     """
     if form not in FORMS:
         raise ValueError(f"unknown form of export: to={form!r}. Accepted are {', '.join(FORMS)}. Choose one of them.")
-    options = options or Options()
     trained = open_checkpoint(checkpoint)
     found = open_base(base, trained)
     adapter = read_adapter(trained, found.shapes)
     check_trained(form, trained, adapter)
     check_base(form, found)
-    device, total = model_dir.pick_device(options.device), model_dir.total_bytes(found.specs)
+    where, total = model_dir.pick_device(device), model_dir.total_bytes(found.specs)
     started = time.perf_counter()
     with new_directory(out) as folder, tqdm(total=total, unit="B", unit_scale=True, desc="export") as bar:
-        export = _Export(folder, form, Merge(found, adapter, trained, device, bar.update), options)
+        export = _Export(folder, form, Merge(found, adapter, trained, where, bar.update), scale, max_shard_bytes)
         layers = export.write(out)
         report = export.report(layers) | {"seconds": round(time.perf_counter() - started, 3)}
         write_json(folder / model_dir.EXPORT_REPORT, report)
@@ -93,10 +86,10 @@ def export_checkpoint(
 class _Export:
     """One export into `folder`."""
 
-    def __init__(self, folder: Path, form: str, merge: Merge, options: Options) -> None:
-        self.folder, self.form, self.merge, self.options = folder, form, merge, options
+    def __init__(self, folder: Path, form: str, merge: Merge, scale: str | None, max_shard_bytes: int) -> None:
+        self.folder, self.form, self.merge, self.max_shard_bytes = folder, form, merge, max_shard_bytes
         self.base, self.adapter, self.checkpoint = merge.base, merge.adapter, merge.checkpoint
-        self.format = get_format("nvfp4", options.scale or (self.base.scale if form in LAYOUTS else None))
+        self.format = get_format("nvfp4", scale or (self.base.scale if form in LAYOUTS else None))
 
     def write(self, out: Path) -> dict[str, dict[str, Any]]:
         """Write everything but the report, for the final place `out`; what is to be said of each layer."""
@@ -165,7 +158,7 @@ class _Export:
         """Weights, configuration and tokenizer; the digests of packed weights."""
         beside = self.adapter.size_bytes if self.form == WITH_BASE else 0
         model_dir.check_free_space(self.folder, model_dir.total_bytes(specs) + beside)
-        with ShardedWriter(self.folder, specs, self.options.max_shard_bytes) as writer:
+        with ShardedWriter(self.folder, specs, self.max_shard_bytes) as writer:
             digests = model_dir.store(writer, items, layout)
         model_dir.copy_other_files(self.base.source.path, self.folder)
         dtype = "torch_dtype" if "torch_dtype" in config else "dtype"  # transformers 4 and 5
