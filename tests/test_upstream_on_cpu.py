@@ -9,13 +9,13 @@ import pytest
 from verl_qerl.errors import UpstreamDriftError
 from verl_qerl.upstream import (
     HostChange,
+    Register,
     Shim,
     differing,
     fingerprint,
     fingerprint_in,
     goes_on_untested,
     install,
-    overrides,
     reset_method,
     set_data,
     set_method,
@@ -210,10 +210,11 @@ def test_untested_versions_are_a_warning_where_that_is_asked_for(upstream, monke
 
 
 def test_the_warning_comes_once_and_lists_what_differs(upstream, monkeypatch, caplog):
-    changes = overrides(
-        ("1.2",), "toyhost.model:Model", "Why.", {"run": fingerprint(upstream.Model.run), "build": "0" * 12}
-    )
-    changes += (record("toyhost.model:scale", "0" * 12), record("otherhost.model:scale", "0" * 12))
+    changes = Register("1.2")
+    changes.add_overrides("toyhost.model:Model", "Why.", {"run": fingerprint(upstream.Model.run), "build": "0" * 12})
+    scale = changes.add("override", "toyhost.model:scale", "Because.", "0" * 12)
+    assert changes[-1] == scale == record("toyhost.model:scale")
+    changes.append(record("otherhost.model:scale"))
     problem = "toyhost is 9.9. Install 1.2."
     assert not goes_on_untested(problem, "toyhost", changes)
     monkeypatch.setenv("VERL_QERL_UNTESTED_VERSIONS", "0")

@@ -5,26 +5,14 @@ One fingerprint where both are the same. With another vLLM those that differ are
 """
 
 from functools import partial
-from typing import Any
 
-from verl_qerl import upstream
-from verl_qerl.upstream import HostChange
+from verl_qerl.upstream import Register
 
-_VERSIONS = ("0.24.0", "0.27.0")
-CHANGES: list[HostChange] = []
-
-
-def _record(kind: Any, target: str, why: str, sources: str, patch: str = "") -> HostChange:
-    CHANGES.append(HostChange(_VERSIONS, kind, target, why, sources, patch))
-    return CHANGES[-1]
-
-
-def _overrides(owner: str, why: str, methods: dict[str, str]) -> None:
-    CHANGES.extend(upstream.overrides(_VERSIONS, owner, why, methods))
-
-
-_class, _method, _data = partial(_record, "class"), partial(_record, "method"), partial(_record, "data")
-_copy, _override = partial(_record, "copy"), partial(_record, "override")
+CHANGES = Register("0.24.0", "0.27.0")
+_class, _method, _data, _copy, _override = (
+    partial(CHANGES.add, kind) for kind in ("class", "method", "data", "copy", "override")
+)
+_overrides = CHANGES.add_overrides
 
 # Classes of objects that are exchanged once a model is loaded.
 RMS_NORM = _class(
