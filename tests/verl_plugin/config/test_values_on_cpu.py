@@ -33,7 +33,7 @@ COUNT, SHARE, TEXT = r"a whole number above 0\.", r"a number above 0, up to 1\."
         (f"{ACTOR}.use_kl_loss=no", r"true, false\."),
         ("trainer.val_before_train='false'", "true, false" + TEXT),
         (f"{ACTOR}.checkpoint.save_contents=[modle]", "a list of model, optimizer, extra, hf_model"),
-        (f"{ACTOR}.checkpoint.save_contents=model", "a list of model, optimizer, extra, hf_model"),
+        (f"{ACTOR}.checkpoint.save_contents=modle", "a list of model, optimizer, extra, hf_model"),
     ],
 )
 def test_a_value_of_no_use_gives_its_sentence(override, accepted):
@@ -50,8 +50,8 @@ def test_values_that_verl_takes_stay():
             "trainer.logger=console",
             "trainer.save_freq=${trainer.test_freq}",
             "trainer.val_before_train=${oc.decode:'false'}",
-            f"{ACTOR}.checkpoint.save_contents=[]",
-            f"{ACTOR}.checkpoint.load_contents=[model]",
+            f"{ACTOR}.checkpoint.save_contents=model",
+            f"{ACTOR}.checkpoint.load_contents=[]",
             "algorithm.rollout_correction.rollout_is_threshold=0.5_2.0",
             f"{ROLLOUT}.n=${{data.n}}",
             "+data.n=4",

@@ -25,16 +25,16 @@ _COUNT = Accepts("a whole number above 0", lambda value: type(value) is int and 
 _SHARE = Accepts("a number above 0, up to 1", lambda value: is_number(value) and 0 < value <= 1)
 
 
-def _words(*known: str, alone: bool = False) -> Accepts:
+def _words(*known: str) -> Accepts:
     def test(value: Any) -> bool:
-        words = [value] if alone and isinstance(value, str) else value
+        words = [value] if isinstance(value, str) else value  # verl takes one word alone too
         return isinstance(words, list) and all(word in known for word in words)
 
     return Accepts(f"a list of {', '.join(known)}", test)
 
 
 _CONTENTS = _words("model", "optimizer", "extra", "hf_model")
-_LOGGERS = _words(*Tracking.supported_backend, "tracking", alone=True)
+_LOGGERS = _words(*Tracking.supported_backend, "tracking")
 _COUNTS = (
     *(f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "max_response_length")),
     *(f"trainer.{name}" for name in ("n_gpus_per_node", "nnodes", "total_training_steps")),
