@@ -55,6 +55,14 @@ def test_wrong_arguments_are_answered_before_anything_slow(tmp_path, arguments, 
     assert result.stdout.endswith("imported []\n")
 
 
+def test_home_behind_an_equals_sign_is_found(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "out" / "something").mkdir(parents=True)
+    with pytest.raises(SystemExit):
+        cli.main(["quantize", "--model=m", "--out=~/out"])
+    assert f"the output already exists: out={tmp_path}/out with something." in capsys.readouterr().err
+
+
 def test_choices_are_those_of_the_modules_that_import_torch():
     from verl_qerl.formats import FORMATS
     from verl_qerl.formats.nvfp4 import SCALE_CHOICES

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import os
+import re
 import select
 import signal
 import sys
@@ -69,6 +70,8 @@ def run_guarded(parser: argparse.ArgumentParser, run: Callable[[], int]) -> int:
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """The arguments of the command that is named, whose module alone is imported; of all where none is."""
     subparsers = parser.add_subparsers(required=True, metavar="command")
+    home = os.path.expanduser("~")
+    argv = [re.sub("^(--[a-z-]+=)~(?=/|$)", lambda found: found[1] + home, one) for one in argv]  # a shell leaves it
     named = argv[0] if argv else None
     for name in (named,) if named in _COMMANDS else _COMMANDS:
         importlib.import_module(f"verl_qerl.cli.{_COMMANDS[name]}").add_parser(subparsers)
