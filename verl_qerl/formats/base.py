@@ -136,9 +136,10 @@ class WeightFormat(ABC):
     def check_in_features(self, name: str, in_features: int) -> None:
         """Refuse with a ValueError in_features that the blocks do not divide."""
         if in_features % self.block_size:
+            _, _, kind = name.rpartition(".")
             raise ValueError(
                 f"in_features={in_features} of {name!r} is not a multiple of {self.block_size}."
-                f" {self.kind} cannot hold this weight. Add {name!r} to `ignore`."
+                f" {self.kind} cannot hold this weight. Add 're:.*{kind}$' to `ignore`, for all layers."
             )
 
     def _check_weight(self, name: str, weight: torch.Tensor) -> None:
