@@ -8,6 +8,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 pytest.importorskip("verl")
 
+from verl.utils.fs import copy_to_local
+
 MODEL = "actor_rollout_ref.model"
 PACKED = ("+rollout=nvfp4", f"{MODEL}.lora_rank=8")
 TEXT = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
@@ -64,6 +66,18 @@ def test_a_path_that_does_not_exist_is_refused(validate, monkeypatch, options, p
         validate(f"{name}='{path}'")
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     validate(*options, named)
+
+
+def test_a_slash_at_the_end_is_refused(validate, written, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    path = f"{written(TEXT)}/"
+    with pytest.raises(AssertionError, match="last char"):
+        copy_to_local(path)
+    for name in ("path", "lora_adapter_path"):
+        with pytest.raises(
+            ValueError, match=rf"^verl takes no path with a slash at its end: {MODEL}\.{name}={path}\. "
+        ):
+            validate(*PACKED, f"{MODEL}.{name}={path}")
 
 
 def test_a_folder_that_is_no_model_is_refused(validate, tmp_path, monkeypatch):

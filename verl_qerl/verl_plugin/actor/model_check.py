@@ -24,7 +24,8 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
     Raises:
         ValueError: With `+rollout=...`, model.path is no text model or quantized beside choices of how to quantize it,
             override_config has options of its position embedding, or `check_liger` refuses; or the critic's path is
-            quantized; or a path of a run on this machine does not exist, or that of a model has no config.json.
+            quantized; or a path of a run on this machine does not exist, ends in a slash, or is of a model without
+            config.json.
     """
     if paths_are_here(config):
         for model in (MODEL, "critic.model") if use_critic else (MODEL,):
@@ -54,6 +55,10 @@ def _existing(config: DictConfig, name: str, what: str, accepted: str) -> str:
     if "/" in path and "://" not in path and not is_hub_id(path) and not Path(path).exists():
         tilde = " verl does not expand `~`: $HOME does." if path.startswith("~") else ""
         raise ValueError(f"no such {what}: {name}={path}.{tilde} {accepted} is accepted. Check the path.")
+    if path.endswith("/"):
+        raise ValueError(
+            f"verl takes no path with a slash at its end: {name}={path}. {path.rstrip('/')} is accepted. Set it."
+        )
     return path
 
 
