@@ -148,3 +148,17 @@ def test_skipped_stages_are_told(monkeypatch, caplog, total_steps, steps, told):
     with caplog.at_level(logging.WARNING, logger=noise.__name__):
         made.on_init_end()
     assert (SKIPPED in caplog.messages) == told
+
+
+@pytest.mark.parametrize(("total_steps", "steps", "told"), [(600, 200, True), (600, 201, False), (None, 3, False)])
+def test_a_run_that_ends_in_the_stage_without_noise_is_told(monkeypatch, caplog, total_steps, steps, told):
+    made, _ = with_answers(monkeypatch, [(3, 7)])
+    made.run.aqn = AQNConfig(enabled=True, num_stages=3, total_steps=total_steps)
+    made.total_training_steps = steps
+    with caplog.at_level(logging.WARNING, logger=noise.__name__):
+        made.on_init_end()
+    assert (made.run.sigma(steps) == 0) == told
+    assert (
+        any(one.startswith("no step of this run has noise: it ends after 200 steps,") for one in caplog.messages)
+        == told
+    )

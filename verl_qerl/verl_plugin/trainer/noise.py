@@ -10,7 +10,7 @@ import logging
 import ray
 from verl.utils.debug import marked_timer
 
-from verl_qerl.algos.aqn import sigma_at_step
+from verl_qerl.algos.aqn import sigma_at_step, stage_of
 from verl_qerl.verl_plugin.trainer.feature import Feature, Run
 
 logger = logging.getLogger(__name__)
@@ -43,13 +43,19 @@ class Noise(Feature):
         switch_noise(self._run, self._run.sigma(self._run.step + 1), self._run.step + 1)
 
     def _warn_of_skipped_stages(self) -> None:
-        aqn = self._run.aqn
-        total = aqn.total_steps or self._run.total_steps
+        aqn, run_steps = self._run.aqn, self._run.total_steps
+        total = aqn.total_steps or run_steps
         if 0 < total < aqn.num_stages:  # none: a run that only validates may have fewer questions than a batch
             logger.warning(
                 "aqn.num_stages=%d exceeds the %d steps that the stages are spread over: some are skipped, the last of"
                 " them too, and sigma ends at %g instead of sigma_end=%g.",
                 *(aqn.num_stages, total, sigma_at_step(aqn, total, total), aqn.sigma_end),
+            )
+        elif run_steps > 0 and stage_of(aqn, run_steps, run_steps) == 0:
+            logger.warning(
+                "no step of this run has noise: it ends after %d steps, within the first of aqn.num_stages=%d stages,"
+                " which are spread over aqn.total_steps=%d. Leave out aqn.total_steps to spread them over this run.",
+                *(run_steps, aqn.num_stages, total),
             )
 
 
