@@ -225,8 +225,13 @@ def _damage(model: Path, kind: str) -> None:
         (model / "config.json").write_text(untied)
     else:
         tensors = load_file(shard)
-        name = next(name for name in tensors if ".layers." in name and tensors[name].ndim == 2)
-        if kind == "NaN":
+        dims = 1 if kind == "infinite norm" else 2
+        name = next(
+            name for name in tensors if ".layers." in name and tensors[name].ndim == dims and "bias" not in name
+        )
+        if kind == "infinite norm":
+            tensors[name][5] = torch.inf
+        elif kind == "NaN":
             tensors[name][3, 5] = torch.nan
         else:
             tensors[name] = tensors[name][:, :-4].contiguous()
@@ -240,6 +245,7 @@ def _damage(model: Path, kind: str) -> None:
         ("cut shard", "a shard cannot be read"),
         ("already quantized", "quantized already"),
         ("NaN", "1 NaN or infinite values"),
+        ("infinite norm", "norm.weight' holds NaN or infinite values"),
         ("in_features", "is not a multiple of 16"),
         ("no head", "the head is missing"),
         ("sees", "no model of text alone"),
