@@ -248,12 +248,16 @@ def _null(name: str) -> Need:
     return Need(name, _is(), "null")
 
 
+def _only(name: str, *values: Any) -> Need:
+    return Need(name, _is(*values), " or ".join(map(str, values)))
+
+
 def _rules(when: When, *rows: tuple[Need, str, str]) -> tuple[Rule, ...]:
     return tuple(Rule(when, *row) for row in rows)
 
 
-_IS_VLLM = Need(f"{ROLLOUT}.name", _is("vllm"), "vllm")
-_MODES = Need("trainer.v1.trainer_mode", _is(*SYNC_MODES), " or ".join(SYNC_MODES))
+_IS_VLLM = _only(f"{ROLLOUT}.name", "vllm")
+_MODES = _only("trainer.v1.trainer_mode", *SYNC_MODES)
 _LOG_PROBS = Need(f"{ROLLOUT}.calculate_log_probs", _on, "True")
 _ONE_ENGINE = _no(f"{ROLLOUT}.disaggregation.enabled")
 _NO_MODEL = Need(f"{ACTOR}.checkpoint.save_contents", lambda v: "hf_model" not in str(v), "a list without hf_model")
@@ -262,9 +266,9 @@ _NO_MODEL = Need(f"{ACTOR}.checkpoint.save_contents", lambda v: "hf_model" not i
 COMPARED = (_LOG_PROBS,)
 # With others the rollout's log-probs are of what is left of the distribution, scaled up to 1: sound models differ by
 # what was cut, which the gate would take for an error.
-WHOLE = (Need(f"{ROLLOUT}.top_p", _is(1.0), "1.0"), Need(f"{ROLLOUT}.top_k", _is(-1, 0), "-1 or 0"))
+WHOLE = (_only(f"{ROLLOUT}.top_p", 1.0), _only(f"{ROLLOUT}.top_k", -1, 0))
 # The rollout engine scores given tokens at temperature 1 and over the whole vocabulary.
-SCORED = (_IS_VLLM, Need(f"{ROLLOUT}.temperature", _is(1.0), "1.0"), *WHOLE, _MODES)
+SCORED = (_IS_VLLM, _only(f"{ROLLOUT}.temperature", 1.0), *WHOLE, _MODES)
 
 _LEAVE = "Leave the option out."
 _ONE = "Leave one of the two out."
@@ -322,9 +326,9 @@ RULES: tuple[Rule, ...] = (
     *_rules(
         QUANTIZED,
         (_IS_VLLM, "", f"Set {ROLLOUT}.name=vllm."),
-        (Need("model_engine", _is("dp"), "dp"), "verl's FSDP2 engine trains the actor", "Use ppo_trainer without it."),
+        (_only("model_engine", "dp"), "verl's FSDP2 engine trains the actor", "Use ppo_trainer without it."),
         (Need(LORA_RANK, lambda v: v is None or _is_whole(v), "a whole number"), "", "Set it; 0 trains all weights."),
-        (Need(f"{ACTOR}.strategy", _is("fsdp2"), "fsdp2"), "", f"Set {ACTOR}.strategy=fsdp2."),
+        (_only(f"{ACTOR}.strategy", "fsdp2"), "", f"Set {ACTOR}.strategy=fsdp2."),
         (Need(f"{FSDP}._target_", _is(OUR_ENGINE), "ours"), "verl's engine knows no packed base", _LEAVE),
         (_no(f"{FSDP}.qat.enable"), "both quantize the rollout's weights", _ONE),
         (_no(f"{MODEL}.lora.merge"), "an adapter cannot be merged into quantized weights", _LEAVE),
@@ -336,8 +340,8 @@ RULES: tuple[Rule, ...] = (
         (_null(f"{ROLLOUT}.quantization"), _FORMAT, _LEAVE),
         (_null(f"{VLLM}.quantization"), _FORMAT, _LEAVE),
         (_null(f"{VLLM}.load_format"), _FORMAT, _LEAVE),
-        (Need(f"{ROLLOUT}.dtype", _is("bfloat16"), "bfloat16"), "", _LEAVE),
-        (Need(f"{ROLLOUT}.pipeline_model_parallel_size", _is(1), "1"), "", "Use tensor_model_parallel_size."),
+        (_only(f"{ROLLOUT}.dtype", "bfloat16"), "", _LEAVE),
+        (_only(f"{ROLLOUT}.pipeline_model_parallel_size", 1), "", "Use tensor_model_parallel_size."),
         (_MODES, "other modes send whole models", _LEAVE),
         _kept("actor"),
         (
@@ -384,11 +388,7 @@ RULES: tuple[Rule, ...] = (
     *_rules(
         SHARE,
         (_no("qerl.base.shard"), _WHOLE_BASE, _ONE),
-        (
-            Need(f"{ROLLOUT}.tensor_model_parallel_size", _is(1), "1"),
-            _WHOLE_BASE,
-            "Set it to 1, or leave +qerl.base.share out.",
-        ),
+        (_only(f"{ROLLOUT}.tensor_model_parallel_size", 1), _WHOLE_BASE, "Set it to 1, or leave +qerl.base.share out."),
         *(
             (_no(f"{FSDP}.{name}"), "the rollout computes with the memory that would be given back", _ONE)
             for name in ("param_offload", "offload_policy")
@@ -404,7 +404,7 @@ RULES: tuple[Rule, ...] = (
         (_MODES, "other modes have no noise", _NO_NOISE),
         (_IS_VLLM, "others have no noise", _NO_NOISE),
         (
-            Need(f"{ROLLOUT}.data_parallel_size", _is(1), "1"),
+            _only(f"{ROLLOUT}.data_parallel_size", 1),
             "a call to the workers of a data-parallel engine is not known to reach all of them",
             _NO_NOISE,
         ),
@@ -427,7 +427,7 @@ RULES: tuple[Rule, ...] = (
             _ONE,
         ),
         (
-            Need(f"{ACTOR}.strategy", _is("fsdp", "fsdp2"), "fsdp or fsdp2"),
+            _only(f"{ACTOR}.strategy", "fsdp", "fsdp2"),
             "other engines know no UAQ",
             "Leave it out, or change the strategy.",
         ),
