@@ -7,7 +7,7 @@ out without a word where it finds another.
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +61,11 @@ def check_adapter(config: DictConfig) -> None:
 
 
 def _check_targets(options: Mapping[str, Any], where: str, remedy: str) -> None:
-    from peft import LoraConfig  # seconds to import, which most runs do not need
-    from peft.tuners.tuners_utils import check_target_module_exists
-
     targets = options.get("target_modules")
     if not targets or targets == "all-linear":  # PEFT leaves the head out of all-linear
         return
-    adapter = LoraConfig(target_modules=targets, exclude_modules=options.get("exclude_modules"))
     try:
-        named = [name for name in _NO_LAYERS if check_target_module_exists(adapter, name)]
+        named = _adapted(_NO_LAYERS, targets, options.get("exclude_modules"))
     except re.error as error:
         raise ValueError(
             f"{where}={targets!r} or its exclude_modules is no regular expression: {error}. Accepted is one, a list of"
@@ -88,20 +84,23 @@ def _check_found(model: Mapping[str, Any]) -> None:
     if not targets or targets == "all-linear":
         return
     linears = _linears(str(model.get("path")))
-    if not linears:
-        return
-    from peft import LoraConfig
-    from peft.tuners.tuners_utils import check_target_module_exists
-
     for each in [targets] if isinstance(targets, str) else [[target] for target in targets]:
-        adapter = LoraConfig(target_modules=each)
-        if not any(check_target_module_exists(adapter, name) for name in linears):
+        if linears and not _adapted(linears, each):
             names = sorted({name.rpartition(".")[2] for name in linears})
             raise ValueError(
                 f"model.target_modules={targets!r} has {each!r}, which is no linear of the layers in"
                 f" model.path={model['path']}. Accepted are a list of {', '.join(names)}, a regular expression of whole"
                 " names such as '.*_proj', or all-linear. Correct it."
             )
+
+
+def _adapted(names: Iterable[str], targets: Any, excluded: Any = None) -> list[str]:
+    """The modules that PEFT puts an adapter on."""
+    from peft import LoraConfig  # seconds to import, which most runs do not need
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    adapter = LoraConfig(target_modules=targets, exclude_modules=excluded)
+    return [name for name in names if check_target_module_exists(adapter, name)]
 
 
 def _linears(path: str) -> list[str]:
