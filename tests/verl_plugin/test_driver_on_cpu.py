@@ -115,5 +115,7 @@ def test_a_name_that_verl_would_miss_after_the_first_answers_is_told(validate, n
     accepted = "vanilla, .*bypass_mode" if "loss" in name else "gae, grpo, .*"
     with pytest.raises(ValueError, match=rf"^{name}='arc' is no value of this option\. Accepted: {accepted}"):
         validate(NOISE, f"{name}=arc")
+    with pytest.raises(ValueError, match=rf"^{name}=None is no value of this option"):
+        validate(NOISE, f"{name}=null")
     validate(NOISE, f"{name}=arc", "actor_rollout_ref.model.external_lib=mine")
     validate(f"{name}=arc")

@@ -96,21 +96,14 @@ def check_run(config: DictConfig, use_critic: bool) -> None:
         RuntimeError: A host is of another version.
         ValueError: An option is refused.
     """
-    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
-    from verl_qerl.algos.options import refusal
-    from verl_qerl.options.rules import LOSS_MODE, MODEL
     from verl_qerl.verl_plugin.actor.model_check import check_models
     from verl_qerl.verl_plugin.config.adapter_check import check_adapter
     from verl_qerl.verl_plugin.config.apply import prepare
     from verl_qerl.verl_plugin.config.questions import check_files
     from verl_qerl.verl_plugin.config.shared_memory import check_copies
 
-    for name, known in ((LOSS_MODE, POLICY_LOSS_REGISTRY), ("algorithm.adv_estimator", ADV_ESTIMATOR_REGISTRY)):
-        value = OmegaConf.select(config, name)
-        # verl asks after the first answers; a module of the user's may add others in the workers.
-        if value not in known and not OmegaConf.select(config, f"{MODEL}.external_lib"):
-            raise refusal(name, value, ", ".join(known))
     policy_loss = POLICY_LOSS_REGISTRY.get(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     check_config = getattr(policy_loss, "check_config", None)
     if check_config is not None:

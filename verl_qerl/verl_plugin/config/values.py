@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.utils.tracking import Tracking
 
 from verl_qerl.algos.options import Accepts, is_number, one_of, refusal
-from verl_qerl.options.rules import ACTOR, ROLLOUT
+from verl_qerl.options.rules import ACTOR, LOSS_MODE, MODEL, ROLLOUT
 from verl_qerl.verl_plugin.config.nodes import plain
 
 # With all of verl's defaults.
@@ -53,14 +53,23 @@ _ACCEPTED = dict.fromkeys(_COUNTS, _COUNT) | {
 
 
 def check_values(config: DictConfig) -> None:
-    """Refuse such values with a ValueError; null is left to verl."""
-    given = dict(_leaves(OmegaConf.to_container(config)))
-    for name, accepts in _accepted().items():
+    """Refuse such values with a ValueError; null is left to verl, but where it has to be a name."""
+    given, names = dict(_leaves(OmegaConf.to_container(config))), _names(config)
+    for name, accepts in (_accepted() | names).items():
         value = given.get(name)
         if isinstance(value, str | list):  # may be an interpolation
             value = plain(OmegaConf.select(config, name))
-        if value is not None and not accepts.test(value):
+        if name in given and (value is not None or name in names) and not accepts.test(value):
             raise refusal(name, value, accepts.told)
+
+
+def _names(config: DictConfig) -> dict[str, Accepts]:
+    """Names that verl looks up after the first answers; a module of the user's may add others in the workers."""
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+
+    if OmegaConf.select(config, f"{MODEL}.external_lib"):
+        return {}
+    return {LOSS_MODE: one_of(*POLICY_LOSS_REGISTRY), "algorithm.adv_estimator": one_of(*ADV_ESTIMATOR_REGISTRY)}
 
 
 @functools.cache
