@@ -272,7 +272,7 @@ def test_what_formats_keep_of_answers_of_the_model_itself():
         "its KL is {nvfp4 mse:.4f}, that of INT8's rollout {int8:.4f} and of INT8's actor, which does not round inputs,"
     )
     assert f"{told.format_map(kl)} {kl['int8 weights']:.4f}." in study
-    assert f"LoRA on FP8 ({kl['fp8']:.4f}) ends as high as on INT8" in study
+    assert f"LoRA on FP8 ({kl['fp8']:.4f}) learns as on INT8" in study
 
 
 def test_answers_through_verls_server():
