@@ -5,7 +5,8 @@ Their versions are not pinned: the fingerprints are those of the versions that w
 
 from verl_qerl.upstream import Register
 
-_peft, _torch, _transformers = Register("0.21.0", "0.21.2"), Register("2.11.0", "2.13.0"), Register("5.9.0", "5.10.4")
+TORCH, TRANSFORMERS = ("2.11.0", "2.13.0"), ("5.9.0", "5.10.4")
+_peft, _torch, _transformers = Register("0.21.0", "0.21.2"), Register(*TORCH), Register(*TRANSFORMERS)
 
 LORA_LINEAR = _peft.add(
     "class",

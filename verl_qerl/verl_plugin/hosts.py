@@ -5,9 +5,10 @@ A method that ours overrides is listed here too, public hooks among them: verl s
 
 from functools import partial
 
+from verl_qerl.modules.hosts import TORCH, TRANSFORMERS
 from verl_qerl.upstream import Register
 
-_verl, _torch, _transformers = Register("0.9.1"), Register("2.11.0", "2.13.0"), Register("5.9.0", "5.10.4")
+_verl, _torch, _transformers = Register("0.9.1"), Register(*TORCH), Register(*TRANSFORMERS)
 _method, _data, _registry, _copy, _override = (
     partial(_verl.add, kind) for kind in ("method", "data", "registry", "copy", "override")
 )

@@ -132,6 +132,16 @@ def test_the_scheduler_of_draws_is_there():
     assert callable(getattr(importlib.import_module(module), name))
 
 
+def begun(monkeypatch, caplog, total_steps, steps):
+    """A run of so many steps with three stages over `total_steps`, whose warnings at the start `caplog` has."""
+    made, _ = with_answers(monkeypatch, [(3, 7)])
+    made.run.aqn = AQNConfig(enabled=True, num_stages=3, total_steps=total_steps)
+    made.total_training_steps = steps
+    with caplog.at_level(logging.WARNING, logger=noise.__name__):
+        made.on_init_end()
+    return made
+
+
 SKIPPED = (
     "aqn.num_stages=3 exceeds the 2 steps that the stages are spread over: some are skipped, the last of them too, and"
     " sigma ends at 0.01 instead of sigma_end=0.0005."
@@ -142,21 +152,13 @@ SKIPPED = (
     ("total_steps", "steps", "told"), [(None, 2, True), (2, 9, True), (None, 3, False), (None, 0, False)]
 )
 def test_skipped_stages_are_told(monkeypatch, caplog, total_steps, steps, told):
-    made, _ = with_answers(monkeypatch, [(3, 7)])
-    made.run.aqn = AQNConfig(enabled=True, num_stages=3, total_steps=total_steps)
-    made.total_training_steps = steps
-    with caplog.at_level(logging.WARNING, logger=noise.__name__):
-        made.on_init_end()
+    begun(monkeypatch, caplog, total_steps, steps)
     assert (SKIPPED in caplog.messages) == told
 
 
 @pytest.mark.parametrize(("total_steps", "steps", "told"), [(600, 200, True), (600, 201, False), (None, 3, False)])
 def test_a_run_that_ends_in_the_stage_without_noise_is_told(monkeypatch, caplog, total_steps, steps, told):
-    made, _ = with_answers(monkeypatch, [(3, 7)])
-    made.run.aqn = AQNConfig(enabled=True, num_stages=3, total_steps=total_steps)
-    made.total_training_steps = steps
-    with caplog.at_level(logging.WARNING, logger=noise.__name__):
-        made.on_init_end()
+    made = begun(monkeypatch, caplog, total_steps, steps)
     assert (made.run.sigma(steps) == 0) == told
     assert (
         any(one.startswith("no step of this run has noise: it ends after 200 steps,") for one in caplog.messages)

@@ -21,7 +21,7 @@ class Noise(Feature):
 
     def before_init_end(self) -> None:
         """Noise of the first step, before the first weight sync."""
-        self._warn_of_skipped_stages()
+        self._warn_of_stages()
         set_noise(self._run, self._run.sigma(self._run.step + 1), self._run.step + 1)
 
     def before_step_end(self) -> None:
@@ -42,7 +42,7 @@ class Noise(Feature):
         # Before training, the step is the last finished one; in the loop, the step that just ended.
         switch_noise(self._run, self._run.sigma(self._run.step + 1), self._run.step + 1)
 
-    def _warn_of_skipped_stages(self) -> None:
+    def _warn_of_stages(self) -> None:
         aqn, run_steps = self._run.aqn, self._run.total_steps
         total = aqn.total_steps or run_steps
         if 0 < total < aqn.num_stages:  # none: a run that only validates may have fewer questions than a batch
