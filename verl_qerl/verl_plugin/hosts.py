@@ -115,6 +115,11 @@ _overrides(
         "train_mode": "b40c6b784837",
     },
 )
+_override(
+    "verl.workers.engine.fsdp.transformer_impl:FSDPEngine._merged_lora_per_tensor_param",
+    "An adapter is merged into each weight as it is sent, not into the model, which verl copies to the CPU and back.",
+    "70e88d6b2db8",
+)
 _overrides(
     "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead",
     "The head that gives log-probs is told whether the entropy is wanted.",

@@ -2,11 +2,14 @@
 
 import os
 from pathlib import Path
+from unittest import mock
 
 import torch
 from engine_cases import MODELS, OUT, build, digests, logits, main, step, whole
+from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 from verl.trainer.config import CheckpointConfig
+from verl.utils import fsdp_utils
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -16,6 +19,8 @@ from verl_qerl.formats import get_format
 from verl_qerl.formats.reference import dequantize
 from verl_qerl.verl_plugin.actor import engine as ours
 from verl_qerl.verl_plugin.config.base_options import QerlFSDPEngineConfig
+from verl_qerl.verl_plugin.weight_sync import merged_adapter
+from verl_qerl.verl_plugin.weight_sync.merged_adapter import adapted_weights
 from verl_qerl.verl_plugin.weight_sync.requantize import ROUNDED
 
 
@@ -132,7 +137,29 @@ def rounded():
     return found
 
 
-RUNS = {"requantized": requantized, "uaq": uaq, "resumed": resumed, "rounded": rounded}
+def merged():
+    """What engines send whose adapter is merged: ours, what verl's would have sent, and what is left of the model."""
+    found = {}
+    for dtype in ("fp32", "bf16"):
+        engine = build("bf16", packed=False, dtype=dtype, lora={"merge": True})
+        before = {name: whole(tensor) for name, tensor in engine.module.state_dict().items()}
+        with mock.patch.object(fsdp_utils, "backup_base_model_weights", side_effect=AssertionError):
+            sent = sent_weights(engine)
+        found[dtype] = {"sent": sent, "before": before}
+        found[dtype]["after"] = {name: whole(tensor) for name, tensor in engine.module.state_dict().items()}
+        found[dtype]["stock"] = {n: whole(t) for n, t in FSDPEngineWithLMHead._merged_lora_per_tensor_param(engine)}
+    layer = next(module for module in engine.module.modules() if isinstance(module, LoraLayer))
+    for change in ({"lora_bias": {"default": True}}, {"lora_variant": {"default": None}}, {"merged_adapters": [""]}):
+        with mock.patch.multiple(layer, **change):
+            found[next(iter(change))] = adapted_weights(engine.module)
+    with mock.patch.object(engine.module, "state_dict", return_value={}):
+        found["other names"] = adapted_weights(engine.module)
+    with mock.patch.object(merged_adapter, "fsdp_version", return_value=1):  # which needs a GPU
+        found["fsdp1"] = adapted_weights(engine.module)
+    return found
+
+
+RUNS = {"requantized": requantized, "uaq": uaq, "resumed": resumed, "rounded": rounded, "merged": merged}
 
 if __name__ == "__main__":
     main(RUNS)

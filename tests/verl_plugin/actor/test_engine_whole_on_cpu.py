@@ -15,7 +15,7 @@ from verl_qerl.checkpoints.stream import packed_names, quantize_stream
 from verl_qerl.formats import get_format
 
 SCRIPT = Path(__file__).with_name("engine_whole_cases.py")
-CASES = ("requantized", "uaq", "resumed", "rounded")
+CASES = ("requantized", "uaq", "resumed", "rounded", "merged")
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +122,24 @@ def test_log_probs_of_rounded_weights_are_those_of_a_model_that_has_them(alone, 
         assert torch.equal(asked, expected)
         assert not torch.equal(before, asked)
         assert torch.equal(after, before)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("world", ["alone", "rank 0", "rank 1"])
+def test_a_merged_adapter_is_sent_as_verl_merges_it_and_the_model_is_not_touched(request, dtype, world):
+    where = request.getfixturevalue("alone") if world == "alone" else request.getfixturevalue("ranks")[int(world[-1])]
+    found = where["merged"][dtype]
+    assert found["sent"].keys() == found["stock"].keys()
+    assert {tensor.dtype for tensor in found["sent"].values()} == {torch.bfloat16}
+    for name, tensor in found["stock"].items():
+        assert torch.equal(found["sent"][name], tensor), name
+    base = {name.removeprefix("base_model.model.").replace(".base_layer", ""): t for name, t in found["before"].items()}
+    changed = {name for name, tensor in found["sent"].items() if not torch.equal(tensor, base[name].bfloat16())}
+    assert changed == {name for name in found["sent"] if "proj.weight" in name}
+    for name, tensor in found["before"].items():
+        assert torch.equal(found["after"][name], tensor), name
+
+
+@pytest.mark.parametrize("what", ["lora_bias", "lora_variant", "merged_adapters", "other names", "fsdp1"])
+def test_an_adapter_whose_merge_is_more_than_a_product_is_merged_by_verl(alone, what):
+    assert alone["merged"][what] is None

@@ -27,6 +27,7 @@ from verl_qerl.verl_plugin.actor.trained_weights import TrainedWeights
 from verl_qerl.verl_plugin.actor.uaq_engine import check_scale
 from verl_qerl.verl_plugin.config.base_options import BaseOptions
 from verl_qerl.verl_plugin.shims import CRITIC, LOG_PROBS
+from verl_qerl.verl_plugin.weight_sync.merged_adapter import adapted_weights, merged_parameters
 
 logger = logging.getLogger(__name__)
 _Stock: Any = FSDPEngineWithLMHead  # verl's untyped decorator hides the class from type checkers
@@ -111,6 +112,10 @@ class QerlFSDPEngine(_Stock):
         """The tensors of a weight sync, in the form that our rollout takes."""
         stock = partial(super().get_per_tensor_param, *args, base_sync_done=base_sync_done, **kwargs)
         return self.weights.to_send(stock, base_sync_done)
+
+    def _merged_lora_per_tensor_param(self) -> Any:
+        adapted = adapted_weights(self.module)
+        return super()._merged_lora_per_tensor_param() if adapted is None else merged_parameters(self, adapted)
 
 
 def install(module: ModuleType) -> None:
