@@ -35,6 +35,7 @@ PAGES = (HERE / "README.md", HERE.parents[1] / "README.md")
 ALL_WEIGHTS = {"int8_acr": (1, 3), "bf16_full": (1, 2)}  # the runs that are told of, by their seeds
 CUT = 58  # steps that they have in common
 ALONE = 11  # steps after which each of them had a GPU to itself
+QUIET = 6  # steps of 60 before noise in ten stages begins
 MEMORY = "actor/perf/max_memory_allocated_gb"
 PARTS = {"first": slice(10), "last": slice(-10, None)}
 _BLOCK = re.compile(r"(<!-- from pages/(\w+)\.md by report\.py -->\n).*?(<!-- end of it -->)", flags=re.S)
@@ -119,6 +120,9 @@ def _of_runs(runs: Runs, arms: ByArm, measures: dict[str, Measure]) -> dict[str,
         arm, seed = name.split("/")
         return arms[arm][int(seed)]
 
+    def quiet(arm: str, seed: int) -> float:
+        return float(series(arms[arm][seed], REWARD)[:QUIET].mean())
+
     return {
         "runs": len(runs),
         "on": By(tasks.count),
@@ -132,6 +136,8 @@ def _of_runs(runs: Runs, arms: ByArm, measures: dict[str, Measure]) -> dict[str,
         "end_of_seed": By(lambda name: final_pass1(one(name))),
         "tokens_of_seed": By(lambda name: series(one(name), "response_length/mean")[-10:].mean()),
         "reward_of_seed": By(lambda name: MEASURES["area"][1](one(name), CUT)),
+        "quiet": QUIET,
+        "quiet_apart": By(lambda seed: quiet(LORA, seed) - quiet("bf16_noise", seed)),
         "step_of_seed": By(lambda name: np.nanmedian(series(one(name), "timing_s/step"))),
     }
 

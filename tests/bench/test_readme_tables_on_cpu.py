@@ -241,6 +241,15 @@ def test_an_adapter_on_its_way():
     assert f"| {ms['ours']['total']:.0f} ms | {ms['verl']['total']:.0f} ms verl's way |" in PAGES[1].read_text()
 
 
+def test_a_merged_adapter():
+    found = result("merged_sync")
+    ours, verl = (f"{found['seconds'][way]:.2f} s, {found['extra_gib'][way]:.2f} GiB" for way in ("ours", "verl"))
+    assert f"| {ours} more while it lasts | {verl} verl's way, the same bits |" in PAGES[1].read_text()
+    assert found["same_bits"] is True
+    study = (PAGES[0].parent / "recipes" / "study" / "README.md").read_text()
+    assert f"it takes [{found['seconds']['ours']:.1f} s](../../tests/bench/results/README.md#weight-sync)" in study
+
+
 def test_what_calibration_takes_of_the_cost_of_4_bits():
     same, other = json.loads((H200.parent / "cpu" / "recovery.json").read_text())["runs"]
     rows, others = ({row["method"]: row for row in run["rows"]} for run in (same, other))
