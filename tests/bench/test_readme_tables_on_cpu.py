@@ -250,6 +250,26 @@ def test_a_merged_adapter():
     assert f"it takes [{found['seconds']['ours']:.1f} s](../../tests/bench/results/README.md#weight-sync)" in study
 
 
+def test_a_merged_step_with_a_short_sync():
+    def reckoned(name: str, merged: str) -> tuple[str, str]:
+        seconds = {row["arm"]: row["median_s"] for row in result(name)["rows"]}
+        ours, stock = seconds["ours"], seconds[merged]
+        step = stock["step"] - stock["weight_sync"] + ours["weight_sync"]
+        return f"{step:.1f} s", f"{step / ours['step']:.2f}"
+
+    large, large_bypass = reckoned("step_7b", "stock_merged"), reckoned("step_7b_bypass", "stock_merged_kept")
+    small, small_bypass = (reckoned(f"step_1.5b{mode}", "stock_merged") for mode in ("", "_bypass"))
+    assert (
+        f"merged would take {large[0]} a step of 7B ({large[1]} times ours; in bypass mode {large_bypass[0]},"
+        f" {large_bypass[1]}) and {small[0]} of the 1.5B ({small[1]}; {small_bypass[0]}, {small_bypass[1]})"
+    ) in PAGES[1].read_text()
+    stock = next(row["median_s"] for row in result("step_7b")["rows"] if row["arm"] == "stock_merged")
+    told = f"{stock['weight_sync']:.1f} of the {stock['step']:.1f} s are verl's sync"
+    front = PAGES[0].read_text()
+    assert told in front
+    assert f"it would be {large[0]} ({large[1]}x)" in front
+
+
 def test_what_calibration_takes_of_the_cost_of_4_bits():
     same, other = json.loads((H200.parent / "cpu" / "recovery.json").read_text())["runs"]
     rows, others = ({row["method"]: row for row in run["rows"]} for run in (same, other))
