@@ -119,6 +119,7 @@ _override(
     "verl.workers.engine.fsdp.transformer_impl:FSDPEngine._merged_lora_per_tensor_param",
     "An adapter is merged into each weight as it is sent, not into the model, which verl copies to the CPU and back.",
     "70e88d6b2db8",
+    "verl/0019",
 )
 _overrides(
     "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead",
