@@ -38,6 +38,8 @@ def _is_plain(layer: Any) -> bool:
 def merged_parameters(engine: Any, adapted: dict[str, Linear]) -> Iterator[tuple[str, torch.Tensor]]:
     """What verl's `FSDPEngine._merged_lora_per_tensor_param` yields, to the bit; the model is not touched.
 
+    An adapter outside the layers that FSDP2 wraps, as of `lm_head`, is merged too; verl leaves it out.
+
     Args:
         engine: verl's FSDP engine, its model on the device unless FSDP2 offloads it. Offloaded when all is sent, where
             verl would.
