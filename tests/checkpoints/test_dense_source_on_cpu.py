@@ -88,6 +88,16 @@ def test_fp8_is_read_with_its_scales(write, case):
         assert found[n, k] == (codes[n, k].float() * one).bfloat16(), (n, k)
 
 
+@pytest.mark.parametrize("block", ["x", 3, [32], [32, "x"], [0, 16]])
+def test_blocks_of_another_kind_are_refused(write, block):
+    tensors = {f"{LINEAR}.weight": values().to(torch.float8_e4m3fn), f"{LINEAR}.weight_scale_inv": torch.ones(2, 4)}
+    source = dense_source(write(tensors, DEEPSEEK | {"weight_block_size": block}))
+    with pytest.raises(
+        CheckpointFormatError, match=r"has scales \(2, 4\) for a weight \(48, 64\), blocks .*Accepted are"
+    ):
+        dict(source.tensors())
+
+
 @pytest.mark.parametrize("form", ["nvfp4", "int8"])
 def test_deepseeks_blocks_are_refused_by_rollout_and_actor_with_the_remedy(write, form):
     tensors = {f"{LINEAR}.weight": values().to(torch.float8_e4m3fn), f"{LINEAR}.weight_scale_inv": torch.ones(2, 4)}

@@ -83,6 +83,16 @@ REFUSED = {
     "groups without weights": ("nvfp4", with_group("nvfp4", weights=None), r"other arguments: group_1\.weights=None"),
     "no groups": ("nvfp4", ours("nvfp4", config_groups={}), r"does not say how it is quantized: config_groups=\{\}"),
     "groups of no kind": ("nvfp4", ours("nvfp4", config_groups=["Linear"]), r"config_groups=\['Linear'\]\. An obj"),
+    "weights of no kind": (
+        "nvfp4",
+        with_group("nvfp4", weights=4),
+        r"how it is quantized: group_1\.weights=4\. An object",
+    ),
+    "activations of no kind": (
+        "int8",
+        with_group("int8", input_activations=["x"]),
+        r"quantized: group_1\.input_activations=\['x'\]\. An",
+    ),
     "static scales": (
         "fp8",
         ours("fp8", activations__dynamic=False, activations__strategy="tensor"),
@@ -224,6 +234,7 @@ def test_format_and_layout_follow_the_config(found: dict, stored: tuple) -> None
     ("found", "told"),
     [
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, ", format='pack-quantized'"),
+        ({"quant_method": "compressed-tensors", "format": ["int8"]}, r", format=\['int8'\]"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, ", quant_algo='FP8'"),
         ({"quant_method": "gptq", "bits": 4}, ""),
         ({"quant_method": "fp8", "fmt": "e5m2"}, ", fmt='e5m2'"),

@@ -125,13 +125,21 @@ def test_text_that_is_no_unicode_is_refused(models, prompt):
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("tokenizer.json", '{"version": "1.'), ("tokenizer.json", '{"version": "1.0"}'), ("tokenizer_config.json", "[]")],
-    ids=["cut", "lacking", "list"],
+    [
+        ("tokenizer.json", '{"version": "1.'),
+        ("tokenizer.json", '{"version": "1.0"}'),
+        ("tokenizer_config.json", "[]"),
+        ("config.json", '{"model_type": "qwen2", "num_hidden_layers": 1, "num_key_value_heads": "x"}'),
+        ("config.json", '{"model_type": "qwen2", "dtype": []}'),
+    ],
+    ids=["cut", "lacking", "list", "config", "dtype"],
 )
-def test_a_damaged_tokenizer_is_named(models, tmp_path, name, content):
+def test_a_damaged_file_of_the_tokenizer_is_named(models, tmp_path, name, content):
     folder = shutil.copytree(models / "bf16", tmp_path / "model")
     (folder / name).write_text(content)
-    with pytest.raises(ValueError, match=rf"^the tokenizer cannot be read: {folder} \(\w+Error\(.*\. Download them"):
+    with pytest.raises(
+        ValueError, match=rf"^the tokenizer or config\.json cannot be read: {folder} \(\w+Error\(.*\. Down"
+    ):
         tokenize(folder, ["What is 2 + 3?"])
 
 

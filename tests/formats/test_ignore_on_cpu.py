@@ -9,6 +9,12 @@ def test_ignored_modules_come_from_either_layout() -> None:
     assert ignored_modules({"quantization_config": {"exclude_modules": ["lm_head", "c"]}}) == ("lm_head", "c")
 
 
+@pytest.mark.parametrize("named", [3, "lm_head", [1]])
+def test_modules_of_another_kind_are_refused(named: object) -> None:
+    with pytest.raises(ValueError, match=r"^no list of modules: ignore in config\.json="):
+        ignored_modules({"quantization_config": {"ignore": named}})
+
+
 @pytest.mark.parametrize(
     ("module", "rule", "ignored"),
     [

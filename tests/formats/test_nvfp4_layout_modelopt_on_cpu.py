@@ -85,6 +85,14 @@ def test_an_older_directory_in_another_format_is_refused(older):
         open_source(path)
 
 
+def test_an_older_file_of_another_kind_is_refused(older):
+    path, _ = older(3)
+    with pytest.raises(
+        CheckpointFormatError, match=r"does not say how it is quantized: quantization_config=3\. An obj"
+    ):
+        open_source(path)
+
+
 def test_config_json_goes_before_the_older_file(older):
     path, _ = older({"quant_algo": "FP8"})
     (path / "config.json").write_text(json.dumps({"quantization_config": nvfp4_layout.modelopt_config(["lm_head"])}))

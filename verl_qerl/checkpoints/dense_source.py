@@ -103,7 +103,8 @@ def _spread(source: Source, module: str, scale: torch.Tensor, shape: torch.Size)
     if tuple(scale.shape) in ((N,), (N, 1)):
         return scale.reshape(N, 1)
     block = _block(described(source.config))
-    if block and tuple(scale.shape) == (-(-N // block[0]), -(-K // block[1])):
+    is_block = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+    if is_block and tuple(scale.shape) == (-(-N // block[0]), -(-K // block[1])):
         return scale.repeat_interleave(block[0], dim=0)[:N].repeat_interleave(block[1], dim=1)[:, :K]
     raise CheckpointFormatError(
         f"{module!r} of {source.path} has scales {tuple(scale.shape)} for a weight {(N, K)}, blocks {block}. Accepted"
@@ -111,7 +112,7 @@ def _spread(source: Source, module: str, scale: torch.Tensor, shape: torch.Size)
     )
 
 
-def _block(found: dict[str, Any]) -> list[int] | None:
+def _block(found: dict[str, Any]) -> Any:
     if found.get("weight_block_size"):
         return found["weight_block_size"]
     groups = (found.get("config_groups") or {}).values()

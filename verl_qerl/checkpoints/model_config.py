@@ -8,6 +8,9 @@ from typing import Any
 
 from verl_qerl.errors import CheckpointFormatError
 
+# Entries that are read here and by the driver; in models that run here they are of these kinds, or left out.
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "head_dim", "vocab_size")
+_KINDS = {"architectures": list, "mlp_only_layers": list} | dict.fromkeys(_SIZES, int)
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights, configuration, tokenizer
 
 
@@ -41,10 +44,19 @@ def read_config(model: str | Path) -> dict[str, Any]:
         model: Directory, the file itself, or a hub id, of which this file alone is fetched.
 
     Raises:
-        CheckpointFormatError: There is none, or it cannot be reached or read.
+        CheckpointFormatError: There is none, it cannot be reached or read, or an entry is of another kind.
     """
     path = local_path(model, config_only=True)
-    return read_object(path / "config.json" if path.is_dir() else path)
+    path = path / "config.json" if path.is_dir() else path
+    found = read_object(path)
+    for name, kind in _KINDS.items():
+        value = found.get(name)
+        if value is not None and not isinstance(value, kind):
+            accepted = "A list" if kind is list else "A whole number"
+            raise CheckpointFormatError(
+                f"{path} cannot be used: {name}={value!r}. {accepted} is accepted. Download the model again."
+            )
+    return found
 
 
 def senses(config: Mapping[str, Any]) -> list[str]:

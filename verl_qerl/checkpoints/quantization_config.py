@@ -27,7 +27,8 @@ _KNOWN = {
     "modelopt": _SHARED | {"quant_algo", "group_size", "exclude_modules", "producer", "kv_cache_quant_algo"},
     "fp8": {"quant_method", "fmt", "weight_block_size", "activation_scheme", "modules_to_not_convert"},
 }
-_OF_A_GROUP = {"targets", "weights", "input_activations", "format"}
+_KINDS = ("weights", "input_activations")
+_OF_A_GROUP = {"targets", *_KINDS, "format"}
 # What of the arguments decides how codes and scales are read, with compressed-tensors' value where it is left out.
 _ARGUMENTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": None, "dynamic": False, "group_size": None}
 _OTHER_ARGUMENTS = {"observer", "observer_kwargs", "scale_dtype", "zp_dtype", "block_structure"}
@@ -44,8 +45,8 @@ def described(config: Mapping[str, Any]) -> dict[str, Any]:
     found = config.get("quantization_config") or config.get("compression_config") or {}
     if not isinstance(found, dict):
         raise CheckpointFormatError(
-            f"config.json does not say how the checkpoint is quantized: quantization_config={found!r}. An object is"
-            " accepted. Download the model again."
+            f"the model does not say how it is quantized: quantization_config={found!r}. An object is accepted."
+            " Download the model again."
         )
     return found
 
@@ -63,7 +64,7 @@ def stored_format(config: Mapping[str, Any], where: str = "the checkpoint") -> t
     if not found:
         return None, "bf16"
     method, form, algorithm = (found.get(name) for name in ("quant_method", "format", "quant_algo"))
-    if method == "compressed-tensors" and form in _NAMES:
+    if method == "compressed-tensors" and isinstance(form, str) and form in _NAMES:
         return _NAMES[form], "compressed-tensors"
     if method == "modelopt" and algorithm in _ALGORITHMS:
         return "nvfp4", "modelopt"
@@ -125,7 +126,7 @@ def check_arguments(where: str, config: Mapping[str, Any], form: WeightFormat) -
         )
     differing = {}
     for name, group in groups:
-        for kind in ("weights", "input_activations"):
+        for kind in _KINDS:
             if kind == "weights" or wanted[kind] is not None:
                 # ModelOpt leaves out what its algorithm says.
                 has = {"strategy": wanted[kind]["strategy"]} | (group.get(kind) or {}) if modelopt else group.get(kind)
@@ -152,11 +153,15 @@ def _differing(name: str, has: Any, wanted: Mapping[str, Any]) -> dict[str, tupl
 
 def _groups(where: str, found: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     groups = found.get("config_groups") or {}
-    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
-        raise CheckpointFormatError(
-            f"{where} does not say how it is quantized: config_groups={str(groups)[:80]}. An object of groups is"
-            f" accepted. {_REMEDY}, or download the model again."
-        )
+    entries = {"config_groups": groups} | (groups if isinstance(groups, dict) else {})
+    for name, group in list(entries.items())[1:]:
+        entries |= {f"{name}.{kind}": group.get(kind) or {} for kind in _KINDS if isinstance(group, dict)}
+    for name, value in entries.items():
+        if not isinstance(value, dict):
+            raise CheckpointFormatError(
+                f"{where} does not say how it is quantized: {name}={str(value)[:80]}. An object is accepted."
+                f" {_REMEDY}, or download the model again."
+            )
     yield from groups.items()
 
 

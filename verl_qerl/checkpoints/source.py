@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from verl_qerl.checkpoints.experts import check_experts
-from verl_qerl.checkpoints.model_config import local_path, read_object
+from verl_qerl.checkpoints.model_config import local_path, read_config, read_object
 from verl_qerl.checkpoints.quantization_config import check_described, described, stored_format
 from verl_qerl.checkpoints.reader import read_shard
 from verl_qerl.errors import CheckpointFormatError
@@ -69,10 +69,10 @@ def open_source(path: str | Path, revision: str | None = None, cache_dir: str | 
             f"{path} is a file. The directory of a model in Hugging Face layout, or a hub id, is accepted. Name the"
             " directory."
         )
-    config = read_object(path / "config.json")
+    config = read_config(path)
     if not config.get("quantization_config") and (path / MODELOPT).exists():  # older ModelOpt; vLLM reads it likewise
-        quantization = read_object(path / MODELOPT).get("quantization")
-        config = {**config, "quantization_config": {"quant_method": "modelopt", **(quantization or {})}}
+        quantization = described({"quantization_config": read_object(path / MODELOPT).get("quantization")})
+        config = {**config, "quantization_config": {"quant_method": "modelopt", **quantization}}
     if found := described(config):
         config = {name: value for name, value in config.items() if name != "compression_config"}
         config["quantization_config"] = found

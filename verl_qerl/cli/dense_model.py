@@ -8,18 +8,32 @@ from typing import Any
 import torch
 
 from verl_qerl.checkpoints.model_config import read_config
+from verl_qerl.errors import CheckpointFormatError
 
 
 def empty_model(folder: Path) -> Any:
-    """The dense bf16 model of transformers that a directory describes, without memory for its weights."""
+    """The dense bf16 model of transformers that a directory describes, without memory for its weights.
+
+    Raises:
+        CheckpointFormatError: transformers makes none of its config.json.
+    """
     from accelerate import init_empty_weights
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     content = read_config(folder)
     content.pop("quantization_config", None)
-    config = AutoConfig.for_model(**content)
-    with init_empty_weights(include_buffers=False):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    try:
+        config = AutoConfig.for_model(**content)
+        with init_empty_weights(include_buffers=False):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    except (  # as code fails on values of another kind
+        *(ArithmeticError, AttributeError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError),
+    ) as error:
+        raise CheckpointFormatError(
+            f"transformers makes no model of config.json in {folder} ({error!r:.300}). Values as it saves them are"
+            " accepted. Download the model again."
+        ) from error
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:

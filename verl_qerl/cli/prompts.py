@@ -76,8 +76,10 @@ def load_tokenizer(model: str | Path, chats: bool) -> Any:
     """The tokenizer of a model.
 
     Raises:
-        ValueError: The model has no tokenizer or a damaged one, or for chats the tokenizer no template.
+        ValueError: The model has no tokenizer, a damaged one or a damaged config.json, or for chats the tokenizer no
+            template.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
     folder = Path(model)
@@ -86,10 +88,11 @@ def load_tokenizer(model: str | Path, chats: bool) -> Any:
         raise ValueError(f"the model has no tokenizer: {model}. One is needed for prompts. Copy its files there.")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # as code fails on values of another kind
+    except (AttributeError, LookupError, StrictDataclassError, TypeError, ValueError) as error:
+        # As code fails on values of another kind.
         raise ValueError(
-            f"the tokenizer cannot be read: {model} ({error!r:.300}). Files as transformers saves them are accepted."
-            " Download them again."
+            f"the tokenizer or config.json cannot be read: {model} ({error!r:.300}). Files as transformers saves them"
+            " are accepted. Download them again."
         ) from error
     if chats and not tokenizer.chat_template:
         raise ValueError(

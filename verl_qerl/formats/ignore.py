@@ -12,14 +12,15 @@ ROUTER = r"re:.*\.mlp\.gate$"
 def ignored_modules(config: dict) -> tuple[str, ...]:
     """The modules that config.json says were left unquantized (`re:` marks a regular expression)."""
     found = config.get("quantization_config") or {}
-    return tuple(found.get("ignore") or found.get("exclude_modules") or DEFAULT_IGNORE)
+    named = found.get("ignore") or found.get("exclude_modules") or DEFAULT_IGNORE
+    return ignore_rules(named, "ignore in config.json")
 
 
-def ignore_rules(ignore: Any) -> tuple[str, ...]:
-    """`ignore` as a configuration has it; a ValueError if it is no list of names."""
+def ignore_rules(ignore: Any, what: str = "ignore") -> tuple[str, ...]:
+    """`ignore` as a configuration has it; a ValueError, which calls it `what`, if it is no list of names."""
     if not isinstance(ignore, list | tuple) or not all(isinstance(rule, str) for rule in ignore):
         raise ValueError(
-            f"no list of modules: ignore={ignore!r}. Accepted are exact names, or `re:` and a regular expression, in a"
+            f"no list of modules: {what}={ignore!r}. Accepted are exact names, or `re:` and a regular expression, in a"
             " list. Write it as [lm_head,'re:.*down_proj']."
         )
     return tuple(ignore)

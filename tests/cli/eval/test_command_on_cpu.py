@@ -199,7 +199,7 @@ def test_a_prompt_of_ones_own(run):
         (["--tasks", "mmlu"], "unknown task: --tasks=mmlu with mmlu"),
         (["--adapter", "a", "--checkpoint", "b"], "two adapters are named"),
         (["--adapter", "absent"], "no adapter is found: absent has no adapter_config.json"),
-        (["--model", "/absent", "--format", "nvfp4"], "/absent/config.json does not exist. A directory"),
+        (["--model", "/absent", "--format", "nvfp4"], "/absent does not exist. A directory"),
         (["--model", "/absent", "--format", "stock"], "/absent does not exist. A directory"),
         (["--compare", "a", "b"], "an option has no meaning here: --model="),
     ],

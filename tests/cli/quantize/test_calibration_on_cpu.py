@@ -112,7 +112,25 @@ def test_a_family_that_transformers_runs_otherwise(models, tmp_path, capsys, tex
 def test_a_checkpoint_with_other_names(models, tmp_path, capsys, texts):
     model = copied(models, tmp_path / "renamed", lambda name: name.removeprefix("model."))
     message = refused(capsys, tmp_path, model, "--method", "gptq", "--calibration", str(texts))
-    assert re.search(r"lacks 'model\.layers\.0\.\S+', which transformers needs to run the layers", message), message
+    assert re.search(
+        r"lacks 'model\.layers\.0\.\S+' of shape \(.*\), which transformers needs to run the layers", message
+    ), message
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (
+            {"intermediate_size": 32},
+            "lacks 'model.layers.0.mlp.down_proj.weight' of shape (128, 32), which transformers",
+        ),
+        ({"hidden_act": "x"}, "transformers makes no model of config.json in "),
+        ({"num_key_value_heads": 0}, "transformers makes no model of config.json in "),
+    ],
+)
+def test_a_config_of_another_model(models, tmp_path, capsys, texts, config, told):
+    model = copied(models, tmp_path / "other", **config)
+    assert told in refused(capsys, tmp_path, model, "--method", "gptq", "--calibration", str(texts))
 
 
 def test_a_config_with_fewer_layers_than_the_checkpoint(models, tmp_path, capsys, texts):

@@ -153,15 +153,18 @@ class _Walk:
         for name in source.files:
             of_layer.get(".".join(name.split(".")[:3]), []).append(name)
         self.names = list(of_layer.values())
-        for layer, names, module in zip(self._layers, self.names, of_layer, strict=True):
-            self._check({f"{module}.{name}" for name, _ in layer.named_parameters()} - set(names))
-        self._check({EMBEDDING} - set(source.files))
+        for layer, module in zip(self._layers, of_layer, strict=True):
+            self._check({f"{module}.{name}": tuple(weight.shape) for name, weight in layer.named_parameters()})
+        self._check({EMBEDDING: tuple(self._decoder.embed_tokens.weight.shape)})
 
-    def _check(self, lacking: set[str]) -> None:
+    def _check(self, needed: Mapping[str, tuple[int, ...]]) -> None:
+        found = {name: spec.shape for name, spec in self.source.specs.items()}
+        lacking = sorted(name for name, shape in needed.items() if found.get(name) != shape)
         if lacking:
             raise CheckpointFormatError(
-                f"{self.source.path} lacks {min(lacking)!r}, which transformers needs to run the layers. All tensors of"
-                " config.json's model by its names are accepted. Save the model again with transformers."
+                f"{self.source.path} lacks {lacking[0]!r} of shape {needed[lacking[0]]}, which transformers needs to"
+                " run the layers. All tensors of config.json's model by its names are accepted. Save the model again"
+                " with transformers."
             )
 
     def embed(self, texts: Sequence[Sequence[int]]) -> list[_Batch]:

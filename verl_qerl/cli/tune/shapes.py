@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from verl_qerl.checkpoints.model_config import read_object
+from verl_qerl.checkpoints.model_config import read_config
 from verl_qerl.kernels.rollout.w4a16_launch import MULTIPLE
 from verl_qerl.planning.model_shape import ModelShape
 
@@ -93,7 +93,7 @@ def _sizes(path: Path) -> Sizes:
             f"nothing to measure: --models {path} is no model. {', '.join(MODELS)} and directories with a config.json"
             " are accepted. Check the name."
         )
-    config = read_object(file)
+    config = read_config(file)
     shape, heads = ModelShape.from_config(config), config["num_attention_heads"]
     dense = len(shape.sparse) < shape.layers
     head_dim = shape.query // heads
