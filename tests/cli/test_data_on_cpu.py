@@ -364,7 +364,7 @@ def test_a_split_without_rows_is_refused(math, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gsm8k", "--source", "no-such-directory"], "no such source: source=no-such-directory"),
+        (["gsm8k", "--source", "no-such-directory"], "no such source: --source=no-such-directory. A directory with tr"),
         (["math", "--levels", "7"], "levels=7. A-B with 1 <= A <= B <= 5"),
     ],
 )
@@ -372,6 +372,20 @@ def test_wrong_arguments_are_one_sentence(tmp_path, capsys, arguments, message):
     with pytest.raises(SystemExit):
         main(["data", *arguments, "--out", str(tmp_path / "out")])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "suffix"), [("gsm8k", "jsonl"), ("math", "parquet")])
+def test_a_file_for_a_directory_is_told_what_is_accepted(tmp_path, monkeypatch, capsys, name, suffix):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    for source in (str(tmp_path / "data" / "rows"), "data/rows"):  # the second has the form of a hub id
+        with pytest.raises(SystemExit, match="1"):
+            main(["data", name, "--source", source, "--out", "out"])
+        assert capsys.readouterr().err.endswith(
+            f": a file was given for a directory: --source={source}. A directory with train.{suffix} and test.{suffix},"
+            " or owner/name of the hub, is accepted. Check --source.\n"
+        )
 
 
 def test_earlier_output_is_refused(gsm8k, tmp_path, capsys):

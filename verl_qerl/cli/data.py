@@ -317,7 +317,7 @@ def _check_kinds(row: Mapping[str, Any], required: Mapping[str, type], where: st
 
 
 def _gsm8k(args: argparse.Namespace) -> dict[str, list[Row]]:
-    directory, splits = _local(args.source), {}
+    directory, splits = _local(args.source, "jsonl"), {}
     for split in SPLITS:
         path = directory and directory / f"{split}.jsonl"
         records = read_jsonl(path, PROBLEM) if path else from_hub(args.source, split, "main")
@@ -326,7 +326,7 @@ def _gsm8k(args: argparse.Namespace) -> dict[str, list[Row]]:
 
 
 def _math(args: argparse.Namespace) -> dict[str, list[Row]]:
-    directory, splits = _local(args.source), {}
+    directory, splits = _local(args.source, "parquet"), {}
     for split in SPLITS:
         path = directory and directory / f"{split}.parquet"
         records = read_rows(path, "questions") if path else from_hub(args.source, split, None)
@@ -423,14 +423,18 @@ def _chat(question: str, instruction: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"{question} {instruction}"}]
 
 
-def _local(source: str) -> Path | None:
-    """The directory, or None for a hub id."""
+def _local(source: str, suffix: str) -> Path | None:
+    """The directory with files of both splits, or None for a hub id."""
     path = Path(source)
     if path.is_dir():
         return path
-    if is_hub_id(source):
+    if is_hub_id(source) and not path.exists():
         return None
-    raise FileNotFoundError(f"no such source: source={source}. A directory or owner/name is accepted. Check --source.")
+    what = "a file was given for a directory" if path.exists() else "no such source"
+    raise FileNotFoundError(
+        f"{what}: --source={source}. A directory with {' and '.join(f'{split}.{suffix}' for split in SPLITS)}, or"
+        " owner/name of the hub, is accepted. Check --source."
+    )
 
 
 def from_hub(name: str, split: str, config: str | None, option: str = "--source") -> list[Row]:
