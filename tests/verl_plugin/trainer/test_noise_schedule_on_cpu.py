@@ -164,6 +164,8 @@ def test_a_sigma_that_was_found_goes_on(run, searching, caplog):
     [
         ({"target_kl": 2e-3}, "aqn.target_kl=0.002 (was 0.001). Sigma of step 41 is 0, and was to be 0.2.", {}),
         ({"mode": "relative"}, "aqn.mode=relative (was additive). Sigma of step 41 is 0, and was to be 0.2.", {}),
+        ({"targets": ("input_layernorm",)}, "Sigma of step 41 is 0, and was to be 0.2.", {}),
+        ({"draw": "token"}, "aqn.draw=token (was batch). Sigma of step 41 is 0, and was to be 0.2.", {}),
         ({"target_kl": None}, "aqn.target_kl=None (was 0.001). Sigma of step 41 is 0.01, and was to be 0.2.", {}),
         ({"seed": 3}, "aqn.seed=3 (was 0). Sigma of step 41 is 0.2, and was to be 0.2.", {1: (26, 0.2), 2: (51, 0.1)}),
     ],

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 RECORD = "verl_qerl_aqn.json"
 SEARCHED = "searched"  # key of the record, beside the options
-_UNITS = ("target_kl", "mode", "targets")  # with others a sigma that was found causes another KL
+_UNITS = ("target_kl", "mode", "targets", "draw")  # with others a sigma that was found causes another KL
 
 
 class Saved(NamedTuple):
