@@ -68,6 +68,21 @@ def test_a_path_that_does_not_exist_is_refused(validate, monkeypatch, options, p
     validate(*options, named)
 
 
+def test_a_reward_that_its_file_does_not_have_is_refused(validate, tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    file, reward = tmp_path / "reward.py", "reward.custom_reward_function"
+    file.write_text("def compute_score(**given):\n    return 1.0\n")
+    given = ("+aqn.enabled=true", f"{reward}.path={file}")
+    for name in ("compute_scor", "null"):
+        with pytest.raises(ValueError, match=rf"^no such function: {reward}\.name=\w+ is nowhere in {file}\. The name"):
+            validate(*given, f"{reward}.name={name}")
+    validate(*given)
+    validate(*given[1:], f"{reward}.name=compute_scor")
+    validate(*given, f"{reward}.name=other", "trainer.nnodes=2", "trainer.n_gpus_per_node=4")
+    file.write_text("from elsewhere import *\n")
+    validate(*given)
+
+
 def test_a_slash_at_the_end_is_refused(validate, written, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     path = f"{written(TEXT)}/"

@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("verl")
 
 from qerl_testing import RUN, verl_config
+from verl.trainer.ppo.reward import get_custom_reward_fn
 
 from verl_qerl.verl_plugin.config.apply import prepare
 
@@ -42,6 +43,17 @@ def test_a_value_of_no_use_gives_its_sentence(override, accepted):
         prepare(verl_config(*OURS, override))
 
 
+@pytest.mark.parametrize(
+    "override",
+    ["custom_reward_function.path=reward.py", "reward_model.reward_manager=dapo", "sandbox_fusion.url=http://here"],
+)
+def test_an_option_of_rewards_where_older_verl_had_it_is_refused(override):
+    config = verl_config(*OURS, override)
+    assert get_custom_reward_fn(config) is None  # verl takes it and trains on another reward
+    with pytest.raises(ValueError, match=rf"^{override.partition('=')[0]}='.*' has no effect: .* as in reward\.custom"):
+        prepare(config)
+
+
 def test_values_that_verl_takes_stay():
     prepare(
         verl_config(
@@ -54,6 +66,7 @@ def test_values_that_verl_takes_stay():
             f"{ACTOR}.checkpoint.load_contents=[]",
             "algorithm.rollout_correction.rollout_is_threshold=0.5_2.0",
             f"{ROLLOUT}.n=${{data.n}}",
+            "reward_model.enable=False",
             "+data.n=4",
         )
     )

@@ -1,5 +1,6 @@
 """What the driver can say of a run's models before Ray starts, from their config.json."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from verl_qerl.verl_plugin.config.nodes import paths_are_here, plain
 
 # How a model that is not quantized is to be.
 _CHOICES = ("qerl.base.scale", "qerl.base.ignore")
+_REWARD = "reward.custom_reward_function"
 
 
 def check_models(config: DictConfig, use_critic: bool) -> None:
@@ -24,8 +26,8 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
     Raises:
         ValueError: With `+rollout=...`, model.path is no text model or quantized beside choices of how to quantize it,
             override_config has options of its position embedding, or `check_liger` refuses; or the critic's path is
-            quantized; or a path of a run on this machine does not exist, ends in a slash, or is of a model without
-            config.json.
+            quantized; or a path of a run on this machine does not exist, ends in a slash, is of a model without
+            config.json, or of a file without the function of the reward.
     """
     if paths_are_here(config):
         for model in (MODEL, "critic.model") if use_critic else (MODEL,):
@@ -33,7 +35,7 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
             if Path(path).is_dir():
                 read_config(path)
         _existing(config, f"{MODEL}.lora_adapter_path", "adapter", "A PEFT directory or a hub id")
-        _existing(config, "reward.custom_reward_function.path", "file", "A Python file")
+        _check_reward(config, Path(_existing(config, f"{_REWARD}.path", "file", "A Python file")))
     if OmegaConf.select(config, "qerl.base.format") is not None:
         path = str(OmegaConf.select(config, f"{MODEL}.path"))
         found = _config_of(path)
@@ -60,6 +62,17 @@ def _existing(config: DictConfig, name: str, what: str, accepted: str) -> str:
             f"verl takes no path with a slash at its end: {name}={path}. {path.rstrip('/')} is accepted. Set it."
         )
     return path
+
+
+def _check_reward(config: DictConfig, path: Path) -> None:
+    """Refuse a name that the user's file has nowhere; the file is not run, which may need what workers alone have."""
+    name = str(OmegaConf.select(config, f"{_REWARD}.name"))
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else name
+    if not re.search(rf"\b{re.escape(name)}\b|import \*", text):
+        raise ValueError(
+            f"no such function: {_REWARD}.name={name} is nowhere in {path}. The name of one that this file has is"
+            " accepted. Correct it."
+        )
 
 
 def _config_of(path: str) -> dict[str, Any]:

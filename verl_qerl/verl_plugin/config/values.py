@@ -23,6 +23,8 @@ _FILE = Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trai
 _TEXT_TOO = ("algorithm.rollout_correction.rollout_is_threshold", "transfer_queue.backend.")
 _COUNT = Accepts("a whole number above 0", lambda value: type(value) is int and value > 0)
 _SHARE = Accepts("a number above 0, up to 1", lambda value: is_number(value) and 0 < value <= 1)
+# Where older verl had options of `reward`: main_ppo takes them and reads none, so that another reward is trained on.
+_UNREAD = ("custom_reward_function.", "reward_model.", "sandbox_fusion.")
 
 
 def _words(*known: str) -> Accepts:
@@ -55,6 +57,12 @@ _ACCEPTED = dict.fromkeys(_COUNTS, _COUNT) | {
 def check_values(config: DictConfig) -> None:
     """Refuse such values with a ValueError; null is left to verl, but where it has to be a name."""
     given, names = dict(_leaves(OmegaConf.to_container(config))), _names(config)
+    for name, value in given.items():
+        if value and name.startswith(_UNREAD):
+            raise ValueError(
+                f"{name}={value!r} has no effect: this verl reads the options of rewards below `reward` alone. Accepted"
+                " is null. Set the option there, as in reward.custom_reward_function.path, and leave this one out."
+            )
     for name, accepts in (_accepted() | names).items():
         value = given.get(name)
         if isinstance(value, str | list):  # may be an interpolation
