@@ -246,6 +246,15 @@ def test_what_is_nested_too_deeply_is_refused(tmp_path, capsys, suffix):
     )
 
 
+def test_a_set_of_the_hub_with_other_columns_is_refused(tmp_path, capsys, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"problem": "What?", "answer": "#### 3"}])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
+    with pytest.raises(SystemExit, match="1"):
+        main(["data", "gsm8k", "--source", "some/one", "--out", str(tmp_path / "out")])
+    assert ": row 1 of train cannot be used: question=None. Accepted is str that is not" in capsys.readouterr().err
+
+
 def test_levels_of_big_math_are_the_hubs_files(tmp_path, capsys, monkeypatch):
     datasets = pytest.importorskip("datasets")
     asked = []
