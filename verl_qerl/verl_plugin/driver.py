@@ -101,6 +101,7 @@ def check_run(config: DictConfig, use_critic: bool) -> None:
     from verl_qerl.verl_plugin.actor.model_check import check_models
     from verl_qerl.verl_plugin.config.adapter_check import check_adapter
     from verl_qerl.verl_plugin.config.apply import prepare
+    from verl_qerl.verl_plugin.config.output import check_output
     from verl_qerl.verl_plugin.config.questions import check_files
     from verl_qerl.verl_plugin.config.shared_memory import check_copies
 
@@ -109,6 +110,7 @@ def check_run(config: DictConfig, use_critic: bool) -> None:
     if check_config is not None:
         check_config(config)
     prepare(config)
+    check_output(config)
     check_files(config)
     check_models(config, use_critic)
     check_adapter(config)

@@ -44,6 +44,16 @@ def test_a_file_that_cannot_be_read_is_refused(validate, files, option, name):
         validate(OURS, f"data.{option}={files[name]}")
 
 
+@pytest.mark.parametrize("option", ["train_files", "val_files"])
+def test_a_file_without_the_column_of_the_questions_is_refused(validate, files, option):
+    named = f"data.{option}={files['five']}"
+    with pytest.raises(
+        ValueError, match=rf"^{re.escape(named)} has no column data\.prompt_key=question: it has prompt\. "
+    ):
+        validate(OURS, named, "data.prompt_key=question")
+    validate(named, "data.prompt_key=question")
+
+
 @pytest.mark.parametrize("name", ["hdfs://none.parquet", "none.jsonl", "f*"])
 def test_other_files_are_left_to_verl(validate, files, name):
     validate(OURS, f"data.train_files=['{files.get(name, name)}']")

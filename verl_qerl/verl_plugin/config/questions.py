@@ -1,4 +1,4 @@
-"""Files of questions that cannot be read or do not fill a step, of which verl says so once Ray or its engines run."""
+"""Files of questions that cannot be used or do not fill a step, of which verl says so once Ray or its engines run."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def check_files(config: DictConfig) -> None:
         files = [str(file) for file in given if file]
         if any("://" in file or "*" in file or not file.endswith(".parquet") for file in files):
             continue
-        counts[name] = sum(_num_rows(f"data.{name}", file) for file in files)
+        counts[name] = sum(_num_rows(f"data.{name}", file, data["prompt_key"]) for file in files)
     if counts.get("train_files"):
         limit = data["train_max_samples"]
         check_count(config, min(counts["train_files"], limit) if limit > 0 else counts["train_files"])
@@ -42,13 +42,20 @@ def check_count(config: DictConfig, count: int, which: str = "") -> None:
         )
 
 
-def _num_rows(name: str, file: str) -> int:
+def _num_rows(name: str, file: str, key: str) -> int:
     import pyarrow.parquet as pq
 
     try:
-        return pq.read_metadata(Path(file).expanduser()).num_rows
+        found = pq.read_metadata(Path(file).expanduser())
     except (OSError, ValueError) as error:  # pyarrow's are
         raise ValueError(
             f"{name}={file} cannot be read: {error}. Parquet of verl's schema, as `python -m verl_qerl data` writes it,"
             " is accepted. Check the path."
         ) from error
+    columns = found.schema.to_arrow_schema().names
+    if key not in columns:
+        raise ValueError(
+            f"{name}={file} has no column data.prompt_key={key}: it has {', '.join(columns)}. One with it, as `python"
+            " -m verl_qerl data` writes one, is accepted. Name the column of the questions, or another file."
+        )
+    return found.num_rows

@@ -1,0 +1,37 @@
+"""A folder that cannot hold checkpoints is refused by verl's check of a run, before Ray starts."""
+
+import os
+
+import pytest
+
+pytest.importorskip("verl")
+
+OURS = ("+aqn.enabled=true", "trainer.save_freq=5")
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "file").write_text("")
+    return tmp_path / "file"
+
+
+@pytest.mark.parametrize("below", ["", "/run"])
+def test_a_folder_that_cannot_be_made_is_refused(validate, file, below):
+    named = f"trainer.default_local_dir={file}{below}"
+    with pytest.raises(ValueError, match=rf"^{named} cannot hold checkpoints: .* write below {file}\. A directory"):
+        validate(*OURS, named)
+    validate(OURS[1], named)
+    validate(OURS[0], named, "trainer.save_freq=-1")
+    validate(*OURS, named, "trainer.nnodes=2", "trainer.n_gpus_per_node=4")
+
+
+def test_a_folder_of_others_is_refused(validate, file, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, *_: path != file.parent)  # root may write everywhere
+    with pytest.raises(ValueError, match=rf"cannot write below {file.parent}\. "):
+        validate(*OURS, f"trainer.default_local_dir={file.parent}/new/run")
+
+
+def test_a_folder_that_verl_makes_stays_to_be_made(validate, file):
+    validate(*OURS, f"trainer.default_local_dir={file.parent}/new/run")
+    assert not (file.parent / "new").exists()

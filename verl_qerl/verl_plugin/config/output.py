@@ -1,0 +1,22 @@
+"""The folder of checkpoints, which verl makes when it has trained as far as the first of them."""
+
+import os
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from verl_qerl.verl_plugin.config.nodes import paths_are_here
+
+
+def check_output(config: DictConfig) -> None:
+    """Refuse with a ValueError a folder that cannot be made or written to, in a run on this machine that saves."""
+    trainer = config.trainer
+    if not paths_are_here(config) or trainer.save_freq <= 0:
+        return
+    folder = Path(trainer.default_local_dir).absolute()
+    above = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"trainer.default_local_dir={trainer.default_local_dir} cannot hold checkpoints: this account cannot write"
+            f" below {above}. A directory that it may write to is accepted. Set another."
+        )
