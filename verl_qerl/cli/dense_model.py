@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from verl_qerl.checkpoints.model_config import read_config
 from verl_qerl.errors import CheckpointFormatError
+
+# As code fails on values of another kind.
+_FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError)
 
 
 def empty_model(folder: Path) -> Any:
@@ -18,7 +22,6 @@ def empty_model(folder: Path) -> Any:
         CheckpointFormatError: transformers makes none of its config.json.
     """
     from accelerate import init_empty_weights
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     content = read_config(folder)
@@ -27,9 +30,7 @@ def empty_model(folder: Path) -> Any:
         config = AutoConfig.for_model(**content)
         with init_empty_weights(include_buffers=False):
             return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    except (  # as code fails on values of another kind
-        *(ArithmeticError, AttributeError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError),
-    ) as error:
+    except _FAILURES as error:
         raise CheckpointFormatError(
             f"transformers makes no model of config.json in {folder} ({error!r:.300}). Values as it saves them are"
             " accepted. Download the model again."

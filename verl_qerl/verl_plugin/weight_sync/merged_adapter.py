@@ -23,7 +23,7 @@ def adapted_weights(module: nn.Module) -> dict[str, Linear] | None:
         None where a merge is more than adding B A to a weight, and is left to verl: FSDP1, experts, embeddings, DoRA,
         adapters with a bias, and modules whose weights have other names in the state dict.
     """
-    layers = {
+    layers: dict[str, Any] = {
         f"{name}.base_layer.weight": layer for name, layer in module.named_modules() if isinstance(layer, LoraLayer)
     }
     plain = fsdp_version(module) == 2 and all(_is_plain(layer) for layer in layers.values())
@@ -59,7 +59,8 @@ def merged_parameters(engine: Any, adapted: dict[str, Linear]) -> Iterator[tuple
             if name in layers:
                 tensor = _with_adapter(layers[name], tensor)
             if isinstance(tensor, DTensor):
-                yield name, tensor.to(device, non_blocking=True).full_tensor().to(torch.bfloat16, non_blocking=True)
+                shard: Any = tensor.to(device, non_blocking=True)
+                yield name, shard.full_tensor().to(torch.bfloat16, non_blocking=True)
             else:
                 yield name, tensor.detach().clone()
     finally:
