@@ -10,7 +10,9 @@ most 512 tokens to each, LoRA of rank 32, packed passes, fused head, Liger's ker
        actor_rollout_ref.rollout.max_model_len=2304 actor_rollout_ref.rollout.ignore_eos=True
 
 Stock runs are helped: the study lets them look for answers every 0.2 s, they keep the base in bf16, and a head that is
-not tied has fused kernels (fused_head.py). Steps after the first count. Exit code 1 when an arm has no second step.
+not tied has fused kernels (fused_head.py). With our attention they also have what patch verl/0019 does: since 88c3b726
+the sync of a merged adapter copies no model to the CPU, as it did in the files of before. Steps after the first count.
+Exit code 1 when an arm has no second step.
 """
 
 import argparse
