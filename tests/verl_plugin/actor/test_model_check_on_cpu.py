@@ -79,8 +79,23 @@ def test_a_reward_that_its_file_does_not_have_is_refused(validate, tmp_path, mon
     validate(*given)
     validate(*given[1:], f"{reward}.name=compute_scor")
     validate(*given, f"{reward}.name=other", "trainer.nnodes=2", "trainer.n_gpus_per_node=4")
-    file.write_text("from elsewhere import *\n")
-    validate(*given)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("reward.py", "from elsewhere import *\n"),
+        ("reward.py", "from elsewhere import*\n"),
+        ("reward.py", "from elsewhere import \\\n    *\n"),
+        ("reward.py", 'globals().update({f"{what}_score": max for what in ("compute",)})\n'),
+        ("reward.py", "def __getattr__(name):\n    return max\n"),
+        ("reward.pyc", "compute_scorer"),  # a name of byte code has no end that text would show
+    ],
+)
+def test_a_reward_whose_names_its_file_does_not_spell_is_left_to_verl(validate, tmp_path, monkeypatch, file, content):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / file).write_text(content)
+    validate("+aqn.enabled=true", f"reward.custom_reward_function.path={tmp_path / file}")
 
 
 def test_a_slash_at_the_end_is_refused(validate, written, monkeypatch):

@@ -15,6 +15,8 @@ from verl_qerl.verl_plugin.config.nodes import paths_are_here, plain
 # How a model that is not quantized is to be.
 _CHOICES = ("qerl.base.scale", "qerl.base.ignore")
 _REWARD = "reward.custom_reward_function"
+# By which a Python file has names that it does not spell.
+_UNSPELLED = r"import[\s\\]*\*|\b(globals|setattr|exec|__getattr__)\b"
 
 
 def check_models(config: DictConfig, use_critic: bool) -> None:
@@ -67,8 +69,9 @@ def _existing(config: DictConfig, name: str, what: str, accepted: str) -> str:
 def _check_reward(config: DictConfig, path: Path) -> None:
     """Refuse a name that the user's file has nowhere; the file is not run, which may need what workers alone have."""
     name = str(OmegaConf.select(config, f"{_REWARD}.name"))
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else name
-    if not re.search(rf"\b{re.escape(name)}\b|import \*", text):
+    is_text = path.is_file() and path.suffix == ".py"  # verl takes byte code too
+    text = path.read_text(encoding="utf-8", errors="replace") if is_text else name
+    if not re.search(rf"\b{re.escape(name)}\b|{_UNSPELLED}", text):
         raise ValueError(
             f"no such function: {_REWARD}.name={name} is nowhere in {path}. The name of one that this file has is"
             " accepted. Correct it."
