@@ -26,6 +26,18 @@ def test_a_folder_that_cannot_be_made_is_refused(validate, file, below):
     validate(*OURS, named, "trainer.nnodes=2", "trainer.n_gpus_per_node=4")
 
 
+def test_a_link_to_nothing_is_refused(validate, file):
+    (file.parent / "link").symlink_to(file.parent / "gone")
+    with pytest.raises(ValueError, match=rf"cannot write below {file.parent / 'link'}\. "):
+        validate(*OURS, f"trainer.default_local_dir={file.parent}/link")
+
+
+@pytest.mark.parametrize("name", ["save_freq", "default_local_dir"])
+def test_null_is_refused(validate, file, name):
+    with pytest.raises(ValueError, match=rf"^trainer\.{name}=null ends verl's run\. "):
+        validate(*OURS, f"trainer.{name}=null")
+
+
 def test_a_folder_of_others_is_refused(validate, file, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, *_: path != file.parent)  # root may write everywhere
     with pytest.raises(ValueError, match=rf"cannot write below {file.parent}\. "):
