@@ -153,16 +153,20 @@ def _differing(name: str, has: Any, wanted: Mapping[str, Any]) -> dict[str, tupl
 
 def _groups(where: str, found: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     groups = found.get("config_groups") or {}
-    entries = {"config_groups": groups} | (groups if isinstance(groups, dict) else {})
-    for name, group in list(entries.items())[1:]:
-        entries |= {f"{name}.{kind}": group.get(kind) or {} for kind in _KINDS if isinstance(group, dict)}
-    for name, value in entries.items():
-        if not isinstance(value, dict):
-            raise CheckpointFormatError(
-                f"{where} does not say how it is quantized: {name}={str(value)[:80]}. An object is accepted."
-                f" {_REMEDY}, or download the model again."
-            )
+    _check_object(where, "config_groups", groups)
+    for name, group in groups.items():
+        _check_object(where, name, group)
+        for kind in _KINDS:
+            _check_object(where, f"{name}.{kind}", group.get(kind) or {})
     yield from groups.items()
+
+
+def _check_object(where: str, name: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        raise CheckpointFormatError(
+            f"{where} does not say how it is quantized: {name}={str(value)[:80]}. An object is accepted. {_REMEDY}, or"
+            " download the model again."
+        )
 
 
 def _check_empty(where: str, prefix: str, found: Mapping[str, Any], known: set[str]) -> None:
