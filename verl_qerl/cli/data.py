@@ -319,10 +319,12 @@ def _check_kinds(row: Mapping[str, Any], required: Mapping[str, type], where: st
 def _gsm8k(args: argparse.Namespace) -> dict[str, list[Row]]:
     directory, splits = _local(args.source, "jsonl"), {}
     for split in SPLITS:
-        path = directory and directory / f"{split}.jsonl"
-        records = read_jsonl(path, PROBLEM) if path else from_hub(args.source, split, "main")
-        for number, record in enumerate(records, start=1):
-            _check_kinds(record, PROBLEM, f"row {number} of {split}")
+        if directory:
+            records = read_jsonl(directory / f"{split}.jsonl", PROBLEM)
+        else:
+            records = from_hub(args.source, split, "main")
+            for number, record in enumerate(records, start=1):
+                _check_kinds(record, PROBLEM, f"row {number} of {split}")
         splits[split] = [gsm8k_row(record, split) for record in records]
     return splits
 

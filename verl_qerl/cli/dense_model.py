@@ -6,13 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 
 from verl_qerl.checkpoints.model_config import read_config
 from verl_qerl.errors import CheckpointFormatError
-
-# As code fails on values of another kind.
-_FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError)
 
 
 def empty_model(folder: Path) -> Any:
@@ -24,13 +20,15 @@ def empty_model(folder: Path) -> Any:
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from verl_qerl.cli.odd_values import ODD_VALUES
+
     content = read_config(folder)
     content.pop("quantization_config", None)
     try:
         config = AutoConfig.for_model(**content)
         with init_empty_weights(include_buffers=False):
             return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    except _FAILURES as error:
+    except (*ODD_VALUES, ArithmeticError, RuntimeError) as error:
         raise CheckpointFormatError(
             f"transformers makes no model of config.json in {folder} ({error!r:.300}). Values as it saves them are"
             " accepted. Download the model again."

@@ -79,8 +79,9 @@ def load_tokenizer(model: str | Path, chats: bool) -> Any:
         ValueError: The model has no tokenizer, a damaged one or a damaged config.json, or for chats the tokenizer no
             template.
     """
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
+
+    from verl_qerl.cli.odd_values import ODD_VALUES
 
     folder = Path(model)
     if folder.is_dir() and not any(folder.glob("tokenizer*")):
@@ -88,8 +89,7 @@ def load_tokenizer(model: str | Path, chats: bool) -> Any:
         raise ValueError(f"the model has no tokenizer: {model}. One is needed for prompts. Copy its files there.")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    except (AttributeError, LookupError, StrictDataclassError, TypeError, ValueError) as error:
-        # As code fails on values of another kind.
+    except ODD_VALUES as error:
         raise ValueError(
             f"the tokenizer or config.json cannot be read: {model} ({error!r:.300}). Files as transformers saves them"
             " are accepted. Download them again."

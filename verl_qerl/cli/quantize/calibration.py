@@ -158,8 +158,8 @@ class _Walk:
         self._check({EMBEDDING: tuple(self._decoder.embed_tokens.weight.shape)})
 
     def _check(self, needed: Mapping[str, tuple[int, ...]]) -> None:
-        found = {name: spec.shape for name, spec in self.source.specs.items()}
-        lacking = sorted(name for name, shape in needed.items() if found.get(name) != shape)
+        specs = self.source.specs
+        lacking = sorted(name for name, shape in needed.items() if name not in specs or specs[name].shape != shape)
         if lacking:
             raise CheckpointFormatError(
                 f"{self.source.path} lacks {lacking[0]!r} of shape {needed[lacking[0]]}, which transformers needs to"

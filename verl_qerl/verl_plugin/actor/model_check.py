@@ -68,9 +68,10 @@ def _existing(config: DictConfig, name: str, what: str, accepted: str) -> str:
 
 def _check_reward(config: DictConfig, path: Path) -> None:
     """Refuse a name that the user's file has nowhere; the file is not run, which may need what workers alone have."""
+    if not path.is_file() or path.suffix != ".py":  # verl takes byte code too
+        return
     name = str(OmegaConf.select(config, f"{_REWARD}.name"))
-    is_text = path.is_file() and path.suffix == ".py"  # verl takes byte code too
-    text = path.read_text(encoding="utf-8", errors="replace") if is_text else name
+    text = path.read_text(encoding="utf-8", errors="replace")
     if not re.search(rf"\b{re.escape(name)}\b|{_UNSPELLED}", text):
         raise ValueError(
             f"no such function: {_REWARD}.name={name} is nowhere in {path}. The name of one that this file has is"

@@ -43,7 +43,7 @@ def merged_parameters(engine: Any, adapted: dict[str, Linear]) -> Iterator[tuple
     Args:
         engine: verl's FSDP engine, its model on the device unless FSDP2 offloads it. Offloaded when all is sent, where
             verl would.
-        adapted: As `adapted_weights` gives it.
+        adapted: The linears with an adapter, each by the name of its weight in the module's state dict.
 
     Yields:
         Name in the checkpoint and whole tensor, bf16 on the device.
