@@ -120,9 +120,6 @@ def _of_runs(runs: Runs, arms: ByArm, measures: dict[str, Measure]) -> dict[str,
         arm, seed = name.split("/")
         return arms[arm][int(seed)]
 
-    def quiet(arm: str, seed: int) -> float:
-        return float(series(arms[arm][seed], REWARD)[:QUIET].mean())
-
     return {
         "runs": len(runs),
         "on": By(tasks.count),
@@ -137,7 +134,7 @@ def _of_runs(runs: Runs, arms: ByArm, measures: dict[str, Measure]) -> dict[str,
         "tokens_of_seed": By(lambda name: series(one(name), "response_length/mean")[-10:].mean()),
         "reward_of_seed": By(lambda name: MEASURES["area"][1](one(name), CUT)),
         "quiet": QUIET,
-        "quiet_apart": By(lambda seed: quiet(LORA, seed) - quiet("bf16_noise", seed)),
+        "kl_of_seed": By(lambda name: _short(series(one(name), KL)[30:].mean())),
         "step_of_seed": By(lambda name: np.nanmedian(series(one(name), "timing_s/step"))),
     }
 
@@ -148,13 +145,14 @@ def _of_boxes(runs: Runs, arms: ByArm) -> dict[str, Any]:
     counted = [run for run in tested if "boxed_right" in last_validation(run)]  # since that rule
     ends = [(final_pass1(run), last_validation(run)) for run in counted]
     share = sum(end - found["form"] * found["boxed_right"] for end, found in ends) / sum(1 - f["form"] for _, f in ends)
-    kinds = {"int8_lora": "int8"} | {run["arm"]: "nvfp4" for run in counted if run["arm"].startswith("nvfp4")}
+    kinds = dict.fromkeys((LORA, "int8_lora", "fp8_lora"), "others")
+    kinds |= {run["arm"]: "nvfp4" for run in counted if run["arm"].startswith("nvfp4")}
     rows = [(kinds[run["arm"]], run["seed"], final_pass1(run)) for run in counted if run["arm"] in kinds]
 
     def forms(arm: str) -> list[tuple[float, float]]:
         return [(final_pass1(run), last_validation(run)["form"]) for run in arms[arm].values() if run["validation"]]
 
-    later = Fit(rows).difference("int8", "nvfp4")
+    later = Fit(rows).difference("others", "nvfp4")
     assert later is not None
     return {
         "later_rule": _size(later),
@@ -194,6 +192,7 @@ def _of_certainty(arms: ByArm, measures: dict[str, Measure]) -> dict[str, Any]:
     made = sum(compare(arms, one.arm, one.other, one.measure) is not None for one in CLAIMS)
     pass1 = measures["pass1"]
     without = {arm: {seed: run for seed, run in seeds.items() if seed != 3} for arm, seeds in arms.items()}
+    two_gpus = {seed: run for seed, run in arms[LORA].items() if run["session"]["gpus_per_run"] == 2}
 
     def allowed(pair: str) -> str:
         found = allowing(pass1.fit, pass1.difference(pair), made)
@@ -206,6 +205,7 @@ def _of_certainty(arms: ByArm, measures: dict[str, Measure]) -> dict[str, Any]:
         # To miss a difference of 0.01 one time in five, and to see one that is not there one time in twenty.
         "seeds_for_a_hundredth": math.ceil(2 * ((1.96 + 0.84) * pass1.fit.spread / 0.01) ** 2),
         "without_seed_3": Measure(without, "pass1"),
+        "with_two_gpus": Measure(arms | {LORA: two_gpus}, "pass1"),
     }
 
 

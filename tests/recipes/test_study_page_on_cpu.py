@@ -1,6 +1,7 @@
 """The pages tell what the files of the study's runs give, and their words still hold."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,6 @@ def test_nvfp4_ends_lower_and_int8_does_not(figures):
     pass1 = figures["pass1"]
     for other in (LORA, "int8_lora"):
         assert pass1.difference(f"nvfp4 - {other}").high < 0
-        assert pass1.difference(f"nvfp4 - {other}").mean == pytest.approx(-0.02, abs=0.0099)  # "about 0.02"
     int8 = pass1.difference(f"int8_lora - {LORA}")
     assert int8.low < 0 < int8.high
     assert abs(int8.mean) < 0.01  # "about as high"
@@ -86,14 +86,23 @@ def test_fp8_ends_as_high_as_bf16(arms, figures):
     assert np.mean([step["fp8_lora/1"], step["fp8_lora/2"]]) / np.mean(nvfp4) == pytest.approx(1.04, abs=0.005)
 
 
-def test_nvfp4_is_behind_after_step_10(figures):
-    assert figures["early"].difference("nvfp4 - int8_lora").low > 0
-    assert figures["early"].difference(f"{LORA} - int8_lora").low > 0
+def test_nvfp4_is_ahead_until_step_10_and_then_behind(figures, findings):
+    early, late, area = (figures[name] for name in ("early", "late", "area"))
+    for other in (LORA, "int8_lora", "fp8_lora"):
+        pair = f"{other} - nvfp4"
+        assert early.difference(pair).high < 0
+        assert late.difference(pair).low > 0
+        for measure, certain in ((early, False), (late, other != "fp8_lora")):
+            found = findings.allowing(measure.fit, measure.difference(pair), figures["comparisons"])
+            assert (found.low * found.high > 0) == certain
     for other in (LORA, "int8_lora"):
-        late = figures["late"].difference(f"{other} - nvfp4")
-        assert late.low > 0
-        assert late.mean > figures["area"].difference(f"{other} - nvfp4").mean
-    assert figures["first_reward"]["nvfp4"] > figures["first_reward"][LORA] - 0.02
+        assert late.difference(f"{other} - nvfp4").mean > area.difference(f"{other} - nvfp4").mean
+        assert area.difference(f"{other} - nvfp4").low > 0
+    front = (Path(__file__).parents[2] / "README.md").read_text()
+    assert re.search(r"\| bf16 \|.*\| nvfp4 \|.*\n.*\n.*\| 35\.4 \|.*\| 39\.2 \|", front)  # untrained
+    between = early.difference("bf16_of_nvfp4 - nvfp4"), early.difference(f"bf16_of_nvfp4 - {LORA}")
+    assert between[0].mean < 0 < between[1].mean
+    assert early.difference(f"int8_lora - {LORA}").low < 0 < early.difference(f"int8_lora - {LORA}").high
     steps = [figures["step_of_seed"][name] for name in ("int8_lora/1", "nvfp4/4", "nvfp4/5")]
     assert 1.15 < steps[0] / np.mean(steps[1:]) < 1.25  # "a fifth longer"
 
@@ -103,7 +112,7 @@ def test_length_is_not_the_reason(figures):
         [figures[name][arm] for arm in ("nvfp4", LORA, "int8_lora")] for name in ("without_box", "boxed_right")
     )
     assert without[0] - min(without) < 0.01
-    assert right[0] < min(right[1:]) - 0.02
+    assert right[0] < min(right[1:]) - 0.015
 
 
 def test_a_calibrated_base(figures):
@@ -121,22 +130,37 @@ def test_noise_and_the_sum_before_rounding_change_nothing_that_is_seen(figures):
         assert found.low < 0 < found.high
 
 
-def test_which_comparisons_are_not_certain_among_all(figures):
+def test_which_comparisons_are_not_certain_among_all(figures, findings):
     allowed = figures["allowed"]
-    assert all("to +" in allowed[f"{arm} - {LORA}"] for arm in ("nvfp4", "nvfp4_aqn"))
-    assert allowed["fp8_lora - nvfp4"].startswith("(-")
-    assert "to -" in allowed["nvfp4 - int8_lora"]  # which has no star
+    for pair in (f"nvfp4 - {LORA}", f"nvfp4_aqn - {LORA}", "nvfp4 - int8_lora"):
+        assert "to -" in allowed[pair]  # no star
+    assert allowed["fp8_lora - nvfp4"].startswith("(0.000 ")  # "only just"
+    assert "to +" in allowed[f"nvfp4_gptq - {LORA}"]
+    area = figures["area"]
+    star = findings.allowing(area.fit, area.difference(f"nvfp4_aqn - {LORA}"), figures["comparisons"])
+    assert star.high > 0
 
 
-def test_noise_on_bf16_has_too_few_runs(arms, figures):
-    assert {seed: run["state"] for seed, run in arms["bf16_noise"].items()} == {1: "done", 2: "cut"}
-    area = figures["area"].difference(f"bf16_noise - {LORA}")
-    assert area.low < 0 < area.high
-    sigmas = [run["metrics"]["aqn/sigma"] for run in arms["bf16_noise"].values()]
-    quiet = figures["quiet"]
-    assert all(not any(sigma[:quiet]) and all(sigma[quiet:]) for sigma in sigmas)
-    assert min(figures["quiet_apart"][seed] for seed in (1, 2)) > 0.01  # bf16's own was lower with the later rule
-    assert len(arms["bf16_noise"][2]["metrics"]["step"]) == figures["cut_at"]
+def test_noise_on_bf16_changes_nothing_that_is_seen(arms, figures):
+    for measure in ("area", "late", "pass1"):
+        found = figures[measure].difference(f"bf16_noise - {LORA}")
+        assert found.low < 0 < found.high
+    assert figures["seeds"]["bf16_noise"] == 3
+    assert figures["late"].difference(f"bf16_noise - {LORA}").mean < 0.017  # of the first two
+
+
+def test_noise_begins_after_the_first_of_ten_stages(arms, figures):
+    runs = [run for arm in ("nvfp4_aqn", "nvfp4_noise", "bf16_noise") for run in arms[arm].values()]
+    for sigma in (run["metrics"]["aqn/sigma"] for run in runs):
+        assert not any(sigma[: figures["quiet"]])
+        assert all(sigma[figures["quiet"] :])
+
+
+def test_how_the_runs_of_bf16_were_made(arms, figures):
+    assert {seed: run["session"]["gpus_per_run"] for seed, run in arms[LORA].items()} == {1: 2, 2: 2, 3: 2, 4: 1, 5: 1}
+    assert all(arms[LORA][seed]["session"]["per_gpu"] == 2 for seed in (4, 5))
+    kl = [float(figures["kl_of_seed"][f"{LORA}/{seed}"]) for seed in (1, 2, 3, 4, 5)]
+    assert min(kl[3:]) > 1.2 * max(kl[:3])
 
 
 def test_the_worst_and_the_best_of_nvfp4_have_the_same_noise(arms, figures, study):
@@ -163,8 +187,11 @@ def test_the_kl_of_stock_lora_rises_and_comes_down(arms, study):
         return np.mean([study("measures").series(run, study("measures").KL)[:60] for run in arms[arm].values()], axis=0)
 
     stock, ours, rounded = mean(LORA), mean("nvfp4"), mean("nvfp4.rounded")
-    assert stock[1:8].max() > 2 * stock[0]
-    assert stock[9:].max() < 0.6 * stock[1:8].max()
+    for seed, run in arms[LORA].items():
+        kl = study("measures").series(run, study("measures").KL)
+        assert kl[1:12].max() > 2 * kl[0]
+        assert (kl[9:].max() < 0.6 * kl[:9].max()) == (seed <= 3)
+        assert kl[-10:].mean() < 0.6 * kl.max()
     assert rounded.max() > stock.max()
     assert (ours < stock)[1:].mean() > 0.95
     assert ours.max() < 1.1 * ours[0]

@@ -142,6 +142,8 @@ def merged():
     found = {}
     for dtype in ("fp32", "bf16"):
         engine = build("bf16", packed=False, dtype=dtype, lora={"merge": True})
+        sent_weights(engine)
+        step(engine)  # what is sent then is the adapter after it
         before = {name: whole(tensor) for name, tensor in engine.module.state_dict().items()}
         with mock.patch.object(fsdp_utils, "backup_base_model_weights", side_effect=AssertionError):
             sent = sent_weights(engine)
