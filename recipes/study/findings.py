@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 import results
-from claims import CLAIMS, LORA, MARGIN
+from claims import CLAIMS, EARLIER, LORA, MARGIN
 from measures import (
     KL,
     MEASURES,
-    REWARD,
     ByArm,
     Runs,
     at_once,
     by_arm,
     compare,
     final_pass1,
+    gained,
     last_validation,
     series,
     with_interval,
@@ -105,7 +105,8 @@ def figures_of(runs: Runs, folder: Path) -> dict[str, Any]:
     """Name -> figure, of the runs that `results.merged` takes from `folder`."""
     arms = by_arm(runs, "gsm8k", 20)
     measures = {name: Measure(arms, name) for name in MEASURES}
-    figures: dict[str, Any] = measures | _of_runs(runs, arms, measures) | _of_boxes(runs, arms) | _of_kl(arms)
+    figures: dict[str, Any] = measures | _of_runs(runs, arms, measures) | _of_boxes(runs, arms)
+    figures |= _of_kl(arms) | _of_young(runs)
     figures |= _of_certainty(arms, measures) | _of_repeats(folder) | _of_all_weights(arms) | _of_math(runs)
     return figures
 
@@ -113,8 +114,7 @@ def figures_of(runs: Runs, folder: Path) -> dict[str, Any]:
 def _of_runs(runs: Runs, arms: ByArm, measures: dict[str, Measure]) -> dict[str, Any]:
     tasks = [run["task"] for run in runs.values()]
     cut = [f"{name} ({len(run['metrics']['step'])} steps)" for name, run in runs.items() if run["state"] != "done"]
-    compared, pass1 = measures["area"].fit.arms, measures["pass1"]
-    tested = [end for arm in arms if arm.startswith("nvfp4") for end in pass1.of(arm)]
+    compared = measures["area"].fit.arms
 
     def one(name: str) -> dict[str, Any]:
         arm, seed = name.split("/")
@@ -127,14 +127,11 @@ def _of_runs(runs: Runs, arms: ByArm, measures: dict[str, Measure]) -> dict[str,
         "seeds": By(lambda arm: sum(run["state"] == "done" for run in arms[arm].values())),
         "compared": len(compared),
         "compared_of": By(compared.count),
-        "nvfp4_runs": len(tested),
-        "nvfp4_below": sum(end < pass1.least[LORA] for end in tested),
-        "first_reward": By(lambda arm: np.mean([series(arms[arm][seed], REWARD)[0] for seed in (1, 2, 3)])),
         "end_of_seed": By(lambda name: final_pass1(one(name))),
         "tokens_of_seed": By(lambda name: series(one(name), "response_length/mean")[-10:].mean()),
         "reward_of_seed": By(lambda name: MEASURES["area"][1](one(name), CUT)),
         "quiet": QUIET,
-        "kl_of_seed": By(lambda name: _short(series(one(name), KL)[30:].mean())),
+        "kl_of_seed": By(lambda name: _short(series(one(name), KL)[10:30].mean())),
         "step_of_seed": By(lambda name: np.nanmedian(series(one(name), "timing_s/step"))),
     }
 
@@ -145,22 +142,33 @@ def _of_boxes(runs: Runs, arms: ByArm) -> dict[str, Any]:
     counted = [run for run in tested if "boxed_right" in last_validation(run)]  # since that rule
     ends = [(final_pass1(run), last_validation(run)) for run in counted]
     share = sum(end - found["form"] * found["boxed_right"] for end, found in ends) / sum(1 - f["form"] for _, f in ends)
-    kinds = dict.fromkeys((LORA, "int8_lora", "fp8_lora"), "others")
-    kinds |= {run["arm"]: "nvfp4" for run in counted if run["arm"].startswith("nvfp4")}
-    rows = [(kinds[run["arm"]], run["seed"], final_pass1(run)) for run in counted if run["arm"] in kinds]
 
     def forms(arm: str) -> list[tuple[float, float]]:
         return [(final_pass1(run), last_validation(run)["form"]) for run in arms[arm].values() if run["validation"]]
 
-    later = Fit(rows).difference("others", "nvfp4")
-    assert later is not None
     return {
-        "later_rule": _size(later),
+        "later_rule": _size(_nvfp4_beside((LORA, "int8_lora", "fp8_lora"), counted, final_pass1, -1)),
         "box_counted": len(counted),
         "right_without_box": share,
         "without_box": By(lambda arm: np.mean([1 - form for _, form in forms(arm)])),
         "boxed_right": By(lambda arm: np.mean([(end - share * (1 - form)) / form for end, form in forms(arm)])),
     }
+
+
+def _of_young(runs: Runs) -> dict[str, Any]:
+    """What arms on NVFP4, whose rollout adds the adapter before it rounds, gain at first beside all other LoRA."""
+    others = (LORA, "bf16_noise", "bf16_of_nvfp4", "int8_lora", "fp8_lora")
+    kept = [run for run in runs.values() if run["task"] == "gsm8k" and run["tag"] in ("", *EARLIER)]
+    return {"gain_apart": _size(_nvfp4_beside(others, kept, gained))}
+
+
+def _nvfp4_beside(others: tuple[str, ...], runs: list[Any], value: Callable[[Any], float], sign: int = 1) -> Difference:
+    """Of a value of the runs: that of all arms on NVFP4 together less that of `others` together; `sign` -1 turns it."""
+    kinds = dict.fromkeys(others, "others") | {run["arm"]: "nvfp4" for run in runs if run["arm"].startswith("nvfp4")}
+    fit = Fit([(kinds[run["arm"]], run["seed"], value(run)) for run in runs if run["arm"] in kinds])
+    found = fit.difference(*("nvfp4", "others")[::sign])
+    assert found is not None
+    return found
 
 
 def _of_kl(arms: ByArm) -> dict[str, Any]:

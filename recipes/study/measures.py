@@ -54,14 +54,23 @@ MEASURES: dict[str, tuple[str, Callable[[dict[str, Any], int], float]]] = {
     "end": (f"reward, last {ENDS} steps", lambda run, n: float(np.nanmean(series(run, REWARD)[max(0, n - ENDS) : n]))),
     "pass1": ("pass@1 on the test set", final_pass1),
     "early": (f"mean reward of steps 1 to {ENDS}", lambda run, _: float(np.nanmean(series(run, REWARD)[:ENDS]))),
+    "gain": ("reward of steps 2 and 3 less that of step 1", lambda run, _: gained(run)),
     "late": (f"mean reward after step {ENDS}", lambda run, n: float(np.nanmean(series(run, REWARD)[ENDS:n]))),
-    "entropy": (f"entropy of the rollout, first {ENDS} steps", lambda run, _: first(run, ENTROPY)),
+    "entropy": (f"entropy of the rollout, first {ENDS} steps", lambda run, _: mean(run, ENTROPY, slice(ENDS))),
+    "entropy_then": ("entropy of the rollout, steps 7 to 12", lambda run, _: mean(run, ENTROPY, slice(6, 12))),
+    "entropy_late": ("entropy of the rollout after step 30", lambda run, n: mean(run, ENTROPY, slice(30, n))),
 }
 
 
-def first(run: dict[str, Any], key: str) -> float:
-    """Mean over its first steps, NaN without a value."""
-    values = series(run, key)[:ENDS]
+def gained(run: dict[str, Any]) -> float:
+    """Reward of steps 2 and 3, when the adapter is young, less that of step 1."""
+    values = series(run, REWARD)
+    return float(values[1:3].mean() - values[0])
+
+
+def mean(run: dict[str, Any], key: str, steps: slice) -> float:
+    """Over some of its steps, NaN without a value."""
+    values = series(run, key)[steps]
     return float(np.nanmean(values)) if np.isfinite(values).any() else np.nan
 
 

@@ -28,7 +28,7 @@ from measures import (
     by_arm,
     compare,
     final_pass1,
-    first,
+    mean,
     series,
     with_interval,
     without_gradient,
@@ -70,7 +70,7 @@ def table_of_arms(arms: ByArm) -> list[str]:
         cells += [pass1, spread([found[2] for found in tests])]
         cells += [spread([_mean(series(run, "study/form"), -ENDS) for run in runs], 2)]
         cells += [spread([_mean(without_gradient(run), -ENDS) for run in runs], 2)]
-        cells += [spread([first(run, ENTROPY) for run in runs])]
+        cells += [spread([mean(run, ENTROPY, slice(ENDS)) for run in runs])]
         cells += [spread([_mean(series(run, KL), 0) for run in runs], 5)]
         cells += [spread([_mean(series(run, "response_length/mean"), -ENDS) for run in runs], 0)]
         cells += [spread([float(np.nanmedian(series(run, "timing_s/step"))) for run in runs], 1)]

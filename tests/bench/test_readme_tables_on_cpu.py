@@ -295,13 +295,12 @@ def test_what_formats_keep_of_answers_of_the_model_itself():
     nll = [math.log(each["bf16"]["perplexity"]) for each in (rows, others)]
     assert "its NLL is {:.2f}, in solutions of the test set {:.2f}.".format(*nll) in page
     assert kl["nvfp4 mse"] > 4 * kl["int8"] > 4 * kl["int8 weights"]
-    assert others["int8"]["kl"] > others["nvfp4 mse"]["kl"]  # "INT8's rollout is the farther one"
     study = (ROOT / "recipes" / "study" / "README.md").read_text()
     told = (
         "its KL is {nvfp4 mse:.4f}, that of INT8's rollout {int8:.4f} and of INT8's actor, which does not round inputs,"
     )
     assert f"{told.format_map(kl)} {kl['int8 weights']:.4f}." in study
-    assert f"LoRA on FP8 ({kl['fp8']:.4f}) learns as on INT8" in study
+    assert f"FP8, whose KL is {kl['fp8']:.4f}, lost nothing" in study
 
 
 def test_answers_through_verls_server():
