@@ -96,8 +96,9 @@ class Measure:
         return verdict(self.difference(pair), kind, MARGIN).strip("*")
 
 
-def _size(found: Difference) -> str:
+def _size(found: Difference | None) -> str:
     """`0.022 (0.009 to 0.036)`; a sign where the interval has 0 in it."""
+    assert found is not None
     return f"{found.mean:.3f} ({found.low:.3f} to {found.high:{'+' if found.low < 0 else ''}.3f})"
 
 
@@ -147,7 +148,9 @@ def _of_boxes(runs: Runs, arms: ByArm) -> dict[str, Any]:
         return [(final_pass1(run), last_validation(run)["form"]) for run in arms[arm].values() if run["validation"]]
 
     return {
-        "later_rule": _size(_nvfp4_beside((LORA, "int8_lora", "fp8_lora"), counted, final_pass1, -1)),
+        "later_rule": _size(
+            _of_nvfp4_and((LORA, "int8_lora", "fp8_lora"), counted, final_pass1).difference("others", "nvfp4")
+        ),
         "box_counted": len(counted),
         "right_without_box": share,
         "without_box": By(lambda arm: np.mean([1 - form for _, form in forms(arm)])),
@@ -159,16 +162,13 @@ def _of_young(runs: Runs) -> dict[str, Any]:
     """What arms on NVFP4, whose rollout adds the adapter before it rounds, gain at first beside all other LoRA."""
     others = (LORA, "bf16_noise", "bf16_of_nvfp4", "int8_lora", "fp8_lora")
     kept = [run for run in runs.values() if run["task"] == "gsm8k" and run["tag"] in ("", *EARLIER)]
-    return {"gain_apart": _size(_nvfp4_beside(others, kept, gained))}
+    return {"gain_apart": _size(_of_nvfp4_and(others, kept, gained).difference("nvfp4", "others"))}
 
 
-def _nvfp4_beside(others: tuple[str, ...], runs: list[Any], value: Callable[[Any], float], sign: int = 1) -> Difference:
-    """Of a value of the runs: that of all arms on NVFP4 together less that of `others` together; `sign` -1 turns it."""
+def _of_nvfp4_and(others: tuple[str, ...], runs: list[Any], value: Callable[[Any], float]) -> Fit:
+    """A value of the runs, all arms on NVFP4 counted as one arm and `others` as another."""
     kinds = dict.fromkeys(others, "others") | {run["arm"]: "nvfp4" for run in runs if run["arm"].startswith("nvfp4")}
-    fit = Fit([(kinds[run["arm"]], run["seed"], value(run)) for run in runs if run["arm"] in kinds])
-    found = fit.difference(*("nvfp4", "others")[::sign])
-    assert found is not None
-    return found
+    return Fit([(kinds[run["arm"]], run["seed"], value(run)) for run in runs if run["arm"] in kinds])
 
 
 def _of_kl(arms: ByArm) -> dict[str, Any]:
