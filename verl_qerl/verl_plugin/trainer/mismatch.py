@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from verl_qerl.algos.mismatch import Mismatch, Undefined, rollout_mismatch, undefined_log_probs
+from verl_qerl.algos.mismatch import Mismatch, rollout_mismatch, undefined_log_probs
 from verl_qerl.algos.mismatch_parts import PARTS
 from verl_qerl.options import rules
 from verl_qerl.options.schema import LATER_STEPS, SAME_WEIGHTS_KL, Qerl
@@ -119,7 +119,11 @@ class Gate(Feature):
         rollout, actor, mask = stored_log_probs(self._run, batch, keys)
         undefined = undefined_log_probs(rollout, mask)
         if undefined is not None:
-            raise RuntimeError(_broken(undefined, int(mask.sum()), step))
+            raise RuntimeError(
+                f"the rollout's log-probs are not finite at {undefined.num_tokens} of {int(mask.sum())} tokens at step"
+                f" {step}, in {undefined.num_answers} answers, first at token {undefined.first} of one. Finite ones are"
+                " needed: its weights or its kernels are broken. Try `+qerl.rollout.linear=stock`, and report this."
+            )
         if self._run.bypasses:
             if not (self._first_step or self._looks_closely or self._gate.mismatch_sample or step % _BYPASSED == 0):
                 return
@@ -259,11 +263,3 @@ def _parts_told(metrics: Mapping[str, float]) -> str:
     told = ", ".join(f"{name} {size:.3g} ({share:.0%})" for share, size, name in sorted(found, reverse=True))
     count = metrics["qerl/mismatch_num_tokens"]
     return f" As sampled and taken apart over {count} tokens, in nats per token and share of the square: {told}."
-
-
-def _broken(undefined: Undefined, num_tokens: int, step: int) -> str:
-    return (
-        f"the rollout's log-probs are not finite at {undefined.num_tokens} of {num_tokens} tokens at step {step}, in"
-        f" {undefined.num_answers} answers, first at token {undefined.first} of one. Finite ones are needed: its"
-        " weights or its kernels are broken. Try `+qerl.rollout.linear=stock`, and report this."
-    )

@@ -58,16 +58,12 @@ def acr_policy_loss(
             " rollout_is=null, since ACR weighs by itself. Leave the option out."
         )
     log_probs = LogProbs(log_prob, old_log_prob, behav)
-    matrix, metrics = acr_loss(log_probs, advantages, response_mask, _clip_range(config), options.max_ratio)
+    bounds = (config.clip_ratio_low, config.clip_ratio_high)
+    low, high = (config.clip_ratio if bound is None else bound for bound in bounds)
+    clip = ClipRange(low, high, config.clip_ratio_c)
+    matrix, metrics = acr_loss(log_probs, advantages, response_mask, clip, options.max_ratio)
     loss = agg_loss(loss_mat=matrix, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
     return loss, metrics
-
-
-def _clip_range(config: Any) -> ClipRange:
-    low, high = (
-        config.clip_ratio if bound is None else bound for bound in (config.clip_ratio_low, config.clip_ratio_high)
-    )
-    return ClipRange(low, high, config.clip_ratio_c)
 
 
 def hand_over(options: ACRConfig, config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
