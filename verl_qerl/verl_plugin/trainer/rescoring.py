@@ -12,7 +12,7 @@ from verl.utils.debug import marked_timer
 
 from verl_qerl import upstream
 from verl_qerl.verl_plugin import hosts
-from verl_qerl.verl_plugin.rollout.engine_scores import Row, score_answers
+from verl_qerl.verl_plugin.rollout.engine_scores import score_answers
 from verl_qerl.verl_plugin.trainer.feature import Rescored, Run
 from verl_qerl.verl_plugin.trainer.model_fields import with_tensors
 from verl_qerl.verl_plugin.trainer.noise import switch_noise
@@ -50,10 +50,10 @@ def rescore(run: Run, count: int, wants_noisy: bool = False) -> Rescored:
         own_draws = sigma > 0 and run.aqn.draw != "batch"  # prompts have no noise then
         switches = sigma > 0 and not own_draws
         if switches:
-            noisy = _score(run, rows)[0] if wants_noisy else None
+            noisy = score_answers(run.servers(), rows, run.max_model_len)[0] if wants_noisy else None
             switch_noise(run, 0.0, 0)
         try:
-            clean, versions = _score(run, rows)
+            clean, versions = score_answers(run.servers(), rows, run.max_model_len)
         finally:
             if switches:
                 switch_noise(run, sigma, run.step)
@@ -61,10 +61,6 @@ def rescore(run: Run, count: int, wants_noisy: bool = False) -> Rescored:
         began = [tags[key].get("min_global_steps") for key in keys]
         stale = [begin is not None and begin != now for begin, now in zip(began, versions, strict=True)]
         return Rescored(keys, clean, noisy, torch.tensor(stale), own_draws)
-
-
-def _score(run: Run, rows: list[Row]) -> tuple[list[torch.Tensor], list[int]]:
-    return score_answers(run.servers(), rows, run.max_model_len)
 
 
 def score_actor(run: Run, batch: Any, keys: list[str], rounded: bool) -> torch.Tensor:
