@@ -82,7 +82,12 @@ def read_questions(task: str, source: Path | None, option: str = "--source") -> 
         rows: Sequence[Mapping[str, Any]] = data.from_hub(found.hub, found.split, found.config, option)
         where = found.hub
     else:
-        path = _file(task, source, option)
+        path = next((path for path in _candidates(task, source) if path.is_file()), None)
+        if path is None:
+            raise FileNotFoundError(
+                f"questions are missing: {task} in {option}={source}. {task}/test or {task} as .jsonl, .json or"
+                f" .parquet is accepted. Check the directory, or leave {option} out for the hub."
+            )
         rows, where = data.read_rows(path, "questions"), str(path)
     return [question_of(row, f"row {number} of {where}") for number, row in enumerate(rows, start=1)]
 
@@ -94,16 +99,6 @@ def has_questions(task: str, source: Path) -> bool:
 
 def _candidates(task: str, source: Path) -> list[Path]:
     return [source / f"{name}.{suffix}" for name in (f"{task}/test", task) for suffix in SUFFIXES]
-
-
-def _file(task: str, source: Path, option: str) -> Path:
-    found = next((path for path in _candidates(task, source) if path.is_file()), None)
-    if found is None:
-        raise FileNotFoundError(
-            f"questions are missing: {task} in {option}={source}. {task}/test or {task} as .jsonl, .json or .parquet is"
-            f" accepted. Check the directory, or leave {option} out for the hub."
-        )
-    return found
 
 
 def question_of(row: Mapping[str, Any], where: str) -> Question:
