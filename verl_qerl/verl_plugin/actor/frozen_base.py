@@ -6,8 +6,8 @@ whatever the base's dtype: an update of 1e-5 is lost in a bf16 parameter.
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -159,8 +159,7 @@ class FrozenBase:
         if self._engine.rank == 0:
             replace(self._record(), files=files).write(folder)
 
-    @contextmanager
-    def loadable(self, folder: Path) -> Iterator[Path]:
+    def loadable(self, folder: Path) -> AbstractContextManager[Path]:
         """The checkpoint as verl can load it: whole, of this base and adapter; LoRA-only: of any number of ranks.
 
         Raises:
@@ -170,8 +169,7 @@ class FrozenBase:
         parts = [part for part in PARTS if part in manager.checkpoint_load_contents]
         held = self._record()
         record = check_checkpoint(folder, held, parts)
-        with for_these_ranks(folder, record, held, parts, engine.module, engine.optimizer) as found:
-            yield found
+        return for_these_ranks(folder, record, held, parts, engine.module, engine.optimizer)
 
     def _record(self) -> BaseRecord:
         engine = self._engine
