@@ -10,6 +10,7 @@ from qerl_testing import verl_config
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.import_utils import load_module
 
+import verl_qerl.verl_plugin.trainer.policy_loss  # noqa: F401 - registers ACR, as importing verl's losses does in a run
 from verl_qerl.verl_plugin.config.apply import aqn_options, prepare
 from verl_qerl.verl_plugin.trainer.polling import POLL_S
 
