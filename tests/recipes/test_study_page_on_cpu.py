@@ -81,28 +81,23 @@ def test_fp8_ends_as_high_as_bf16(arms, figures):
     assert np.mean([step["fp8_lora/1"], step["fp8_lora/2"]]) / np.mean(nvfp4) == pytest.approx(1.04, abs=0.005)
 
 
-def test_nvfp4_is_ahead_in_three_steps_and_behind_after_ten(arms, figures, findings, study):
+def test_nvfp4_is_ahead_in_three_steps_and_behind_after_ten(arms, figures, study):
     early, late = figures["early"], figures["late"]
     for other in (LORA, "int8_lora", "fp8_lora"):
-        pair = f"{other} - nvfp4"
-        assert early.difference(pair).high < 0
-        assert late.difference(pair).low > 0
-        for measure, certain in ((early, False), (late, other != "fp8_lora")):
-            found = findings.allowing(measure.fit, measure.difference(pair), figures["comparisons"])
-            assert (found.low * found.high > 0) == certain
+        assert early.difference(f"{other} - nvfp4").high < 0
+        assert late.difference(f"{other} - nvfp4").low > 0
     front = (Path(__file__).parents[2] / "README.md").read_text()
     assert re.search(r"\| bf16 \|.*\| nvfp4 \|.*\n.*\n.*\| 35\.4 \|.*\| 39\.2 \|", front)  # untrained
     assert "+" not in figures["gain_apart"]  # its interval is above 0
     assert not figures["gain_apart"].startswith("-")
     same = figures["gain"].difference("bf16_of_nvfp4 - nvfp4")
     assert same.low < 0 < same.high
-    rewards = {
-        arm: np.mean(
-            [study("measures").series(run, study("measures").REWARD)[:10] for run in arms[arm].values()], axis=0
-        )
+    series, reward = study("measures").series, study("measures").REWARD
+    nvfp4, *others = (
+        np.mean([series(run, reward)[:10] for run in arms[arm].values()], axis=0)
         for arm in ("nvfp4", LORA, "int8_lora", "fp8_lora")
-    }
-    ahead = rewards.pop("nvfp4") - np.array(list(rewards.values()))
+    )
+    ahead = nvfp4 - np.array(others)
     assert (ahead[:, :3] > 0).all()  # "in the first three steps only"
     assert ahead[:, 3:].mean() < 0.01
     steps = [figures["step_of_seed"][name] for name in ("int8_lora/1", "nvfp4/4", "nvfp4/5")]
