@@ -163,7 +163,7 @@ def set_linear(model: Any, module: str, weight: torch.Tensor) -> None:
 
 
 def verl_config(*overrides: str) -> Any:
-    """What Hydra makes of a command line of verl's `main_ppo`.
+    """What Hydra makes of a command line of verl's `main_ppo`, in a process that knows ACR, as those of a run do.
 
     Its files, which take half a second, are read once for each choice of groups. Hydra's own code applies the other
     overrides to a copy.
@@ -174,7 +174,11 @@ def verl_config(*overrides: str) -> Any:
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
+    from verl.trainer.ppo import core_algos
 
+    from verl_qerl.verl_plugin.trainer import policy_loss
+
+    policy_loss.install(core_algos)
     with initialize_config_module("verl.trainer.config", version_base=None):
         loader = GlobalHydra.instance().config_loader()
         groups, others = [], []

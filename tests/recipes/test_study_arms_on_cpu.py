@@ -7,12 +7,10 @@ import pytest
 pytest.importorskip("verl")
 
 from qerl_testing import verl_config
-from verl.trainer.ppo import core_algos
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.import_utils import load_module
 
 from verl_qerl.verl_plugin.config.apply import aqn_options, prepare
-from verl_qerl.verl_plugin.trainer import policy_loss
 from verl_qerl.verl_plugin.trainer.polling import POLL_S
 
 FULL = {"bf16_full", "int8", "int8_acr", "fp8", "fp8_acr", "nvfp4_full_acr", "nvfp4_full_tis"}
@@ -24,7 +22,6 @@ ARMS += ["int8_lora", "fp8_lora", "bf16_of_nvfp4", "bf16_noise", "bf16_aqn", "bf
 def composed(study, tmp_path):
     """Arm and further arguments -> the configuration that verl would get."""
     runner = study("run")
-    policy_loss.install(core_algos)  # as in a run
     bases = ("calibrated", "dequantized")
     for folder in ("model", *bases, "data/gsm8k", "data/math"):
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
