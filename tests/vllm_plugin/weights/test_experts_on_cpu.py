@@ -23,7 +23,8 @@ peft = pytest.importorskip("peft")
 @pytest.fixture(scope="module", autouse=True)
 def expert_group(vllm):
     """The group of ranks that vLLM makes with a process's first engine if that holds experts, and misses later."""
-    state = vllm.distributed.parallel_state
+    from vllm.distributed import parallel_state as state
+
     if state.model_parallel_is_initialized() and state._EP is None:
         state._EP = state.get_tp_group()  # of one rank, too
 
