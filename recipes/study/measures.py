@@ -50,15 +50,15 @@ def final_pass1(run: dict[str, Any], steps: int = 0) -> float:
 
 # Name -> what it is, and its value of a run whose first so many steps are looked at.
 MEASURES: dict[str, tuple[str, Callable[[dict[str, Any], int], float]]] = {
-    "area": ("mean reward of all steps", lambda run, steps: float(np.nanmean(series(run, REWARD)[:steps]))),
-    "end": (f"reward, last {ENDS} steps", lambda run, n: float(np.nanmean(series(run, REWARD)[max(0, n - ENDS) : n]))),
+    "area": ("mean reward of all steps", lambda run, n: mean(series(run, REWARD)[:n])),
+    "end": (f"reward, last {ENDS} steps", lambda run, n: mean(series(run, REWARD)[max(0, n - ENDS) : n])),
     "pass1": ("pass@1 on the test set", final_pass1),
-    "early": (f"mean reward of steps 1 to {ENDS}", lambda run, _: float(np.nanmean(series(run, REWARD)[:ENDS]))),
+    "early": (f"mean reward of steps 1 to {ENDS}", lambda run, _: mean(series(run, REWARD)[:ENDS])),
     "gain": ("reward of steps 2 and 3 less that of step 1", lambda run, _: gained(run)),
-    "late": (f"mean reward after step {ENDS}", lambda run, n: float(np.nanmean(series(run, REWARD)[ENDS:n]))),
-    "entropy": (f"entropy of the rollout, first {ENDS} steps", lambda run, _: mean(run, ENTROPY, slice(ENDS))),
-    "entropy_then": ("entropy of the rollout, steps 7 to 12", lambda run, _: mean(run, ENTROPY, slice(6, 12))),
-    "entropy_late": ("entropy of the rollout after step 30", lambda run, n: mean(run, ENTROPY, slice(30, n))),
+    "late": (f"mean reward after step {ENDS}", lambda run, n: mean(series(run, REWARD)[ENDS:n])),
+    "entropy": (f"entropy of the rollout, first {ENDS} steps", lambda run, _: mean(series(run, ENTROPY)[:ENDS])),
+    "entropy_then": ("entropy of the rollout, steps 7 to 12", lambda run, _: mean(series(run, ENTROPY)[6:12])),
+    "entropy_late": ("entropy of the rollout after step 30", lambda run, n: mean(series(run, ENTROPY)[30:n])),
 }
 
 
@@ -68,9 +68,8 @@ def gained(run: dict[str, Any]) -> float:
     return float(values[1:3].mean() - values[0])
 
 
-def mean(run: dict[str, Any], key: str, steps: slice) -> float:
-    """Over some of its steps, NaN without a value."""
-    values = series(run, key)[steps]
+def mean(values: np.ndarray) -> float:
+    """Of the values that there are, NaN where there is none."""
     return float(np.nanmean(values)) if np.isfinite(values).any() else np.nan
 
 

@@ -68,21 +68,16 @@ def table_of_arms(arms: ByArm) -> list[str]:
         cells = [arm, ", ".join(map(str, sorted(seeds))), str(steps)]
         cells += [spread([MEASURES[name][1](run, steps) for run in runs]) for name in ("area", "end")]
         cells += [pass1, spread([found[2] for found in tests])]
-        cells += [spread([_mean(series(run, "study/form"), -ENDS) for run in runs], 2)]
-        cells += [spread([_mean(without_gradient(run), -ENDS) for run in runs], 2)]
-        cells += [spread([mean(run, ENTROPY, slice(ENDS)) for run in runs])]
-        cells += [spread([_mean(series(run, KL), 0) for run in runs], 5)]
-        cells += [spread([_mean(series(run, "response_length/mean"), -ENDS) for run in runs], 0)]
+        cells += [spread([mean(series(run, "study/form")[-ENDS:]) for run in runs], 2)]
+        cells += [spread([mean(without_gradient(run)[-ENDS:]) for run in runs], 2)]
+        cells += [spread([mean(series(run, ENTROPY)[:ENDS]) for run in runs])]
+        cells += [spread([mean(series(run, KL)) for run in runs], 5)]
+        cells += [spread([mean(series(run, "response_length/mean")[-ENDS:]) for run in runs], 0)]
         cells += [spread([float(np.nanmedian(series(run, "timing_s/step"))) for run in runs], 1)]
         cells[-1] += ", shared" * any(map(shared, runs))
         cells += [", ".join(sorted({run["gpu"] for run in runs}))]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
-
-
-def _mean(values: np.ndarray, start: int) -> float:
-    kept = values[start:]
-    return float(np.nanmean(kept)) if np.isfinite(kept).any() else np.nan
 
 
 def table_of_claims(arms: ByArm) -> list[str]:

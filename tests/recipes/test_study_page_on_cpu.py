@@ -104,12 +104,13 @@ def test_nvfp4_is_ahead_in_three_steps_and_behind_after_ten(arms, figures, study
     assert 1.15 < steps[0] / np.mean(steps[1:]) < 1.25  # "a fifth longer"
 
 
-def test_length_is_not_the_reason(figures):
+def test_length_is_a_small_part(figures):
     without, right = (
         [figures[name][arm] for arm in ("nvfp4", LORA, "int8_lora")] for name in ("without_box", "boxed_right")
     )
     assert without[0] - min(without) < 0.01
-    assert right[0] < min(right[1:]) - 0.015
+    ends = [figures["pass1"].mean[arm] for arm in ("nvfp4", LORA, "int8_lora")]
+    assert min(right[1:]) - right[0] > 0.8 * (min(ends[1:]) - ends[0])
 
 
 def test_a_calibrated_base(figures):
