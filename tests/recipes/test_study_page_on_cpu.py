@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+BENCH = Path(__file__).parents[1] / "bench" / "results"
 LORA = "bf16_merge"  # what the claims call 16-bit LoRA
 
 
@@ -55,15 +56,13 @@ def test_nvfp4_ends_lower_and_int8_does_not(figures):
     assert "+" not in figures["later_rule"]  # its interval is above 0
 
 
-def test_stock_lora_on_the_weights_of_nvfp4_learns_no_better(arms, figures):
+def test_stock_lora_on_the_weights_of_nvfp4_learns_as_nvfp4_does(arms, figures):
     late = figures["late"]
-    assert sorted(arms["bf16_of_nvfp4"]) == [1, 2]  # "two runs"
-    assert not any(run["validation"] for run in arms["bf16_of_nvfp4"].values())  # "without a pass@1"
+    ends = {seed: (len(run["metrics"]["step"]), run["state"]) for seed, run in arms["bf16_of_nvfp4"].items()}
+    assert ends == {1: (59, "cut"), 2: (59, "cut"), 3: (60, "done")}  # "three runs. Two of them ended one step early"
     for other in (LORA, "int8_lora"):
         assert late.difference(f"bf16_of_nvfp4 - {other}").high < 0
-    beside = late.difference("bf16_of_nvfp4 - nvfp4")
-    assert beside.low < 0 < beside.high
-    assert beside.mean < 0
+    assert late.verdict["nvfp4 - bf16_of_nvfp4"] == "yes"
 
 
 def test_fp8_ends_as_high_as_bf16(arms, figures):
@@ -161,13 +160,13 @@ def test_how_the_runs_of_bf16_were_made(arms, figures, findings, study):
     assert {seed: run["session"]["gpus_per_run"] for seed, run in arms[LORA].items()} == {1: 2, 2: 2, 3: 2, 4: 1, 5: 1}
     assert all(arms[LORA][seed]["session"]["per_gpu"] == 2 for seed in (4, 5))
     kl = [float(figures["kl_of_seed"][f"{LORA}/{seed}"]) for seed in (1, 2, 3, 4, 5)]
-    assert min(kl[3:]) > 1.2 * max(kl[:3])
     cut = json.loads((findings.HERE / "results" / "20261127T145557-bf16.json").read_text())
     run = cut["runs"][f"{LORA}-gsm8k-seed1"]
-    earlier = [float(figures["kl_of_seed"][f"bf16_of_nvfp4/{seed}"]) for seed in (1, 2)]
-    earlier.append(study("measures").series(run, study("measures").KL)[10:30].mean())
-    assert f"{earlier[-1]:.1e}" == "3.0e-04"
-    assert all(min(kl[:3]) < value < min(kl[3:]) for value in earlier)  # "lie between"
+    *verls, ours = (float(figures["kl_of_seed"][f"bf16_of_nvfp4/{seed}"]) for seed in (1, 2, 3))
+    verls.append(study("measures").series(run, study("measures").KL)[10:30].mean())
+    assert f"{verls[-1]:.1e}" == "3.0e-04"
+    assert min(ours, *kl[3:]) > max(*verls, *kl[:3])  # "higher than that of the six"
+    assert json.loads((BENCH / "h200" / "merged_sync.json").read_text())["same_bits"]  # "to the bit"
     front = (findings.HERE.parents[1] / "README.md").read_text()
     told = f"{figures['kl']['nvfp4']}, in stock bf16 with its adapter merged {figures['kl'][LORA]}"
     assert f"Over 60 steps of the 1.5B KL(rollout, actor) is {told}" in front
