@@ -260,13 +260,19 @@ def test_a_merged_step_with_a_short_sync():
     large, large_bypass = reckoned("step_7b", "stock_merged"), reckoned("step_7b_bypass", "stock_merged_kept")
     small, small_bypass = (reckoned(f"step_1.5b{mode}", "stock_merged") for mode in ("", "_bypass"))
     assert (
-        f"merged would take {large[0]} a step of 7B ({large[1]} times ours; in bypass mode {large_bypass[0]},"
+        f"it would take {large[0]} a step of 7B ({large[1]} times ours; in bypass mode {large_bypass[0]},"
         f" {large_bypass[1]}) and {small[0]} of the 1.5B ({small[1]}; {small_bypass[0]}, {small_bypass[1]})"
     ) in PAGES[1].read_text()
     stock = next(row["median_s"] for row in result("step_7b")["rows"] if row["arm"] == "stock_merged")
     told = f"{stock['weight_sync']:.1f} of the {stock['step']:.1f} s are verl's sync"
     front = PAGES[0].read_text()
     assert told in front
+    short = {row["arm"]: row["median_s"] for row in result("step_7b_short_sync")["rows"]}
+    times = f"[{short['stock_merged']['step'] / short['ours']['step']:.2f}x]"
+    assert f"with it the step took {times}(tests/bench/results/h200/step_7b_short_sync.json)" in front
+    before = {row["arm"]: row["median_s"] for row in result("step_7b")["rows"]}
+    longer = [f"{short[arm]['rollout'] - before[arm]['rollout']:.1f} s" for arm in ("ours", "stock_merged")]
+    assert "ours by {}, merged by {}".format(*longer) in PAGES[1].read_text()
     assert f"it would be {large[0]} ({large[1]}x)" in front
 
 
