@@ -27,8 +27,6 @@ read_arm() {
     rest=${arm#"$form"}
     options=(actor_rollout_ref.rollout.calculate_log_probs=True)
     [[ $form == bf16 ]] || options+=("+rollout=$form")
-    # Four bits of all weights are 0.04 from this actor (results/), and the gate of the first step stands at 0.05.
-    [[ $form != *fp4 ]] || options+=(+qerl.gate.max_initial_kl=0.2)
     case $rest in
         '' | -uaq) ;;
         -tis | -tis-uaq) options+=(algorithm.rollout_correction.rollout_is=token) ;;  # threshold 2, as Flash-RL on GSM8K

@@ -56,9 +56,8 @@ ARMS: dict[str, list[str]] = {
     "int8_acr": ["+rollout=int8", *FULL, *ACR],
     "fp8": ["+rollout=fp8", *FULL],
     "fp8_acr": ["+rollout=fp8", *FULL, *ACR],
-    # Four bits of all weights are further from the actor than the gate of the first step allows by default.
-    "nvfp4_full_acr": ["+rollout=nvfp4", *FULL, *ACR, "+qerl.gate.max_initial_kl=0.2"],
-    "nvfp4_full_tis": ["+rollout=nvfp4", *FULL, *TIS, "+qerl.gate.max_initial_kl=0.2"],
+    "nvfp4_full_acr": ["+rollout=nvfp4", *FULL, *ACR],
+    "nvfp4_full_tis": ["+rollout=nvfp4", *FULL, *TIS],
 }
 
 # Arms on another base than --model: the option of run.py that names it.

@@ -392,7 +392,7 @@ def digest(base: Path, option: str) -> str:
 
 def versions() -> dict[str, str]:
     """Of what a result depends on."""
-    names = ("torch", "verl", "vllm", "transformers", "math-verify", "verl-qerl")
+    names = ("torch", "verl", "vllm", "transformers", "peft", "liger-kernel", "math-verify", "verl-qerl")
     found = {}
     for name in names:
         try:

@@ -30,7 +30,7 @@ def test_defaults_are_the_papers():
     config = AQNConfig()
     assert (config.enabled, config.schedule, config.mode) == (False, "exponential", "additive")
     assert (config.sigma_start, config.sigma_end, config.num_stages) == (1e-2, 5e-4, 10)
-    assert config.targets == ("input_layernorm", "post_attention_layernorm")
+    assert config.norms == ("input_layernorm", "post_attention_layernorm")
 
 
 def test_exponential_is_equation_8():
@@ -152,7 +152,7 @@ BAD = [
     *[("schedule", value) for value in ("step", "Linear", "", None, ["linear"])],
     *[("mode", value) for value in ("add", None)],
     *[("draw", value) for value in ("sequences", None)],
-    *[("targets", value) for value in ("input_layernorm", [], (), [1], 5, None, {"a": 1})],
+    *[("targets", value) for value in ("input_layernorm", [], (), [1], 5, {"a": 1})],
     *[("seed", value) for value in (1.5, "0", True, None)],
     *[("total_steps", value) for value in (0, -1, 1.5, "100", True)],
     *[("target_kl", value) for value in (0, -1e-3, 1.5, math.nan, math.inf, "1e-3", True)],

@@ -98,9 +98,15 @@ def test_the_first_page_has_decoding_beside_both_stock_arms():
 
     assert f"| {times('rollout_7b', 'bf16_lora_stock')} as fast ([file]" in front
     assert f"| {times('rollout_7b_0526c25', 'bf16')} ([file]" in front
-    rows = result("rollout_7b_0526c25")["rows"]
-    prefill = {row["arm"]: row["prefill_s"] for row in rows if row["batch"] == 256}
-    assert f"takes a 7B {prefill['nvfp4_lora_ours'] / prefill['bf16']:.2f} times as long as plain bf16" in front
+
+    def prefill(name):
+        seconds = {(row["arm"], row["batch"]): row["prefill_s"] for row in result(name)["rows"]}
+        return [f"{seconds['nvfp4_lora_ours', batch] / seconds['bf16', batch]:.2f}" for batch in (256, 1)]
+
+    many, one = prefill("rollout_7b_0526c25")
+    least, most = prefill("prefill_1.5b")
+    told = f"takes a 7B {many} (256 at once) to {one} times (one) as long as plain bf16, a 1.5B {least} to {most} times"
+    assert told in front
 
 
 def test_what_stock_4_and_8_bits_gain_beside_stock_bf16():

@@ -74,7 +74,7 @@ WRITTEN = {
         "additional_config": {
             "verl_qerl": {
                 "train_norms": False,
-                "aqn": asdict(AQNConfig(enabled=True)) | {"targets": ["input_layernorm", "post_attention_layernorm"]},
+                "aqn": asdict(AQNConfig(enabled=True)),
             }
         },
     },

@@ -49,7 +49,8 @@ class AQNConfig(Options):
         sigma_end: Standard deviation at the last stage, in (0, sigma_start].
         num_stages: K >= 2, the first of which is free of noise.
         mode: `additive` (w + Z), `multiplicative` (w (1 + Z)) or `relative` (w + RMS(w) Z).
-        targets: Names of the norms that get noise, the last part of the module's name.
+        targets: Names of the norms that get noise, the last part of the module's name. None: the paper's, in models
+            that are known to have them where attention and MLP read them.
         seed: Seed of the draws; step and name of the norm enter too.
         total_steps: M, the steps that the stages are spread over, after which sigma of step M stays (sigma_end, where M
             is at least num_stages); None: all of the run's.
@@ -71,8 +72,12 @@ class AQNConfig(Options):
     )
     schedule: str = option("exponential", one_of(*SCHEDULES))
     mode: str = option("additive", one_of(*MODES))
-    targets: tuple[str, ...] = option(
-        TARGETS, Accepts("a list of norm names such as [input_layernorm]", lambda v: is_names(v) and len(v) > 0)
+    targets: tuple[str, ...] | None = option(
+        None,
+        Accepts(
+            "a list of norm names such as [input_layernorm], or null for the paper's",
+            lambda v: v is None or (is_names(v) and len(v) > 0),
+        ),
     )
     seed: int = option(0, Accepts("an integer", lambda v: type(v) is int))
     total_steps: int | None = option(
@@ -94,7 +99,13 @@ class AQNConfig(Options):
             raise self._refused("sigma_end", f"at most sigma_start={self.sigma_start}, since noise decays")
         if self.num_stages == 2 and self.target_kl is None and self.sigma_end != self.sigma_start:
             raise self._refused("sigma_end", f"sigma_start={self.sigma_start}: num_stages=2 has one stage with noise")
-        object.__setattr__(self, "targets", tuple(self.targets))
+        if self.targets is not None:
+            object.__setattr__(self, "targets", tuple(self.targets))
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """`targets`, or the paper's."""
+        return TARGETS if self.targets is None else self.targets
 
 
 def stage_of(config: AQNConfig, step: int, total_steps: int) -> int:

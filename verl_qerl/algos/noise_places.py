@@ -30,20 +30,21 @@ FAMILIES = {
 }
 
 
-def check_places(family: str, targets: tuple[str, ...]) -> None:
-    """Refuse with a ValueError the default targets in a family of models where they may mean something else.
+def check_places(family: str, targets: tuple[str, ...] | None) -> None:
+    """Refuse with a ValueError the paper's norms in a family of models where they may mean something else.
 
     Args:
-        targets: `AQNConfig.targets`. Only the default is checked; norms that the user has named are accepted.
+        targets: `AQNConfig.targets`; norms that the user has named are accepted.
     """
-    if targets == TARGETS and family not in FAMILIES:
+    if targets is None and family not in FAMILIES:
         raise ValueError(
             f"it is not known where model_type={family} has the norms that attention and MLP read. Accepted are"
-            f" {', '.join(FAMILIES)}. Name the norms by `+aqn.targets=[...]`, in Gemma 2 and 3"
-            " [input_layernorm,pre_feedforward_layernorm], or leave out `+aqn.enabled=true`."
+            f" {', '.join(FAMILIES)}. Name the norms by `+aqn.targets=[...]`, where they are those of Llama"
+            f" [{','.join(TARGETS)}], in Gemma 2 and 3 [input_layernorm,pre_feedforward_layernorm], or leave out"
+            " `+aqn.enabled=true`."
         )
 
 
-def reaches_router(family: str, targets: tuple[str, ...]) -> bool:
+def reaches_router(family: str, norms: tuple[str, ...]) -> bool:
     """Whether noise on these norms changes which experts a token goes to."""
-    return FAMILIES.get(family, False) and "post_attention_layernorm" in targets
+    return FAMILIES.get(family, False) and "post_attention_layernorm" in norms

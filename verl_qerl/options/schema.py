@@ -44,10 +44,11 @@ class Base(Options):
     ignore: tuple[str, ...] = option(
         DEFAULT_IGNORE,
         Accepts(
-            "a list of exact names, or of `re:` and a regular expression, such as [lm_head,'re:.*q_proj']", is_names
+            "a list of exact names, or of `re:` and a regular expression, such as [lm_head,'re:.*[qkv]_proj']", is_names
         ),
         "modules left in bf16: a list of exact names or `re:` and a regular expression; one that names no module is"
-        " refused. A packed model.path says itself what it left out, and this is refused beside it",
+        " refused, and so is a part of q, k and v or of gate and up, which vLLM runs as one linear. A packed model.path"
+        " says itself what it left out, and this is refused beside it",
     )
     train_norms: bool = option(
         False,

@@ -69,13 +69,14 @@ def test_the_file_has_every_option_and_is_there_before_verl_saves(run, tmp_path)
     made.log = SimpleNamespace(append=lambda what: found.append((what, read_schedule(tmp_path / "global_step_40"))))
     found = []
     made._save_checkpoint()
-    assert found == [("saved", (replace(AQN, total_steps=100), {}))]
+    assert found == [("saved", (replace(AQN, total_steps=100, targets=AQN.norms), {}))]
     assert not list(tmp_path.glob("*/*.partial"))
 
 
 def test_the_same_schedule_goes_on_without_a_word(run, saved, caplog):
     assert resume(run, caplog, AQN, 100) == []
     assert resume(run, caplog, replace(AQN, total_steps=100), 100) == []
+    assert resume(run, caplog, replace(AQN, targets=AQN.norms), 100) == []
     assert resume(run, caplog, AQN, 100, resume_mode="resume_path", resume_from_path=str(saved)) == []
 
 
@@ -208,7 +209,7 @@ def test_a_damaged_file_is_refused(run, saved, text):
 
 def test_what_is_written_is_what_is_read(saved):
     config, searched = read_schedule(saved)
-    assert asdict(config) == asdict(AQN) | {"total_steps": 100}
+    assert asdict(config) == asdict(AQN) | {"total_steps": 100, "targets": AQN.norms}
     assert searched == {}
 
 

@@ -168,7 +168,7 @@ def _told(run: Run, aqn: AQNConfig, uaq: UAQConfig) -> dict[str, Any]:
     if run("qerl.base.format") is not None:
         found["train_norms"] = bool(run("qerl.base.train_norms"))
     if aqn.enabled:
-        found["aqn"] = asdict(aqn) | {"targets": list(aqn.targets)}
+        found["aqn"] = asdict(aqn) | {"targets": aqn.targets and list(aqn.targets)}
         if uaq.enabled:  # noise must grow as much as the norms
             found["uaq_scale"] = uaq.scale
     return found

@@ -205,7 +205,7 @@ def _relative_sizes(config: AQNConfig, sigma: float, sizes: dict[str, float]) ->
 
 def _tell_sizes(config: AQNConfig, sizes: dict[str, float]) -> None:
     """Log sigma_start beside the norms of each target, and warn where it is unusual."""
-    for target in config.targets:
+    for target in config.norms:
         norms = {name: size for name, size in sizes.items() if name.rpartition(".")[2] == target}
         least, middle, most = sorted(_relative_sizes(config, config.sigma_start, norms).values())
         logger.warning(

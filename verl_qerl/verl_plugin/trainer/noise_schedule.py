@@ -67,7 +67,7 @@ def write_schedule(
         (folder / RECORD).unlink(missing_ok=True)
         return
     folder.mkdir(parents=True, exist_ok=True)
-    pinned = replace(config, total_steps=config.total_steps or total_steps)
+    pinned = replace(config, total_steps=config.total_steps or total_steps, targets=config.norms)
     write_whole(folder / RECORD, asdict(pinned) | ({SEARCHED: dict(searched)} if searched else {}))
 
 
@@ -104,6 +104,7 @@ def check_schedule(folder: Path, step: int, config: AQNConfig, total_steps: int)
         if config.enabled:
             logger.warning("%s has no %s: noise was off in it, or its schedule is not known.", folder, RECORD)
         return {}
+    config = replace(config, targets=config.norms)  # as it was written
     _refuse_shift(folder, step, saved, config, total_steps)
     kept = all(getattr(config, name) == getattr(saved.config, name) for name in _UNITS)
     searched = saved.searched if config.enabled and kept else {}

@@ -48,7 +48,7 @@ class NormNoise:
         self, model: torch.nn.Module, config: AQNConfig, uaq_scale: float = 1.0, give_tables: GiveTables | None = None
     ) -> None:
         self._config = config
-        self._norms = find_norms(model, config.targets, "Name them with `+aqn.targets=[...]`.")
+        self._norms = find_norms(model, config.norms, "Name them with `+aqn.targets=[...]`.")
         if config.mode != "additive":
             _refuse_offsets(self._norms, config.mode)
         self._uaq = {name: norm_scale(name, uaq_scale) for name in self._norms}
@@ -130,7 +130,7 @@ def check_model(vllm_config: Any, config: AQNConfig) -> None:
     """Call `check_places`, and say where noise reaches more than attention and MLP."""
     family = vllm_config.model_config.hf_text_config.model_type
     check_places(family, config.targets)
-    if reaches_router(family, config.targets):
+    if reaches_router(family, config.norms):
         say_once(f"noise on post_attention_layernorm also reaches the routers of {family}, which read that norm.")
 
 
