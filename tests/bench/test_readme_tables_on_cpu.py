@@ -80,7 +80,7 @@ def test_the_first_page_has_the_memory_of_two_steps():
     front = PAGES[0].read_text()
     assert f"| 32B in {peaks['32b_80gib']:.1f} GiB ([file]" in front
     assert f"7B in {peaks['7b_24gib']:.1f} GiB ([file]" in front
-    assert f"a step of 32B takes [{peaks['32b_80gib']:.1f} GiB]" in front
+    assert f"a 32B (random weights) takes [{peaks['32b_80gib']:.1f} GiB]" in front
 
 
 def decode_ms(rows: list[dict[str, Any]], arm: str, batch: int) -> float:
@@ -96,7 +96,7 @@ def test_the_first_page_has_decoding_beside_both_stock_arms():
         found = (decode_ms(rows, stock, batch) / decode_ms(rows, "nvfp4_lora_ours", batch) for batch in batches)
         return ", ".join(f"{ratio:.2f}x" for ratio in found)
 
-    assert f"| {times('rollout_7b', 'bf16_lora_stock')} as fast ([file]" in front
+    assert f"| {times('rollout_7b', 'bf16_lora_stock')} ([file]" in front
     assert f"| {times('rollout_7b_0526c25', 'bf16')} ([file]" in front
 
     def prefill(name):
@@ -147,6 +147,12 @@ def test_the_first_page_has_whole_steps_beside_both_stock_arms(size):
             "[{:.1f} s]({}step_7b.json), with stock LoRA {:.1f} s, with a plain bf16 rollout (adapter merged) {:.1f} s"
         )
         assert told.format(ours, "tests/bench/results/h200/", *stock) in front
+
+
+def test_the_first_page_has_the_peaks_of_whole_steps():
+    both = [[row["peak_allocated_gb"] for row in result(f"step_{size}")["rows"]] for size in ("1.5b", "7b")]
+    ours, lora, merged = (f"{small:.1f}, {large:.1f} GiB" for small, large in zip(*both, strict=True))
+    assert f"| {ours}: it keeps activations while there is memory | {lora} | {merged} |" in PAGES[0].read_text()
 
 
 def test_the_first_page_has_whole_steps_in_bypass_mode():
@@ -275,7 +281,7 @@ def test_a_merged_step_with_a_short_sync():
     assert told in front
     short = {row["arm"]: row["median_s"] for row in result("step_7b_short_sync")["rows"]}
     times = f"[{short['stock_merged']['step'] / short['ours']['step']:.2f}x]"
-    assert f"with it the step took {times}(tests/bench/results/h200/step_7b_short_sync.json)" in front
+    assert f"With it the step took {times}(tests/bench/results/h200/step_7b_short_sync.json)" in front
     before = {row["arm"]: row["median_s"] for row in result("step_7b")["rows"]}
     longer = [f"{short[arm]['rollout'] - before[arm]['rollout']:.1f} s" for arm in ("ours", "stock_merged")]
     assert "ours by {}, merged by {}".format(*longer) in PAGES[1].read_text()
