@@ -67,6 +67,25 @@ def test_another_verl_leaves_a_stock_run_alone_and_says_so(fresh_process):
 
 
 @needs_verl
+def test_options_in_a_file_are_refused_beside_another_verl(fresh_process):
+    script = f"""{OTHER_VERSION}
+from omegaconf import OmegaConf
+from verl.utils.config import validate_config
+for options in ({{"trainer": {{"device": "cpu"}}}}, {{"aqn": {{"enabled": True}}}}):
+    try:
+        validate_config(OmegaConf.create(options), use_reference_policy=False, use_critic=False)
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+    stock, ours = fresh_process("-c", script, "verl=0.10.0", "trainer.nnodes=1").stdout.splitlines()[-2:]
+    assert "verl_qerl" not in stock  # verl's own, which misses the rest
+    assert ours == (
+        "RuntimeError verl_qerl cannot be used, and this run has options of it: verl is 0.10.0. verl_qerl works with"
+        " verl==0.9.1. Install that release."
+    )
+
+
+@needs_verl
 def test_main_ppo_stops_before_ray(fresh_process, tmp_path):
     command = [
         "-m",

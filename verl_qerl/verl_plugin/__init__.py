@@ -67,3 +67,4 @@ except (UpstreamDriftError, ImportError, AttributeError) as error:
     if asks_for_qerl(sys.argv):
         raise SystemExit(f"verl_qerl cannot be used: {error}") from error
     logger.error("verl_qerl is installed but not active: %s", error)
+    hooks.when_imported("verl.utils", "verl_qerl.verl_plugin.driver")

@@ -33,10 +33,15 @@ _ENV_VARS = "ray_kwargs.ray_init.runtime_env.env_vars"
 
 def install(module: ModuleType) -> None:
     """Wrap verl's `validate_config`; a verl whose own is another one is left alone, with a warning."""
+    checks = CONFIG_CHECK, _ON_PATCHED
+    if verl_plugin.FAILURE is not None:  # of whatever version, to refuse runs of ours
+        checks = tuple(dataclasses.replace(check, versions="") for check in checks)
     try:
-        if not upstream.install(CONFIG_CHECK):
-            upstream.install(_ON_PATCHED)
+        if not upstream.install(checks[0]):
+            upstream.install(checks[1])
     except UpstreamDriftError as error:
+        if verl_plugin.FAILURE is not None:  # which has been told
+            return
         logger.warning(
             "verl_qerl takes part in no run that does not have %s=1 in the environment of all its processes: %s",
             verl_plugin.ACTIVE,
@@ -56,7 +61,10 @@ def look_at(config: DictConfig, use_critic: bool) -> None:
         RuntimeError: The workers would know nothing of it, or a host is of another version.
         ValueError: An option is refused.
     """
-    if uses_qerl(config):
+    if verl_plugin.FAILURE is not None:
+        if uses_qerl(config):
+            raise RuntimeError(f"verl_qerl cannot be used, and this run has options of it: {verl_plugin.FAILURE}")
+    elif uses_qerl(config):
         verl_plugin.activate()
         tell_workers(config)
         check_run(config, use_critic)
