@@ -86,6 +86,24 @@ for options in ({{"trainer": {{"device": "cpu"}}}}, {{"aqn": {{"enabled": True}}
 
 
 @needs_verl
+def test_a_package_of_ours_that_is_missing_ends_no_stock_run(fresh_process):
+    script = """
+import importlib.metadata, sys
+real = importlib.metadata.version
+def version(name):
+    if name == "ray":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return real(name)
+importlib.metadata.version = version
+sys.modules["verl_qerl.kernels.actor.log_probs"] = None  # an import of it fails
+import verl.utils
+from verl_qerl import verl_plugin
+print(type(verl_plugin.FAILURE).__name__)
+"""
+    assert fresh_process("-c", script).stdout.splitlines()[-1] == "PackageNotFoundError"
+
+
+@needs_verl
 def test_main_ppo_stops_before_ray(fresh_process, tmp_path):
     command = [
         "-m",

@@ -67,4 +67,5 @@ except (UpstreamDriftError, ImportError, AttributeError) as error:
     if asks_for_qerl(sys.argv):
         raise SystemExit(f"verl_qerl cannot be used: {error}") from error
     logger.error("verl_qerl is installed but not active: %s", error)
-    hooks.when_imported("verl.utils", "verl_qerl.verl_plugin.driver")
+    if isinstance(error, UpstreamDriftError):  # otherwise what the driver needs may be what failed
+        hooks.when_imported("verl.utils", "verl_qerl.verl_plugin.driver")
