@@ -18,6 +18,11 @@ def result(name: str) -> Any:
     return json.loads((H200 / f"{name}.json").read_text(encoding="utf-8"))
 
 
+def medians(name: str) -> dict[str, dict[str, float]]:
+    """Arm -> phase -> seconds, of a file of bench_step.py."""
+    return {row["arm"]: row["median_s"] for row in result(name)["rows"]}
+
+
 def row(arm: str, batch: int, value: float, context: int | str = 384) -> dict[str, Any]:
     whole = context == "realistic"
     measured = {"decode_ms_per_step": None if whole else value, "tokens_per_s": value}
@@ -138,7 +143,7 @@ def test_a_draw_for_each_sequence_or_token_costs_less_than_three_per_cent():
 
 @pytest.mark.parametrize("size", ["1.5b", "7b"])
 def test_the_first_page_has_whole_steps_beside_both_stock_arms(size):
-    ours, *stock = (row["median_s"]["step"] for row in result(f"step_{size}")["rows"])
+    ours, *stock = (seconds["step"] for seconds in medians(f"step_{size}").values())
     told = " | ".join([f"{ours:.1f} s", *(f"{step:.1f} s ({step / ours:.2f}x)" for step in stock)])
     front = PAGES[0].read_text()
     assert f"step_{size}.json)) | {told} |" in front
@@ -156,7 +161,7 @@ def test_the_first_page_has_the_peaks_of_whole_steps():
 
 
 def test_the_first_page_has_whole_steps_in_bypass_mode():
-    both = [[row["median_s"]["step"] for row in result(f"step_{size}_bypass")["rows"]] for size in ("1.5b", "7b")]
+    both = [[seconds["step"] for seconds in medians(f"step_{size}_bypass").values()] for size in ("1.5b", "7b")]
     (small, *lora_merged), (large, *others) = both
     (lora, merged) = (
         f"{one:.1f} s ({one / small:.2f}x), {two:.1f} s ({two / large:.2f}x"
@@ -264,8 +269,7 @@ def test_a_merged_adapter():
 
 def test_a_merged_step_with_a_short_sync():
     def reckoned(name: str, merged: str) -> tuple[str, str]:
-        seconds = {row["arm"]: row["median_s"] for row in result(name)["rows"]}
-        ours, stock = seconds["ours"], seconds[merged]
+        ours, stock = (medians(name)[arm] for arm in ("ours", merged))
         step = stock["step"] - stock["weight_sync"] + ours["weight_sync"]
         return f"{step:.1f} s", f"{step / ours['step']:.2f}"
 
@@ -275,14 +279,13 @@ def test_a_merged_step_with_a_short_sync():
         f"it would take {large[0]} a step of 7B ({large[1]} times ours; in bypass mode {large_bypass[0]},"
         f" {large_bypass[1]}) and {small[0]} of the 1.5B ({small[1]}; {small_bypass[0]}, {small_bypass[1]})"
     ) in PAGES[1].read_text()
-    stock = next(row["median_s"] for row in result("step_7b")["rows"] if row["arm"] == "stock_merged")
+    before, short = medians("step_7b"), medians("step_7b_short_sync")
+    stock = before["stock_merged"]
     told = f"{stock['weight_sync']:.1f} of the {stock['step']:.1f} s are verl's sync"
     front = PAGES[0].read_text()
     assert told in front
-    short = {row["arm"]: row["median_s"] for row in result("step_7b_short_sync")["rows"]}
     times = f"[{short['stock_merged']['step'] / short['ours']['step']:.2f}x]"
     assert f"With it the step took {times}(tests/bench/results/h200/step_7b_short_sync.json)" in front
-    before = {row["arm"]: row["median_s"] for row in result("step_7b")["rows"]}
     longer = [f"{short[arm]['rollout'] - before[arm]['rollout']:.1f} s" for arm in ("ours", "stock_merged")]
     assert "ours by {}, merged by {}".format(*longer) in PAGES[1].read_text()
     assert f"it would be {large[0]} ({large[1]}x)" in front

@@ -231,16 +231,15 @@ def test_math_has_what_it_was_chosen_for(figures, study, findings):
 
 
 def test_what_other_measurements_say_is_what_their_files_say(study):
-    h200 = Path(__file__).parents[2] / "tests" / "bench" / "results" / "h200"
-
     def rollout(size):
-        rows = json.loads((h200 / f"step_{size}.json").read_text())["rows"]
+        rows = json.loads((BENCH / "h200" / f"step_{size}.json").read_text())["rows"]
         seconds = {row["arm"]: row["median_s"]["rollout"] for row in rows}
         return seconds["stock"] / seconds["ours"]
 
     said = [why for _, _, why in study("claims").NOT_BY_THESE_RUNS]
-    assert f"{rollout('1.5b'):.2f} times with this model, {rollout('7b'):.2f} with 7B: see tests/bench/results" in said
+    times = f"{rollout('1.5b'):.2f} times with this model, {rollout('7b'):.2f} with 7B"
+    assert f"the rollout of a step {times}: see tests/bench/results" in said
     front = (Path(__file__).parents[2] / "README.md").read_text()
     assert f"the rollout of a step {rollout('1.5b'):.2f} times with 1.5B, {rollout('7b'):.2f} with 7B" in front
-    assert said[-1].endswith("7B: int8 6 % slower, fp8 13 % faster, see tests/bench/results")
+    assert said[-1].endswith("7B: int8 6 % slower on a busy host, fp8 13 % faster, see tests/bench/results")
     assert "7B 6 % slower on a busy host, with fp8 13 % faster | partly |" in front
