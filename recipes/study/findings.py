@@ -28,13 +28,15 @@ from measures import (
     series,
     with_interval,
 )
-from paired import Difference, Fit, quantile, verdict
+from paired import Difference, Fit, difference, quantile, verdict
 
 HERE = Path(__file__).resolve().parent
 PAGES = (HERE / "README.md", HERE.parents[1] / "README.md")
-ALL_WEIGHTS = {"int8_acr": (1, 3), "bf16_full": (1, 2)}  # the runs that are told of, by their seeds
-CUT = 58  # steps that they have in common
-ALONE = 11  # steps after which each of them had a GPU to itself
+ALONE = {"int8_acr": (1, 3), "bf16_full": (1, 2)}  # seeds of the runs that had a GPU to themselves,
+ALONE_AFTER = 11  # from that step on
+CUT = 58  # steps that all runs with all weights trained have
+IN_TURN = "20261129T201536-turn5.json"  # bf16 whose adapter was sent by our sync and verl's in turn,
+VERLS = "20261129T201537-verl4.json"  # and by verl's alone
 QUIET = 6  # steps of 60 before noise in ten stages begins
 MEMORY = "actor/perf/max_memory_allocated_gb"
 PARTS = {"first": slice(10), "last": slice(-10, None)}
@@ -108,7 +110,9 @@ def figures_of(runs: Runs, folder: Path) -> dict[str, Any]:
     measures = {name: Measure(arms, name) for name in MEASURES}
     figures: dict[str, Any] = measures | _of_runs(runs, arms, measures) | _of_boxes(runs, arms)
     figures |= _of_kl(arms) | _of_young(runs)
-    figures |= _of_certainty(arms, measures) | _of_repeats(folder) | _of_all_weights(arms) | _of_math(runs)
+    figures |= _of_certainty(arms, measures) | _of_all_weights(arms) | _of_math(runs)
+    every = results.every([folder])
+    figures |= _of_repeats(every) | _of_syncs(every)
     return figures
 
 
@@ -132,7 +136,6 @@ def _of_runs(runs: Runs, arms: ByArm, measures: dict[str, Measure]) -> dict[str,
         "tokens_of_seed": By(lambda name: series(one(name), "response_length/mean")[-10:].mean()),
         "reward_of_seed": By(lambda name: MEASURES["area"][1](one(name), CUT)),
         "quiet": QUIET,
-        "kl_of_seed": By(lambda name: _short(series(one(name), KL)[10:30].mean())),
         "step_of_seed": By(lambda name: np.nanmedian(series(one(name), "timing_s/step"))),
     }
 
@@ -223,34 +226,55 @@ def allowing(fit: Fit, found: Difference, comparisons: int) -> Difference:
     return found._replace(low=found.mean - half, high=found.mean + half)
 
 
-def _of_repeats(folder: Path) -> dict[str, Any]:
-    """Mean rewards of runs that were made twice."""
+def _of_repeats(every: dict[str, list[Any]]) -> dict[str, Any]:
+    """Mean rewards of runs that were made twice, and pass@1 of the one that was whole both times."""
     apart = []
-    for one, *others in results.every([folder]).values():
+    for one, *others in every.values():
         for other in others:
             steps = min(len(run["metrics"]["step"]) for run in (one, other))
             first, second = (MEASURES["area"][1](run, steps) for run in (one, other))
             apart.append(abs(first - second))
+    (twice,) = (runs for runs in every.values() if sum(run["state"] == "done" for run in runs) > 1)
     return {
         "repeats": len(apart),
         "repeats_least": min(apart),
         "repeats_most": max(apart),
         "repeats_deviation": math.sqrt(np.mean(np.square(apart)) / 2),
+        "twice": [final_pass1(run) for run in twice],
+    }
+
+
+def _of_syncs(every: dict[str, list[Any]]) -> dict[str, Any]:
+    """KL(rollout, actor) in one run after syncs of ours and of verl's in turn, and in two runs of one seed."""
+    turns, verls = (
+        run for name in (IN_TURN, VERLS) for runs in every.values() for run in runs if run["session"]["file"] == name
+    )
+    kl, way = (series(turns, name)[10:50] for name in (KL, "sync/ours"))
+    ours, theirs = kl[way == 1], kl[way == 0]
+    found = difference(ours, theirs)
+    asked = [count for run in (turns, verls) for count in run["metrics"]["sync/equal"] if count]
+    return {
+        "kl_after": {"ours": f"{1e4 * ours.mean():.2f}e-4", "verl": f"{1e4 * theirs.mean():.2f}e-4"},
+        "kl_apart": f"{1e6 * found.mean:+.0f}e-6 ({1e6 * found.low:+.0f}e-6 to {1e6 * found.high:+.0f}e-6)",
+        "kl_pairs": found.n,
+        "syncs_asked": len(asked),
+        "syncs_equal": min(asked),
+        "kl_of_4": [_short(series(run, KL)[10:50].mean()) for run in every[verls["name"]]],
     }
 
 
 def _of_all_weights(arms: ByArm) -> dict[str, Any]:
     """Runs that train all weights: reward by seed, and seconds of steps in which they had a GPU to themselves."""
-    runs = {arm: [arms[arm][seed] for seed in seeds] for arm, seeds in ALL_WEIGHTS.items()}
+    runs = {arm: [arms[arm][seed] for seed in seeds] for arm, seeds in ALONE.items()}
 
     def seconds(name: str) -> float:
         part, arm = name.split("/")
-        return float(np.mean([series(run, f"timing_s/{part}")[ALONE:CUT] for run in runs[arm]]))
+        return float(np.mean([series(run, f"timing_s/{part}")[ALONE_AFTER:CUT] for run in runs[arm]]))
 
     step, answers, sync = ([seconds(f"{part}/{arm}") for arm in runs] for part in ("step", "gen", "update_weights"))
     return {
         "cut_at": CUT,
-        "alone_from": ALONE + 1,
+        "alone_from": ALONE_AFTER + 1,
         "seconds_of": By(seconds),
         "time_saved": 1 - step[0] / step[1],
         "answers_times": (answers[1] + sync[1]) / (answers[0] + sync[0]),
