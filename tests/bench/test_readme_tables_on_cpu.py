@@ -228,12 +228,6 @@ def test_what_noise_does_to_a_pretrained_model():
             assert f"| {row[name][value]:{sign}.3f} +- {row[name][error]:.3f}" in line
 
 
-def test_the_mismatch_of_a_trained_model():
-    arms = {row["arm"]: row["mean_abs_log_prob_difference"] for row in result("mismatch")["arms"]}
-    ours, stock = (f"{arms[arm]:.1e}".replace("e-0", "e-") for arm in ("nvfp4", "bf16"))
-    assert f"{ours}, with or without float32 norms | {stock} bf16" in PAGES[1].read_text()
-
-
 @pytest.mark.parametrize(
     ("line", "way", "rows"),
     [

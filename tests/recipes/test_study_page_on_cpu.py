@@ -156,12 +156,18 @@ def test_noise_begins_after_the_first_of_ten_stages(arms, figures):
         assert all(sigma[figures["quiet"] :])
 
 
-def test_how_the_runs_of_bf16_were_made(arms, figures):
+def test_how_the_runs_of_bf16_were_made(arms):
     assert {seed: run["session"]["gpus_per_run"] for seed, run in arms[LORA].items()} == {1: 2, 2: 2, 3: 2, 4: 1, 5: 1}
     assert all(arms[LORA][seed]["session"]["per_gpu"] == 2 for seed in (4, 5))
+
+
+def test_the_kl_that_other_pages_tell_of(figures):
     front = (Path(__file__).parents[2] / "README.md").read_text()
     told = f"{figures['kl']['nvfp4']}, in stock bf16 with its adapter merged {figures['kl'][LORA]}"
     assert f"Over 60 steps of the 1.5B KL(rollout, actor) is {told} (" in front
+    ours, fp8, int8 = (figures["kl"][arm] for arm in ("nvfp4", "fp8_lora", "int8_lora"))
+    formats = (Path(__file__).parents[2] / "verl_qerl" / "formats" / "README.md").read_text()
+    assert f"over 60 steps of GRPO is {ours} on `nvfp4`, {fp8} on `fp8` and {int8} on `int8`" in formats
 
 
 def test_our_sync_of_a_merged_adapter_and_verls(arms, figures, findings, study):
