@@ -23,7 +23,7 @@ METRICS=${VERL_FILE_LOGGER_ROOT:-$PWD/metrics/$(date +%Y%m%d_%H%M%S)}
 
 # verl hides an entry point that fails to import; a module named here fails loudly.
 export VERL_USE_EXTERNAL_MODULES=${VERL_USE_EXTERNAL_MODULES:-verl_qerl.verl_plugin}
-if [[ -n "${DRY_RUN:-}" ]]; then
+if [[ ${DRY_RUN:-0} != 0 ]]; then
     set -- "$@" --cfg job
 else
     python3 -m verl_qerl doctor

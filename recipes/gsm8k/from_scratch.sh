@@ -12,6 +12,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 WORK=${WORK:-$here/work}
 mkdir -p "$WORK"
 SOURCE=$(realpath -q "$SOURCE" || echo "$SOURCE")
+WORK=$(realpath "$WORK")
 cd "$WORK"
 
 export RAY_AUTH_MODE=disabled TOKENIZERS_PARALLELISM=false

@@ -19,6 +19,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 WORK=${WORK:-$here/work}
 mkdir -p "$WORK"
 SOURCE=$(realpath -q "$SOURCE" || echo "$SOURCE")
+WORK=$(realpath "$WORK")
 cd "$WORK"
 
 # What an arm adds to the command, into `options`.
@@ -26,13 +27,18 @@ read_arm() {
     local arm=$1 form=${1%%-*} rest
     rest=${arm#"$form"}
     options=(actor_rollout_ref.rollout.calculate_log_probs=True)
-    [[ $form == bf16 ]] || options+=("+rollout=$form")
+    case $form in
+        bf16) ;;
+        int8 | fp8 | nvfp4 | mxfp4) options+=("+rollout=$form") ;;
+        *) rest=unknown ;;
+    esac
     case $rest in
         '' | -uaq) ;;
         -tis | -tis-uaq) options+=(algorithm.rollout_correction.rollout_is=token) ;;  # threshold 2, as Flash-RL on GSM8K
         -acr | -acr-uaq) options+=(actor_rollout_ref.actor.policy_loss.loss_mode=acr) ;;
         *)
-            echo "unknown arm: ARMS=$arm. <rollout>[-tis|-acr][-uaq] is accepted, as int8-acr-uaq. Check the spelling." >&2
+            echo "unknown arm: ARMS=$arm. <rollout>[-tis|-acr][-uaq] is accepted, with bf16, int8, fp8, nvfp4 or mxfp4, as" \
+                "int8-acr-uaq. Check the spelling." >&2
             return 1
             ;;
     esac
@@ -40,6 +46,10 @@ read_arm() {
 }
 
 for arm in $ARMS; do read_arm "$arm"; done
+if [[ ! $AT_ONCE =~ ^[1-9][0-9]*$ ]]; then
+    echo "no number of runs: AT_ONCE=$AT_ONCE. 1 or more are accepted. Change it." >&2
+    exit 1
+fi
 export RAY_AUTH_MODE=disabled TOKENIZERS_PARALLELISM=false
 source "$here/../gsm8k/base.sh"
 

@@ -305,6 +305,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             " more, and minutes that are not below --least are accepted."
         )
     args.bases = {arm: getattr(args, option) for arm, option in arms.BASES.items() if arm in args.arms}
+    for arm, option in arms.BASES.items():
+        if arm not in args.arms and getattr(args, option):
+            parser.error(f"--{option} is for {arm}, which is none of --arms. Add the arm, or leave the option out.")
     for arm, base in args.bases.items():
         if not base:
             option = arms.BASES[arm]

@@ -107,11 +107,12 @@ def test_math_without_levels_and_types_is_taken(tmp_path):
     ("change", "message"),
     [
         ({"solution": None}, r"solution=None\. Accepted is str"),
+        ({"solution": r"It is \boxed{ }."}, r"solution='It is .*Accepted is one whose last box is not empty"),
         ({"question": None}, r"question=None\. Accepted is str"),
         ({"question": ""}, r"question=''\. Accepted is str that is not blank"),
         ({"level": None}, r"level=None\. Accepted is str"),
     ],
-    ids=["solution", "question", "blank", "level"],
+    ids=["solution", "empty box", "question", "blank", "level"],
 )
 def test_a_math_row_that_lacks_something_is_named(tmp_path, capsys, change, message):
     others = {"level": "Level 1", "type": "Algebra"}
@@ -334,8 +335,9 @@ def test_a_solution_without_a_result_is_refused(solution):
 
 
 def test_an_answer_without_a_result_is_refused():
-    with pytest.raises(ValueError, match="an answer has no result: answer='7'"):
-        gsm8k_ground_truth("7")
+    for answer in ("7", "#### ,", "#### -."):
+        with pytest.raises(ValueError, match=f"an answer has no result: answer='{answer}'"):
+            gsm8k_ground_truth(answer)
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,8 @@ REFUSED = {
     "--share-base --offload-policy": rf"fsdp_config\.offload_policy=True {SHARED}the rollout computes",
     "--share-base --utilization 0.0": rf"rollout\.gpu_memory_utilization=0\.0 {SHARED}there is no rollout",
     "--gpus 4 --tensor-parallel 3": r"tensor_model_parallel_size=3 does not divide the 4 GPUs of the run",
-    "--gpus 16 --tensor-parallel 16": r"--tensor-parallel 16 of .*, which has 40 attention heads\. Divisors of 40",
+    "--gpus 16 --tensor-parallel 16": r"--tensor-parallel 16 of .*, which has 40 attention heads .* Divisors of 40",
+    "--gpus 10 --tensor-parallel 10": r"--tensor-parallel 10 of .*, which has 40 attention heads and 8 of keys and val",
     "--shard-base --format int8": r"qerl\.base\.shard=True does not go together with \+rollout=int8: it is built",
 }
 

@@ -18,6 +18,7 @@ RUNS = (
     NVFP4 | {"qerl.base.shard": True},
     {"qerl.rollout": {"lora": "stock"}},
     {"aqn.enabled": True},
+    {"data.max_prompt_length": 96},
     {"aqn.enabled": True, "aqn.draw": "sequence"},
     {"uaq.enabled": True},
     {rules.LOSS_MODE: "acr"},

@@ -114,6 +114,7 @@ def test_doctor_runs_first_and_its_failure_stops_the_recipe(recorder: Path, scri
 def test_dry_run_only_prints(recorder: Path, script: Path) -> None:
     (command,) = calls(recorder, script, DRY_RUN="1")
     assert command[-2:] == ["--cfg", "job"]
+    assert len(calls(recorder, script, DRY_RUN="0")) == 2
 
 
 @each_script

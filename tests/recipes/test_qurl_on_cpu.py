@@ -81,10 +81,23 @@ def test_an_arm_composes_and_builds(commands, arm):
     assert {config.data.seed, config.actor_rollout_ref.rollout.seed, actor.data_loader_seed} == {1}
 
 
-def test_an_unknown_arm_is_refused_before_anything_runs(tmp_path):
-    result = run(tmp_path, ARMS="bf16 int8-arc")
+@pytest.mark.parametrize("arm", ["int8-arc", "int8_acr", "INT8"])
+def test_an_unknown_arm_is_refused_before_anything_runs(tmp_path, arm):
+    result = run(tmp_path, ARMS=f"bf16 {arm}")
     assert (result.returncode, result.stdout) == (1, "")
-    assert "unknown arm: ARMS=int8-arc. <rollout>[-tis|-acr][-uaq] is accepted" in result.stderr
+    assert f"unknown arm: ARMS={arm}. <rollout>[-tis|-acr][-uaq] is accepted" in result.stderr
+
+
+@pytest.mark.parametrize("number", ["0", "x", "-1"])
+def test_no_number_of_runs_is_refused_before_anything_runs(tmp_path, number):
+    result = run(tmp_path, AT_ONCE=number)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert f"no number of runs: AT_ONCE={number}. 1 or more are accepted" in result.stderr
+
+
+def test_a_folder_given_from_here_is_found_from_there(tmp_path):
+    ((_, _, overrides),) = started(run(tmp_path, ARMS="bf16", WORK=os.path.relpath(tmp_path / "work")))
+    assert f"actor_rollout_ref.model.path='{tmp_path}/work/base'" in overrides
 
 
 @pytest.mark.parametrize(("data", "longest"), [("gsm8k", (320, 256)), ("arithmetic", (64, 64))])

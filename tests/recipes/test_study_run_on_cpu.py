@@ -315,6 +315,9 @@ def test_a_calibrated_arm_without_its_base_is_refused(asked, capsys):
     assert "nvfp4_gptq needs --calibrated. What `python -m verl_qerl quantize --method gptq`" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         asked("--arms", "bf16_of_nvfp4", "--calibrated", "base")
+    assert "--calibrated is for nvfp4_gptq, which is none of --arms. Add the arm, or leave" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        asked("--arms", "bf16_of_nvfp4")
     assert "bf16_of_nvfp4 needs --dequantized. What recipes/study/dequantize.py" in capsys.readouterr().err
 
 

@@ -194,7 +194,7 @@ def gsm8k_prompt(question: str) -> list[dict[str, str]]:
 def gsm8k_ground_truth(answer: str) -> str:
     """The number after `####`, without thousands separators; a ValueError if there is none."""
     match = GSM8K_ANSWER.search(answer)
-    if match is None:
+    if match is None or not re.search("[0-9]", match[1]):
         raise ValueError(f"an answer has no result: answer={answer!r}. `#### N` is accepted. Mend or drop the row.")
     return match.group(1).replace(",", "")
 
@@ -284,12 +284,12 @@ def read_rows(path: Path, what: str, count: int | None = None) -> list[Row]:
         check_file(path, what, "JSON or parquet is")
         try:
             if path.suffix == ".json":
-                rows = json.loads(path.read_text(encoding="utf-8"))
+                rows = json.loads(path.read_text(encoding="utf-8-sig"))
             else:
                 import pyarrow.parquet as pq
 
                 rows = pq.read_table(path).slice(0, count).to_pylist()
-        except (ValueError, RecursionError) as error:  # json's and pyarrow's are
+        except (ValueError, OSError, RecursionError) as error:  # json's and pyarrow's are
             raise ValueError(
                 f"{what} cannot be read: {path} ({error}). Objects, as JSON or parquet, are accepted. Download it"
                 " again."
@@ -407,6 +407,11 @@ def _math_row(record: Mapping[str, Any], split: str, where: str) -> Row:
     _check_kinds(fields, {problem: str, "solution": str}, where)
     question, solution = fields[problem], fields["solution"]
     truth = last_boxed(solution)  # as verl; a column `target`, where there is one, is normalised and fails its reward
+    if not truth.strip():
+        raise ValueError(
+            f"{where} cannot be used: solution={solution[-80:]!r}. Accepted is one whose last box is not empty. Mend or"
+            " drop the row."
+        )
     row = _row(MATH_SOURCE, question, MATH_INSTRUCTION, truth, split, solution)
     row["extra_info"] |= {key: record[key] for key in ("level", "type") if key in record}
     return row

@@ -64,11 +64,13 @@ def run(args: argparse.Namespace) -> int:
     stored = stored_format(config, args.model)[0]
     check_format(args.model, stored, args.format)
     shape = ModelShape.from_config({**config, "tie_word_embeddings": is_tied(config)})
-    heads = config["num_attention_heads"]
-    if heads % args.tensor_parallel:
+    heads, parts = config["num_attention_heads"], args.tensor_parallel
+    shared = config.get("num_key_value_heads") or heads
+    if heads % parts or (shared % parts and parts % shared):
         raise ValueError(
-            f"no such rollout: --tensor-parallel {args.tensor_parallel} of {args.model}, which has {heads} attention"
-            f" heads. Divisors of {heads} are accepted, as by vLLM. Change --tensor-parallel."
+            f"no such rollout: --tensor-parallel {parts} of {args.model}, which has {heads} attention heads and"
+            f" {shared} of keys and values. Divisors of {heads} that divide {shared}, or are multiples of it, are"
+            " accepted, as by vLLM. Change --tensor-parallel."
         )
     switches = ("shard_base", "share_base", "param_offload", "optimizer_offload", "offload_policy")
     values = ("format", "rank", "gpus", "tokens", "utilization", "tensor_parallel")

@@ -147,6 +147,13 @@ def _other_rank(run: Run) -> str | None:
     return f"{_quantized(run)} and {LORA_RANK}={trained}" if _packed(run) and given != trained else None
 
 
+def _no_room(run: Run) -> str | None:
+    room, question = run(f"{ROLLOUT}.max_model_len"), run("data.max_prompt_length")
+    return (
+        f"data.max_prompt_length={question}" if is_number(room) and is_number(question) and room <= question else None
+    )
+
+
 def _requantized(run: Run) -> str | None:
     beside = _quantized(run)
     return f"{beside} and {LORA_RANK}=0" if beside and not run(LORA_RANK) else None
@@ -221,6 +228,7 @@ REQUANTIZED = When("`+rollout=...` without an adapter", _requantized)
 CRITIC = When("`+rollout=...` with a critic", _with_critic)
 PLAIN = When("without `+rollout`", lambda run: "a rollout in bf16" if _quantized(run) is None else None)
 OTHER_RANK = When("`+rollout=...` with an adapter", _other_rank)
+NO_ROOM = When("any option of ours", _no_room)
 NOT_NVFP4 = When("`+rollout=int8`, `fp8`, `mxfp4`", _not_nvfp4)
 KERNELS = _option("qerl.rollout", "`+qerl.rollout.*`")
 SHARE, AQN, UAQ = (_option(name) for name in ("qerl.base.share", "aqn.enabled", "uaq.enabled"))
@@ -323,6 +331,12 @@ RULES: tuple[Rule, ...] = (
             "the driver writes +qerl.rollout.* there",
             "Set these.",
         ),
+    ),
+    Rule(
+        NO_ROOM,
+        Need(f"{ROLLOUT}.max_model_len", _off, "null, or more than `data.max_prompt_length`"),
+        "a question of that length leaves no room for an answer, and its request fails again and again",
+        "Raise the one, or lower the other.",
     ),
     *_rules(
         QUANTIZED,

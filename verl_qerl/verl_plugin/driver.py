@@ -68,14 +68,15 @@ def look_at(config: DictConfig, use_critic: bool) -> None:
         verl_plugin.activate()
         tell_workers(config)
         check_run(config, use_critic)
-    elif OmegaConf.select(config, "trainer.device") == "cpu":  # which +platform=cpu sets, and stock verl does not know
-        from verl_qerl.verl_plugin.config.apply import prepare
+    else:
+        if OmegaConf.select(config, "trainer.device") == "cpu":  # as +platform=cpu sets it; stock verl does not know it
+            from verl_qerl.verl_plugin.config.apply import prepare
 
-        prepare(config)
-    elif names_a_format(config):
-        from verl_qerl.verl_plugin.config.spelling import check_spelling
+            prepare(config)
+        if names_a_format(config):
+            from verl_qerl.verl_plugin.config.spelling import check_spelling
 
-        check_spelling(config)
+            check_spelling(config)
 
 
 def tell_workers(config: DictConfig) -> None:

@@ -29,3 +29,16 @@ def test_error_bars_of_none_and_all_right_are_drawn(tmp_path, mean):
         assert (half_widths({"mean": [mean], "values": [[mean]]}, questions) >= 0).all()
     key = "val-core/gsm8k/acc/mean@1"
     draw({"run": summarize({0: {key: {0: mean}}}, [key])}, [key], {}, 10, tmp_path / "run.png")
+
+
+def test_every_name_is_in_the_legend_as_it_is(tmp_path, monkeypatch):
+    from matplotlib import pyplot as plt
+
+    from verl_qerl.cli.plot.curves import summarize
+    from verl_qerl.cli.plot.pictures import draw
+
+    figures = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    curve = summarize({0: {"actor/entropy": {1: 0.1, 2: 0.2}}}, ["actor/entropy"])
+    draw({"_first": curve, "a$^$": curve}, ["actor/entropy"], {}, None, tmp_path / "run.png")
+    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == ["\u200b_first (1)", r"a\$^\$ (1)"]

@@ -5,6 +5,7 @@ import json
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
+from qerl_testing import random_decoder
 
 pytest.importorskip("verl")
 
@@ -96,6 +97,21 @@ def test_a_reward_whose_names_its_file_does_not_spell_is_left_to_verl(validate, 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     (tmp_path / file).write_text(content)
     validate("+aqn.enabled=true", f"reward.custom_reward_function.path={tmp_path / file}")
+
+
+@pytest.mark.parametrize("options", [PACKED, ("+rollout=int8",)], ids=["adapter", "all weights"])
+def test_an_ignore_that_does_not_fit_the_weights_is_refused(validate, tmp_path, monkeypatch, options):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    random_decoder("qwen2").save_pretrained(tmp_path)
+    given = (*options, f"{MODEL}.path={tmp_path}")
+    for ignored, sentence in (
+        ("'re:.*q_proj'", "a group of linears that vLLM runs as one is ignored in part: "),
+        ("lm_haed", "ignore .* names no module|lm_haed"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            validate(*given, f"+qerl.base.ignore=[{ignored}]")
+    validate(*given, "+qerl.base.ignore=['re:.*down_proj']")
+    validate(*given, "+qerl.base.ignore=['re:.*q_proj']", "trainer.nnodes=2", "trainer.n_gpus_per_node=4")
 
 
 def test_a_slash_at_the_end_is_refused(validate, written, monkeypatch):

@@ -74,6 +74,35 @@ def test_a_target_that_the_model_lacks_is_refused(validate, tmp_path, quantized,
     validate(path, f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules={targets}")
 
 
+@pytest.mark.parametrize("targets", ["all-linear", "[q_proj,v_proj]"])
+@pytest.mark.parametrize(
+    ("excluded", "sentence"),
+    [
+        (
+            "[q_proj,v_porj]",
+            r"exclude_modules=\['q_proj', 'v_porj'\] has \['v_porj'\], which is no linear .* or null\.",
+        ),
+        ("[mlp]", r"exclude_modules=\['mlp'\] has \['mlp'\], which is no linear "),
+        ("'.*proj'", r"target_modules=.* and model\.exclude_modules='\.\*proj' leave no linear to put an adapter on"),
+    ],
+)
+def test_what_is_excluded_has_to_be_in_the_model_and_to_leave_something(
+    validate, tmp_path, targets, excluded, sentence
+):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "num_hidden_layers": 1}))
+    options = (f"{MODEL}.path={tmp_path}", f"{MODEL}.target_modules={targets}")
+    with pytest.raises(ValueError, match=rf"^model\.{sentence}"):
+        validate(*PACKED, *options, f"{MODEL}.exclude_modules={excluded}")
+    for found in ("[q_proj]", "[lm_head,k_proj]", "'.*q_proj'", "null"):
+        validate(*PACKED, *options, f"{MODEL}.exclude_modules={found}")
+
+
+def test_targets_of_an_empty_list_are_refused(validate, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "num_hidden_layers": 1}))
+    with pytest.raises(ValueError, match=r"^model\.target_modules=\[\] and .* leave no linear to put an adapter on"):
+        validate(*PACKED, f"{MODEL}.path={tmp_path}", f"{MODEL}.target_modules=[]")
+
+
 def test_what_is_excluded_is_no_target(validate):
     validate(*PACKED, f"{MODEL}.target_modules=[q_proj,lm_head]", f"{MODEL}.exclude_modules=[lm_head]")
 

@@ -2,10 +2,13 @@
 
 import json
 import re
+import shutil
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import load_dataset
 
 pytest.importorskip("verl")
 
@@ -54,6 +57,17 @@ def test_a_file_without_the_column_of_the_questions_is_refused(validate, files, 
     validate(named, "data.prompt_key=question")
 
 
-@pytest.mark.parametrize("name", ["hdfs://none.parquet", "none.jsonl", "f*"])
+def test_a_file_that_verls_data_set_takes_for_a_pattern_is_refused(validate, files):
+    folder = Path(files["five"]).parent / "run[1]"
+    folder.mkdir()
+    file = shutil.copy(files["five"], folder)
+    with pytest.raises(ValueError, match="data_files are invalid"):
+        load_dataset("parquet", data_files=file)
+    with pytest.raises(ValueError, match=rf"^data\.train_files={re.escape(file)} has brackets, .* Rename the file"):
+        validate(OURS, f"data.train_files='{file}'")
+    validate(f"data.train_files='{file}'")
+
+
+@pytest.mark.parametrize("name", ["hdfs://none.parquet", "none.jsonl", "f*", "f[io]ve.parquet", "fou?.parquet"])
 def test_other_files_are_left_to_verl(validate, files, name):
     validate(OURS, f"data.train_files=['{files.get(name, name)}']")

@@ -43,7 +43,7 @@ def draw(
     figure, axes = plt.subplots(count, 1, sharex=True, squeeze=False, figsize=size, layout="constrained")
     for axis, key in zip(axes[:, 0], keys, strict=False):
         for arm, numbers in summary.items():
-            label = f"{arm} ({len(numbers['seeds'])})"
+            label = f"{shown(arm)} ({len(numbers['seeds'])})"
             if VALIDATION.fullmatch(key):
                 steps, mean, reach = numbers[key]["steps"], numbers[key]["mean"], half_widths(numbers[key], questions)
                 axis.errorbar(steps, mean, yerr=reach, marker=".", capsize=3, linewidth=1.5, label=label)
@@ -60,6 +60,11 @@ def draw(
     axes[-1, 0].set_xlabel("step")
     figure.savefig(out, dpi=150)
     plt.close(figure)
+
+
+def shown(name: str) -> str:
+    """A name as matplotlib writes it: a dollar sign would begin a formula, and a leading `_` leaves the legend out."""
+    return ("\u200b" * name.startswith("_") + name).replace("$", r"\$")
 
 
 def scale_of(curves: Iterable[Sequence[float]]) -> str:

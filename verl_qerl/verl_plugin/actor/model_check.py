@@ -8,6 +8,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl.checkpoints.model_config import is_hub_id, read_config, senses
 from verl_qerl.checkpoints.quantization_config import described
+from verl_qerl.checkpoints.source import open_source
+from verl_qerl.checkpoints.stream import packed_names
+from verl_qerl.formats import get_format
 from verl_qerl.options.rules import LORA_RANK, MODEL
 from verl_qerl.verl_plugin.actor.liger import check_liger
 from verl_qerl.verl_plugin.config.nodes import paths_are_here, plain
@@ -43,6 +46,7 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
         found = _config_of(path)
         _check_text(path, found)
         _check_choices(config, path, found)
+        _check_linears(config, Path(path))
         if OmegaConf.select(config, LORA_RANK) or OmegaConf.select(config, f"{MODEL}.lora.rank"):
             check_liger(config, found.get("model_type"))
         _check_override(plain(OmegaConf.select(config, f"{MODEL}.override_config")) or {})
@@ -103,6 +107,13 @@ def _check_choices(config: DictConfig, path: str, found: dict[str, Any]) -> None
             f"{named[0]}={value} has no effect on model.path={path}, which is quantized already and keeps its own."
             " Accepted is null, or a bf16 model. Leave it out, or name the model that this was made of."
         )
+
+
+def _check_linears(config: DictConfig, path: Path) -> None:
+    """Refuse weights that the format cannot hold, and an `ignore` that does not fit them."""
+    if paths_are_here(config) and any(path.glob("*.safetensors")):
+        ignore = plain(OmegaConf.select(config, "qerl.base.ignore"))
+        packed_names(open_source(path), get_format(OmegaConf.select(config, "qerl.base.format")), ignore)
 
 
 def _check_override(override: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """What the driver can say of a run's adapter and critic before Ray starts; stock verl fails minutes later, in a worker.
 
 Where the base is packed, an adapter on the head or the embeddings is refused: those are no packed linears, FSDP2 cannot
-shard them with an adapter on, and the rollout has no place for one. So is a target that the model lacks: PEFT leaves it
-out without a word where it finds another.
+shard them with an adapter on, and the rollout has no place for one. So is a name that the model lacks, as a target or
+excluded, of which PEFT says nothing where it finds another, and what leaves no linear to adapt.
 """
 
 import logging
@@ -80,18 +80,30 @@ def _check_targets(options: Mapping[str, Any], where: str, remedy: str) -> None:
 
 
 def _check_found(model: Mapping[str, Any]) -> None:
-    targets = model.get("target_modules")
-    if not targets or targets == "all-linear":
+    targets, excluded = model.get("target_modules"), model.get("exclude_modules")
+    if targets == "all-linear" and not excluded:
         return
     linears = _linears(str(model.get("path")))
-    for each in [targets] if isinstance(targets, str) else [[target] for target in targets]:
-        if linears and not _adapted(linears, each):
-            names = sorted({name.rpartition(".")[2] for name in linears})
-            raise ValueError(
-                f"model.target_modules={targets!r} has {each!r}, which is no linear of the layers in"
-                f" model.path={model['path']}. Accepted are a list of {', '.join(names)}, a regular expression of whole"
-                " names such as '.*_proj', or all-linear. Correct it."
-            )
+    if not linears:
+        return
+    names = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
+    accepted = f"a list of {names}, a regular expression of whole names such as '.*_proj'"
+    for option, given, known, other in (
+        ("target_modules", None if targets == "all-linear" else targets, linears, "all-linear"),
+        ("exclude_modules", excluded, [*linears, *_NO_LAYERS], "null"),
+    ):
+        for each in [given] if isinstance(given, str) else [[one] for one in given or ()]:
+            if not _adapted(known, each):
+                raise ValueError(
+                    f"model.{option}={given!r} has {each!r}, which is no linear of the layers in"
+                    f" model.path={model['path']}. Accepted are {accepted}, or {other}. Correct it."
+                )
+    if not _adapted(linears, linears if targets == "all-linear" else targets, excluded):
+        raise ValueError(
+            f"model.target_modules={targets!r} and model.exclude_modules={excluded!r} leave no linear to put an adapter"
+            f" on. Accepted are targets of which one or more are not excluded: {accepted}, or all-linear. Change one of"
+            " the two."
+        )
 
 
 def _adapted(names: Iterable[str], targets: Any, excluded: Any = None) -> list[str]:

@@ -20,7 +20,13 @@ def check_files(config: DictConfig) -> None:
     for name in ("val_files", "train_files"):
         given = data[name] if isinstance(data[name], list) else [data[name]]
         files = [str(file) for file in given if file]
-        if any("://" in file or "*" in file or not file.endswith(".parquet") for file in files):
+        for file in files:
+            if "[" in file and Path(file).expanduser().exists():
+                raise ValueError(
+                    f"data.{name}={file} has brackets, which verl's data set takes for a pattern that does not fit this"
+                    " file. A path without them is accepted. Rename the file or its folder."
+                )
+        if any("://" in file or set(file) & set("*?[") or not file.endswith(".parquet") for file in files):
             continue
         counts[name] = sum(_num_rows(f"data.{name}", file, data["prompt_key"]) for file in files)
     if counts.get("train_files"):

@@ -23,6 +23,8 @@ _FILE = Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trai
 _TEXT_TOO = ("algorithm.rollout_correction.rollout_is_threshold", "transfer_queue.backend.")
 _COUNT = Accepts("a whole number above 0", lambda value: type(value) is int and value > 0)
 _SHARE = Accepts("a number above 0, up to 1", lambda value: is_number(value) and 0 < value <= 1)
+# Estimators of advantages that need what verl's V1 trainer gives to none.
+_NOT_FED = ("remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline")
 # Where older verl had options of `reward`: main_ppo takes them and reads none, so that another reward is trained on.
 _UNREAD = ("custom_reward_function.", "reward_model.", "sandbox_fusion.")
 
@@ -77,7 +79,8 @@ def _names(config: DictConfig) -> dict[str, Accepts]:
 
     if OmegaConf.select(config, f"{MODEL}.external_lib"):
         return {}
-    return {LOSS_MODE: one_of(*POLICY_LOSS_REGISTRY), "algorithm.adv_estimator": one_of(*ADV_ESTIMATOR_REGISTRY)}
+    estimators = [name for name in ADV_ESTIMATOR_REGISTRY if name not in _NOT_FED]
+    return {LOSS_MODE: one_of(*POLICY_LOSS_REGISTRY), "algorithm.adv_estimator": one_of(*estimators)}
 
 
 @functools.cache
