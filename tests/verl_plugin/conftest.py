@@ -41,8 +41,8 @@ def configuration() -> Callable:
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
         "critic.ppo_micro_batch_size_per_gpu=1",
         "data.train_batch_size=8",
-        "data.train_files=null",
-        "data.val_files=null",
+        "data.train_files=elsewhere.jsonl",
+        "data.val_files=elsewhere.jsonl",
     )
 
     def make(*overrides: str):

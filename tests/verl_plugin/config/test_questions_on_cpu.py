@@ -57,6 +57,20 @@ def test_a_file_without_the_column_of_the_questions_is_refused(validate, files, 
     validate(named, "data.prompt_key=question")
 
 
+@pytest.mark.parametrize("option", ["train_files", "val_files"])
+def test_no_questions_are_refused(validate, files, option):
+    empty = files["four"].replace("four", "empty")
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), empty)
+    with pytest.raises(ValueError, match=rf"^data\.{option}={re.escape(empty)} has no questions\. "):
+        validate(OURS, f"data.{option}={empty}")
+    for nothing in ("null", "[]"):
+        with pytest.raises(
+            ValueError, match=rf"^data\.{option}=(None|\[\]) names no file, without which verl does not"
+        ):
+            validate(OURS, f"data.{option}={nothing}")
+        validate(f"data.{option}={nothing}")
+
+
 def test_a_file_that_verls_data_set_takes_for_a_pattern_is_refused(validate, files):
     folder = Path(files["five"]).parent / "run[1]"
     folder.mkdir()

@@ -20,6 +20,12 @@ def check_files(config: DictConfig) -> None:
     for name in ("val_files", "train_files"):
         given = data[name] if isinstance(data[name], list) else [data[name]]
         files = [str(file) for file in given if file]
+        if not files:
+            raise ValueError(
+                f"data.{name}={data[name]} names no file, without which verl does not start. One of verl's schema, as"
+                " `python -m verl_qerl data` writes it, is accepted. Name one; with trainer.test_freq=-1 and"
+                " trainer.val_before_train=False nothing is asked of data.val_files."
+            )
         for file in files:
             if "[" in file and Path(file).expanduser().exists():
                 raise ValueError(
@@ -64,4 +70,6 @@ def _num_rows(name: str, file: str, key: str) -> int:
             f"{name}={file} has no column data.prompt_key={key}: it has {', '.join(columns)}. One with it, as `python"
             " -m verl_qerl data` writes one, is accepted. Name the column of the questions, or another file."
         )
+    if not found.num_rows:
+        raise ValueError(f"{name}={file} has no questions. A file with one or more is accepted. Name another.")
     return found.num_rows
