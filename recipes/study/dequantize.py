@@ -17,14 +17,15 @@ from verl_qerl.checkpoints.model_config import read_config
 from verl_qerl.checkpoints.source import SINGLE, open_source
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.checkpoints.writer import write_tensors
+from verl_qerl.cli import run_guarded
 from verl_qerl.cli.model_dir import QUANTIZATION_REPORT, copy_other_files
 from verl_qerl.cli.output_dir import new_directory
 from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.reference import dequantize
 
 
-def write(model: Path, out: Path) -> None:
-    """Write the copy, with the report that names the codes.
+def write(model: Path, out: Path) -> int:
+    """Write the copy, with the report that names the codes; 0.
 
     Raises:
         ValueError: `model` is not in NVFP4.
@@ -42,14 +43,17 @@ def write(model: Path, out: Path) -> None:
             packed = isinstance(item, PackedWeight)
             tensors[f"{name}.weight" if packed else name] = dequantize(item, torch.bfloat16) if packed else item
         write_tensors(folder / SINGLE, tensors)
+    return 0
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a folder that `quantize` wrote")
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
     args = parser.parse_args()
-    try:
-        write(args.model, args.out)
-    except (ValueError, OSError) as error:
-        sys.exit(f"dequantize.py: {error}")
+    return run_guarded(parser, lambda: write(args.model, args.out))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -34,6 +34,7 @@ from measures import (
     without_gradient,
 )
 
+from verl_qerl.cli.output_dir import new_file
 from verl_qerl.cli.plot.curves import moving_average
 
 HERE = Path(__file__).resolve().parent
@@ -142,7 +143,8 @@ def draw(arms: ByArm, out: Path) -> None:
         axis.grid(alpha=0.3)
     axes[2, 0].set_yscale("log")
     axes[0, 0].legend(fontsize=8, ncols=2)
-    figure.savefig(out, dpi=110)
+    with new_file(out) as file:
+        figure.savefig(file, dpi=110)
     plt.close(figure)
 
 
@@ -168,6 +170,11 @@ def section(runs: Runs, folder: Path, least: int) -> list[str]:
     return lines or ["No run is there yet.", ""]
 
 
+def _replace(page: Path, text: str) -> None:
+    with new_file(page) as file:
+        file.write_text(text, encoding="utf-8")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -187,11 +194,11 @@ def main(arguments: list[str] | None = None) -> int:
             f"no place for the tables: {args.page} lacks {BEGIN.strip()} or {END.strip()}. Add both lines."
         )
     text = "\n".join(["", *section(runs, args.results, args.least)])
-    args.page.write_text(before + begin + text + end + after, encoding="utf-8")
+    _replace(args.page, before + begin + text + end + after)
     if args.results == parser.get_default("results"):  # the texts are about these
         figures = figures_of(runs, args.results)
         for page in PAGES:
-            page.write_text(filled(page.read_text(encoding="utf-8"), figures), encoding="utf-8")
+            _replace(page, filled(page.read_text(encoding="utf-8"), figures))
     print(f"{len(runs)} runs: {args.page}")
     return 0
 

@@ -30,6 +30,7 @@ import results
 from arms import Run
 from records import Records
 
+from verl_qerl.checkpoints.model_config import read_config
 from verl_qerl.checkpoints.record import read_whole
 from verl_qerl.cli.model_dir import QUANTIZATION_REPORT
 
@@ -384,13 +385,16 @@ def to_run(args: argparse.Namespace) -> list[Job]:
 def digest(base: Path, option: str) -> str:
     """Of a base, as `quantize` has written it down and a run's log has it: other codes give another."""
     file, remedy = base / QUANTIZATION_REPORT, "Quantize the model again."
-    found = read_whole(file, lambda report: str(report["model_digest"]), f"the report of --{option}", remedy)
+    found = read_whole(file, lambda report: (str(report["model_digest"]), report["method"]), f"--{option}", remedy)
+    accepted = f"A folder that {MADE_BY[option]} wrote is accepted as --{option}. Check the path."
     if found is None:
-        raise ValueError(
-            f"no report of a quantized model: {file}. A folder that {MADE_BY[option]} wrote is accepted as --{option}."
-            " Check the path."
-        )
-    return found
+        raise ValueError(f"no report of a quantized model: {file}. {accepted}")
+    name, method = found
+    if option == "calibrated" and method != "gptq":
+        raise ValueError(f"not calibrated: {file} has method={method}. {accepted}")
+    if option == "dequantized" and read_config(base).get("quantization_config"):
+        raise ValueError(f"quantized still: {base}. {accepted}")
+    return name
 
 
 def versions() -> dict[str, str]:

@@ -1,6 +1,7 @@
 import json
 import re
 
+import httpx
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
@@ -156,9 +157,18 @@ def test_takes_a_hub_id(model, monkeypatch, capsys):
     assert asked == [("owner/name", "config.json")]
 
 
-def test_a_hub_id_that_cannot_be_reached(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        LocalEntryNotFoundError("offline"),
+        httpx.RemoteProtocolError("Server disconnected without sending a response."),
+        json.JSONDecodeError("Expecting value", "<html>", 0),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_hub_id_that_cannot_be_reached(capsys, monkeypatch, error):
     def download(*names):
-        raise LocalEntryNotFoundError("offline")
+        raise error
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     with pytest.raises(SystemExit):
@@ -218,6 +228,20 @@ def test_what_a_run_refuses_is_refused_here_too(model, capsys, options):
         main(["plan", "--model", str(model), "--gpu-gib", "141", *options.split()])
     assert stopped.value.code == 1
     assert re.search(REFUSED[options], capsys.readouterr().err)
+
+
+def test_what_an_older_modelopt_wrote_beside_the_model_counts(model, capsys):
+    quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+    (model / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    options = ["plan", "--model", str(model), "--gpu-gib", "141"]
+    assert main(options) == 0
+    for more, refused in (
+        (["--format", "int8"], "is quantized in another format: nvfp4, and int8 is asked for"),
+        (["--ignore", "re:.*self_attn.*"], "an option has no meaning here: --ignore"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*options, *more])
+        assert refused in capsys.readouterr().err
 
 
 def test_a_model_in_another_format_is_refused_as_by_a_run(model, capsys):

@@ -325,7 +325,9 @@ def test_a_calibrated_base_is_named_by_its_weights(asked, tmp_path):
     bases = {}
     for name, digest in {"a": "1", "same": "1", "other": "2"}.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "quantization_report.json").write_text(json.dumps({"model_digest": digest}))
+        (tmp_path / name / "quantization_report.json").write_text(
+            json.dumps({"model_digest": digest, "method": "gptq"})
+        )
         plain, calibrated = asked("--arms", "nvfp4", "nvfp4_gptq", "--calibrated", str(tmp_path / name))
         assert "base" not in plain.as_json()
         bases[name] = calibrated.as_json()["base"]
@@ -340,8 +342,22 @@ def test_a_calibrated_base_without_its_report_is_refused(asked, tmp_path):
     ):
         asked(*given)
     (tmp_path / "bf16" / "quantization_report.json").write_text("{")
-    with pytest.raises(ValueError, match="the report of --calibrated"):
+    with pytest.raises(ValueError, match="--calibrated cannot be read"):
         asked(*given)
+
+
+def test_another_base_than_the_arm_has_is_refused(asked, tmp_path):
+    (tmp_path / "quantization_report.json").write_text(json.dumps({"model_digest": "1", "method": "rtn"}))
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "compressed-tensors"}}))
+    with pytest.raises(
+        ValueError, match=r"^not calibrated: .* has method=rtn\. A folder that .* is accepted as --calib"
+    ):
+        asked("--arms", "nvfp4_gptq", "--calibrated", str(tmp_path))
+    given = ["--arms", "bf16_of_nvfp4", "--dequantized", str(tmp_path)]
+    with pytest.raises(ValueError, match=r"^quantized still: .* A folder that .* is accepted as --dequantized"):
+        asked(*given)
+    (tmp_path / "config.json").write_text("{}")
+    assert [job.run.arm for job in asked(*given)] == ["bf16_of_nvfp4"]
 
 
 @pytest.mark.parametrize("more", [["--steps", "0"], ["--minutes", "5"], ["--minutes", "0", "--least", "-1"]])

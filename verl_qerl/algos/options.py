@@ -39,7 +39,7 @@ def option(default: Any, accepts: Accepts, meaning: str = "") -> Any:
 
 def refusal(name: str, value: Any, accepted: str) -> ValueError:
     """Of a value that an option does not take."""
-    is_text = isinstance(value, str) and (value[:1].isdigit() or value in ("true", "false", "null"))
+    is_text = isinstance(value, str) and (value[:1].isdigit() or value.lower() in ("true", "false", "null"))
     hint = " That is text; of a variable of the environment take ${oc.decode:${oc.env:NAME}}." if is_text else ""
     return ValueError(f"{name}={value!r} is no value of this option. Accepted: {accepted}.{hint} Correct the option.")
 

@@ -66,10 +66,19 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_whole(path: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON, the whole file or none; a killed process leaves what was there."""
+    """Write JSON, the whole file or none; a killed process leaves what was there.
+
+    Raises:
+        OSError: It cannot be written; the path is named, and nothing else is left.
+    """
     partial = path.with_name(f".{path.name}.partial")
-    write_json(partial, content)
-    os.replace(partial, path)
+    try:
+        write_json(partial, content)
+        os.replace(partial, path)
+    except OSError as error:
+        error.filename = str(path)  # a full disk names none
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def read_whole(path: Path, make: Callable[[Any], Content], what: str, remedy: str) -> Content | None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -69,10 +70,7 @@ def open_source(path: str | Path, revision: str | None = None, cache_dir: str | 
             f"{path} is a file. The directory of a model in Hugging Face layout, or a hub id, is accepted. Name the"
             " directory."
         )
-    config = read_config(path)
-    if not config.get("quantization_config") and (path / MODELOPT).exists():  # older ModelOpt; vLLM reads it likewise
-        quantization = described({"quantization_config": read_object(path / MODELOPT).get("quantization")})
-        config = {**config, "quantization_config": {"quant_method": "modelopt", **quantization}}
+    config = stored_config(path)
     if found := described(config):
         config = {name: value for name, value in config.items() if name != "compression_config"}
         config["quantization_config"] = found
@@ -82,6 +80,15 @@ def open_source(path: str | Path, revision: str | None = None, cache_dir: str | 
     _check_layers(path, config, files)
     check_experts(str(path), config, files)
     return Source(path, config, form, layout, files, specs)
+
+
+def stored_config(path: Path) -> dict[str, Any]:
+    """config.json, with what an older ModelOpt wrote beside it of the quantization; vLLM reads it likewise."""
+    config = read_config(path)
+    if not config.get("quantization_config") and (path / MODELOPT).exists():
+        quantization = described({"quantization_config": read_object(path / MODELOPT).get("quantization")})
+        config = {**config, "quantization_config": {"quant_method": "modelopt", **quantization}}
+    return config
 
 
 def _read_headers(path: Path) -> tuple[dict[str, str], dict[str, TensorSpec]]:

@@ -1,6 +1,7 @@
 """`python -m verl_qerl plan`: how much GPU memory a run takes, before it is started."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from verl_qerl.cli.quantize.arguments import FORMATS
@@ -54,13 +55,14 @@ def run(args: argparse.Namespace) -> int:
     _check_together(args)
     from verl_qerl.checkpoints.model_config import read_config
     from verl_qerl.checkpoints.quantization_config import stored_format
+    from verl_qerl.checkpoints.source import stored_config
     from verl_qerl.checkpoints.stream import check_format
     from verl_qerl.cli.dense_model import is_tied
     from verl_qerl.planning import memory_plan
     from verl_qerl.planning.memory_plan import GIB
     from verl_qerl.planning.model_shape import ModelShape
 
-    config = read_config(args.model)
+    config = stored_config(Path(args.model)) if Path(args.model).is_dir() else read_config(args.model)
     stored = stored_format(config, args.model)[0]
     check_format(args.model, stored, args.format)
     shape = ModelShape.from_config({**config, "tie_word_embeddings": is_tied(config)})

@@ -1,7 +1,10 @@
+import errno
 import json
+from pathlib import Path
 
 import pytest
 
+from verl_qerl.checkpoints import record
 from verl_qerl.cli.eval.questions import Question
 from verl_qerl.cli.eval.records import Answer, Answered, append, check_questions, open_records, read_lines
 
@@ -77,6 +80,22 @@ def test_an_evaluation_goes_on_with_its_settings_alone(tmp_path):
         (out / "settings.json").write_text(damaged)
         with pytest.raises(ValueError, match=r"settings\.json .*A JSON object is accepted\. Choose another --out"):
             open_records(out, {"model": "a"})
+
+
+def test_a_full_disk_does_not_bar_the_folder(tmp_path, monkeypatch):
+    def full(file, content):
+        Path(file).write_text("{")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(record, "write_json", full)
+        with pytest.raises(OSError, match="No space left") as told:
+            open_records(tmp_path, {"model": "a"})
+    assert told.value.filename == str(tmp_path / "settings.json")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / ".settings.json.partial").write_text("{")  # of one that was killed
+    open_records(tmp_path, {"model": "a"})
+    assert [path.name for path in tmp_path.iterdir()] == ["settings.json"]
 
 
 def test_what_is_no_evaluation_is_left_alone(tmp_path):

@@ -77,6 +77,12 @@ def test_a_difference_has_a_width_where_all_questions_have_the_same():
     assert less[:3] == pytest.approx((-0.25, -0.25 - 0.75 * none.high, -0.25 + 1.25 * none.high))
 
 
+def test_no_interval_goes_beyond_what_shares_can_differ_by():
+    for found in (paired([0, 1, 0], [1, 0, 0]), paired([0, 0, 0], [1, 0, 1])):
+        assert -1 <= found.low < found.mean < found.high <= 1
+    assert paired([0, 0, 1], [1, 0, 1]).high == 1
+
+
 def test_what_cannot_be_paired_is_refused():
     with pytest.raises(ValueError, match=r"^2 and 3 questions cannot be paired\. .* Choose evaluations"):
         paired([0, 1], [0, 1, 1])

@@ -6,6 +6,8 @@ import pytest
 
 pytest.importorskip("verl")
 
+from verl_qerl.verl_plugin.config import output
+
 OURS = ("+aqn.enabled=true", "trainer.save_freq=5")
 
 
@@ -62,3 +64,18 @@ def test_a_checkpoint_to_go_on_from_that_is_none_is_refused(validate, file, path
     validate(OURS[0], named)
     validate(OURS[0], resumed[0], named, "trainer.nnodes=2", "trainer.n_gpus_per_node=4")
     validate(OURS[0], resumed[0], f"{resumed[1]}{file.parent}/global_step_5")
+
+
+@pytest.mark.parametrize(("name", "package"), [("swanlab", "swanlab"), ("vemlp_wandb", "volcengine_ml_platform")])
+def test_a_logger_whose_package_is_missing_is_refused(validate, file, monkeypatch, name, package):
+    monkeypatch.setattr(output, "find_spec", lambda asked: None if asked == package else asked)
+    named = f"trainer.logger=[console,{name}]"
+    with pytest.raises(
+        ValueError, match=rf"^trainer\.logger=\['console', '{name}'\] needs the package {package}, which"
+    ):
+        validate(OURS[0], "trainer.save_freq=-1", named)
+    with pytest.raises(ValueError, match=rf"^trainer\.logger={name} needs the package {package}, which"):
+        validate(OURS[0], f"trainer.logger={name}")
+    validate(named)
+    validate(OURS[0], named, "trainer.nnodes=2", "trainer.n_gpus_per_node=4")
+    validate(OURS[0], "trainer.logger=[console,file,wandb]")

@@ -16,6 +16,8 @@ QUANTIZED = ("+rollout=nvfp4", "actor_rollout_ref.model.lora_rank=8")
     ("override", "node"),
     [
         ("+rolout=nvfp4", "+rollout"),
+        ("+aqn_enabled=true", "+aqn.enabled"),
+        ("+acr_max_ratio=2", "+acr.max_ratio"),
         ("+aqm.enabled=true", "+uaq or +aqn"),
         ("+aqm.sigma_start=0.1", "+aqn"),
         ("+qrel.gate.max_kl=0.1", "+qerl"),

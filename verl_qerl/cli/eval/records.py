@@ -70,13 +70,18 @@ def open_records(folder: Path, settings: Mapping[str, Any]) -> None:
             os.truncate(answers, answers.read_bytes().rfind(b"\n") + 1)
         return
     is_ours = path.is_file() and read_settings(folder).keys() >= settings.keys()
-    if not is_ours and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if not is_ours and folder.exists() and (not folder.is_dir() or _holds_something(folder)):
         raise FileExistsError(
             f"the output already exists and is no evaluation: out={folder}. A new or empty directory, or one of `eval`,"
             " is accepted. Choose another."
         )
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(path, settings)
+
+
+def _holds_something(folder: Path) -> bool:
+    """More than what a killed `write_whole` of the settings leaves."""
+    return any(path.name != f".{SETTINGS}.partial" for path in folder.iterdir())
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -110,4 +110,4 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
     low, high = np.quantile(deviations, [0.025, 0.975])
     as_far = np.count_nonzero(np.abs(deviations) >= abs(mean) - 1e-12)
     low, high = float(low) - unseen * (1 + mean), float(high) + unseen * (1 - mean)
-    return Difference(mean, mean + low, mean + high, (1 + int(as_far)) / (1 + RESAMPLES))
+    return Difference(mean, max(-1.0, mean + low), min(1.0, mean + high), (1 + int(as_far)) / (1 + RESAMPLES))

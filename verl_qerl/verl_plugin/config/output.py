@@ -1,21 +1,29 @@
-"""The folders of checkpoints, of which verl says what is wrong once its engines run, or at the first checkpoint."""
+"""Where a run writes and goes on from, of which verl says what is wrong once its engines run, or later."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_qerl.verl_plugin.config.nodes import paths_are_here
+from verl_qerl.verl_plugin.config.nodes import paths_are_here, plain
+
+# Of verl's loggers, those with a package of another name.
+_PACKAGES = {"vemlp_wandb": "volcengine_ml_platform"}
+_OF_VERL = ("console", "file", "tracking", "rl_insight")
 
 
 def check_output(config: DictConfig) -> None:
-    """Refuse with a ValueError, in a run here, what is no checkpoint to go on from, and a folder that cannot hold any.
+    """Refuse with a ValueError, in a run here, what it cannot write to or go on from.
 
-    The folder is looked at where the run saves; null is refused too, and one that cannot be made or written to.
+    That is a logger that is not installed, a checkpoint that is none and, where the run saves, a folder that is null or
+    cannot be made or written to.
     """
     trainer = config.trainer
     if not paths_are_here(config):
         return
+    _check_loggers(trainer.logger)
     if trainer.resume_mode == "resume_path":
         _check_resumed(trainer.resume_from_path)
     if trainer.save_freq is not None and trainer.save_freq <= 0:
@@ -32,10 +40,21 @@ def check_output(config: DictConfig) -> None:
         )
 
 
-def _check_resumed(path: object) -> None:
+def _check_resumed(path: Any) -> None:
     """As verl does when it loads it: a folder by the name of its step."""
     if not isinstance(path, str) or "global_step_" not in path or not Path(path).is_dir():
         raise ValueError(
             f"trainer.resume_from_path={path} is no checkpoint of a run. A folder DIR/global_step_N that verl has"
             " written is accepted. Check the path, or leave trainer.resume_mode=resume_path out."
         )
+
+
+def _check_loggers(given: Any) -> None:
+    named = plain(given)
+    for name in [named] if isinstance(named, str) else named or ():
+        package = _PACKAGES.get(name, name)
+        if name not in _OF_VERL and find_spec(package) is None:
+            raise ValueError(
+                f"trainer.logger={named} needs the package {package}, which is not installed. Loggers with their"
+                f" package, console and file are accepted. Install it, or leave {name} out."
+            )

@@ -41,6 +41,9 @@ def check_spelling(config: DictConfig) -> None:
         value = config[name]
         held = set(value) if isinstance(value, Mapping) else {str(value)}
         meant = [node for node in near if held and held <= _NODES[node]]
+        node, _, option = name.partition("_")
+        if option in _NODES.get(node, ()):
+            meant = [f"{node}.{option}"]
         if name == "rollout":  # files, which leave no node of this name: `+rollout.format=nvfp4`
             meant = [f"rollout={form}" for form in FORMATS]
         if meant:
