@@ -18,8 +18,6 @@ RUNS = (
     NVFP4 | {"qerl.base.shard": True},
     {"qerl.rollout": {"lora": "stock"}},
     {"aqn.enabled": True},
-    {"data.max_prompt_length": 96, "data.max_response_length": 16, f"{rules.ACTOR}.use_dynamic_bsz": True}
-    | {f"{rules.ROLLOUT}.log_prob_use_dynamic_bsz": True, f"{rules.ACTOR}.ppo_max_token_len_per_gpu": 112},
     {"aqn.enabled": True, "aqn.draw": "sequence"},
     {"uaq.enabled": True},
     {rules.LOSS_MODE: "acr"},
@@ -111,23 +109,3 @@ def test_needs_that_are_not_met_are_told():
     assert rules.unmet({}.get, rules.SCORED) is None
     name = f"{rules.ROLLOUT}.top_k"
     assert rules.unmet({name: 20}.get, rules.WHOLE) == f"{name}=20 (accepted is -1 or 0)"
-
-
-@pytest.mark.parametrize(
-    ("options", "refused"),
-    [
-        ({}, True),
-        ({f"{rules.FSDP}.ulysses_sequence_parallel_size": 2}, False),
-        ({f"{rules.ROLLOUT}.max_model_len": 100}, False),
-        ({f"{rules.ACTOR}.use_dynamic_bsz": False}, False),
-    ],
-)
-def test_a_micro_batch_has_room_for_the_longest_sequence(options, refused):
-    run = {"data.max_prompt_length": 96, "data.max_response_length": 16, f"{rules.ACTOR}.use_dynamic_bsz": True}
-    run |= {f"{rules.ACTOR}.ppo_max_token_len_per_gpu": 100} | options
-    if not refused:
-        return rules.check(run.get)
-    with pytest.raises(
-        ValueError, match=r"ppo_max_token_len_per_gpu=100 does not .*=True and sequences of 112 tokens: "
-    ):
-        rules.check(run.get)

@@ -15,6 +15,7 @@ import verl.utils.config
 from qerl_testing import RUN
 
 from verl_qerl import verl_plugin
+from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.verl_plugin import driver
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -119,3 +120,26 @@ def test_a_name_that_verl_would_miss_after_the_first_answers_is_told(validate, n
         validate(NOISE, f"{name}=null")
     validate(NOISE, f"{name}=arc", "actor_rollout_ref.model.external_lib=mine")
     validate(f"{name}=arc")
+
+
+@pytest.mark.parametrize(
+    ("mode", "path", "sentence"),
+    [
+        ("resume_path", "{run}/global_step_7", "the step to resume from is not there: .*/global_step_7"),
+        ("resume_path", "{run}", "trainer.resume_from_path=.* names no step"),
+        ("resume_path", "null", "trainer.resume_from_path=None names no step"),
+        ("resume_path", "{run}/global_step_5", "the checkpoint is half-written: .* has no whole data.pt"),
+        ("auto", "null", "the checkpoint is half-written: .* has no whole data.pt"),
+    ],
+)
+def test_a_step_that_cannot_be_resumed_is_told_before_ray_starts(validate, tmp_path, monkeypatch, mode, path, sentence):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "global_step_5").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    options = [f"trainer.resume_mode={mode}", f"trainer.resume_from_path={path.format(run=tmp_path)}"]
+    options.append(f"trainer.default_local_dir={tmp_path}")
+    with pytest.raises(CheckpointFormatError, match=f"^{sentence}"):
+        validate(NOISE, *options)
+    validate(*options)
+    validate(NOISE, *options, "trainer.nnodes=2", "trainer.n_gpus_per_node=4")
+    validate(NOISE, *options[1:], "trainer.resume_mode=disable")

@@ -147,27 +147,6 @@ def _other_rank(run: Run) -> str | None:
     return f"{_quantized(run)} and {LORA_RANK}={trained}" if _packed(run) and given != trained else None
 
 
-def _no_room(run: Run) -> str | None:
-    room, question = run(f"{ROLLOUT}.max_model_len"), run("data.max_prompt_length")
-    return (
-        f"data.max_prompt_length={question}" if is_number(room) and is_number(question) and room <= question else None
-    )
-
-
-def _too_long(switch: str, limit: str) -> Callable[[Run], str | None]:
-    """The runs with a sequence that a micro-batch counted in tokens has no room for."""
-
-    def beside(run: Run) -> str | None:
-        parts = run("data.max_prompt_length"), run("data.max_response_length")
-        if not run(switch) or not all(map(is_number, (*parts, run(limit)))):
-            return None
-        sharing = run(f"{ACTOR}.ulysses_sequence_parallel_size") or run(f"{FSDP}.ulysses_sequence_parallel_size") or 1
-        longest = min(sum(parts), run(f"{ROLLOUT}.max_model_len") or sum(parts))
-        return f"{switch}=True and sequences of {longest} tokens" if run(limit) * sharing < longest else None
-
-    return beside
-
-
 def _requantized(run: Run) -> str | None:
     beside = _quantized(run)
     return f"{beside} and {LORA_RANK}=0" if beside and not run(LORA_RANK) else None
@@ -242,12 +221,6 @@ REQUANTIZED = When("`+rollout=...` without an adapter", _requantized)
 CRITIC = When("`+rollout=...` with a critic", _with_critic)
 PLAIN = When("without `+rollout`", lambda run: "a rollout in bf16" if _quantized(run) is None else None)
 OTHER_RANK = When("`+rollout=...` with an adapter", _other_rank)
-NO_ROOM = When("any option of ours", _no_room)
-# Switches of batches that are counted in tokens, and the most tokens of one.
-_IN_TOKENS = (
-    (f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu"),
-    (f"{ROLLOUT}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
-)
 NOT_NVFP4 = When("`+rollout=int8`, `fp8`, `mxfp4`", _not_nvfp4)
 KERNELS = _option("qerl.rollout", "`+qerl.rollout.*`")
 SHARE, AQN, UAQ = (_option(name) for name in ("qerl.base.share", "aqn.enabled", "uaq.enabled"))
@@ -350,21 +323,6 @@ RULES: tuple[Rule, ...] = (
             "the driver writes +qerl.rollout.* there",
             "Set these.",
         ),
-    ),
-    Rule(
-        NO_ROOM,
-        Need(f"{ROLLOUT}.max_model_len", _off, "null, or more than `data.max_prompt_length`"),
-        "a question of that length leaves no room for an answer, and its request fails again and again",
-        "Raise the one, or lower the other.",
-    ),
-    *(
-        Rule(
-            When("any option of ours", _too_long(switch, limit)),
-            Need(limit, _off, "at least the tokens of a question and an answer"),
-            "verl ends the run at the first sequence that is longer",
-            "Raise it, or lower data.max_response_length.",
-        )
-        for switch, limit in _IN_TOKENS
     ),
     *_rules(
         QUANTIZED,

@@ -110,9 +110,11 @@ def check_run(config: DictConfig, use_critic: bool) -> None:
     from verl_qerl.verl_plugin.actor.model_check import check_models
     from verl_qerl.verl_plugin.config.adapter_check import check_adapter
     from verl_qerl.verl_plugin.config.apply import prepare
+    from verl_qerl.verl_plugin.config.nodes import paths_are_here
     from verl_qerl.verl_plugin.config.output import check_output
     from verl_qerl.verl_plugin.config.questions import check_files
     from verl_qerl.verl_plugin.config.shared_memory import check_copies
+    from verl_qerl.verl_plugin.trainer.checkpoints import check_resumed
 
     policy_loss = POLICY_LOSS_REGISTRY.get(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     check_config = getattr(policy_loss, "check_config", None)
@@ -120,6 +122,8 @@ def check_run(config: DictConfig, use_critic: bool) -> None:
         check_config(config)
     prepare(config)
     check_output(config)
+    if paths_are_here(config):
+        check_resumed(config.trainer)
     check_files(config)
     check_models(config, use_critic)
     check_adapter(config)

@@ -1,4 +1,4 @@
-"""Where a run writes and goes on from, of which verl says what is wrong once its engines run, or later."""
+"""Where a run writes, of which verl says what is wrong once its engines run, or at the first checkpoint."""
 
 import os
 from importlib.util import find_spec
@@ -15,17 +15,15 @@ _OF_VERL = ("console", "file", "tracking", "rl_insight")
 
 
 def check_output(config: DictConfig) -> None:
-    """Refuse with a ValueError, in a run here, what it cannot write to or go on from.
+    """Refuse with a ValueError, in a run here, what it cannot write to.
 
-    That is a logger that is not installed, a checkpoint that is none and, where the run saves, a folder that is null or
-    cannot be made or written to.
+    That is a logger that is not installed and, where the run saves, a folder that is null or cannot be made or written
+    to.
     """
     trainer = config.trainer
     if not paths_are_here(config):
         return
     _check_loggers(trainer.logger)
-    if trainer.resume_mode == "resume_path":
-        _check_resumed(trainer.resume_from_path)
     if trainer.save_freq is not None and trainer.save_freq <= 0:
         return
     for name, accepted in (("save_freq", "A number, -1 for no checkpoints,"), ("default_local_dir", "A directory")):
@@ -37,15 +35,6 @@ def check_output(config: DictConfig) -> None:
         raise ValueError(
             f"trainer.default_local_dir={trainer.default_local_dir} cannot hold checkpoints: this account cannot write"
             f" below {above}. A directory that it may write to is accepted. Set another."
-        )
-
-
-def _check_resumed(path: Any) -> None:
-    """As verl does when it loads it: a folder by the name of its step."""
-    if not isinstance(path, str) or "global_step_" not in path or not Path(path).is_dir():
-        raise ValueError(
-            f"trainer.resume_from_path={path} is no checkpoint of a run. A folder DIR/global_step_N that verl has"
-            " written is accepted. Check the path, or leave trainer.resume_mode=resume_path out."
         )
 
 

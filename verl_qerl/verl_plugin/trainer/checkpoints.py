@@ -13,6 +13,8 @@ import shutil
 import zipfile
 from pathlib import Path
 
+from omegaconf import DictConfig
+
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.verl_plugin.trainer.feature import Feature
 
@@ -42,19 +44,23 @@ class WholeCheckpoints(Feature):
         (folder / _NO_QUEUE_YET).unlink(missing_ok=True)
 
     def before_load(self) -> None:
-        """Check the step that verl will load."""
-        trainer = self._run.config.trainer
-        if trainer.resume_mode == "auto":
-            check_tracker(Path(trainer.default_local_dir))
-        elif trainer.resume_mode == "resume_path":
-            # verl takes what follows the last "global_step_", a slash too, for the number.
-            if not re.fullmatch(r".*global_step_\d+", str(trainer.resume_from_path)):
-                raise CheckpointFormatError(
-                    f"trainer.resume_from_path={trainer.resume_from_path} names no step. A folder global_step_N is"
-                    " accepted, with nothing behind it. Set it to one; trainer.resume_mode=auto takes the last one of"
-                    " trainer.default_local_dir."
-                )
-            check_step(Path(trainer.resume_from_path))
+        """See `check_resumed`."""
+        check_resumed(self._run.config.trainer)
+
+
+def check_resumed(trainer: DictConfig) -> None:
+    """Require that the step which verl will load is whole, by the options of its trainer; see `check_tracker`."""
+    if trainer.resume_mode == "auto" and trainer.default_local_dir:
+        check_tracker(Path(trainer.default_local_dir))
+    elif trainer.resume_mode == "resume_path":
+        # verl takes what follows the last "global_step_", a slash too, for the number.
+        if not re.fullmatch(r".*global_step_\d+", str(trainer.resume_from_path)):
+            raise CheckpointFormatError(
+                f"trainer.resume_from_path={trainer.resume_from_path} names no step. A folder global_step_N is"
+                " accepted, with nothing behind it. Set it to one; trainer.resume_mode=auto takes the last one of"
+                " trainer.default_local_dir."
+            )
+        check_step(Path(trainer.resume_from_path))
 
 
 def check_tracker(run: Path) -> None:

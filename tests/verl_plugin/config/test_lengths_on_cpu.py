@@ -1,0 +1,51 @@
+"""An engine or a micro-batch without room for the longest sequence is refused before Ray starts."""
+
+import re
+
+import pytest
+
+pytest.importorskip("verl")
+
+from verl_qerl.verl_plugin.config import attention
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+OURS = ("+aqn.enabled=true", "data.max_prompt_length=96", "data.max_response_length=16")
+IN_TOKENS = (f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=")
+
+
+@pytest.mark.parametrize("room", [64, 96])
+def test_an_engine_needs_room_for_an_answer(validate, room):
+    named = f"{ROLLOUT}.max_model_len={room}"
+    with pytest.raises(
+        ValueError, match=rf"^{re.escape(named)} does not go together with data\.max_prompt_length=96: "
+    ):
+        validate(*OURS, named)
+    validate(*OURS[1:], named)
+    for accepted in ("97", "null"):
+        validate(*OURS, f"{ROLLOUT}.max_model_len={accepted}")
+
+
+def test_a_micro_batch_needs_room_for_a_sequence(validate):
+    refused = rf"^{ACTOR}\.ppo_max_token_len_per_gpu=100 does not .*use_dynamic_bsz=True and sequences of 112 tokens: "
+    with pytest.raises(ValueError, match=refused):
+        validate(*OURS, IN_TOKENS[0], f"{IN_TOKENS[1]}100")
+    validate(*OURS[1:], IN_TOKENS[0], f"{IN_TOKENS[1]}100")
+    validate(*OURS, f"{IN_TOKENS[1]}100")
+    validate(*OURS, IN_TOKENS[0], f"{IN_TOKENS[1]}112")
+    validate(*OURS, IN_TOKENS[0], f"{IN_TOKENS[1]}100", f"{ROLLOUT}.max_model_len=100")
+
+
+def test_gpus_that_share_a_sequence_count_together(validate, monkeypatch):
+    monkeypatch.setattr(attention, "has_flash_attn", lambda: True)
+    shared = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.model.use_remove_padding=True")
+    shared += ("++actor_rollout_ref.model.override_config.attn_implementation=flash_attention_2",)
+    shared += (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",)
+    validate(*OURS, *shared, IN_TOKENS[0], f"{IN_TOKENS[1]}56")
+    with pytest.raises(ValueError, match=r"ppo_max_token_len_per_gpu=55 does not go together"):
+        validate(*OURS, *shared, IN_TOKENS[0], f"{IN_TOKENS[1]}55")
+
+
+def test_log_probs_of_the_rollout_too(validate):
+    named = f"{ROLLOUT}.log_prob_max_token_len_per_gpu=100"
+    with pytest.raises(ValueError, match=rf"^{re.escape(named)} does not go together with {ROLLOUT}\.log_prob_use_dyn"):
+        validate(*OURS, f"{ROLLOUT}.log_prob_use_dynamic_bsz=True", named)
