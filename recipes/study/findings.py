@@ -227,25 +227,23 @@ def allowing(fit: Fit, found: Difference, comparisons: int) -> Difference:
 
 
 def _of_repeats(every: dict[str, list[Any]]) -> dict[str, Any]:
-    """Mean rewards of runs that were made twice, and pass@1 of the one that was whole both times."""
+    """Mean rewards of runs that were made twice."""
     apart = []
     for one, *others in every.values():
         for other in others:
             steps = min(len(run["metrics"]["step"]) for run in (one, other))
             first, second = (MEASURES["area"][1](run, steps) for run in (one, other))
             apart.append(abs(first - second))
-    (twice,) = (runs for runs in every.values() if sum(run["state"] == "done" for run in runs) > 1)
     return {
         "repeats": len(apart),
         "repeats_least": min(apart),
         "repeats_most": max(apart),
         "repeats_deviation": math.sqrt(np.mean(np.square(apart)) / 2),
-        "twice": [final_pass1(run) for run in twice],
     }
 
 
 def _of_syncs(every: dict[str, list[Any]]) -> dict[str, Any]:
-    """KL(rollout, actor) in one run after syncs of ours and of verl's in turn, and in two runs of one seed."""
+    """KL(rollout, actor) in one run after syncs of ours and of verl's in turn; the two seeds that were made anew."""
     turns, verls = (
         run for name in (IN_TURN, VERLS) for runs in every.values() for run in runs if run["session"]["file"] == name
     )
@@ -259,6 +257,7 @@ def _of_syncs(every: dict[str, list[Any]]) -> dict[str, Any]:
         "kl_pairs": found.n,
         "syncs_asked": len(asked),
         "syncs_equal": min(asked),
+        "twice": [final_pass1(run) for run in every[turns["name"]]],
         "kl_of_4": [_short(series(run, KL)[10:50].mean()) for run in every[verls["name"]]],
     }
 

@@ -15,6 +15,14 @@ MODEL = "actor_rollout_ref.model"
 PACKED = ("+rollout=nvfp4", f"{MODEL}.lora_rank=8")
 TEXT = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 SEES = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": {"depth": 2}}
+WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+FP8_CONFIG = {
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
+    }
+}
 PACKED_CONFIG = TEXT | {"quantization_config": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}}
 
 
@@ -112,6 +120,14 @@ def test_an_ignore_that_does_not_fit_the_weights_is_refused(validate, tmp_path, 
             validate(*given, f"+qerl.base.ignore=[{ignored}]")
     validate(*given, "+qerl.base.ignore=['re:.*down_proj']")
     validate(*given, "+qerl.base.ignore=['re:.*q_proj']", "trainer.nnodes=2", "trainer.n_gpus_per_node=4")
+
+
+def test_weights_in_another_format_are_refused(validate, tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    random_decoder("qwen2").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((tmp_path / "config.json").read_text()) | FP8_CONFIG))
+    with pytest.raises(ValueError, match="is quantized in another format: fp8"):
+        validate(*PACKED, f"{MODEL}.path={tmp_path}")
 
 
 def test_a_slash_at_the_end_is_refused(validate, written, monkeypatch):

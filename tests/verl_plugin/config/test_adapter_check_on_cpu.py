@@ -69,7 +69,7 @@ def test_a_target_that_the_model_lacks_is_refused(validate, tmp_path, quantized,
     sentence = rf"has {re.escape(named)}, which is no linear .* are a list of down_proj, gate_proj, .*, v_proj, a reg"
     with pytest.raises(ValueError, match=sentence):
         validate(*PACKED, path, f"{MODEL}.target_modules={targets}")
-    for found in ("[q_proj,v_proj]", "'.*v_proj'", "all-linear"):
+    for found in ("[q_proj,v_proj]", "'.*v_proj'", "all-linear", "null"):
         validate(*PACKED, path, f"{MODEL}.target_modules={found}")
     validate(path, f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules={targets}")
 

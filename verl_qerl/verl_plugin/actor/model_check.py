@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_qerl.checkpoints.model_config import is_hub_id, read_config, senses
 from verl_qerl.checkpoints.quantization_config import described
 from verl_qerl.checkpoints.source import open_source
-from verl_qerl.checkpoints.stream import packed_names
+from verl_qerl.checkpoints.stream import check_held, packed_names
 from verl_qerl.formats import get_format
 from verl_qerl.options.rules import LORA_RANK, MODEL
 from verl_qerl.verl_plugin.actor.liger import check_liger
@@ -112,8 +112,9 @@ def _check_choices(config: DictConfig, path: str, found: dict[str, Any]) -> None
 def _check_linears(config: DictConfig, path: Path) -> None:
     """Refuse weights that the format cannot hold, and an `ignore` that does not fit them."""
     if paths_are_here(config) and any(path.glob("*.safetensors")):
-        ignore = plain(OmegaConf.select(config, "qerl.base.ignore"))
-        packed_names(open_source(path), get_format(OmegaConf.select(config, "qerl.base.format")), ignore)
+        source, form = open_source(path), get_format(OmegaConf.select(config, "qerl.base.format"))
+        check_held(source, form)
+        packed_names(source, form, plain(OmegaConf.select(config, "qerl.base.ignore")))
 
 
 def _check_override(override: dict[str, Any]) -> None:

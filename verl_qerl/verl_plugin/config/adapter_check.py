@@ -81,7 +81,7 @@ def _check_targets(options: Mapping[str, Any], where: str, remedy: str) -> None:
 
 def _check_found(model: Mapping[str, Any]) -> None:
     targets, excluded = model.get("target_modules"), model.get("exclude_modules")
-    if targets == "all-linear" and not excluded:
+    if targets is None or (targets == "all-linear" and not excluded):  # null: PEFT has its own for each family
         return
     linears = _linears(str(model.get("path")))
     if not linears:
