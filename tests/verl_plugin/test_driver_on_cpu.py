@@ -138,8 +138,10 @@ def test_a_step_that_cannot_be_resumed_is_told_before_ray_starts(validate, tmp_p
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
     options = [f"trainer.resume_mode={mode}", f"trainer.resume_from_path={path.format(run=tmp_path)}"]
     options.append(f"trainer.default_local_dir={tmp_path}")
+    packed = "+rollout=nvfp4", "actor_rollout_ref.model.lora_rank=8"
     with pytest.raises(CheckpointFormatError, match=f"^{sentence}"):
-        validate(NOISE, *options)
+        validate(*packed, *options)
     validate(*options)
-    validate(NOISE, *options, "trainer.nnodes=2", "trainer.n_gpus_per_node=4")
-    validate(NOISE, *options[1:], "trainer.resume_mode=disable")
+    validate(NOISE, *options)
+    validate(*packed, *options, "trainer.nnodes=2", "trainer.n_gpus_per_node=4")
+    validate(*packed, *options[1:], "trainer.resume_mode=disable")

@@ -122,7 +122,7 @@ def check_run(config: DictConfig, use_critic: bool) -> None:
         check_config(config)
     prepare(config)
     check_output(config)
-    if paths_are_here(config):
+    if OmegaConf.select(config, "qerl.base.format") is not None and paths_are_here(config):  # as the trainer does later
         check_resumed(config.trainer)
     check_files(config)
     check_models(config, use_critic)
