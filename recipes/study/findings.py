@@ -255,6 +255,7 @@ def _of_syncs(every: dict[str, list[Any]]) -> dict[str, Any]:
         "kl_after": {"ours": f"{1e4 * ours.mean():.2f}e-4", "verl": f"{1e4 * theirs.mean():.2f}e-4"},
         "kl_apart": f"{1e6 * found.mean:+.0f}e-6 ({1e6 * found.low:+.0f}e-6 to {1e6 * found.high:+.0f}e-6)",
         "kl_pairs": found.n,
+        "kept_at": By(lambda step: series(turns, "sync/kept")[int(step) - 1]),
         "syncs_asked": len(asked),
         "syncs_equal": min(asked),
         "twice": [final_pass1(run) for run in every[turns["name"]]],

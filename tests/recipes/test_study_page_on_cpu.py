@@ -182,6 +182,10 @@ def test_our_sync_of_a_merged_adapter_and_verls(arms, figures, findings, study):
     turns, first_turns = by_name[f"{LORA}-gsm8k-seed5"][::-1]
     assert (turns["session"]["file"], first_turns) == (findings.IN_TURN, arms[LORA][5])  # "the tables have the first"
     assert turns["metrics"]["sync/ours"] == [1, 0] * 30
+    kept = np.array(turns["metrics"]["sync/kept"][1:])  # "rounds the term away", less and less
+    assert (np.diff(kept) > 0).all()
+    assert kept[0] < 0.3
+    assert kept[-1] > 0.85
     first, later = by_name[f"{LORA}-gsm8k-seed4"]
     assert (first, later["session"]["file"]) == (arms[LORA][4], findings.VERLS)
     assert not any(later["metrics"]["sync/ours"])
