@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from qerl_testing import random_qwen3_moe
 
 pytest.importorskip("verl")
 
@@ -95,6 +96,14 @@ def test_what_is_excluded_has_to_be_in_the_model_and_to_leave_something(
         validate(*PACKED, *options, f"{MODEL}.exclude_modules={excluded}")
     for found in ("[q_proj]", "[lm_head,k_proj]", "'.*q_proj'", "null"):
         validate(*PACKED, *options, f"{MODEL}.exclude_modules={found}")
+
+
+def test_a_router_may_be_excluded(validate, tmp_path):
+    random_qwen3_moe().config.save_pretrained(tmp_path)
+    options = (*PACKED, f"{MODEL}.path={tmp_path}", f"{MODEL}.target_modules=[q_proj]")
+    validate(*options, f"{MODEL}.exclude_modules=[gate]")
+    with pytest.raises(ValueError, match=r"^model\.exclude_modules=\['gaet'\] has \['gaet'\], which is no linear"):
+        validate(*options, f"{MODEL}.exclude_modules=[gaet]")
 
 
 def test_targets_of_an_empty_list_are_refused(validate, tmp_path):

@@ -83,14 +83,15 @@ def _check_found(model: Mapping[str, Any]) -> None:
     targets, excluded = model.get("target_modules"), model.get("exclude_modules")
     if targets is None or (targets == "all-linear" and not excluded):  # null: PEFT has its own for each family
         return
-    linears = _linears(str(model.get("path")))
+    leaves = _leaves(str(model.get("path")))
+    linears = [name for name, is_linear in leaves.items() if is_linear and name not in _NO_LAYERS]
     if not linears:
         return
     names = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
     accepted = f"a list of {names}, a regular expression of whole names such as '.*_proj'"
     for option, given, known, other in (
         ("target_modules", None if targets == "all-linear" else targets, linears, "all-linear"),
-        ("exclude_modules", excluded, [*linears, *_NO_LAYERS], "null"),
+        ("exclude_modules", excluded, list(leaves), "null"),  # of a mixture its router too, which is no linear
     ):
         for each in [given] if isinstance(given, str) else [[one] for one in given or ()]:
             if not _adapted(known, each):
@@ -115,8 +116,8 @@ def _adapted(names: Iterable[str], targets: Any, excluded: Any = None) -> list[s
     return [name for name in names if check_target_module_exists(adapter, name)]
 
 
-def _linears(path: str) -> list[str]:
-    """Names of the linears of a model's layers; none of a model that the driver cannot reach or build."""
+def _leaves(path: str) -> dict[str, bool]:
+    """Module without others in it -> whether it is a linear; none of a model that the driver cannot reach or build."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -125,13 +126,13 @@ def _linears(path: str) -> list[str]:
         found = read_config(path)
         found.pop("quantization_config", None)
         if found.get("model_type") not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            return []
+            return {}
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**found))
     except (ImportError, OSError, TypeError, ValueError):
-        return []  # as in actor/model_check.py; ImportError where config.json names an attention that is not installed
-    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    return [name for name in linears if name not in _NO_LAYERS]
+        return {}  # as in actor/model_check.py; ImportError where config.json names an attention that is not installed
+    leaves = ((name, module) for name, module in model.named_modules() if not any(module.children()))
+    return {name: isinstance(module, torch.nn.Linear) for name, module in leaves}
 
 
 def _warn_of_overruled(path: str, saved: Mapping[str, Any], model: Mapping[str, Any]) -> None:
