@@ -26,11 +26,13 @@ def composed(study, tmp_path):
     for folder in ("model", *bases, "data/gsm8k", "data/math"):
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
     for folder in bases:
-        (tmp_path / folder / "quantization_report.json").write_text('{"model_digest": "0"}')
+        (tmp_path / folder / "quantization_report.json").write_text('{"model_digest": "0", "method": "gptq"}')
+        (tmp_path / folder / "config.json").write_text("{}")
 
     def configuration(arm, *more):
         places = ["--model", tmp_path / "model", "--data", tmp_path / "data", "--out", tmp_path / "out"]
-        places += [place for folder in bases for place in (f"--{folder}", tmp_path / folder)]
+        if base := study("arms").BASES.get(arm):
+            places += [f"--{base}", tmp_path / base]
         earlier = ["--earlier", tmp_path / "out"]
         args = runner.parse([*map(str, places + earlier), "--arms", arm, "--seeds", "7", *more])
         (job,) = runner.to_run(args)

@@ -76,7 +76,8 @@ def write_whole(path: Path, content: Mapping[str, Any]) -> None:
         write_json(partial, content)
         os.replace(partial, path)
     except OSError as error:
-        error.filename = str(path)  # a full disk names none
+        if error.errno is not None:
+            error.filename = str(path)  # a full disk names none
         partial.unlink(missing_ok=True)
         raise
 
