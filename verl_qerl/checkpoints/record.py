@@ -65,13 +65,18 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+def partial_of(path: Path) -> Path:
+    """What becomes the file when it is whole; a killed process may leave it."""
+    return path.with_name(f".{path.name}.partial")
+
+
 def write_whole(path: Path, content: Mapping[str, Any]) -> None:
     """Write JSON, the whole file or none; a killed process leaves what was there.
 
     Raises:
         OSError: It cannot be written; the path is named, and nothing else is left.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_of(path)
     try:
         write_json(partial, content)
         os.replace(partial, path)

@@ -82,11 +82,11 @@ def open_source(path: str | Path, revision: str | None = None, cache_dir: str | 
     return Source(path, config, form, layout, files, specs)
 
 
-def stored_config(path: Path) -> dict[str, Any]:
-    """config.json, with what an older ModelOpt wrote beside it of the quantization; vLLM reads it likewise."""
-    config = read_config(path)
-    if not config.get("quantization_config") and (path / MODELOPT).exists():
-        quantization = described({"quantization_config": read_object(path / MODELOPT).get("quantization")})
+def stored_config(model: str | Path) -> dict[str, Any]:
+    """`read_config`, with what an older ModelOpt wrote beside it of the quantization; vLLM reads it likewise."""
+    config, beside = read_config(model), Path(model) / MODELOPT
+    if not config.get("quantization_config") and beside.exists():
+        quantization = described({"quantization_config": read_object(beside).get("quantization")})
         config = {**config, "quantization_config": {"quant_method": "modelopt", **quantization}}
     return config
 

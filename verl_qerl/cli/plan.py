@@ -1,7 +1,6 @@
 """`python -m verl_qerl plan`: how much GPU memory a run takes, before it is started."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from verl_qerl.cli.quantize.arguments import FORMATS
@@ -53,7 +52,6 @@ def run(args: argparse.Namespace) -> int:
     _check_ranges(args)
     # What follows imports torch, which takes seconds.
     _check_together(args)
-    from verl_qerl.checkpoints.model_config import read_config
     from verl_qerl.checkpoints.quantization_config import stored_format
     from verl_qerl.checkpoints.source import stored_config
     from verl_qerl.checkpoints.stream import check_format
@@ -62,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from verl_qerl.planning.memory_plan import GIB
     from verl_qerl.planning.model_shape import ModelShape
 
-    config = stored_config(Path(args.model)) if Path(args.model).is_dir() else read_config(args.model)
+    config = stored_config(args.model)
     stored = stored_format(config, args.model)[0]
     check_format(args.model, stored, args.format)
     shape = ModelShape.from_config({**config, "tie_word_embeddings": is_tied(config)})

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_qerl.checkpoints.model_config import read_object
-from verl_qerl.checkpoints.record import write_whole
+from verl_qerl.checkpoints.record import partial_of, write_whole
 from verl_qerl.cli.eval.questions import TASKS, Question
 from verl_qerl.cli.output_dir import full_disk_named
 
@@ -81,7 +81,7 @@ def open_records(folder: Path, settings: Mapping[str, Any]) -> None:
 
 def _holds_something(folder: Path) -> bool:
     """More than what a killed `write_whole` of the settings leaves."""
-    return any(path.name != f".{SETTINGS}.partial" for path in folder.iterdir())
+    return any(path != partial_of(folder / SETTINGS) for path in folder.iterdir())
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

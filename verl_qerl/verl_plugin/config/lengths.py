@@ -1,14 +1,14 @@
 """Limits in tokens that the longest sequence of a run goes beyond, which ends it when one comes."""
 
 from verl_qerl.algos.options import is_number
-from verl_qerl.options.rules import ACTOR, FSDP, ROLLOUT, Run, shown
+from verl_qerl.options.rules import ACTOR, ROLLOUT, Run, shown
+from verl_qerl.verl_plugin.config.sequence_parallel import actor_size
 
 # Switches of batches that are counted in tokens, and the most tokens of one on a GPU.
 _IN_TOKENS = (
     (f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu"),
     (f"{ROLLOUT}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
 )
-_SHARING = "ulysses_sequence_parallel_size"
 
 
 def check_lengths(run: Run) -> None:
@@ -25,8 +25,7 @@ def check_lengths(run: Run) -> None:
                 " than that. Raise the one, or lower the other."
             )
         longest = min(longest, run(room))
-    sharing = run(f"{ACTOR}.{_SHARING}") or 1  # the older name, which wins in verl where it is set
-    sharing = sharing if sharing != 1 else run(f"{FSDP}.{_SHARING}") or 1
+    sharing = actor_size(run) or 1
     for switch, limit in _IN_TOKENS:
         tokens = run(limit)
         if run(switch) and is_number(tokens) and tokens * sharing < longest:

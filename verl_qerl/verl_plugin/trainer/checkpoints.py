@@ -15,6 +15,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from verl_qerl.checkpoints.record import partial_of
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.verl_plugin.trainer.feature import Feature
 
@@ -82,7 +83,7 @@ def check_tracker(run: Path) -> None:
     if not text:
         text = str(_newest_step(run))
         logger.warning("%s was empty; the newest whole step is %s", tracker, text)
-        partial = tracker.with_name(f".{TRACKER}.partial")
+        partial = partial_of(tracker)
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, tracker)
     if not text.isdecimal():
