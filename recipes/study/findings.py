@@ -16,6 +16,7 @@ import results
 from claims import CLAIMS, EARLIER, LORA, MARGIN
 from measures import (
     KL,
+    LEAST,
     MEASURES,
     ByArm,
     Runs,
@@ -32,9 +33,13 @@ from paired import Difference, Fit, difference, quantile, verdict
 
 HERE = Path(__file__).resolve().parent
 PAGES = (HERE / "README.md", HERE.parents[1] / "README.md")
-ALONE = {"int8_acr": (1, 3), "bf16_full": (1, 2)}  # seeds of the runs that had a GPU to themselves,
+# Files of the runs that had a GPU to themselves,
+ALONE = {
+    "int8_acr": ("20261128T191049-acr1.json", "20261128T191048-acr3.json"),
+    "bf16_full": ("20261128T191049-full1.json", "20261128T191047-full2.json"),
+}
 ALONE_AFTER = 11  # from that step on
-CUT = 58  # steps that all runs with all weights trained have
+CUT = 58  # steps that all of these have
 IN_TURN = "20261129T201536-turn5.json"  # bf16 whose adapter was sent by our sync and verl's in turn,
 VERLS = "20261129T201537-verl4.json"  # and by verl's alone
 QUIET = 6  # steps of 60 before noise in ten stages begins
@@ -106,13 +111,13 @@ def _size(found: Difference | None) -> str:
 
 def figures_of(runs: Runs, folder: Path) -> dict[str, Any]:
     """Name -> figure, of the runs that `results.merged` takes from `folder`."""
-    arms = by_arm(runs, "gsm8k", 20)
+    arms = by_arm(runs, "gsm8k", LEAST)
     measures = {name: Measure(arms, name) for name in MEASURES}
     figures: dict[str, Any] = measures | _of_runs(runs, arms, measures) | _of_boxes(runs, arms)
     figures |= _of_kl(arms) | _of_young(runs)
-    figures |= _of_certainty(arms, measures) | _of_all_weights(arms) | _of_math(runs)
+    figures |= _of_certainty(arms, measures) | _of_math(runs)
     every = results.every([folder])
-    figures |= _of_repeats(every) | _of_syncs(every)
+    figures |= _of_repeats(every) | _of_syncs(every) | _of_all_weights(every)
     return figures
 
 
@@ -263,9 +268,10 @@ def _of_syncs(every: dict[str, list[Any]]) -> dict[str, Any]:
     }
 
 
-def _of_all_weights(arms: ByArm) -> dict[str, Any]:
-    """Runs that train all weights: reward by seed, and seconds of steps in which they had a GPU to themselves."""
-    runs = {arm: [arms[arm][seed] for seed in seeds] for arm, seeds in ALONE.items()}
+def _of_all_weights(every: dict[str, list[Any]]) -> dict[str, Any]:
+    """Runs that train all weights: seconds of steps in which they had a GPU to themselves."""
+    made = {run["session"]["file"]: run for runs in every.values() for run in runs}
+    runs = {arm: [made[file] for file in files] for arm, files in ALONE.items()}
 
     def seconds(name: str) -> float:
         part, arm = name.split("/")

@@ -9,6 +9,7 @@ import results
 from claims import EARLIER
 
 ENDS = 10  # steps of the first and last means
+LEAST = 50  # steps of a run that is looked at
 LONG = 0.95  # share of the steps of the longest run that a run needs to be compared with all at once
 Runs = dict[str, dict[str, Any]]
 ByArm = dict[str, dict[int, dict[str, Any]]]  # arm -> seed -> run

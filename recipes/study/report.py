@@ -19,6 +19,7 @@ from measures import (
     ENDS,
     ENTROPY,
     KL,
+    LEAST,
     MEASURES,
     REWARD,
     ByArm,
@@ -180,7 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder with result files")
     parser.add_argument("--page", type=Path, default=HERE / "README.md", help="page with the marks of the section")
-    parser.add_argument("--least", type=int, default=20, help="steps that a run must have")
+    parser.add_argument("--least", type=int, default=LEAST, help="steps that a run must have")
     args = parser.parse_args(arguments)
     if not args.results.is_dir() and args.results != parser.get_default("results"):
         raise ValueError(

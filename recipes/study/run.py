@@ -247,7 +247,7 @@ def kill_marked(mark: str) -> None:
 def last_error(log: str) -> str:
     """The last line of a log that tells an error."""
     lines = [line.strip() for line in log.splitlines() if "Error" in line or "error:" in line]
-    return (lines or log.strip().splitlines() or ["it said nothing"])[-1][-400:]
+    return (lines or log.strip().splitlines() or ["it said nothing"])[-1][:400]
 
 
 def visible_gpus() -> dict[str, str]:

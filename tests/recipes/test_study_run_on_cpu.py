@@ -184,6 +184,13 @@ def test_one_that_fails_twice_is_named_with_its_reason_and_stops_no_other(go, tm
     assert "the third step" in (tmp_path / "out" / "bf16-gsm8k-seed1.log").read_text()
 
 
+def test_of_a_long_error_its_beginning_is_told(runner):
+    error = "torch.OutOfMemoryError: CUDA out of memory. " + "Another process has some of it. " * 30
+    told = runner.last_error(f"some Error before\n{error}\nthe end\n")
+    assert told.startswith("torch.OutOfMemoryError: CUDA out of memory.")
+    assert len(told) == 400
+
+
 def test_of_two_attempts_the_one_with_more_steps_is_kept(go):
     _, jobs, _ = go({"bf16": "fails sooner"})
     assert (jobs["bf16"].attempts, jobs["bf16"].metrics["critic/score/mean"]) == (2, [1.1, 1.2, 1.3])
