@@ -16,7 +16,6 @@ import results
 from claims import CLAIMS, EARLIER, LORA, MARGIN
 from measures import (
     KL,
-    LEAST,
     MEASURES,
     ByArm,
     Runs,
@@ -111,7 +110,7 @@ def _size(found: Difference | None) -> str:
 
 def figures_of(runs: Runs, folder: Path) -> dict[str, Any]:
     """Name -> figure, of the runs that `results.merged` takes from `folder`."""
-    arms = by_arm(runs, "gsm8k", LEAST)
+    arms, _ = by_arm(runs, "gsm8k")
     measures = {name: Measure(arms, name) for name in MEASURES}
     figures: dict[str, Any] = measures | _of_runs(runs, arms, measures) | _of_boxes(runs, arms)
     figures |= _of_kl(arms) | _of_young(runs)
@@ -289,7 +288,7 @@ def _of_all_weights(every: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 def _of_math(runs: Runs) -> dict[str, Any]:
-    arms = by_arm(runs, "math", 60)
+    arms, _ = by_arm(runs, "math")
     all_runs = [run for seeds in arms.values() for run in seeds.values()]
     wrong, cut = (
         np.array([series(run, key)[:60] for run in all_runs])

@@ -9,8 +9,7 @@ import results
 from claims import EARLIER
 
 ENDS = 10  # steps of the first and last means
-LEAST = 50  # steps of a run that is looked at
-LONG = 0.95  # share of the steps of the longest run that a run needs to be compared with all at once
+LONG = 0.95  # share of the steps of the longest run of its task that a run needs to be looked at
 Runs = dict[str, dict[str, Any]]
 ByArm = dict[str, dict[int, dict[str, Any]]]  # arm -> seed -> run
 
@@ -84,22 +83,21 @@ def compare(arms: ByArm, arm: str, other: str, measure: str) -> paired.Differenc
     return paired.difference(*zip(*pairs, strict=True)) if pairs else None
 
 
-def by_arm(runs: Runs, task: str, least: int) -> ByArm:
-    """Runs of a task with so many steps, in the order of their names."""
+def by_arm(runs: Runs, task: str) -> tuple[ByArm, list[str]]:
+    """Runs of a task that are LONG, in the order of their names; and the names of the others."""
+    steps = {name: len(run["metrics"]["step"]) for name, run in runs.items() if run["task"] == task}
+    least = max(1, LONG * max(steps.values(), default=0))
     found: ByArm = {}
-    for run in runs.values():
-        if run["task"] == task and len(run["metrics"]["step"]) >= least:
-            found.setdefault(results.arm_of(run), {})[run["seed"]] = run
-    return found
+    for run in (runs[name] for name in steps if steps[name] >= least):
+        found.setdefault(results.arm_of(run), {})[run["seed"]] = run
+    return found, [name for name in steps if steps[name] < least]
 
 
 def at_once(arms: ByArm, measure: str) -> paired.Fit:
-    """Of all runs without a tag that are LONG, over the steps that they share; earlier packages count to their arm."""
-    each = [(run, len(run["metrics"]["step"])) for seeds in arms.values() for run in seeds.values()]
-    least = LONG * max((steps for _, steps in each), default=0)
-    kept = [(run, steps) for run, steps in each if steps >= least and run["tag"] in ("", *EARLIER)]
-    common = min((steps for _, steps in kept), default=0)
-    rows = [(run["arm"], run["seed"], MEASURES[measure][1](run, common)) for run, _ in kept]
+    """Of all runs without a tag, over the steps that they share; earlier packages count to their arm."""
+    kept = [run for seeds in arms.values() for run in seeds.values() if run["tag"] in ("", *EARLIER)]
+    common = min((len(run["metrics"]["step"]) for run in kept), default=0)
+    rows = [(run["arm"], run["seed"], MEASURES[measure][1](run, common)) for run in kept]
     return paired.Fit([row for row in rows if np.isfinite(row[2])])
 
 

@@ -19,7 +19,7 @@ from measures import (
     ENDS,
     ENTROPY,
     KL,
-    LEAST,
+    LONG,
     MEASURES,
     REWARD,
     ByArm,
@@ -149,14 +149,17 @@ def draw(arms: ByArm, out: Path) -> None:
     plt.close(figure)
 
 
-def section(runs: Runs, folder: Path, least: int) -> list[str]:
+def section(runs: Runs, folder: Path) -> list[str]:
     """The tables of all tasks; writes the pictures."""
     lines: list[str] = []
     for task, _ in itertools.groupby(sorted(run["task"] for run in runs.values())):
-        arms = by_arm(runs, task, least)
-        left_out = [name for name, run in runs.items() if run["task"] == task and len(run["metrics"]["step"]) < least]
+        arms, left_out = by_arm(runs, task)
         lines += [f"### {task}", ""]
-        lines += [f"Left out, as they have fewer than {least} steps: {', '.join(left_out)}.", ""] if left_out else []
+        if left_out:
+            lines += [
+                f"Left out, with less than {100 * LONG:.0f} % of the longest run's steps: {', '.join(left_out)}.",
+                "",
+            ]
         if not arms:
             continue
         # Curves of earlier packages would hide others.
@@ -181,7 +184,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder with result files")
     parser.add_argument("--page", type=Path, default=HERE / "README.md", help="page with the marks of the section")
-    parser.add_argument("--least", type=int, default=LEAST, help="steps that a run must have")
     args = parser.parse_args(arguments)
     if not args.results.is_dir() and args.results != parser.get_default("results"):
         raise ValueError(
@@ -194,7 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise ValueError(
             f"no place for the tables: {args.page} lacks {BEGIN.strip()} or {END.strip()}. Add both lines."
         )
-    text = "\n".join(["", *section(runs, args.results, args.least)])
+    text = "\n".join(["", *section(runs, args.results)])
     _replace(args.page, before + begin + text + end + after)
     if args.results == parser.get_default("results"):  # the texts are about these
         figures = figures_of(runs, args.results)

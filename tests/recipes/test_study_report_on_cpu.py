@@ -96,8 +96,8 @@ def test_no_pairs_are_no_measurement(paired):
 
 def test_runs_are_paired_by_seed_over_the_steps_that_all_have(report):
     runs = [made_up("nvfp4", 1, 0.30, 0.01), made_up("nvfp4", 2, 0.50, 0.01), made_up("nvfp4", 9, 0.0, 0.01)]
-    runs += [made_up("bf16", 1, 0.20, 0.01, steps=20), made_up("bf16", 2, 0.40, 0.01), made_up("bf16", 3, 0.9, 0)]
-    arms = report.by_arm({run["name"]: run for run in runs}, "gsm8k", 0)
+    runs += [made_up("bf16", 1, 0.20, 0.01, steps=29), made_up("bf16", 2, 0.40, 0.01), made_up("bf16", 3, 0.9, 0)]
+    arms = report.by_arm({run["name"]: run for run in runs}, "gsm8k")[0]
     found = report.compare(arms, "nvfp4", "bf16", "area")
     assert (found.n, found.mean) == (2, pytest.approx(0.1))  # with all 30 steps of seed 1 it would be more
     assert report.compare(arms, "nvfp4", "bf16", "end").mean == pytest.approx(0.1)
@@ -125,12 +125,12 @@ def test_the_page_has_the_tables_of_all_files_and_the_pictures_are_there(report,
     save(folder, "a.json", [made_up("nvfp4", seed, 0.3, 0.01, right=better[seed]) for seed in range(3)], per_gpu=2)
     save(folder, "b.json", [made_up(LORA, seed, 0.2, 0.01 + seed / 999, right=worse[seed]) for seed in range(3)])
     save(folder, "c.json", [made_up("int8", 1, 0.2, 0.01, steps=3), made_up("bf16", 1, 0, 0, task="math")])
-    assert report.main(["--results", str(folder), "--page", str(page), "--least", "20"]) == 0
+    assert report.main(["--results", str(folder), "--page", str(page)]) == 0
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("<!-- end of results -->\nafter\n")
     assert "old" not in text
-    assert "Left out, as they have fewer than 20 steps: int8-gsm8k-seed1." in text
+    assert "Left out, with less than 95 % of the longest run's steps: int8-gsm8k-seed1." in text
     assert "| nvfp4 | 0, 1, 2 | 30 | 0.445 (0.445 to 0.445) |" in text
     assert text.count(" | 20.0 (20.0 to 20.0), shared | H |") == text.count(" | 20.0 (20.0 to 20.0) | H |") == 1
     assert "0.750 (0.500 to 1.000); +-" in text
@@ -183,13 +183,22 @@ def test_runs_of_an_earlier_package_count_to_their_arm_where_all_are_compared(re
 
 
 @pytest.mark.parametrize(("steps", "counted"), [(28, False), (29, True)])
-def test_a_run_that_was_cut_counts_at_once_where_it_is_long(report, steps, counted):
-    arms = {arm: {seed: made_up(arm, seed, 0.1, 0.01) for seed in range(3)} for arm in ("nvfp4", LORA)}
-    arms[LORA][2] = made_up(LORA, 2, 0.4, 0.01, steps, state="cut")
+def test_a_run_that_was_cut_counts_where_it_is_long(report, steps, counted):
+    made = [made_up(arm, seed, 0.1, 0.01) for seed in range(3) for arm in ("nvfp4", LORA)]
+    cut = made_up(LORA, 2, 0.4, 0.01, steps, state="cut")
+    other = made_up(LORA, 0, 0, 0, steps=60, task="math")  # is not the longest of this task
+    arms, left_out = report.by_arm({run["name"]: run for run in [*made, cut, other]}, "gsm8k")
+    assert left_out == ([] if counted else [cut["name"]])
     fit = report.at_once(arms, "area")
     assert fit.arms.count(LORA) == 2 + counted
     assert fit.difference(LORA, "nvfp4").mean == pytest.approx(0.1 * counted)  # over the steps that all have
     assert report.at_once(arms, "pass1").arms.count(LORA) == 2
+
+
+def test_runs_without_a_step_are_named(report, tmp_path):
+    run = made_up(LORA, 1, 0, 0, steps=1, state="failed") | {"session": {"file": "a.json"}}
+    run["metrics"] = {"step": []}
+    assert f"steps: {run['name']}." in report.section({run["name"]: run}, tmp_path)[2]
 
 
 def test_runs_of_an_earlier_package_have_no_curves(report, tmp_path, monkeypatch):
@@ -197,7 +206,7 @@ def test_runs_of_an_earlier_package_have_no_curves(report, tmp_path, monkeypatch
     monkeypatch.setattr(report, "draw", lambda arms, out: drawn.extend(arms))
     told = {"session": {"file": "a.json"}}
     runs = {tag: made_up("nvfp4", 1, 0, 0) | told | {"tag": tag} for tag in ("", "rounded", "lr8e-5")}
-    report.section(runs, tmp_path, 20)
+    report.section(runs, tmp_path)
     assert drawn == ["nvfp4", "nvfp4.lr8e-5"]
 
 
