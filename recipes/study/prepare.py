@@ -18,7 +18,8 @@ from typing import Any
 
 from verl_qerl.cli import main as verl_qerl
 from verl_qerl.cli import run_guarded
-from verl_qerl.cli.data import GSM8K_SOURCE, MATH_INSTRUCTION, MATH_SOURCE, read_rows
+from verl_qerl.cli.data.rows import read_rows
+from verl_qerl.cli.data.schema import GSM8K_SOURCE, MATH_INSTRUCTION, MATH_SOURCE
 from verl_qerl.cli.output_dir import check_absent, new_directory
 
 LEVELS = ("Level 3", "Level 4", "Level 5")

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from verl_qerl.cli.data import gsm8k_prompt
+from verl_qerl.cli.data.schema import gsm8k_prompt
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -22,7 +22,8 @@ from chat_tokenizer import END_ID, PAD_ID, encode_answers, encode_prompts, train
 from packing import Document, collate, document_stream, packed_rows, single_rows
 
 from verl_qerl.cli import run_guarded
-from verl_qerl.cli.data import GSM8K_ANSWER, PROBLEM, gsm8k_ground_truth, gsm8k_prompt, read_jsonl
+from verl_qerl.cli.data.rows import read_jsonl
+from verl_qerl.cli.data.schema import GSM8K_ANSWER, PROBLEM, gsm8k_ground_truth, gsm8k_prompt
 from verl_qerl.cli.output_dir import check_absent, new_directory
 
 if TYPE_CHECKING:

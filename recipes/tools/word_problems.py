@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from verl_qerl.cli import run_guarded
-from verl_qerl.cli.data import gsm8k_row, write_splits
+from verl_qerl.cli.data.schema import gsm8k_row, write_splits
 from verl_qerl.cli.output_dir import check_absent
 
 NAMES = ("Anna", "Ben", "Emma", "Hugo", "Ida", "Jack", "Mia", "Noah")

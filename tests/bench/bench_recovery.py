@@ -30,7 +30,7 @@ from readme_tables import recovery
 
 from verl_qerl.checkpoints.source import Source, open_source
 from verl_qerl.checkpoints.stream import packed_stream
-from verl_qerl.cli.data import MATH_INSTRUCTION
+from verl_qerl.cli.data.schema import MATH_INSTRUCTION
 from verl_qerl.cli.quantize.calibration import calibrated_stream
 from verl_qerl.formats import WeightFormat, get_format
 from verl_qerl.formats.reference import dequantize, relative_error

@@ -25,7 +25,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear as LoraLinear
 from transformers import AutoModelForCausalLM
 
-from verl_qerl.cli.data import read_rows
+from verl_qerl.cli.data.rows import read_rows
 from verl_qerl.cli.prompts import load_tokenizer, token_ids
 
 KINDS = ("exact", "after", "merged", "none")

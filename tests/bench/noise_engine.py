@@ -18,7 +18,8 @@ from typing import Any
 import noise_plan
 import rollout_load
 
-from verl_qerl.cli.data import MATH_INSTRUCTION, gsm8k_ground_truth, read_rows
+from verl_qerl.cli.data.rows import read_rows
+from verl_qerl.cli.data.schema import MATH_INSTRUCTION, gsm8k_ground_truth
 from verl_qerl.cli.eval.answers import boxed, same
 from verl_qerl.cli.prompts import load_tokenizer, token_ids
 

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from verl_qerl.checkpoints.writer import ShardedWriter, quantized_specs
-from verl_qerl.cli.data import gsm8k_prompt
+from verl_qerl.cli.data.schema import gsm8k_prompt
 from verl_qerl.cli.model_dir import check_free_space, store, total_bytes
 from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.ignore import DEFAULT_IGNORE, is_packed_module

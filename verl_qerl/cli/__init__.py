@@ -17,7 +17,7 @@ _COMMANDS = {
     "quantize": "quantize.arguments",
     "export": "export.arguments",
     "doctor": "doctor",
-    "data": "data",
+    "data": "data.command",
     "plot": "plot.command",
     "tune": "tune.arguments",
     "plan": "plan",

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_qerl.checkpoints.source import Source
-from verl_qerl.cli.data import read_rows
+from verl_qerl.cli.data.rows import read_rows
 
 Prompt = str | list[dict[str, str]]
 COLUMNS = ("text", "prompt")

@@ -2,7 +2,7 @@ import pytest
 from chat_tokenizer import END, END_ID, PAD_ID, SPLIT, encode_answers, encode_prompts, train_tokenizer
 from word_problems import generate
 
-from verl_qerl.cli.data import gsm8k_prompt
+from verl_qerl.cli.data.schema import gsm8k_prompt
 
 PROBLEMS = generate(300, max_steps=2, max_number=12, seed=0)
 TEXTS = [text for problem in PROBLEMS for text in (gsm8k_prompt(problem.question)[0]["content"], problem.answer)]

@@ -7,7 +7,7 @@ from packing import Document, collate
 from pretrain import SIZES, Budget, accuracy, build_model, is_right, lr_factor, train
 from word_problems import generate
 
-from verl_qerl.cli.data import gsm8k_prompt
+from verl_qerl.cli.data.schema import gsm8k_prompt
 
 PROBLEMS = [{"question": p.question, "answer": p.answer} for p in generate(3, max_steps=1, max_number=5, seed=0)]
 # A long one last, so that the others of its batch are padded far.

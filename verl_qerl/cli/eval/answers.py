@@ -18,7 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from fractions import Fraction
 from typing import NamedTuple
 
-from verl_qerl.cli.data import last_boxed
+from verl_qerl.cli.data.schema import last_boxed
 from verl_qerl.cli.interrupts import end_with_the_parent
 
 logger = logging.getLogger(__name__)

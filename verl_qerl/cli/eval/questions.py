@@ -6,17 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_qerl.cli import data
+from verl_qerl.cli.data.rows import columns_of, from_hub, read_rows
+from verl_qerl.cli.data.schema import GSM8K_SOURCE, MATH_INSTRUCTION, gsm8k_ground_truth, last_boxed
 
 SLOT = "{question}"
-PROMPT = f"{SLOT} {data.MATH_INSTRUCTION}"
+PROMPT = f"{SLOT} {MATH_INSTRUCTION}"
 SUFFIXES = ("jsonl", "json", "parquet")
 # What the prompts of BytedTsinghua-SIA's sets (DAPO-Math-17k, AIME-2024) say around the question.
 _BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem."
 )
-_AFTER = (data.MATH_INSTRUCTION, 'Remember to put your answer on its own line after "Answer:".')
+_AFTER = (MATH_INSTRUCTION, 'Remember to put your answer on its own line after "Answer:".')
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Task:
 
 
 TASKS = {
-    "gsm8k": Task(data.GSM8K_SOURCE, "main", "test", 1319),
+    "gsm8k": Task(GSM8K_SOURCE, "main", "test", 1319),
     "math500": Task("HuggingFaceH4/MATH-500", None, "test", 500),
     "aime24": Task("HuggingFaceH4/aime_2024", None, "train", 30),
     "aime25": Task("math-ai/aime25", None, "test", 30),
@@ -79,7 +80,7 @@ def read_questions(task: str, source: Path | None, option: str = "--source") -> 
     """
     if source is None:
         found = TASKS[task]
-        rows: Sequence[Mapping[str, Any]] = data.from_hub(found.hub, found.split, found.config, option)
+        rows: Sequence[Mapping[str, Any]] = from_hub(found.hub, found.split, found.config, option)
         where = found.hub
     else:
         path = next((path for path in _candidates(task, source) if path.is_file()), None)
@@ -88,7 +89,7 @@ def read_questions(task: str, source: Path | None, option: str = "--source") -> 
                 f"questions are missing: {task} in {option}={source}. {task}/test or {task} as .jsonl, .json or"
                 f" .parquet is accepted. Check the directory, or leave {option} out for the hub."
             )
-        rows, where = data.read_rows(path, "questions"), str(path)
+        rows, where = read_rows(path, "questions"), str(path)
     return [question_of(row, f"row {number} of {where}") for number, row in enumerate(rows, start=1)]
 
 
@@ -107,11 +108,11 @@ def question_of(row: Mapping[str, Any], where: str) -> Question:
     Raises:
         ValueError: It lacks its question or answer; `where` names it.
     """
-    extra, truth = data.columns_of(row.get("extra_info")), data.columns_of(row.get("reward_model")).get("ground_truth")
-    nested = data.columns_of(truth)
+    extra, truth = columns_of(row.get("extra_info")), columns_of(row.get("reward_model")).get("ground_truth")
+    nested = columns_of(truth)
     prompt = row.get("prompt")
     if isinstance(prompt, list) and prompt:
-        prompt = data.columns_of(prompt[-1]).get("content")
+        prompt = columns_of(prompt[-1]).get("content")
     asked = (extra.get("question"), nested.get("question"), row.get("question"), row.get("problem"), prompt)
     text = next((one for one in asked if isinstance(one, str) and one.strip()), "").strip().removeprefix(_BEFORE)
     for instruction in _AFTER:
@@ -141,5 +142,5 @@ def _text(answer: Any) -> str:
 def _truth(answer: str) -> str:
     """The inside of a box: what follows GSM8K's `####`, what a solution boxes, or the answer as it is."""
     if "####" in answer:
-        return data.gsm8k_ground_truth(answer)
-    return data.last_boxed(answer) if "\\boxed" in answer else answer.strip()
+        return gsm8k_ground_truth(answer)
+    return last_boxed(answer) if "\\boxed" in answer else answer.strip()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_qerl.cli.data import read_jsonl
+from verl_qerl.cli.data.rows import read_jsonl
 
 WINDOW = 5  # steps of the moving average, and of the first and last means
 STEP_TIME = "timing_s/step"

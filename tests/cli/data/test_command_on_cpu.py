@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from verl_qerl.cli import main
-from verl_qerl.cli.data import MATH_INSTRUCTION, gsm8k_ground_truth, last_boxed
+from verl_qerl.cli.data.schema import MATH_INSTRUCTION
 
 GSM8K_ROW = {"question": "What is 1,000 + 234?", "answer": "1000+234=<<1000+234=1234>>1234\n#### 1,234"}
 OTHER_ROW = {"question": "What is 2 + 3?", "answer": "#### 5"}
@@ -313,31 +313,6 @@ def right(reward_score, row, text):
     """1 for a right answer, by verl's own choice of a reward."""
     found = reward_score.default_compute_score(row["data_source"], text, row["reward_model"]["ground_truth"])
     return found["acc"] if isinstance(found, dict) else found
-
-
-@pytest.mark.parametrize(
-    ("solution", "expected"),
-    [
-        (r"so $\boxed{\frac{1}{\sqrt{2}}}$.", r"\frac{1}{\sqrt{2}}"),
-        (r"\boxed{1} and then \boxed{2}", "2"),
-        (r"is $\boxed 5$ here", "5"),
-        (r"\fbox{x}", "x"),
-    ],
-)
-def test_last_boxed(solution, expected):
-    assert last_boxed(solution) == expected
-
-
-@pytest.mark.parametrize("solution", ["nothing", r"\boxed{open"])
-def test_a_solution_without_a_result_is_refused(solution):
-    with pytest.raises(ValueError, match="a solution has no result"):
-        last_boxed(solution)
-
-
-def test_an_answer_without_a_result_is_refused():
-    for answer in ("7", "#### ,", "#### -."):
-        with pytest.raises(ValueError, match=f"an answer has no result: answer='{answer}'"):
-            gsm8k_ground_truth(answer)
 
 
 @pytest.mark.parametrize(

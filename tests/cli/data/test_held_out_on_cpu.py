@@ -1,6 +1,6 @@
 import pytest
 
-from verl_qerl.cli.data import kept, plain
+from verl_qerl.cli.data.held_out import kept, plain
 
 
 @pytest.mark.parametrize(
