@@ -12,7 +12,7 @@ from verl_qerl.formats import DEFAULT_FORMAT, FORMATS
 from verl_qerl.formats.ignore import DEFAULT_IGNORE, is_ignored
 
 # Default of gate.max_initial_kl where both sides multiply by the same dense weights: what a 105 M parameter model loses
-# in NVFP4 is 0.02 to 0.04 (a pretrained one of 135 M 0.23), so that weights wrong by as much do not pass.
+# in NVFP4 is 0.02 to 0.04 (a pretrained one of 135 M 0.19), so that weights wrong by as much do not pass.
 SAME_WEIGHTS_KL = 0.02
 # Default of gate.max_kl is so many times gate.max_initial_kl.
 LATER_STEPS = 5
@@ -140,8 +140,8 @@ class Gate(Options):
         _LIMIT,
         "the same for later steps, five times `max_initial_kl` by default: the first step above it is a warning, the"
         " second in a row stops the run. It looks at answers that the present weights began: in `colocate_async` with"
-        " `num_warmup_batches` at its default of 1 there may be none in a later step, which is warned of once. null:"
-        " never",
+        " `num_warmup_batches` at its default of 1 there may be none in a later step, which is warned of once. null, or"
+        " in `separate_async`: never",
     )
     mismatch_sample: int = option(
         0,
