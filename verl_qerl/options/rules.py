@@ -464,6 +464,7 @@ RULES: tuple[Rule, ...] = (
         (_no("distillation.enabled"), "the distillation loss gets no log-probs of the rollout", _LEAVE),
     ),
     *(Rule(when, need, _COMPARES, _ONE) for when in (INITIAL, LATER) for need in (*COMPARED, *WHOLE)),
+    Rule(LATER, _MODES, "other modes make several updates between two weight syncs", _LEAVE),
     *(Rule(SAMPLE, need, _COMPARES, _ONE) for need in (*COMPARED, *SCORED)),
     Rule(SAMPLE, _ONE_ENGINE, "an engine that only begins or only continues answers is not known to score them", _ONE),
     *OF_THE_CPU,
