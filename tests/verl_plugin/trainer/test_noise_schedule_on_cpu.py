@@ -181,6 +181,25 @@ def test_a_sigma_found_for_something_else_does_not(run, searching, caplog, chang
     assert message.endswith(told)
 
 
+@pytest.mark.parametrize(
+    ("changed", "stage"),
+    [({"total_steps": 400}, {}), ({"total_steps": 120}, {1: (41, 0.1)}), ({"num_stages": 8}, {3: (41, 0.1)})],
+    ids=["no noise yet", "spread anew", "other stages"],
+)
+def test_where_stages_lie_otherwise_the_last_sigma_goes_on_and_the_next_are_searched_for(
+    run, searching, changed, stage
+):
+    made = run(replace(SEARCH, **changed), 100)
+    made._load_checkpoint()
+    assert made.run.searched == stage
+
+
+def test_stages_that_stay_where_they_are_keep_their_sigmas(run, searching):
+    made = run(replace(SEARCH, total_steps=100), 200)
+    made._load_checkpoint()
+    assert made.run.searched == {1: (26, 0.2), 2: (51, 0.1)}
+
+
 def test_the_sentence_about_other_steps_has_the_sigmas_that_were_found(run, searching, caplog):
     with pytest.raises(ValueError, match="sigma would move") as caught:
         resume(run, caplog, SEARCH, 200)

@@ -14,7 +14,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl_qerl.algos.aqn import AQNConfig, sigma_at_step
+from verl_qerl.algos.aqn import AQNConfig, sigma_at_step, stage_of
 from verl_qerl.checkpoints.record import read_whole, write_whole
 from verl_qerl.verl_plugin.trainer.feature import Feature, Run
 
@@ -107,9 +107,23 @@ def check_schedule(folder: Path, step: int, config: AQNConfig, total_steps: int)
     config = replace(config, targets=config.norms)  # as it was written
     _refuse_shift(folder, step, saved, config, total_steps)
     kept = all(getattr(config, name) == getattr(saved.config, name) for name in _UNITS)
-    searched = saved.searched if config.enabled and kept else {}
+    searched = _by_stage(saved, step, config, total_steps) if config.enabled and kept else {}
     _tell_changes(folder, step, saved, Saved(config, searched), total_steps)
     return searched
+
+
+def _by_stage(saved: Saved, step: int, config: AQNConfig, total_steps: int) -> dict[int, tuple[int, float]]:
+    """The sigmas that were found, by stages of this run.
+
+    Where these lie otherwise the numbers are of other steps: the last sigma goes on, and later stages are searched for.
+    """
+    coming = range(step + 1, total_steps + 1)
+    moved = any(stage_of(config, at, total_steps) != stage_of(saved.config, at, total_steps) for at in coming)
+    if not moved or not saved.searched:
+        return saved.searched
+    _, latest = max(saved.searched.values())
+    stage = stage_of(config, step + 1, total_steps)
+    return {stage: (step + 1, latest)} if stage else {}
 
 
 def _refuse_shift(folder: Path, step: int, saved: Saved, config: AQNConfig, total_steps: int) -> None:
