@@ -167,6 +167,7 @@ def config(**changes):
         cache_config=SimpleNamespace(enable_prefix_caching=given["enable_prefix_caching"]),
         scheduler_config=SimpleNamespace(scheduler_cls=given["scheduler_cls"]),
         speculative_config=given["speculative_config"],
+        kv_transfer_config=given.get("kv_transfer_config"),
     )
 
 
@@ -176,6 +177,7 @@ def config(**changes):
         ({"speculative_config": "ngram"}, "speculative decoding"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"use_ubatching": True}, "microbatches"),
+        ({"kv_transfer_config": "OffloadingConnector"}, "kv_offloading_size"),
         ({"scheduler_cls": None}, "scheduler_cls=None: its prefix cache"),
     ],
 )

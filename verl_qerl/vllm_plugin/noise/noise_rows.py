@@ -32,6 +32,9 @@ def check_draws(vllm_config: Any, config: AQNConfig) -> None:
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "microbatches (enable_dbo, ubatch_size)": parallel.use_ubatching,
         "prefill_context_parallel_size": parallel.prefill_context_parallel_size > 1,
+        # They keep those of answers, for whoever has the same tokens in its prompt.
+        "a store of keys and values (kv_transfer_config, kv_offloading_size)": vllm_config.kv_transfer_config
+        is not None,
     }
     found = [name for name, holds in asked.items() if holds]
     if found:
