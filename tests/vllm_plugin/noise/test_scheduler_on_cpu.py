@@ -51,6 +51,28 @@ def test_answers_stay_out_of_the_prefix_cache(vllm, start, options):
     assert [num_cached(prompt, aqn_row=3), num_cached(prompt)] == [0, 0]
 
 
+def test_an_answer_that_is_computed_again_does_not_read_it_from_a_prompt(vllm, start):
+    engine = start(additional_config=OWN_DRAWS)
+    scheduler, prompt = scheduler_of(engine), [1 + i % 60 for i in range(2 * BLOCK + 5)]
+
+    def add(name: str, ids: list[int], count: int) -> None:
+        params = vllm.SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0, detokenize=False)
+        engine.llm_engine.add_request(name, {"prompt_token_ids": ids}, params)
+
+    add("answer", prompt, 96)
+    for _ in range(3 * BLOCK):
+        engine.llm_engine.step()
+    (request,) = scheduler.running
+    add("next turn", list(request.all_token_ids), 1)  # its prompt is in the cache, without noise
+    engine.llm_engine.step()
+    assert len(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block) > 3
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, 0.0)
+    assert scheduler.kv_cache_manager.get_computed_blocks(request)[1] <= len(prompt)
+    while engine.llm_engine.has_unfinished_requests():
+        engine.llm_engine.step()
+
+
 @pytest.mark.parametrize("aqn", [{}, {"enabled": True}], ids=["no noise", "one draw"])
 def test_the_cache_is_vllms_without_draws_of_answers(monkeypatch, aqn):
     from verl_qerl.vllm_plugin.noise import scheduler
