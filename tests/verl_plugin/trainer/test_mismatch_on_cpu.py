@@ -129,8 +129,8 @@ def test_the_limits_are_lower_where_both_sides_multiply_by_the_same_weights(over
 
 MODES = ("sync", "colocate_async")
 LATER = "+qerl.gate.max_kl=0.1"
-SEPARATE = (LATER, "trainer.v1.trainer_mode=separate_async", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=1")
-SEPARATE += (f"{ROLLOUT}.checkpoint_engine.backend=nccl",)
+SEPARATE = ("+qerl.gate.max_initial_kl=0.05", "trainer.v1.trainer_mode=separate_async")
+SEPARATE += (f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=1", f"{ROLLOUT}.checkpoint_engine.backend=nccl")
 
 
 @pytest.mark.parametrize("mode", MODES)
