@@ -28,7 +28,8 @@ def cache_prompts_alone(manager: Any) -> None:
     """Make a KVCacheManager keep tokens of answers out of the prefix cache.
 
     A request that asks for a row of the noise (`algos.aqn.FORCED_DRAW`) neither reads the cache nor adds to it: its
-    prompt has noise too. One that was preempted does not read it: prompts of others may hold its answer, without noise.
+    prompt has noise too. One that was preempted does not read it either if there is more in it than its prompt: its
+    answer, as another's prompt, without noise.
     """
     coordinator = manager.coordinator
     cache_blocks, get_computed_blocks = coordinator.cache_blocks, manager.get_computed_blocks
@@ -38,8 +39,11 @@ def cache_prompts_alone(manager: Any) -> None:
             cache_blocks(request, min(num_computed_tokens, request.num_prompt_tokens))
 
     def get_blocks_of_clean_prompt(request: Any) -> Any:
-        if row_asked_for(request.sampling_params) is not None or request.num_output_tokens:
-            upstream.set_data(hosts.REQUEST, request, skip_reading_prefix_cache=True)
+        if row_asked_for(request.sampling_params) is None:
+            found = get_computed_blocks(request)
+            if found[1] <= request.num_prompt_tokens:
+                return found
+        upstream.set_data(hosts.REQUEST, request, skip_reading_prefix_cache=True)
         return get_computed_blocks(request)
 
     upstream.set_method(hosts.CACHE_BLOCKS, coordinator, cache_blocks_of_prompt)
