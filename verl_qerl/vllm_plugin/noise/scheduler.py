@@ -28,8 +28,8 @@ def cache_prompts_alone(manager: Any) -> None:
     """Make a KVCacheManager keep tokens of answers out of the prefix cache.
 
     A request that asks for a row of the noise (`algos.aqn.FORCED_DRAW`) neither reads the cache nor adds to it: its
-    prompt has noise too. One that was preempted does not read it either if there is more in it than its prompt: its
-    answer, as another's prompt, without noise.
+    prompt has noise too. A preempted request does not read it where it holds more than its prompt: the rest is
+    its answer, computed without noise in the prompt of another request.
     """
     coordinator = manager.coordinator
     cache_blocks, get_computed_blocks = coordinator.cache_blocks, manager.get_computed_blocks
