@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 NVFP4 = ("+rollout=nvfp4", "+aqn.enabled=true", "+aqn.num_stages=3", "trainer.total_training_steps=3")
 NUM_NORMS = 2  # of a layer

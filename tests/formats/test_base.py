@@ -8,7 +8,7 @@ from verl_qerl.checkpoints.manifest import checksum
 from verl_qerl.formats import FORMATS, get_format
 from verl_qerl.formats.reference import dequantize
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))

@@ -8,7 +8,7 @@ from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.formats.nvfp4 import SCALE_CHOICES
 from verl_qerl.formats.reference import dequantize
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

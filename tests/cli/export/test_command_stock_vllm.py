@@ -8,7 +8,7 @@ from qerl_testing import answer_of
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM has no NVFP4 on a CPU")]
+pytestmark = pytest.mark.gpu
 
 from verl_qerl.cli.export.command import export_checkpoint  # noqa: E402
 

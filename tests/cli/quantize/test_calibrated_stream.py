@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 from chat_tokenizer import train_tokenizer
 from qerl_testing import random_decoder
 
@@ -13,7 +12,7 @@ from verl_qerl.cli.quantize.calibration import Calibration
 from verl_qerl.cli.quantize.command import quantize_checkpoint
 from verl_qerl.formats import PackedWeight
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 TEXTS = [f"Ann has {i} apples and buys {i + 3} more. The answer is #### {2 * i + 3}" for i in range(40)]
 

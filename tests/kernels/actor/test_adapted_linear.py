@@ -1,10 +1,9 @@
 """Adapted linears on a GPU."""
 
 import pytest
-import torch
 from bench_adapter_sums import measure
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("linear", [("self_attn.q_proj", 1536, 1536), ("mlp.down_proj", 1536, 8960)], ids=str)

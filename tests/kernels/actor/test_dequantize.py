@@ -8,7 +8,7 @@ from verl_qerl.formats import PackedWeight, reference
 from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.kernels.actor.dequantize import dequantize_nvfp4, dequantize_siblings
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 SMALL = [(1, 16), (1, 1024), (3, 48), (5, 1040), (7, 16), (9, 3072), (2, 4112)]
 LARGE = [(3584, 3584), (512, 3584), (18944, 3584), (3584, 18944), (18945, 3600)]  # the linears of a 7B, one made odd

@@ -6,7 +6,7 @@ import torch
 from verl_qerl.formats import get_format
 from verl_qerl.kernels.actor.dequantize_formats import dequantize_format
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 SHAPES = [(1, 32), (3, 96), (5, 1056), (9, 3072), (3584, 3584), (512, 3584), (18944, 3584), (3584, 18944)]
 

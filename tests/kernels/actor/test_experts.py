@@ -9,7 +9,7 @@ from verl_qerl.formats.nvfp4 import nvfp4_weight
 from verl_qerl.kernels.actor.dequantize import dequantize_nvfp4
 from verl_qerl.kernels.actor.linear import experts_linear
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 E = 128
 STACKS = {"gate_up": (1536, 2048, 2), "down": (2048, 768, 1)}  # N, K, weights an expert

@@ -9,7 +9,7 @@ from verl_qerl.formats.reference import dequantize
 from verl_qerl.kernels.actor.dequantize import dequantize_nvfp4
 from verl_qerl.kernels.actor.linear import frozen_linear
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 # One rounding of the result, at most half a step of each element, and as much for cuBLAS's split sums.
 TOLERANCE = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

@@ -12,7 +12,7 @@ from verl_qerl.kernels.rollout.elementwise import (
     silu_mul,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 poison = load_beside(__file__, "unwritten").poison
 
 ROWS = [1, 7, 32, 128, 300, 4096]

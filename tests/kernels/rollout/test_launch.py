@@ -16,7 +16,7 @@ from verl_qerl.kernels.rollout.rotation import rotate
 from verl_qerl.kernels.rollout.w4a16_launch import EACH, SHAPES, STREAM_K, Launch, multicast_blocks, padded_rows
 from verl_qerl.kernels.rollout.w4a16_matmul import Adapter, _exchange, can_fuse, w4a16_matmul
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 K, LAYERS, RANK, REPLAYS = 1536, 20, 32, 50
 LINEARS = [((4096, 4096), K), ((K,), 4096)]

@@ -5,7 +5,7 @@ import torch
 
 from verl_qerl.kernels.rollout.lora import lora_expand, lora_shrink, member_of_tile
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 ACTIVE, NONE = torch.tensor([False]), torch.tensor([True])
 # The fused linears of a 7B: (K, columns of the members).

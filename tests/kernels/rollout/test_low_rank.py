@@ -5,7 +5,7 @@ import torch
 
 from verl_qerl.kernels.rollout.low_rank import low_rank
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(("K", "columns"), [(64, 8), (3584, 96), (18944, 32), (5120, 384)], ids=str)

@@ -7,7 +7,7 @@ from qerl_testing import random_packed_weight
 from verl_qerl.formats import reference
 from verl_qerl.kernels.rollout.repacking import decode, repack
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 SHAPES = [(64, 16), (128, 144), (4608, 3584), (3584, 18944)]
 

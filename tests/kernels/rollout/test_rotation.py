@@ -6,7 +6,7 @@ from qerl_testing import load_beside
 
 from verl_qerl.kernels.rollout.rotation import rotate
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 cases = load_beside(__file__, "rotation_cases")
 poison = load_beside(__file__, "unwritten").poison
 

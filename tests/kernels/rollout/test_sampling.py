@@ -5,7 +5,7 @@ import torch
 
 from verl_qerl.kernels.rollout.sampling import draw_tokens
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 VOCABULARY = 152064
 

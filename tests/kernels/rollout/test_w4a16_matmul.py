@@ -23,7 +23,7 @@ from verl_qerl.kernels.rollout.w4a16_launch import (
 )
 from verl_qerl.kernels.rollout.w4a16_matmul import Adapter, _own_rows, can_fuse, w4a16_matmul
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 poison = load_beside(__file__, "unwritten").poison
 
 ROWS = [1, 7, 8, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 144, 191, 193, 256, 257, 288, 400, 1000]

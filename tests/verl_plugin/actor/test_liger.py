@@ -16,7 +16,7 @@ from verl_qerl.modules.adapted_linear import Siblings, fuse_adapters
 from verl_qerl.modules.trained_norm import train_norms
 from verl_qerl.verl_plugin.actor.liger import apply_liger
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(params=["llama", "mistral", "qwen2", "qwen3"])

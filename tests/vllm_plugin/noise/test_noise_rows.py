@@ -4,7 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 # More requests than decode at a time, of prompts of different lengths; sigma is far above what rounding does.
 SCRIPT = """

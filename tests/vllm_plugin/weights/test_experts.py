@@ -7,7 +7,7 @@ import torch
 from qerl_testing import random_qwen3_moe, set_linear
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 LENGTHS = (100, 300)
 SCRIPT = """

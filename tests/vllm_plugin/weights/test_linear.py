@@ -9,7 +9,7 @@ import torch
 from qerl_testing import random_qwen2
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 # Log-probs of prompts of 8 (one launch), 200 (two) and 600 tokens (decoded), and of decoding one and forty sequences.
 SCRIPT = """

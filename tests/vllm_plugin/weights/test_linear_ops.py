@@ -3,12 +3,11 @@
 import json
 
 import pytest
-import torch
 from bench_adapter_sums import measure
 from qerl_testing import random_qwen2
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 # As many sequences as an RL step has, without an adapter: log-probs are numbers, and those of the same tokens read.
 # Answers of 512 sequences at a time, and of fewer with every answer that ends: every number of rows.

@@ -6,11 +6,10 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from qerl_testing import random_decoder
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 FORMATS = ("fp8", "int8", "mxfp4", "nvfp4")
 SCRIPT = """
