@@ -11,7 +11,6 @@ from vllm.lora.layers import RowParallelLinearWithLoRA
 from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.layers.linear import RowParallelLinear
 
-from verl_qerl.vllm_plugin import worker as worker_module
 from verl_qerl.vllm_plugin.adapter.lora import release_buffers, use_single_adapter
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -139,32 +138,6 @@ def test_buffers_of_what_goes_on_the_path_are_freed_and_made_anew(stock, max_lor
     for old, new in zip(before, buffers(), strict=True):
         assert (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
         assert max_loras == 2 or not new.any()
-
-
-def test_they_are_freed_in_the_memory_that_they_are_in(monkeypatch):
-    events = []
-
-    class Worker:
-        def load_model(self):
-            events.append("pool")
-            self.model_runner.load_model()
-            events.append("no pool")
-
-    class Runner:
-        def load_model(self):
-            events.append("loaded")
-
-        def get_model(self):
-            return torch.nn.Linear(1, 1)
-
-    for name, event in (("release_buffers", "freed"), ("use_single_adapter", "converted")):
-        monkeypatch.setattr(worker_module, name, lambda *_, event=event: events.append(event))
-    worker = Worker()
-    worker.model_runner = Runner()
-    options = {"verl_qerl": {"sampler": "stock"}}
-    worker_module.prepare_model(worker, SimpleNamespace(additional_config=options, lora_config=SimpleNamespace()))
-    worker.load_model()
-    assert events == ["pool", "loaded", "freed", "no pool", "converted"]
 
 
 def test_layers_of_other_kinds_and_odd_widths_stay_and_are_named(engine, caplog):
