@@ -1,6 +1,5 @@
 """Noise in engines: what it changes, what undoes it, and which norms of which model family get it."""
 
-import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -158,13 +157,13 @@ class Worker:
 
 class Config:
     def __init__(self, additional_config):
-        self.additional_config = additional_config
-        self.model_config = SimpleNamespace(hf_text_config=SimpleNamespace(model_type="qwen2"))
+        self.additional_config, self.lora_config = additional_config, None
+        family = SimpleNamespace(model_type="qwen2")
+        self.model_config = SimpleNamespace(hf_text_config=family, enable_sleep_mode=False)
+        self.parallel_config = SimpleNamespace(use_ubatching=False)
 
 
-@pytest.mark.parametrize(
-    "config", [None, Config(None), Config({}), Config({"verl_qerl": {}})], ids=lambda c: str(c)[:8]
-)
+@pytest.mark.parametrize("config", [Config(None), Config({}), Config({"verl_qerl": {}})], ids=lambda c: str(c)[:8])
 def test_without_options_a_model_stays_as_it_is(config):
     model = torch.nn.ModuleDict({"input_layernorm": torch.nn.LayerNorm(4, bias=False)})
     before = repr(model), [(name, one.dtype, one.data_ptr()) for name, one in model.named_parameters()]
@@ -283,20 +282,11 @@ def test_options_of_the_noise_are_those_of_aqn():
     assert AQNConfig.from_mapping({}).enabled is False
 
 
-class SleepyWorker:
-    """vLLM's, as far as sleep mode goes: what it allocates under a tag is unmapped while it sleeps."""
+class Sleepy(RolloutWorkerExtension):
+    """An extended worker of vLLM, as far as it sleeps."""
 
-    load_model = determine_available_memory = staticmethod(int)
+    load_model = staticmethod(int)
 
-    def __init__(self):
-        self.pooled = []
-
-    def _maybe_get_memory_pool_context(self, tag):
-        self.pooled.append(tag)
-        return contextlib.nullcontext()
-
-
-class Extended(RolloutWorkerExtension, SleepyWorker):
     def __init__(self, vllm_config):
         self.slept = []
 
@@ -305,10 +295,10 @@ class Extended(RolloutWorkerExtension, SleepyWorker):
 
 
 def test_a_sleep_that_would_lose_our_weights_is_refused():
-    ours, stock = (
-        Extended(vllm_config=SimpleNamespace(load_config=SimpleNamespace(load_format=name), additional_config={}))
-        for name in ("verl_qerl_nvfp4", "auto")
-    )
+    configs = [Config({}), Config({})]
+    for config, name in zip(configs, ("verl_qerl_nvfp4", "auto"), strict=True):
+        config.load_config = SimpleNamespace(load_format=name)
+    ours, stock = (Sleepy(vllm_config=config) for config in configs)
     ours.sleep(level=1)
     with pytest.raises(ValueError, match=r"^weights of load_format=verl_qerl_nvfp4 cannot .* sleep\(level=2\) drops"):
         ours.sleep(level=2)

@@ -36,11 +36,11 @@ class RolloutWorkerExtension:
     _qerl_noise: NormNoise | None
     _qerl_norms: SyncedNorms | None
 
-    def __new__(cls, **kwargs: Any) -> Any:
+    def __new__(cls, vllm_config: Any, **kwargs: Any) -> Any:
         """Create the worker; `load_model` will prepare the model."""
         instance = super().__new__(cls)
-        prepare_model(instance, kwargs.get("vllm_config"))
-        _refuse_deep_sleep(instance, kwargs.get("vllm_config"))
+        prepare_model(instance, vllm_config)
+        _refuse_deep_sleep(instance, vllm_config.load_config.load_format)
         return instance
 
     def qerl_set_noise(self, sigma: float, step: int) -> tuple[int, int]:
@@ -100,8 +100,8 @@ def _watch_owner(worker: Any) -> None:
 
 def _refuse_microbatches(vllm_config: Any) -> None:
     """Keep packed linears and attention on one stream: their thread blocks exchange sums in one workspace a device."""
-    parallel = getattr(vllm_config, "parallel_config", None)
-    if parallel is not None and parallel.use_ubatching:
+    parallel = vllm_config.parallel_config
+    if parallel.use_ubatching:
         raise ValueError(
             "vLLM would run packed linears on two streams at once, which share a workspace for sums:"
             f" enable_dbo={parallel.enable_dbo}, ubatch_size={parallel.ubatch_size}. Accepted is one batch at a time,"
@@ -153,7 +153,7 @@ def prepare_model(worker: Any, vllm_config: Any) -> None:
     check_draws(vllm_config, options.aqn)
     if options.aqn.enabled:
         check_model(vllm_config, options.aqn)
-    lora_config = getattr(vllm_config, "lora_config", None) if options.lora == "single" else None
+    lora_config = vllm_config.lora_config if options.lora == "single" else None
     told = _compile_apart(vllm_config)
     use_segments_again(worker, vllm_config)
     stay_within_share(worker, vllm_config)
@@ -182,9 +182,8 @@ def _compile_apart(vllm_config: Any) -> dict[str, Any]:
     Without it an engine would run what another has compiled with the same options, in which our layers are missing.
     """
     prepared: dict[str, Any] = {"version": verl_qerl.__version__}
-    if vllm_config is not None:
-        options = {**(vllm_config.additional_config or {}), PREPARED: prepared}
-        upstream.set_data(hosts.ADDITIONAL_CONFIG, vllm_config, additional_config=options)
+    options = {**(vllm_config.additional_config or {}), PREPARED: prepared}
+    upstream.set_data(hosts.ADDITIONAL_CONFIG, vllm_config, additional_config=options)
     return prepared
 
 
@@ -211,9 +210,8 @@ def _releasing_buffers(worker: Any, lora_config: Any) -> Iterator[None]:
         upstream.reset_method(hosts.LOAD_IN_POOL, runner)
 
 
-def _refuse_deep_sleep(worker: Any, vllm_config: Any) -> None:
+def _refuse_deep_sleep(worker: Any, load_format: str) -> None:
     """Keep weights that nothing brings back: a loader of ours has none for vLLM's reload; verl's workers get theirs."""
-    load_format = getattr(getattr(vllm_config, "load_config", None), "load_format", None)
     if load_format not in NAMES:
         return
     sleep = worker.sleep

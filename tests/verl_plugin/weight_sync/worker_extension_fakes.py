@@ -41,12 +41,13 @@ class SimpleNorm(torch.nn.Module):
 
 def config(quant_config=None, aqn=None, load_format="auto", digests=None, adapter=True, norms=False, **options):
     additional = {"verl_qerl": {"aqn": aqn, "train_norms": norms, **options}}
+    family = SimpleNamespace(model_type="qwen2")
     return SimpleNamespace(
         quant_config=quant_config,
         additional_config=additional,
         load_config=SimpleNamespace(load_format=load_format),
         digests=digests or {},
-        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type="qwen2"), dtype=torch.bfloat16),
+        model_config=SimpleNamespace(hf_text_config=family, dtype=torch.bfloat16, enable_sleep_mode=False),
         lora_config=SimpleNamespace() if adapter else None,
     )
 

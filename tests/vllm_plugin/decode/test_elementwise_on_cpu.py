@@ -196,9 +196,12 @@ def test_norms_stay_where_vllm_fuses_them(layer, hopper, fuses, noisy):
     compilation = SimpleNamespace(pass_config=passes, cudagraph_mode=None)
     aqn = {"enabled": noisy, "targets": ["input_layernorm"]}
     config = SimpleNamespace(additional_config={"verl_qerl": {"aqn": aqn}}, compilation_config=compilation)
+    text = SimpleNamespace(model_type="qwen2")
     vars(config).update(
         use_v2_model_runner=False,
-        model_config=SimpleNamespace(dtype=torch.bfloat16, hf_text_config=SimpleNamespace(model_type="qwen2")),
+        lora_config=None,
+        model_config=SimpleNamespace(dtype=torch.bfloat16, hf_text_config=text, enable_sleep_mode=False),
+        parallel_config=SimpleNamespace(use_ubatching=False),
     )
     worker = SimpleNamespace(load_model=lambda: None)
     worker.model_runner = SimpleNamespace(get_model=lambda: layer, device=torch.device("cpu"))

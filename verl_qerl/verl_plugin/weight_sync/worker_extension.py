@@ -46,16 +46,13 @@ class WorkerExtension(RolloutWorkerExtension, vLLMColocateWorkerExtension):
     _qerl_report: SyncReport | None = None
     _qerl_error: Exception | None = None
 
-    def __new__(cls, **kwargs: Any) -> Any:
+    def __new__(cls, vllm_config: Any, **kwargs: Any) -> Any:
         """Create the worker with verl's QAT switched off."""
-        vllm_config = kwargs.get("vllm_config")
-        hidden = {**kwargs, "vllm_config": _without_nvfp4(vllm_config)}
-        worker = vLLMColocateWorkerExtension.__new__(cls, **hidden)
+        worker = vLLMColocateWorkerExtension.__new__(cls, vllm_config=_without_nvfp4(vllm_config), **kwargs)
         if worker._is_qat_model or worker._is_modelopt_qat:
             raise RuntimeError("verl's QAT is on in a worker of ours. This is a defect of verl_qerl: report it.")
-        load_format = getattr(getattr(vllm_config, "load_config", None), "load_format", None)
-        has_adapter = getattr(vllm_config, "lora_config", None) is not None
-        form = vllm_plugin.NAMES.get(str(load_format))
+        has_adapter = vllm_config.lora_config is not None
+        form = vllm_plugin.NAMES.get(str(vllm_config.load_config.load_format))
         worker._qerl_base_unchecked = has_adapter and form is not None
         worker._qerl_format = None if has_adapter or form is None else get_format(form)
         prepare_model(worker, vllm_config)
@@ -196,7 +193,7 @@ def _require_same(sent: int, came: int, flat: torch.Tensor) -> None:
 
 
 def _without_nvfp4(vllm_config: Any) -> Any:
-    quant_config = getattr(vllm_config, "quant_config", None)
+    quant_config = vllm_config.quant_config
     is_nvfp4 = getattr(quant_config, "quant_format", None) == "nvfp4-pack-quantized"
     if not is_nvfp4 and type(quant_config).__name__ != "ModelOptNvFp4Config":
         return vllm_config

@@ -25,14 +25,9 @@ logger = logging.getLogger(__name__)
 _SPLIT_MIB = 21  # above torch's segments of 20 MiB, so that an empty one is used again
 
 
-def can_sleep(vllm_config: Any) -> bool:
-    """Whether an engine of this configuration has sleep mode."""
-    return getattr(getattr(vllm_config, "model_config", None), "enable_sleep_mode", False)
-
-
 def use_segments_again(worker: Any, vllm_config: Any) -> None:
     """Make a worker with sleep mode load its weights in segments that can be reused once they are empty."""
-    if not can_sleep(vllm_config):
+    if not vllm_config.model_config.enable_sleep_mode:
         return
     limited = worker._scoped_allocator_max_split
 
@@ -50,7 +45,7 @@ def stay_within_share(worker: Any, vllm_config: Any) -> None:
             `peak_activation_memory` and `cudagraph_memory_estimate` when it is asked, all in bytes.
         vllm_config: A KV cache whose size it gives in bytes keeps that size.
     """
-    if not can_sleep(vllm_config) or vllm_config.cache_config.kv_cache_memory_bytes:
+    if not vllm_config.model_config.enable_sleep_mode or vllm_config.cache_config.kv_cache_memory_bytes:
         return
     determine = worker.determine_available_memory
 
