@@ -191,8 +191,7 @@ class Merge:
             module = name.removesuffix(".weight")
             if module in self.checkpoint.norms:
                 weight = self._shifted(module, weight)
-            rounded = weight.to(torch.bfloat16)
-            yield name, rounded, self._merge(module, weight) if module in self.adapter.factors else rounded
+            yield name, weight.to(torch.bfloat16), self._merge(module, weight)
         if self.base.record:
             self._check_digests(sorted(self.base.record.digests))  # all have come
 

@@ -37,7 +37,9 @@ def release_buffers(model: torch.nn.Module, lora_config: Any) -> None:
     Args:
         model: vLLM's, with its LoRA layers and no adapter.
     """
-    for layer in _taken(model, lora_config):
+    if _why_not(lora_config):
+        return
+    for layer in _taken(model):
         a, b = (tuple(part.to("meta") for part in stacked) for stacked in (layer.lora_a_stacked, layer.lora_b_stacked))
         upstream.set_data(hosts.LORA_BUFFERS, layer, lora_a_stacked=a, lora_b_stacked=b)
 
@@ -58,7 +60,7 @@ def use_single_adapter(model: torch.nn.Module, lora_config: Any) -> int:
     if reason:
         logger.warning("verl_qerl: LoRA runs on vLLM's kernels for many adapters: %s.", reason)
         return 0
-    linears = _taken(model, lora_config)
+    linears = _taken(model)
     left = [layer for layer in layers if layer not in linears]
     if left:
         names = ", ".join(sorted({type(layer).__name__ for layer in left}))
@@ -83,10 +85,9 @@ def compute_plain_logits(model: torch.nn.Module) -> None:
             model.set_submodule(name, module.base_layer)
 
 
-def _taken(model: torch.nn.Module, lora_config: Any) -> list[Any]:
-    """The LoRA layers that go on our path."""
-    layers = [] if _why_not(lora_config) else model.modules()
-    return [layer for layer in layers if type(layer) in _CONVERTED and not _is_odd(layer)]
+def _taken(model: torch.nn.Module) -> list[Any]:
+    """The LoRA layers that our path can take."""
+    return [layer for layer in model.modules() if type(layer) in _CONVERTED and not _is_odd(layer)]
 
 
 def _why_not(lora_config: Any) -> str | None:
