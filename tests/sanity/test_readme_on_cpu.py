@@ -5,6 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from qerl_testing import load_beside
 
 from verl_qerl.algos.acr import ACRConfig
 from verl_qerl.algos.aqn import AQNConfig
@@ -13,35 +14,28 @@ from verl_qerl.formats import get_format
 from verl_qerl.formats.ignore import DEFAULT_IGNORE
 
 PACKAGE = Path(__file__).parents[2] / "verl_qerl"
+page = load_beside(str(Path(__file__).parents[1] / "options" / "page.py"), "page")
 PAGES = (PACKAGE / "verl_plugin" / "README.md", PACKAGE / "algos" / "README.md")
 
 
 def rows() -> dict[str, str]:
-    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    text = "".join(each.read_text(encoding="utf-8") for each in PAGES)
     return dict(re.findall(r"^\| `([^`=]+)` \| ([^|]+) \|", text, flags=re.M))
-
-
-def spelled(value: object) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(value)}]"
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @pytest.mark.parametrize("field", fields(AQNConfig), ids=lambda field: field.name)
 def test_every_option_of_the_noise_is_listed_with_its_default(field):
-    assert rows()[f"+aqn.{field.name}"].strip() == spelled(field.default)
+    assert rows()[f"+aqn.{field.name}"].strip() == page.spelled(field.default)
 
 
 @pytest.mark.parametrize("field", fields(ACRConfig), ids=lambda field: field.name)
 def test_every_option_of_acr_is_listed_with_its_default(field):
-    assert rows()[f"+acr.{field.name}"].strip() == spelled(field.default)
+    assert rows()[f"+acr.{field.name}"].strip() == page.spelled(field.default)
 
 
 @pytest.mark.parametrize("field", fields(UAQConfig), ids=lambda field: field.name)
 def test_every_option_of_uaq_is_listed_with_its_default(field):
-    assert rows()[f"+uaq.{field.name}"].strip() == spelled(field.default)
+    assert rows()[f"+uaq.{field.name}"].strip() == page.spelled(field.default)
 
 
 NODES = [("+aqn.", AQNConfig), ("+acr.", ACRConfig), ("+uaq.", UAQConfig)]
