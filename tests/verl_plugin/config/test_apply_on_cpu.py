@@ -108,16 +108,12 @@ BAD = {
     ): r"use_fused_kernels=True .* whole logits\. .* is false",
     ("model_engine=megatron",): r"^model_engine=megatron does not go together with \+rollout=nvfp4: .* Accepted is dp",
     ("++qerl.base.format=[nvfp4]",): r"^qerl\.base\.format=\['nvfp4'\] is no value of this option\. Accepted: fp8, ",
-    ("++qerl.base.format=int4",): r"^qerl\.base\.format='int4' is no value of this option\. Accepted: fp8, int8, ",
-    ("++qerl.base.format=int8", "+qerl.base.scale=mse"): r"scale='mse' .*Accepted: minmax, with \+rollout=int8",
     (
         f"{MODEL}.lora_rank=0",
         "+qerl.base.share=True",
     ): r"share=True does not .*lora_rank=0: there is no packed base\. Accepted is false",
     (f"++{ACTOR}.fsdp_config.qat.enable=true",): r"qat\.enable=True does not go together with \+rollout=nvfp4: both ",
     ("+qerl.base.share=1",): r"^qerl\.base\.share=1 is no value of this option\. Accepted: true, false\.",
-    ("+qerl.kernels.linear=stock",): r"^unknown option qerl\.kernels=.* Known options are base, rollout, gate\.",
-    ("+qerl.rollout.sampler=best",): r"^qerl\.rollout\.sampler='best' is .* Accepted: auto, stock\.",
     (
         "+qerl.rollout.linears=stock",
     ): r"^unknown option qerl\.rollout\.linears='stock'\. Known options are linear, lora, ",
@@ -216,10 +212,6 @@ BAD = {
     (f"++{ROLLOUT}.quantization=fp8",): r"rollout\.quantization=fp8 does not go together",
     ("trainer.use_v1=False",): r"trainer\.use_v1=False does not go together .* Accepted is True",
     ("trainer.v1.trainer_mode=separate_async",): r"trainer\.v1\.trainer_mode=separate_async does not go together",
-    ("+qerl.base.scales=mse",): r"^unknown option qerl\.base\.scales='mse'. Known options are format, scale, ignore",
-    (
-        "+qerl.base.ignore='re:.*down_proj'",
-    ): r"^qerl\.base\.ignore='re:\.\*down_proj' is no value .* a list of exact names",
     (
         "+qerl.base.ignore=null",
     ): r"^qerl\.base\.ignore=None is no value of this option\. Accepted: a list of exact names",
@@ -227,16 +219,9 @@ BAD = {
     ("+qerl.base.ignore=['.*', 're:(']",): r"^no regular expression: 're:\(' of `ignore` .* Correct it\.",
     ("+qerl.base.scale=absmax",): r"^qerl\.base\.scale='absmax' is no value .* Accepted: mse, minmax",
     ("+aqn.enabled=true", "+aqn.sigma=1"): r"unknown option aqn\.sigma=1\. Known options are enabled, sigma_start",
-    ("+aqn.sigma_start=-0.1",): r"aqn\.sigma_start=-0\.1 is no value of this option",
-    ("+aqn.sigma_start=1",): r"aqn\.sigma_start=1 is no value of this option",
     ("+aqn.sigma_end=0.02",): r"aqn\.sigma_end=0\.02 is no value of this option. Accepted: at most sigma_start=0\.01",
-    ("+aqn.num_stages=1",): r"aqn\.num_stages=1 is no value of this option",
-    ("+aqn.num_stages=2.5",): r"aqn\.num_stages=2\.5 is no value of this option",
     ("+aqn.schedule=step",): r"aqn\.schedule='step' is no value of this option. Accepted: exponential",
-    ("+aqn.mode=gaussian",): r"aqn\.mode='gaussian' is no value of this option",
     ("+aqn.targets=[]",): r"aqn\.targets=\[\] is no value of this option",
-    ("+aqn.enabled=1",): r"aqn\.enabled=1 is no value of this option",
-    ("+aqn=true",): r"aqn=True is no group of options",
 }
 
 
@@ -274,10 +259,7 @@ BAD_ALONE = {
         f"{ACTOR}.policy_loss.loss_mode=acr",
         f"{ACTOR}.clip_ratio_c=1.0",
     ): r"actor\.clip_ratio_c=1\.0 does not go together with .*loss_mode=acr: .* Accepted is a number above 1\.",
-    ("+qerl.base.keep_dense=true",): r"^unknown option qerl\.base\.keep_dense=True\. Known options are format, scale",
     ("+qerl.max_kl=1",): r"^unknown option qerl\.max_kl=1\. Known options are base, rollout, gate\.",
-    ("+qerl.base=1",): r"^qerl\.base=1 is no group of options\. Accepted are options such as `\+qerl\.base\.",
-    ("+qerl=1",): r"^qerl=1 is no group of options\. Accepted are options such as `\+qerl\.base=",
     (
         "+aqn.enabled=true",
         "trainer.use_v1=False",
