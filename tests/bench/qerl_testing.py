@@ -142,6 +142,15 @@ def random_qwen3_moe(seed: int = 0, **sizes: Any) -> Any:
     return model
 
 
+def draw_adapter(model: Any, seed: int, dtype: torch.dtype | None = None) -> None:
+    """Fill A and B of all LoRA layers as if trained, with bf16 numbers; None keeps the dtype of each."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            values = torch.randn(parameter.shape, generator=generator).mul(0.05).bfloat16()
+            parameter.data = values.to(dtype or parameter.dtype)
+
+
 def float32_norms(worker: Any) -> dict[str, torch.Tensor]:
     """Name -> weight, on the CPU, of the norms that a vLLM worker holds in float32: with noise, or trained."""
     weights = worker.model_runner.get_model().named_parameters()

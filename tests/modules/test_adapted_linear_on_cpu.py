@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from qerl_testing import assert_close, quantize, rms_error_ratio
+from qerl_testing import assert_close, draw_adapter, quantize, rms_error_ratio
 
 from verl_qerl.kernels.actor.dequantize import dequantize_siblings
 from verl_qerl.modules import format_linear
@@ -20,10 +20,7 @@ def adapt(model, dtype=torch.bfloat16, **options):
     """LoRA on all linears, A and B as if trained."""
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=6, target_modules="all-linear", **options)
     model = peft.get_peft_model(model, config)
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator).mul(0.05).to(dtype)
+    draw_adapter(model, seed=0, dtype=dtype)
     return model
 
 

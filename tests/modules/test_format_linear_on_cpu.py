@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
-from qerl_testing import rms_error_ratio
+from qerl_testing import draw_adapter, rms_error_ratio
 from torch.utils.checkpoint import checkpoint
 
 from verl_qerl.checkpoints.digest import weight_digest
@@ -38,10 +38,7 @@ def models(tiny_model, name):
 
 def adapt(model):
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear"))
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator).mul(0.05).bfloat16()
+    draw_adapter(model, seed=0, dtype=torch.bfloat16)
     return model
 
 

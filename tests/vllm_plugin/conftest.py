@@ -87,6 +87,18 @@ def save_model(folder: Path, family: str) -> None:
     save_tokenizer(folder)
 
 
+def save_adapter(folder: Path, base: Path, targets: str | list[str], rank: int, seed: int) -> Path:
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    model = transformers.Qwen2ForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules=targets)
+    model = peft.get_peft_model(model, config)
+    qerl_testing.draw_adapter(model, seed)
+    model.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory):
     """Family, `-tied` behind it for tied embeddings -> directory of a bf16 model with two layers.
@@ -221,20 +233,10 @@ def reference_log_probs(prompt):
 @pytest.fixture(scope="session")
 def write_adapter(tmp_path_factory, model_dir):
     """Writes an adapter of random values; returns its directory."""
-    peft = pytest.importorskip("peft")
-    import transformers
 
-    def write(name: str, targets: list[str], rank: int, scale: float = 0.05):
-        base = transformers.Qwen2ForCausalLM.from_pretrained(model_dir("qwen2"), dtype=torch.bfloat16)
-        config = peft.LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules=targets)
-        model = peft.get_peft_model(base, config)
-        generator = torch.Generator().manual_seed(len(name))
-        for key, parameter in model.named_parameters():
-            if "lora_" in key:
-                parameter.data = torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * scale
+    def write(name: str, targets: list[str], rank: int) -> Path:
         folder = tmp_path_factory.mktemp("adapters") / name
-        model.save_pretrained(folder)
-        return folder
+        return save_adapter(folder, model_dir("qwen2"), targets, rank, seed=len(name))
 
     return write
 
@@ -251,21 +253,7 @@ def random_qwen2(tmp_path) -> Path:
 @pytest.fixture
 def random_adapter(random_qwen2, tmp_path) -> Callable[[int], Path]:
     """Writes an adapter of rank 16 of `random_qwen2`, drawn from a seed; returns its directory."""
-    peft = pytest.importorskip("peft")
-    import transformers
-
-    def write(seed: int) -> Path:
-        base = transformers.Qwen2ForCausalLM.from_pretrained(random_qwen2, dtype=torch.bfloat16)
-        config = peft.LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
-        model = peft.get_peft_model(base, config)
-        generator = torch.Generator().manual_seed(seed)
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.data = torch.randn(parameter.shape, generator=generator).bfloat16() * 0.05
-        model.save_pretrained(tmp_path / f"adapter-{seed}")
-        return tmp_path / f"adapter-{seed}"
-
-    return write
+    return lambda seed: save_adapter(tmp_path / f"adapter-{seed}", random_qwen2, "all-linear", 16, seed)
 
 
 @pytest.fixture

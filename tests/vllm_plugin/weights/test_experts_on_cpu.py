@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from qerl_testing import rms_error_ratio, set_linear
+from qerl_testing import draw_adapter, rms_error_ratio, set_linear
 from safetensors.torch import load_file, save_file
 
 from verl_qerl.checkpoints.digest import check_same_base, weight_digest
@@ -127,10 +127,7 @@ def test_an_adapter_on_the_attention(
 ):
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules=list(ADAPTED))
     model = peft.get_peft_model(dense(packed), config)
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = (torch.randn(parameter.shape, generator=generator) * 0.05).bfloat16().float()
+    draw_adapter(model, seed=3)
     model.save_pretrained(tmp_path)
     expected = reference_log_probs(model)
     request = vllm.lora.request.LoRARequest("attention", 1, str(tmp_path))

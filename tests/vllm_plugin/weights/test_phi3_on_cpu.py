@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from qerl_testing import draw_adapter
 from safetensors.torch import load_file
 
 pytest.importorskip("vllm")
@@ -49,10 +50,7 @@ def phi3(tmp_path_factory):
     adapted = peft.get_peft_model(
         model, peft.LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules=LINEARS)
     )
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in adapted.named_parameters():
-        if "lora_" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.05
+    draw_adapter(adapted, seed=1)
     adapted.save_pretrained(folder / "adapter")
     return folder / "bf16", folder / "adapter", adapted.float()
 

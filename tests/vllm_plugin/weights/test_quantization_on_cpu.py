@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from qerl_testing import assert_close, rms_error_ratio
+from qerl_testing import assert_close, draw_adapter, rms_error_ratio
 
 pytest.importorskip("vllm")
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -28,10 +28,7 @@ def adapter(reference_model, tmp_path_factory):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules=LINEARS)
     model = peft.get_peft_model(reference_model(), config)
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:  # bf16 values, as the engine holds them
-            parameter.data = (torch.randn(parameter.shape, generator=generator) * 0.05).bfloat16().float()
+    draw_adapter(model, seed=3)  # bf16 values, as the engine holds them
     folder = tmp_path_factory.mktemp("adapter")
     model.save_pretrained(folder)
     return model, folder
