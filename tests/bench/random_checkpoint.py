@@ -19,9 +19,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from verl_qerl.checkpoints.writer import ShardedWriter, quantized_specs
 from verl_qerl.cli.data.schema import gsm8k_prompt
 from verl_qerl.cli.model_dir import check_free_space, store, total_bytes
-from verl_qerl.formats import PackedWeight
+from verl_qerl.formats import NVFP4, PackedWeight
 from verl_qerl.formats.ignore import DEFAULT_IGNORE, is_packed_module
-from verl_qerl.formats.nvfp4_layout import quantization_config
 from verl_qerl.formats.tensor_spec import TensorSpec
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes" / "tools"))
@@ -67,7 +66,7 @@ def write_checkpoint(
     model.config.architectures = [type(model).__name__]
     model.config.dtype = "bfloat16"
     if packed:
-        model.config.quantization_config = quantization_config()
+        model.config.quantization_config = NVFP4().config()
     model.config.save_pretrained(out)
     (AutoTokenizer.from_pretrained(tokenizer) if tokenizer else _word_problems()).save_pretrained(str(out))
     return total_bytes(specs)

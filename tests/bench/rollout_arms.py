@@ -190,7 +190,7 @@ SHAPES = {
 
 def write_model(folder: Path, shape: Shape, packed: bool) -> Path:
     """A directory with a config.json and nothing else."""
-    from verl_qerl.formats.nvfp4_layout import quantization_config
+    from verl_qerl.formats import NVFP4
 
     config = {
         "architectures": [FAMILIES[shape.family]],
@@ -212,7 +212,7 @@ def write_model(folder: Path, shape: Shape, packed: bool) -> Path:
     if shape.family == "llama":  # as of 3.1
         config |= {"rope_theta": 5e5, "rope_scaling": LLAMA_ROPE}
     if packed:
-        config["quantization_config"] = quantization_config()
+        config["quantization_config"] = NVFP4().config()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder

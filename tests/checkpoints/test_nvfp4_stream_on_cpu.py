@@ -14,14 +14,13 @@ from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import NVFP4, PackedWeight
 from verl_qerl.formats.base import named_tensors
 from verl_qerl.formats.nvfp4 import nvfp4_weight
-from verl_qerl.formats.nvfp4_layout import quantization_config
 from verl_qerl.formats.reference import dequantize
 
 QKV = tuple(f"model.layers.0.self_attn.{kind}_proj" for kind in "qkv")
 OTHERS = ("model.layers.0.self_attn.o_proj", "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj")
 PLAIN = ("model.embed_tokens.weight", "model.norm.weight", f"{QKV[0]}.bias", "lm_head.weight")
 MODELOPT = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
-COMPRESSED = {"quantization_config": quantization_config()}
+COMPRESSED = {"quantization_config": NVFP4().config()}
 
 
 def bf16_tensors(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:

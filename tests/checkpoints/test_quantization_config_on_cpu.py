@@ -10,9 +10,9 @@ from verl_qerl.checkpoints.quantization_config import _say_unused, stored_format
 from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import check_held, left_out, packed_stream
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats import get_format
+from verl_qerl.formats import NVFP4, get_format
 from verl_qerl.formats.base import named_tensors
-from verl_qerl.formats.nvfp4_layout import modelopt_config, quantization_config
+from verl_qerl.formats.nvfp4_layout import modelopt_config
 
 LINEAR = "model.layers.0.mlp.down_proj"
 ROTATED = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"targets": ["re:.*down_proj$"]}]}}}
@@ -208,7 +208,7 @@ def test_the_older_name_of_the_entry_is_read(write):
     [
         ({}, (None, "bf16")),
         ({"quantization_config": None}, (None, "bf16")),
-        ({"quantization_config": quantization_config()}, ("nvfp4", "compressed-tensors")),
+        ({"quantization_config": NVFP4().config()}, ("nvfp4", "compressed-tensors")),
         ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, ("nvfp4", "modelopt")),
         ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}}, ("nvfp4", "modelopt")),
         (

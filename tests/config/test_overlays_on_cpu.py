@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from qerl_testing import verl_config
 
 from verl_qerl.algos.aqn import AQNConfig
-from verl_qerl.formats.nvfp4_layout import quantization_config
+from verl_qerl.formats import NVFP4
 from verl_qerl.verl_plugin.config import attention
 from verl_qerl.verl_plugin.config.apply import prepare
 from verl_qerl.verl_plugin.rollout.server import describe_checkpoint
@@ -151,7 +151,7 @@ def test_both_sides_quantize_and_share_alike(tmp_path):
     kwargs = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm, resolve=True)
     assert kwargs["model_loader_extra_config"] == {"scale": "minmax", "share_base": True, "ignore": ["a", "b"]}
     describe_checkpoint(kwargs, write_model(tmp_path))
-    assert kwargs["hf_overrides"] == {"quantization_config": quantization_config(["a", "b"])}
+    assert kwargs["hf_overrides"] == {"quantization_config": NVFP4().config(["a", "b"])}
 
 
 @pytest.mark.parametrize("form", ["fp8", "int8", "mxfp4"])

@@ -10,7 +10,7 @@ from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.checkpoints.writer import ShardedWriter, quantized_specs, write_tensors
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats import DEFAULT_FORMAT, nvfp4_layout
+from verl_qerl.formats import DEFAULT_FORMAT, NVFP4, nvfp4_layout
 from verl_qerl.formats.base import named_tensors
 from verl_qerl.formats.ignore import ignored_modules
 
@@ -38,7 +38,7 @@ def test_both_layouts_are_read_back_to_the_same_bits(tmp_path, layout):
     with ShardedWriter(tmp_path, specs, 10**9) as writer:
         for name, tensor in named_tensors(MODULE, weight, layout).items():
             writer.add(name, tensor)
-    make = nvfp4_layout.modelopt_config if layout == "modelopt" else nvfp4_layout.quantization_config
+    make = nvfp4_layout.modelopt_config if layout == "modelopt" else NVFP4().config
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": make(["lm_head"])}))
     source = open_source(tmp_path)
     assert source.layout == layout

@@ -9,12 +9,7 @@ from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import NVFP4, PackedWeight
 from verl_qerl.formats.base import named_tensors
 from verl_qerl.formats.nvfp4 import nvfp4_weight
-from verl_qerl.formats.nvfp4_layout import (
-    FORMAT,
-    fused_group,
-    is_activation_scale,
-    quantization_config,
-)
+from verl_qerl.formats.nvfp4_layout import fused_group, is_activation_scale
 from verl_qerl.formats.reference import dequantize
 
 
@@ -88,10 +83,10 @@ def test_config_is_what_compressed_tensors_accepts() -> None:
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.quantization import QuantizationConfig
 
-    config = quantization_config(["lm_head", "re:.*down_proj"])
+    config = NVFP4().config(["lm_head", "re:.*down_proj"])
     parsed = QuantizationConfig.model_validate(config)
     scheme = parsed.config_groups["group_0"]
-    assert parsed.format == scheme.format == FORMAT
+    assert parsed.format == scheme.format == "nvfp4-pack-quantized"
     assert (scheme.weights.num_bits, scheme.weights.group_size, scheme.weights.strategy) == (4, 16, "tensor_group")
     assert scheme.input_activations is None
     assert parsed.ignore == ["lm_head", "re:.*down_proj"]

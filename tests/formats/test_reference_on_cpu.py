@@ -169,12 +169,12 @@ def test_minmax_equals_compressed_tensors_quantization_with_our_scales() -> None
     from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
     from compressed_tensors.quantization import QuantizationScheme
 
+    from verl_qerl.formats import NVFP4
     from verl_qerl.formats.base import named_tensors
-    from verl_qerl.formats.nvfp4_layout import quantization_config
 
     values = gaussian(64, 256).float()
     ours = named_tensors("m", quantize(values))
-    scheme = QuantizationScheme.model_validate(quantization_config()["config_groups"]["group_0"])
+    scheme = QuantizationScheme.model_validate(NVFP4().config()["config_groups"]["group_0"])
     state = {
         "weight": values,
         "weight_scale": ours["m.weight_scale"].float(),

@@ -13,7 +13,7 @@ os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
-from verl_qerl.formats.nvfp4_layout import quantization_config
+from verl_qerl.formats import NVFP4
 
 
 def place(worker, folder, number):
@@ -57,7 +57,7 @@ def main():
         skip_tokenizer_init=True,
         load_format="verl_qerl_nvfp4",
         quantization="verl_qerl_nvfp4",
-        hf_overrides={"quantization_config": quantization_config()},
+        hf_overrides={"quantization_config": NVFP4().config()},
         enable_lora=True,
         max_loras=1,
         max_lora_rank=16,

@@ -8,7 +8,7 @@ import torch
 from qerl_testing import float32_norms
 from vllm import LLM, SamplingParams
 
-from verl_qerl.formats.nvfp4_layout import quantization_config
+from verl_qerl.formats import NVFP4
 
 
 def start(model, additional, **options):
@@ -23,7 +23,7 @@ def start(model, additional, **options):
         load_format="verl_qerl_nvfp4",
         quantization="verl_qerl_nvfp4",
         enable_sleep_mode=True,
-        hf_overrides={"quantization_config": quantization_config()},
+        hf_overrides={"quantization_config": NVFP4().config()},
         worker_extension_cls="verl_qerl.vllm_plugin.worker.RolloutWorkerExtension",
         additional_config={"verl_qerl": additional},
         **options,

@@ -22,7 +22,7 @@ import torch
 
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import nvfp4_layout
-from verl_qerl.formats.base import PackedWeight, WeightFormat, in_chunks
+from verl_qerl.formats.base import PackedWeight, WeightFormat, e2m1_config, in_chunks
 from verl_qerl.formats.channel import E4M3_MAX
 from verl_qerl.formats.e2m1 import E2M1_MAX, e2m1_codes, e2m1_values, pack_codes, to_e2m1
 from verl_qerl.formats.ignore import DEFAULT_IGNORE
@@ -152,8 +152,8 @@ class NVFP4(WeightFormat):
         return repr(shape)
 
     def config(self, ignore: Sequence[str] = DEFAULT_IGNORE) -> dict:
-        """See `WeightFormat.config`."""
-        return nvfp4_layout.quantization_config(ignore)
+        """See `WeightFormat.config`; vLLM 0.24.0 and transformers 5.9 both read it."""
+        return e2m1_config("nvfp4-pack-quantized", "tensor_group", BLOCK_SIZE, "torch.float8_e4m3fn", ignore)
 
 
 _FORMAT = NVFP4()

@@ -6,11 +6,7 @@ ModelOpt             weight          weight_scale   weight_scale_2     [] = glob
 
 from collections.abc import Sequence
 
-from verl_qerl.formats.base import e2m1_config
-from verl_qerl.formats.ignore import DEFAULT_IGNORE
-
 BLOCK_SIZE = 16
-FORMAT = "nvfp4-pack-quantized"
 CODES, BLOCK_SCALE, GLOBAL_SCALE = "weight_packed", "weight_scale", "weight_global_scale"
 # Members of one kernel launch in vLLM; they share one global scale.
 FUSED_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -23,11 +19,6 @@ PART_NAMES = {
 MODELOPT_ALGORITHM = "W4A16_NVFP4"
 # Of W4A4 files, and ModelOpt's of a KV cache in FP8, beside k and v; our rollouts keep activations and cache in bf16.
 _ACTIVATION_SCALES = ("input_scale", "input_global_scale", "k_proj.k_scale", "v_proj.v_scale")
-
-
-def quantization_config(ignore: Sequence[str] = DEFAULT_IGNORE) -> dict:
-    """See `WeightFormat.config`; vLLM 0.24.0 and transformers 5.9 both read it."""
-    return e2m1_config(FORMAT, "tensor_group", BLOCK_SIZE, "torch.float8_e4m3fn", ignore)
 
 
 def modelopt_config(ignore: Sequence[str]) -> dict:

@@ -16,9 +16,8 @@ from verl_qerl.cli import main
 from verl_qerl.cli.quantize import calibration
 from verl_qerl.cli.quantize.calibration import FAMILIES, Calibration
 from verl_qerl.cli.quantize.command import quantize_checkpoint
-from verl_qerl.formats import PackedWeight
+from verl_qerl.formats import NVFP4, PackedWeight
 from verl_qerl.formats.gptq import InputMoments, calibrate
-from verl_qerl.formats.nvfp4_layout import quantization_config
 from verl_qerl.formats.reference import dequantize
 
 transformers = pytest.importorskip("transformers")
@@ -133,7 +132,7 @@ def test_the_output_is_as_without_calibration_but_for_codes(tmp_path, texts, cap
     for name, weight in found.items():
         assert torch.equal(weight.block_scale.float(), nearest[name].block_scale.float())
     config = json.loads((tmp_path / "once" / "config.json").read_text())["quantization_config"]
-    assert config == quantization_config(["lm_head", "model.layers.1.self_attn.o_proj"])
+    assert config == NVFP4().config(["lm_head", "model.layers.1.self_attn.o_proj"])
     dense, stored = dict(open_source(folder).tensors()), dict(open_source(tmp_path / "once").tensors())
     rest = {name for name in dense if name.removesuffix(".weight") not in found}
     assert "model.layers.1.self_attn.o_proj.weight" in rest

@@ -16,7 +16,6 @@ from verl_qerl.checkpoints.stream import packed_stream
 from verl_qerl.cli import main
 from verl_qerl.cli.quantize.command import quantize_checkpoint
 from verl_qerl.formats import NVFP4, PackedWeight
-from verl_qerl.formats.nvfp4_layout import quantization_config
 from verl_qerl.formats.reference import dequantize
 
 transformers = pytest.importorskip("transformers")
@@ -73,7 +72,7 @@ def test_compressed_tensors_decompresses_to_our_values_bit_for_bit(tmp_path: Pat
 
     _, stored = quantized(make_model(tmp_path / "bf16", family, tied), tmp_path / "out")
     assert ("lm_head.weight" in stored) != tied
-    scheme = QuantizationScheme.model_validate(quantization_config()["config_groups"]["group_0"])
+    scheme = QuantizationScheme.model_validate(NVFP4().config()["config_groups"]["group_0"])
     ours = packed_weights(tmp_path / "out")
     assert len(ours) == NUM_LINEARS
     for module, weight in ours.items():
@@ -158,7 +157,7 @@ def test_shards_index_and_other_files(tmp_path: Path) -> None:
     others = {path.name for path in out.iterdir()} - {file.name for file in shards}
     assert others == {"config.json", "generation_config.json", "tokenizer.json", INDEX, "quantization_report.json"}
     config = json.loads((out / "config.json").read_text())
-    assert config.pop("quantization_config") == quantization_config()
+    assert config.pop("quantization_config") == NVFP4().config()
     assert config == json.loads((model / "config.json").read_text())
     assert out.stat().st_mode & 0o777 == model.stat().st_mode & 0o777
 
@@ -215,7 +214,7 @@ def _damage(model: Path, kind: str) -> None:
     elif kind == "cut shard":
         os.truncate(shard, shard.stat().st_size - 100)
     elif kind in ("already quantized", "sees"):
-        more = {"vision_config": {"depth": 2}} if kind == "sees" else {"quantization_config": quantization_config()}
+        more = {"vision_config": {"depth": 2}} if kind == "sees" else {"quantization_config": NVFP4().config()}
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps(config | more))
     elif kind == "no head":

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Con
 from verl_qerl.checkpoints.digest import weight_digest
 from verl_qerl.cli.quantize.command import quantize_checkpoint
 from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.formats import NVFP4
 from verl_qerl.formats.ignore import is_ignored
-from verl_qerl.formats.nvfp4_layout import quantization_config
 from verl_qerl.formats.reference import dequantize
 from verl_qerl.modules.convert import packed_linears
 from verl_qerl.modules.format_linear import NVFP4Linear
@@ -184,7 +184,7 @@ def as_modelopt(folder, ignore):
 
 
 def as_targets(folder, targets):
-    config = quantization_config(["lm_head"])
+    config = NVFP4().config(["lm_head"])
     config["config_groups"]["group_0"]["targets"] = targets
     return config
 

@@ -6,16 +6,15 @@ import torch
 from safetensors.torch import save_file
 
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats import get_format
+from verl_qerl.formats import NVFP4, get_format
 from verl_qerl.formats.ignore import ignored_modules
-from verl_qerl.formats.nvfp4_layout import quantization_config
 from verl_qerl.verl_plugin.rollout.server import describe_checkpoint
 
 needs_hosts = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ("verl", "vllm")), reason="verl or vLLM is not installed"
 )
 OF_THE_YAML = {
-    "hf_overrides": {"quantization_config": quantization_config(["lm_head", "mine"]), "rope_theta": 1},
+    "hf_overrides": {"quantization_config": NVFP4().config(["lm_head", "mine"]), "rope_theta": 1},
     "seed": 2,
 }
 SERVER = """
@@ -157,8 +156,8 @@ def test_a_directory_in_the_format_brings_its_own_list(tmp_path, form):
 @pytest.mark.parametrize(
     ("stored", "ignore"),
     [
-        (quantization_config(["lm_head", "re:.*o_proj"]), ["lm_head", "re:.*o_proj"]),
-        (quantization_config([]), ["lm_head"]),  # no list is the default one
+        (NVFP4().config(["lm_head", "re:.*o_proj"]), ["lm_head", "re:.*o_proj"]),
+        (NVFP4().config([]), ["lm_head"]),  # no list is the default one
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head", "m"]}, ["lm_head", "m"]),
         ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ["a"]}, ["a"]),
     ],
@@ -166,14 +165,14 @@ def test_a_directory_in_the_format_brings_its_own_list(tmp_path, form):
 )
 def test_an_nvfp4_directory_brings_its_own_list(tmp_path, stored, ignore):
     path = write(tmp_path, stored)
-    expected = {"quantization_config": quantization_config(ignore), "rope_theta": 1}
+    expected = {"quantization_config": NVFP4().config(ignore), "rope_theta": 1}
     assert described(path, dict(OF_THE_YAML["hf_overrides"])) == expected
     assert described(path, json.dumps(OF_THE_YAML["hf_overrides"])) == expected  # as some scripts pass it
-    assert described(path, None) == {"quantization_config": quantization_config(ignore)}
+    assert described(path, None) == {"quantization_config": NVFP4().config(ignore)}
 
 
 def targeting(targets):
-    config = quantization_config(["lm_head"])
+    config = NVFP4().config(["lm_head"])
     config["config_groups"]["group_0"]["targets"] = targets
     return config
 
@@ -200,18 +199,18 @@ def test_linears_that_are_not_packed_are_left_out_by_name(tmp_path, stored, code
     tensors |= {f"{module}.weight": bf16.clone() for module in (*unpacked, "lm_head", "model.layers.1.mlp.gate")}
     save_file(tensors | {"model.layers.0.input_layernorm.weight": torch.ones(16)}, tmp_path / "model.safetensors")
     ignore = [*ignored_modules(json.loads((tmp_path / "config.json").read_text())), *unpacked]
-    assert described(path, None) == {"quantization_config": quantization_config(ignore)}
+    assert described(path, None) == {"quantization_config": NVFP4().config(ignore)}
 
 
 def test_overrides_of_the_caller_are_not_changed(tmp_path):
     overrides = {"quantization_config": "of the YAML"}
-    described(write(tmp_path, quantization_config(["a"])), overrides)
+    described(write(tmp_path, NVFP4().config(["a"])), overrides)
     assert overrides == {"quantization_config": "of the YAML"}
 
 
 @pytest.fixture(scope="module")
 def server(fresh_process, tmp_path_factory):
-    path = write(tmp_path_factory.mktemp("model"), quantization_config(["lm_head", "re:.*o_proj"]))
+    path = write(tmp_path_factory.mktemp("model"), NVFP4().config(["lm_head", "re:.*o_proj"]))
     return json.loads(fresh_process("-c", SERVER, path).stdout.splitlines()[-1])
 
 

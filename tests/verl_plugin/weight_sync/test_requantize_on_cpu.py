@@ -9,8 +9,7 @@ from safetensors.torch import save_file
 
 from verl_qerl.checkpoints.manifest import NAME, Manifest, checksum
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats import FORMATS, get_format
-from verl_qerl.formats.nvfp4_layout import quantization_config
+from verl_qerl.formats import FORMATS, NVFP4, get_format
 from verl_qerl.formats.reference import dequantize
 from verl_qerl.verl_plugin.weight_sync.requantize import check_unquantized, quantized_for_rollout
 
@@ -66,7 +65,7 @@ def test_a_quantized_directory_cannot_be_trained(tmp_path):
     save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     check_unquantized(str(tmp_path), "nvfp4")
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization_config()}))
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": NVFP4().config()}))
     with pytest.raises(CheckpointFormatError, match=r"is quantized already \(nvfp4\) and model\.lora_r"):
         check_unquantized(str(tmp_path), "nvfp4")
 

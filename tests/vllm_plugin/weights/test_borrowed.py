@@ -11,7 +11,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 import torch
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
-from verl_qerl.formats.nvfp4_layout import quantization_config
+from verl_qerl.formats import NVFP4
 from verl_qerl.vllm_plugin.weights.borrowed import borrowed_by
 
 def look(worker):
@@ -25,7 +25,7 @@ def main(path, adapter, shared):
     llm = LLM(path, dtype="bfloat16", max_model_len=512, gpu_memory_utilization=0.02, kv_cache_memory_bytes=1 << 30,
               skip_tokenizer_init=True, enable_sleep_mode=True, enable_lora=True, max_loras=1, max_lora_rank=16,
               load_format="verl_qerl_nvfp4", quantization="verl_qerl_nvfp4",
-              hf_overrides={"quantization_config": quantization_config()},
+              hf_overrides={"quantization_config": NVFP4().config()},
               model_loader_extra_config={"scale": "minmax", "share_base": shared},
               worker_extension_cls="verl_qerl.vllm_plugin.worker.RolloutWorkerExtension",
               additional_config={"verl_qerl": {"aqn": {"enabled": True}}})

@@ -107,14 +107,14 @@ def error(found, expected: torch.Tensor) -> float:
 
 
 def test_marlin_computes_with_the_decoded_experts_stock_and_ours(models, run_script):
-    from verl_qerl.formats.nvfp4_layout import quantization_config
+    from verl_qerl.formats import NVFP4
 
     folder, expected = models
     # Once with CUDA graphs, adapters and the bf16 directory, once as anyone would start it.
     ours = {
         "load_format": "verl_qerl_nvfp4",
         "quantization": "verl_qerl_nvfp4",
-        "hf_overrides": {"quantization_config": quantization_config()},
+        "hf_overrides": {"quantization_config": NVFP4().config()},
         "enable_lora": True,
         "max_lora_rank": 16,
         "worker_extension_cls": "verl_qerl.vllm_plugin.worker.RolloutWorkerExtension",

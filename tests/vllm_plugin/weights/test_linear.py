@@ -17,7 +17,7 @@ import json, os, sys
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
-from verl_qerl.formats.nvfp4_layout import quantization_config
+from verl_qerl.formats import NVFP4
 
 PROMPTS = {length: [(7 * i + 3) % 1000 for i in range(length)] for length in (8, 200, 600)}
 
@@ -27,7 +27,7 @@ def main():
               kv_cache_memory_bytes=1 << 30,
               skip_tokenizer_init=True, load_format="verl_qerl_nvfp4", quantization="verl_qerl_nvfp4",
               enable_lora=True, max_lora_rank=16, enable_prefix_caching=False,
-              hf_overrides={"quantization_config": quantization_config()},
+              hf_overrides={"quantization_config": NVFP4().config()},
               worker_extension_cls="verl_qerl.vllm_plugin.worker.RolloutWorkerExtension",
               additional_config={"verl_qerl": json.loads(options)})
     first, second = LoRARequest("first", 1, first), LoRARequest("second", 2, second)

@@ -15,13 +15,13 @@ SCRIPT = """
 import json, os, sys
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM, SamplingParams
-from verl_qerl.formats.nvfp4_layout import quantization_config
+from verl_qerl.formats import NVFP4
 
 def main(path, options, count, length):
     llm = LLM(path, dtype="bfloat16", max_model_len=512, max_num_seqs=512, skip_tokenizer_init=True, seed=1,
               gpu_memory_utilization=0.02, kv_cache_memory_bytes=4 << 30, logprobs_mode="processed_logprobs",
               load_format="verl_qerl_nvfp4", quantization="verl_qerl_nvfp4",
-              hf_overrides={"quantization_config": quantization_config()},
+              hf_overrides={"quantization_config": NVFP4().config()},
               worker_extension_cls="verl_qerl.vllm_plugin.worker.RolloutWorkerExtension",
               additional_config={"verl_qerl": options})
     prompts = [{"prompt_token_ids": [(7 * i + 31 * (j // 8)) % 1000 for i in range(40 + j // 8 % 90)]}

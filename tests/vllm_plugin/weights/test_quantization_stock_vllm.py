@@ -25,11 +25,11 @@ if __name__ == "__main__":
 
 def test_stock_vllm_computes_the_same_as_our_loader(tmp_path, random_qwen2, run_script):
     from verl_qerl.cli import main
-    from verl_qerl.formats.nvfp4_layout import quantization_config
+    from verl_qerl.formats import NVFP4
 
     assert main(["quantize", "--model", str(random_qwen2), "--out", str(tmp_path / "nvfp4")]) == 0
     ours = {"load_format": "verl_qerl_nvfp4", "quantization": "verl_qerl_nvfp4"}
-    ours["hf_overrides"] = {"quantization_config": quantization_config()}
+    ours["hf_overrides"] = {"quantization_config": NVFP4().config()}
     ours["additional_config"] = {"verl_qerl": {"linear": "stock"}}  # Marlin on both sides
     method, log_probs, tokens = run_script(SCRIPT, str(tmp_path / "nvfp4"), "{}", plugins="none")
     our_method, our_log_probs, our_tokens = run_script(SCRIPT, str(random_qwen2), json.dumps(ours))
