@@ -151,6 +151,13 @@ def draw_adapter(model: Any, seed: int, dtype: torch.dtype | None = None) -> Non
             parameter.data = values.to(dtype or parameter.dtype)
 
 
+@torch.no_grad()
+def log_probs(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Of every token of `ids` [1, N] but the first: [N - 1], in float64 of the model's logits."""
+    found = model(input_ids=ids).logits[0, :-1].double().log_softmax(-1)
+    return found.gather(1, ids[0, 1:, None]).squeeze(1)
+
+
 def float32_norms(worker: Any) -> dict[str, torch.Tensor]:
     """Name -> weight, on the CPU, of the norms that a vLLM worker holds in float32: with noise, or trained."""
     weights = worker.model_runner.get_model().named_parameters()

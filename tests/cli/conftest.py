@@ -88,7 +88,7 @@ def trained(models, warm_python, tmp_path_factory) -> Callable[[str], Trained]:
     pytest.importorskip("verl")
     out = tmp_path_factory.mktemp("checkpoints")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "bench"), os.environ.get("PYTHONPATH", "")])
     settings = {"VERL_PLATFORM": "cpu", "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     settings["CUDA_VISIBLE_DEVICES"] = ""  # the GPU tests compare with the same checkpoints
     env = inherited | {"PYTHONPATH": path} | settings

@@ -13,6 +13,7 @@ import sys
 import torch
 import torch.distributed as dist
 import verl  # noqa: F401  (its plugins come with it, ours among them)
+from qerl_testing import log_probs
 from verl.trainer.config import CheckpointConfig
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -53,15 +54,9 @@ def whole(tensor):
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
-def log_probs(module):
-    with torch.no_grad():
-        found = module(TOKENS).logits[0, :-1].float().log_softmax(-1)
-    return found.gather(1, TOKENS[0, 1:, None]).squeeze(1)
-
-
 def run(case):
     engine = build(*case.split("-"))
-    before = log_probs(engine.module)
+    before = log_probs(engine.module, TOKENS)
     for _ in range(4):
         with engine.train_mode():
             engine.optimizer_zero_grad()
@@ -69,7 +64,7 @@ def run(case):
             engine.optimizer_step()
     engine.save_checkpoint(f"{OUT}/{case}/global_step_4/actor", global_step=4)
     trained = {name: whole(p) for name, p in engine.module.named_parameters() if p.requires_grad}
-    found = {"adapter": trained, "before": before, "log_probs": log_probs(engine.module)}
+    found = {"adapter": trained, "before": before, "log_probs": log_probs(engine.module, TOKENS)}
     found["digests"] = {name: weight_digest(weight) for name, weight in packed_weights(engine.module)}
     if dist.get_rank() == 0:
         torch.save(found, f"{OUT}/{case}.pt")

@@ -220,14 +220,7 @@ def reference_model(model_dir):
 @pytest.fixture(scope="session")
 def reference_log_probs(prompt):
     """The same numbers from a transformers model, of its logits in float64."""
-
-    def ask(model) -> torch.Tensor:
-        ids = torch.tensor([prompt])
-        with torch.no_grad():
-            log_probs = model(input_ids=ids).logits[0, :-1].double().log_softmax(-1)
-        return log_probs.gather(1, ids[0, 1:, None]).squeeze(1)
-
-    return ask
+    return lambda model: qerl_testing.log_probs(model, torch.tensor([prompt]))
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ pytest.importorskip("verl")
 
 import torch
 from peft import PeftModel
+from qerl_testing import log_probs
 from transformers import AutoModelForCausalLM
 
 from verl_qerl.checkpoints.record import read_record
@@ -33,12 +34,6 @@ def base_model(found, models, dtype=torch.bfloat16):
     return model
 
 
-def log_probs(model):
-    with torch.no_grad():
-        found = model(TOKENS).logits[0, :-1].float().log_softmax(-1)
-    return found.gather(1, TOKENS[0, 1:, None]).squeeze(1)
-
-
 @each_case
 def test_the_record_names_the_format(trained, case):
     record = read_record(trained(case).actor)
@@ -55,7 +50,7 @@ def test_the_adapter_in_peft_is_the_trainers_model_to_the_bit(trained, models, t
             assert torch.equal(parameter, found.found["adapter"][name].float())
             parameter.data = parameter.data.bfloat16()  # FSDP2 computes with bf16
     fuse_adapters(model)  # as the trainer adds them up
-    assert torch.equal(log_probs(model), found.found["log_probs"])
+    assert torch.equal(log_probs(model, TOKENS), found.found["log_probs"])
 
 
 @each_case
@@ -73,7 +68,7 @@ def test_the_merged_model_is_base_and_adapter(trained, models, tmp_path, case):
         expected = (dense.get_submodule(module).weight + 2 * B @ A).bfloat16()
         assert torch.allclose(merged.get_submodule(module).weight.float(), expected.float(), rtol=2**-7)
     # Two ways of rounding one function to bf16. Measured: 6e-3, where training changed 1 and more.
-    difference = (log_probs(merged) - found.found["log_probs"]).abs().mean()
+    difference = (log_probs(merged, TOKENS) - found.found["log_probs"]).abs().mean()
     assert difference < 2e-2
     assert (found.found["before"] - found.found["log_probs"]).abs().mean() > 20 * difference
 

@@ -9,6 +9,7 @@ pytest.importorskip("verl")
 
 import torch
 from peft import PeftModel
+from qerl_testing import log_probs
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from verl_qerl.checkpoints.digest import weight_digest
@@ -47,9 +48,7 @@ def distance(path, expected: torch.Tensor, adapter=None) -> float:
     dtype = torch.bfloat16 if adapter else torch.float32
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", **options)
     model = (PeftModel.from_pretrained(model, adapter) if adapter else model).eval()
-    with torch.no_grad():
-        found = model(TOKENS).logits[0, :-1].float().log_softmax(-1)
-    return (found.gather(1, TOKENS[0, 1:, None]).squeeze(1) - expected).abs().mean().item()
+    return (log_probs(model, TOKENS) - expected).abs().mean().item()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -9,7 +9,7 @@ pytest.importorskip("verl")
 
 import torch
 from peft import PeftModel
-from qerl_testing import quantize, set_linear
+from qerl_testing import log_probs, quantize, set_linear
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
 from verl_qerl.checkpoints.digest import weight_digest
@@ -60,12 +60,6 @@ def with_weights(path, packed_path, scale="mse"):
     return model
 
 
-def log_probs(model):
-    with torch.no_grad():
-        found = model(TOKENS).logits[0, :-1].float().log_softmax(-1)
-    return found.gather(1, TOKENS[0, 1:, None]).squeeze(1)
-
-
 def distance(a, b):
     return (a - b).abs().mean().item()
 
@@ -74,7 +68,7 @@ def exact_log_probs(trained, exported, case):
     """Base and adapter as they are, in float32."""
     found = trained(case)
     model = load(found.base) if case.startswith("stock") else with_weights(models_of(found), found.base, "minmax")
-    return log_probs(PeftModel.from_pretrained(model.float(), exported(case, "peft")))
+    return log_probs(PeftModel.from_pretrained(model.float(), exported(case, "peft")), TOKENS)
 
 
 def models_of(found):
@@ -94,7 +88,7 @@ def test_the_adapter_in_peft_is_the_trainers_model_to_the_bit(trained, exported,
         assert torch.equal(parameter, found.found["adapter"][name].float())  # PEFT holds adapters in float32
         parameter.data = parameter.data.bfloat16()  # FSDP2 computes with bf16
     fuse_adapters(model)  # as the trainer adds them up
-    assert torch.equal(log_probs(model), found.found["log_probs"])
+    assert torch.equal(log_probs(model, TOKENS), found.found["log_probs"])
 
 
 def test_the_adapter_loads_on_the_nvfp4_base_in_transformers(trained, exported):
@@ -105,7 +99,7 @@ def test_the_adapter_loads_on_the_nvfp4_base_in_transformers(trained, exported):
         if "lora_" in name:
             parameter.data = parameter.data.bfloat16()
     fuse_adapters(model)
-    assert torch.equal(log_probs(model), trained(CASE).found["log_probs"])
+    assert torch.equal(log_probs(model, TOKENS), trained(CASE).found["log_probs"])
 
 
 @pytest.mark.parametrize("case", [CASE, "ours-tied-full", "stock-bf16-full", EXPERTS])
@@ -116,9 +110,9 @@ def test_the_merged_model_computes_like_the_trainer(trained, exported, case):
     rounding = distance(trainer, exact)
     assert 1e-4 < rounding < 1e-2
     merged = exported(case, "merged-bf16")
-    assert distance(log_probs(load(merged)), trainer) < 2 * rounding
+    assert distance(log_probs(load(merged), TOKENS), trainer) < 2 * rounding
     # In float32 only the rounding of the merged weights is left. Measured: 0.3.
-    assert distance(log_probs(load(merged, torch.float32)), exact) < 0.6 * rounding
+    assert distance(log_probs(load(merged, torch.float32), TOKENS), exact) < 0.6 * rounding
     assert distance(trained(case).found["before"], trainer) > 100 * rounding, "training changed next to nothing"
 
 
@@ -151,8 +145,8 @@ def test_a_quantized_export_is_the_quantized_merged_model(exported, tmp_path, fo
 
 def test_transformers_loads_the_quantized_export(trained, exported):
     pytest.importorskip("compressed_tensors")
-    ours = log_probs(with_weights(models_of(trained(CASE)), exported(CASE, "merged-nvfp4")))
-    assert torch.equal(log_probs(load(exported(CASE, "merged-nvfp4"))), ours)
+    ours = log_probs(with_weights(models_of(trained(CASE)), exported(CASE, "merged-nvfp4")), TOKENS)
+    assert torch.equal(log_probs(load(exported(CASE, "merged-nvfp4")), TOKENS), ours)
 
 
 @pytest.mark.parametrize(("case", "dense"), [(CASE, []), (EXPERTS, ["model.layers.1.mlp.gate"])])

@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
+from qerl_testing import log_probs
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -24,11 +25,9 @@ from verl_qerl.formats import PackedWeight
 TOKENS = torch.tensor([[(7 * i) % 300 for i in range(64)]])  # of train_checkpoint.py
 
 
-def log_probs(path):
+def log_probs_of(path):
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
-    with torch.no_grad():
-        found = model(TOKENS).logits[0, :-1].float().log_softmax(-1)
-    return found.gather(1, TOKENS[0, 1:, None]).squeeze(1)
+    return log_probs(model, TOKENS)
 
 
 def distance(a, b):
@@ -57,7 +56,7 @@ def test_the_scaling_of_uaq_is_undone(trained, tmp_path, case):
         factor = 1 / 1.5 if norm else 1.5 if linear and leaf[0] not in "od" else 1.0
         assert torch.equal(merged[name], (weight.double() * factor).float().bfloat16()), name
     # The exported model rounds its weights where the trainer rounded scaled ones; both are bf16.
-    assert distance(log_probs(out), found.found["log_probs"]) < 2e-2
+    assert distance(log_probs_of(out), found.found["log_probs"]) < 2e-2
     assert distance(found.found["before"], found.found["log_probs"]) > 0.5, "training changed next to nothing"
 
 
@@ -86,7 +85,7 @@ def test_a_base_may_hold_what_models_compute_anew(trained, tmp_path):
     export_checkpoint(found.actor, tmp_path / "out", "merged-bf16", str(base), device="cpu")
     merged = dict(open_source(tmp_path / "out").tensors())
     assert merged.keys() == found.found["adapter"].keys() | {name}
-    assert distance(log_probs(tmp_path / "out"), found.found["log_probs"]) < 2e-2
+    assert distance(log_probs_of(tmp_path / "out"), found.found["log_probs"]) < 2e-2
 
 
 def test_a_run_of_all_weights_is_quantized_or_refused(trained, tmp_path, capsys):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from qerl_testing import answer_of, random_qwen2
+from qerl_testing import answer_of, log_probs, random_qwen2
 from safetensors.torch import load_file
 
 from verl_qerl.checkpoints.digest import model_digest, weight_digest
@@ -115,8 +115,6 @@ def test_stock_vllm_computes_int8_as_the_dequantized_model(outputs, model):
         for module, weight in weights(folder, "int8").items():
             dense = dequantize(weight)
             expected.get_submodule(module).weight.data = dense if kind == "int8" else dense.roll(1, 0)
-        with torch.no_grad():
-            log_probs = expected(torch.tensor([TOKENS])).logits[0, :-1].double().log_softmax(-1)
-        found = log_probs.gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
+        found = log_probs(expected, torch.tensor([TOKENS]))
         differences[kind] = float((found - torch.tensor(values, dtype=torch.float64)).abs().mean())
     assert differences["int8"] < 2e-2 < 20 * differences["int8"] < differences["rolled"]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from qerl_testing import random_qwen3_moe, set_linear
+from qerl_testing import log_probs, random_qwen3_moe, set_linear
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.gpu
@@ -79,24 +79,23 @@ def models(tmp_path_factory):
         if not isinstance(item, torch.Tensor):
             set_linear(model, name, dequantize(item))
     model = model.float().cuda()
-    found = {"base": log_probs(model), "base in bf16": log_probs(model.bfloat16())}
+    found = {"base": reference_log_probs(model), "base in bf16": reference_log_probs(model.bfloat16())}
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=16, target_modules=list(ADAPTED))
     adapted = peft.get_peft_model(model.float(), config)
     for key, parameter in adapted.named_parameters():
         if "lora_" in key:
             parameter.data = (torch.randn_like(parameter) * 0.05).bfloat16().float()
     adapted.save_pretrained(folder / "adapter")
-    found |= {"adapter": log_probs(adapted), "adapter in bf16": log_probs(adapted.bfloat16())}
+    found["adapter"] = reference_log_probs(adapted)
+    found["adapter in bf16"] = reference_log_probs(adapted.bfloat16())
     return folder, found
 
 
-def log_probs(model) -> dict[int, torch.Tensor]:
+def reference_log_probs(model) -> dict[int, torch.Tensor]:
     found = {}
     for length in LENGTHS:
         ids = torch.tensor([[(7 * i + 3) % 1000 for i in range(length)]], device="cuda")
-        with torch.no_grad():
-            of_all = model(input_ids=ids).logits[0, :-1].double().log_softmax(-1)
-        found[length] = of_all.gather(1, ids[0, 1:, None])[:, 0].cpu()
+        found[length] = log_probs(model, ids).cpu()
     return found
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from qerl_testing import random_qwen2
+from qerl_testing import log_probs, random_qwen2
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.gpu
@@ -98,9 +98,7 @@ def reference_log_probs(model) -> dict[int, torch.Tensor]:
     found = {}
     for length in (8, 200, 600):
         ids = torch.tensor([[(7 * i + 3) % 1000 for i in range(length)]], device="cuda")
-        with torch.no_grad():
-            log_probs = model(input_ids=ids).logits[0, :-1].double().log_softmax(-1)
-        found[length] = log_probs.gather(1, ids[0, 1:, None])[:, 0].cpu()
+        found[length] = log_probs(model, ids).cpu()
     return found
 
 
