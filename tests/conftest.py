@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import psutil
 import pytest
@@ -59,6 +60,14 @@ def without_flash_attn(monkeypatch) -> Iterator[None]:
     has_flash_attn.cache_clear()
     yield
     has_flash_attn.cache_clear()
+
+
+@pytest.fixture
+def quick_check(monkeypatch) -> None:
+    """verl's check of a run without the seconds of vLLM's import, which it needs to round the rank of the adapter."""
+    package = "verl.workers.rollout.vllm_rollout"
+    monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    monkeypatch.setitem(sys.modules, f"{package}.utils", SimpleNamespace(get_vllm_max_lora_rank=lambda rank: rank))
 
 
 @pytest.fixture

@@ -227,6 +227,18 @@ def _parse_once() -> None:
     base.parse = functools.cache(base.parse)
 
 
+def flat(node: Any, resolve: bool = True, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of a configuration, interpolations resolved or as they are written."""
+    from omegaconf import OmegaConf
+
+    if OmegaConf.is_config(node):
+        node = OmegaConf.to_container(node, resolve=resolve)
+    if not isinstance(node, dict) or not node:
+        return {prefix: node}
+    items = [(f"{prefix}.{key}" if prefix else str(key), value) for key, value in node.items()]
+    return {key: value for path, child in items for key, value in flat(child, resolve, path).items()}
+
+
 def current_commit() -> str:
     """What a result file names: QERL_COMMIT where it is set (a copy of the tree is measured), else git's short hash."""
     named = os.environ.get("QERL_COMMIT")

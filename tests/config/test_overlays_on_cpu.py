@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 pytest.importorskip("verl")
 
 from omegaconf import OmegaConf
-from qerl_testing import verl_config
+from qerl_testing import flat, verl_config
 
 from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.formats import NVFP4
@@ -90,16 +90,6 @@ def prepared(*overrides):
     with patch.object(attention, "has_flash_attn", return_value=True):  # else the driver names another attention too
         prepare(config)
     return config
-
-
-def flat(node, prefix=""):
-    """Dotted key -> resolved value."""
-    if OmegaConf.is_config(node):
-        node = OmegaConf.to_container(node, resolve=True)
-    if not isinstance(node, dict) or not node:
-        return {prefix: node}
-    items = [(f"{prefix}.{key}" if prefix else str(key), value) for key, value in node.items()]
-    return {key: value for path, child in items for key, value in flat(child, path).items()}
 
 
 def differing(one, other):

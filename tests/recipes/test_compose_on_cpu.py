@@ -11,7 +11,6 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,6 +18,7 @@ pytest.importorskip("verl")
 
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
+from qerl_testing import flat
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"
@@ -85,16 +85,6 @@ def composed(recorder: Path, script: Path, twin: str) -> DictConfig:
         return compose(config_name="config", overrides=overrides)
 
 
-def flat(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value, interpolations left as they are written."""
-    if OmegaConf.is_config(node):
-        node = OmegaConf.to_container(node, resolve=False)
-    if not isinstance(node, dict) or not node:
-        return {prefix: node}
-    items = [(f"{prefix}.{key}" if prefix else str(key), value) for key, value in node.items()]
-    return {key: value for path, child in items for key, value in flat(child, path).items()}
-
-
 def test_every_recipe_is_covered() -> None:
     assert {folder.name for folder in FOLDERS} == set(PAPER)
     assert len(SCRIPTS) == 5
@@ -149,7 +139,9 @@ def test_the_real_command_composes_to_the_same(recorder: Path) -> None:
     script = SCRIPTS[0]
     result = run_script(script, None, ROLLOUT="nvfp4", DRY_RUN="1")
     assert result.returncode == 0, result.stderr
-    assert flat(OmegaConf.create(result.stdout)) == flat(composed(recorder, script, "nvfp4"))
+    assert flat(OmegaConf.create(result.stdout), resolve=False) == flat(
+        composed(recorder, script, "nvfp4"), resolve=False
+    )
 
 
 @each_twin
@@ -210,7 +202,7 @@ def test_table_4(recorder: Path, script: Path, twin: str) -> None:
 
 @each_script
 def test_twins_differ_only_in_what_is_declared(recorder: Path, script: Path) -> None:
-    nvfp4, bf16 = (flat(composed(recorder, script, twin)) for twin in MULTICAST)
+    nvfp4, bf16 = (flat(composed(recorder, script, twin), resolve=False) for twin in MULTICAST)
     declared = {"actor_rollout_ref.actor.optim.lr", "trainer.experiment_name"}
     declared |= {f"aqn.{key}" for key in ("enabled", "sigma_start", "sigma_end", "num_stages", "schedule")}
     if script.parent.name == "qwen32b_80gb":  # bf16 does not fit on one such GPU
@@ -218,7 +210,7 @@ def test_twins_differ_only_in_what_is_declared(recorder: Path, script: Path) -> 
         declared |= {f"{rollout}.gpu_memory_utilization", f"{rollout}.tensor_model_parallel_size"}
         declared |= {"actor_rollout_ref.model.path", "trainer.n_gpus_per_node"}
     with initialize_config_dir(config_dir=str(script.parent), version_base=None):
-        overlay = flat(compose(config_name="rollout/nvfp4"))
+        overlay = flat(compose(config_name="rollout/nvfp4"), resolve=False)
     declared |= {key for key, value in overlay.items() if bf16.get(key, key) != value}
     missing = object()
     differ = {key for key in nvfp4.keys() | bf16.keys() if nvfp4.get(key, missing) != bf16.get(key, missing)}

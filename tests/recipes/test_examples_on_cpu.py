@@ -3,9 +3,6 @@
 The options are those of examples/ in verl's repository; paths and the names of runs are left out.
 """
 
-import sys
-from types import ModuleType, SimpleNamespace
-
 import pytest
 
 pytest.importorskip("verl")
@@ -84,12 +81,8 @@ def prepared(config):
 
 
 @pytest.fixture(autouse=True)
-def _machine(monkeypatch, without_flash_attn):
-    """Without flash-attn; verl's check imports vLLM to round the rank of the adapter, nothing else of it."""
+def _machine(monkeypatch, without_flash_attn, quick_check):
     monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")  # where the questions are
-    package = "verl.workers.rollout.vllm_rollout"
-    monkeypatch.setitem(sys.modules, package, ModuleType(package))
-    monkeypatch.setitem(sys.modules, f"{package}.utils", SimpleNamespace(get_vllm_max_lora_rank=lambda rank: rank))
 
 
 def composed(name, *overrides):

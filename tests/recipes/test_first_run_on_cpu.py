@@ -1,9 +1,7 @@
 """The first run of README.md: read from there, composed, checked as on the driver."""
 
 import shlex
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -22,13 +20,8 @@ def overrides() -> list[str]:
     return shlex.split(line.partition("main_ppo")[2])
 
 
-def test_it_composes_and_passes_the_checks_of_the_driver(monkeypatch):
+def test_it_composes_and_passes_the_checks_of_the_driver(monkeypatch, quick_check):
     monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")  # where the questions are
-    # verl's check imports vLLM to round the rank of the adapter; nothing else of it.
-    package = "verl.workers.rollout.vllm_rollout"
-    monkeypatch.setitem(sys.modules, package, ModuleType(package))
-    utils = SimpleNamespace(get_vllm_max_lora_rank=lambda rank: rank)
-    monkeypatch.setitem(sys.modules, f"{package}.utils", utils)
     config = verl_config(*overrides())
     validate_config(config=config, use_reference_policy=False, use_critic=False)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)

@@ -1,9 +1,8 @@
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
@@ -52,14 +51,9 @@ def configuration() -> Callable:
 
 
 @pytest.fixture
-def validate(configuration, monkeypatch, caplog) -> Callable[..., list[str]]:
+def validate(configuration, quick_check, caplog) -> Callable[..., list[str]]:
     """verl's check of a run on the driver; returns what module `of` logs."""
     from verl.utils.config import validate_config
-
-    # Of vLLM's package, which takes seconds to import.
-    package = "verl.workers.rollout.vllm_rollout"
-    monkeypatch.setitem(sys.modules, package, ModuleType(package))
-    monkeypatch.setitem(sys.modules, f"{package}.utils", SimpleNamespace(get_vllm_max_lora_rank=lambda rank: rank))
 
     def run(*overrides: str, of: ModuleType | None = None, use_critic: bool = False) -> list[str]:
         caplog.clear()
