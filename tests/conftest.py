@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -20,7 +20,8 @@ import yaml
 # Hydra reads thirty files for each configuration that a test composes: a quarter of the time of such a test.
 yaml.SafeLoader = yaml.CSafeLoader
 
-WARM = Path(__file__).with_name("warm_python.py")
+TESTS = Path(__file__).parent
+WARM = TESTS / "warm_python.py"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -37,7 +38,7 @@ class Owner:
     """A process that owns the packed base of a model and lends it (modules/lender.py)."""
 
     def __init__(self, model: Path, job: str) -> None:
-        command = [sys.executable, str(Path(__file__).parent / "modules" / "lender.py"), str(model), job]
+        command = [sys.executable, str(TESTS / "modules" / "lender.py"), str(model), job]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout.readline() == "lending\n"
 
@@ -171,6 +172,25 @@ def warm_python() -> Iterator[WarmPython]:
     python = WarmPython()
     yield python
     python.kill()
+
+
+@pytest.fixture(scope="session")
+def fresh_process(warm_python) -> Callable[..., subprocess.CompletedProcess]:
+    """Runs Python on verl's CPU platform in a process of its own: verl resolves its platform once a process.
+
+    Called with the interpreter's arguments; `fails` tells whether the exit code must differ from 0, `ranks` how many
+    processes there are.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS / "bench"), os.environ.get("PYTHONPATH", "")])
+    settings = {"VERL_PLATFORM": "cpu", "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+    def run(*args: str, fails: bool = False, ranks: int = 1, **env: str) -> subprocess.CompletedProcess:
+        result = warm_python(*args, env=inherited | {"PYTHONPATH": path} | settings | env, ranks=ranks)
+        assert (result.returncode != 0) == fails, f"{result.stdout[-4000:]}\n{result.stderr[-8000:]}"
+        return result
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """Real checkpoints of verl's FSDP2 engine, for what reads them."""
 
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,7 +11,6 @@ from qerl_testing import random_decoder, random_qwen3_moe
 
 from verl_qerl.checkpoints.record import file_mark, read_record
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("train_checkpoint.py")
 CASES = (
     "ours-bf16-full",
@@ -83,17 +81,12 @@ def models(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def trained(models, warm_python, tmp_path_factory) -> Callable[[str], Trained]:
+def trained(models, fresh_process, tmp_path_factory) -> Callable[[str], Trained]:
     """Case of train_checkpoint.py -> its checkpoint, sharded over two ranks (tests/e2e exports a single rank's)."""
     pytest.importorskip("verl")
     out = tmp_path_factory.mktemp("checkpoints")
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "bench"), os.environ.get("PYTHONPATH", "")])
-    settings = {"VERL_PLATFORM": "cpu", "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    settings["CUDA_VISIBLE_DEVICES"] = ""  # the GPU tests compare with the same checkpoints
-    env = inherited | {"PYTHONPATH": path} | settings
-    done = warm_python(str(SCRIPT), str(models), str(out), *CASES, env=env, ranks=2)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
+    # Without a GPU: the tests that need one compare with the same checkpoints.
+    fresh_process(str(SCRIPT), str(models), str(out), *CASES, ranks=2, CUDA_VISIBLE_DEVICES="")
 
     def get(case: str) -> Trained:
         found = torch.load(out / f"{case}.pt")
