@@ -249,8 +249,8 @@ def random_adapter(random_qwen2, tmp_path) -> Callable[[int], Path]:
     return lambda seed: save_adapter(tmp_path / f"adapter-{seed}", random_qwen2, "all-linear", 16, seed)
 
 
-@pytest.fixture
-def run_script(tmp_path, warm_python) -> Callable[..., object]:
+@pytest.fixture(scope="session")
+def run_script(tmp_path_factory, warm_python) -> Callable[..., object]:
     """Run source code with arguments in a process of its own; what it prints after `RESULT `, decoded.
 
     It may import modules of this folder, and qerl_testing.
@@ -263,7 +263,7 @@ def run_script(tmp_path, warm_python) -> Callable[..., object]:
         env |= {"PYTHONPATH": path} if plugins is None else {"PYTHONPATH": path, "VLLM_PLUGINS": plugins}
         if not torch.cuda.is_available():
             env["TORCH_COMPILE_DISABLE"] = "1"  # vLLM's sampler, for up to eight seconds of a core
-        script = tmp_path / "script.py"
+        script = tmp_path_factory.mktemp("script") / "script.py"
         script.write_text(source)
         done = warm_python(str(script), *arguments, env=env)
         lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]

@@ -1,8 +1,6 @@
 """Every path of an engine on a GPU: batches of every size, adapters coming and going, against transformers."""
 
-import json
-import subprocess
-import sys
+import functools
 
 import pytest
 import torch
@@ -107,28 +105,10 @@ def error(found: list[float], expected: torch.Tensor) -> float:
 
 
 @pytest.fixture(scope="module")
-def ask(models, tmp_path_factory):
+def ask(models, run_script):
     """Options -> what an engine with them says; engines run once."""
-    folder, _ = models
-    script = tmp_path_factory.mktemp("script") / "script.py"
-    script.write_text(SCRIPT)
-    said: dict[str, dict] = {}
-
-    def get(options: str) -> dict:
-        if options not in said:
-            command = [
-                sys.executable,
-                str(script),
-                *(str(folder / name) for name in ("bf16", "first", "second")),
-                options,
-            ]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-            lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-            assert lines, done.stdout[-2000:] + done.stderr[-4000:]
-            said[options] = json.loads(lines[0].removeprefix("RESULT "))
-        return said[options]
-
-    return get
+    folders = [str(models[0] / name) for name in ("bf16", "first", "second")]
+    return functools.cache(lambda options: run_script(SCRIPT, *folders, options))
 
 
 @pytest.mark.parametrize("adapter", ["base", "first", "second"])
