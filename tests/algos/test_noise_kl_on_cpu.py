@@ -6,11 +6,11 @@ import torch
 from verl_qerl.algos.noise_kl import SIGMA_BOUNDS, noise_kl, search_sigma
 
 
-def policies(vocabulary: int = 50) -> list[torch.Tensor]:
+def policies() -> list[torch.Tensor]:
     """Three distributions, [V] log-probs each: one that samples, one with noise, one without."""
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(vocabulary, generator=generator, dtype=torch.float64)
-    moved = [logits + 0.3 * torch.randn(vocabulary, generator=generator, dtype=torch.float64) for _ in range(3)]
+    logits = torch.randn(50, generator=generator, dtype=torch.float64)
+    moved = [logits + 0.3 * torch.randn(50, generator=generator, dtype=torch.float64) for _ in range(3)]
     return [one.log_softmax(0) for one in moved]
 
 

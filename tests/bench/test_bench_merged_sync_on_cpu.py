@@ -11,16 +11,14 @@ import torch
 
 pytest.importorskip("verl")
 
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from qerl_testing import random_qwen2
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 BENCH = Path(__file__).with_name("bench_merged_sync.py")
 
 
 def test_both_ways_make_the_same_tensors_and_are_measured_in_turn(tmp_path):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
-    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=128, num_hidden_layers=2, **sizes)).bfloat16()
+    model = random_qwen2(vocab_size=128, hidden_size=64, intermediate_size=96)
     model.save_pretrained(tmp_path / "model")
     out = tmp_path / "merged_sync.json"
     command = [sys.executable, BENCH, "--model", tmp_path / "model", "--out", out, "--syncs", "2"]

@@ -11,19 +11,16 @@ import torch
 
 pytest.importorskip("verl")
 
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from qerl_testing import random_qwen2
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 BENCH = Path(__file__).with_name("bench_update.py")
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = Qwen2Config(vocab_size=128, num_hidden_layers=2, **SIZES)
-    Qwen2ForCausalLM(config).bfloat16().save_pretrained(folder)
+    random_qwen2(vocab_size=128, hidden_size=64, intermediate_size=96).save_pretrained(folder)
     return folder
 
 

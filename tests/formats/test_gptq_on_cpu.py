@@ -8,9 +8,9 @@ from verl_qerl.formats.gptq import DAMPING, InputMoments, calibrate, output_erro
 from verl_qerl.formats.reference import dequantize, relative_error
 
 
-def correlated(tokens: int, K: int, seed: int = 0) -> torch.Tensor:
+def correlated(tokens: int, K: int) -> torch.Tensor:
     """[tokens, K] inputs as models have them: some columns far larger than others, none independent of the rest."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     mixed = torch.randn(tokens, K, generator=generator) @ torch.randn(K, K, generator=generator)
     return (mixed * torch.rand(K, generator=generator).mul(3).square()).bfloat16()
 

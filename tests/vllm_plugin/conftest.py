@@ -15,7 +15,6 @@ from verl_qerl.formats import NVFP4
 from verl_qerl.formats.reference import dequantize
 
 VOCABULARY = 512
-FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}
 
 
 @pytest.fixture(scope="session")
@@ -53,36 +52,15 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def save_model(folder: Path, family: str) -> None:
-    import transformers
-
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 512, "eos_token_id": VOCABULARY - 2}
     if family == "qwen3_moe":
-        sizes = {"vocab_size": VOCABULARY, "num_hidden_layers": 3, "max_position_embeddings": 512}
-        qerl_testing.random_qwen3_moe(**sizes, eos_token_id=VOCABULARY - 2).save_pretrained(folder)
-        save_tokenizer(folder)
-        return
-    family, _, tied = family.partition("-")
-    torch.manual_seed(0)
-    # Mistral's default window is older than its models, and vLLM's attention on CPUs with AMX cannot do it.
-    more = {"sliding_window": None} if family == "mistral" else {}
-    config = getattr(transformers, f"{FAMILIES[family]}Config")(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        max_position_embeddings=512,
-        tie_word_embeddings=bool(tied),
-        bos_token_id=None,
-        eos_token_id=VOCABULARY - 2,
-        **more,
-    )
-    model = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")(config).bfloat16()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(3)  # so that log-probs are far from uniform
+        model = qerl_testing.random_qwen3_moe(num_hidden_layers=3, **sizes)
+    else:
+        family, _, tied = family.partition("-")
+        sizes |= {"head_dim": 64, "bos_token_id": None, "tie_word_embeddings": bool(tied)}
+        if family == "mistral":
+            sizes["sliding_window"] = None  # the default is older, and vLLM's attention on CPUs with AMX has none
+        model = qerl_testing.random_decoder(family, gain=3, **sizes)
     model.save_pretrained(folder)
     save_tokenizer(folder)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from qerl_testing import quantize_group
+from qerl_testing import quantize_group, random_decoder
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -21,27 +21,16 @@ from verl_qerl.formats.reference import dequantize
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
 
-FAMILIES = ("Qwen2", "Qwen3", "Llama", "Mistral")
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
 NUM_LINEARS = 2 * 7
 
 
-def make_model(path: Path, family: str = "Qwen2", tied: bool = False, shard: str = "300KB") -> Path:
+def make_model(path: Path, family: str = "qwen2", tied: bool = False) -> Path:
     """A bf16 model of two layers and random weights, in several shards, with a tokenizer file."""
-    sizes = {
-        "vocab_size": 256,
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": tied,
-    }
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**sizes)
-    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-    model.save_pretrained(path, max_shard_size=shard)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    others = {"vocab_size": 256, "intermediate_size": 384, "max_position_embeddings": 64}
+    model = random_decoder(family, tie_word_embeddings=tied, **heads, **others)
+    model.save_pretrained(path, max_shard_size="300KB")
     (path / "tokenizer.json").write_text("{}")
     (path / "pytorch_model.bin").write_bytes(b"weights of another format")
     return path
@@ -65,7 +54,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int16)
 
 
-@pytest.mark.parametrize(("family", "tied"), [*[(family, False) for family in FAMILIES], ("Qwen2", True)], ids=str)
+@pytest.mark.parametrize(("family", "tied"), [*[(family, False) for family in FAMILIES], ("qwen2", True)], ids=str)
 def test_compressed_tensors_decompresses_to_our_values_bit_for_bit(tmp_path: Path, family: str, tied: bool) -> None:
     from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
     from compressed_tensors.quantization import QuantizationScheme

@@ -10,14 +10,14 @@ pytestmark = pytest.mark.gpu
 VOCABULARY = 152064
 
 
-def random_batch(rows: int, vocabulary: int = VOCABULARY) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def random_batch(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits in rows that go on behind the vocabulary, temperatures, uniform numbers."""
     generator = torch.Generator("cuda").manual_seed(rows)
-    logits = 4 * torch.randn((rows, vocabulary + 64), generator=generator, device="cuda")
+    logits = 4 * torch.randn((rows, VOCABULARY + 64), generator=generator, device="cuda")
     logits[:, ::11] = -torch.inf
     temperature = torch.linspace(0.6, 1.4, rows, device="cuda")
     uniform = torch.rand((rows, 2), generator=generator, device="cuda")
-    return logits.bfloat16()[:, :vocabulary], temperature, uniform
+    return logits.bfloat16()[:, :VOCABULARY], temperature, uniform
 
 
 @pytest.mark.parametrize("rows", [1, 8, 256, 700])

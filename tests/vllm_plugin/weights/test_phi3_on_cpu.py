@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from qerl_testing import draw_adapter
+from qerl_testing import draw_adapter, random_decoder
 from safetensors.torch import load_file
 
 pytest.importorskip("vllm")
@@ -20,29 +20,10 @@ LINEARS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 @pytest.fixture(scope="module")
 def phi3(tmp_path_factory):
     """(directory of a bf16 model, directory of an adapter of it, the actor's log-probs with and without)."""
-    import transformers
-
     folder = tmp_path_factory.mktemp("phi3")
-    torch.manual_seed(0)
-    config = transformers.Phi3Config(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        original_max_position_embeddings=512,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=510,
-        pad_token_id=511,
-    )
-    model = transformers.Phi3ForCausalLM(config).bfloat16().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(3)  # so that log-probs are far from uniform
+    sizes = {"vocab_size": 512, "max_position_embeddings": 512, "original_max_position_embeddings": 512}
+    special = {"bos_token_id": None, "eos_token_id": 510, "pad_token_id": 511}
+    model = random_decoder("phi3", gain=3, **sizes, **special)
     model.save_pretrained(folder / "bf16")
     for name, item in packed_stream(open_source(folder / "bf16")):
         if not isinstance(item, torch.Tensor):
