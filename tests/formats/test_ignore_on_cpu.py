@@ -42,6 +42,7 @@ def test_a_rule_that_is_no_regular_expression_is_refused() -> None:
         ("layers.0.mlp.up_proj.weight", (64, 32), True),
         ("model.layers.0.self_attn.q_proj.bias", (64,), False),
         ("model.layers.0.input_layernorm.weight", (32,), False),
+        ("model.layers.0.self_attn.q_norm.weight", (4, 32), False),  # Cohere's
         ("model.layers.0.self_attn.q_proj.weight_scale", (64, 2), False),
         ("model.embed_tokens.weight", (256, 32), False),
         ("lm_head.weight", (256, 32), False),

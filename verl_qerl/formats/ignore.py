@@ -64,6 +64,9 @@ def is_packed_module(module: str, ignore: Iterable[str]) -> bool:
 
 
 def is_linear_weight(name: str, shape: Sequence[int], ignore: Iterable[str]) -> bool:
-    """Whether the tensor `name` is the weight of a linear that is packed: a matrix, so no norm and no bias."""
+    """Whether the tensor `name` is the weight of a linear that is packed: a matrix, so no norm and no bias.
+
+    Cohere's norms of heads, `q_norm` and `k_norm`, have matrices too.
+    """
     module, _, kind = name.rpartition(".")
-    return kind == "weight" and len(shape) == 2 and is_packed_module(module, ignore)
+    return kind == "weight" and len(shape) == 2 and not module.endswith("norm") and is_packed_module(module, ignore)
