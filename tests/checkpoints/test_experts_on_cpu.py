@@ -113,6 +113,21 @@ def test_another_family(changed):
     expect(folder, r"^experts of this family are not supported: model_type=deepseek_v3, .* Accepted are qwen3_moe and")
 
 
+def test_another_family_whose_experts_have_another_name(changed):
+    def change(tensors, config):
+        config.update(model_type="granitemoe", num_local_experts=4)
+        for name in [name for name in tensors if ".experts." in name]:
+            tensors.pop(name)
+        tensors["model.layers.1.block_sparse_moe.input_linear.weight"] = torch.zeros(4, 192, 128)
+        tensors["model.layers.1.block_sparse_moe.router.layer.weight"] = torch.zeros(4, 128)
+
+    folder = changed(change)
+    expect(folder, r"^experts of this family are not supported: model_type=granitemoe, by config\.json of .*")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_experts": 1, "num_local_experts": 0}))
+    assert packed(open_source(folder))  # as dense models of such a family say it
+
+
 def shared(tensors, config):
     tensors["model.layers.1.mlp.shared_expert.up_proj.weight"] = torch.zeros(32, 128)
 

@@ -17,6 +17,7 @@ LINEARS = ("gate_proj", "up_proj", "down_proj")
 # The linears that carry adapters in a mixture of experts.
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
 _EXPERT = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)")
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what families call it in config.json
 _OF_EXPERTS = re.compile(r"\.(experts|shared_experts?)\b")
 
 
@@ -29,17 +30,18 @@ def check_experts(where: str, config: Mapping, names: Iterable[str]) -> None:
     """Require experts that are read here, every one of them.
 
     Raises:
-        CheckpointFormatError: A tensor belongs to experts of another kind, or an expert lacks a linear.
+        CheckpointFormatError: config.json or a tensor tells of experts of another kind, or an expert lacks a linear.
     """
     names = [name for name in names if _OF_EXPERTS.search(name)]
-    if not names:
-        return
     family = config.get("model_type")
-    if family not in FAMILIES:
+    if family not in FAMILIES and (names or states_experts(config)):
+        first = f"first {min(names)!r}" if names else "by config.json"
         raise CheckpointFormatError(
-            f"experts of this family are not supported: model_type={family}, first {min(names)!r} of {where}."
+            f"experts of this family are not supported: model_type={family}, {first} of {where}."
             f" Accepted are {', '.join(FAMILIES)} and models without experts. Use one of them."
         )
+    if not names:
+        return
     found: dict[str, set[tuple[int, str]]] = defaultdict(set)
     for layer, expert, linear in linears_of_experts(where, names):
         found[layer].add((expert, linear))
@@ -58,6 +60,11 @@ def check_experts(where: str, config: Mapping, names: Iterable[str]) -> None:
                 f" {where}, first difference 'experts.{e}.{linear}'. All of {count} experts are needed."
                 " Check that config.json belongs to these weights, or download the model again."
             )
+
+
+def states_experts(config: Mapping[str, Any]) -> bool:
+    """Whether config.json is of a mixture, whatever its tensors are called; dense models may have one expert."""
+    return any(isinstance(count, int) and count > 1 for count in map(config.get, _COUNTS))
 
 
 def number_of_experts(config: Mapping[str, Any]) -> Any:
