@@ -81,6 +81,12 @@ def test_names_are_those_of_a_checkpoint(mixture, tmp_path):
         assert ModelShape.from_config(model.config.to_dict()).modules() == expected
 
 
+def test_a_fused_linear_carries_one_adapter():
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
+    config = {"model_type": "phi3", "num_attention_heads": 4, "num_key_value_heads": 2, **sizes}
+    assert ModelShape.from_config(config).adapted_features == 2 * (128 + 64 + 64 + 64 + 192 + 64 + 64 + 96)
+
+
 def test_what_rules_leave_in_bf16():
     shape = ModelShape.from_config(CONFIG_7B)
     mlp, o, q = 3 * 18944 * 3584, 3584 * 3584, 3584 * 3584

@@ -4,10 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl_qerl.checkpoints.experts import FAMILIES, LINEARS, number_of_experts
+from verl_qerl.checkpoints.experts import FAMILIES, LINEARS, number_of_experts, states_experts
 from verl_qerl.checkpoints.model_config import senses
 
-_OTHERS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 # The linears of a layer, in the order of ModelShape.linears; a fused one of Phi-3 stands in the place of each part.
 LAYER_LINEARS = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}" for name in LINEARS))
@@ -68,7 +67,7 @@ class ModelShape:
                 f"no plan for this model: its config.json has no size as {', '.join(wrong)}. Whole numbers above 0 are"
                 " accepted. Check the file."
             )
-        if not sparse and any(config.get(name) for name in _OTHERS):
+        if not sparse and states_experts(config):
             raise ValueError(
                 f"no plan for this model: it is a mixture of experts with model_type={family}. Dense decoders and"
                 f" {', '.join(FAMILIES)} are accepted. Use one of them."
@@ -141,8 +140,7 @@ class ModelShape:
         """Name in a checkpoint -> (out_features, in_features) of every matrix but the head, routers and experts too."""
         found = {"model.embed_tokens": (self.vocabulary, self.hidden)}
         for layer in range(self.layers):
-            for name, (N, K) in zip(self.names(layer), self.linears, strict=False):
-                found[name] = (found.get(name, (0, K))[0] + N, K)
+            found |= _by_name(self.names(layer), self.linears)
         h, i = self.hidden, self.expert_intermediate
         for mlp in (f"model.layers.{layer}.mlp" for layer in self.sparse):
             found[f"{mlp}.gate"] = (self.experts, h)
@@ -156,14 +154,15 @@ class ModelShape:
         return self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
-    def adapted(self) -> tuple[tuple[int, int], ...]:
-        """(out_features, in_features) of the linears of a layer that may carry an adapter, ordered as `linears`."""
-        return self.attention if self.experts else self.linears
+    def adapted(self) -> dict[str, tuple[int, int]]:
+        """Name in a layer -> (out_features, in_features) of the linears that may carry an adapter."""
+        names = _FUSED_LINEARS if self.fused else LAYER_LINEARS
+        return _by_name(names, self.attention if self.experts else self.linears)
 
     @property
     def adapted_features(self) -> int:
         """Inputs and outputs of all linears that carry an adapter: with experts, those of the attention."""
-        return self.layers * sum(N + K for N, K in self.adapted)
+        return self.layers * sum(N + K for N, K in self.adapted.values())
 
     @property
     def decoded_weights(self) -> int:
@@ -192,6 +191,14 @@ class ModelShape:
         dense = attention + 4 * 2 * self.intermediate
         sparse = attention + self.experts_per_token * (4 * 2 * self.expert_intermediate + 2 * 2 * h)
         return [dense] * (self.layers - len(self.sparse)) + [sparse] * len(self.sparse)
+
+
+def _by_name(names: Iterable[str], sizes: Iterable[tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """Name -> (out_features, in_features), of a fused linear all outputs; of as many as both have."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, (N, K) in zip(names, sizes, strict=False):
+        found[name] = (found.get(name, (0, K))[0] + N, K)
+    return found
 
 
 def _sizes_of_experts(config: Mapping[str, Any]) -> dict[str, Any]:

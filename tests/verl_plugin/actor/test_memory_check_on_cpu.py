@@ -116,6 +116,12 @@ def test_adapters_are_counted_where_they_are_put(engine, targets, excluded, feat
     assert settings_of(engine, RUN, SHAPE).adapted_features == features
 
 
+def test_an_adapter_on_a_fused_linear_is_counted_once(engine):
+    engine.model_config.target_modules, engine.model_config.exclude_modules = ["qkv_proj"], None
+    shape = replace(SHAPE, fused=True)
+    assert settings_of(engine, RUN, shape).adapted_features == 64 * (HIDDEN + Q + 2 * KV)
+
+
 def test_an_adapter_that_is_read_brings_its_own_rank_and_targets(engine, tmp_path):
     LoraConfig(r=4, target_modules=["o_proj"]).save_pretrained(tmp_path)
     engine.model_config.lora_adapter_path = str(tmp_path)

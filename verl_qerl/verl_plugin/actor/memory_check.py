@@ -15,7 +15,7 @@ from verl_qerl.checkpoints.stream import left_out
 from verl_qerl.formats import get_format
 from verl_qerl.modules.placement.shards import sharding_group
 from verl_qerl.planning.memory_plan import GIB, Settings, check, plan, table
-from verl_qerl.planning.model_shape import LAYER_LINEARS, ModelShape
+from verl_qerl.planning.model_shape import ModelShape
 from verl_qerl.verl_plugin.config.nodes import plain
 
 logger = logging.getLogger(__name__)
@@ -92,10 +92,9 @@ def _adapted_features(adapter: Any, shape: ModelShape) -> int:
     adapter = replace(adapter, target_modules=".*") if every else adapter
     if not adapter.target_modules:
         return 0  # PEFT's choice for the family
-    sizes = dict(zip(LAYER_LINEARS, shape.adapted, strict=False))
     return sum(
         N + K
         for layer in range(shape.layers)
-        for name, (N, K) in sizes.items()
+        for name, (N, K) in shape.adapted.items()
         if check_target_module_exists(adapter, f"model.layers.{layer}.{name}")
     )
