@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -65,6 +66,12 @@ def check_free_space(folder: Path, wanted: int) -> None:
             f"the disk is too full: free={free / 1e9:.1f} GB. The output takes {wanted / 1e9:.1f} GB. "
             "Free some space or choose another --out."
         )
+
+
+def in_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of the same model computing in bf16."""
+    name = "torch_dtype" if "torch_dtype" in config else "dtype"  # transformers 4 and 5
+    return {**config, name: "bfloat16"}
 
 
 def pick_device(wanted: str) -> str:

@@ -65,6 +65,18 @@ def test_compressed_tensors_decompresses_to_our_values_bit_for_bit(outputs, name
         assert torch.equal(theirs, dequantize(weight, theirs.dtype)), module
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "int8"])
+def test_transformers_runs_what_is_made_of_float16_as_config_json_says(tmp_path, name):
+    random_qwen2(0, 3).half().save_pretrained(tmp_path / "half")
+    quantize_checkpoint(tmp_path / "half", tmp_path / "out", form=name, device="cpu")
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("half", "out"))
+    assert torch.equal(after["model.norm.weight"], before["model.norm.weight"])
+    assert after["model.norm.weight"].dtype == torch.float16
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model(torch.arange(8)[None]).logits.isfinite().all()
+    assert model.dtype == (torch.float16 if name == "int8" else torch.bfloat16)
+
+
 @pytest.mark.parametrize("name", SIBLINGS)
 def test_the_report_states_format_errors_sizes_and_digests(outputs, model, name):
     folder, report = outputs[name]

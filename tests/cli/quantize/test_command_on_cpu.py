@@ -235,7 +235,7 @@ def _damage(model: Path, kind: str) -> None:
         ("NaN", "1 NaN or infinite values"),
         ("infinite norm", "norm.weight' holds NaN or infinite values"),
         ("in_features", "is not a multiple of 16"),
-        ("no head", "the head is missing"),
+        ("no head", "A head of this name, or true for a model"),
         ("sees", "no model of text alone"),
     ],
 )

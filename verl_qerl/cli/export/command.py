@@ -161,8 +161,7 @@ class _Export:
         with ShardedWriter(self.folder, specs, self.max_shard_bytes) as writer:
             digests = model_dir.store(writer, items, layout)
         model_dir.copy_other_files(self.base.source.path, self.folder)
-        dtype = "torch_dtype" if "torch_dtype" in config else "dtype"  # transformers 4 and 5
-        write_json(self.folder / "config.json", config | {dtype: "bfloat16"})
+        write_json(self.folder / "config.json", model_dir.in_bf16(config))
         return digests
 
     def _write_quantized(self) -> dict[str, dict[str, Any]]:

@@ -111,7 +111,10 @@ def quantize_checkpoint(
             **written,
         }
         model_dir.copy_other_files(source.path, folder)
-        write_json(folder / "config.json", source.config | {"quantization_config": chosen.config(rules)})
+        config = source.config | {"quantization_config": chosen.config(rules)}
+        if not chosen.quantizes_activations:  # transformers decodes these to bf16, whatever the norms are in
+            config = model_dir.in_bf16(config)
+        write_json(folder / "config.json", config)
         write_json(folder / model_dir.QUANTIZATION_REPORT, report)
     return report
 
@@ -152,7 +155,8 @@ def _check_kind(source: Source) -> None:
     if str(classes[0]).endswith("ForCausalLM") and "lm_head.weight" not in source.specs and not is_tied(source.config):
         raise CheckpointFormatError(
             f"the head is missing: {source.path} has no lm_head.weight, and tie_word_embeddings of its config.json is"
-            " false. A head, or true for a model that uses its embeddings as one, is accepted. Download it again."
+            " false. A head of this name, or true for a model that uses its embeddings as one, is accepted. Download it"
+            " again; families whose head has another name are not quantized."
         )
 
 
