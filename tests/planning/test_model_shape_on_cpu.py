@@ -81,6 +81,12 @@ def test_names_are_those_of_a_checkpoint(mixture, tmp_path):
         assert ModelShape.from_config(model.config.to_dict()).modules() == expected
 
 
+@pytest.mark.parametrize("family", ["starcoder2", "gpt_neox", "phi"])
+def test_an_mlp_without_a_gate_is_not_counted_as_one_with(family):
+    with pytest.raises(ValueError, match=f"^no plan for this model: the MLP of model_type={family} has no gate"):
+        ModelShape.from_config(CONFIG_7B | {"model_type": family})
+
+
 def test_a_fused_linear_carries_one_adapter():
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
     config = {"model_type": "phi3", "num_attention_heads": 4, "num_key_value_heads": 2, **sizes}

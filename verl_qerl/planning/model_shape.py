@@ -7,6 +7,8 @@ from typing import Any
 from verl_qerl.checkpoints.experts import FAMILIES, LINEARS, number_of_experts, states_experts
 from verl_qerl.checkpoints.model_config import senses
 
+# Families of transformers whose MLP is two linears, with names of their own.
+_WITHOUT_GATE = ("apertus", "arcee", "gpt_neox", "nemotron", "persimmon", "phi", "starcoder2")
 _EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 # The linears of a layer, in the order of ModelShape.linears; a fused one of Phi-3 stands in the place of each part.
 LAYER_LINEARS = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}" for name in LINEARS))
@@ -45,8 +47,8 @@ class ModelShape:
         """Read config.json; where it leaves `tie_word_embeddings` out, they are two tensors.
 
         Raises:
-            ValueError: It is no model of text alone, a size is missing or no number, or the experts are of a family
-                that is not supported.
+            ValueError: It is no model of text alone, a size is missing or no number, the experts are of a family that
+                is not supported, or the MLP has no gate.
         """
         parts = senses(config)
         if parts:
@@ -56,6 +58,11 @@ class ModelShape:
             )
         names = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "num_attention_heads")
         family = config.get("model_type")
+        if family in _WITHOUT_GATE:
+            raise ValueError(
+                f"no plan for this model: the MLP of model_type={family} has no gate, and gate, up and down are what is"
+                " counted. Other dense decoders are accepted. Use one of them; a run needs no plan."
+            )
         sparse = family in FAMILIES
         if sparse:
             config = {**config, "num_experts": number_of_experts(config)}
