@@ -68,6 +68,15 @@ def check_free_space(folder: Path, wanted: int) -> None:
         )
 
 
+def check_finite(name: str, tensor: torch.Tensor) -> None:
+    """Refuse with a ValueError a norm, embedding or the like that would make answers NaN."""
+    is_weight = name.endswith((".weight", ".bias")) and tensor.is_floating_point() and tensor.element_size() > 1
+    if is_weight and tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):  # no copy of the tensor
+        raise ValueError(
+            f"{name!r} holds NaN or infinite values. Finite weights are accepted. Download the model again."
+        )
+
+
 def in_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
     """config.json of the same model computing in bf16."""
     name = "torch_dtype" if "torch_dtype" in config else "dtype"  # transformers 4 and 5

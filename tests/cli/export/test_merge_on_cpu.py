@@ -6,6 +6,7 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import packed_stream
@@ -116,6 +117,21 @@ def test_what_diverged_is_not_merged(trained, value):
     others = dict(checkpoint.others) | {"model.norm.weight": torch.full((128,), value)}
     with pytest.raises(CheckpointFormatError, match=r"^the checkpoint holds NaN or infinite values: 'model.norm"):
         list(merge_of(replace(checkpoint, others=others)).tensors())
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
+def test_a_damaged_base_is_not_merged(trained, models, tmp_path, name):
+    checkpoint, damaged = (
+        open_checkpoint(trained("stock-bf16-full").actor),
+        shutil.copytree(models / "bf16", tmp_path / "b"),
+    )
+    shard = damaged / open_source(damaged).files[name]
+    tensors = load_file(shard)
+    tensors[name].view(-1)[3] = torch.nan
+    save_file(tensors, shard)
+    others = {other: tensor for other, tensor in checkpoint.others.items() if other != name}
+    with pytest.raises(ValueError, match=f"^'{name}' holds NaN or infinite values"):
+        list(merge_of(replace(checkpoint, others=others), str(damaged)).tensors())
 
 
 def test_what_was_trained_besides_the_adapter_is_taken_and_named(trained):

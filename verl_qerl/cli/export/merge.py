@@ -15,7 +15,7 @@ from verl_qerl.checkpoints.stream import check_format, packed_names, packed_stre
 from verl_qerl.cli.dense_model import is_tied
 from verl_qerl.cli.export.adapter import Adapter
 from verl_qerl.cli.export.fsdp_checkpoint import Checkpoint
-from verl_qerl.cli.model_dir import QUANTIZATION_REPORT
+from verl_qerl.cli.model_dir import QUANTIZATION_REPORT, check_finite
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import DEFAULT_FORMAT, PackedWeight, get_format
 from verl_qerl.formats.ignore import DEFAULT_IGNORE, is_packed_module, is_router
@@ -161,6 +161,7 @@ class Merge:
 
         Raises:
             CheckpointFormatError: The base is not the one that the checkpoint was trained on.
+            ValueError: A tensor of the base is not finite.
         """
         for name, _, merged in self._walk():
             yield name, merged
@@ -191,7 +192,9 @@ class Merge:
             module = name.removesuffix(".weight")
             if module in self.checkpoint.norms:
                 weight = self._shifted(module, weight)
-            yield name, weight.to(torch.bfloat16), self._merge(module, weight)
+            rounded = weight.to(torch.bfloat16)
+            check_finite(name, rounded)
+            yield name, rounded, self._merge(module, weight)
         if self.base.record:
             self._check_digests(sorted(self.base.record.digests))  # all have come
 

@@ -190,22 +190,13 @@ def _fill(writer: ShardedWriter, num_bytes: int, pack: Pack) -> dict[str, dict[s
         def items() -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
             for name, item in pack(observe=observe):
                 if isinstance(item, torch.Tensor):
-                    _check_finite(name, item)
+                    model_dir.check_finite(name, item)
                     bar.update(item.nbytes)
                 yield name, item
 
         for module, digest in model_dir.store(writer, items()).items():
             layers[module]["digest"] = digest
     return dict(sorted(layers.items()))
-
-
-def _check_finite(name: str, tensor: torch.Tensor) -> None:
-    """Refuse with a ValueError a norm, embedding or the like that would make answers NaN."""
-    is_weight = name.endswith((".weight", ".bias")) and tensor.is_floating_point() and tensor.element_size() > 1
-    if is_weight and tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):  # no copy of the tensor
-        raise ValueError(
-            f"{name!r} holds NaN or infinite values. Finite weights are accepted. Download the model again."
-        )
 
 
 def _layer(weight: torch.Tensor, packed: PackedWeight) -> dict[str, Any]:
