@@ -254,6 +254,8 @@ def test_where_results_must_not_depend_on_the_batch_vllms_own_paths_stay(monkeyp
     worker.load_model()
     assert not taken
     assert "LoRA, the sampler and attention stay vLLM's: VLLM_BATCH_INVARIANT=1" in caplog.text
+    with pytest.raises(ValueError, match=r"^noise does not go together with VLLM_BATCH_INVARIANT=1: "):
+        prepare_model(worker, Config({"verl_qerl": {"aqn": {"enabled": True}}}))
 
 
 @pytest.mark.parametrize("option", [{"enable_dbo": True}, {"ubatch_size": 2}], ids=str)

@@ -410,6 +410,11 @@ RULES: tuple[Rule, ...] = (
             _NO_NOISE,
         ),
         (_ONE_ENGINE, f"{_NO_ANSWERS} when noise is set", _NO_NOISE),
+        (
+            _no(f"{ROLLOUT}.full_determinism"),
+            "vLLM's norms take weights in bf16 alone there, and noise keeps them in float32",
+            _NO_NOISE,
+        ),
     ),
     Rule(
         OWN_DRAWS,
