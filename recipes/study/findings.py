@@ -246,11 +246,15 @@ def _of_repeats(every: dict[str, list[Any]]) -> dict[str, Any]:
     }
 
 
+def _run_in(every: dict[str, list[Any]], file: str) -> dict[str, Any]:
+    """The run of a file that has one."""
+    (found,) = (run for runs in every.values() for run in runs if run["session"]["file"] == file)
+    return found
+
+
 def _of_syncs(every: dict[str, list[Any]]) -> dict[str, Any]:
     """KL(rollout, actor) in one run after syncs of ours and of verl's in turn; the two seeds that were made anew."""
-    turns, verls = (
-        run for name in (IN_TURN, VERLS) for runs in every.values() for run in runs if run["session"]["file"] == name
-    )
+    turns, verls = (_run_in(every, file) for file in (IN_TURN, VERLS))
     kl, way = (series(turns, name)[10:50] for name in (KL, "sync/ours"))
     ours, theirs = kl[way == 1], kl[way == 0]
     found = difference(ours, theirs)
@@ -269,8 +273,7 @@ def _of_syncs(every: dict[str, list[Any]]) -> dict[str, Any]:
 
 def _of_all_weights(every: dict[str, list[Any]]) -> dict[str, Any]:
     """Runs that train all weights: seconds of steps in which they had a GPU to themselves."""
-    made = {run["session"]["file"]: run for runs in every.values() for run in runs}
-    runs = {arm: [made[file] for file in files] for arm, files in ALONE.items()}
+    runs = {arm: [_run_in(every, file) for file in files] for arm, files in ALONE.items()}
 
     def seconds(name: str) -> float:
         part, arm = name.split("/")

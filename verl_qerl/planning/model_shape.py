@@ -11,7 +11,7 @@ from verl_qerl.checkpoints.model_config import senses
 _WITHOUT_GATE = ("apertus", "arcee", "gpt_neox", "nemotron", "persimmon", "phi", "starcoder2")
 _EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 # The linears of a layer, in the order of ModelShape.linears; a fused one of Phi-3 stands in the place of each part.
-LAYER_LINEARS = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}" for name in LINEARS))
+_LINEARS = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}" for name in LINEARS))
 _FUSED_LINEARS = (*["self_attn.qkv_proj"] * 3, "self_attn.o_proj", *["mlp.gate_up_proj"] * 2, "mlp.down_proj")
 
 
@@ -124,10 +124,13 @@ class ModelShape:
         sparse = self.attention_weights + self.gate_up_weights + downs
         return (self.layers - len(self.sparse)) * self.layer_weights + len(self.sparse) * sparse
 
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return _FUSED_LINEARS if self.fused else _LINEARS
+
     def names(self, layer: int) -> list[str]:
         """Linears of a layer as a checkpoint names them, ordered as `linears`; with experts those of the attention."""
-        names = _FUSED_LINEARS if self.fused else LAYER_LINEARS
-        return [f"model.layers.{layer}.{name}" for name in names[: 4 if layer in self.sparse else None]]
+        return [f"model.layers.{layer}.{name}" for name in self._names[: 4 if layer in self.sparse else None]]
 
     def left_in_bf16(self, ignore: Iterable[str]) -> list[int]:
         """For each layer the weights of its linears that rules of `ignore` leave in bf16; experts are always packed."""
@@ -163,8 +166,7 @@ class ModelShape:
     @property
     def adapted(self) -> dict[str, tuple[int, int]]:
         """Name in a layer -> (out_features, in_features) of the linears that may carry an adapter."""
-        names = _FUSED_LINEARS if self.fused else LAYER_LINEARS
-        return _by_name(names, self.attention if self.experts else self.linears)
+        return _by_name(self._names, self.attention if self.experts else self.linears)
 
     @property
     def adapted_features(self) -> int:

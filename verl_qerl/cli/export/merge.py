@@ -192,9 +192,9 @@ class Merge:
             module = name.removesuffix(".weight")
             if module in self.checkpoint.norms:
                 weight = self._shifted(module, weight)
-            rounded = weight.to(torch.bfloat16)
+            rounded = weight.to(torch.bfloat16)  # once: of a run of all weights everything is float32
             check_finite(name, rounded)
-            yield name, rounded, self._merge(module, weight)
+            yield name, rounded, self._merge(module, weight) if module in self.adapter.factors else rounded
         if self.base.record:
             self._check_digests(sorted(self.base.record.digests))  # all have come
 
