@@ -129,6 +129,10 @@ def _of_runs(runs: Runs, arms: ByArm, measures: dict[str, Measure]) -> dict[str,
         arm, seed = name.split("/")
         return arms[arm][int(seed)]
 
+    def of_seed(name: str) -> float:
+        measure, _, of = name.partition("/")
+        return MEASURES[measure][1](one(of), len(one(of)["metrics"]["step"]))
+
     return {
         "runs": len(runs),
         "on": By(tasks.count),
@@ -136,9 +140,9 @@ def _of_runs(runs: Runs, arms: ByArm, measures: dict[str, Measure]) -> dict[str,
         "seeds": By(lambda arm: sum(run["state"] == "done" for run in arms[arm].values())),
         "compared": len(compared),
         "compared_of": By(compared.count),
-        "end_of_seed": By(lambda name: final_pass1(one(name))),
+        "of_seed": By(of_seed),
         "tokens_of_seed": By(lambda name: series(one(name), "response_length/mean")[-10:].mean()),
-        "reward_of_seed": By(lambda name: MEASURES["area"][1](one(name), CUT)),
+        "boxed_of_seed": By(lambda name: last_validation(one(name))["form"]),
         "quiet": QUIET,
         "step_of_seed": By(lambda name: np.nanmedian(series(one(name), "timing_s/step"))),
     }
@@ -146,7 +150,8 @@ def _of_runs(runs: Runs, arms: ByArm, measures: dict[str, Measure]) -> dict[str,
 
 def _of_boxes(runs: Runs, arms: ByArm) -> dict[str, Any]:
     """Answers to the test questions without a box, and the difference where all runs had the reward rule of 65594f1."""
-    tested = [run for run in runs.values() if run["task"] == "gsm8k" and run["validation"]]
+    kept = [run for run in runs.values() if run["task"] == "gsm8k" and run["tag"] in ("", *EARLIER)]
+    tested = [run for run in kept if run["validation"]]
     counted = [run for run in tested if "boxed_right" in last_validation(run)]  # since that rule
     ends = [(final_pass1(run), last_validation(run)) for run in counted]
     share = sum(end - found["form"] * found["boxed_right"] for end, found in ends) / sum(1 - f["form"] for _, f in ends)

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import paired
 import results
-from claims import CLAIMS, EARLIER, MARGIN, NOT_BY_THESE_RUNS
+from arms import ARMS, FULL
+from claims import CLAIMS, EARLIER, LORA, MARGIN, NOT_BY_THESE_RUNS
 from findings import PAGES, figures_of, filled
 from measures import (
     ENDS,
@@ -111,6 +112,17 @@ def best_and_worst(arms: ByArm) -> list[str]:
     return shown if len(named) >= 6 else []
 
 
+def pictures(arms: ByArm) -> dict[str, ByArm]:
+    """What is drawn together: arms with LoRA, and those that train all weights beside bf16's LoRA."""
+    drawn = {
+        arm: seeds for arm, seeds in arms.items() if arm.partition(".")[2] not in EARLIER
+    }  # they would hide others
+    full = {arm: seeds for arm, seeds in drawn.items() if FULL[0] in ARMS[arm.partition(".")[0]]}
+    lora = {arm: seeds for arm, seeds in drawn.items() if arm not in full}
+    beside = {arm: lora[arm] for arm in lora if arm == LORA}
+    return {kind: shown for kind, shown in (("lora", lora), ("all_weights", full and full | beside)) if shown}
+
+
 def draw(arms: ByArm, out: Path) -> None:
     """Means of moving averages over the seeds, in a band from the smallest to the largest."""
     import matplotlib
@@ -162,10 +174,10 @@ def section(runs: Runs, folder: Path) -> list[str]:
             ]
         if not arms:
             continue
-        # Curves of earlier packages would hide others.
-        draw({arm: arms[arm] for arm in arms if arm.partition(".")[2] not in EARLIER}, folder / f"{task}.png")
         lines += [*table_of_arms(arms), "", *table_of_claims(arms), "", *best_and_worst(arms)]
-        lines += [f"![curves of {task}]({folder.name}/{task}.png)", ""]
+        for kind, shown in pictures(arms).items():
+            draw(shown, folder / f"{task}_{kind}.png")
+            lines += [f"![curves of {task}, {kind}]({folder.name}/{task}_{kind}.png)", ""]
     files = sorted({run["session"]["file"] for run in runs.values()})
     if files:
         lines += ["### What these runs do not measure", "", "| who | claim | |", "|---" * 3 + "|"]

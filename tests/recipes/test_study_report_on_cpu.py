@@ -139,9 +139,9 @@ def test_the_page_has_the_tables_of_all_files_and_the_pictures_are_there(report,
     assert "Best by pass@1: nvfp4-gsm8k-seed0 1.000 (a.json)" in text
     assert f"Worst: {LORA}-gsm8k-seed0 0.250 (b.json)" in text
     assert "Files: [a.json](results/a.json), [b.json](results/b.json), [c.json](results/c.json)." in text
-    for task in ("gsm8k", "math"):
-        assert (folder / f"{task}.png").read_bytes().startswith(b"\x89PNG")
-        assert f"(results/{task}.png)" in text
+    for picture in ("gsm8k_lora.png", "math_lora.png"):
+        assert (folder / picture).read_bytes().startswith(b"\x89PNG")
+        assert f"(results/{picture})" in text
 
 
 def test_runs_of_one_name_with_other_options_are_refused(report, tmp_path):
@@ -201,13 +201,14 @@ def test_runs_without_a_step_are_named(report, tmp_path):
     assert f"steps: {run['name']}." in report.section({run["name"]: run}, tmp_path)[2]
 
 
-def test_runs_of_an_earlier_package_have_no_curves(report, tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(report, "draw", lambda arms, out: drawn.extend(arms))
-    told = {"session": {"file": "a.json"}}
-    runs = {tag: made_up("nvfp4", 1, 0, 0) | told | {"tag": tag} for tag in ("", "rounded", "lr8e-5")}
-    report.section(runs, tmp_path)
-    assert drawn == ["nvfp4", "nvfp4.lr8e-5"]
+def test_what_is_drawn_together(report):
+    names = ("nvfp4", "nvfp4.rounded", "nvfp4.lr8e-5", LORA, "int8", "int8.lr3e-6")
+    shown = report.pictures({name: {} for name in names})
+    assert {kind: list(arms) for kind, arms in shown.items()} == {
+        "lora": ["nvfp4", "nvfp4.lr8e-5", LORA],  # those of an earlier package would hide others
+        "all_weights": ["int8", "int8.lr3e-6", LORA],
+    }
+    assert list(report.pictures({LORA: {}})) == ["lora"]
 
 
 def test_what_is_not_measured_is_named(report):
