@@ -48,11 +48,18 @@ def final_pass1(run: dict[str, Any], steps: int = 0) -> float:
     return found[0] if found and run["state"] == "done" else np.nan
 
 
+def final_pass4(run: dict[str, Any]) -> float:
+    """pass@4 of a whole run with four answers to each test question, NaN of another."""
+    found = accuracy(run)
+    return found[2] if found and run["state"] == "done" and last_validation(run)["samples"] == 4 else np.nan
+
+
 # Name -> what it is, and its value of a run whose first so many steps are looked at.
 MEASURES: dict[str, tuple[str, Callable[[dict[str, Any], int], float]]] = {
     "area": ("mean reward of all steps", lambda run, n: mean(series(run, REWARD)[:n])),
     "end": (f"reward, last {ENDS} steps", lambda run, n: mean(series(run, REWARD)[max(0, n - ENDS) : n])),
     "pass1": ("pass@1 on the test set", final_pass1),
+    "pass4": ("pass@4 on the test set", lambda run, _: final_pass4(run)),
     "early": (f"mean reward of steps 1 to {ENDS}", lambda run, _: mean(series(run, REWARD)[:ENDS])),
     "gain": ("reward of steps 2 and 3 less that of step 1", lambda run, _: gained(run)),
     "late": (f"mean reward after step {ENDS}", lambda run, n: mean(series(run, REWARD)[ENDS:n])),

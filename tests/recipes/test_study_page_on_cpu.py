@@ -253,6 +253,17 @@ def test_the_kl_of_stock_lora_rises_and_comes_down(arms, study):
     assert ours.max() < 1.1 * ours[0]
 
 
+def test_pass_at_four(figures, arms, study):
+    pass1, pass4 = figures["pass1"], figures["pass4"]
+    assert pass4.difference("nvfp4 - bf16_merge").high < 0
+    for pair in ("nvfp4 - bf16_merge", "nvfp4_aqn - bf16_merge", "nvfp4_gptq - bf16_merge"):  # "smaller"
+        assert pass1.difference(pair).mean < pass4.difference(pair).mean < 0
+    for pair in ("int8_lora - bf16_merge", "fp8_lora - bf16_merge", "nvfp4_aqn - nvfp4"):
+        assert pass4.difference(pair).low < 0 < pass4.difference(pair).high
+    whole = [run for seeds in arms.values() for run in seeds.values() if run["state"] == "done"]
+    assert {study("measures").last_validation(run)["samples"] for run in whole} == {4}
+
+
 def test_learning_rates(figures, arms, study):
     tokens, of_seed = figures["tokens_of_seed"], figures["of_seed"]
     assert tokens["nvfp4.lr8e-5/1"] < 0.9 * tokens["nvfp4/1"]
