@@ -71,8 +71,8 @@ def test_weights_are_those_that_transformers_has(mixture):
 
 
 def test_names_are_those_of_a_checkpoint(mixture, tmp_path):
-    phi3 = random_decoder("phi3", pad_token_id=0)
-    for model in (mixture, phi3):
+    fused = [random_decoder(family, pad_token_id=0) for family in ("phi3", "glm", "glm4")]
+    for model in (mixture, *fused):
         folder = tmp_path / model.config.model_type
         model.save_pretrained(folder)
         specs = open_source(folder).specs
@@ -89,8 +89,10 @@ def test_an_mlp_without_a_gate_is_not_counted_as_one_with(family):
 
 def test_a_fused_linear_carries_one_adapter():
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
-    config = {"model_type": "phi3", "num_attention_heads": 4, "num_key_value_heads": 2, **sizes}
-    assert ModelShape.from_config(config).adapted_features == 2 * (128 + 64 + 64 + 64 + 192 + 64 + 64 + 96)
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, **sizes}
+    mlp = 192 + 64 + 64 + 96
+    for family, attention in (("phi3", 128 + 64 + 64 + 64), ("glm", 64 + 64 + 2 * (32 + 64) + 64 + 64)):
+        assert ModelShape.from_config(config | {"model_type": family}).adapted_features == 2 * (attention + mlp)
 
 
 def test_what_rules_leave_in_bf16():

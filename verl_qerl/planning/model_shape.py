@@ -10,9 +10,12 @@ from verl_qerl.checkpoints.model_config import senses
 # Families of transformers whose MLP is two linears, with names of their own.
 _WITHOUT_GATE = ("apertus", "arcee", "gpt_neox", "nemotron", "persimmon", "phi", "starcoder2")
 _EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-# The linears of a layer, in the order of ModelShape.linears; a fused one of Phi-3 stands in the place of each part.
-_LINEARS = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}" for name in LINEARS))
-_FUSED_LINEARS = (*["self_attn.qkv_proj"] * 3, "self_attn.o_proj", *["mlp.gate_up_proj"] * 2, "mlp.down_proj")
+# The linears of a layer, in the order of ModelShape.linears; a fused one stands in the place of each part.
+_ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkvo")
+_FUSED_MLP = ("mlp.gate_up_proj", "mlp.gate_up_proj", "mlp.down_proj")
+_LINEARS = (*_ATTENTION, *(f"mlp.{name}" for name in LINEARS))
+_FUSED: dict[str, tuple[str, ...]] = {"phi3": (*["self_attn.qkv_proj"] * 3, "self_attn.o_proj", *_FUSED_MLP)}
+_FUSED |= dict.fromkeys(("glm", "glm4"), (*_ATTENTION, *_FUSED_MLP))
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class ModelShape:
         sparse: Which of the layers have experts in the place of gate, up and down.
         experts, experts_per_token: In such a layer, and of them for a token.
         expert_intermediate: Outputs of the gate of one.
-        fused: Whether q, k and v are one linear, and gate and up another.
+        linear_names: Of a layer without experts, ordered as `linears`.
     """
 
     hidden: int
@@ -40,7 +43,7 @@ class ModelShape:
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
-    fused: bool = False
+    linear_names: tuple[str, ...] = _LINEARS
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
@@ -86,7 +89,7 @@ class ModelShape:
             query=heads * size,
             key_value=(config.get("num_key_value_heads") or heads) * size,
             tied=bool(config.get("tie_word_embeddings")),
-            fused=family == "phi3",
+            linear_names=_FUSED.get(str(family), _LINEARS),
             **_sizes_of_experts(config) if sparse else {},
         )
 
@@ -124,13 +127,9 @@ class ModelShape:
         sparse = self.attention_weights + self.gate_up_weights + downs
         return (self.layers - len(self.sparse)) * self.layer_weights + len(self.sparse) * sparse
 
-    @property
-    def _names(self) -> tuple[str, ...]:
-        return _FUSED_LINEARS if self.fused else _LINEARS
-
     def names(self, layer: int) -> list[str]:
         """Linears of a layer as a checkpoint names them, ordered as `linears`; with experts those of the attention."""
-        return [f"model.layers.{layer}.{name}" for name in self._names[: 4 if layer in self.sparse else None]]
+        return [f"model.layers.{layer}.{name}" for name in self.linear_names[: 4 if layer in self.sparse else None]]
 
     def left_in_bf16(self, ignore: Iterable[str]) -> list[int]:
         """For each layer the weights of its linears that rules of `ignore` leave in bf16; experts are always packed."""
@@ -166,7 +165,7 @@ class ModelShape:
     @property
     def adapted(self) -> dict[str, tuple[int, int]]:
         """Name in a layer -> (out_features, in_features) of the linears that may carry an adapter."""
-        return _by_name(self._names, self.attention if self.experts else self.linears)
+        return _by_name(self.linear_names, self.attention if self.experts else self.linears)
 
     @property
     def adapted_features(self) -> int:

@@ -118,7 +118,7 @@ def test_adapters_are_counted_where_they_are_put(engine, targets, excluded, feat
 
 def test_an_adapter_on_a_fused_linear_is_counted_once(engine):
     engine.model_config.target_modules, engine.model_config.exclude_modules = ["qkv_proj"], None
-    shape = replace(SHAPE, fused=True)
+    shape = ModelShape.from_config(CONFIG | {"model_type": "phi3"})
     assert settings_of(engine, RUN, shape).adapted_features == 64 * (HIDDEN + Q + 2 * KV)
 
 
