@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,7 +113,7 @@ def _read_headers(path: Path) -> tuple[dict[str, str], dict[str, TensorSpec]]:
 
 
 def _check_layers(path: Path, config: Mapping, names: Iterable[str]) -> None:
-    found = {int(match[1]) for match in map(_OF_LAYER.match, names) if match}
+    found = weights_of_layers(names)
     count = config.get("num_hidden_layers")
     lost = next((i for i in range(count) if i not in found), None) if found and isinstance(count, int) else None
     if lost is not None:
@@ -120,6 +121,16 @@ def _check_layers(path: Path, config: Mapping, names: Iterable[str]) -> None:
             f"{path} holds no layer {lost}, and its config.json says num_hidden_layers={count}. Every layer, from 0 on,"
             " must be there. Download the model again, or check that config.json belongs to these weights."
         )
+
+
+def weights_of_layers(names: Iterable[str]) -> dict[int, set[str]]:
+    """Layer -> names in it of modules with a weight."""
+    found: dict[int, set[str]] = defaultdict(set)
+    for name in names:
+        if match := _OF_LAYER.match(name):
+            module, weight, _ = name[match.end() :].rpartition(".weight")
+            found[int(match[1])] |= {module} if weight else set()
+    return found
 
 
 def _without_weights(path: Path) -> CheckpointFormatError:

@@ -221,6 +221,11 @@ def _damage(model: Path, kind: str) -> None:
             tensors[name][5] = torch.inf
         elif kind == "NaN":
             tensors[name][3, 5] = torch.nan
+        elif kind == "lost weight":
+            del tensors[name]
+            index = json.loads((model / INDEX).read_text())
+            del index["weight_map"][name]
+            (model / INDEX).write_text(json.dumps(index))
         else:
             tensors[name] = tensors[name][:, :-4].contiguous()
         save_file(tensors, shard, metadata={"format": "pt"})
@@ -231,6 +236,7 @@ def _damage(model: Path, kind: str) -> None:
     [
         ("missing shard", "a shard is missing"),
         ("cut shard", "a shard cannot be read"),
+        ("lost weight", "Every layer of a qwen2 model must have the same parts"),
         ("already quantized", "quantized already"),
         ("NaN", "1 NaN or infinite values"),
         ("infinite norm", "norm.weight' holds NaN or infinite values"),

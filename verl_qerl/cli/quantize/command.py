@@ -21,14 +21,14 @@ from verl_qerl.checkpoints.dense_source import dense_source, left_dense
 from verl_qerl.checkpoints.digest import model_digest
 from verl_qerl.checkpoints.model_config import senses
 from verl_qerl.checkpoints.record import write_json
-from verl_qerl.checkpoints.source import Source, open_source
+from verl_qerl.checkpoints.source import Source, open_source, weights_of_layers
 from verl_qerl.checkpoints.stream import check_held, packed_names, packed_stream
 from verl_qerl.checkpoints.writer import ShardedWriter, quantized_specs
 from verl_qerl.cli import model_dir
 from verl_qerl.cli.dense_model import is_tied
 from verl_qerl.cli.output_dir import new_directory
 from verl_qerl.cli.quantize.arguments import SAMPLES, TOKENS
-from verl_qerl.cli.quantize.calibration import Calibration, calibrated_stream, check_calibrated
+from verl_qerl.cli.quantize.calibration import FAMILIES, Calibration, calibrated_stream, check_calibrated
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import PackedWeight, WeightFormat, get_format
 from verl_qerl.formats.ignore import DEFAULT_IGNORE, ROUTER, is_router
@@ -137,6 +137,7 @@ def _open(
             "Use this directory as it is, name the original model, or add --requantize."
         )
     _check_kind(source)
+    _check_layers(source)
     check_held(source, form)
     if any(is_router(name.rpartition(".")[0]) for name in source.files):
         rules = (*rules, ROUTER)
@@ -157,6 +158,17 @@ def _check_kind(source: Source) -> None:
             f"the head is missing: {source.path} has no lm_head.weight, and tie_word_embeddings of its config.json is"
             " false. A head of this name, or true for a model that uses its embeddings as one, is accepted. Download it"
             " again; families whose head has another name are not quantized."
+        )
+
+
+def _check_layers(source: Source) -> None:
+    """Refuse a layer that lacks a weight which another has, of families whose layers are known to be alike."""
+    family, found = source.config.get("model_type"), weights_of_layers(source.specs)
+    lacking = min(((i, name) for i in found for name in set().union(*found.values()) - found[i]), default=None)
+    if family in FAMILIES and lacking is not None:
+        raise CheckpointFormatError(
+            f"{source.path} holds no {lacking[1]!r} of layer {lacking[0]}, and other layers have one. Every layer of a"
+            f" {family} model must have the same parts. Download the model again."
         )
 
 
