@@ -28,9 +28,9 @@ def dense(dtype=torch.bfloat16):
     return tensors
 
 
-def write(folder, tensors, quantization=None):
+def write(folder, tensors, quantization=None, family="qwen2"):
     folder.mkdir(exist_ok=True)
-    config = {"model_type": "qwen2"} | ({"quantization_config": quantization} if quantization else {})
+    config = {"model_type": family} | ({"quantization_config": quantization} if quantization else {})
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return open_source(folder)
@@ -196,6 +196,21 @@ def test_experts_are_held_by_nvfp4_alone(tmp_path):
     check_held(source, NVFP4())
     with pytest.raises(CheckpointFormatError, match=r"experts is packed in another format: int8, .* Accepted is nvfp4"):
         check_held(source, get_format("int8"))
+
+
+@pytest.mark.parametrize(
+    ("family", "held", "told"),
+    [("mamba", [], "other"), ("gpt_neox", SIBLINGS, "fp8, int8, mxfp4, other"), ("mamba2", NAMES, "")],
+)
+def test_a_family_that_vllm_does_not_load_in_a_format_is_refused(tmp_path, family, held, told):
+    source = write(tmp_path, dense(), family=family)
+    for name in NAMES:
+        if name in held:
+            check_held(source, get_format(name))
+            continue
+        sentence = rf"^vLLM does not load this family in {name}: model_type={family} of .* Accepted are {told} families"
+        with pytest.raises(CheckpointFormatError, match=sentence):
+            check_held(source, get_format(name))
 
 
 def test_a_shard_that_may_not_be_read_is_not_told_as_missing(tmp_path, monkeypatch):

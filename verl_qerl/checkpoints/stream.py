@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 
 Observe = Callable[[str, torch.Tensor, PackedWeight], None]
 
+# The formats in which vLLM loads a family, where these are not all: it quantizes no linear of Mamba's, and reorders the
+# weights of GPT-NeoX's attention as it reads them, which fails at NVFP4's global scale.
+_LOADED = {"falcon_mamba": (), "gpt_neox": ("fp8", "int8", "mxfp4"), "mamba": ()}
+
 
 def packed_stream(
     source: Source,
@@ -150,14 +154,20 @@ def check_held(source: Source, form: WeightFormat) -> None:
     """Require a checkpoint that this format can be made of, or that is in it.
 
     Raises:
-        CheckpointFormatError: It is in another format, in this one with other arguments or other modules, or holds
-            experts, and the format does not.
+        CheckpointFormatError: It is in another format, in this one with other arguments or other modules, holds
+            experts, and the format does not, or is of a family that vLLM does not load in this format.
         ValueError: It is in this format, and experts are left out.
     """
     check_format(source.path, source.format, form.name)
     if source.format is not None:
         check_arguments(str(source.path), source.config, form)
         _check_modules(source, form)
+    family = str(source.config.get("model_type"))
+    if form.name not in (loaded := _LOADED.get(family, (form.name,))):
+        raise CheckpointFormatError(
+            f"vLLM does not load this family in {form.name}: model_type={family} of {source.path}. Accepted are"
+            f" {', '.join((*loaded, 'other families'))}. Use one of them."
+        )
     experts = sorted(name for name in source.files if is_expert(name.rpartition(".")[0]))
     if experts and not form.holds_experts:
         raise CheckpointFormatError(
