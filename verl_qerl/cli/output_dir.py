@@ -85,6 +85,31 @@ def scratch_directory(folder: Path, name: str) -> Iterator[Path]:
 
 
 @contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Keep a directory, which is made if it is absent, for this process as long as the block lasts.
+
+    Raises:
+        FileExistsError: Another process has it.
+    """
+    if not folder.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise FileExistsError(
+                f"another process writes into out={folder}. One at a time is accepted. Wait for its end, or choose"
+                " another directory."
+            ) from error
+        except OSError:  # this file system has no locks
+            pass
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
 def full_disk_named(path: Path) -> Iterator[None]:
     """Give an error of a full disk, or of a quota, the path that it lacks where a file was open already."""
     try:

@@ -110,6 +110,17 @@ def test_it_goes_on_where_it_was_stopped(run, source, capsys):
     assert "temperature was 0.6 and is now 0.5" in capsys.readouterr().err
 
 
+def test_two_that_write_into_one_directory_are_refused(run, source, capsys):
+    def meanwhile(question, sample):
+        with pytest.raises(SystemExit):
+            run(right)
+        return right(question, sample)
+
+    assert len(run(meanwhile).asked) == 4
+    assert f"another process writes into out={source / 'out'}. One at a time is accepted" in capsys.readouterr().err
+    assert [line.index for line in read_lines(source / "out", "gsm8k")] == [0, 1, 2, 3]
+
+
 @pytest.fixture
 def trained(models, source, monkeypatch):
     """The arguments and the file of weights of a model, and of a run's checkpoint, which a double evaluates."""

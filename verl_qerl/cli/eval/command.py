@@ -18,6 +18,7 @@ from verl_qerl.cli.eval.records import Answered, append, check_questions, open_r
 from verl_qerl.cli.eval.report import report
 from verl_qerl.cli.eval.served import ADAPTER, served
 from verl_qerl.cli.export.fsdp_checkpoint import shards_folder
+from verl_qerl.cli.output_dir import claimed
 from verl_qerl.cli.prompts import load_tokenizer, token_ids
 from verl_qerl.vllm_plugin.offline import EngineOptions
 
@@ -40,13 +41,14 @@ def run(args: argparse.Namespace) -> int:
     questions = {task: _questions(task, args.source) for task in args.tasks}
     if args.checkpoint:  # a run that goes on may save its next step meanwhile
         args.checkpoint = shards_folder(args.checkpoint)
-    open_records(args.out, settings(args))
-    missing = _unanswered(args.out, questions, args.limit)
-    if missing:
-        with served(args.model, args.adapter, args.checkpoint, args.format, args.out) as found:
-            asked = encode(found.model, missing, args.prompt)
-            answer(_options(found, args, asked), devices, asked, args)
-    return report(args.out, args.tasks)
+    with claimed(args.out):
+        open_records(args.out, settings(args))
+        missing = _unanswered(args.out, questions, args.limit)
+        if missing:
+            with served(args.model, args.adapter, args.checkpoint, args.format, args.out) as found:
+                asked = encode(found.model, missing, args.prompt)
+                answer(_options(found, args, asked), devices, asked, args)
+        return report(args.out, args.tasks)
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
