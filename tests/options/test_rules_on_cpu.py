@@ -21,6 +21,7 @@ RUNS = (
     {"aqn.enabled": True, "aqn.draw": "sequence"},
     {"uaq.enabled": True},
     {rules.LOSS_MODE: "acr"},
+    {"algorithm.adv_estimator": "grpo_passk"},
     {"distillation.enabled": True, "distillation.distillation_loss.loss_mode": "forward_kl_topk"},
     *({f"qerl.gate.{name}": 1} for name in ("max_initial_kl", "max_kl", "mismatch_sample")),
     {"trainer.device": "cpu", rules.LORA_RANK: 8, f"{rules.ROLLOUT}.name": "vllm"},
@@ -55,6 +56,16 @@ def test_every_rule_can_refuse_and_says_why():
 def test_options_of_the_kernels_are_no_silent_words_beside_another_engine():
     with pytest.raises(ValueError, match=r"rollout\.name=sglang does not go together with \+qerl\.rollout=\{'lora': "):
         rules.check({"qerl.rollout": {"lora": "stock"}, f"{rules.ROLLOUT}.name": "sglang"}.get)
+
+
+def test_pass_at_k_needs_two_answers():
+    one = {"algorithm.adv_estimator": "grpo_passk", f"{rules.ROLLOUT}.n": 1}
+    with pytest.raises(
+        ValueError, match=r"rollout\.n=1 does not go together with algorithm\.adv_estimator=grpo_passk: "
+    ):
+        rules.check(one.get)
+    for more in ({f"{rules.ROLLOUT}.n": 2}, {"algorithm.adv_estimator": "grpo"}):
+        rules.check((one | more).get)
 
 
 @pytest.mark.parametrize("alpha", [0, -16, "16", True])

@@ -203,6 +203,12 @@ def _top_k(run: Run) -> str | None:
     return f"a distillation by {mode}" if run("distillation.enabled") and mode == "forward_kl_topk" else None
 
 
+def _chosen(name: str, value: str) -> When:
+    """The runs in which an option has a value."""
+    told = f"{name}={value}"
+    return When(f"`{told.rpartition('.')[2]}`", lambda run: told if run(name) == value else None)
+
+
 def _option(name: str, label: str = "") -> When:
     """The runs in which an option is on."""
 
@@ -226,7 +232,7 @@ KERNELS = _option("qerl.rollout", "`+qerl.rollout.*`")
 SHARE, AQN, UAQ = (_option(name) for name in ("qerl.base.share", "aqn.enabled", "uaq.enabled"))
 OWN_DRAWS = When("`+aqn.draw` of `sequence` or `token`", _own_draws)
 ROUNDING = When("`+uaq.scale` that is no power of two", _rounding_scale)
-ACR = When("`loss_mode=acr`", lambda run: f"{LOSS_MODE}=acr" if run(LOSS_MODE) == "acr" else None)
+ACR, PASS_K = _chosen(LOSS_MODE, "acr"), _chosen("algorithm.adv_estimator", "grpo_passk")
 TOP_K = When("a distillation by `forward_kl_topk`", _top_k)
 NO_ACR = When(
     "another `loss_mode` than acr", lambda run: None if run(LOSS_MODE) == "acr" else f"{LOSS_MODE}={run(LOSS_MODE)}"
@@ -467,6 +473,12 @@ RULES: tuple[Rule, ...] = (
             f"Set {ACTOR}.clip_ratio_c=3.",
         ),
         (_no("distillation.enabled"), "the distillation loss gets no log-probs of the rollout", _LEAVE),
+    ),
+    Rule(
+        PASS_K,
+        Need(f"{ROLLOUT}.n", lambda v: v != 1, "2 or more"),
+        "it compares the best answer to a question with the second best",
+        "Set it, or another estimator.",
     ),
     *(Rule(when, need, _COMPARES, _ONE) for when in (INITIAL, LATER) for need in (*COMPARED, *WHOLE)),
     Rule(LATER, _MODES, "other modes make several updates between two weight syncs", _LEAVE),
