@@ -49,3 +49,18 @@ def test_log_probs_of_the_rollout_too(validate):
     named = f"{ROLLOUT}.log_prob_max_token_len_per_gpu=100"
     with pytest.raises(ValueError, match=rf"^{re.escape(named)} does not go together with {ROLLOUT}\.log_prob_use_dyn"):
         validate(*OURS, f"{ROLLOUT}.log_prob_use_dynamic_bsz=True", named)
+
+
+@pytest.mark.parametrize(("size", "ranks", "divides"), [(3, 1, False), (4, 1, True), (4, 4, False), (2, 4, True)])
+def test_a_micro_batch_divides_a_mini_batch(validate, size, ranks, divides):
+    """As verl's workers assert; each rank has its part of the 4 x 2 answers."""
+    sizes = ("data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=4", f"{ROLLOUT}.n=2")
+    sizes += (f"trainer.n_gpus_per_node={ranks}", f"{ACTOR}.ppo_micro_batch_size_per_gpu={size}")
+    if divides:
+        validate(*OURS, *sizes)
+    else:
+        refused = rf"^{ACTOR}\.ppo_micro_batch_size_per_gpu={size} on {ranks} data-parallel ranks .* the 8 answers of a"
+        with pytest.raises(ValueError, match=refused):
+            validate(*OURS, *sizes)
+        validate(*OURS, *sizes, f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=112")
+        validate(*OURS[1:], *sizes)

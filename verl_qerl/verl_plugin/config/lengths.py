@@ -1,7 +1,7 @@
-"""Limits in tokens that the longest sequence of a run goes beyond, which ends it when one comes."""
+"""Sizes of batches that end a run once there are answers: limits in tokens, and parts that do not divide a whole."""
 
 from verl_qerl.algos.options import is_number
-from verl_qerl.options.rules import ACTOR, ROLLOUT, Run, shown
+from verl_qerl.options.rules import ACTOR, ROLLOUT, Run, num_gpus, shown
 from verl_qerl.verl_plugin.config.sequence_parallel import actor_size
 
 # Switches of batches that are counted in tokens, and the most tokens of one on a GPU.
@@ -34,3 +34,17 @@ def check_lengths(run: Run) -> None:
                 " the run at the first that is longer than a micro-batch. Accepted is as many, or more. Raise it, or"
                 " lower data.max_response_length."
             )
+
+
+def check_micro_batches(run: Run) -> None:
+    """Refuse with a ValueError micro-batches, counted in answers, that do not divide a mini-batch of the actor."""
+    size, mini, n = f"{ACTOR}.ppo_micro_batch_size_per_gpu", run(f"{ACTOR}.ppo_mini_batch_size"), run(f"{ROLLOUT}.n")
+    if run(f"{ACTOR}.use_dynamic_bsz") or run(f"{ACTOR}.strategy") not in ("fsdp", "fsdp2"):
+        return  # others share a batch otherwise
+    ranks = num_gpus(run) // (actor_size(run) or 1)
+    if run(size) and mini and n and mini * n % (run(size) * ranks):
+        raise ValueError(
+            f"{size}={run(size)} on {ranks} data-parallel ranks does not divide the {mini * n} answers of a mini-batch:"
+            f" {ACTOR}.ppo_mini_batch_size={mini} times {ROLLOUT}.n={n}. Accepted is a size that divides the answers of"
+            f" each rank. Change one of these, or set {ACTOR}.use_dynamic_bsz=True."
+        )
