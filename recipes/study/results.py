@@ -51,7 +51,8 @@ def every(folders: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
         content = None
         with contextlib.suppress(ValueError):
             content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict) or not {"session", "runs"} <= content.keys():
+        held = [content.get(key) if isinstance(content, dict) else None for key in ("session", "runs")]
+        if not all(isinstance(part, dict) for part in held):
             raise ValueError(f"no result of the study: {path} has no session or runs. {REMEDY}")
         for name, run in content["runs"].items():
             if lacking := sorted(KEYS - run.keys()):

@@ -398,7 +398,9 @@ def test_a_run_that_is_not_whole_is_refused(asked, study, tmp_path):
         study("results").merged([tmp_path / "earlier"])
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", '{"session": {'])
+@pytest.mark.parametrize(
+    "content", ["{}", "[]", '{"session": {', '{"session": {}, "runs": []}', '{"session": null, "runs": {}}']
+)
 def test_another_json_file_is_refused(study, tmp_path, content):
     (tmp_path / "suite.json").write_text(content)
     with pytest.raises(ValueError, match=r"no result of the study: .*suite\.json has no session or runs"):
