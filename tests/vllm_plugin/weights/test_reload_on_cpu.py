@@ -191,6 +191,11 @@ def test_an_error_that_is_kept_lets_go_of_the_bucket(engine, other, caplog):
     assert "in _load\n" in caplog.text  # where it happened is told
 
 
+def test_a_linear_is_looked_at_when_all_of_it_has_come(engine, other):
+    biases_last = sorted(stream_of(other, "int8"), key=lambda item: (item[0] == NAME, item[0].endswith(".bias")))
+    assert sync(engine, biases_last, "int8").num_checked == 8
+
+
 def test_a_name_that_comes_twice_is_an_error(engine, other):
     twice = [*stream_of({"model.norm.weight": other["model.norm.weight"]} | other, "int8")]
     with pytest.raises(ValueError, match=r"sent 'model\.norm\.weight', a second time"):

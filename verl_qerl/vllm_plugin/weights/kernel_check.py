@@ -5,7 +5,7 @@ back the weight. With one number in a row nothing is summed, and dynamic quantiz
 the largest one of the format, so the result is the weight up to rounding.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,35 +51,3 @@ def _shard(linear: Any, members: Sequence[torch.Tensor]) -> torch.Tensor:
         copies = linear.num_kv_head_replicas if isinstance(linear, QKVParallelLinear) and i > 0 else 1
         parts.append(member.chunk(size // copies)[rank // copies])
     return torch.cat(parts)
-
-
-class Expected:
-    """The quantized tensors of linears that are to be looked at, kept until all of one have come.
-
-    Args:
-        members: linear of vLLM -> linears of a checkpoint that it consists of.
-        names: All names of tensors that belong to them, bias included: only then vLLM has processed a linear.
-    """
-
-    def __init__(self, members: Mapping[str, Sequence[str]], names: set[str]) -> None:
-        self._members = dict(members)
-        self._waiting = {
-            linear: {name for name in names if name.rpartition(".")[0] in parts} for linear, parts in members.items()
-        }
-        self._linear_of = {part: linear for linear, parts in members.items() for part in parts}
-        self._tensors: dict[str, dict[str, torch.Tensor]] = {}
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """A tensor that came; it is kept when it belongs to one of the linears."""
-        module, _, kind = name.rpartition(".")
-        linear = self._linear_of.get(module)
-        if linear is not None:
-            self._tensors.setdefault(module, {})[kind] = tensor
-            self._waiting[linear].discard(name)
-
-    def pop_whole(self) -> dict[str, list[dict[str, torch.Tensor]]]:
-        """Linear -> tensors of its members, for those of which all have come; they are forgotten."""
-        whole = [linear for linear, waiting in self._waiting.items() if not waiting]
-        for linear in whole:
-            del self._waiting[linear]
-        return {linear: [self._tensors.pop(part) for part in self._members[linear]] for linear in whole}

@@ -28,7 +28,7 @@ from verl_qerl.checkpoints.manifest import Manifest, checksum, read_checksums
 from verl_qerl.formats import WeightFormat
 from verl_qerl.formats.reference import dequantize
 from verl_qerl.vllm_plugin import hosts
-from verl_qerl.vllm_plugin.weights.kernel_check import Expected, holds
+from verl_qerl.vllm_plugin.weights.kernel_check import holds
 from verl_qerl.vllm_plugin.weights.loader import checkpoint_members, fused_members
 
 logger = logging.getLogger(__name__)
@@ -98,9 +98,12 @@ class InPlaceReload:
             for member in members
             if name.rpartition(".")[0] not in self._tied_heads
         }
-        looked_at = _looked_at(list(self._linears), num_before)
-        members = {name: fused_members(model, name) for name in looked_at}
-        self._expected = Expected(members, set(self._dtypes))
+        # Linear that is still to be looked at -> all that has to come before, bias included: then vLLM processes it.
+        self._looked_at: dict[str, set[str]] = {}
+        for name in _looked_at(list(self._linears), num_before):
+            members = fused_members(model, name)
+            self._looked_at[name] = {one for one in self._dtypes if one.rpartition(".")[0] in members}
+        self._kept: dict[str, torch.Tensor] = {}  # tensors of these linears
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Load a bucket; its memory may be overwritten afterwards."""
@@ -142,7 +145,8 @@ class InPlaceReload:
                 )
             copy = tensor.clone()  # vLLM keeps it until its layer is whole
             self._sums[name] = checksum(copy)
-            self._expected.add(name, copy)
+            if any(name in names for names in self._looked_at.values()):
+                self._kept[name] = copy
             weights.append((name, copy))
         with self._context():
             self._model.load_weights(weights)
@@ -187,8 +191,10 @@ class InPlaceReload:
         return self._manifest
 
     def _check_held(self) -> None:
-        for name, members in self._expected.pop_whole().items():
-            parts = [{part: tensors[part] for part in self._form.parts} for tensors in members]  # without their bias
+        for name in [name for name, wanted in self._looked_at.items() if wanted <= self._kept.keys()]:
+            came = {one: self._kept.pop(one) for one in self._looked_at.pop(name)}
+            members = fused_members(self._model, name)
+            parts = [{part: came[f"{member}.{part}"] for part in self._form.parts} for member in members]
             packed = (self._form.from_tensors(repr(name), one) for one in parts)
             if not holds(self._linears[name], [dequantize(one, torch.float32) for one in packed]):
                 raise ValueError(
