@@ -1,8 +1,8 @@
 """Which linears `python -m verl_qerl tune` measures: those of known models, and of any other by its config.json."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from verl_qerl.checkpoints.model_config import read_config
 from verl_qerl.kernels.rollout.w4a16_launch import MULTIPLE
@@ -11,57 +11,49 @@ from verl_qerl.planning.model_shape import ModelShape
 Shape = tuple[int, int]  # (out_features, in_features) of a fused linear as vLLM holds it
 
 
-class Sizes(NamedTuple):
-    """Sizes of a decoder from config.json; `intermediate` is 0 where all layers have experts."""
+def _linears(config: Mapping[str, Any], ranks: int) -> list[Shape]:
+    """What each rank of a tensor-parallel rollout has: some outputs of qkv and gate_up, some inputs of o and down.
 
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int = 128
+    In vLLM (model_executor/layers/linear.py) ranks share a head of k and v where there are fewer.
 
-    def linears(self, ranks: int) -> list[Shape]:
-        """What each rank of a tensor-parallel rollout has: some outputs of qkv and gate_up, some inputs of o and down.
-
-        In vLLM (model_executor/layers/linear.py) ranks share a head of k and v where there are fewer.
-
-        Raises:
-            ValueError: So many ranks cannot share these.
-        """
-        if (
-            ranks < 1
-            or self.heads % ranks
-            or self.intermediate % ranks
-            or (self.kv_heads % ranks and ranks % self.kv_heads)
-        ):
-            raise ValueError(
-                f"no such rollout: --tensor-parallel {ranks}. A number that divides {self.heads} heads, {self.kv_heads}"
-                f" of keys and {self.intermediate} columns is accepted. Change --tensor-parallel."
-            )
-        heads = self.heads // ranks + 2 * max(1, self.kv_heads // ranks)
-        found = [(heads * self.head_dim, self.hidden), (self.hidden, self.heads // ranks * self.head_dim)]
-        if self.intermediate:
-            columns = self.intermediate // ranks
-            found += [(2 * columns, self.hidden), (self.hidden, columns)]
-        return found
+    Raises:
+        ValueError: So many ranks cannot share the model, or config.json is of none that has a shape.
+    """
+    shape, heads = ModelShape.from_config(config), config["num_attention_heads"]
+    head_size = shape.query // heads
+    of_keys, columns = shape.key_value // head_size, shape.intermediate if len(shape.sparse) < shape.layers else 0
+    if ranks < 1 or heads % ranks or columns % ranks or (of_keys % ranks and ranks % of_keys):
+        raise ValueError(
+            f"no such rollout: --tensor-parallel {ranks}. A number that divides {heads} heads, {of_keys} of keys and"
+            f" {columns} columns is accepted. Change --tensor-parallel."
+        )
+    qkv = head_size * (heads // ranks + 2 * max(1, of_keys // ranks))
+    found = [(qkv, shape.hidden), (shape.hidden, shape.query // ranks)]
+    if columns:
+        found += [(2 * columns // ranks, shape.hidden), (shape.hidden, columns // ranks)]
+    return found
 
 
-_KNOWN = {
-    "qwen2.5-0.5b": Sizes(896, 4864, 14, 2, 64),
-    "qwen2.5-1.5b": Sizes(1536, 8960, 12, 2),
-    "qwen2.5-3b": Sizes(2048, 11008, 16, 2),
-    "qwen2.5-7b": Sizes(3584, 18944, 28, 4),
-    "qwen2.5-14b": Sizes(5120, 13824, 40, 8),
-    "qwen2.5-32b": Sizes(5120, 27648, 40, 8),
-    "qwen3-0.6b": Sizes(1024, 3072, 16, 8),
-    "qwen3-1.7b": Sizes(2048, 6144, 16, 8),
-    "qwen3-4b": Sizes(2560, 9728, 32, 8),
-    "qwen3-8b": Sizes(4096, 12288, 32, 8),
-    "qwen3-14b": Sizes(5120, 17408, 40, 8),
-    "qwen3-32b": Sizes(5120, 25600, 64, 8),
-    "llama-3.1-8b": Sizes(4096, 14336, 32, 8),
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_SIZES_OF = {
+    "qwen2.5-0.5b": (896, 4864, 14, 2, 64),
+    "qwen2.5-1.5b": (1536, 8960, 12, 2, 128),
+    "qwen2.5-3b": (2048, 11008, 16, 2, 128),
+    "qwen2.5-7b": (3584, 18944, 28, 4, 128),
+    "qwen2.5-14b": (5120, 13824, 40, 8, 128),
+    "qwen2.5-32b": (5120, 27648, 40, 8, 128),
+    "qwen3-0.6b": (1024, 3072, 16, 8, 128),
+    "qwen3-1.7b": (2048, 6144, 16, 8, 128),
+    "qwen3-4b": (2560, 9728, 32, 8, 128),
+    "qwen3-8b": (4096, 12288, 32, 8, 128),
+    "qwen3-14b": (5120, 17408, 40, 8, 128),
+    "qwen3-32b": (5120, 25600, 64, 8, 128),
+    "llama-3.1-8b": (4096, 14336, 32, 8, 128),
 }
-MODELS = {name: tuple(sizes.linears(1)) for name, sizes in _KNOWN.items()}
+# Layers and vocabulary are not measured: any number does.
+_ANY = {"num_hidden_layers": 1, "vocab_size": 1}
+_KNOWN = {name: _ANY | dict(zip(_SIZES, sizes, strict=True)) for name, sizes in _SIZES_OF.items()}
+MODELS = {name: tuple(_linears(config, 1)) for name, config in _KNOWN.items()}
 
 
 def shapes_of(models: Iterable[str], ranks: int = 1) -> list[Shape]:
@@ -75,7 +67,7 @@ def shapes_of(models: Iterable[str], ranks: int = 1) -> list[Shape]:
     """
     found: set[Shape] = set()
     for model in models:
-        linears = (_KNOWN[model] if model in _KNOWN else _sizes(Path(model))).linears(ranks)
+        linears = _linears(_KNOWN[model] if model in _KNOWN else _read(Path(model)), ranks)
         taken = {shape for shape in linears if not any(size % MULTIPLE for size in shape)}
         if not taken:
             raise ValueError(
@@ -86,15 +78,11 @@ def shapes_of(models: Iterable[str], ranks: int = 1) -> list[Shape]:
     return sorted(found)
 
 
-def _sizes(path: Path) -> Sizes:
+def _read(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(
             f"nothing to measure: --models {path} is no model. {', '.join(MODELS)} and directories with a config.json"
             " are accepted. Check the name."
         )
-    config = read_config(file)
-    shape, heads = ModelShape.from_config(config), config["num_attention_heads"]
-    dense = len(shape.sparse) < shape.layers
-    head_dim = shape.query // heads
-    return Sizes(shape.hidden, shape.intermediate if dense else 0, heads, shape.key_value // head_dim, head_dim)
+    return read_config(file)
