@@ -3,7 +3,6 @@
 w[n, k] = weight[n, k] * weight_scale[n]        weight_scale[n] = max_k |w[n, k]| / the largest code
 """
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +11,7 @@ import torch
 
 from verl_qerl.formats.base import PackedWeight, WeightFormat, compressed_tensors_config
 from verl_qerl.formats.ignore import DEFAULT_IGNORE
-from verl_qerl.formats.tensor_spec import TensorSpec
+from verl_qerl.formats.tensor_spec import DTYPES, TensorSpec
 
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448.0
 
@@ -41,12 +40,9 @@ class ChannelFormat(WeightFormat):
         amax = rows.abs().amax(dim=1, keepdim=True).float()
         # By a tensor on the device: CUDA turns a division by a number into a product with its reciprocal.
         scale = (amax / amax.new_tensor(self.largest)).clamp(min=torch.finfo(torch.float32).tiny)
-        return self._round(rows.float() / scale), scale
-
-    @staticmethod
-    @abstractmethod
-    def _round(quotients: torch.Tensor) -> torch.Tensor:
-        """Codes [M, K] of float32 quotients, the largest of which is `largest` but for a rounding of float32."""
+        quotients, dtype = rows.float() / scale, DTYPES[self.codes]
+        # FP8 has no infinity: above 464 would be NaN. INT8's ties go to even.
+        return (quotients if dtype.is_floating_point else quotients.round()).to(dtype), scale
 
     def _quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self.quantize_rows(rows)
@@ -66,6 +62,8 @@ class ChannelFormat(WeightFormat):
         weight = PackedWeight(self, (codes, scale.float() if scale.is_floating_point() else scale))
         if not bool((torch.isfinite(scale) & (scale > 0)).all()):
             raise ValueError("its scales are not all positive numbers.")
+        if codes.is_floating_point() and bool((codes.view(torch.uint8) & 0x7F == 0x7F).any()):  # NaN
+            raise ValueError("its codes are not all numbers.")
         return weight
 
     def config(self, ignore: Sequence[str] = DEFAULT_IGNORE) -> dict:
@@ -86,16 +84,6 @@ class FP8(ChannelFormat):
     number: ClassVar[str] = "float"
     largest: ClassVar[float] = E4M3_MAX
 
-    @staticmethod
-    def _round(quotients: torch.Tensor) -> torch.Tensor:
-        return quotients.to(torch.float8_e4m3fn)  # which has no infinity: above 464 would be NaN
-
-    def _read(self, where: str, tensors: tuple[torch.Tensor, ...], layout: str) -> PackedWeight:
-        weight = super()._read(where, tensors, layout)
-        if bool((weight.codes.view(torch.uint8) & 0x7F == 0x7F).any()):  # NaN
-            raise ValueError("its codes are not all numbers.")
-        return weight
-
 
 @dataclass(frozen=True)
 class INT8(ChannelFormat):
@@ -106,7 +94,3 @@ class INT8(ChannelFormat):
     codes: ClassVar[str] = "I8"
     number: ClassVar[str] = "int"
     largest: ClassVar[float] = 127.0  # -128 is left out: the grid is symmetric
-
-    @staticmethod
-    def _round(quotients: torch.Tensor) -> torch.Tensor:
-        return quotients.round().to(torch.int8)  # ties to even
