@@ -12,7 +12,7 @@ from verl_qerl.formats.ignore import is_packed_module
 from verl_qerl.formats.reference import dequantize
 from verl_qerl.modules.convert import packed_linears, packed_weights, replace_experts, replace_linears
 from verl_qerl.modules.format_linear import NVFP4Linear
-from verl_qerl.modules.nvfp4_experts import NVFP4Experts, PackedStack
+from verl_qerl.modules.nvfp4_experts import ExpertLinear, NVFP4Experts, PackedStack
 
 pytest.importorskip("transformers")
 TOKENS = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(3))
@@ -140,10 +140,11 @@ def test_one_byte_of_any_tensor_shows_in_one_digest(source, stack, part):
 def test_a_stack_is_filled_where_its_first_weight_is():
     stack = PackedStack(2, 32, 64, "meta")
     weights = [random_packed_weight(32, 64, seed) for seed in range(2)]
+    places = [ExpertLinear(stack, g) for g in range(2)]
     for g in (1, 0):
-        stack.fill(g, weights[g])
+        places[g].fill(weights[g])
     assert not stack.codes.is_meta
-    assert [weight_digest(stack.packed(g)) for g in range(2)] == [weight_digest(weight) for weight in weights]
+    assert [weight_digest(place.packed()) for place in places] == [weight_digest(weight) for weight in weights]
 
 
 def test_a_size_that_blocks_do_not_divide():

@@ -40,19 +40,6 @@ class PackedStack(nn.Module):
         for name, shape in (("codes", (G, N, K // 2)), ("scale", (G, N, K // BLOCK_SIZE)), ("decode_scale", (G * 4,))):
             self.register_buffer(name, torch.zeros(shape, dtype=torch.uint8, device=device), persistent=False)
 
-    def fill(self, g: int, packed: PackedWeight) -> None:
-        """Copy weight g, of the shape of all; the first one decides their device."""
-        if self.codes.is_meta:
-            self.to_empty(device=packed.codes.device)
-        self.codes[g] = packed.codes
-        self.scale[g] = packed.block_scale.view(torch.uint8)
-        self.decode_scale.view(torch.float32)[g] = packed.global_decode_scale
-
-    def packed(self, g: int) -> PackedWeight:
-        """Weight g over the stack's own storage."""
-        decode_scale = self.decode_scale.view(torch.float32)[g]
-        return nvfp4_weight(self.codes[g], self.scale[g].view(torch.float8_e4m3fn), decode_scale)
-
     def decode(self, dtype: torch.dtype) -> torch.Tensor:
         """All weights, one below the other: [G * N, K] of `dtype`."""
         codes, scale = self.codes.flatten(0, 1), self.scale.flatten(0, 1)
@@ -81,12 +68,19 @@ class ExpertLinear:
         return self.stack.shape[2]
 
     def fill(self, packed: PackedWeight) -> None:
-        """See `PackedLinear.fill`; copies into the stack."""
-        self.stack.fill(self.index, packed)
+        """Copy a packed weight into the stack; the first one decides the device of all."""
+        stack = self.stack
+        if stack.codes.is_meta:
+            stack.to_empty(device=packed.codes.device)
+        stack.codes[self.index] = packed.codes
+        stack.scale[self.index] = packed.block_scale.view(torch.uint8)
+        stack.decode_scale.view(torch.float32)[self.index] = packed.global_decode_scale
 
     def packed(self) -> PackedWeight:
-        """See `PackedLinear.packed`."""
-        return self.stack.packed(self.index)
+        """The weight over the stack's own storage."""
+        stack, g = self.stack, self.index
+        decode_scale = stack.decode_scale.view(torch.float32)[g]
+        return nvfp4_weight(stack.codes[g], stack.scale[g].view(torch.float8_e4m3fn), decode_scale)
 
 
 class NVFP4Experts(nn.Module):
