@@ -1,5 +1,4 @@
 import json
-from functools import partial
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ def test_both_layouts_are_read_back_to_the_same_bits(tmp_path, layout):
     write_tensors(tmp_path / "dense.safetensors", {f"{MODULE}.weight": torch.zeros(32, 64, dtype=torch.bfloat16)})
     (tmp_path / "dense.safetensors").rename(tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    specs = quantized_specs(open_source(tmp_path).specs, [MODULE], partial(DEFAULT_FORMAT.specs, layout=layout))
+    specs = quantized_specs(open_source(tmp_path).specs, [MODULE], DEFAULT_FORMAT, layout)
     (tmp_path / "model.safetensors").unlink()
     with ShardedWriter(tmp_path, specs, 10**9) as writer:
         for name, tensor in named_tensors(MODULE, weight, layout).items():

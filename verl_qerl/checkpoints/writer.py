@@ -6,7 +6,7 @@ not grow with the size of a shard, which it would if each were collected for `sa
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,7 @@ from safetensors.torch import save
 
 from verl_qerl.checkpoints.record import write_json
 from verl_qerl.checkpoints.source import INDEX, SINGLE
-from verl_qerl.formats import DEFAULT_FORMAT
+from verl_qerl.formats import DEFAULT_FORMAT, WeightFormat
 from verl_qerl.formats.tensor_spec import DTYPES, TensorSpec
 
 
@@ -30,13 +30,10 @@ class _Slot:
 def quantized_specs(
     dense: Mapping[str, TensorSpec],
     linears: Iterable[str],
-    of_weight: Callable[[int, int], Mapping[str, TensorSpec]] = DEFAULT_FORMAT.specs,
+    form: WeightFormat = DEFAULT_FORMAT,
+    layout: str = "compressed-tensors",
 ) -> dict[str, TensorSpec]:
-    """What a checkpoint holds once `linears` are packed, in the order of `dense`, what it holds before.
-
-    Args:
-        of_weight: The tensors that a weight [N, K] becomes, as `WeightFormat.specs`.
-    """
+    """What a checkpoint holds once `linears` are packed, in the order of `dense`, what it holds before."""
     packed = set(linears)
     specs: dict[str, TensorSpec] = {}
     for name, spec in dense.items():
@@ -45,7 +42,7 @@ def quantized_specs(
             specs[name] = spec
             continue
         N, K = spec.shape
-        specs |= {f"{module}.{part}": held for part, held in of_weight(N, K).items()}
+        specs |= {f"{module}.{part}": held for part, held in form.specs(N, K, layout).items()}
     return specs
 
 

@@ -6,7 +6,6 @@ The weights pass as a stream; what re-quantization costs is measured on the way.
 import argparse
 import time
 from collections.abc import Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -180,7 +179,7 @@ class _Export:
         """A quantized model in a layout; digests of its packed weights."""
         make = modelopt_config if layout == "modelopt" else self.format.config
         config = self.base.source.config | {"quantization_config": make(self.base.ignore)}
-        specs = quantized_specs(self.base.specs, self.base.linears, partial(self.format.specs, layout=layout))
+        specs = quantized_specs(self.base.specs, self.base.linears, self.format, layout)
         digests = self._write_model(items, specs, config, layout)
         if layout == "modelopt":
             write_json(self.folder / "hf_quant_config.json", modelopt_legacy_config(self.base.ignore))

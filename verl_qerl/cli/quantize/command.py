@@ -92,7 +92,7 @@ def quantize_checkpoint(
     """
     chosen = get_format(form, scale)
     source, rules, stored = _open(model, chosen, ignore, requantize, calibration is not None)
-    specs = quantized_specs(source.specs, packed_names(source, chosen, rules), chosen.specs)
+    specs = quantized_specs(source.specs, packed_names(source, chosen, rules), chosen)
     where = model_dir.pick_device(device)
     texts = calibration.read(source, rules) if calibration else ()
     stream = partial(calibrated_stream, texts=texts) if texts else packed_stream
