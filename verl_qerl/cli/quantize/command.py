@@ -176,9 +176,24 @@ def _write(folder: Path, specs: dict[str, TensorSpec], max_shard_bytes: int, bef
     """Write the tensors of `specs`, from `before` bytes of a model; their part of the report."""
     after = model_dir.total_bytes(specs)
     model_dir.check_free_space(folder, after)
+    layers: dict[str, dict[str, Any]] = {}
+    bar = tqdm(total=before, unit="B", unit_scale=True, desc="quantize")
+
+    def observe(module: str, weight: torch.Tensor, packed: PackedWeight, **outputs: float) -> None:
+        layers[module] = _layer(weight, packed) | outputs
+        bar.update(weight.nbytes)
+
+    def items() -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
+        for name, item in pack(observe=observe):
+            if isinstance(item, torch.Tensor):
+                model_dir.check_finite(name, item)
+                bar.update(item.nbytes)
+            yield name, item
+
     started = time.perf_counter()
-    with ShardedWriter(folder, specs, max_shard_bytes) as writer:
-        layers = _fill(writer, before, pack)
+    with ShardedWriter(folder, specs, max_shard_bytes) as writer, bar:
+        for module, digest in model_dir.store(writer, items()).items():
+            layers[module]["digest"] = digest
     seconds = time.perf_counter() - started
     return {
         "seconds": round(seconds, 3),
@@ -186,29 +201,8 @@ def _write(folder: Path, specs: dict[str, TensorSpec], max_shard_bytes: int, bef
         "bytes_before": before,
         "bytes_after": after,
         "model_digest": model_digest({module: layer["digest"] for module, layer in layers.items()}),
-        "layers": layers,
+        "layers": dict(sorted(layers.items())),
     }
-
-
-def _fill(writer: ShardedWriter, num_bytes: int, pack: Pack) -> dict[str, dict[str, Any]]:
-    """Fill `writer` from `num_bytes` of a model; the report of each layer, in the order of their names."""
-    layers: dict[str, dict[str, Any]] = {}
-    with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="quantize") as bar:
-
-        def observe(module: str, weight: torch.Tensor, packed: PackedWeight, **outputs: float) -> None:
-            layers[module] = _layer(weight, packed) | outputs
-            bar.update(weight.nbytes)
-
-        def items() -> Iterator[tuple[str, PackedWeight | torch.Tensor]]:
-            for name, item in pack(observe=observe):
-                if isinstance(item, torch.Tensor):
-                    model_dir.check_finite(name, item)
-                    bar.update(item.nbytes)
-                yield name, item
-
-        for module, digest in model_dir.store(writer, items()).items():
-            layers[module]["digest"] = digest
-    return dict(sorted(layers.items()))
 
 
 def _layer(weight: torch.Tensor, packed: PackedWeight) -> dict[str, Any]:
