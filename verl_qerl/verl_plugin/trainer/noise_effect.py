@@ -25,7 +25,7 @@ from verl_qerl.algos.noise_kl import Searched, noise_kl, search_sigma
 from verl_qerl.verl_plugin.rollout.engine_scores import Row, UnscoredError, score_answers
 from verl_qerl.verl_plugin.trainer.feature import Feature, Run
 from verl_qerl.verl_plugin.trainer.noise import switch_noise
-from verl_qerl.verl_plugin.trainer.rescoring import evenly
+from verl_qerl.verl_plugin.trainer.rescoring import evenly, read_fields
 
 logger = logging.getLogger(__name__)
 
@@ -158,11 +158,8 @@ class NoiseEffect(Feature):
 
 def _sample_of(batch: Any, max_model_len: int, own_draws: bool) -> _Sample:
     """Answers, or their turns, spread over a batch in the TransferQueue, cut to what the engine is to score."""
-    import transfer_queue as tq  # not on the driver, which asks for options only
-
-    keys = evenly(batch.keys, NUM_ANSWERS)
     names = ["prompts", "responses", "response_mask"]
-    fields = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=names)
+    fields = read_fields(batch, evenly(batch.keys, NUM_ANSWERS), names)
     rows, masks = [], []
     for prompt, response, mask in zip(*(fields[name].unbind(0) for name in names), strict=True):
         room = max(0, min(MAX_TOKENS, max_model_len - 1 - len(prompt)))

@@ -37,12 +37,10 @@ def rescore(run: Run, count: int, wants_noisy: bool = False) -> Rescored:
     Args:
         run: Its rollout has the noise of the step, before and after.
     """
-    import transfer_queue as tq  # not on the driver, which asks for options only
-
     with marked_timer("rescore", run.trainer.timing_raw, color="red"):
         batch = run.sampled
         keys = evenly(batch.keys, count)
-        fields = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["prompts", "responses"])
+        fields = read_fields(batch, keys, ["prompts", "responses"])
         pairs = zip(fields["prompts"].unbind(0), fields["responses"].unbind(0), strict=True)
         rows = [(prompt.tolist(), response.tolist()) for prompt, response in pairs]
         run.clear_engines()
@@ -72,7 +70,6 @@ def score_actor(run: Run, batch: Any, keys: list[str], rounded: bool) -> torch.T
         batch: Its other answers fill up what the actor's ranks share.
         rounded: With the weights of its linears rounded as the rollout's are.
     """
-    import transfer_queue as tq
     from transfer_queue import KVBatchMeta
     from verl.workers.utils.padding import response_from_nested
 
@@ -90,8 +87,7 @@ def score_actor(run: Run, batch: Any, keys: list[str], rounded: bool) -> torch.T
         partition_id=batch.partition_id, keys=filled, tags=[tags[key] for key in filled], extra_info=info
     )
     workers.compute_log_prob(with_tensors(asked))
-    fields = ["log_probs", "response_mask"]
-    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
+    data = read_fields(batch, keys, ["log_probs", "response_mask"])
     found = response_from_nested(data["log_probs"], data["response_mask"]).to_padded_tensor(torch.nan)
     run.actor_scores[wanted] = found
     return found
@@ -102,10 +98,8 @@ def stored_log_probs(run: Run, batch: Any, keys: list[str]) -> tuple[torch.Tenso
 
     In bypass mode the first two are the same, and come once.
     """
-    import transfer_queue as tq
-
     fields = ["rollout_log_probs", "rollout_log_probs" if run.bypasses else "old_log_probs", "response_mask"]
-    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=[*set(fields)]).to_padded_tensor()
+    data = read_fields(batch, keys, [*set(fields)]).to_padded_tensor()
     rollout, old, mask = (data[name] for name in fields)
     return rollout, old, mask
 
@@ -119,6 +113,13 @@ def log_probs_of(run: Run, batch: Any, keys: list[str]) -> tuple[torch.Tensor, t
     if run.bypasses:
         actor = score_actor(run, batch, keys, rounded=False)
     return rollout, actor, mask
+
+
+def read_fields(batch: Any, keys: list[str], names: list[str]) -> Any:
+    """Fields of some answers of a batch in the TransferQueue."""
+    import transfer_queue as tq  # not on the driver, which asks for options only
+
+    return tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=names)
 
 
 def evenly(keys: list[str], count: int) -> list[str]:
