@@ -70,18 +70,15 @@ def open_records(folder: Path, settings: Mapping[str, Any]) -> None:
             os.truncate(answers, answers.read_bytes().rfind(b"\n") + 1)
         return
     is_ours = path.is_file() and read_settings(folder).keys() >= settings.keys()
-    if not is_ours and folder.exists() and (not folder.is_dir() or _holds_something(folder)):
+    # A killed `write_whole` of the settings leaves a partial file.
+    is_free = not folder.exists() or (folder.is_dir() and {*folder.iterdir()} <= {partial_of(path)})
+    if not is_ours and not is_free:
         raise FileExistsError(
             f"the output already exists and is no evaluation: out={folder}. A new or empty directory, or one of `eval`,"
             " is accepted. Choose another."
         )
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(path, settings)
-
-
-def _holds_something(folder: Path) -> bool:
-    """More than what a killed `write_whole` of the settings leaves."""
-    return any(path != partial_of(folder / SETTINGS) for path in folder.iterdir())
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
