@@ -54,10 +54,16 @@ def _load_replica() -> type:
     return QerlReplica
 
 
-class TrainerCalls:
-    """Methods of a server that our trainers call, beside verl's own."""
+class ServerMethods(_Server):
+    """What our server has beside verl's methods, or in their place: see each."""
 
     engine: Any
+    _final_outputs: FinalOutputs | None = None
+
+    @property
+    def qerl_base(self) -> str | None:
+        """Name of the rollout's weight format; None if the format is not ours."""
+        return ((self.config.custom or {}).get("qerl") or {}).get("base")
 
     @ray.method(concurrency_group=_HEALTH)
     def qerl_ended(self) -> bool:
@@ -72,39 +78,24 @@ class TrainerCalls:
         Raises:
             RuntimeError: vLLM has kept some blocks.
         """
-        server: Any = self
-        await server.clear_kv_cache()
+        await self.clear_kv_cache()
         if not await self.engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
             raise RuntimeError(
                 "vLLM did not clear its prefix cache: reset_prefix_cache=False. Accepted is True: what follows would"
                 " read keys and values of other weights. Look for the reason in its log above."
             )
 
-
-class WholeAnswers(_Server):
-    """Asks the engine for one output of each request, when the answer is whole, if the weight format is ours."""
-
-    _final_outputs: FinalOutputs | None = None
-
-    @property
-    def qerl_base(self) -> str | None:
-        """Name of the rollout's weight format; None if the format is not ours."""
-        return ((self.config.custom or {}).get("qerl") or {}).get("base")
-
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **more: Any
     ) -> Any:
-        """Generate as verl's server does, with one output for the whole answer."""
+        """Generate as verl's server does, with one output for the whole answer if the weight format is ours."""
         if self._final_outputs is None:
             return await super().generate(prompt_ids, sampling_params, request_id, **more)
         with self._final_outputs.asking(request_id, sampling_params) as params:
             return await super().generate(prompt_ids, params, request_id, **more)
 
-
-class AdmitsScoring(_Server):
-    """Lets scoring in while requests of training wait at the door, which verl shuts when it aborts those in flight."""
-
     async def _park_until_admitted(self, request_id: str) -> Any:
+        """Let scoring in while requests of training wait: verl shuts the door when it aborts those in flight."""
         if not request_id.startswith(SCORING):
             return await super()._park_until_admitted(request_id)
         self._admitting += 1  # verl's `generate` counts it off again
@@ -117,7 +108,7 @@ def _load_server() -> type:
     from verl_qerl.verl_plugin.rollout.adapter_listing import AdapterListing
     from verl_qerl.verl_plugin.weight_sync.run_name import ENV, run_name
 
-    class QerlServer(TrainerCalls, AdmitsScoring, WholeAnswers, vLLMHttpServer):
+    class QerlServer(ServerMethods, vLLMHttpServer):
         """vLLMHttpServer with sockets and adapter lists of ours; the rest is stock without `rollout.custom.qerl`."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
