@@ -14,7 +14,6 @@ from verl_qerl.checkpoints.quantization_config import check_arguments, described
 from verl_qerl.checkpoints.source import Source, whole_weights
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import FORMATS, WeightFormat, reference
-from verl_qerl.formats.ignore import is_linear_weight
 from verl_qerl.formats.nvfp4_layout import is_activation_scale
 from verl_qerl.formats.tensor_spec import TensorSpec
 
@@ -121,8 +120,4 @@ def _block(found: dict[str, Any]) -> Any:
 
 def left_dense(source: DenseSource, ignore: Sequence[str]) -> list[str]:
     """The linears that the quantized checkpoint left as they are and `ignore` does not name."""
-    return sorted(
-        name.removesuffix(".weight")
-        for name, spec in source.specs.items()
-        if is_linear_weight(name, spec.shape, ignore) and name.removesuffix(".weight") not in source.modules
-    )
+    return sorted(source.linears(ignore) - source.modules)

@@ -4,7 +4,7 @@ import errno
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from verl_qerl.checkpoints.model_config import local_path, read_config, read_obj
 from verl_qerl.checkpoints.quantization_config import check_described, described, stored_format
 from verl_qerl.checkpoints.reader import read_shard
 from verl_qerl.errors import CheckpointFormatError
+from verl_qerl.formats.ignore import is_linear_weight
 from verl_qerl.formats.nvfp4_layout import is_activation_scale
 from verl_qerl.formats.tensor_spec import DTYPES, TensorSpec
 
@@ -53,6 +54,11 @@ class Source:
             for name, tensor in _read(self.path / file, device):
                 if self.files[name] == file:  # a tensor that two shards hold comes once
                     yield name, tensor
+
+    def linears(self, ignore: Sequence[str]) -> set[str]:
+        """Linears inside the layers, packed or not, whose `weight` is a matrix, but those that `ignore` names."""
+        held = self.specs.items()
+        return {name.removesuffix(".weight") for name, spec in held if is_linear_weight(name, spec.shape, ignore)}
 
 
 def open_source(path: str | Path, revision: str | None = None, cache_dir: str | None = None) -> Source:

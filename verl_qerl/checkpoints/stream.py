@@ -18,7 +18,7 @@ from verl_qerl.checkpoints.source import Source, whole_weights
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import DEFAULT_FORMAT, FORMATS, PackedWeight, WeightFormat
 from verl_qerl.formats.base import named_tensors
-from verl_qerl.formats.ignore import DEFAULT_IGNORE, ignored_modules, is_ignored, is_linear_weight, is_packed_module
+from verl_qerl.formats.ignore import DEFAULT_IGNORE, ignored_modules, is_ignored, is_packed_module
 from verl_qerl.formats.tensor_spec import DTYPES
 
 logger = logging.getLogger(__name__)
@@ -199,11 +199,8 @@ def _check_modules(source: Source, form: WeightFormat) -> None:
             f"{source.path} packs {ignored[0]!r}, which its config.json leaves out: ignore={list(named)}. One of them"
             " is needed. Check that config.json belongs to these weights."
         )
-    codes = {
-        name.removesuffix(".weight")
-        for name, spec in source.specs.items()
-        if is_linear_weight(name, spec.shape, named) and DTYPES[spec.dtype].itemsize < 2
-    }
+    specs = source.specs
+    codes = {name for name in source.linears(named) if DTYPES[specs[f"{name}.weight"].dtype].itemsize < 2}
     if lost := sorted(codes - packed):
         raise CheckpointFormatError(
             f"{source.path} holds codes and no scales of {lost[0]!r}. Both are needed. Download the model again."
@@ -227,7 +224,4 @@ def left_out(source: Source, form: WeightFormat, ignore: Sequence[str] | None = 
     if source.format is None:
         return tuple(ignore or DEFAULT_IGNORE)
     named, packed = ignored_modules(source.config), packed_names(source, form)
-    linears = {
-        name.rpartition(".")[0] for name, spec in source.specs.items() if is_linear_weight(name, spec.shape, named)
-    }
-    return (*named, *sorted(linears - packed))
+    return (*named, *sorted(source.linears(named) - packed))
