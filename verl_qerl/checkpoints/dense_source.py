@@ -4,7 +4,7 @@ Also those that neither actor nor rollout computes with as they are: NVFP4 with 
 of a fused group, and FP8 with a scale for a whole weight or for blocks of it (DeepSeek's, compressed-tensors').
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,8 +116,3 @@ def _block(found: dict[str, Any]) -> Any:
         return found["weight_block_size"]
     groups = (found.get("config_groups") or {}).values()
     return next((size for group in groups if (size := (group.get("weights") or {}).get("block_structure"))), None)
-
-
-def left_dense(source: DenseSource, ignore: Sequence[str]) -> list[str]:
-    """The linears that the quantized checkpoint left as they are and `ignore` does not name."""
-    return sorted(source.linears(ignore) - source.modules)

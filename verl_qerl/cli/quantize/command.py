@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from verl_qerl import __version__
-from verl_qerl.checkpoints.dense_source import dense_source, left_dense
+from verl_qerl.checkpoints.dense_source import dense_source
 from verl_qerl.checkpoints.digest import model_digest
 from verl_qerl.checkpoints.model_config import senses
 from verl_qerl.checkpoints.record import write_json
@@ -130,7 +130,7 @@ def _open(
         check_calibrated(source, form)
     if requantize and stored is not None:
         source = dense_source(source)
-        rules = (*rules, *left_dense(source, rules))
+        rules = (*rules, *sorted(source.linears(rules) - source.modules))  # what the quantized model left as it is
     if source.format is not None:
         raise CheckpointFormatError(
             f"the model is quantized already: {source.path} ({source.format}). An unquantized checkpoint is accepted. "
