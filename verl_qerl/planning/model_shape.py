@@ -175,12 +175,8 @@ class ModelShape:
     @property
     def decoded_weights(self) -> int:
         """The most weights that are decoded at once in a checkpointed layer: its own, of experts all gates and ups."""
-        found = []
-        if len(self.sparse) < self.layers:
-            found.append(self.layer_weights)
-        if len(self.sparse):
-            found.append(self.attention_weights + self.gate_up_weights)
-        return max(found)
+        sparse = self.attention_weights + self.gate_up_weights  # without experts less than the layer
+        return max(sparse, self.layer_weights) if len(self.sparse) < self.layers else sparse
 
     @property
     def largest_linear(self) -> int:
