@@ -95,14 +95,11 @@ class ReferenceExperts(UnquantizedFusedMoEMethod):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replace them by dense ones: w13_weight [E, 2 I, H], gate above up, and w2_weight [E, H, I]."""
         for name in ("w13", "w2"):
-            dense = _decode(*[getattr(layer, f"{name}_{part}").data for part in _PARTS], dtype=layer.params_dtype)
+            codes, scale, divisors = (getattr(layer, f"{name}_{part}").data for part in _PARTS)
+            rows = codes.flatten(0, 1), scale.view(torch.uint8).flatten(0, 1)
+            # Divisors are [E], or [E, 2] for gate and up.
+            dense = dequantize_nvfp4(*rows, 1.0 / divisors.flatten(), layer.params_dtype).view(*codes.shape[:2], -1)
             layer.register_parameter(f"{name}_weight", torch.nn.Parameter(dense, requires_grad=False))
             for part in (*_PARTS, _UNREAD):
                 delattr(layer, f"{name}_{part}")
         super().process_weights_after_loading(layer)
-
-
-def _decode(codes: torch.Tensor, scale: torch.Tensor, divisors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[E, N, K / 2], [E, N, K / 16] and divisors, [E] or [E, 2] for the halves of N, to [E, N, K] of `dtype`."""
-    rows = codes.flatten(0, 1), scale.view(torch.uint8).flatten(0, 1)
-    return dequantize_nvfp4(*rows, 1.0 / divisors.flatten(), dtype).view(*codes.shape[:2], -1)
