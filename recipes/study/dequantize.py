@@ -11,17 +11,14 @@ import shutil
 import sys
 from pathlib import Path
 
-import torch
-
-from verl_qerl.checkpoints.model_config import read_config
+from verl_qerl.checkpoints.dense_source import dense_source
 from verl_qerl.checkpoints.source import SINGLE, open_source
-from verl_qerl.checkpoints.stream import packed_stream
+from verl_qerl.checkpoints.stream import check_held
 from verl_qerl.checkpoints.writer import write_tensors
 from verl_qerl.cli import run_guarded
 from verl_qerl.cli.model_dir import QUANTIZATION_REPORT, copy_other_files
 from verl_qerl.cli.output_dir import new_directory
-from verl_qerl.formats import PackedWeight
-from verl_qerl.formats.reference import dequantize
+from verl_qerl.formats import DEFAULT_FORMAT
 
 
 def write(model: Path, out: Path) -> int:
@@ -31,18 +28,16 @@ def write(model: Path, out: Path) -> int:
         ValueError: `model` is not in NVFP4.
         OSError: `out` holds something, or a file of `model` is not there.
     """
-    config = read_config(model)
-    if config.pop("quantization_config", None) is None:
+    source = open_source(model)
+    if source.format is None:
         raise ValueError(f"not quantized: {model}. What `python -m verl_qerl quantize` wrote is accepted. Make it.")
+    check_held(source, DEFAULT_FORMAT)
+    dense = dense_source(source)
     with new_directory(out) as folder:
         copy_other_files(model, folder)
         shutil.copy(model / QUANTIZATION_REPORT, folder)
-        (folder / "config.json").write_text(json.dumps(config, indent=2))
-        tensors = {}
-        for name, item in packed_stream(open_source(model)):
-            packed = isinstance(item, PackedWeight)
-            tensors[f"{name}.weight" if packed else name] = dequantize(item, torch.bfloat16) if packed else item
-        write_tensors(folder / SINGLE, tensors)
+        (folder / "config.json").write_text(json.dumps(dense.config, indent=2))
+        write_tensors(folder / SINGLE, dict(dense.tensors()))
     return 0
 
 
