@@ -47,27 +47,22 @@ def train_norms(model: nn.Module) -> int:
     Raises:
         ValueError: The model has no layers, or one without both norms, or a norm that has more than a weight.
     """
-    layers: dict[str, dict[str, nn.Module]] = {}
-    for name, module in model.named_modules():
-        if _LAYER.fullmatch(name):
-            layers.setdefault(name, {})
-        parent, _, leaf = name.rpartition(".")
-        if leaf in NORMS and parent in layers:  # parents come first
-            layers[parent][leaf] = module
+    layers = [name for name, _ in model.named_modules() if _LAYER.fullmatch(name)]
     if not layers:
         raise _unknown("the model has no decoder layers")
-    for layer, norms in layers.items():
-        lost = [name for name in NORMS if name not in norms]
-        if lost:
-            raise _unknown(f"{layer} has no {lost[0]}")
-        for name, norm in norms.items():
-            shapes = {key: tuple(parameter.shape) for key, parameter in norm.named_parameters()}
+    found: dict[str, nn.Module] = {}
+    for layer in layers:
+        norms = dict(model.get_submodule(layer).named_children())
+        for name in NORMS:
+            if name not in norms:
+                raise _unknown(f"{layer} has no {name}")
+            shapes = {key: tuple(parameter.shape) for key, parameter in norms[name].named_parameters()}
             if len(shapes.get("weight", ())) != 1 or len(shapes) != 1:
                 raise _unknown(f"{layer}.{name} has the parameters {shapes}")
-    for layer, norms in layers.items():
-        for name, norm in norms.items():
-            model.set_submodule(f"{layer}.{name}", TrainedNorm(norm))
-    return len(layers) * len(NORMS)
+            found[f"{layer}.{name}"] = norms[name]
+    for name, norm in found.items():
+        model.set_submodule(name, TrainedNorm(norm))
+    return len(found)
 
 
 def _unknown(what: str) -> ValueError:
