@@ -80,7 +80,6 @@ class WeightFormat(ABC):
         quantizes_activations: Whether the rollout multiplies by quantized activations (W8A8); else they stay in bf16.
         shares_scale: Whether linears that vLLM fuses (q, k, v; gate, up) must be quantized together.
         holds_experts: Whether the experts of a mixture can be held, by the actor and by vLLM.
-        takes_calibration: Whether `formats.gptq` chooses its codes.
         scale: How scales are chosen, one of `scale_choices`, whose first is the default.
     """
 
@@ -92,7 +91,6 @@ class WeightFormat(ABC):
     quantizes_activations: bool = False
     shares_scale: bool = False
     holds_experts: bool = False
-    takes_calibration: bool = False
     scale: str = "minmax"
     scale_choices: ClassVar[tuple[str, ...]] = ("minmax",)
 

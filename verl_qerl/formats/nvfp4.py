@@ -62,7 +62,6 @@ class NVFP4(WeightFormat):
     codes_per_byte: int = 2
     shares_scale: bool = True
     holds_experts: bool = True
-    takes_calibration: bool = True
     scale: str = SCALE_CHOICES[0]
     scale_choices: ClassVar[tuple[str, ...]] = SCALE_CHOICES
 

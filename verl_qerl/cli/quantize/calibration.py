@@ -20,7 +20,7 @@ from verl_qerl.cli.dense_model import empty_model
 from verl_qerl.cli.prompts import EMBEDDING, read_prompts, tokens_of
 from verl_qerl.cli.quantize.arguments import SAMPLES, TOKENS
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats import FORMATS, PackedWeight, WeightFormat, gptq
+from verl_qerl.formats import NVFP4, PackedWeight, WeightFormat, gptq
 from verl_qerl.formats.reference import dequantize
 
 # Whose layers transformers runs on embeddings as they are, by names that checkpoints have too.
@@ -70,9 +70,8 @@ def check_calibrated(source: Source, form: WeightFormat) -> None:
         CheckpointFormatError: The model is quantized, has experts, or is of a family that is not known.
         ValueError: Another format.
     """
-    if not form.takes_calibration:
-        accepted = ", ".join(name for name, other in FORMATS.items() if other.takes_calibration)
-        raise ValueError(f"{form.name} is not calibrated: --method gptq. {accepted} is accepted. Use --method rtn.")
+    if not isinstance(form, NVFP4):  # whose codes `formats.gptq` chooses
+        raise ValueError(f"{form.name} is not calibrated: --method gptq. nvfp4 is accepted. Use --method rtn.")
     if source.format is not None:
         raise CheckpointFormatError(
             f"{source.path} is quantized ({source.format}), and --method gptq calibrates on the answers of the original"
