@@ -120,7 +120,7 @@ def _find(text: str, truth: str) -> tuple[str | None, bool]:
         _leave(pool)
     own = _new_pool(1)
     try:
-        own.submit(exec, "import math_verify").result()  # fails, and ends the run, where no answer could
+        own.submit(_import_math_verify).result()  # fails, and ends the run, where no answer could
         try:
             return own.submit(_verify, *asked).result(SECONDS)
         except (TookTooLong, BrokenProcessPool):
@@ -140,6 +140,10 @@ def _verify(text: str, truth: str) -> tuple[str | None, bool]:
     wanted, given = parse(f"\\boxed{{{truth}}}"), parse(text)
     answer = str(given[-1]) if given and isinstance(given[-1], str) else None
     return answer, bool(wanted and given) and bool(verify(wanted, given))
+
+
+def _import_math_verify() -> None:
+    import math_verify  # noqa: F401
 
 
 def _pool() -> ProcessPoolExecutor:
