@@ -315,6 +315,21 @@ def test_a_target_out_of_reach_names_the_bound(make, step, caplog):
     )
 
 
+def test_a_target_that_no_try_meets_is_told(make, step, caplog):
+    made = make(start=1, target_kl=1e-2)
+
+    def all_or_nothing():
+        other = Server()
+        other.step, other.sigma = made.server.step, float(made.server.sigma > 0.03)
+        return other.log_probs()
+
+    made.server.log_probs = all_or_nothing
+    with caplog.at_level(logging.WARNING, logger=noise_effect.__name__):
+        step(made)
+    (told,) = (message for message in caplog.messages if "was not met" in message)
+    assert told.startswith("aqn.target_kl=0.01 was not met in stage 1: the nearest of ")
+
+
 def test_noise_below_a_step_of_float32_ends_no_run(make, step):
     made = make(sigma_start=0.1, sigma_end=1e-9)
     weights = {name: torch.full((64,), size) for name, size in NORMS.items()}
