@@ -190,6 +190,11 @@ def test_two_evaluations_are_compared_question_by_question(run, source, capsys):
     with pytest.raises(SystemExit):
         main(["eval", "--compare", str(source / "first"), str(source / "third")])
     assert "the questions of gsm8k are others: 4 and 3 were answered." in capsys.readouterr().err
+    (source / "third" / "gsm8k.jsonl").rename(source / "third" / "math500.jsonl")
+    with pytest.raises(SystemExit):
+        main(["eval", "--compare", str(source / "first"), str(source / "third")])
+    assert "has ['gsm8k'] and" in (said := capsys.readouterr().err)
+    assert "has ['math500']. The same task is accepted." in said
 
 
 def test_a_prompt_of_ones_own(run):
