@@ -25,6 +25,11 @@ def test_an_interval_has_a_width_where_all_are_right_or_none():
     assert accuracy([0.5] * 30, 8) == pytest.approx(accuracy([1.0] * 120 + [0.0] * 120, 1))
 
 
+def test_answers_to_one_question_are_one_answer():
+    # Nothing tells how they vary from question to question; 0.469 to 0.531 would be of 1,000 independent ones.
+    assert accuracy([0.5], 1000)[1:] == pytest.approx((0.0545, 0.9455), abs=1e-3)
+
+
 def answered(random, questions, samples, shift=0.0):
     """Shares of right answers to questions as hard as they come: chances from Beta(0.8, 1.2), mean 0.4."""
     chances = random.beta(0.8, 1.2, questions)
@@ -75,6 +80,14 @@ def test_a_difference_has_a_width_where_all_questions_have_the_same():
     every, less = paired([0.0] * 30, [1.0] * 30), paired([0.5] * 30, [0.25] * 30)
     assert every[:3] == pytest.approx((1, 1 - 2 * none.high, 1))
     assert less[:3] == pytest.approx((-0.25, -0.25 - 0.75 * none.high, -0.25 + 1.25 * none.high))
+
+
+@pytest.mark.parametrize("share", [1.0, -1.0, 0.25])
+def test_p_and_the_interval_agree_where_all_questions_have_the_same_difference(share):
+    for n in range(2, 25):
+        found = paired([max(0.0, -share)] * n, [max(0.0, share)] * n)
+        assert (found.p < 0.05) == (found.low > 0 or found.high < 0)
+    assert paired([0.0] * 3, [1.0] * 3).p == pytest.approx(0.083, abs=5e-4)  # McNemar's: chi-square 3 of 1 degree
 
 
 def test_no_interval_goes_beyond_what_shares_can_differ_by():

@@ -38,7 +38,8 @@ def accuracy(shares: Sequence[float], samples: int) -> Interval:
     Answers to one question resemble each other, so that the variance is taken over questions: of their shares, whatever
     `samples` is. The interval is Wilson's (1927) for as many independent answers as have that variance, as in surveys
     with clusters (Korn and Graubard 1998); with one answer a question it is Wilson's own, and it has a width where all
-    are right or none.
+    are right or none. Their allowance for few clusters is left out: in simulations with 8 to 16 answers a question the
+    interval of 30 questions holds the truth in 94 % of cases, of 10 in 92 %, of 5 in 86 %.
 
     Args:
         shares: For each question, the share of its answers that are right, 0 to 1.
@@ -47,7 +48,7 @@ def accuracy(shares: Sequence[float], samples: int) -> Interval:
     mean, variance = float(values.mean()), float(values.var()) / len(values)
     most = len(values) * samples
     n = min(mean * (1 - mean) / variance, most) if variance else most
-    if mean in (0.0, 1.0):  # nothing tells how alike answers to one question are
+    if mean in (0.0, 1.0) or len(values) == 1:  # nothing tells how alike answers to one question are
         n = len(values)
     return wilson(mean, n)
 
@@ -90,7 +91,7 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
 
     Where all questions have the same difference, a bootstrap knows no other. So the interval is of what others, from -1
     to 1, would make of the mean, were they as frequent as Wilson's interval of none allows: for no difference, Tango's
-    (1998).
+    (1998). p is then 1 less the level of the interval that ends at 0.
 
     Raises:
         ValueError: The questions are not as many, or fewer than two.
@@ -102,7 +103,8 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
         )
     values = np.asarray(theirs, dtype=float) - np.asarray(ours, dtype=float)
     n, mean = len(values), float(values.mean())
-    unseen = wilson(0.0, n).high if np.ptp(values) < 1e-12 else 0.0
+    alike = np.ptp(values) < 1e-12
+    unseen = wilson(0.0, n).high if alike else 0.0
     random = np.random.default_rng(0)  # the same evaluations give the same numbers
     wider = math.sqrt(n / (n - 1))
     parts = [values[random.integers(n, size=(_AT_ONCE, n))].mean(1) for _ in range(RESAMPLES // _AT_ONCE)]
@@ -110,4 +112,5 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
     low, high = np.quantile(deviations, [0.025, 0.975])
     as_far = np.count_nonzero(np.abs(deviations) >= abs(mean) - 1e-12)
     low, high = float(low) - unseen * (1 + mean), float(high) + unseen * (1 - mean)
-    return Difference(mean, max(-1.0, mean + low), min(1.0, mean + high), (1 + int(as_far)) / (1 + RESAMPLES))
+    p = max((1 + int(as_far)) / (1 + RESAMPLES), math.erfc(math.sqrt(n * abs(mean) / 2)) if alike else 0.0)
+    return Difference(mean, max(-1.0, mean + low), min(1.0, mean + high), p)
