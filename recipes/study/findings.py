@@ -86,25 +86,26 @@ class Measure:
 
     def difference(self, pair: str) -> Difference:
         """Of `arm - other`."""
-        found = self.fit.difference(*pair.split(" - "))
-        assert found is not None, pair
-        return found
+        return _there(self.fit.difference(*pair.split(" - ")))
 
     def paired(self, pair: str) -> Difference:
         """Of the seeds that both have."""
         arm, other = pair.split(" - ")
-        found = compare(self._arms, arm, other, self._name)
-        assert found is not None, pair
-        return found
+        return _there(compare(self._arms, arm, other, self._name))
 
     def _verdict(self, pair: str) -> str:
         (kind,) = {one.kind for one in CLAIMS if (f"{one.arm} - {one.other}", one.measure) == (pair, self._name)}
         return verdict(self.difference(pair), kind, MARGIN).strip("*")
 
 
-def _size(found: Difference | None) -> str:
+def _there(found: Difference | None) -> Difference:
+    assert found is not None, "too few runs"
+    return found
+
+
+def _size(given: Difference | None) -> str:
     """`0.022 (0.009 to 0.036)`; a sign where the interval has 0 in it."""
-    assert found is not None
+    found = _there(given)
     return f"{found.mean:.3f} ({found.low:.3f} to {found.high:{'+' if found.low < 0 else ''}.3f})"
 
 
@@ -113,7 +114,7 @@ def figures_of(runs: Runs, folder: Path) -> dict[str, Any]:
     arms, _ = by_arm(runs, "gsm8k")
     measures = {name: Measure(arms, name) for name in MEASURES}
     figures: dict[str, Any] = measures | _of_runs(runs, arms, measures) | _of_boxes(runs, arms)
-    figures |= _of_kl(arms) | _of_young(runs)
+    figures |= _of_kl(arms) | _of_young(runs, arms)
     figures |= _of_certainty(arms, measures) | _of_math(runs)
     every = results.every([folder])
     figures |= _of_repeats(every) | _of_syncs(every) | _of_all_weights(every)
@@ -123,7 +124,7 @@ def figures_of(runs: Runs, folder: Path) -> dict[str, Any]:
 def _of_runs(runs: Runs, arms: ByArm, measures: dict[str, Measure]) -> dict[str, Any]:
     tasks = [run["task"] for run in runs.values()]
     cut = [f"{name} ({len(run['metrics']['step'])} steps)" for name, run in runs.items() if run["state"] != "done"]
-    compared = measures["area"].fit.arms
+    compared, ended = measures["area"].fit.arms, measures["pass1"].fit.arms
 
     def one(name: str) -> dict[str, Any]:
         arm, seed = name.split("/")
@@ -139,6 +140,7 @@ def _of_runs(runs: Runs, arms: ByArm, measures: dict[str, Measure]) -> dict[str,
         "cut": ", ".join(cut),
         "seeds": By(lambda arm: sum(run["state"] == "done" for run in arms[arm].values())),
         "compared": len(compared),
+        "compared_at_end": len(ended),
         "compared_of": By(compared.count),
         "of_seed": By(of_seed),
         "tokens_of_seed": By(lambda name: series(one(name), "response_length/mean")[-10:].mean()),
@@ -154,6 +156,10 @@ def _of_boxes(runs: Runs, arms: ByArm) -> dict[str, Any]:
     tested = [run for run in kept if run["validation"]]
     counted = [run for run in tested if "boxed_right" in last_validation(run)]  # since that rule
     ends = [(final_pass1(run), last_validation(run)) for run in counted]
+    rule = Fit(
+        [(run["arm"], run["seed"], final_pass1(run)) for run in tested],
+        ["boxed_right" not in last_validation(run) for run in tested],
+    )
     share = sum(end - found["form"] * found["boxed_right"] for end, found in ends) / sum(1 - f["form"] for _, f in ends)
 
     def forms(arm: str) -> list[tuple[float, float]]:
@@ -163,6 +169,7 @@ def _of_boxes(runs: Runs, arms: ByArm) -> dict[str, Any]:
         "later_rule": _size(
             _of_nvfp4_and((LORA, "int8_lora", "fp8_lora"), counted, final_pass1).difference("others", "nvfp4")
         ),
+        "with_rule": By(lambda pair: with_interval(_there(rule.difference(*pair.split(" - "))))),
         "box_counted": len(counted),
         "right_without_box": share,
         "without_box": By(lambda arm: np.mean([1 - form for _, form in forms(arm)])),
@@ -170,11 +177,22 @@ def _of_boxes(runs: Runs, arms: ByArm) -> dict[str, Any]:
     }
 
 
-def _of_young(runs: Runs) -> dict[str, Any]:
-    """What arms on NVFP4, whose rollout adds the adapter before it rounds, gain at first beside all other LoRA."""
+def _of_young(runs: Runs, arms: ByArm) -> dict[str, Any]:
+    """What arms on NVFP4, whose rollout adds the adapter before it rounds, gain at first beside all other LoRA.
+
+    With and without the runs of earlier packages, whose actor rounded.
+    """
     others = (LORA, "bf16_noise", "bf16_of_nvfp4", "int8_lora", "fp8_lora")
     kept = [run for run in runs.values() if run["task"] == "gsm8k" and run["tag"] in ("", *EARLIER)]
-    return {"gain_apart": _size(_of_nvfp4_and(others, kept, gained).difference("nvfp4", "others"))}
+    now = [run for run in kept if not run["tag"]]
+    ours = [run for run in kept if run["arm"].startswith("nvfp4")]
+    packages = Fit([("earlier" if run["tag"] else "now", run["seed"], gained(run)) for run in ours])
+    return {
+        "gain_apart": _size(_of_nvfp4_and(others, kept, gained).difference("nvfp4", "others")),
+        "gain_apart_now": _size(_of_nvfp4_and(others, now, gained).difference("nvfp4", "others")),
+        "gain_earlier": _size(packages.difference("earlier", "now")),
+        "early_now": Measure({arm: seeds for arm, seeds in arms.items() if "." not in arm}, "early"),
+    }
 
 
 def _of_nvfp4_and(others: tuple[str, ...], runs: list[Any], value: Callable[[Any], float]) -> Fit:

@@ -42,13 +42,16 @@ class Fit:
 
     Args:
         rows: (arm, seed, value) of all runs.
+        marked: Of each run, whether it has what another term is for.
     """
 
-    def __init__(self, rows: Sequence[tuple[str, int, float]]) -> None:
+    def __init__(self, rows: Sequence[tuple[str, int, float]], marked: Sequence[bool] | None = None) -> None:
         self.arms = [arm for arm, _, _ in rows]
         self._names = sorted(set(self.arms))
         seeds = sorted({seed for _, seed, _ in rows})[1:]
         table = [[arm == name for name in self._names] + [seed == each for each in seeds] for arm, seed, _ in rows]
+        if marked is not None:
+            table = [[*row, mark] for row, mark in zip(table, marked, strict=True)]
         terms, values = np.array(table, dtype=float), np.array([value for _, _, value in rows])
         self.free = len(rows) - (terms.shape[1] if rows else 0)
         # None where a run is alone with its arm and its seed, or nothing is left to tell the spread.

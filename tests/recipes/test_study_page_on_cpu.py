@@ -140,6 +140,61 @@ def test_which_comparisons_are_not_certain_among_all(figures, findings):
     assert star.high > 0
 
 
+def test_the_first_page_has_a_star_where_all_comparisons_leave_no_certainty(figures, findings, study):
+    kinds = {(one.measure, f"{one.arm} - {one.other}"): one.kind for one in study("claims").CLAIMS}
+    text = (findings.HERE / "pages" / "front.md").read_text(encoding="utf-8")
+    told = re.findall(r"\{(\w+)\.(?:signed|size)\[([^]]+)\]\}(?:[^{|]*\|[^{]*\{\1\.verdict\[\2\]\})?(\\\*)?", text)
+    starred = []
+    for measure, pair, star in told:
+        turned = " - ".join(reversed(pair.split(" - ")))
+        claim = next((one for one in (pair, turned) if (measure, one) in kinds), None)
+        if claim is None:
+            continue
+        one = figures[measure].difference(claim)
+        every = findings.allowing(figures[measure].fit, one, figures["comparisons"])
+        limit = -study("claims").MARGIN if kinds[measure, claim] == "good" and one.high > 0 else 0
+        if one.low > limit or one.high < limit:  # else nothing is said that could be uncertain
+            ends = (round(every.low - limit, 3), round(limit - every.high, 3))  # as the pages round
+            starred.append((measure, pair, bool(star) == (max(ends) <= 0)))
+    assert len(starred) >= 10
+    assert all(right for *_, right in starred), starred
+
+
+def test_the_first_page_says_where_yes_is_as_good(findings, study):
+    text = (findings.HERE / "pages" / "front.md").read_text(encoding="utf-8")
+    as_good = re.findall(r'"([^"]+)"', text.partition("\n| of |")[0])
+    assert f"is above -{study('claims').MARGIN}." in text
+    kinds = {(one.measure, f"{one.arm} - {one.other}"): one.kind for one in study("claims").CLAIMS}
+    rows = re.findall(r"^\| \w+ \| ([^|]+) \|.*\{(\w+)\.verdict\[([^]]+)\]\}", text, flags=re.M)
+    assert len(rows) == 8
+    for claim, measure, pair in rows:
+        assert any(name in claim for name in as_good) == (kinds[measure, pair] == "good"), claim
+
+
+def test_one_seed_carries_that_fp8_ends_higher_than_nvfp4(arms, figures, findings):
+    pairs = (f"{LORA} - nvfp4", "int8_lora - nvfp4", "fp8_lora - nvfp4")
+    for seed in range(1, 6):
+        without = {arm: {one: run for one, run in of.items() if one != seed} for arm, of in arms.items()}
+        left = [findings.Measure(without, "pass1").difference(pair).low > 0 for pair in pairs]
+        assert left == [True, True, seed != 3], seed
+    text = (findings.HERE / "pages" / "results.md").read_text(encoding="utf-8")
+    assert "{without_seed_3.signed[fp8_lora - nvfp4]}" in text
+
+
+def test_what_the_reward_rule_and_the_earlier_package_have_a_part_in(figures, findings):
+    ruled = figures["with_rule"]
+    for pair, shown in ((f"nvfp4 - {LORA}", True), ("nvfp4 - int8_lora", True), ("fp8_lora - nvfp4", False)):
+        assert (" to -" in ruled[pair] or "(+" in ruled[pair]) == shown
+    early = figures["early_now"]
+    above = [early.difference(f"nvfp4 - {other}").low > 0 for other in (LORA, "int8_lora", "fp8_lora")]
+    assert above == [False, True, False]
+    for gain in ("gain_apart_now", "gain_earlier"):
+        assert re.fullmatch(r"0\.\d{3} \(0\.\d{3} to 0\.\d{3}\)", figures[gain])  # its interval is above 0
+    late = figures["late"].paired("nvfp4 - nvfp4.rounded")
+    assert late.low < 0 < late.high
+    assert figures["area"].difference(f"{LORA} - bf16_of_nvfp4").low > 0  # whichever steps are taken
+
+
 def test_noise_on_bf16_changes_nothing_that_is_seen(arms, figures):
     for measure in ("area", "late", "pass1"):
         found = figures[measure].difference(f"bf16_noise - {LORA}")

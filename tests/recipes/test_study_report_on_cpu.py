@@ -54,6 +54,22 @@ def test_all_runs_at_once_are_compared_by_least_squares(paired):
     assert found == pytest.approx(pairs)  # of two arms with the same seeds it is the same
 
 
+def test_a_mark_of_runs_has_a_term(paired):
+    values = [
+        ("a", 1, 0.3, 1),
+        ("a", 2, 0.5, 0),
+        ("b", 1, 0.4, 0),
+        ("b", 2, 0.9, 1),
+        ("b", 2, 0.7, 0),
+        ("a", 1, 0.2, 0),
+    ]
+    table = [[arm == "a", arm == "b", seed == 2, mark] for arm, seed, _, mark in values]
+    found, (left,) = np.linalg.lstsq(np.array(table, float), np.array([row[2] for row in values]))[:2]
+    fit = paired.Fit([row[:3] for row in values], [row[3] for row in values])
+    assert fit.difference("b", "a").mean == pytest.approx(found[1] - found[0])
+    assert (fit.free, fit.spread) == (2, pytest.approx(math.sqrt(left / 2)))
+
+
 @pytest.mark.parametrize(
     "rows",
     [
