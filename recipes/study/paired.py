@@ -53,22 +53,23 @@ class Fit:
         if marked is not None:
             table = [[*row, mark] for row, mark in zip(table, marked, strict=True)]
         terms, values = np.array(table, dtype=float), np.array([value for _, _, value in rows])
-        self.free = len(rows) - (terms.shape[1] if rows else 0)
-        # None where a run is alone with its arm and its seed, or nothing is left to tell the spread.
-        self._enough = self.free > 0 and np.linalg.matrix_rank(terms) == terms.shape[1]
-        if self._enough:
-            self._inverse = np.linalg.inv(terms.T @ terms)
-            self._found = self._inverse @ terms.T @ values
+        # Less than all terms where runs of some arms share no seed with runs of others.
+        self.free = len(rows) - (int(np.linalg.matrix_rank(terms)) if rows else 0)
+        if self.free > 0:
+            self._solve = np.linalg.pinv(terms, rcond=1e-10)
+            self._found, self._held = self._solve @ values, self._solve @ terms
             self.spread = math.sqrt(float(np.sum((values - terms @ self._found) ** 2)) / self.free)
 
     def difference(self, arm: str, other: str) -> Difference | None:
-        """None where there are too few runs; n is the number of runs of the arm that has fewer."""
-        if not self._enough or not {arm, other} <= set(self._names):
+        """None where the runs cannot tell it; n is the number of runs of the arm that has fewer."""
+        if self.free <= 0 or not {arm, other} <= set(self._names):
             return None
         signs = np.zeros(len(self._found))
         signs[self._names.index(arm)], signs[self._names.index(other)] = 1, -1
+        if not np.allclose(signs @ self._held, signs):  # it may be the arm, or the seed
+            return None
         mean = float(signs @ self._found)
-        half = quantile(self.free) * self.spread * math.sqrt(float(signs @ self._inverse @ signs))
+        half = quantile(self.free) * self.spread * float(np.linalg.norm(signs @ self._solve))
         return Difference(min(map(self.arms.count, (arm, other))), mean, mean - half, mean + half)
 
 

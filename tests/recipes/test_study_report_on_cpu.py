@@ -54,6 +54,14 @@ def test_all_runs_at_once_are_compared_by_least_squares(paired):
     assert found == pytest.approx(pairs)  # of two arms with the same seeds it is the same
 
 
+def test_a_run_that_is_alone_with_its_arm_and_seed_takes_no_comparison_away(paired):
+    rows = [(arm, seed, 0.1 * (arm == "b") + seed**2 / 9 * (arm != "c")) for arm in "abc" for seed in (1, 2, 3)]
+    before, fit = paired.Fit(rows), paired.Fit([*rows, ("new", 6, 0.8)])
+    assert fit.difference("b", "a") == pytest.approx(before.difference("b", "a"))
+    assert (fit.free, fit.spread) == (before.free, pytest.approx(before.spread))
+    assert fit.difference("new", "a") is None
+
+
 def test_a_mark_of_runs_has_a_term(paired):
     values = [
         ("a", 1, 0.3, 1),
