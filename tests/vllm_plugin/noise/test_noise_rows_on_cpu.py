@@ -162,7 +162,9 @@ def test_the_runner_is_asked_before_each_step(runner):
 def config(**changes):
     parallel = {"pipeline_parallel_size": 1, "use_ubatching": False, "prefill_context_parallel_size": 1}
     given = {"scheduler_cls": SCHEDULER, "enable_prefix_caching": True, "speculative_config": None} | changes
+    backend = given.get("using_transformers_backend", False)
     return SimpleNamespace(
+        model_config=SimpleNamespace(using_transformers_backend=lambda: backend),
         parallel_config=SimpleNamespace(**{name: given.get(name, value) for name, value in parallel.items()}),
         cache_config=SimpleNamespace(enable_prefix_caching=given["enable_prefix_caching"]),
         scheduler_config=SimpleNamespace(scheduler_cls=given["scheduler_cls"]),
@@ -178,6 +180,7 @@ def config(**changes):
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"use_ubatching": True}, "microbatches"),
         ({"kv_transfer_config": "OffloadingConnector"}, "kv_offloading_size"),
+        ({"using_transformers_backend": True}, "Transformers backend"),
         ({"scheduler_cls": None}, "scheduler_cls=None: its prefix cache"),
     ],
 )

@@ -35,6 +35,10 @@ def check_draws(vllm_config: Any, config: AQNConfig) -> None:
         # They keep those of answers, for whoever has the same tokens in its prompt.
         "a store of keys and values (kv_transfer_config, kv_offloading_size)": vllm_config.kv_transfer_config
         is not None,
+        # Its norms get [1, T, K]: all tokens of a step would have the row of the first.
+        "vLLM's Transformers backend (model_impl=transformers, or SmolLM3)": (
+            vllm_config.model_config.using_transformers_backend()
+        ),
     }
     found = [name for name, holds in asked.items() if holds]
     if found:
