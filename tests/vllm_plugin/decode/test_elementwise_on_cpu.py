@@ -86,6 +86,7 @@ def test_what_computes_something_else_stays():
         modules.append(RMSNorm(K, dtype=torch.float16))
         for head_size, rotary_dim, is_neox_style in ((64, 32, True), (64, 64, False)):
             modules.append(RotaryEmbedding(head_size, rotary_dim, 512, 1e4, is_neox_style, torch.bfloat16))
+        modules.append(RotaryEmbedding(64, 64, 512, 1e4, True, torch.float32))
     kinds = [type(module) for module in modules]
     use_programmatic_launch(torch.nn.ModuleList(modules), {K})
     assert [type(module) for module in modules] == kinds
@@ -133,7 +134,7 @@ def test_heads_are_normalized_as_vllm_does():
     assert torch.equal(one(positions.int(), x), expected)
 
 
-@pytest.mark.parametrize("options", [{"q": 1e-5}, {"rotary_dim": 32}], ids=str)
+@pytest.mark.parametrize("options", [{"q": 1e-5}, {"rotary_dim": 32}, {"dtype": torch.float32}], ids=str)
 def test_heads_that_the_kernel_does_not_take_stay(options):
     with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(mode=0))):
         one = attention(**options)

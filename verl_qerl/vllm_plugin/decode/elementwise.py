@@ -120,7 +120,8 @@ def _kind(module: Any, columns: set[int], left: torch.dtype | None) -> type | No
         computes = ("forward", "forward_native", "forward_cuda")
         same = all(getattr(kind, name) is getattr(RotaryEmbedding, name) for name in computes)
         whole = module.is_neox_style and module.rotary_dim == module.head_size
-        return RotaryEmbedding if same and whole else None
+        # Of another dtype (gpt-oss) it is cast in each pass, and ours reads it before earlier kernels have ended.
+        return RotaryEmbedding if same and whole and module.cos_sin_cache.dtype == torch.bfloat16 else None
     if kind in (Qwen3Attention, Qwen3MoeAttention):
         return kind if _normalizes_heads(module) else None
     if is_plain(module) and module.weight.shape[0] in columns and module.weight.dtype != left:
