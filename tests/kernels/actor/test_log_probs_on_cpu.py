@@ -57,3 +57,11 @@ def test_shape_follows_the_labels():
     shaped = log_probs_of_labels(logits.view(3, 4, 97), labels.view(3, 4))
     assert torch.equal(shaped.flatten(), flat)
     assert shaped.shape == (3, 4)
+
+
+def test_no_tokens_have_no_log_probs():
+    logits, labels = inputs(0, torch.bfloat16)
+    found = log_probs_of_labels(logits.requires_grad_(), labels)
+    assert (found.shape, found.dtype) == ((0,), torch.float32)
+    found.sum().backward()
+    assert logits.grad.shape == (0, 97)

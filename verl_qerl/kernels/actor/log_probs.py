@@ -18,7 +18,7 @@ _CHUNK_TOKENS = 1024
 
 
 def _chunks(tokens: int) -> Iterator[slice]:
-    return (slice(at, at + _CHUNK_TOKENS) for at in range(0, tokens, _CHUNK_TOKENS))
+    return (slice(at, at + _CHUNK_TOKENS) for at in range(0, tokens or 1, _CHUNK_TOKENS))
 
 
 class _LogProbs(torch.autograd.Function):
