@@ -114,9 +114,8 @@ def best_and_worst(arms: ByArm) -> list[str]:
 
 def pictures(arms: ByArm) -> dict[str, ByArm]:
     """What is drawn together: arms with LoRA, and those that train all weights beside bf16's LoRA."""
-    drawn = {
-        arm: seeds for arm, seeds in arms.items() if arm.partition(".")[2] not in EARLIER
-    }  # they would hide others
+    # Curves of earlier packages would hide others.
+    drawn = {arm: seeds for arm, seeds in arms.items() if arm.partition(".")[2] not in EARLIER}
     full = {arm: seeds for arm, seeds in drawn.items() if FULL[0] in ARMS[arm.partition(".")[0]]}
     lora = {arm: seeds for arm, seeds in drawn.items() if arm not in full}
     beside = {arm: lora[arm] for arm in lora if arm == LORA}
