@@ -93,20 +93,18 @@ def claimed(folder: Path) -> Iterator[None]:
     """
     if not folder.exists():
         folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise FileExistsError(
-                f"another process writes into out={folder}. One at a time is accepted. Wait for its end, or choose"
-                " another directory."
-            ) from error
-        except OSError:  # this file system has no locks
-            pass
+        lock = _lock(folder, wait=False)
+    except BlockingIOError as error:
+        raise FileExistsError(
+            f"another process writes into out={folder}. One at a time is accepted. Wait for its end, or choose another"
+            " directory."
+        ) from error
+    try:
         yield
     finally:
-        os.close(descriptor)
+        if lock is not None:
+            os.close(lock)
 
 
 @contextmanager
@@ -156,8 +154,11 @@ def _left_by_the_dead(folder: Path, name: str) -> list[Path]:
     """Partial outputs that nobody holds: a lock ends with its process. Of this machine, which alone knows its locks."""
     dead = []
     for partial in folder.glob(f".{glob.escape(name)}.{glob.escape(_HOST)}.*.partial"):
-        # One that is empty may be about to be locked.
-        lock = _lock(partial, wait=False) if any(partial.iterdir()) else None
+        try:
+            # One that is empty may be about to be locked.
+            lock = _lock(partial, wait=False) if any(partial.iterdir()) else None
+        except BlockingIOError:
+            continue
         if lock is not None:
             dead.append(partial)
             os.close(lock)
@@ -165,12 +166,18 @@ def _left_by_the_dead(folder: Path, name: str) -> list[Path]:
 
 
 def _lock(folder: Path, wait: bool = True) -> int | None:
-    """The descriptor that holds the lock of a directory until it is closed; None where it cannot be had."""
+    """The descriptor that holds the lock of a directory until it is closed; None where the file system has no locks.
+
+    Raises:
+        BlockingIOError: Another process has it, and this one does not wait.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:  # another has it, or this file system has no locks
+    except OSError as error:
         os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise
         return None
     return descriptor
 
