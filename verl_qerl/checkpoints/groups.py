@@ -5,7 +5,7 @@ from typing import Any
 
 from verl_qerl.checkpoints.experts import check_all_packed, linears_of_experts
 from verl_qerl.formats import DEFAULT_FORMAT, WeightFormat
-from verl_qerl.formats.ignore import DEFAULT_IGNORE, check_rules, ignore_rules, is_linear_weight
+from verl_qerl.formats.ignore import DEFAULT_IGNORE, check_rules, ignore_rules, linears_in
 from verl_qerl.formats.nvfp4_layout import fused_group
 
 
@@ -25,9 +25,7 @@ def linears_among(
     rules = ignore_rules(ignore if ignore is not None else DEFAULT_IGNORE)
     modules = {name.rpartition(".")[0] for name in shapes}
     check_rules(rules, modules, where)
-    found = {
-        name.removesuffix(".weight"): shape for name, shape in shapes.items() if is_linear_weight(name, shape, rules)
-    }
+    found = linears_in(shapes, rules)
     if not found:
         raise ValueError(
             f"{where} holds no linear to quantize: ignore={list(rules)}. Matrices named "

@@ -1,7 +1,7 @@
 """Which modules of a model are quantized: the linears inside its layers, but those that `ignore` names."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 DEFAULT_IGNORE = ("lm_head",)
@@ -61,6 +61,13 @@ def is_router(module: str) -> bool:
 def is_packed_module(module: str, ignore: Iterable[str]) -> bool:
     """Whether a linear of this name is packed: those inside `...layers.<i>...` but routers; lm_head is outside."""
     return ".layers." in f".{module}." and not is_ignored(module, (ROUTER, *ignore))
+
+
+def linears_in(shapes: Mapping[str, Sequence[int]], ignore: Iterable[str]) -> dict[str, Sequence[int]]:
+    """The linears that are packed, each with the shape [N, K] of its weight; `shapes` has all tensors by name."""
+    return {
+        name.removesuffix(".weight"): shape for name, shape in shapes.items() if is_linear_weight(name, shape, ignore)
+    }
 
 
 def is_linear_weight(name: str, shape: Sequence[int], ignore: Iterable[str]) -> bool:
