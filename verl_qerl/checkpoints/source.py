@@ -17,7 +17,7 @@ from verl_qerl.checkpoints.model_config import local_path, read_config, read_obj
 from verl_qerl.checkpoints.quantization_config import check_described, described, stored_format
 from verl_qerl.checkpoints.reader import read_shard
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats.ignore import is_linear_weight
+from verl_qerl.formats.ignore import linears_in
 from verl_qerl.formats.nvfp4_layout import is_activation_scale
 from verl_qerl.formats.tensor_spec import DTYPES, TensorSpec
 
@@ -57,8 +57,7 @@ class Source:
 
     def linears(self, ignore: Sequence[str]) -> set[str]:
         """Linears inside the layers, packed or not, whose `weight` is a matrix, but those that `ignore` names."""
-        held = self.specs.items()
-        return {name.removesuffix(".weight") for name, spec in held if is_linear_weight(name, spec.shape, ignore)}
+        return set(linears_in({name: spec.shape for name, spec in self.specs.items()}, ignore))
 
 
 def open_source(path: str | Path, revision: str | None = None, cache_dir: str | None = None) -> Source:
@@ -134,8 +133,10 @@ def weights_of_layers(names: Iterable[str]) -> dict[int, set[str]]:
     found: dict[int, set[str]] = defaultdict(set)
     for name in names:
         if match := _OF_LAYER.match(name):
+            modules = found[int(match[1])]
             module, weight, _ = name[match.end() :].rpartition(".weight")
-            found[int(match[1])] |= {module} if weight else set()
+            if weight:
+                modules.add(module)
     return found
 
 

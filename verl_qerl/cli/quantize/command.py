@@ -137,7 +137,7 @@ def _open(
             "Use this directory as it is, name the original model, or add --requantize."
         )
     _check_kind(source)
-    _check_layers(source)
+    _check_alike(source)
     check_held(source, form)
     if any(is_router(name.rpartition(".")[0]) for name in source.files):
         rules = (*rules, ROUTER)
@@ -161,11 +161,15 @@ def _check_kind(source: Source) -> None:
         )
 
 
-def _check_layers(source: Source) -> None:
+def _check_alike(source: Source) -> None:
     """Refuse a layer that lacks a weight which another has, of families whose layers are known to be alike."""
-    family, found = source.config.get("model_type"), weights_of_layers(source.specs)
-    lacking = min(((i, name) for i in found for name in set().union(*found.values()) - found[i]), default=None)
-    if family in FAMILIES and lacking is not None:
+    family = source.config.get("model_type")
+    if family not in FAMILIES:
+        return
+    found = weights_of_layers(source.specs)
+    every = set().union(*found.values())
+    lacking = min(((i, name) for i, names in found.items() for name in every - names), default=None)
+    if lacking is not None:
         raise CheckpointFormatError(
             f"{source.path} holds no {lacking[1]!r} of layer {lacking[0]}, and other layers have one. Every layer of a"
             f" {family} model must have the same parts. Download the model again."
