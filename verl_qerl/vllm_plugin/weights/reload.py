@@ -98,11 +98,12 @@ class InPlaceReload:
             for member in members
             if name.rpartition(".")[0] not in self._tied_heads
         }
+        self._members = {name: fused_members(model, name) for name in _looked_at(list(self._linears), num_before)}
         # Linear that is still to be looked at -> all that has to come before, bias included: then vLLM processes it.
-        self._looked_at: dict[str, set[str]] = {}
-        for name in _looked_at(list(self._linears), num_before):
-            members = fused_members(model, name)
-            self._looked_at[name] = {one for one in self._dtypes if one.rpartition(".")[0] in members}
+        self._awaited = {
+            name: {one for one in self._dtypes if one.rpartition(".")[0] in members}
+            for name, members in self._members.items()
+        }
         self._kept: dict[str, torch.Tensor] = {}  # tensors of these linears
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -145,7 +146,7 @@ class InPlaceReload:
                 )
             copy = tensor.clone()  # vLLM keeps it until its layer is whole
             self._sums[name] = checksum(copy)
-            if any(name in names for names in self._looked_at.values()):
+            if any(name in names for names in self._awaited.values()):
                 self._kept[name] = copy
             weights.append((name, copy))
         with self._context():
@@ -191,10 +192,9 @@ class InPlaceReload:
         return self._manifest
 
     def _check_held(self) -> None:
-        for name in [name for name, wanted in self._looked_at.items() if wanted <= self._kept.keys()]:
-            came = {one: self._kept.pop(one) for one in self._looked_at.pop(name)}
-            members = fused_members(self._model, name)
-            parts = [{part: came[f"{member}.{part}"] for part in self._form.parts} for member in members]
+        for name in [name for name, wanted in self._awaited.items() if wanted <= self._kept.keys()]:
+            came = {one: self._kept.pop(one) for one in self._awaited.pop(name)}
+            parts = [{part: came[f"{member}.{part}"] for part in self._form.parts} for member in self._members[name]]
             packed = (self._form.from_tensors(repr(name), one) for one in parts)
             if not holds(self._linears[name], [dequantize(one, torch.float32) for one in packed]):
                 raise ValueError(
