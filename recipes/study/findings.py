@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import results
-from claims import CLAIMS, EARLIER, LORA, MARGIN
+from claims import CLAIMS, LORA, MARGIN
 from measures import (
     KL,
     MEASURES,
@@ -25,6 +25,7 @@ from measures import (
     final_pass1,
     gained,
     last_validation,
+    of_arms,
     series,
     with_interval,
 )
@@ -152,7 +153,7 @@ def _of_runs(runs: Runs, arms: ByArm, measures: dict[str, Measure]) -> dict[str,
 
 def _of_boxes(runs: Runs, arms: ByArm) -> dict[str, Any]:
     """Answers to the test questions without a box, and the difference where all runs had the reward rule of 65594f1."""
-    kept = [run for run in runs.values() if run["task"] == "gsm8k" and run["tag"] in ("", *EARLIER)]
+    kept = of_arms(run for run in runs.values() if run["task"] == "gsm8k")
     tested = [run for run in kept if run["validation"]]
     counted = [run for run in tested if "boxed_right" in last_validation(run)]  # since that rule
     ends = [(final_pass1(run), last_validation(run)) for run in counted]
@@ -183,7 +184,7 @@ def _of_young(runs: Runs, arms: ByArm) -> dict[str, Any]:
     With and without the runs of earlier packages, whose actor rounded.
     """
     others = (LORA, "bf16_noise", "bf16_of_nvfp4", "int8_lora", "fp8_lora")
-    kept = [run for run in runs.values() if run["task"] == "gsm8k" and run["tag"] in ("", *EARLIER)]
+    kept = of_arms(run for run in runs.values() if run["task"] == "gsm8k")
     now = [run for run in kept if not run["tag"]]
     ours = [run for run in kept if run["arm"].startswith("nvfp4")]
     packages = Fit([("earlier" if run["tag"] else "now", run["seed"], gained(run)) for run in ours])

@@ -1,6 +1,6 @@
 """What is measured of a run, and compared between arms."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -100,9 +100,14 @@ def by_arm(runs: Runs, task: str) -> tuple[ByArm, list[str]]:
     return found, [name for name in steps if steps[name] < least]
 
 
+def of_arms(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that count to their arm: without a tag, or of an earlier package."""
+    return [run for run in runs if run["tag"] in ("", *EARLIER)]
+
+
 def at_once(arms: ByArm, measure: str) -> paired.Fit:
     """Of all runs without a tag, over the steps that they share; earlier packages count to their arm."""
-    kept = [run for seeds in arms.values() for run in seeds.values() if run["tag"] in ("", *EARLIER)]
+    kept = of_arms(run for seeds in arms.values() for run in seeds.values())
     common = min((len(run["metrics"]["step"]) for run in kept), default=0)
     rows = [(run["arm"], run["seed"], MEASURES[measure][1](run, common)) for run in kept]
     return paired.Fit([row for row in rows if np.isfinite(row[2])])
