@@ -29,7 +29,8 @@ class ModelShape:
         sparse: Which of the layers have experts in the place of gate, up and down.
         experts, experts_per_token: In such a layer, and of them for a token.
         expert_intermediate: Outputs of the gate of one.
-        linear_names: Of a layer without experts, ordered as `linears`.
+        linear_names: Names in a layer of q, k, v, o, gate, up and down, as `self_attn.q_proj`; those that are parts of
+            one linear have its name. A layer with experts has the first four.
     """
 
     hidden: int

@@ -18,6 +18,7 @@ _CHUNK_TOKENS = 1024
 
 
 def _chunks(tokens: int) -> Iterator[slice]:
+    # One chunk of no tokens, since results are put together from chunks.
     return (slice(at, at + _CHUNK_TOKENS) for at in range(0, tokens or 1, _CHUNK_TOKENS))
 
 
