@@ -42,6 +42,7 @@ ALONE_AFTER = 11  # from that step on
 CUT = 58  # steps that all of these have
 IN_TURN = "20261129T201536-turn5.json"  # bf16 whose adapter was sent by our sync and verl's in turn,
 VERLS = "20261129T201537-verl4.json"  # and by verl's alone
+ANSWERS = 32 * 8  # of a step
 QUIET = 6  # steps of 60 before noise in ten stages begins
 MEMORY = "actor/perf/max_memory_allocated_gb"
 PARTS = {"first": slice(10), "last": slice(-10, None)}
@@ -116,7 +117,7 @@ def figures_of(runs: Runs, folder: Path) -> dict[str, Any]:
     measures = {name: Measure(arms, name) for name in MEASURES}
     figures: dict[str, Any] = measures | _of_runs(runs, arms, measures) | _of_boxes(runs, arms)
     figures |= _of_kl(arms) | _of_young(runs, arms)
-    figures |= _of_certainty(arms, measures) | _of_math(runs)
+    figures |= _of_certainty(arms, measures) | _of_acr(runs) | _of_math(runs)
     every = results.every([folder])
     figures |= _of_repeats(every) | _of_syncs(every) | _of_all_weights(every)
     return figures
@@ -311,6 +312,23 @@ def _of_all_weights(every: dict[str, list[Any]]) -> dict[str, Any]:
         "time_saved": 1 - step[0] / step[1],
         "answers_times": (answers[1] + sync[1]) / (answers[0] + sync[0]),
         "gigabytes": By(lambda arm: max(max(run["metrics"][MEMORY]) for run in runs[arm])),
+    }
+
+
+def _of_acr(runs: Runs) -> dict[str, Any]:
+    """How many of their tokens runs with ACR truncated, clipped, and kept from being clipped."""
+    tried = [run for run in runs.values() if "actor/acr_freed_frac" in run["metrics"]]
+
+    def tokens(share: str) -> float:
+        return sum(float((series(run, share) * series(run, "response_length/mean")).sum()) for run in tried) * ANSWERS
+
+    every = sum(float(series(run, "response_length/mean").sum()) for run in tried) * ANSWERS
+    return {
+        "acr_runs": len(tried),
+        "acr_millions": every / 1e6,
+        "acr_freed": round(tokens("actor/acr_freed_frac")),
+        "acr_truncated": tokens("actor/acr_widened_frac") / every,
+        "acr_clipped": tokens("actor/pg_clipfrac") / every,
     }
 
 

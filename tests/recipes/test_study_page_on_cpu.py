@@ -293,6 +293,15 @@ def test_all_weights(arms, figures, findings):
     assert figures["gigabytes"]["int8_acr"] > figures["gigabytes"]["bf16_full"]
 
 
+def test_acr_hardly_comes_into_play(arms, figures):
+    tried = {arm: [len(run["metrics"]["step"]) for run in arms[arm].values()] for arm in ("int8_acr", "fp8_acr")}
+    assert figures["acr_runs"] == sum(map(len, tried.values()))  # "INT8's and FP8's"
+    tokens = 1e6 * figures["acr_millions"] / (32 * 8 * sum(map(sum, tried.values())))
+    assert 250 < tokens < 350  # of an answer, as in the table
+    assert figures["acr_freed"] < 10
+    assert max(figures["acr_clipped"], figures["acr_truncated"]) < 1e-3
+
+
 def test_the_kl_of_stock_lora_rises_and_comes_down(arms, study):
     def mean(arm):
         return np.mean([study("measures").series(run, study("measures").KL)[:60] for run in arms[arm].values()], axis=0)
