@@ -287,6 +287,7 @@ def test_all_weights(arms, figures, findings):
     assert figures["time_saved"] > 0.1
     step = figures["step_of_seed"]
     assert step["int8_acr/2"] > 0.9 * step["bf16_full/3"]  # "the gain is small"
+    assert max(step[f"{arm}/1"] / step["int8_acr/2"] for arm in ("fp8", "fp8_acr")) == pytest.approx(1, abs=0.02)
     assert max(step["bf16_full/1"], step["bf16_full/2"]) < 1.05 * figures["seconds_of"]["step/bf16_full"]
     for arm in findings.ALONE:
         assert figures["pass1"].difference(f"{LORA} - {arm}").low > 0
