@@ -77,7 +77,7 @@ class FrozenBase:
         check_model(module)
         shards = options.shard and torch.distributed.get_world_size() > 1
         kind = ShardedNVFP4Linear if shards else PACKED_LINEARS[options.format]
-        linears = build_skeleton(module, model_config.local_path, options.ignore, kind, options.weight_format)
+        linears = build_skeleton(module, model_config.local_path, options.ignore, kind)
         if self._reads_weights():
             load_packed(module, linears, model_config.local_path, options, dtype)
         if model_config.use_liger:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import left_out, packed_stream
 from verl_qerl.errors import CheckpointFormatError
-from verl_qerl.formats import DEFAULT_FORMAT, PackedWeight, WeightFormat
+from verl_qerl.formats import PackedWeight
 from verl_qerl.formats.ignore import is_packed_module
 from verl_qerl.modules.convert import replace_experts, replace_linears
 from verl_qerl.modules.format_linear import NVFP4Linear
@@ -21,11 +21,7 @@ from verl_qerl.verl_plugin.config.base_options import BaseOptions
 
 
 def build_skeleton(
-    model: nn.Module,
-    path: str,
-    ignore: tuple[str, ...],
-    kind: type[PackedLinear] = NVFP4Linear,
-    form: WeightFormat = DEFAULT_FORMAT,
+    model: nn.Module, path: str, ignore: tuple[str, ...], kind: type[PackedLinear] = NVFP4Linear
 ) -> dict[str, PackedLinear | ExpertLinear]:
     """Replace the decoder linears and experts of an empty model by unfilled packed ones.
 
@@ -40,7 +36,7 @@ def build_skeleton(
     Raises:
         CheckpointFormatError: The checkpoint is in another format, or this format does not hold its experts.
     """
-    rules = left_out(open_source(path), form, ignore)
+    rules = left_out(open_source(path), kind.form, ignore)
     linears = replace_linears(model, lambda name: is_packed_module(name, rules), kind)
     experts = replace_experts(model)
     if experts and kind is not NVFP4Linear:
