@@ -23,6 +23,8 @@ _FILE = Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trai
 _TEXT_TOO = ("algorithm.rollout_correction.rollout_is_threshold", "transfer_queue.backend.")
 _COUNT = Accepts("a whole number above 0", lambda value: type(value) is int and value > 0)
 _SHARE = Accepts("a number above 0, up to 1", lambda value: is_number(value) and 0 < value <= 1)
+# Numbers without which verl makes no data set, or no step.
+_NEEDED = ("data.train_batch_size", "data.train_max_samples", "data.val_max_samples")
 # Estimators of advantages that need what verl's V1 trainer gives to none.
 _NOT_FED = ("remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline")
 # Where older verl had options of `reward`: main_ppo takes them and reads none, so that another reward is trained on.
@@ -57,7 +59,7 @@ _ACCEPTED = dict.fromkeys(_COUNTS, _COUNT) | {
 
 
 def check_values(config: DictConfig) -> None:
-    """Refuse such values with a ValueError; null is left to verl, but where it has to be a name."""
+    """Refuse such values with a ValueError; null is left to verl, but where it has to be a name or one of _NEEDED."""
     given, names = dict(_leaves(OmegaConf.to_container(config))), _names(config)
     for name, value in given.items():
         if value and name.startswith(_UNREAD):
@@ -69,7 +71,7 @@ def check_values(config: DictConfig) -> None:
         value = given.get(name)
         if isinstance(value, str | list):  # may be an interpolation
             value = plain(OmegaConf.select(config, name))
-        if name in given and (value is not None or name in names) and not accepts.test(value):
+        if name in given and (value is not None or name in (*names, *_NEEDED)) and not accepts.test(value):
             raise refusal(name, value, accepts.told)
 
 
