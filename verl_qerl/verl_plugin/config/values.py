@@ -40,7 +40,6 @@ def _words(*known: str) -> Accepts:
 
 
 _CONTENTS = _words("model", "optimizer", "extra", "hf_model")
-_LOGGERS = _words(*Tracking.supported_backend, "tracking")
 _COUNTS = (
     *(f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "max_response_length")),
     *(f"trainer.{name}" for name in ("n_gpus_per_node", "nnodes", "total_training_steps")),
@@ -50,7 +49,7 @@ _COUNTS = (
 _ACCEPTED = dict.fromkeys(_COUNTS, _COUNT) | {
     f"{ROLLOUT}.gpu_memory_utilization": _SHARE,
     f"{ROLLOUT}.top_p": _SHARE,
-    "trainer.logger": _LOGGERS,
+    "trainer.logger": _words(*Tracking.supported_backend, "tracking"),
     "trainer.resume_mode": one_of("auto", "disable", "resume_path"),
     f"{ROLLOUT}.temperature": Accepts("a number above 0", lambda value: is_number(value) and value > 0),
     f"{ACTOR}.checkpoint.save_contents": _CONTENTS,
