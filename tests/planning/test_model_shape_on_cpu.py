@@ -44,11 +44,12 @@ def test_sizes_of_a_mixture():
      ({**CONFIG_7B, "vision_config": {"depth": 32}}, "its config.json has vision_config, and .* Models of text alone"),
      ({"hidden_size": 8}, "its config.json has no size as intermediate_size, num_hidden_layers"),
      ({**CONFIG_7B, "hidden_size": "8"}, "its config.json has no size as hidden_size"),
+     ({**CONFIG_7B, "hidden_size": 8}, "its config.json has 28 attention heads and hidden_size=8"),
      ({**CONFIG_7B, "vocab_size": -1}, "its config.json has no size as vocab_size"),
      ({**CONFIG_7B, "num_key_value_heads": [4]}, "its config.json has no size as num_key_value_heads"),
      ({**CONFIG_30B, "num_experts": None}, "its config.json has no size as num_experts"),
      ({**CONFIG_30B, "decoder_sparse_step": "1"}, "its config.json has no size as decoder_sparse_step")],
-    ids=["family", "sees", "missing", "text", "negative", "list", "missing of experts", "step"],
+    ids=["family", "sees", "missing", "text", "heads", "negative", "list", "missing of experts", "step"],
 )  # fmt: skip
 def test_a_model_without_a_plan(config, sentence):
     with pytest.raises(ValueError, match=f"^no plan for this model: {sentence}"):

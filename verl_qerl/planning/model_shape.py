@@ -51,8 +51,8 @@ class ModelShape:
         """Read config.json; where it leaves `tie_word_embeddings` out, they are two tensors.
 
         Raises:
-            ValueError: It is no model of text alone, a size is missing or no number, the experts are of a family that
-                is not supported, or the MLP has no gate.
+            ValueError: It is no model of text alone, a size is missing or no number, heads have no columns, the experts
+                are of a family that is not supported, or the MLP has no gate.
         """
         parts = senses(config)
         if parts:
@@ -85,6 +85,11 @@ class ModelShape:
             )
         heads = config["num_attention_heads"]
         size = config.get("head_dim") or config["hidden_size"] // heads
+        if not size:
+            raise ValueError(
+                f"no plan for this model: its config.json has {heads} attention heads and hidden_size="
+                f"{config['hidden_size']}, and no head_dim. At most as many heads are accepted. Check the file."
+            )
         return cls(
             *(config[name] for name in names[:4]),
             query=heads * size,
