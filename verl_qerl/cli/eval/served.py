@@ -54,7 +54,7 @@ def _exported(out: Path, checkpoint: Path, model: str | None, form: str | None) 
         export_checkpoint(checkpoint, out, WITH_BASE, model)
         return EngineOptions(str(out), _form(str(out), form), adapter=out / "adapter")
     export_checkpoint(checkpoint, out, "peft", model)
-    if base.is_packed and base.record and form is None:  # as the rollouts of its run
+    if base.record and form is None:  # as the rollouts of its run
         return EngineOptions(base.name, base.format, base.record.scale, base.record.ignore, adapter=out)
     return EngineOptions(base.name, _form(base.name, form), adapter=out)
 
