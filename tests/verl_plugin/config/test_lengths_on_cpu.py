@@ -48,7 +48,19 @@ def test_gpus_that_share_a_sequence_count_together(validate, monkeypatch):
 def test_log_probs_of_the_rollout_too(validate):
     named = f"{ROLLOUT}.log_prob_max_token_len_per_gpu=100"
     with pytest.raises(ValueError, match=rf"^{re.escape(named)} does not go together with {ROLLOUT}\.log_prob_use_dyn"):
-        validate(*OURS, f"{ROLLOUT}.log_prob_use_dynamic_bsz=True", named)
+        validate(*OURS, IN_TOKENS[0], named)
+
+
+@pytest.mark.parametrize("in_tokens", [True, False])
+def test_both_passes_of_the_actor_count_alike(validate, in_tokens):
+    """As verl's workers assert, without a word, once the models are about to be loaded."""
+    of_update, of_log_probs = f"{ACTOR}.use_dynamic_bsz={in_tokens}", f"{ROLLOUT}.log_prob_use_dynamic_bsz="
+    refused = rf"^{re.escape(of_log_probs)}{not in_tokens} does not go .*{re.escape(of_update)}: .* is {in_tokens}\."
+    with pytest.raises(ValueError, match=refused):
+        validate(*OURS, of_update, f"{of_log_probs}{not in_tokens}")
+    validate(*OURS[1:], of_update, f"{of_log_probs}{not in_tokens}")
+    validate(*OURS, of_update)
+    validate(*OURS, of_update, f"{of_log_probs}{in_tokens}")
 
 
 @pytest.mark.parametrize(("size", "ranks", "divides"), [(3, 1, False), (4, 1, True), (4, 4, False), (2, 4, True)])

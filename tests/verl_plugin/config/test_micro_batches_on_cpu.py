@@ -15,12 +15,10 @@ def composed(*overrides):
     return verl_config(*RUN, "actor_rollout_ref.model.lora_rank=32", "+rollout=nvfp4", *overrides)
 
 
-@pytest.mark.parametrize(("of_actor", "of_rollout"), [(True, False), (False, True), (False, False)])
-def test_each_gpu_gets_its_part(of_actor, of_rollout):
-    """verl's workers ask for the rollout's by the switch of the actor, and its trainer reads it by the rollout's."""
-    switches = (f"{ACTOR}.use_dynamic_bsz={of_actor}", f"{ROLLOUT}.log_prob_use_dynamic_bsz={of_rollout}")
+@pytest.mark.parametrize("in_tokens", [True, False])
+def test_each_gpu_gets_its_part(in_tokens):
     size = f"{ROLLOUT}.log_prob_micro_batch_size"
-    config = composed(*switches, f"{size}=16", f"{size}_per_gpu=null")
+    config = composed(f"{ACTOR}.use_dynamic_bsz={in_tokens}", f"{size}=16", f"{size}_per_gpu=null")
     prepare(config)
     found = config.actor_rollout_ref.rollout
     assert (found.log_prob_micro_batch_size, found.log_prob_micro_batch_size_per_gpu) == (None, 2)

@@ -1,4 +1,4 @@
-"""Sizes of batches that end a run once there are answers: limits in tokens, and parts that do not divide a whole."""
+"""Sizes of batches that end a run after its start: limits in tokens, and parts that do not divide a whole."""
 
 from verl_qerl.algos.options import is_number
 from verl_qerl.options.rules import ACTOR, ROLLOUT, Run, num_gpus, shown
@@ -37,7 +37,17 @@ def check_lengths(run: Run) -> None:
 
 
 def check_micro_batches(run: Run) -> None:
-    """Refuse with a ValueError micro-batches, counted in answers, that do not divide a mini-batch of the actor."""
+    """Refuse with a ValueError micro-batches that the actor's workers assert not to be.
+
+    Those that count tokens in one of its passes and answers in the other, and, counted in answers, those that do not
+    divide a mini-batch.
+    """
+    (update, _), (log_probs, _) = _IN_TOKENS
+    if run(update) is not None and run(log_probs) != run(update):
+        raise ValueError(
+            f"{log_probs}={run(log_probs)} does not go together with {update}={run(update)}: verl's workers count the"
+            f" micro-batches of both alike. Accepted is {run(update)}. Leave {log_probs} out; it follows the other."
+        )
     size, mini, n = f"{ACTOR}.ppo_micro_batch_size_per_gpu", run(f"{ACTOR}.ppo_mini_batch_size"), run(f"{ROLLOUT}.n")
     if run(f"{ACTOR}.use_dynamic_bsz") or run(f"{ACTOR}.strategy") not in ("fsdp", "fsdp2"):
         return  # others share a batch otherwise
