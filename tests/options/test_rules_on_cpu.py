@@ -21,6 +21,8 @@ RUNS = (
     {"aqn.enabled": True, "aqn.draw": "sequence"},
     {"uaq.enabled": True},
     {rules.LOSS_MODE: "acr"},
+    *({f"{rules.CORRECTION}.{name}": value} for name, value in (("rollout_is", "token"), ("rollout_rs", "token_k3"))),
+    {rules.BYPASS: True},
     {"algorithm.adv_estimator": "grpo_passk"},
     {"distillation.enabled": True, "distillation.distillation_loss.loss_mode": "forward_kl_topk"},
     *({f"qerl.gate.{name}": 1} for name in ("max_initial_kl", "max_kl", "mismatch_sample")),
@@ -120,3 +122,17 @@ def test_needs_that_are_not_met_are_told():
     assert rules.unmet({}.get, rules.SCORED) is None
     name = f"{rules.ROLLOUT}.top_k"
     assert rules.unmet({name: 20}.get, rules.WHOLE) == f"{name}=20 (accepted is -1 or 0)"
+
+
+@pytest.mark.parametrize("correction", ["rollout_is", "rollout_rs", "bypass_mode"])
+def test_a_correction_that_verl_would_leave_out_is_refused(correction):
+    name, without = f"{rules.CORRECTION}.{correction}", {f"{rules.ROLLOUT}.calculate_log_probs": False}
+    run = {name: True if correction == "bypass_mode" else "token"}
+    with pytest.raises(ValueError, match=rf"log_probs=False does not go together with {re.escape(name)}=.* is True\."):
+        rules.check((run | without).get)
+    with pytest.raises(ValueError, match=r"loss_type=reinforce does not go .* Accepted is ppo_clip"):
+        rules.check((run | {f"{rules.CORRECTION}.loss_type": "reinforce"}).get)
+    rules.check((run | {f"{rules.CORRECTION}.loss_type": "ppo_clip"}).get)
+    if correction != "bypass_mode":
+        with pytest.raises(ValueError, match=rf"bypass_mode=True does not go together with {re.escape(name)}=token: "):
+            rules.check((run | {rules.BYPASS: True}).get)

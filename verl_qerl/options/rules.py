@@ -203,10 +203,10 @@ def _top_k(run: Run) -> str | None:
     return f"a distillation by {mode}" if run("distillation.enabled") and mode == "forward_kl_topk" else None
 
 
-def _chosen(name: str, value: str) -> When:
-    """The runs in which an option has a value."""
-    told = f"{name}={value}"
-    return When(f"`{told.rpartition('.')[2]}`", lambda run: told if run(name) == value else None)
+def _chosen(name: str, value: str | None = None) -> When:
+    """The runs in which an option of verl's has a value; None: in which it is on."""
+    label = name.rpartition(".")[2] + (f"={value}" if value else "")
+    return When(f"`{label}`", lambda run: f"{name}={run(name)}" if run(name) and value in (None, run(name)) else None)
 
 
 def _option(name: str, label: str = "") -> When:
@@ -233,6 +233,7 @@ SHARE, AQN, UAQ = (_option(name) for name in ("qerl.base.share", "aqn.enabled", 
 OWN_DRAWS = When("`+aqn.draw` of `sequence` or `token`", _own_draws)
 ROUNDING = When("`+uaq.scale` that is no power of two", _rounding_scale)
 ACR, PASS_K = _chosen(LOSS_MODE, "acr"), _chosen("algorithm.adv_estimator", "grpo_passk")
+CORRECTED = tuple(_chosen(f"{CORRECTION}.{name}") for name in ("rollout_is", "rollout_rs"))
 TOP_K = When("a distillation by `forward_kl_topk`", _top_k)
 NO_ACR = When(
     "another `loss_mode` than acr", lambda run: None if run(LOSS_MODE) == "acr" else f"{LOSS_MODE}={run(LOSS_MODE)}"
@@ -323,6 +324,7 @@ RULES: tuple[Rule, ...] = (
     *_rules(
         OURS,
         (Need("trainer.use_v1", _on, "True"), "verl's first trainer knows none of them", _LEAVE),
+        (_only(f"{CORRECTION}.loss_type", "ppo_clip"), "verl's V1 trainer reads it nowhere", _LEAVE),
         (_null(f"{FSDP}.qerl"), "the driver writes +qerl.base.* there", "Set these."),
         (
             Need(f"{VLLM}.additional_config", lambda value: not tells_workers(value), "one without verl_qerl"),
@@ -474,6 +476,8 @@ RULES: tuple[Rule, ...] = (
         ),
         (_no("distillation.enabled"), "the distillation loss gets no log-probs of the rollout", _LEAVE),
     ),
+    *(Rule(when, _LOG_PROBS, "it needs those of the rollout", _ONE) for when in (*CORRECTED, _chosen(BYPASS))),
+    *(Rule(when, _no(BYPASS), "verl's V1 trainer corrects nothing in that mode", _ONE) for when in CORRECTED),
     Rule(
         PASS_K,
         Need(f"{ROLLOUT}.n", lambda v: v != 1, "2 or more"),

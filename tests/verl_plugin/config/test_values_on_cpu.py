@@ -59,6 +59,21 @@ def test_an_option_of_rewards_where_older_verl_had_it_is_refused(override):
         prepare(config)
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("rollout_is=tokens",), r"rollout_is='tokens', .*Invalid rollout_is: tokens\. Must be one of"),
+        (("rollout_is=token", "rollout_is_threshold=two"), r"Invalid rollout_is_threshold 'two'"),
+        (("rollout_rs=token_k1",), r"rollout_rs='token_k1' .*rollout_rs_threshold must be explicitly provided"),
+        (("rollout_rs=token", "rollout_rs_threshold=2"), r"Invalid rollout_rs option: token\. Must be one of"),
+    ],
+    ids=str,
+)
+def test_a_correction_that_verl_refuses_in_the_first_step_is_refused_at_once(options, says):
+    with pytest.raises(ValueError, match=rf"^algorithm\.rollout_correction with .*{says}.* Correct the options\.$"):
+        prepare(verl_config(*OURS, *(f"algorithm.rollout_correction.{option}" for option in options)))
+
+
 def test_values_that_verl_takes_stay():
     prepare(
         verl_config(
@@ -69,7 +84,11 @@ def test_values_that_verl_takes_stay():
             "trainer.val_before_train=${oc.decode:'false'}",
             f"{ACTOR}.checkpoint.save_contents=model",
             f"{ACTOR}.checkpoint.load_contents=[]",
-            "algorithm.rollout_correction.rollout_is_threshold=0.5_2.0",
+            "algorithm.rollout_correction.rollout_is=token",
+            "algorithm.rollout_correction.rollout_is_threshold=${data.cut}",
+            "+data.cut=0.5_2.0",
+            "algorithm.rollout_correction.rollout_rs='token_k1,seq_mean_k3'",
+            "algorithm.rollout_correction.rollout_rs_threshold='0.5_2.0,0.1'",
             f"{ROLLOUT}.n=${{data.n}}",
             "reward_model.enable=False",
             "+data.n=4",

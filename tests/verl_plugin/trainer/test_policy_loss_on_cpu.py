@@ -213,8 +213,8 @@ def test_the_trainer_gives_the_actor_its_loss():
 
 @pytest.mark.parametrize("overrides", [(), ("+rollout=nvfp4", "actor_rollout_ref.model.lora_rank=8")], ids=str)
 def test_options_compose_from_the_command_line(overrides):
-    rejection = "algorithm.rollout_correction.rollout_rs=seq_mean_k1"
-    for options, found in (((), ACRConfig()), (("+acr.max_ratio=8",), ACRConfig(8)), ((rejection,), ACRConfig())):
+    rejection = (f"{CORRECTION}.rollout_rs=seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold=0.5_2.0")
+    for options, found in (((), ACRConfig()), (("+acr.max_ratio=8",), ACRConfig(8)), (rejection, ACRConfig())):
         trainer = Trainer(composed(ACR, *options, *overrides))
         trainer.on_init_end()
         assert trainer.log[0].args[0] == found

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import verl
 from omegaconf import DictConfig, OmegaConf
 from verl.utils.tracking import Tracking
 
 from verl_qerl.algos.options import Accepts, is_number, one_of, refusal
-from verl_qerl.options.rules import ACTOR, LOSS_MODE, MODEL, ROLLOUT
+from verl_qerl.options.rules import ACTOR, CORRECTION, LOSS_MODE, MODEL, ROLLOUT
 from verl_qerl.verl_plugin.config.nodes import plain
 
 # With all of verl's defaults.
@@ -39,6 +40,9 @@ def _words(*known: str) -> Accepts:
     return Accepts(f"a list of {', '.join(known)}", test)
 
 
+# What verl's trainer hands to its function.
+_OF_CORRECTION = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
+_OF_CORRECTION += ("rollout_rs", "rollout_rs_threshold")
 _CONTENTS = _words("model", "optimizer", "extra", "hf_model")
 _COUNTS = (
     *(f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "max_response_length")),
@@ -72,6 +76,22 @@ def check_values(config: DictConfig) -> None:
             value = plain(OmegaConf.select(config, name))
         if name in given and (value is not None or name in (*names, *_NEEDED)) and not accepts.test(value):
             raise refusal(name, value, accepts.told)
+    correction = {name: plain(OmegaConf.select(config, f"{CORRECTION}.{name}")) for name in _OF_CORRECTION}
+    _check_correction({name: value for name, value in correction.items() if value is not None})
+
+
+def _check_correction(given: dict[str, Any]) -> None:
+    """Have verl's own function read what is set of the rollout's correction, of a token on which both sides agree."""
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+
+    token = torch.zeros(1, 1)
+    try:
+        compute_rollout_correction_and_rejection_mask(token, token, torch.ones_like(token), **given)
+    except (TypeError, ValueError) as error:
+        told = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise ValueError(
+            f"{CORRECTION} with {told} ends the run once there are answers. verl says: {error} Correct the options."
+        ) from error
 
 
 def _names(config: DictConfig) -> dict[str, Accepts]:
