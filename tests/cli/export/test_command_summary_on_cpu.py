@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from verl_qerl.cli.export.command import summary
@@ -52,3 +54,10 @@ def test_trained_linears_that_stay_in_bf16_have_no_error():
     assert row.split() == ["up_proj", "2", "3.00e-02", "4.00e-02", "3.00e-02", "1.00"]
     assert told == "1 trained linears stay in bf16"
     assert last.startswith("quantization takes the training back")
+
+
+@pytest.mark.parametrize(("rank", "remedy"), [(8, r"Serve the base with .* or use"), (0, r"is\. Use")])
+def test_a_run_of_all_weights_is_told_of_no_adapter(rank, remedy):
+    text = summary(quantized(0.02, 0.03) | {"r": rank, "changed_besides_the_adapter": ["model.norm.weight"]})
+    assert re.search(rf"{remedy} --to merged-bf16\.$", text)
+    assert ("adapter" in text) == (rank > 0)

@@ -222,7 +222,8 @@ def summary(report: Mapping[str, Any]) -> str:
     named = checked if report["base_digest_checked"] else "which the checkpoint does not name"
     lines = [f"{trained}{len(report['layers'])} linears; base {report['base_digest'] or 'not packed'}, {named}"]
     if changed := report["changed_besides_the_adapter"]:
-        lines.append(f"{len(changed)} tensors besides the adapter come from the checkpoint")
+        beside = "adapter" if report["r"] else "linears"
+        lines.append(f"{len(changed)} tensors besides the {beside} come from the checkpoint")
     if report.get("norms"):
         update, lost = (sum(norm[part] for norm in report["norms"].values()) for part in ("update", "lost_in_bf16"))
         share = f"{lost / update:.2f} of their update" if update else "no update"
@@ -254,9 +255,9 @@ def _costs(report: Mapping[str, Any]) -> list[str]:
         lines.append(f"{others} trained linears stay in bf16")
     updates = sum(layer["relative_update"] for layer in quantized.values())
     if sum(layer["relative_error"] for layer in quantized.values()) > 0.9 * updates > 0:
+        other = "Serve the base with the adapter (--to base-and-adapter or peft), or use" if report["r"] else "Use"
         lines.append(
             "quantization takes the training back: the error is as large as the update, so this model is about as far "
-            "from the trained one as the base is. Serve the base with the adapter (--to base-and-adapter or peft), or "
-            "use --to merged-bf16."
+            f"from the trained one as the base is. {other} --to merged-bf16."
         )
     return lines
