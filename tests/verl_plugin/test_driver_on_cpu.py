@@ -10,11 +10,13 @@ import pytest
 pytest.importorskip("verl")
 
 import ray
+import torch
 import verl.utils
 import verl.utils.config
 from qerl_testing import RUN
 
 from verl_qerl import verl_plugin
+from verl_qerl.algos.uaq import write_record
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.verl_plugin import driver
 
@@ -145,3 +147,19 @@ def test_a_step_that_cannot_be_resumed_is_told_before_ray_starts(validate, tmp_p
     validate(NOISE, *options)
     validate(*packed, *options, "trainer.nnodes=2", "trainer.n_gpus_per_node=4")
     validate(*packed, *options[1:], "trainer.resume_mode=disable")
+
+
+@pytest.mark.parametrize(
+    ("saved", "options"), [(2.0, ()), (None, ("+uaq.enabled=true",)), (1.5, ("+uaq.enabled=true",))]
+)
+def test_a_step_with_another_scale_of_uaq_is_told_before_ray_starts(validate, tmp_path, monkeypatch, saved, options):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "global_step_5").mkdir()
+    write_record(tmp_path / "global_step_5" / "actor", saved, "base")
+    torch.save({}, tmp_path / "global_step_5" / "data.pt")
+    run = "+rollout=int8", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/global_step_5"
+    if saved == 1.5:
+        validate(*run, *options)
+    else:
+        with pytest.raises(CheckpointFormatError, match=r"^the weights of the checkpoint are .*, those of this run "):
+            validate(*run, *options)

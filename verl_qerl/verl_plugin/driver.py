@@ -107,7 +107,9 @@ def check_run(config: DictConfig, use_critic: bool) -> None:
     """
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
+    from verl_qerl.options.rules import FSDP
     from verl_qerl.verl_plugin.actor.model_check import check_models
+    from verl_qerl.verl_plugin.actor.uaq_engine import check_scale
     from verl_qerl.verl_plugin.config.adapter_check import check_adapter
     from verl_qerl.verl_plugin.config.apply import prepare
     from verl_qerl.verl_plugin.config.nodes import paths_are_here
@@ -123,7 +125,9 @@ def check_run(config: DictConfig, use_critic: bool) -> None:
     prepare(config)
     check_output(config)
     if OmegaConf.select(config, "qerl.base.format") is not None and paths_are_here(config):  # as the trainer does later
-        check_resumed(config.trainer)
+        step = check_resumed(config.trainer)
+        if step is not None:
+            check_scale(step / "actor", OmegaConf.select(config, f"{FSDP}.uaq_scale"))
     check_files(config)
     check_models(config, use_critic)
     check_adapter(config)

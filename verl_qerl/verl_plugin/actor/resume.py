@@ -51,7 +51,12 @@ def saved_files(folder: Path, parts: Sequence[str]) -> dict[str, list[int]]:
 
 
 def read_on_first_rank(read: Callable[[], _T]) -> _T:
-    """What `read` finds, or the CheckpointFormatError that it raises, on rank 0, whose node alone may have the file."""
+    """What `read` finds, or the CheckpointFormatError that it raises, on rank 0, whose node alone may have the file.
+
+    The driver, which is of no group of ranks, reads itself.
+    """
+    if not dist.is_initialized():
+        return read()
     told: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:

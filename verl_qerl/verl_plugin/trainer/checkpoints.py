@@ -49,11 +49,15 @@ class WholeCheckpoints(Feature):
         check_resumed(self._run.config.trainer)
 
 
-def check_resumed(trainer: DictConfig) -> None:
-    """Require that the step which verl will load is whole, by the options of its trainer; see `check_tracker`."""
+def check_resumed(trainer: DictConfig) -> Path | None:
+    """Require that the step which verl will load is whole, by the options of its trainer; see `check_tracker`.
+
+    Returns:
+        Its folder global_step_N; None where a run starts anew.
+    """
     if trainer.resume_mode == "auto" and trainer.default_local_dir:
-        check_tracker(Path(trainer.default_local_dir))
-    elif trainer.resume_mode == "resume_path":
+        return check_tracker(Path(trainer.default_local_dir))
+    if trainer.resume_mode == "resume_path":
         # verl takes what follows the last "global_step_", a slash too, for the number.
         if not re.fullmatch(r".*global_step_\d+", str(trainer.resume_from_path)):
             raise CheckpointFormatError(
@@ -61,10 +65,11 @@ def check_resumed(trainer: DictConfig) -> None:
                 " accepted, with nothing behind it. Set it to one; trainer.resume_mode=auto takes the last one of"
                 " trainer.default_local_dir."
             )
-        check_step(Path(trainer.resume_from_path))
+        return check_step(Path(trainer.resume_from_path))
+    return None
 
 
-def check_tracker(run: Path) -> None:
+def check_tracker(run: Path) -> Path | None:
     """Require that the tracker of a run names a whole step; an empty one is written again.
 
     A process that is killed between emptying and writing it has written everything else of its step, which is the
@@ -73,12 +78,15 @@ def check_tracker(run: Path) -> None:
     Args:
         run: trainer.default_local_dir; without a tracker there is nothing to resume.
 
+    Returns:
+        The folder of the step, or None.
+
     Raises:
         CheckpointFormatError: The tracker is damaged, or names a step that is not there or half-written.
     """
     tracker = run / TRACKER
     if not tracker.is_file():
-        return
+        return None
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     if not text:
         text = str(_newest_step(run))
@@ -91,11 +99,13 @@ def check_tracker(run: Path) -> None:
             f"the tracker names no step: {tracker} holds {text[:40]!r}. A number is accepted. Write that of a "
             "global_step_N beside it."
         )
-    check_step(run / f"global_step_{text}")
+    return check_step(run / f"global_step_{text}")
 
 
-def check_step(folder: Path) -> None:
-    """Refuse with a CheckpointFormatError a step that is not there or half-written; the engine checks its own part.
+def check_step(folder: Path) -> Path:
+    """Refuse with a CheckpointFormatError a step that is not there or half-written, and return `folder`.
+
+    The engine checks its own part.
 
     A step of `sync` has no state of TransferQueue, and any mode can resume it.
     """
@@ -114,6 +124,7 @@ def check_step(folder: Path) -> None:
             f"the checkpoint is half-written: {folder} has no whole {missing}. It is written after the actor. "
             "Resume from an earlier step."
         )
+    return folder
 
 
 def _newest_step(run: Path) -> int:
