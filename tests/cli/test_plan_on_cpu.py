@@ -266,6 +266,12 @@ def test_numbers_that_no_run_has(model, capsys, option):
     assert f"no such run: {option}. " in capsys.readouterr().err
 
 
+def test_a_run_of_all_weights_has_no_plan(model, capsys):
+    with pytest.raises(SystemExit, match="1"):
+        main(["plan", "--model", str(model), "--gpu-gib", "141", "--rank", "0"])
+    assert "no plan: --rank 0 trains all weights. 1 or more is accepted." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [(None, "config.json does not exist."), ("{", "config.json is not JSON:"), ("[]", "config.json holds a list.")],

@@ -1,4 +1,4 @@
-"""`python -m verl_qerl plan`: how much GPU memory a run takes, before it is started."""
+"""`python -m verl_qerl plan`: GPU memory of a run with LoRA on a packed base, before it is started."""
 
 import argparse
 from typing import Any
@@ -21,7 +21,7 @@ def add_parser(subparsers: Any) -> None:
         " itself what it left out",
     )
     default = "(default: %(default)s)"
-    parser.add_argument("--rank", type=int, default=32, help=f"of the adapters, on all linears {default}")
+    parser.add_argument("--rank", type=int, default=32, help=f"of the adapters, on all linears, at least 1 {default}")
     parser.add_argument("--gpus", type=int, default=1, help=f"that FSDP2 shards over {default}")
     parser.add_argument(
         "--tokens", type=int, default=8192, help=f"of a micro-batch, as ppo_max_token_len_per_gpu {default}"
@@ -123,6 +123,8 @@ def _check_ranges(args: argparse.Namespace) -> None:
         value, (low, high) = getattr(args, name), (0, 1) if name == "utilization" else (1, 10**9)
         if not low <= value <= high:
             option = f"--{name.replace('_', '-')}"
+            if option == "--rank" and value == 0:
+                raise ValueError("no plan: --rank 0 trains all weights. 1 or more is accepted. Name an adapter's rank.")
             raise ValueError(f"no such run: {option} {value}. {low} to {high} is accepted. Change {option}.")
 
 
