@@ -13,6 +13,7 @@ import argparse
 import datetime
 import importlib.metadata
 import os
+import shlex
 import shutil
 import signal
 import statistics
@@ -418,7 +419,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if args.dry_run:
         for job in jobs:
-            print(*command(job, args.work / job.run.name), sep=" \\\n    ")
+            print(*map(shlex.quote, command(job, args.work / job.run.name)), sep=" \\\n    ")
         return 0
     gpus = visible_gpus()
     if len(gpus) < args.gpus_per_run:

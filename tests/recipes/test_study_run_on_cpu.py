@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 import textwrap
 import time
@@ -259,6 +260,17 @@ def asked(runner, tmp_path):
 def save(path, jobs, state="done", steps=(1, 2), model="model"):
     runs = {job.run.name: job.as_json() | {"state": state, "metrics": {"step": list(steps)}} for job in jobs}
     path.write_text(json.dumps({"session": {"model": model}, "runs": runs}))
+
+
+def test_the_commands_that_are_printed_are_a_shells(runner, tmp_path, capsys):
+    model, data = tmp_path / "a = b", tmp_path / "data"
+    for folder in (model, data / "gsm8k"):
+        folder.mkdir(parents=True)
+    given = ["--model", str(model), "--data", str(data), "--out", str(tmp_path / "out"), "--earlier", str(tmp_path)]
+    assert runner.main([*given, "--arms", "int8_acr", "--dry-run"]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert f"actor_rollout_ref.model.path='{model}'" in words
+    assert 'trainer.logger=["console","file"]' in words
 
 
 def test_a_later_session_runs_what_is_missing(asked, tmp_path):
