@@ -77,7 +77,7 @@ def check_same_options(runs: Sequence[dict[str, Any]]) -> None:
     if len(models) > 1:
         raise ValueError(
             f"results of several models: {', '.join(models)}. One model is accepted, as runs are compared. Keep a"
-            " folder for each, as --out and --earlier, or --results."
+            " folder of results for each."
         )
     options: dict[tuple[str, str], list[str]] = {}
     for run in runs:

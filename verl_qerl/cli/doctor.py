@@ -56,18 +56,19 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table, each row as soon as it is known."""
+    """Print the table, each row as soon as it is known; what is off comes last."""
     print(_line("check", "found", "expected", ""), flush=True)
     rows = []
     for row in all_rows():
         print(_line(row.check, row.found, row.expected, row.status), flush=True)
         rows.append(row)
-    failed = [row for row in rows if row.status == FAIL]
-    for row in failed:
-        print(f"\n{row.check}: found {row.found}; expected {row.expected}.")
     for row in rows:
         if row.more:
             print(f"\n{row.more}")
+    failed = [row for row in rows if row.status == FAIL]
+    for row in failed:
+        print(f"\n{row.check}: found {row.found}; expected {row.expected}.")
+    print(f"\n{len(failed)} of {len(rows)} checks failed.")
     return 1 if failed else 0
 
 

@@ -464,6 +464,11 @@ RULES: tuple[Rule, ...] = (
             "Leave the option out and set C by +acr.max_ratio; rejection (rollout_rs) may stay.",
         ),
         (
+            Need(f"{CORRECTION}.rollout_is_threshold", lambda v: v in (None, 2.0), "2.0"),
+            "it would not be read: C is +acr.max_ratio",
+            "Set that.",
+        ),
+        (
             _no(BYPASS),
             "it takes the rollout's log-probs for those of the proximal policy, so that their ratio is 1 and ACR is the"
             " vanilla loss",

@@ -176,6 +176,7 @@ BAD = {
     ): r"calculate_log_probs=False does not go together with .*=acr: .* Accepted is True\. Set .*log_probs=True\.$",
     (ACR, f"{CORRECTION}.rollout_is=token"): r"rollout_is=token does not go .* count it twice\. Accepted is null\.",
     (ACR, f"{CORRECTION}.rollout_is=sequence"): r"rollout_is=sequence does not go together",
+    (ACR, f"{CORRECTION}.rollout_is_threshold=4"): r"it would not be read: C is \+acr\.max_ratio\. Accepted is 2\.0\.",
     (ACR, f"{CORRECTION}.bypass_mode=True"): r"bypass_mode=True does not go .* so that their ratio is 1 and ACR is",
     (ACR, "distillation.enabled=True"): r"^distillation\.enabled=True does not go together",
     (ACR, "trainer.use_v1=False"): r"^trainer\.use_v1=False does not go together",
