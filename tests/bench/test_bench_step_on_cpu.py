@@ -32,7 +32,7 @@ def composed(arm, args, tmp_path):
     asked = bench.command(arm, args, tmp_path / "work")
     asked.insert(asked.index("--"), "--dry-run")
     said = subprocess.run(asked, capture_output=True, text=True, check=True, env=os.environ | {"QERL_COMMIT": "x"})
-    _, _, _, *given = (part for part in shlex.split(said.stdout, posix=False) if part != "\\")  # python -m main_ppo
+    _, _, _, *given = (word for word in shlex.split(said.stdout) if word.strip())  # python -m main_ppo
     config = verl_config(*given)
     prepare(config)
     return config
