@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import results
+from arms import ANSWERS, BATCH
 from claims import CLAIMS, LORA, MARGIN
 from measures import (
     KL,
@@ -42,7 +43,6 @@ ALONE_AFTER = 11  # from that step on
 CUT = 58  # steps that all of these have
 IN_TURN = "20261129T201536-turn5.json"  # bf16 whose adapter was sent by our sync and verl's in turn,
 VERLS = "20261129T201537-verl4.json"  # and by verl's alone
-ANSWERS = 32 * 8  # of a step
 QUIET = 6  # steps of 60 before noise in ten stages begins
 MEMORY = "actor/perf/max_memory_allocated_gb"
 PARTS = {"first": slice(10), "last": slice(-10, None)}
@@ -319,16 +319,16 @@ def _of_acr(runs: Runs) -> dict[str, Any]:
     """How many of their tokens runs with ACR truncated, clipped, and kept from being clipped."""
     tried = [run for run in runs.values() if "actor/acr_freed_frac" in run["metrics"]]
 
-    def tokens(share: str) -> float:
-        return sum(float((series(run, share) * series(run, "response_length/mean")).sum()) for run in tried) * ANSWERS
+    def of_steps(key: str) -> np.ndarray:
+        return np.concatenate([series(run, key) for run in tried])
 
-    every = sum(float(series(run, "response_length/mean").sum()) for run in tried) * ANSWERS
+    tokens = BATCH * ANSWERS * of_steps("response_length/mean")
     return {
         "acr_runs": len(tried),
-        "acr_millions": every / 1e6,
-        "acr_freed": round(tokens("actor/acr_freed_frac")),
-        "acr_truncated": tokens("actor/acr_widened_frac") / every,
-        "acr_clipped": tokens("actor/pg_clipfrac") / every,
+        "acr_millions": tokens.sum() / 1e6,
+        "acr_freed": round((of_steps("actor/acr_freed_frac") * tokens).sum()),
+        "acr_truncated": np.average(of_steps("actor/acr_widened_frac"), weights=tokens),
+        "acr_clipped": np.average(of_steps("actor/pg_clipfrac"), weights=tokens),
     }
 
 

@@ -118,13 +118,13 @@ def _left_out(args: argparse.Namespace, config: dict[str, Any], stored: str | No
 
 
 def _check_ranges(args: argparse.Namespace) -> None:
-    """Refuse numbers that no run has."""
+    """Refuse numbers that no run has, and a run without an adapter."""
+    if args.rank == 0:
+        raise ValueError("no plan: --rank 0 trains all weights. 1 or more is accepted. Name an adapter's rank.")
     for name in ("gpu_gib", "rank", "gpus", "tokens", "tensor_parallel", "utilization"):
         value, (low, high) = getattr(args, name), (0, 1) if name == "utilization" else (1, 10**9)
         if not low <= value <= high:
             option = f"--{name.replace('_', '-')}"
-            if option == "--rank" and value == 0:
-                raise ValueError("no plan: --rank 0 trains all weights. 1 or more is accepted. Name an adapter's rank.")
             raise ValueError(f"no such run: {option} {value}. {low} to {high} is accepted. Change {option}.")
 
 

@@ -206,7 +206,8 @@ def _top_k(run: Run) -> str | None:
 def _chosen(name: str, value: str | None = None) -> When:
     """The runs in which an option of verl's has a value; None: in which it is on."""
     label = name.rpartition(".")[2] + (f"={value}" if value else "")
-    return When(f"`{label}`", lambda run: f"{name}={run(name)}" if run(name) and value in (None, run(name)) else None)
+    test = (lambda found: found == value) if value else bool
+    return When(f"`{label}`", lambda run: f"{name}={run(name)}" if test(run(name)) else None)
 
 
 def _option(name: str, label: str = "") -> When:

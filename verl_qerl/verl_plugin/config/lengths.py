@@ -49,7 +49,7 @@ def check_micro_batches(run: Run) -> None:
             f" micro-batches of both alike. Accepted is {run(update)}. Leave {log_probs} out; it follows the other."
         )
     size, mini, n = f"{ACTOR}.ppo_micro_batch_size_per_gpu", run(f"{ACTOR}.ppo_mini_batch_size"), run(f"{ROLLOUT}.n")
-    if run(f"{ACTOR}.use_dynamic_bsz") or run(f"{ACTOR}.strategy") not in ("fsdp", "fsdp2"):
+    if run(update) or run(f"{ACTOR}.strategy") not in ("fsdp", "fsdp2"):
         return  # others share a batch otherwise
     ranks = num_gpus(run) // (actor_size(run) or 1)
     if run(size) and mini and n and mini * n % (run(size) * ranks):

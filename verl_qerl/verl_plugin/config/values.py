@@ -21,7 +21,7 @@ from verl_qerl.verl_plugin.config.nodes import plain
 # With all of verl's defaults.
 _FILE = Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml"
 # Where verl has a number and takes text too: a range as `0.5_2.0`; sizes of stores of others.
-_TEXT_TOO = ("algorithm.rollout_correction.rollout_is_threshold", "transfer_queue.backend.")
+_TEXT_TOO = (f"{CORRECTION}.rollout_is_threshold", "transfer_queue.backend.")
 _COUNT = Accepts("a whole number above 0", lambda value: type(value) is int and value > 0)
 _SHARE = Accepts("a number above 0, up to 1", lambda value: is_number(value) and 0 < value <= 1)
 # Numbers without which verl makes no data set, or no step.
@@ -41,8 +41,13 @@ def _words(*known: str) -> Accepts:
 
 
 # What verl's trainer hands to its function.
-_OF_CORRECTION = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
-_OF_CORRECTION += ("rollout_rs", "rollout_rs_threshold")
+_OF_CORRECTION = (
+    "rollout_is",
+    "rollout_is_threshold",
+    "rollout_is_batch_normalize",
+    "rollout_rs",
+    "rollout_rs_threshold",
+)
 _CONTENTS = _words("model", "optimizer", "extra", "hf_model")
 _COUNTS = (
     *(f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "max_response_length")),
@@ -76,14 +81,15 @@ def check_values(config: DictConfig) -> None:
             value = plain(OmegaConf.select(config, name))
         if name in given and (value is not None or name in (*names, *_NEEDED)) and not accepts.test(value):
             raise refusal(name, value, accepts.told)
-    correction = {name: plain(OmegaConf.select(config, f"{CORRECTION}.{name}")) for name in _OF_CORRECTION}
-    _check_correction({name: value for name, value in correction.items() if value is not None})
+    _check_correction(config)
 
 
-def _check_correction(given: dict[str, Any]) -> None:
+def _check_correction(config: DictConfig) -> None:
     """Have verl's own function read what is set of the rollout's correction, of a token on which both sides agree."""
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
+    found = {name: plain(OmegaConf.select(config, f"{CORRECTION}.{name}")) for name in _OF_CORRECTION}
+    given = {name: value for name, value in found.items() if value is not None}
     token = torch.zeros(1, 1)
     try:
         compute_rollout_correction_and_rejection_mask(token, token, torch.ones_like(token), **given)
