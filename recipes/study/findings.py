@@ -62,10 +62,10 @@ def filled(page: str, figures: dict[str, Any]) -> str:
 class By:
     """What a function says of the name in brackets."""
 
-    def __init__(self, say: Callable[[str], Any]) -> None:
+    def __init__(self, say: Callable[[Any], Any]) -> None:
         self._say = say
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str | int) -> Any:
         return self._say(name)
 
 
@@ -335,14 +335,20 @@ def _of_acr(runs: Runs) -> dict[str, Any]:
 def _of_math(runs: Runs) -> dict[str, Any]:
     arms, _ = by_arm(runs, "math")
     all_runs = [run for seeds in arms.values() for run in seeds.values()]
-    wrong, cut = (
-        np.array([series(run, key)[:60] for run in all_runs])
-        for key in ("study/all_wrong", "response_length/clip_ratio")
-    )
+
+    steps = min(len(run["metrics"]["step"]) for run in all_runs)
+
+    def mean_of(key: str, part: slice) -> float:
+        return float(np.mean([series(run, key)[:60][part].mean() for run in all_runs]))
+
+    def apart(seed: int) -> float:
+        reward = [MEASURES["area"][1](arms[arm][seed], steps) for arm in ("nvfp4_noise", "nvfp4")]
+        return abs(reward[0] - reward[1])
+
     return {
-        "math_area": Measure(arms, "area"),
+        "math_apart": By(apart),
         "math_pass1": Measure(arms, "pass1"),
-        "math_questions": max(len(last_validation(run)["right"]) for run in all_runs),
-        "math_wrong": By(lambda part: wrong[:, PARTS[part]].mean()),
-        "math_cut": cut.mean(),
+        "math_questions": max(len(last_validation(run)["right"]) for run in all_runs if run["validation"]),
+        "math_wrong": By(lambda part: mean_of("study/all_wrong", PARTS[part])),
+        "math_cut": mean_of("response_length/clip_ratio", slice(None)),
     }
