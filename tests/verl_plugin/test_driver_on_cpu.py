@@ -17,6 +17,7 @@ from qerl_testing import RUN
 
 from verl_qerl import verl_plugin
 from verl_qerl.algos.uaq import write_record
+from verl_qerl.checkpoints.record import BaseRecord
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.verl_plugin import driver
 
@@ -163,3 +164,30 @@ def test_a_step_with_another_scale_of_uaq_is_told_before_ray_starts(validate, tm
     else:
         with pytest.raises(CheckpointFormatError, match=r"^the weights of the checkpoint are .*, those of this run "):
             validate(*run, *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("+rollout=nvfp4", "{model}.lora_rank=8"), None),
+        (("+rollout=fp8", "{model}.lora_rank=8"), "a base in another format: nvfp4, now fp8, .* Use \\+rollout=nvfp4"),
+        (("+rollout=nvfp4", "{model}.lora_rank=4"), "another adapter: r=8, now 4, "),
+        (("+rollout=nvfp4", "{model}.lora_rank=8", "{model}.lora_alpha=32"), "another adapter: lora_alpha=16, now 32"),
+        (("+rollout=nvfp4",), "an adapter: lora_rank=8, now 0, "),
+    ],
+)
+def test_a_step_of_another_base_or_adapter_is_told_before_ray_starts(
+    validate, tmp_path, monkeypatch, options, sentence
+):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "global_step_5" / "actor").mkdir(parents=True)
+    adapter = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+    BaseRecord("base", "mse", (), {"q_proj": "1"}, adapter, files={"a": 1}).write(tmp_path / "global_step_5" / "actor")
+    torch.save({}, tmp_path / "global_step_5" / "data.pt")
+    run = [option.format(model="actor_rollout_ref.model") for option in options]
+    run += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/global_step_5"]
+    if sentence is None:
+        validate(*run)
+    else:
+        with pytest.raises(CheckpointFormatError, match=f"^the checkpoint is of {sentence}"):
+            validate(*run)

@@ -107,16 +107,13 @@ def check_run(config: DictConfig, use_critic: bool) -> None:
     """
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
-    from verl_qerl.options.rules import FSDP
     from verl_qerl.verl_plugin.actor.model_check import check_models
-    from verl_qerl.verl_plugin.actor.uaq_engine import check_scale
     from verl_qerl.verl_plugin.config.adapter_check import check_adapter
     from verl_qerl.verl_plugin.config.apply import prepare
     from verl_qerl.verl_plugin.config.nodes import paths_are_here
     from verl_qerl.verl_plugin.config.output import check_output
     from verl_qerl.verl_plugin.config.questions import check_files
     from verl_qerl.verl_plugin.config.shared_memory import check_copies
-    from verl_qerl.verl_plugin.trainer.checkpoints import check_resumed
 
     policy_loss = POLICY_LOSS_REGISTRY.get(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     check_config = getattr(policy_loss, "check_config", None)
@@ -124,11 +121,28 @@ def check_run(config: DictConfig, use_critic: bool) -> None:
         check_config(config)
     prepare(config)
     check_output(config)
-    if OmegaConf.select(config, "qerl.base.format") is not None and paths_are_here(config):  # as the trainer does later
-        step = check_resumed(config.trainer)
-        if step is not None:
-            check_scale(step / "actor", OmegaConf.select(config, f"{FSDP}.uaq_scale"))
+    if OmegaConf.select(config, "qerl.base.format") is not None and paths_are_here(config):
+        _check_resumed(config)
     check_files(config)
     check_models(config, use_critic)
     check_adapter(config)
     check_copies(config)
+
+
+def _check_resumed(config: DictConfig) -> None:
+    """Require of the step that will be loaded what trainer and engine require later, where options tell it."""
+    from verl_qerl.options.rules import FSDP
+    from verl_qerl.verl_plugin.actor.resume import check_options, refuse_adapter
+    from verl_qerl.verl_plugin.actor.uaq_engine import check_scale
+    from verl_qerl.verl_plugin.trainer.checkpoints import check_resumed
+
+    step, model = check_resumed(config.trainer), config.actor_rollout_ref.model
+    if step is None:
+        return
+    check_scale(step / "actor", OmegaConf.select(config, f"{FSDP}.uaq_scale"))
+    if not model.lora_rank:
+        refuse_adapter(step / "actor")
+        return
+    # An adapter from a file has its own.
+    adapter = {} if model.get("lora_adapter_path") else {"r": model.lora_rank, "lora_alpha": model.lora_alpha}
+    check_options(step / "actor", config.qerl.base.format, adapter)

@@ -7,7 +7,7 @@ writes last, after the files of all ranks, tells a whole checkpoint from one tha
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -105,6 +105,24 @@ def check_checkpoint(folder: Path, held: BaseRecord, parts: Sequence[str]) -> Ba
     return record
 
 
+def check_options(folder: Path, form: str, adapter: Mapping[str, Any]) -> None:
+    """Require what the options of a run tell before it has a model; `check_checkpoint` requires the rest.
+
+    Args:
+        folder: Of the actor, read by this process.
+        form: Name of the base's format.
+        adapter: Options of PEFT's LoraConfig, those that the run names.
+
+    Raises:
+        CheckpointFormatError: The checkpoint has others.
+    """
+    if record := read_record(folder):
+        problem = _other_format(folder, record.format, form)
+        problem = problem or _other_adapter(folder, {name: record.adapter.get(name) for name in adapter}, adapter)
+        if problem:
+            raise CheckpointFormatError(problem)
+
+
 def refuse_adapter(folder: Path) -> None:
     """Raise CheckpointFormatError, on every rank, where the checkpoint is of an adapter on a packed base."""
     if record := read_on_first_rank(lambda: read_record(folder)):
@@ -185,11 +203,8 @@ def _cut_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> d
 
 
 def _other_model(folder: Path, record: BaseRecord, held: BaseRecord) -> str | None:
-    if record.format != held.format:
-        return (
-            f"the checkpoint is of a base in another format: {record.format}, now {held.format}, in {folder}. The same"
-            f" format is accepted. Use +rollout={record.format}."
-        )
+    if problem := _other_format(folder, record.format, held.format):
+        return problem
     differing = differing_weights(record.digests, held.digests)
     if differing:
         name, total = differing[0], len(record.digests.keys() | held.digests.keys())
@@ -204,11 +219,24 @@ def _other_model(folder: Path, record: BaseRecord, held: BaseRecord) -> str | No
         return (
             f"the checkpoint has other trained norms: {was}, now {now}, in {folder}. The same is accepted. Set +{was}."
         )
-    for name in sorted(record.adapter.keys() | held.adapter.keys()):
-        saved, now = record.adapter.get(name), held.adapter.get(name)
-        if saved != now:
+    return _other_adapter(folder, record.adapter, held.adapter)
+
+
+def _other_format(folder: Path, saved: str, now: str) -> str | None:
+    if saved == now:
+        return None
+    return (
+        f"the checkpoint is of a base in another format: {saved}, now {now}, in {folder}. The same format is accepted."
+        f" Use +rollout={saved}."
+    )
+
+
+def _other_adapter(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    for name in sorted(saved.keys() | now.keys()):
+        was, is_now = saved.get(name), now.get(name)
+        if was != is_now:
             return (
-                f"the checkpoint is of another adapter: {name}={_brief(saved, now)}, now {_brief(now, saved)}, in "
+                f"the checkpoint is of another adapter: {name}={_brief(was, is_now)}, now {_brief(is_now, was)}, in "
                 f"{folder}. The same options of LoRA are accepted. Set actor_rollout_ref.model.* to them."
             )
     return None
