@@ -3,8 +3,9 @@
 The weights are kept in float32 from loading on: near 1, bf16 has steps of 2**-8 to 2**-7 and swallows most of a noise
 below 4e-3. vLLM's rms_norm takes a float32 weight for bf16 activations (its C kernel declines and the native one runs).
 It then skips a rounding of the normalized activations, which in eager mode costs agreement with the actor (mean
-difference of log-probs 9.4e-4 instead of 6.1e-4, tests/bench/results/cpu). Rounding them first was tried: bit for bit
-the layer without noise, but then sigma 5e-4 changes nothing at all, since every product rounds back.
+difference of log-probs 9.4e-4 instead of 6.1e-4: tests/bench/results/cpu/mismatch.json, in the history at f54003f).
+Rounding them first was tried: bit for bit the layer without noise, but then sigma 5e-4 changes nothing at all, since
+every product rounds back.
 Weights are changed in place, so that captured CUDA graphs and compiled code see it.
 
 With one draw for the batch the weight gets noise; with several the rows of a table do, and the weight stays clean.
