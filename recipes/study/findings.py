@@ -76,6 +76,7 @@ class Measure:
         self._arms, self._name = arms, name
         self.fit = at_once(arms, name)
         self.mean, self.least, self.most = (By(lambda arm, f=f: f(self.of(arm))) for f in (np.mean, np.min, np.max))
+        self.deviation = By(lambda arm: np.std(self.of(arm), ddof=1))
         self.signed = By(lambda pair: with_interval(self.difference(pair)))
         self.size = By(lambda pair: _size(self.difference(pair)))
         self.pairs = By(lambda pair: with_interval(self.paired(pair)))
