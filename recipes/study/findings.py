@@ -17,6 +17,7 @@ from arms import ANSWERS, BATCH
 from claims import CLAIMS, LORA, MARGIN
 from measures import (
     KL,
+    LONG,
     MEASURES,
     ByArm,
     Runs,
@@ -59,6 +60,20 @@ def filled(page: str, figures: dict[str, Any]) -> str:
     return _BLOCK.sub(fill, page)
 
 
+class Told(dict[str, dict[int, dict[str, Any]]]):
+    """Runs by arm, of which the texts tell."""
+
+    def __missing__(self, arm: str) -> dict[int, dict[str, Any]]:
+        raise ValueError(
+            f"no run of {arm} can be compared, though pages/ tells of it. Runs with {100 * LONG:.0f} % of the longest"
+            " run's steps are accepted. Take the file of a longer run away, or change the texts."
+        )
+
+    def run(self, arm: str, seed: int) -> dict[str, Any]:
+        """Of this seed."""
+        return self[arm][seed] if seed in self[arm] else self[f"{arm} with seed {seed}"][seed]
+
+
 class By:
     """What a function says of the name in brackets."""
 
@@ -83,9 +98,10 @@ class Measure:
         self.verdict = By(self._verdict)
 
     def of(self, arm: str) -> list[float]:
-        """Its values of the whole runs of an arm."""
+        """Its values of the whole runs of an arm, without those that were not asked the test questions."""
         runs = [run for run in self._arms[arm].values() if run["state"] == "done"]
-        return [MEASURES[self._name][1](run, min(len(run["metrics"]["step"]), 60)) for run in runs]
+        values = [MEASURES[self._name][1](run, min(len(run["metrics"]["step"]), 60)) for run in runs]
+        return [value for value in values if np.isfinite(value)]
 
     def difference(self, pair: str) -> Difference:
         """Of `arm - other`."""
@@ -114,24 +130,23 @@ def _size(given: Difference | None) -> str:
 
 def figures_of(runs: Runs, folder: Path) -> dict[str, Any]:
     """Name -> figure, of the runs that `results.merged` takes from `folder`."""
-    arms, _ = by_arm(runs, "gsm8k")
+    arms = Told(by_arm(runs, "gsm8k")[0])
     measures = {name: Measure(arms, name) for name in MEASURES}
-    figures: dict[str, Any] = measures | _of_runs(runs, arms, measures) | _of_boxes(runs, arms)
-    figures |= _of_kl(arms) | _of_young(runs, arms)
-    figures |= _of_certainty(arms, measures) | _of_acr(runs) | _of_math(runs)
+    figures: dict[str, Any] = measures | _of_certainty(arms, measures) | _of_runs(runs, arms, measures)
+    figures |= _of_boxes(runs, arms) | _of_kl(arms) | _of_young(runs, arms) | _of_acr(runs) | _of_math(runs)
     every = results.every([folder])
     figures |= _of_repeats(every) | _of_syncs(every) | _of_all_weights(every)
     return figures
 
 
-def _of_runs(runs: Runs, arms: ByArm, measures: dict[str, Measure]) -> dict[str, Any]:
+def _of_runs(runs: Runs, arms: Told, measures: dict[str, Measure]) -> dict[str, Any]:
     tasks = [run["task"] for run in runs.values()]
     cut = [f"{name} ({len(run['metrics']['step'])} steps)" for name, run in runs.items() if run["state"] != "done"]
     compared, ended = measures["area"].fit.arms, measures["pass1"].fit.arms
 
     def one(name: str) -> dict[str, Any]:
         arm, seed = name.split("/")
-        return arms[arm][int(seed)]
+        return arms.run(arm, int(seed))
 
     def of_seed(name: str) -> float:
         measure, _, of = name.partition("/")
@@ -233,7 +248,7 @@ def _of_certainty(arms: ByArm, measures: dict[str, Measure]) -> dict[str, Any]:
     made = sum(compare(arms, one.arm, one.other, one.measure) is not None for one in CLAIMS)
     pass1 = measures["pass1"]
     without = {arm: {seed: run for seed, run in seeds.items() if seed != 3} for arm, seeds in arms.items()}
-    two_gpus = {seed: run for seed, run in arms[LORA].items() if run["session"]["gpus_per_run"] == 2}
+    two_gpus = {seed: run for seed, run in arms[LORA].items() if run["session"].get("gpus_per_run") == 2}
 
     def allowed(pair: str) -> str:
         found = allowing(pass1.fit, pass1.difference(pair), made)
@@ -274,8 +289,10 @@ def _of_repeats(every: dict[str, list[Any]]) -> dict[str, Any]:
 
 def _run_in(every: dict[str, list[Any]], file: str) -> dict[str, Any]:
     """The run of a file that has one."""
-    (found,) = (run for runs in every.values() for run in runs if run["session"]["file"] == file)
-    return found
+    found = [run for runs in every.values() for run in runs if run["session"]["file"] == file]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} runs in {file}, of which pages/ tells. One is accepted. Copy the file again.")
+    return found[0]
 
 
 def _of_syncs(every: dict[str, list[Any]]) -> dict[str, Any]:
@@ -334,16 +351,15 @@ def _of_acr(runs: Runs) -> dict[str, Any]:
 
 
 def _of_math(runs: Runs) -> dict[str, Any]:
-    arms, _ = by_arm(runs, "math")
+    arms = Told(by_arm(runs, "math")[0])
+    steps = min(len(run["metrics"]["step"]) for arm in ("nvfp4", "nvfp4_noise") for run in arms[arm].values())
     all_runs = [run for seeds in arms.values() for run in seeds.values()]
-
-    steps = min(len(run["metrics"]["step"]) for run in all_runs)
 
     def mean_of(key: str, part: slice) -> float:
         return float(np.mean([series(run, key)[:60][part].mean() for run in all_runs]))
 
     def apart(seed: int) -> float:
-        reward = [MEASURES["area"][1](arms[arm][seed], steps) for arm in ("nvfp4_noise", "nvfp4")]
+        reward = [MEASURES["area"][1](arms.run(arm, seed), steps) for arm in ("nvfp4_noise", "nvfp4")]
         return abs(reward[0] - reward[1])
 
     return {

@@ -194,26 +194,39 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder with result files")
-    parser.add_argument("--page", type=Path, default=HERE / "README.md", help="page with the marks of the section")
+    parser.add_argument("--page", type=Path, help="page with the marks of the section; of results/: README.md")
     args = parser.parse_args(arguments)
-    if not args.results.is_dir() and args.results != parser.get_default("results"):
+    ours = args.results.resolve() == parser.get_default("results")  # the texts are about these
+    if not args.results.is_dir() and not ours:
         raise ValueError(
             f"no such folder: --results={args.results}. One with files of run.py is accepted. Check the path."
         )
+    if not ours and not args.page:
+        raise ValueError(
+            f"no page for --results={args.results}: README.md tells of the study's own runs. A file with the lines"
+            f" {BEGIN.strip()} and {END.strip()} is accepted. Make one, and name it with --page."
+        )
     runs = results.merged([args.results])
-    before, begin, rest = args.page.read_text(encoding="utf-8").partition(BEGIN)
+    for run in runs.values():
+        if run["arm"] not in ARMS:
+            raise ValueError(
+                f"no arm of the study: {run['arm']}, of {run['name']} in {run['session']['file']}. Those in arms.py"
+                " are accepted. Add a line there, or take the file away."
+            )
+    told: dict[Path, str] = {}  # before anything is written, as a figure may be missing
+    if ours:
+        figures = figures_of(runs, args.results)
+        told = {page: filled(page.read_text(encoding="utf-8"), figures) for page in PAGES}
+    page = (args.page or PAGES[0]).resolve()
+    before, begin, rest = (told.pop(page, "") or page.read_text(encoding="utf-8")).partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(
-            f"no place for the tables: {args.page} lacks {BEGIN.strip()} or {END.strip()}. Add both lines."
-        )
+        raise ValueError(f"no place for the tables: {page} lacks {BEGIN.strip()} or {END.strip()}. Add both lines.")
     text = "\n".join(["", *section(runs, args.results)])
-    _replace(args.page, before + begin + text + end + after)
-    if args.results == parser.get_default("results"):  # the texts are about these
-        figures = figures_of(runs, args.results)
-        for page in PAGES:
-            _replace(page, filled(page.read_text(encoding="utf-8"), figures))
-    print(f"{len(runs)} runs: {args.page}")
+    _replace(page, before + begin + text + end + after)
+    for other, filled_in in told.items():
+        _replace(other, filled_in)
+    print(f"{len(runs)} runs: {page}")
     return 0
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-KEYS = {"arm", "tag", "task", "seed", "state", "options", "metrics", "validation"}  # of a run
+KEYS = {"arm", "tag", "task", "seed", "state", "gpu", "options", "metrics", "validation"}  # of a run
 REMEDY = "Whole files of run.py are accepted. Copy it again, or remove it."
 RUN = re.compile(r"[a-z0-9_.-]+-seed[0-9]+")  # <arm>[.<tag>]-<task>-seed<k>
 

@@ -19,6 +19,21 @@ def test_a_text_is_filled_between_its_marks(findings, tmp_path, monkeypatch):
         findings.filled(page, {})
 
 
+def test_a_run_or_seed_that_is_not_there_is_named(findings):
+    arms = findings.Told({"nvfp4": {1: {"name": "one"}}})
+    assert arms.run("nvfp4", 1) == {"name": "one"}
+    with pytest.raises(ValueError, match="no run of nvfp4 with seed 2 can be compared"):
+        arms.run("nvfp4", 2)
+    with pytest.raises(ValueError, match=r"0 runs in a\.json, of which pages/ tells"):
+        findings._run_in({"one": [{"session": {"file": "b.json"}}]}, "a.json")
+
+
+def test_a_run_that_was_not_asked_the_questions_has_no_part_in_a_mean(findings):
+    run = {"arm": "nvfp4", "tag": "", "seed": 1, "state": "done", "metrics": {"step": [1]}, "validation": {}}
+    asked = run | {"seed": 2, "validation": {"1": {"samples": 1, "right": "10"}}}
+    assert findings.Measure({"nvfp4": {1: run, 2: asked}}, "pass1").mean["nvfp4"] == 0.5
+
+
 @pytest.mark.parametrize(
     ("interval", "told"), [((0.009, 0.036), "0.022 (0.009 to 0.036)"), ((-0.001, 0.045), "0.022 (-0.001 to +0.045)")]
 )

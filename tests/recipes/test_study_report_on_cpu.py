@@ -177,6 +177,37 @@ def test_runs_of_one_name_with_other_options_are_refused(report, tmp_path):
     assert page.read_text() == PAGE
 
 
+def test_a_run_of_no_arm_is_refused(report, tmp_path):
+    page = tmp_path / "README.md"
+    page.write_text(PAGE)
+    save(tmp_path / "results", "a.json", [made_up("fancy", 1, 0, 0)])
+    with pytest.raises(ValueError, match=r"no arm of the study: fancy, of fancy-gsm8k-seed1 in a\.json\. "):
+        report.main(["--results", str(tmp_path / "results"), "--page", str(page)])
+    assert page.read_text() == PAGE
+
+
+def test_other_results_need_a_page_of_their_own(report, tmp_path, monkeypatch):
+    page = tmp_path / "README.md"
+    page.write_text(PAGE)
+    monkeypatch.setattr(report, "HERE", tmp_path)
+    monkeypatch.setattr(report, "PAGES", (page,))
+    save(tmp_path / "mine", "a.json", [made_up(LORA, 1, 0, 0)])
+    with pytest.raises(ValueError, match=r"no page for --results=\S+mine: "):
+        report.main(["--results", str(tmp_path / "mine")])
+    assert page.read_text() == PAGE
+
+
+def test_nothing_is_written_where_a_text_cannot_be_filled(report, tmp_path, monkeypatch):
+    page = tmp_path / "README.md"
+    page.write_text(PAGE)
+    monkeypatch.setattr(report, "HERE", tmp_path)
+    monkeypatch.setattr(report, "PAGES", (page,))
+    save(tmp_path / "results", "a.json", [made_up("nvfp4", 1, 0, 0)])
+    with pytest.raises(ValueError, match=f"no run of {LORA} can be compared, though pages/ tells of it"):
+        report.main([])
+    assert page.read_text() == PAGE
+
+
 def test_a_page_without_a_place_is_refused(report, tmp_path):
     page = tmp_path / "README.md"
     page.write_text("nothing\n")
