@@ -49,7 +49,7 @@ CLAIMS = [
     # The same package on another format: what is not lower there is not lost by what both share.
     Claim(OWN, "LoRA on INT8 ends as high as 16-bit LoRA", "int8_lora", LORA, "pass1", "good"),
     Claim(OWN, "and NVFP4 as high as INT8", "nvfp4", "int8_lora", "pass1", "good"),
-    # On its own answers the untrained model is as near to bf16 with FP8 as with INT8, six times as near as with NVFP4.
+    # On its own answers the untrained model is as near to bf16 with FP8 as with INT8, five times as near as with NVFP4.
     Claim(OWN, "LoRA on FP8 ends as high as 16-bit LoRA", "fp8_lora", LORA, "pass1", "good"),
     Claim(OWN, "and higher than on NVFP4", "fp8_lora", "nvfp4", "pass1", "more"),
     # The same weights in stock verl: what is lower there is lost by rounding them, not by what computes with them.

@@ -228,6 +228,18 @@ def test_noise_begins_after_the_first_of_ten_stages(arms, figures):
         assert all(sigma[figures["quiet"] :])
 
 
+def test_what_start_and_end_took(runs, study, findings):
+    series = study("measures").series
+    whole = [run for run in runs.values() if run["state"] == "done"]
+    minutes = [(run["took_s"] - np.nansum(series(run, "timing_s/step"))) / 60 for run in whole]
+    assert (round(min(minutes)), round(max(minutes))) == (6, 11)
+    asked = [np.nansum(series(run, "timing_s/testing")) / 60 for run in whole]
+    assert (round(min(asked)), round(max(asked))) == (1, 4)
+    text = findings.PAGES[0].read_text(encoding="utf-8")
+    assert "Start and end took six to eleven minutes." in text
+    assert "the test questions take one to four more" in text
+
+
 def test_how_the_runs_of_bf16_were_made(arms):
     assert {seed: run["session"]["gpus_per_run"] for seed, run in arms[LORA].items()} == {1: 2, 2: 2, 3: 2, 4: 1, 5: 1}
     assert all(arms[LORA][seed]["session"]["per_gpu"] == 2 for seed in (4, 5))
@@ -325,8 +337,7 @@ def test_fp8_with_acr_is_not_shown_to_lose_nothing(arms, figures):
     assert beside_int8.low < 0 < beside_int8.high
     assert all(run["session"]["per_gpu"] == 2 for run in arms["fp8_acr"].values())
     seconds = [step[f"fp8_acr/{seed}"] for seed in (1, 2, 3)]
-    assert seconds == sorted(seconds)  # "seed 1's to seed 3's s a step"
-    assert np.mean(seconds) == pytest.approx(np.mean([step[f"int8/{seed}"] for seed in (1, 2, 3)]), rel=0.03)
+    assert [round(min(seconds)), round(max(seconds))] == [14, 15]  # "14 to 15"
 
 
 def test_acr_hardly_comes_into_play(arms, figures):
