@@ -174,10 +174,16 @@ def _of_boxes(runs: Runs, arms: ByArm) -> dict[str, Any]:
     tested = [run for run in kept if run["validation"]]
     counted = [run for run in tested if "boxed_right" in last_validation(run)]  # since that rule
     ends = [(final_pass1(run), last_validation(run)) for run in counted]
-    rule = Fit(
-        [(run["arm"], run["seed"], final_pass1(run)) for run in tested],
-        ["boxed_right" not in last_validation(run) for run in tested],
-    )
+    names = {run["name"] for run in counted}
+    common = min(len(run["metrics"]["step"]) for run in kept)
+
+    def with_rule(name: str) -> By:
+        told = [run for run in kept if np.isfinite(MEASURES[name][1](run, common))]
+        rows = [(run["arm"], run["seed"], MEASURES[name][1](run, common)) for run in told]
+        # Those that were cut before the questions are later ones.
+        fit = Fit(rows, [bool(run["validation"]) and run["name"] not in names for run in told])
+        return By(lambda pair: with_interval(_there(fit.difference(*pair.split(" - ")))))
+
     share = sum(end - found["form"] * found["boxed_right"] for end, found in ends) / sum(1 - f["form"] for _, f in ends)
 
     def forms(arm: str) -> list[tuple[float, float]]:
@@ -187,7 +193,11 @@ def _of_boxes(runs: Runs, arms: ByArm) -> dict[str, Any]:
         "later_rule": _size(
             _of_nvfp4_and((LORA, "int8_lora", "fp8_lora"), counted, final_pass1).difference("others", "nvfp4")
         ),
-        "with_rule": By(lambda pair: with_interval(_there(rule.difference(*pair.split(" - "))))),
+        "by_later_rule": Measure(
+            {arm: {seed: run for seed, run in of.items() if run["name"] in names} for arm, of in arms.items()}, "pass1"
+        ),
+        "with_rule": with_rule("pass1"),
+        "late_with_rule": with_rule("late"),
         "box_counted": len(counted),
         "right_without_box": share,
         "without_box": By(lambda arm: np.mean([1 - form for _, form in forms(arm)])),

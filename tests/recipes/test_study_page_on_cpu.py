@@ -202,6 +202,13 @@ def test_what_the_reward_rule_and_the_earlier_package_have_a_part_in(runs, figur
     ruled = figures["with_rule"]
     for pair, shown in ((f"nvfp4 - {LORA}", True), ("nvfp4 - int8_lora", True), ("fp8_lora - nvfp4", False)):
         assert (" to -" in ruled[pair] or "(+" in ruled[pair]) == shown
+    for pair in (f"int8_lora - {LORA}", f"fp8_lora - {LORA}"):  # "Nor is then"
+        assert float(re.findall(r"[+-][\d.]+", ruled[pair])[1]) < -study("claims").MARGIN
+    assert " to -" in figures["late_with_rule"][f"bf16_of_nvfp4 - {LORA}"]
+    later = figures["by_later_rule"]
+    assert len(later.of("nvfp4")) == 2  # "two runs are left"
+    for pair in (f"nvfp4 - {LORA}", "nvfp4 - int8_lora"):  # "is not shown"
+        assert later.difference(pair).low < 0 < later.difference(pair).high
     early = figures["early_now"]
     above = [early.difference(f"nvfp4 - {other}").low > 0 for other in (LORA, "int8_lora", "fp8_lora")]
     assert above == [False, True, False]
