@@ -118,7 +118,11 @@ class Measure:
 
 
 def _there(found: Difference | None) -> Difference:
-    assert found is not None, "too few runs"
+    if found is None:
+        raise ValueError(
+            "too few runs for a comparison of which pages/ tells. Two or more of each arm, with seeds in common, are"
+            " accepted. Copy the files again, or change the texts."
+        )
     return found
 
 
@@ -133,7 +137,7 @@ def figures_of(runs: Runs, folder: Path) -> dict[str, Any]:
     arms = Told(by_arm(runs, "gsm8k")[0])
     measures = {name: Measure(arms, name) for name in MEASURES}
     figures: dict[str, Any] = measures | _of_certainty(arms, measures) | _of_runs(runs, arms, measures)
-    figures |= _of_boxes(runs, arms) | _of_kl(arms) | _of_young(runs, arms) | _of_acr(runs) | _of_math(runs)
+    figures |= _of_boxes(arms) | _of_kl(arms) | _of_young(arms) | _of_acr(runs) | _of_math(runs)
     every = results.every([folder])
     figures |= _of_repeats(every) | _of_syncs(every) | _of_all_weights(every)
     return figures
@@ -168,9 +172,9 @@ def _of_runs(runs: Runs, arms: Told, measures: dict[str, Measure]) -> dict[str, 
     }
 
 
-def _of_boxes(runs: Runs, arms: ByArm) -> dict[str, Any]:
+def _of_boxes(arms: ByArm) -> dict[str, Any]:
     """Answers to the test questions without a box, and the difference where all runs had the reward rule of 65594f1."""
-    kept = of_arms(run for run in runs.values() if run["task"] == "gsm8k")
+    kept = of_arms(run for seeds in arms.values() for run in seeds.values())
     tested = [run for run in kept if run["validation"]]
     counted = [run for run in tested if "boxed_right" in last_validation(run)]  # since that rule
     ends = [(final_pass1(run), last_validation(run)) for run in counted]
@@ -205,13 +209,13 @@ def _of_boxes(runs: Runs, arms: ByArm) -> dict[str, Any]:
     }
 
 
-def _of_young(runs: Runs, arms: ByArm) -> dict[str, Any]:
+def _of_young(arms: ByArm) -> dict[str, Any]:
     """What arms on NVFP4, whose rollout adds the adapter before it rounds, gain at first beside all other LoRA.
 
     With and without the runs of earlier packages, whose actor rounded.
     """
     others = (LORA, "bf16_noise", "bf16_of_nvfp4", "int8_lora", "fp8_lora")
-    kept = of_arms(run for run in runs.values() if run["task"] == "gsm8k")
+    kept = of_arms(run for seeds in arms.values() for run in seeds.values())
     now = [run for run in kept if not run["tag"]]
     ours = [run for run in kept if run["arm"].startswith("nvfp4")]
     packages = Fit([("earlier" if run["tag"] else "now", run["seed"], gained(run)) for run in ours])

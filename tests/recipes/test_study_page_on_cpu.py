@@ -38,6 +38,16 @@ def test_the_figures_of_both_pages_are_those_of_the_files(findings, figures):
         assert "from pages/" in text
 
 
+def test_a_run_of_few_steps_changes_no_comparison(findings, figures, runs):
+    short = dict(runs["nvfp4-gsm8k-seed1"], seed=9, state="cut", validation={}, name="nvfp4-gsm8k-seed9")
+    for steps in (0, 3):
+        short["metrics"] = {key: values[:steps] for key, values in runs["nvfp4-gsm8k-seed1"]["metrics"].items()}
+        more = findings.figures_of(runs | {short["name"]: short}, findings.HERE / "results")
+        assert more["gain_apart"] == figures["gain_apart"]
+        pair = f"bf16_of_nvfp4 - {LORA}"
+        assert more["late_with_rule"][pair] == figures["late_with_rule"][pair]
+
+
 def test_the_tables_are_those_of_the_files(report, runs, tmp_path):
     pictures = tmp_path / "results"
     pictures.mkdir()  # not beside the files
@@ -80,7 +90,7 @@ def test_fp8_ends_as_high_as_bf16(arms, figures):
     assert np.mean([step["fp8_lora/1"], step["fp8_lora/2"]]) / np.mean(nvfp4) == pytest.approx(1.04, abs=0.005)
 
 
-def test_nvfp4_is_ahead_in_three_steps_and_behind_after_ten(arms, figures, study):
+def test_nvfp4_is_ahead_at_first_and_behind_after_ten_steps(arms, figures, study):
     early, late = figures["early"], figures["late"]
     for other in (LORA, "int8_lora", "fp8_lora"):
         assert early.difference(f"{other} - nvfp4").high < 0
