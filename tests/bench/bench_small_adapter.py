@@ -48,6 +48,15 @@ def output(linear: Any, x: torch.Tensor, kind: str) -> torch.Tensor:
     return rounded({"exact": y + term, "after": rounded(y) + rounded(term), "none": y}[kind])
 
 
+def read_texts(model: Path, questions: Path, count: int) -> list[tuple[torch.Tensor, int]]:
+    """Ids [1, L] of as many questions with their answers, and the length of the prompt."""
+    tokenizer, texts = load_tokenizer(model, chats=True), []
+    for row in read_rows(questions, "questions", count):
+        prompt = token_ids(tokenizer, [{"role": "user", "content": row["question"]}])
+        texts.append((torch.tensor([prompt + token_ids(tokenizer, row["answer"])]), len(prompt)))
+    return texts
+
+
 def log_probs(model: Any, text: tuple[torch.Tensor, int]) -> torch.Tensor:
     """[answer's tokens, V] of a text and its prompt's length."""
     ids, prompt = text
@@ -112,17 +121,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--lr", type=float, default=4e-5)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(arguments)
-    tokenizer, texts = load_tokenizer(args.model, chats=True), []
-    for row in read_rows(args.questions, "questions", 2 * args.texts):
-        prompt = token_ids(tokenizer, [{"role": "user", "content": row["question"]}])
-        texts.append((torch.tensor([prompt + token_ids(tokenizer, row["answer"])]), len(prompt)))
+    texts = read_texts(args.model, args.questions, 2 * args.texts)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     rows = []
     for row in measure(model, texts[: args.texts], texts[args.texts :], args.updates, args.lr):
         rows.append(row)
         print(row, flush=True)
-        options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-        options |= {"model": args.model.name, "questions": args.questions.name, "out": args.out.name}
+        options = {name: value.name if isinstance(value, Path) else value for name, value in vars(args).items()}
         result_file.write(args.out, result_file.header(options) | {"rows": rows})
 
 
