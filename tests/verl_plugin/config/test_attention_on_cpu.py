@@ -54,6 +54,7 @@ def attention_of(*overrides):
 @each_of_ours
 def test_a_run_with_an_option_of_ours_needs_no_flash_attn(ours):
     assert attention_of(*ours) == [NAME, NAME]
+    assert attention_of(*ours, "algorithm.adv_estimator=grpo") == [NAME, None]  # which trains no critic
 
 
 @each_of_ours

@@ -20,7 +20,7 @@ from verl_qerl.options.rules import ACTOR, FSDP, LORA_RANK, ROLLOUT, VLLM, Run
 from verl_qerl.options.schema import Base, Qerl
 from verl_qerl.verl_plugin.config.attention import check_attention, use_attention
 from verl_qerl.verl_plugin.config.lengths import check_lengths, check_micro_batches
-from verl_qerl.verl_plugin.config.nodes import mapping, plain
+from verl_qerl.verl_plugin.config.nodes import mapping, run_of
 from verl_qerl.verl_plugin.config.sequence_parallel import check_sharing
 from verl_qerl.verl_plugin.config.spelling import check_spelling
 from verl_qerl.verl_plugin.config.uses_qerl import uses_qerl
@@ -88,11 +88,6 @@ def prepare(config: DictConfig) -> None:
     if options.base.format is not None:
         _check_loader(run, options.base)
     _apply(config, options, aqn, uaq)
-
-
-def run_of(config: DictConfig) -> Run:
-    """The run as the table of rules reads it."""
-    return lambda name: plain(OmegaConf.select(config, name))
 
 
 def aqn_options(config: DictConfig) -> AQNConfig:

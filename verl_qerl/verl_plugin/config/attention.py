@@ -12,11 +12,12 @@ import logging
 from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl.modules.varlen_attention import NAME
+from verl_qerl.options.rules import MODEL, trains_critic
+from verl_qerl.verl_plugin.config.nodes import run_of
 
 logger = logging.getLogger(__name__)
 
 _OPTION = "override_config.attn_implementation"
-_MODELS = ("actor_rollout_ref.model", "critic.model")
 
 
 @functools.cache
@@ -56,5 +57,6 @@ def use_attention(config: DictConfig) -> None:
 
 def _models(config: DictConfig) -> list[str]:
     """Nodes of models that FSDP trains or scores."""
-    fsdp = OmegaConf.select(config, "actor_rollout_ref.actor.strategy") in ("fsdp", "fsdp2")
-    return [name for name in _MODELS if fsdp and OmegaConf.select(config, name) is not None]
+    if OmegaConf.select(config, "actor_rollout_ref.actor.strategy") not in ("fsdp", "fsdp2"):
+        return []
+    return [MODEL, "critic.model"] if trains_critic(run_of(config)) else [MODEL]

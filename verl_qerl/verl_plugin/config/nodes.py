@@ -13,6 +13,11 @@ def plain(node: Any) -> Any:
     return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
 
 
+def run_of(config: Any) -> Callable[[str], Any]:
+    """The run as the table of rules reads it: name -> value, None where nothing is set."""
+    return lambda name: plain(OmegaConf.select(config, name))
+
+
 def paths_are_here(config: Any) -> bool:
     """Whether the workers of a run are on this machine, and see its files."""
     elsewhere = OmegaConf.select(config, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS")

@@ -11,7 +11,8 @@ from omegaconf import DictConfig
 from verl_qerl.algos.aqn import sigma_at_step
 from verl_qerl.options import rules
 from verl_qerl.options.schema import Gate
-from verl_qerl.verl_plugin.config.apply import aqn_options, run_of
+from verl_qerl.verl_plugin.config.apply import aqn_options
+from verl_qerl.verl_plugin.config.nodes import run_of
 
 
 class Rescored(NamedTuple):

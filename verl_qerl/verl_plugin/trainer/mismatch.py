@@ -28,7 +28,8 @@ from verl_qerl.algos.mismatch_parts import PARTS
 from verl_qerl.options import rules
 from verl_qerl.options.schema import LATER_STEPS, SAME_WEIGHTS_KL, Qerl
 from verl_qerl.options.schema import Gate as GateOptions
-from verl_qerl.verl_plugin.config.apply import aqn_options, run_of
+from verl_qerl.verl_plugin.config.apply import aqn_options
+from verl_qerl.verl_plugin.config.nodes import run_of
 from verl_qerl.verl_plugin.rollout.engine_scores import UnscoredError
 from verl_qerl.verl_plugin.trainer.feature import Feature, Run
 from verl_qerl.verl_plugin.trainer.rescoring import evenly, log_probs_of, padded, rescore, score_actor, stored_log_probs
