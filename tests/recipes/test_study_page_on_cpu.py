@@ -216,7 +216,7 @@ def test_what_the_reward_rule_and_the_earlier_package_have_a_part_in(runs, figur
         assert float(re.findall(r"[+-][\d.]+", ruled[pair])[1]) < -study("claims").MARGIN
     assert " to -" in figures["late_with_rule"][f"bf16_of_nvfp4 - {LORA}"]
     later = figures["by_later_rule"]
-    assert len(later.of("nvfp4")) == 2  # "two runs are left"
+    assert len(later.of("nvfp4")) == len(later.of(LORA)) == 2  # "two runs are left", "two runs of each"
     for pair in (f"nvfp4 - {LORA}", "nvfp4 - int8_lora"):  # "is not shown"
         assert later.difference(pair).low < 0 < later.difference(pair).high
     early = figures["early_now"]
