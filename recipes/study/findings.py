@@ -64,14 +64,20 @@ class Told(dict[str, dict[int, dict[str, Any]]]):
     """Runs by arm, of which the texts tell."""
 
     def __missing__(self, arm: str) -> dict[int, dict[str, Any]]:
-        raise ValueError(
-            f"no run of {arm} can be compared, though pages/ tells of it. Runs with {100 * LONG:.0f} % of the longest"
-            " run's steps are accepted. Take the file of a longer run away, or change the texts."
-        )
+        raise _not_there(arm)
 
     def run(self, arm: str, seed: int) -> dict[str, Any]:
         """Of this seed."""
-        return self[arm][seed] if seed in self[arm] else self[f"{arm} with seed {seed}"][seed]
+        if seed not in self[arm]:
+            raise _not_there(f"{arm} with seed {seed}")
+        return self[arm][seed]
+
+
+def _not_there(run: str) -> ValueError:
+    return ValueError(
+        f"no run of {run} can be compared, though pages/ tells of it. Runs with {100 * LONG:.0f} % of the longest run's"
+        " steps are accepted. Take the file of a longer run away, or change the texts."
+    )
 
 
 class By:
@@ -87,9 +93,9 @@ class By:
 class Measure:
     """One of MEASURES: of an arm its mean, of `arm - other` the difference of all runs at once."""
 
-    def __init__(self, arms: ByArm, name: str) -> None:
+    def __init__(self, arms: ByArm, name: str, marked: Callable[[dict[str, Any]], bool] | None = None) -> None:
         self._arms, self._name = arms, name
-        self.fit = at_once(arms, name)
+        self.fit = at_once(arms, name, marked)
         self.mean, self.least, self.most = (By(lambda arm, f=f: f(self.of(arm))) for f in (np.mean, np.min, np.max))
         self.deviation = By(lambda arm: np.std(self.of(arm), ddof=1))
         self.signed = By(lambda pair: with_interval(self.difference(pair)))
@@ -172,22 +178,16 @@ def _of_runs(runs: Runs, arms: Told, measures: dict[str, Measure]) -> dict[str, 
     }
 
 
+def _had_earlier_rule(run: dict[str, Any]) -> bool:
+    """Whether the reward was by the rule before 65594f1; runs that were cut before the questions are later ones."""
+    return bool(run["validation"]) and "boxed_right" not in last_validation(run)
+
+
 def _of_boxes(arms: ByArm) -> dict[str, Any]:
     """Answers to the test questions without a box, and the difference where all runs had the reward rule of 65594f1."""
-    kept = of_arms(run for seeds in arms.values() for run in seeds.values())
-    tested = [run for run in kept if run["validation"]]
-    counted = [run for run in tested if "boxed_right" in last_validation(run)]  # since that rule
+    counted = [run for run in of_arms(arms) if run["validation"] and not _had_earlier_rule(run)]
     ends = [(final_pass1(run), last_validation(run)) for run in counted]
-    names = {run["name"] for run in counted}
-    common = min(len(run["metrics"]["step"]) for run in kept)
-
-    def with_rule(name: str) -> By:
-        told = [run for run in kept if np.isfinite(MEASURES[name][1](run, common))]
-        rows = [(run["arm"], run["seed"], MEASURES[name][1](run, common)) for run in told]
-        # Those that were cut before the questions are later ones.
-        fit = Fit(rows, [bool(run["validation"]) and run["name"] not in names for run in told])
-        return By(lambda pair: with_interval(_there(fit.difference(*pair.split(" - ")))))
-
+    later = {arm: {n: run for n, run in seeds.items() if not _had_earlier_rule(run)} for arm, seeds in arms.items()}
     share = sum(end - found["form"] * found["boxed_right"] for end, found in ends) / sum(1 - f["form"] for _, f in ends)
 
     def forms(arm: str) -> list[tuple[float, float]]:
@@ -197,11 +197,9 @@ def _of_boxes(arms: ByArm) -> dict[str, Any]:
         "later_rule": _size(
             _of_nvfp4_and((LORA, "int8_lora", "fp8_lora"), counted, final_pass1).difference("others", "nvfp4")
         ),
-        "by_later_rule": Measure(
-            {arm: {seed: run for seed, run in of.items() if run["name"] in names} for arm, of in arms.items()}, "pass1"
-        ),
-        "with_rule": with_rule("pass1"),
-        "late_with_rule": with_rule("late"),
+        "by_later_rule": Measure(later, "pass1"),
+        "with_rule": Measure(arms, "pass1", _had_earlier_rule).signed,
+        "late_with_rule": Measure(arms, "late", _had_earlier_rule).signed,
         "box_counted": len(counted),
         "right_without_box": share,
         "without_box": By(lambda arm: np.mean([1 - form for _, form in forms(arm)])),
@@ -215,7 +213,7 @@ def _of_young(arms: ByArm) -> dict[str, Any]:
     With and without the runs of earlier packages, whose actor rounded.
     """
     others = (LORA, "bf16_noise", "bf16_of_nvfp4", "int8_lora", "fp8_lora")
-    kept = of_arms(run for seeds in arms.values() for run in seeds.values())
+    kept = of_arms(arms)
     now = [run for run in kept if not run["tag"]]
     ours = [run for run in kept if run["arm"].startswith("nvfp4")]
     packages = Fit([("earlier" if run["tag"] else "now", run["seed"], gained(run)) for run in ours])

@@ -1,6 +1,6 @@
 """What is measured of a run, and compared between arms."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -100,17 +100,24 @@ def by_arm(runs: Runs, task: str) -> tuple[ByArm, list[str]]:
     return found, [name for name in steps if steps[name] < least]
 
 
-def of_arms(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def of_arms(arms: ByArm) -> list[dict[str, Any]]:
     """Those that count to their arm: without a tag, or of an earlier package."""
-    return [run for run in runs if run["tag"] in ("", *EARLIER)]
+    return [run for seeds in arms.values() for run in seeds.values() if run["tag"] in ("", *EARLIER)]
 
 
-def at_once(arms: ByArm, measure: str) -> paired.Fit:
-    """Of all runs without a tag, over the steps that they share; earlier packages count to their arm."""
-    kept = of_arms(run for seeds in arms.values() for run in seeds.values())
+def at_once(arms: ByArm, measure: str, marked: Callable[[dict[str, Any]], bool] | None = None) -> paired.Fit:
+    """Of all runs without a tag, over the steps that they share; earlier packages count to their arm.
+
+    Args:
+        arms: Runs.
+        measure: Of MEASURES.
+        marked: Whether a run has what another term is for.
+    """
+    kept = of_arms(arms)
     common = min((len(run["metrics"]["step"]) for run in kept), default=0)
-    rows = [(run["arm"], run["seed"], MEASURES[measure][1](run, common)) for run in kept]
-    return paired.Fit([row for row in rows if np.isfinite(row[2])])
+    found = [(run, value) for run in kept if np.isfinite(value := MEASURES[measure][1](run, common))]
+    rows = [(run["arm"], run["seed"], value) for run, value in found]
+    return paired.Fit(rows, [marked(run) for run, _ in found] if marked else None)
 
 
 def with_interval(found: paired.Difference) -> str:

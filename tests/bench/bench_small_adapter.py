@@ -14,27 +14,16 @@ products would, so it needs no GPU and tells of no kernel:
 Questions that gave the gradient are not those that are asked.
 """
 
-import argparse
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import result_file
 import torch
+from first_updates import Text, learn, log_probs, of_tokens, rounded, run
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear as LoraLinear
-from transformers import AutoModelForCausalLM
-
-from verl_qerl.cli.data.rows import read_rows
-from verl_qerl.cli.prompts import load_tokenizer, token_ids
 
 KINDS = ("exact", "after", "merged", "none")
 RANK, ALPHA = 32, 64
-
-
-def rounded(tensor: torch.Tensor) -> torch.Tensor:
-    """Values of bf16, in float32."""
-    return tensor.bfloat16().float()
 
 
 def output(linear: Any, x: torch.Tensor, kind: str) -> torch.Tensor:
@@ -48,29 +37,9 @@ def output(linear: Any, x: torch.Tensor, kind: str) -> torch.Tensor:
     return rounded({"exact": y + term, "after": rounded(y) + rounded(term), "none": y}[kind])
 
 
-def read_texts(model: Path, questions: Path, count: int) -> list[tuple[torch.Tensor, int]]:
-    """Ids [1, L] of as many questions with their answers, and the length of the prompt."""
-    tokenizer, texts = load_tokenizer(model, chats=True), []
-    for row in read_rows(questions, "questions", count):
-        prompt = token_ids(tokenizer, [{"role": "user", "content": row["question"]}])
-        texts.append((torch.tensor([prompt + token_ids(tokenizer, row["answer"])]), len(prompt)))
-    return texts
-
-
-def log_probs(model: Any, text: tuple[torch.Tensor, int]) -> torch.Tensor:
-    """[answer's tokens, V] of a text and its prompt's length."""
-    ids, prompt = text
-    logits = model(input_ids=ids, logits_to_keep=ids.shape[1] - prompt + 1).logits[0, :-1]
-    return torch.log_softmax(logits.float(), -1)
-
-
-def of_tokens(found: torch.Tensor, text: tuple[torch.Tensor, int]) -> torch.Tensor:
-    """Log-probs of the answer's own tokens."""
-    ids, prompt = text
-    return found.gather(1, ids[0, prompt:, None])[:, 0]
-
-
-def measure(model: Any, learned: list, asked: list, updates: list[int], lr: float) -> Iterator[dict[str, Any]]:
+def measure(
+    model: Any, learned: list[Text], asked: list[Text], updates: list[int], lr: float
+) -> Iterator[dict[str, Any]]:
     """A row for each number of updates.
 
     Args:
@@ -81,8 +50,7 @@ def measure(model: Any, learned: list, asked: list, updates: list[int], lr: floa
     """
     torch.manual_seed(0)
     model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear"))
-    for text in learned:
-        (-of_tokens(log_probs(model, text), text).mean()).backward()
+    learn(model, learned)
     Bs = [p for name, p in model.named_parameters() if "lora_B" in name]
     signs = [B.grad.sign() for B in Bs]
     linears = [module for module in model.modules() if isinstance(module, LoraLinear)]
@@ -98,7 +66,7 @@ def measure(model: Any, learned: list, asked: list, updates: list[int], lr: floa
             yield {"updates": count, "tokens": sum(map(len, found["exact"]))} | summary(found, asked)
 
 
-def summary(found: dict[str, list[torch.Tensor]], asked: list) -> dict[str, Any]:
+def summary(found: dict[str, list[torch.Tensor]], asked: list[Text]) -> dict[str, Any]:
     """Share of the log-probs' gain that arrives, and nats per token of KL(exact || kind)."""
     gains = {
         kind: torch.cat([of_tokens(one, text) for one, text in zip(ones, asked, strict=True)]).mean().item()
@@ -111,25 +79,5 @@ def summary(found: dict[str, list[torch.Tensor]], asked: list) -> dict[str, Any]
     return {"mean_log_prob": gains, "share_of_gain": shares, "kl_from_exact": kls}
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--questions", type=Path, required=True, help="JSON lines with question and answer")
-    parser.add_argument("--texts", type=int, default=2, help="for the gradient, and as many that are asked")
-    parser.add_argument("--updates", type=int, nargs="+", default=[1, 2, 8])
-    parser.add_argument("--lr", type=float, default=4e-5)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args(arguments)
-    texts = read_texts(args.model, args.questions, 2 * args.texts)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    rows = []
-    for row in measure(model, texts[: args.texts], texts[args.texts :], args.updates, args.lr):
-        rows.append(row)
-        print(row, flush=True)
-        options = {name: value.name if isinstance(value, Path) else value for name, value in vars(args).items()}
-        result_file.write(args.out, result_file.header(options) | {"rows": rows})
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, measure, texts=2, updates=(1, 2, 8), lr=4e-5)

@@ -14,15 +14,11 @@ each beside the same without an update. All else is float32, so it tells of no k
 are not those that are asked.
 """
 
-import argparse
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import result_file
 import torch
-from bench_small_adapter import log_probs, of_tokens, read_texts, rounded
-from transformers import AutoModelForCausalLM
+from first_updates import Text, learn, log_probs, of_tokens, rounded, run
 
 from verl_qerl.formats import FORMATS, WeightFormat
 from verl_qerl.formats.channel import ChannelFormat
@@ -44,7 +40,9 @@ def output(linear: Any, x: torch.Tensor, form: WeightFormat | None) -> torch.Ten
     return torch.nn.functional.linear(x, linear.weight, linear.bias)
 
 
-def measure(model: Any, learned: list, asked: list, updates: list[int], lr: float) -> Iterator[dict[str, Any]]:
+def measure(
+    model: Any, learned: list[Text], asked: list[Text], updates: list[int], lr: float
+) -> Iterator[dict[str, Any]]:
     """A row for each number of updates.
 
     Args:
@@ -53,8 +51,7 @@ def measure(model: Any, learned: list, asked: list, updates: list[int], lr: floa
         asked: Other texts.
         updates: Of Adam, all with the sign of this gradient.
     """
-    for text in learned:
-        (-of_tokens(log_probs(model, text), text).mean()).backward()
+    learn(model, learned)
     weights = list(model.parameters())
     signs, starts = [], [weight.detach().bfloat16() for weight in weights]
     for weight in weights:
@@ -84,25 +81,5 @@ def measure(model: Any, learned: list, asked: list, updates: list[int], lr: floa
         yield row | {"share_of_gain": {kind: sum(gains) / exact for kind, gains in row["gains"].items()}}
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--questions", type=Path, required=True, help="JSON lines with question and answer")
-    parser.add_argument("--texts", type=int, default=4, help="for the gradient, and as many that are asked")
-    parser.add_argument("--updates", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--lr", type=float, default=1e-6)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args(arguments)
-    texts = read_texts(args.model, args.questions, 2 * args.texts)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    rows = []
-    for row in measure(model, texts[: args.texts], texts[args.texts :], args.updates, args.lr):
-        rows.append(row)
-        print(row, flush=True)
-        options = {name: value.name if isinstance(value, Path) else value for name, value in vars(args).items()}
-        result_file.write(args.out, result_file.header(options) | {"rows": rows})
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, measure, texts=4, updates=(1, 4, 16), lr=1e-6)

@@ -142,9 +142,23 @@ def test_a_run_that_was_cut_has_no_final_accuracy(report):
     assert report.compare(arms, "nvfp4", "bf16", "area").n == 1
 
 
-def test_the_page_has_the_tables_of_all_files_and_the_pictures_are_there(report, tmp_path):
-    folder, page = tmp_path / "results", tmp_path / "README.md"
+@pytest.fixture
+def page(tmp_path):
+    page = tmp_path / "README.md"
     page.write_text(PAGE)
+    return page
+
+
+@pytest.fixture
+def own_page(report, page, tmp_path, monkeypatch):
+    """The one that has texts, beside the study's own results."""
+    monkeypatch.setattr(report, "HERE", tmp_path)
+    monkeypatch.setattr(report, "PAGES", (page,))
+    return page
+
+
+def test_the_page_has_the_tables_of_all_files_and_the_pictures_are_there(report, page, tmp_path):
+    folder = tmp_path / "results"
     better, worse = ("4444", "4440", "4400"), ("4000", "1000", "0000")
     save(folder, "a.json", [made_up("nvfp4", seed, 0.3, 0.01, right=better[seed]) for seed in range(3)], per_gpu=2)
     save(folder, "b.json", [made_up(LORA, seed, 0.2, 0.01 + seed / 999, right=worse[seed]) for seed in range(3)])
@@ -168,44 +182,32 @@ def test_the_page_has_the_tables_of_all_files_and_the_pictures_are_there(report,
         assert f"(results/{picture})" in text
 
 
-def test_runs_of_one_name_with_other_options_are_refused(report, tmp_path):
-    page = tmp_path / "README.md"
-    page.write_text(PAGE)
+def test_runs_of_one_name_with_other_options_are_refused(report, page, tmp_path):
     save(tmp_path / "results", "a.json", [made_up("bf16", 1, 0, 0), made_up("bf16", 2, 0, 0) | {"options": ["x"]}])
     with pytest.raises(ValueError, match="runs of bf16 on gsm8k differ in bf16, x"):
         report.main(["--results", str(tmp_path / "results"), "--page", str(page)])
     assert page.read_text() == PAGE
 
 
-def test_a_run_of_no_arm_is_refused(report, tmp_path):
-    page = tmp_path / "README.md"
-    page.write_text(PAGE)
+def test_a_run_of_no_arm_is_refused(report, page, tmp_path):
     save(tmp_path / "results", "a.json", [made_up("fancy", 1, 0, 0)])
     with pytest.raises(ValueError, match=r"no arm of the study: fancy, of fancy-gsm8k-seed1 in a\.json\. "):
         report.main(["--results", str(tmp_path / "results"), "--page", str(page)])
     assert page.read_text() == PAGE
 
 
-def test_other_results_need_a_page_of_their_own(report, tmp_path, monkeypatch):
-    page = tmp_path / "README.md"
-    page.write_text(PAGE)
-    monkeypatch.setattr(report, "HERE", tmp_path)
-    monkeypatch.setattr(report, "PAGES", (page,))
+def test_other_results_need_a_page_of_their_own(report, own_page, tmp_path):
     save(tmp_path / "mine", "a.json", [made_up(LORA, 1, 0, 0)])
     with pytest.raises(ValueError, match=r"no page for --results=\S+mine: "):
         report.main(["--results", str(tmp_path / "mine")])
-    assert page.read_text() == PAGE
+    assert own_page.read_text() == PAGE
 
 
-def test_nothing_is_written_where_a_text_cannot_be_filled(report, tmp_path, monkeypatch):
-    page = tmp_path / "README.md"
-    page.write_text(PAGE)
-    monkeypatch.setattr(report, "HERE", tmp_path)
-    monkeypatch.setattr(report, "PAGES", (page,))
+def test_nothing_is_written_where_a_text_cannot_be_filled(report, own_page, tmp_path):
     save(tmp_path / "results", "a.json", [made_up("nvfp4", 1, 0, 0)])
     with pytest.raises(ValueError, match=f"no run of {LORA} can be compared, though pages/ tells of it"):
         report.main([])
-    assert page.read_text() == PAGE
+    assert own_page.read_text() == PAGE
 
 
 def test_a_page_without_a_place_is_refused(report, tmp_path):

@@ -109,7 +109,7 @@ def check_options(folder: Path, form: str, adapter: Mapping[str, Any]) -> None:
     """Require what the options of a run tell before it has a model; `check_checkpoint` requires the rest.
 
     Args:
-        folder: Of the actor, read by this process.
+        folder: The actor's part of a checkpoint.
         form: Name of the base's format.
         adapter: Options of PEFT's LoraConfig, those that the run names.
 

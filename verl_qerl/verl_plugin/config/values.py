@@ -15,8 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from verl.utils.tracking import Tracking
 
 from verl_qerl.algos.options import Accepts, is_number, one_of, refusal
-from verl_qerl.options.rules import ACTOR, CORRECTION, LOSS_MODE, MODEL, ROLLOUT
-from verl_qerl.verl_plugin.config.nodes import plain
+from verl_qerl.options.rules import ACTOR, CORRECTION, LOSS_MODE, MODEL, ROLLOUT, Run
+from verl_qerl.verl_plugin.config.nodes import run_of
 
 # With all of verl's defaults.
 _FILE = Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml"
@@ -68,7 +68,7 @@ _ACCEPTED = dict.fromkeys(_COUNTS, _COUNT) | {
 
 def check_values(config: DictConfig) -> None:
     """Refuse such values with a ValueError; null is left to verl, but where it has to be a name or one of _NEEDED."""
-    given, names = dict(_leaves(OmegaConf.to_container(config))), _names(config)
+    given, names, run = dict(_leaves(OmegaConf.to_container(config))), _names(config), run_of(config)
     for name, value in given.items():
         if value and name.startswith(_UNREAD):
             raise ValueError(
@@ -78,18 +78,17 @@ def check_values(config: DictConfig) -> None:
     for name, accepts in (_accepted() | names).items():
         value = given.get(name)
         if isinstance(value, str | list):  # may be an interpolation
-            value = plain(OmegaConf.select(config, name))
+            value = run(name)
         if name in given and (value is not None or name in (*names, *_NEEDED)) and not accepts.test(value):
             raise refusal(name, value, accepts.told)
-    _check_correction(config)
+    _check_correction(run)
 
 
-def _check_correction(config: DictConfig) -> None:
+def _check_correction(run: Run) -> None:
     """Have verl's own function read what is set of the rollout's correction, of a token on which both sides agree."""
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
-    found = {name: plain(OmegaConf.select(config, f"{CORRECTION}.{name}")) for name in _OF_CORRECTION}
-    given = {name: value for name, value in found.items() if value is not None}
+    given = {name: value for name in _OF_CORRECTION if (value := run(f"{CORRECTION}.{name}")) is not None}
     token = torch.zeros(1, 1)
     try:
         compute_rollout_correction_and_rejection_mask(token, token, torch.ones_like(token), **given)
