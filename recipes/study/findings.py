@@ -231,7 +231,7 @@ def _of_nvfp4_and(others: tuple[str, ...], runs: list[Any], value: Callable[[Any
     return Fit([(kinds[run["arm"]], run["seed"], value(run)) for run in runs if run["arm"] in kinds])
 
 
-def _of_kl(arms: ByArm) -> dict[str, Any]:
+def _of_kl(arms: Told) -> dict[str, Any]:
     """KL(rollout, actor) of an arm in some steps, as 1.9e-4."""
 
     def values(arm: str) -> np.ndarray:
@@ -248,6 +248,7 @@ def _of_kl(arms: ByArm) -> dict[str, Any]:
         "kl_late": mean(slice(-10, None)),
         "kl_least": By(lambda arm: _short(values(arm).min())),
         "kl_most": By(lambda arm: _short(values(arm).max())),
+        "kl_then": By(lambda seed: _short(series(arms.run(LORA, seed), KL)[10:50].mean())),
     }
 
 
