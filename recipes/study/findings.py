@@ -265,7 +265,7 @@ def _of_certainty(arms: ByArm, measures: dict[str, Measure]) -> dict[str, Any]:
 
     def allowed(pair: str) -> str:
         found = allowing(pass1.fit, pass1.difference(pair), made)
-        return f"({found.low:.3f} to {found.high:+.3f})"
+        return f"({found.low:+.3f} to {found.high:+.3f})"
 
     return {
         "comparisons": made,
