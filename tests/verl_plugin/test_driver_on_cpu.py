@@ -70,7 +70,10 @@ def env_vars(configuration, monkeypatch):
 
 def test_a_run_of_ours_is_told_to_its_workers_beside_what_the_user_tells_them(env_vars):
     assert env_vars(NOISE) == (["activate", "check"], {ACTIVE: "1"})
-    assert env_vars(NOISE, "+ray_kwargs.ray_init.runtime_env.env_vars.A=b")[1] == {"A": "b", ACTIVE: "1"}
+    variables = "+ray_kwargs.ray_init.runtime_env.env_vars"
+    assert env_vars(NOISE, f"{variables}.A=b")[1] == {"A": "b", ACTIVE: "1"}
+    with pytest.raises(ValueError, match=rf"^{variables[1:]}=\[\] is no group of options\. Accepted is a dictionary"):
+        env_vars(NOISE, f"{variables}=[]")
     assert ACTIVE not in os.environ  # a Ray that this process starts later, for another run, must not inherit it
 
 

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl import upstream, verl_plugin
 from verl_qerl.errors import UpstreamDriftError
+from verl_qerl.verl_plugin.config.nodes import mapping, run_of
 from verl_qerl.verl_plugin.config.uses_qerl import names_a_format, uses_qerl
 from verl_qerl.verl_plugin.shims import CONFIG_CHECK
 
@@ -89,7 +90,7 @@ def tell_workers(config: DictConfig) -> None:
 
     name = verl_plugin.ACTIVE
     if not ray.is_initialized():
-        OmegaConf.update(config, f"{_ENV_VARS}.{name}", "1", force_add=True)
+        OmegaConf.update(config, _ENV_VARS, {**mapping(run_of(config), _ENV_VARS), name: "1"}, force_add=True)
     elif os.environ.get(name) != "1" and name not in (ray.get_runtime_context().runtime_env.get("env_vars") or {}):
         raise RuntimeError(
             f"this run sets options of verl_qerl, and Ray runs already: its workers would train without them. Accepted"
@@ -115,11 +116,11 @@ def check_run(config: DictConfig, use_critic: bool) -> None:
     from verl_qerl.verl_plugin.config.questions import check_files
     from verl_qerl.verl_plugin.config.shared_memory import check_copies
 
+    prepare(config)
     policy_loss = POLICY_LOSS_REGISTRY.get(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     check_config = getattr(policy_loss, "check_config", None)
     if check_config is not None:
         check_config(config)
-    prepare(config)
     check_output(config)
     if OmegaConf.select(config, "qerl.base.format") is not None and paths_are_here(config):
         _check_resumed(config)

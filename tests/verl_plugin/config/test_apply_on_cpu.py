@@ -252,6 +252,7 @@ BAD_ALONE = {
         f"{VLLM}.additional_config='{{bad'",
     ): rf"^{VLLM}\.additional_config=\{{bad is no group",
     ("+qerl.rollout.lora=stock", f"{VLLM}.additional_config=[1]"): r"additional_config=\[1\] is no group of options\.",
+    ("+qerl.rollout.lora=stock", f"{VLLM}.additional_config=[]"): r"additional_config=\[\] is no group of options\.",
     (
         "+acr.max_ratio=2",
         f"{ACTOR}.policy_loss.loss_mode=acr",

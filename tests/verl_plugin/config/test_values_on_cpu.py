@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("verl")
 
+from omegaconf import OmegaConf
 from qerl_testing import RUN, verl_config
 from verl.trainer.ppo.reward import get_custom_reward_fn
 
@@ -72,6 +73,38 @@ def test_an_option_of_rewards_where_older_verl_had_it_is_refused(override):
 def test_a_correction_that_verl_refuses_in_the_first_step_is_refused_at_once(options, says):
     with pytest.raises(ValueError, match=rf"^algorithm\.rollout_correction with .*{says}.* Correct the options\.$"):
         prepare(verl_config(*OURS, *(f"algorithm.rollout_correction.{option}" for option in options)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "option"),
+    [
+        ("trainer", None, "balance_batch"),
+        (ROLLOUT, None, "name"),
+        (f"{ACTOR}.optim", None, "optimizer"),
+        (f"{ACTOR}.policy_loss", "acr", "loss_mode"),
+        ("actor_rollout_ref.model.override_config", 3, "NAME"),
+        ("data.custom_cls", None, "path"),
+        ("reward.reward_manager", "${data.prompt_key}", "source"),
+    ],
+)
+def test_a_value_where_verl_has_a_group_gives_its_sentence(name, value, option):
+    config = verl_config(*OURS)
+    OmegaConf.update(config, name, value)
+    said = r"is no group of options, .* Accepted are options such as `{}\.{}=\.\.\.`\. Leave it out"
+    with pytest.raises(ValueError, match=rf"^{name}=\S+ {said.format(name, option)}"):
+        prepare(config)
+
+
+def test_a_group_of_a_critic_is_asked_for_where_there_is_one():
+    options = (*OURS, "critic.optim=null", "critic.ppo_micro_batch_size_per_gpu=1")
+    prepare(verl_config(*options, "algorithm.adv_estimator=grpo"))
+    with pytest.raises(ValueError, match=r"^critic\.optim=null is no group of options"):
+        prepare(verl_config(*options, "algorithm.adv_estimator=gae"))
+
+
+def test_a_group_that_verl_can_do_without_may_be_null():
+    names = (f"{ACTOR}.profiler", "algorithm.rollout_correction", "actor_rollout_ref.model.override_config")
+    prepare(verl_config(*OURS, *(f"{name}=null" for name in names)))
 
 
 def test_values_that_verl_takes_stay():

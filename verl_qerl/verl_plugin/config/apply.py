@@ -24,7 +24,7 @@ from verl_qerl.verl_plugin.config.nodes import mapping, run_of
 from verl_qerl.verl_plugin.config.sequence_parallel import check_sharing
 from verl_qerl.verl_plugin.config.spelling import check_spelling
 from verl_qerl.verl_plugin.config.uses_qerl import uses_qerl
-from verl_qerl.verl_plugin.config.values import check_values
+from verl_qerl.verl_plugin.config.values import check_groups, check_values
 from verl_qerl.vllm_plugin import PREFIX
 from verl_qerl.vllm_plugin.options import KEY, SCHEDULER
 
@@ -71,6 +71,7 @@ def prepare(config: DictConfig) -> None:
     if not uses_qerl(config):
         rules.check(run, rules.OF_THE_CPU)
         return
+    check_groups(config)
     check_spelling(config)
     options, aqn, uaq = Qerl.from_mapping(run("qerl")), aqn_options(config), UAQConfig.from_mapping(run("uaq"))
     ACRConfig.from_mapping(run("acr"))

@@ -35,7 +35,7 @@ def mapping(get: Callable[[str], Any], name: str) -> Mapping[str, Any]:
     """
     value = get(name)
     try:
-        found = (json.loads(value) if value and isinstance(value, str) else value) or {}
+        found = {} if value in (None, "") else json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError:
         found = value
     if not isinstance(found, Mapping):

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.utils.tracking import Tracking
 
 from verl_qerl.algos.options import Accepts, is_number, one_of, refusal
-from verl_qerl.options.rules import ACTOR, CORRECTION, LOSS_MODE, MODEL, ROLLOUT, Run
+from verl_qerl.options.rules import ACTOR, CORRECTION, FSDP, LOSS_MODE, MODEL, ROLLOUT, Run, trains_critic
 from verl_qerl.verl_plugin.config.nodes import run_of
 
 # With all of verl's defaults.
@@ -30,6 +30,17 @@ _NEEDED = ("data.train_batch_size", "data.train_max_samples", "data.val_max_samp
 _NOT_FED = ("remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline")
 # Where older verl had options of `reward`: main_ppo takes them and reads none, so that another reward is trained on.
 _UNREAD = ("custom_reward_function.", "reward_model.", "sandbox_fusion.")
+# Groups of options that verl reads in every run; null is left to it for the others.
+_READ = (
+    *("trainer", "trainer.v1", "trainer.v1.sampler", "global_profiler", "data.custom_cls"),
+    *("reward.custom_reward_function", MODEL, f"{MODEL}.lora", f"{MODEL}.mtp", ROLLOUT),
+    *(f"{ACTOR}.optim", f"{ACTOR}.policy_loss", FSDP),
+    *(
+        f"{ROLLOUT}.{name}"
+        for name in ("val_kwargs", "agent", "multi_turn", "checkpoint_engine", "disaggregation", "prometheus")
+    ),
+)
+_OF_CRITIC = ("critic.model", "critic.optim", "critic.fsdp")
 
 
 def _words(*known: str) -> Accepts:
@@ -64,6 +75,31 @@ _ACCEPTED = dict.fromkeys(_COUNTS, _COUNT) | {
     f"{ACTOR}.checkpoint.save_contents": _CONTENTS,
     f"{ACTOR}.checkpoint.load_contents": _CONTENTS,
 }
+
+
+def check_groups(config: DictConfig) -> None:
+    """Refuse with a ValueError a value in the place of a group of options; null only where the run reads the group."""
+    run = run_of(config)
+    for name, options in _no_groups(_defaults(), OmegaConf.to_container(config)):
+        value = run(name)  # may be an interpolation
+        if value is None and name not in _READ and not (name in _OF_CRITIC and trains_critic(run)):
+            continue
+        if not isinstance(value, dict):
+            example = next((option for option in options if not option.startswith("_")), "NAME")
+            raise ValueError(
+                f"{name}={'null' if value is None else value} is no group of options, which verl has there. Accepted"
+                f" are options such as `{name}.{example}=...`. Leave it out, and set them one by one."
+            )
+
+
+def _no_groups(known: dict[str, Any], given: Any, prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Groups of verl's for which a run has something else, each with verl's own options."""
+    for key, options in known.items():
+        if isinstance(options, dict) and key in given:
+            if isinstance(given[key], dict):
+                yield from _no_groups(options, given[key], f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}", options
 
 
 def check_values(config: DictConfig) -> None:
@@ -110,9 +146,14 @@ def _names(config: DictConfig) -> dict[str, Accepts]:
 
 
 @functools.cache
+def _defaults() -> Any:
+    return OmegaConf.to_container(OmegaConf.load(_FILE), resolve=True)
+
+
+@functools.cache
 def _accepted() -> dict[str, Accepts]:
     found = {}
-    for name, default in _leaves(OmegaConf.to_container(OmegaConf.load(_FILE), resolve=True)):
+    for name, default in _leaves(_defaults()):
         if isinstance(default, int | float) and not name.startswith(_TEXT_TOO):
             told = "true, false" if isinstance(default, bool) else "a number"
             found[name] = Accepts(told, lambda value: isinstance(value, int | float))
