@@ -5,6 +5,8 @@ know: a checkpoint of `[modle]` would hold no weights.
 """
 
 import functools
+import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ from typing import Any
 import torch
 import verl
 from omegaconf import DictConfig, OmegaConf
+from verl.utils.torch_dtypes import BFLOAT_LIST, FLOAT_LIST, HALF_LIST
 from verl.utils.tracking import Tracking
 
 from verl_qerl.algos.options import Accepts, is_number, one_of, refusal
-from verl_qerl.options.rules import ACTOR, CORRECTION, FSDP, LOSS_MODE, MODEL, ROLLOUT, Run, trains_critic
+from verl_qerl.options.rules import ACTOR, CORRECTION, FSDP, LOSS_MODE, MODEL, ROLLOUT, SYNC_MODES, Run, trains_critic
 from verl_qerl.verl_plugin.config.nodes import run_of
 
 # With all of verl's defaults.
@@ -24,8 +27,16 @@ _FILE = Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trai
 _TEXT_TOO = (f"{CORRECTION}.rollout_is_threshold", "transfer_queue.backend.")
 _COUNT = Accepts("a whole number above 0", lambda value: type(value) is int and value > 0)
 _SHARE = Accepts("a number above 0, up to 1", lambda value: is_number(value) and 0 < value <= 1)
-# Numbers without which verl makes no data set, or no step.
-_NEEDED = ("data.train_batch_size", "data.train_max_samples", "data.val_max_samples")
+_SIZES = (
+    *("trainer.n_gpus_per_node", "trainer.nnodes", "trainer.total_epochs", f"{ACTOR}.ppo_mini_batch_size"),
+    *(f"{ROLLOUT}.{name}" for name in ("n", "val_kwargs.n", "agent.num_workers", "tensor_model_parallel_size")),
+)
+# Values without which verl makes no data set, no engine or no step.
+_NEEDED = (
+    *("data.train_batch_size", "data.train_max_samples", "data.val_max_samples", *_SIZES),
+    *("trainer.test_freq", "trainer.resume_mode", "trainer.logger", f"{ROLLOUT}.gpu_memory_utilization"),
+    f"{ACTOR}.optim.lr",
+)
 # Estimators of advantages that need what verl's V1 trainer gives to none.
 _NOT_FED = ("remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline")
 # Where older verl had options of `reward`: main_ppo takes them and reads none, so that another reward is trained on.
@@ -62,16 +73,30 @@ _OF_CORRECTION = (
 _CONTENTS = _words("model", "optimizer", "extra", "hf_model")
 _COUNTS = (
     *(f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "max_response_length")),
-    *(f"trainer.{name}" for name in ("n_gpus_per_node", "nnodes", "total_training_steps")),
-    *(f"{ACTOR}.{name}" for name in ("ppo_mini_batch_size", "ppo_epochs", "ppo_micro_batch_size_per_gpu")),
-    *(f"{ROLLOUT}.{name}" for name in ("n", "max_model_len", "max_num_seqs", "log_prob_micro_batch_size_per_gpu")),
+    *("trainer.total_training_steps", *_SIZES, f"{ACTOR}.ppo_epochs", f"{ACTOR}.ppo_micro_batch_size_per_gpu"),
+    *(f"{ROLLOUT}.{name}" for name in ("max_model_len", "max_num_seqs", "log_prob_micro_batch_size_per_gpu")),
+    *(f"{ROLLOUT}.{name}" for name in ("data_parallel_size", "max_num_batched_tokens")),
+)
+# Where verl raises an error without text at the first update, or in the workers.
+_DTYPES = (*HALF_LIST, *FLOAT_LIST, *BFLOAT_LIST)
+_KL = one_of(*(f"{kind}{end}" for kind in ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3") for end in ("", "+")))
+_BETAS = Accepts(
+    "two numbers in [0, 1)",
+    lambda value: (
+        isinstance(value, list) and len(value) == 2 and all(is_number(each) and 0 <= each < 1 for each in value)
+    ),
 )
 _ACCEPTED = dict.fromkeys(_COUNTS, _COUNT) | {
     f"{ROLLOUT}.gpu_memory_utilization": _SHARE,
     f"{ROLLOUT}.top_p": _SHARE,
+    f"{ACTOR}.optim.betas": _BETAS,
+    f"{FSDP}.model_dtype": Accepts("bf16, fp16, fp32", _DTYPES.__contains__),
+    f"{ACTOR}.kl_loss_type": _KL,
+    "algorithm.kl_penalty": _KL,
+    "algorithm.kl_ctrl.type": one_of("fixed", "adaptive"),
     "trainer.logger": _words(*Tracking.supported_backend, "tracking"),
     "trainer.resume_mode": one_of("auto", "disable", "resume_path"),
-    f"{ROLLOUT}.temperature": Accepts("a number above 0", lambda value: is_number(value) and value > 0),
+    f"{ROLLOUT}.temperature": Accepts("a number above 0", lambda value: is_number(value) and 0 < value < math.inf),
     f"{ACTOR}.checkpoint.save_contents": _CONTENTS,
     f"{ACTOR}.checkpoint.load_contents": _CONTENTS,
 }
@@ -139,10 +164,14 @@ def _names(config: DictConfig) -> dict[str, Accepts]:
     """Names that verl looks up after the first answers; a module of the user's may add others in the workers."""
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 
-    if OmegaConf.select(config, f"{MODEL}.external_lib"):
+    if OmegaConf.select(config, f"{MODEL}.external_lib") or os.environ.get("VERL_USE_EXTERNAL_MODULES"):
         return {}
     estimators = [name for name in ADV_ESTIMATOR_REGISTRY if name not in _NOT_FED]
-    return {LOSS_MODE: one_of(*POLICY_LOSS_REGISTRY), "algorithm.adv_estimator": one_of(*estimators)}
+    return {
+        LOSS_MODE: one_of(*POLICY_LOSS_REGISTRY),
+        "algorithm.adv_estimator": one_of(*estimators),
+        "trainer.v1.trainer_mode": one_of(*SYNC_MODES, "separate_async"),
+    }
 
 
 @functools.cache
@@ -156,8 +185,8 @@ def _accepted() -> dict[str, Accepts]:
     for name, default in _leaves(_defaults()):
         if isinstance(default, int | float) and not name.startswith(_TEXT_TOO):
             told = "true, false" if isinstance(default, bool) else "a number"
-            found[name] = Accepts(told, lambda value: isinstance(value, int | float))
-    return found | _ACCEPTED
+            found[name] = Accepts(told, lambda value: isinstance(value, int | float) and math.isfinite(value))
+    return _ACCEPTED | found | _ACCEPTED  # first what others may be interpolations of
 
 
 def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
