@@ -24,6 +24,16 @@ def test_each_gpu_gets_its_part(in_tokens):
     assert (found.log_prob_micro_batch_size, found.log_prob_micro_batch_size_per_gpu) == (None, 2)
 
 
+def test_so_it_does_with_a_critic_whose_own_size_follows_that_of_all():
+    size, options = "critic.ppo_micro_batch_size", ("algorithm.adv_estimator=gae", "critic.use_dynamic_bsz=False")
+    config = composed(*options, f"{size}=16")
+    prepare(config)
+    assert (config.critic.ppo_micro_batch_size, config.critic.ppo_micro_batch_size_per_gpu) == (None, 2)
+    both = composed(*options, f"{size}=16", f"{size}_per_gpu=4")
+    prepare(both)  # verl refuses it
+    assert (both.critic.ppo_micro_batch_size, both.critic.ppo_micro_batch_size_per_gpu) == (16, 4)
+
+
 @pytest.mark.parametrize("size", ["8x", "0", "[8]"])
 def test_it_is_a_number(size):
     with pytest.raises(

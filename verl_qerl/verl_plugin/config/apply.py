@@ -53,6 +53,7 @@ _OF_ALL_GPUS = (
     f"{ACTOR}.ppo_micro_batch_size",
     f"{ROLLOUT}.log_prob_micro_batch_size",
     "actor_rollout_ref.ref.log_prob_micro_batch_size",
+    "critic.ppo_micro_batch_size",
 )
 
 
@@ -117,12 +118,16 @@ def _apply(config: DictConfig, options: Qerl, aqn: AQNConfig, uaq: UAQConfig) ->
 def _share_micro_batches(config: DictConfig, run: Run) -> None:
     """Give each GPU its part of a micro-batch that is named for all of them, as in older examples of verl."""
     for name in _OF_ALL_GPUS:
-        size = run(name)
-        if size is not None and run(f"{name}_per_gpu") is None:
-            if type(size) is not int or size < 1:
-                raise ValueError(f"{name}={size} is no number of answers. Accepted is 1 or more. Set {name}_per_gpu.")
-            OmegaConf.update(config, name, None)
-            OmegaConf.update(config, f"{name}_per_gpu", max(1, size // rules.num_gpus(run)))
+        size, of_each = run(name), f"{name}_per_gpu"
+        if size is None:
+            continue
+        OmegaConf.update(config, name, None)  # verl's default of a critic's `of_each` is this one
+        if run(of_each) is not None:
+            OmegaConf.update(config, name, size)  # verl says that both are set
+            continue
+        if type(size) is not int or size < 1:
+            raise ValueError(f"{name}={size} is no number of answers. Accepted is 1 or more. Set {of_each}.")
+        OmegaConf.update(config, of_each, max(1, size // rules.num_gpus(run)))
 
 
 def _check_loader(run: Run, base: Base) -> None:
