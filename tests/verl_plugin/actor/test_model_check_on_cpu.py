@@ -57,6 +57,16 @@ def test_a_model_that_only_the_workers_reach_is_theirs_to_refuse(validate, monke
     validate(*PACKED, f"{MODEL}.path={path}")
 
 
+def test_the_path_of_a_critic_that_nobody_sets_is_told_as_the_default_of_verl(validate, written, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    options = (*PACKED, f"{MODEL}.path={written(TEXT)}", "algorithm.adv_estimator=gae")
+    said = r"^no such model: critic\.model\.path=~/models/\S+ This is verl's default\. A directory .* Set it\.$"
+    with pytest.raises(ValueError, match=said):
+        validate(*options, use_critic=True)
+    with pytest.raises(ValueError, match=r"^critic\.model\.path=null names no model\. A directory in .* Set it\.$"):
+        validate(*options, "critic.model.path=null", use_critic=True)
+
+
 @pytest.mark.parametrize("options", [PACKED, ("+aqn.enabled=true",)], ids=["packed", "noise alone"])
 @pytest.mark.parametrize("path", ["/none/such", "~/none/such", "./none", "a/b/c"])
 def test_a_path_that_does_not_exist_is_refused(validate, monkeypatch, options, path):
@@ -69,7 +79,8 @@ def test_a_path_that_does_not_exist_is_refused(validate, monkeypatch, options, p
     validate(*options, f"critic.model.path='{path}'")
     validate(*options, named, "trainer.nnodes=2", "trainer.n_gpus_per_node=4")
     validate(named)
-    for name, what in ((f"{MODEL}.lora_adapter_path", "adapter"), ("reward.custom_reward_function.path", "file")):
+    files = ("reward.custom_reward_function.path", "data.custom_cls.path")
+    for name, what in ((f"{MODEL}.lora_adapter_path", "adapter"), *((file, "file") for file in files)):
         with pytest.raises(ValueError, match=rf"^no such {what}: {name}={path}\. .*is accepted\. Check the path"):
             validate(*options, f"{name}='{path}'")
         validate(f"{name}='{path}'")
@@ -88,6 +99,16 @@ def test_a_reward_that_its_file_does_not_have_is_refused(validate, tmp_path, mon
     validate(*given)
     validate(*given[1:], f"{reward}.name=compute_scor")
     validate(*given, f"{reward}.name=other", "trainer.nnodes=2", "trainer.n_gpus_per_node=4")
+
+
+def test_a_class_of_data_that_its_file_does_not_have_is_refused(validate, tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    file, node = tmp_path / "data.py", "data.custom_cls"
+    file.write_text("class Questions:\n    pass\n")
+    given = ("+aqn.enabled=true", f"{node}.path={file}")
+    with pytest.raises(ValueError, match=rf"^no such class: {node}\.name=Question is nowhere in {file}\. The name"):
+        validate(*given, f"{node}.name=Question")
+    validate(*given, f"{node}.name=Questions")
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,12 @@ from verl_qerl.formats import get_format
 from verl_qerl.options.rules import LORA_RANK, MODEL
 from verl_qerl.verl_plugin.actor.liger import check_liger
 from verl_qerl.verl_plugin.config.nodes import paths_are_here, plain
+from verl_qerl.verl_plugin.config.values import default_of
 
 # How a model that is not quantized is to be.
 _CHOICES = ("qerl.base.scale", "qerl.base.ignore")
-_REWARD = "reward.custom_reward_function"
+# What a file of the user's has a name in.
+_OF_FILES = {"reward.custom_reward_function": "function", "data.custom_cls": "class"}
 # By which a Python file has names that it does not spell.
 _UNSPELLED = r"import[\s\\]*\*|\b(globals|setattr|exec|__getattr__)\b"
 
@@ -32,7 +34,7 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
         ValueError: With `+rollout=...`, model.path is no text model or quantized beside choices of how to quantize it,
             override_config has options of its position embedding, or `check_liger` refuses; or the critic's path is
             quantized; or a path of a run on this machine does not exist, ends in a slash, is of a model without
-            config.json, or of a file without the function of the reward.
+            config.json, or of a file without the function of the reward or the class of the data set.
     """
     if paths_are_here(config):
         for model in (MODEL, "critic.model") if use_critic else (MODEL,):
@@ -40,7 +42,8 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
             if Path(path).is_dir():
                 read_config(path)
         _existing(config, f"{MODEL}.lora_adapter_path", "adapter", "A PEFT directory or a hub id")
-        _check_reward(config, Path(_existing(config, f"{_REWARD}.path", "file", "A Python file")))
+        for node, what in _OF_FILES.items():
+            _check_file(config, node, what, Path(_existing(config, f"{node}.path", "file", "A Python file")))
     if OmegaConf.select(config, "qerl.base.format") is not None:
         path = str(OmegaConf.select(config, f"{MODEL}.path"))
         found = _config_of(path)
@@ -59,10 +62,15 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
 
 
 def _existing(config: DictConfig, name: str, what: str, accepted: str) -> str:
-    path = str(OmegaConf.select(config, name))
+    given, default = OmegaConf.select(config, name), default_of(name)
+    if given is None and default is not None:
+        raise ValueError(f"{name}=null names no {what}. {accepted} is accepted. Set it.")
+    path = str(given)
     if "/" in path and "://" not in path and not is_hub_id(path) and not Path(path).exists():
-        tilde = " verl does not expand `~`: $HOME does." if path.startswith("~") else ""
-        raise ValueError(f"no such {what}: {name}={path}.{tilde} {accepted} is accepted. Check the path.")
+        note, remedy = " verl does not expand `~`: $HOME does." if path.startswith("~") else "", "Check the path."
+        if path == default:
+            note, remedy = " This is verl's default.", "Set it."
+        raise ValueError(f"no such {what}: {name}={path}.{note} {accepted} is accepted. {remedy}")
     if path.endswith("/"):
         raise ValueError(
             f"verl takes no path with a slash at its end: {name}={path}. {path.rstrip('/')} is accepted. Set it."
@@ -70,15 +78,15 @@ def _existing(config: DictConfig, name: str, what: str, accepted: str) -> str:
     return path
 
 
-def _check_reward(config: DictConfig, path: Path) -> None:
+def _check_file(config: DictConfig, node: str, what: str, path: Path) -> None:
     """Refuse a name that the user's file has nowhere; the file is not run, which may need what workers alone have."""
     if not path.is_file() or path.suffix != ".py":  # verl takes byte code too
         return
-    name = str(OmegaConf.select(config, f"{_REWARD}.name"))
+    name = str(OmegaConf.select(config, f"{node}.name"))
     text = path.read_text(encoding="utf-8", errors="replace")
     if not re.search(rf"\b{re.escape(name)}\b|{_UNSPELLED}", text):
         raise ValueError(
-            f"no such function: {_REWARD}.name={name} is nowhere in {path}. The name of one that this file has is"
+            f"no such {what}: {node}.name={name} is nowhere in {path}. The name of one that this file has is"
             " accepted. Correct it."
         )
 

@@ -179,6 +179,11 @@ def _defaults() -> Any:
     return OmegaConf.to_container(OmegaConf.load(_FILE), resolve=True)
 
 
+def default_of(name: str) -> Any:
+    """The value that verl gives an option, by its dotted name; None where it gives none."""
+    return dict(_leaves(_defaults())).get(name)
+
+
 @functools.cache
 def _accepted() -> dict[str, Accepts]:
     found = {}
