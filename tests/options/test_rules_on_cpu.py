@@ -24,6 +24,7 @@ RUNS = (
     *({f"{rules.CORRECTION}.{name}": value} for name, value in (("rollout_is", "token"), ("rollout_rs", "token_k3"))),
     {rules.BYPASS: True},
     {"algorithm.adv_estimator": "grpo_passk"},
+    {"trainer.val_only": True},
     {"distillation.enabled": True, "distillation.distillation_loss.loss_mode": "forward_kl_topk"},
     *({f"qerl.gate.{name}": 1} for name in ("max_initial_kl", "max_kl", "mismatch_sample")),
     {"trainer.device": "cpu", rules.LORA_RANK: 8, f"{rules.ROLLOUT}.name": "vllm"},
@@ -53,6 +54,21 @@ def test_every_rule_can_refuse_and_says_why():
                     rules.check(tried.get, [rule])
                 seen.add(number)
     assert [rule.need.name for number, rule in enumerate(rules.RULES) if number not in seen] == []
+
+
+def test_what_the_engine_would_refuse_of_four_bits_is_refused_before_it_starts():
+    determined = {f"{rules.ROLLOUT}.full_determinism": True}
+    with pytest.raises(ValueError, match=r"full_determinism=True does not go together with \+rollout=nvfp4: vLLM's "):
+        rules.check((NVFP4 | determined).get)
+    rules.check((NVFP4 | determined | {"trainer.device": "cpu"}).get)
+    rules.check((NVFP4 | determined | {"qerl.base.format": "int8"}).get)
+
+
+def test_a_run_that_is_to_validate_alone_does():
+    with pytest.raises(
+        ValueError, match=r"val_before_train=False does not .* trainer\.val_only=True: verl would train\."
+    ):
+        rules.check({"trainer.val_only": True, "trainer.val_before_train": False}.get)
 
 
 def test_options_of_the_kernels_are_no_silent_words_beside_another_engine():

@@ -167,6 +167,10 @@ def _not_nvfp4(run: Run) -> str | None:
     return None if beside in (None, "+rollout=nvfp4") else beside
 
 
+def _four_bits(run: Run) -> str | None:
+    return _quantized(run) if run("qerl.base.format") in EXACT and not _on_cpu(run) else None
+
+
 def _own_draws(run: Run) -> str | None:
     draw = run("aqn.draw")
     return f"+aqn.draw={draw}" if run("aqn.enabled") and draw not in (None, "batch") else None
@@ -229,6 +233,7 @@ CRITIC = When("`+rollout=...` with a critic", _with_critic)
 PLAIN = When("without `+rollout`", lambda run: "a rollout in bf16" if _quantized(run) is None else None)
 OTHER_RANK = When("`+rollout=...` with an adapter", _other_rank)
 NOT_NVFP4 = When("`+rollout=int8`, `fp8`, `mxfp4`", _not_nvfp4)
+FOUR_BITS = When("`+rollout=nvfp4`, `mxfp4`", _four_bits)
 KERNELS = _option("qerl.rollout", "`+qerl.rollout.*`")
 SHARE, AQN, UAQ = (_option(name) for name in ("qerl.base.share", "aqn.enabled", "uaq.enabled"))
 OWN_DRAWS = When("`+aqn.draw` of `sequence` or `token`", _own_draws)
@@ -267,6 +272,7 @@ def _rules(when: When, *rows: tuple[Need, str, str]) -> tuple[Rule, ...]:
 _IS_VLLM = _only(f"{ROLLOUT}.name", "vllm")
 _MODES = _only("trainer.v1.trainer_mode", *SYNC_MODES)
 _LOG_PROBS = Need(f"{ROLLOUT}.calculate_log_probs", _on, "True")
+_DEPENDS = _no(f"{ROLLOUT}.full_determinism")  # sets VLLM_BATCH_INVARIANT=1
 _ONE_ENGINE = _no(f"{ROLLOUT}.disaggregation.enabled")
 _NO_MODEL = Need(f"{ACTOR}.checkpoint.save_contents", lambda v: "hf_model" not in str(v), "a list without hf_model")
 
@@ -354,12 +360,9 @@ RULES: tuple[Rule, ...] = (
         (_only(f"{ROLLOUT}.pipeline_model_parallel_size", 1), "", "Use tensor_model_parallel_size."),
         (_MODES, "other modes send whole models", _LEAVE),
         _kept("actor"),
-        (
-            _no("trainer.remove_previous_ckpt_in_save"),
-            _DELETES,
-            "Leave it out and set trainer.max_actor_ckpt_to_keep=2.",
-        ),
+        (_no("trainer.remove_previous_ckpt_in_save"), _DELETES, "Set trainer.max_actor_ckpt_to_keep=2 instead."),
     ),
+    Rule(FOUR_BITS, _DEPENDS, "vLLM's kernels for it quantize activations too", "Leave it out, or use another format."),
     Rule(KERNELS, _IS_VLLM, "others have no kernels of ours", "Change it, or leave +qerl.rollout out."),
     Rule(CRITIC, *_kept("critic")),
     Rule(TOP_K, _no(f"{MODEL}.use_fused_kernels"), "it needs whole logits", f"Set {MODEL}.use_fused_kernels=False."),
@@ -385,12 +388,7 @@ RULES: tuple[Rule, ...] = (
         (_no("qerl.base.train_norms"), "all weights are trained, norms among them", _SET_RANK),
         (_ONE_ENGINE, f"{_NO_ANSWERS} after a weight sync", _LEAVE),
     ),
-    Rule(
-        PLAIN,
-        Need("qerl.base", _unset, "null"),
-        "it has no effect there",
-        "Add `+rollout=nvfp4` or another format, or leave it out.",
-    ),
+    Rule(PLAIN, Need("qerl.base", _unset, "null"), "it has no effect there", "Add `+rollout=...`, or leave it out."),
     *(
         Rule(NOT_NVFP4, _no(f"qerl.base.{name}"), "it is built for NVFP4 alone", "Use +rollout=nvfp4, or leave it out.")
         for name in ("shard", "share", "train_norms")
@@ -420,7 +418,7 @@ RULES: tuple[Rule, ...] = (
         ),
         (_ONE_ENGINE, f"{_NO_ANSWERS} when noise is set", _NO_NOISE),
         (
-            _no(f"{ROLLOUT}.full_determinism"),
+            _DEPENDS,
             "vLLM's norms take weights in bf16 alone there, and noise keeps them in float32",
             _NO_NOISE,
         ),
@@ -441,11 +439,7 @@ RULES: tuple[Rule, ...] = (
             "another one has no place for the scale",
             _ONE,
         ),
-        (
-            _only(f"{ACTOR}.strategy", "fsdp", "fsdp2"),
-            "other engines know no UAQ",
-            "Leave it out, or change the strategy.",
-        ),
+        (_only(f"{ACTOR}.strategy", "fsdp", "fsdp2"), "other engines know no UAQ", "Change one of the two."),
         (_NO_MODEL, "verl would write scaled weights as the model", _EXPORT),
         (_no(f"{MODEL}.use_liger"), "its norms cannot be checked on the CPU", _LEAVE),
     ),
@@ -455,6 +449,7 @@ RULES: tuple[Rule, ...] = (
         "the scale cannot be undone in such weights",
         f"Set {FSDP}.model_dtype=fp32, or +uaq.scale=2.",
     ),
+    Rule(_chosen("trainer.val_only"), Need("trainer.val_before_train", _on, "True"), "verl would train", _ONE),
     Rule(NO_ACR, _null("acr"), "it has no effect", f"Set {LOSS_MODE}=acr, or leave +acr out."),
     *_rules(
         ACR,

@@ -175,7 +175,8 @@ def _batch_invariant(options: RolloutOptions, vllm_config: Any) -> RolloutOption
     if options.aqn.enabled:
         raise ValueError(
             f"noise does not go together with {asked}: vLLM's norms take weights in bf16 alone there, and noise keeps"
-            " them in float32. Accepted is VLLM_BATCH_INVARIANT=0. Set it, or leave +aqn.enabled out."
+            " them in float32. Accepted is VLLM_BATCH_INVARIANT=0, in a run of verl rollout.full_determinism=False. Set"
+            " it, or leave +aqn.enabled out."
         )
     logger.warning("verl_qerl: LoRA, the sampler and attention stay vLLM's: %s, and ours depend on the batch.", asked)
     return replace(options, lora="stock", sampler="stock", attention="stock")
