@@ -63,6 +63,27 @@ def test_home_behind_an_equals_sign_is_found(tmp_path, monkeypatch, capsys):
     assert f"the output already exists: out={tmp_path}/out with something." in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("out", "says"),
+    [
+        ("--out=hdfs://host/out", "no file or directory: hdfs://host/out. A path of this machine, or "),
+        ("--out=", "an argument is empty: ''. One that says something is accepted. Is a variable not set?"),
+    ],
+)
+def test_nothing_is_written_for_an_address_or_an_empty_path(tmp_path, monkeypatch, capsys, out, says):
+    from qerl_testing import random_qwen2
+
+    random_qwen2(num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    for arguments in ([out], out.split("=")):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["quantize", "--model", "../model", *arguments])
+        assert ended.value.code == 1
+        assert says in capsys.readouterr().err.replace("--out=", "")
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
 def test_choices_are_those_of_the_modules_that_import_torch():
     from verl_qerl.formats import FORMATS
     from verl_qerl.formats.nvfp4 import SCALE_CHOICES

@@ -72,6 +72,17 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Nam
     subparsers = parser.add_subparsers(required=True, metavar="command")
     home = os.path.expanduser("~")
     argv = [re.sub("^(--[a-z-]+=)~(?=/|$)", lambda found: found[1] + home, one) for one in argv]  # a shell leaves it
+    for one in argv:
+        value = re.sub("^--[a-z-]+=", "", one)
+        if not value:  # a path would be the working directory
+            raise ValueError(
+                f"an argument is empty: {one!r}. One that says something is accepted. Is a variable not set?"
+            )
+        if re.fullmatch(r"[a-z0-9]+://\S*", value):
+            raise ValueError(
+                f"no file or directory: {value}. A path of this machine, or of a model its id on the hub, is accepted."
+                " Download what is read there, and upload what is written."
+            )
     named = argv[0] if argv else None
     for name in (named,) if named in _COMMANDS else _COMMANDS:
         importlib.import_module(f"verl_qerl.cli.{_COMMANDS[name]}").add_parser(subparsers)
