@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("verl")
 
 from verl_qerl.verl_plugin.config import attention
+from verl_qerl.verl_plugin.config.apply import prepare
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 OURS = ("+aqn.enabled=true", "data.max_prompt_length=96", "data.max_response_length=16")
@@ -76,3 +77,18 @@ def test_a_micro_batch_divides_a_mini_batch(validate, size, ranks, divides):
             validate(*OURS, *sizes)
         validate(*OURS, *sizes, f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=112")
         validate(*OURS[1:], *sizes)
+
+
+@pytest.mark.parametrize("node", [ACTOR, "critic"])
+def test_ranks_share_a_mini_batch_alike(configuration, node):
+    """As verl's workers assert at the first update, also of micro-batches that are counted in tokens."""
+    sizes = ("data.train_batch_size=12", f"{ROLLOUT}.n=2", "trainer.n_gpus_per_node=4", *IN_TOKENS[:1])
+    sizes += (f"{ACTOR}.ppo_mini_batch_size=6", "algorithm.adv_estimator=gae", f"{ROLLOUT}.name=vllm")
+    prepare(configuration(*OURS, *sizes))
+    config = configuration(*OURS, *sizes, f"{node}.ppo_mini_batch_size=3")
+    said = (
+        rf"^{node}\.ppo_mini_batch_size=3 times {ROLLOUT}\.n=2 are 6 answers, which 4 data-parallel ranks cannot share"
+    )
+    with pytest.raises(ValueError, match=said):
+        prepare(config)
+    prepare(configuration(*sizes, f"{node}.ppo_mini_batch_size=3"))

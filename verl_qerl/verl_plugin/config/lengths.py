@@ -1,7 +1,7 @@
 """Sizes of batches that end a run after its start: limits in tokens, and parts that do not divide a whole."""
 
 from verl_qerl.algos.options import is_number
-from verl_qerl.options.rules import ACTOR, ROLLOUT, Run, num_gpus, shown
+from verl_qerl.options.rules import ACTOR, ROLLOUT, Run, num_gpus, shown, trains_critic
 from verl_qerl.verl_plugin.config.sequence_parallel import actor_size
 
 # Switches of batches that are counted in tokens, and the most tokens of one on a GPU.
@@ -9,6 +9,7 @@ _IN_TOKENS = (
     (f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu"),
     (f"{ROLLOUT}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
 )
+_FSDP = ("fsdp", "fsdp2")
 
 
 def check_lengths(run: Run) -> None:
@@ -40,7 +41,7 @@ def check_micro_batches(run: Run) -> None:
     """Refuse with a ValueError micro-batches that the actor's workers assert not to be.
 
     Those that count tokens in one of its passes and answers in the other, and, counted in answers, those that do not
-    divide a mini-batch.
+    divide a mini-batch; and mini-batches, of a critic too, that the ranks cannot share.
     """
     (update, _), (log_probs, _) = _IN_TOKENS
     if run(update) is not None and run(log_probs) != run(update):
@@ -49,12 +50,22 @@ def check_micro_batches(run: Run) -> None:
             f" micro-batches of both alike. Accepted is {run(update)}. Leave {log_probs} out; it follows the other."
         )
     size, mini, n = f"{ACTOR}.ppo_micro_batch_size_per_gpu", run(f"{ACTOR}.ppo_mini_batch_size"), run(f"{ROLLOUT}.n")
-    if run(update) or run(f"{ACTOR}.strategy") not in ("fsdp", "fsdp2"):
+    if run(f"{ACTOR}.strategy") not in _FSDP:
         return  # others share a batch otherwise
     ranks = num_gpus(run) // (actor_size(run) or 1)
-    if run(size) and mini and n and mini * n % (run(size) * ranks):
+    if not run(update) and run(size) and mini and n and mini * n % (run(size) * ranks):
         raise ValueError(
             f"{size}={run(size)} on {ranks} data-parallel ranks does not divide the {mini * n} answers of a mini-batch:"
             f" {ACTOR}.ppo_mini_batch_size={mini} times {ROLLOUT}.n={n}. Accepted is a size that divides the answers of"
             f" each rank. Change one of these, or set {ACTOR}.use_dynamic_bsz=True."
         )
+    shared = {ACTOR: ranks}
+    if trains_critic(run) and run("critic.strategy") in _FSDP:
+        shared["critic"] = num_gpus(run) // (run("critic.fsdp.ulysses_sequence_parallel_size") or 1)
+    for node, ranks in shared.items():
+        mini = run(f"{node}.ppo_mini_batch_size")
+        if mini and n and mini * n % ranks:
+            raise ValueError(
+                f"{node}.ppo_mini_batch_size={mini} times {ROLLOUT}.n={n} are {mini * n} answers, which {ranks}"
+                " data-parallel ranks cannot share alike. Accepted is a multiple of the ranks. Change one of these."
+            )
