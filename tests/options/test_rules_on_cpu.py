@@ -112,6 +112,8 @@ def test_a_number_in_quotes_is_shown_as_text():
     gpus = {"trainer.n_gpus_per_node": 1, "trainer.nnodes": 1, f"{rules.ROLLOUT}.tensor_model_parallel_size": "1"}
     with pytest.raises(ValueError, match="tensor_model_parallel_size='1' does not divide the 1 GPUs"):
         rules.check_gpus((NVFP4 | gpus).get)
+    with pytest.raises(ValueError, match="tensor_model_parallel_size='1' does not divide the 1 GPUs"):
+        rules.check_gpus(({"aqn.enabled": True} | gpus).get)
 
 
 def test_noise_that_leaves_the_first_token_clean_needs_a_second_one():

@@ -87,10 +87,11 @@ def num_gpus(run: Run) -> int:
 
 
 def check_gpus(run: Run) -> None:
-    """Refuse with a ValueError a quantized rollout whose tensor parallel size does not divide the GPUs of the run."""
+    """Refuse with a ValueError a quantized or noisy rollout whose tensor parallel size does not divide the GPUs."""
     nodes, gpus = run("trainer.nnodes"), run("trainer.n_gpus_per_node")
     shared = run(f"{ROLLOUT}.tensor_model_parallel_size")
-    known = run("qerl.base.format") and _is_whole(nodes) and _is_whole(gpus) and shared is not None
+    ours = run("qerl.base.format") or run("aqn.enabled")
+    known = ours and _is_whole(nodes) and _is_whole(gpus) and shared is not None
     if known and (not _is_whole(shared) or shared == 0 or (gpus * nodes) % shared):
         raise ValueError(
             f"{ROLLOUT}.tensor_model_parallel_size={shown(shared)} does not divide the {gpus * nodes} GPUs of the run"

@@ -69,6 +69,7 @@ def test_a_micro_batch_divides_a_mini_batch(validate, size, ranks, divides):
     """As verl's workers assert; each rank has its part of the 4 x 2 answers."""
     sizes = ("data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=4", f"{ROLLOUT}.n=2")
     sizes += (f"trainer.n_gpus_per_node={ranks}", f"{ACTOR}.ppo_micro_batch_size_per_gpu={size}")
+    sizes += (f"{ROLLOUT}.tensor_model_parallel_size=1",)
     if divides:
         validate(*OURS, *sizes)
     else:
