@@ -48,6 +48,17 @@ def test_a_file_that_cannot_be_read_is_refused(validate, files, option, name):
 
 
 @pytest.mark.parametrize("option", ["train_files", "val_files"])
+def test_a_file_of_another_kind_is_refused(validate, files, option):
+    for name in (str(Path(files["five"]).parent), "hdfs://host/five.csv"):
+        with pytest.raises(
+            ValueError, match=rf"^data\.{option}={name} is of no kind .* in \.parquet, \.json, \.jsonl is"
+        ):
+            validate(OURS, f"data.{option}={name}")
+        validate(f"data.{option}={name}")
+    validate(OURS, f"data.{option}=hdfs://host/five.jsonl")
+
+
+@pytest.mark.parametrize("option", ["train_files", "val_files"])
 def test_a_file_without_the_column_of_the_questions_is_refused(validate, files, option):
     named = f"data.{option}={files['five']}"
     with pytest.raises(

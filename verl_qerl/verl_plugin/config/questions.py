@@ -6,9 +6,11 @@ from omegaconf import DictConfig
 
 from verl_qerl.verl_plugin.config.nodes import paths_are_here, plain
 
+_READ = (".parquet", ".json", ".jsonl")
+
 
 def check_files(config: DictConfig) -> None:
-    """Refuse such files with a ValueError; those of other kinds than parquet are left to verl.
+    """Refuse such files with a ValueError; what is in those of other kinds than parquet is left to verl.
 
     Args:
         config: The whole configuration. Of files elsewhere, or for a data set of the user's own, nothing is said.
@@ -27,6 +29,11 @@ def check_files(config: DictConfig) -> None:
                 " trainer.val_before_train=False nothing is asked of data.val_files."
             )
         for file in files:
+            if not file.endswith(_READ):
+                raise ValueError(
+                    f"data.{name}={file} is of no kind that verl's data set reads. A name that ends in"
+                    f" {', '.join(_READ)} is accepted. Name such a file, or a class of your own in data.custom_cls."
+                )
             if "[" in file and Path(file).expanduser().exists():
                 raise ValueError(
                     f"data.{name}={file} has brackets, which verl's data set takes for a pattern that does not fit this"
