@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.modules.placement.shards import cut_like, join_optimizer, join_shards, join_tensor
@@ -15,12 +13,14 @@ from verl_qerl.modules.placement.shards import cut_like, join_optimizer, join_sh
 WHOLE = torch.arange(15.0).reshape(5, 3)
 
 
+def first_of(ranks: list) -> DeviceMesh:
+    """A mesh as its first rank sees it; without process groups: nothing is sent in these tests."""
+    return DeviceMesh("cpu", ranks, _init_backend=False, _rank=0)
+
+
 @pytest.fixture
 def mesh():
-    """Of two ranks, in a process that is the first of them: nothing is sent in these tests."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield init_device_mesh("cpu", (2,))
-    dist.destroy_process_group()
+    return first_of([0, 1])
 
 
 def parts(mesh, dim):
@@ -113,15 +113,9 @@ def test_a_file_that_this_account_may_not_read_is_not_called_cut(tmp_path, monke
 
 
 def test_replicas_of_shards_are_read_once():
-    from torch.distributed.tensor import Replicate
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    try:
-        mesh = init_device_mesh("cpu", (2, 2))
-        shape = {"run_check": False, "shape": WHOLE.shape, "stride": WHOLE.stride()}
-        pieces = [DTensor.from_local(one, mesh, [Replicate(), Shard(0)], **shape) for one in WHOLE.chunk(2)]
-        assert torch.equal(join_tensor(Path("run"), "a", pieces * 2), WHOLE)
-        copies = [DTensor.from_local(WHOLE, mesh, [Replicate(), Replicate()], **shape)] * 4
-        assert torch.equal(join_tensor(Path("run"), "a", copies), WHOLE)
-    finally:
-        dist.destroy_process_group()
+    mesh = first_of([[0, 1], [2, 3]])
+    shape = {"run_check": False, "shape": WHOLE.shape, "stride": WHOLE.stride()}
+    pieces = [DTensor.from_local(one, mesh, [Replicate(), Shard(0)], **shape) for one in WHOLE.chunk(2)]
+    assert torch.equal(join_tensor(Path("run"), "a", pieces * 2), WHOLE)
+    copies = [DTensor.from_local(WHOLE, mesh, [Replicate(), Replicate()], **shape)] * 4
+    assert torch.equal(join_tensor(Path("run"), "a", copies), WHOLE)
