@@ -1,11 +1,11 @@
 """The adapter as one tensor; under verl's engine it is in test_engine_on_cpu.py."""
 
-from pathlib import Path
+import os
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -38,8 +38,7 @@ def assert_holds(flat: FlatAdapter, tensors: dict[str, torch.Tensor]) -> None:
         assert torch.equal(found[f"peft.{name}"], tensor.view(len(tensor), -1)), name
 
 
-def run_rank(rank: int, store: Path) -> None:
-    torch.set_num_threads(1)
+def run_rank(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
     names = {f"peft.{name}": name for name in SHAPES}
     one_dimension = init_device_mesh("cpu", (3,))
@@ -69,9 +68,9 @@ def run_rank(rank: int, store: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_three_ranks_put_their_rows_together(tmp_path):
-    # Forked: a spawned process would have to import this file by name.
-    mp.start_processes(run_rank, args=(tmp_path / "store",), nprocs=3, start_method="fork")
+def test_three_ranks_put_their_rows_together(fresh_process, tmp_path):
+    # No forks of this process: an engine of vLLM in it leaves them a default process group.
+    fresh_process(__file__, str(tmp_path / "store"), ranks=3)
 
 
 def test_one_process_needs_no_group_and_sees_the_present_values():
@@ -103,3 +102,7 @@ def test_pieces_that_overlap_are_refused(spans):
         receiver.add(f"verl_qerl_adapter.{start}", torch.ones(count))
     with pytest.raises(ValueError, match="12 of 10 numbers"):
         receiver.whole()
+
+
+if __name__ == "__main__":
+    run_rank(int(os.environ["RANK"]), sys.argv[1])
