@@ -56,7 +56,7 @@ def test_a_model_without_a_plan(config, sentence):
         ModelShape.from_config(config)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def mixture():
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 768}
     sizes |= {"moe_intermediate_size": 96, "num_experts": 16, "num_experts_per_tok": 4, "num_hidden_layers": 2}
