@@ -201,13 +201,11 @@ def interpreting_python() -> Iterator[WarmPython]:
     python.kill()
 
 
-@pytest.fixture(scope="module")
-def quick_starts(warm_python) -> Iterator[None]:
-    """Processes that tests of this file start need not import what is below verl (startup/sitecustomize.py).
+@pytest.fixture
+def quick_starts(warm_python, monkeypatch) -> None:
+    """Processes that this test starts need not import what is below verl (startup/sitecustomize.py).
 
     Nor do they compile vLLM's sampler, which takes up to eight seconds of a core.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WARM_PYTHON", warm_python.socket)
-        patch.setenv("TORCH_COMPILE_DISABLE", "1")
-        yield
+    monkeypatch.setenv("WARM_PYTHON", warm_python.socket)
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")

@@ -21,7 +21,7 @@ NAMES = ("base", "adapter", "checkpoint", "norms", "bf16", "untrained", "forgott
 
 
 @pytest.fixture(scope="module")
-def done(trained, models, quick_starts, tmp_path_factory):
+def done(trained, models, warm_python, tmp_path_factory):
     """(folder with an --out for each name, their exit codes, stdout, stderr of each)."""
     folder = tmp_path_factory.mktemp("eval")
     (folder / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
@@ -49,7 +49,8 @@ def done(trained, models, quick_starts, tmp_path_factory):
         greedy = [] if "--temperature" in given else ["--temperature", "0"]
         argv = ["eval", *given, *common, *greedy, "--out", str(folder / name)]
         cases.append({"argv": argv, "forget_adapter": name == "forgotten"})
-    found, result = answer_of(SCRIPT, cases, VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1")
+    quick = {"WARM_PYTHON": warm_python.socket, "TORCH_COMPILE_DISABLE": "1"}  # as in quick_starts
+    found, result = answer_of(SCRIPT, cases, VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", **quick)
     codes = dict(zip(NAMES, found, strict=True))
     errors = dict(zip(NAMES, result.stderr.split("CASE ")[1:], strict=True))
     assert [codes[name] for name in (*NAMES[:5], "two")] == [0] * 6, result.stdout[-2000:] + result.stderr[-6000:]
