@@ -190,7 +190,7 @@ def _accepted() -> dict[str, Accepts]:
     for name, default in _leaves(_defaults()):
         if isinstance(default, int | float) and not name.startswith(_TEXT_TOO):
             told = "true, false" if isinstance(default, bool) else "a number"
-            found[name] = Accepts(told, lambda value: isinstance(value, int | float) and math.isfinite(value))
+            found[name] = Accepts(told, lambda value: isinstance(value, int | float) and not math.isnan(value))
     return _ACCEPTED | found | _ACCEPTED  # first what others may be interpolations of
 
 
