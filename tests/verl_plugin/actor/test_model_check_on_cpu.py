@@ -198,6 +198,15 @@ def test_another_position_embedding_belongs_into_config_json(validate, option, s
     validate(*PACKED, f"+{MODEL}.override_config.attention_dropout=0.1")
 
 
+def test_noise_on_a_family_whose_norms_are_not_known_is_refused_before_the_engine_starts(validate, written):
+    noisy = f"{MODEL}.path={written({'model_type': 'gemma2'})}", "+aqn.enabled=true"
+    with pytest.raises(ValueError, match=r"^it is not known where model_type=gemma2 has the norms"):
+        validate(*noisy)
+    validate(*noisy, "+aqn.targets=[input_layernorm]")
+    written({"model_type": "gemma3", "text_config": {"model_type": "llama"}})  # vLLM's to read
+    validate(*noisy)
+
+
 def test_verl_itself_cannot_set_a_mapping():
     """What the sentence says of verl; once it can, the option should reach the rollout too."""
     from transformers import Qwen2Config

@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_qerl.algos.noise_places import check_places
 from verl_qerl.checkpoints.model_config import is_hub_id, read_config, senses
 from verl_qerl.checkpoints.quantization_config import described
 from verl_qerl.checkpoints.source import open_source
@@ -13,6 +14,7 @@ from verl_qerl.checkpoints.stream import check_held, packed_names
 from verl_qerl.formats import get_format
 from verl_qerl.options.rules import LORA_RANK, MODEL
 from verl_qerl.verl_plugin.actor.liger import check_liger
+from verl_qerl.verl_plugin.config.apply import aqn_options
 from verl_qerl.verl_plugin.config.nodes import paths_are_here, plain
 from verl_qerl.verl_plugin.config.values import default_of
 
@@ -32,9 +34,10 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
 
     Raises:
         ValueError: With `+rollout=...`, model.path is no text model or quantized beside choices of how to quantize it,
-            override_config has options of its position embedding, or `check_liger` refuses; or the critic's path is
-            quantized; or a path of a run on this machine does not exist, ends in a slash, is of a model without
-            config.json, or of a file without the function of the reward or the class of the data set.
+            override_config has options of its position embedding, or `check_liger` refuses; with noise, `check_places`
+            refuses; or the critic's path is quantized; or a path of a run on this machine does not exist, ends in a
+            slash, is of a model without config.json, or of a file without the function of the reward or the class of
+            the data set.
     """
     if paths_are_here(config):
         for model in (MODEL, "critic.model") if use_critic else (MODEL,):
@@ -53,6 +56,7 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
         if OmegaConf.select(config, LORA_RANK) or OmegaConf.select(config, f"{MODEL}.lora.rank"):
             check_liger(config, found.get("model_type"))
         _check_override(plain(OmegaConf.select(config, f"{MODEL}.override_config")) or {})
+    _check_norms(config)
     path = str(OmegaConf.select(config, "critic.model.path"))
     if use_critic and _config_of(path).get("quantization_config"):
         raise ValueError(
@@ -123,6 +127,13 @@ def _check_linears(config: DictConfig, path: Path) -> None:
         source, form = open_source(path), get_format(OmegaConf.select(config, "qerl.base.format"))
         check_held(source, form)
         packed_names(source, form, plain(OmegaConf.select(config, "qerl.base.ignore")))
+
+
+def _check_norms(config: DictConfig) -> None:
+    """Refuse noise where it is not known which norms attention and MLP read; of a model in parts the engine says it."""
+    aqn, found = aqn_options(config), _config_of(str(OmegaConf.select(config, f"{MODEL}.path")))
+    if aqn.enabled and found.get("model_type") and "text_config" not in found and not senses(found):
+        check_places(found["model_type"], aqn.targets)
 
 
 def _check_override(override: dict[str, Any]) -> None:

@@ -62,10 +62,10 @@ def check_micro_batches(run: Run) -> None:
     shared = {ACTOR: ranks}
     if trains_critic(run) and run("critic.strategy") in _FSDP:
         shared["critic"] = num_gpus(run) // (run("critic.fsdp.ulysses_sequence_parallel_size") or 1)
-    for node, ranks in shared.items():
+    for node, sharing in shared.items():
         mini = run(f"{node}.ppo_mini_batch_size")
-        if mini and n and mini * n % ranks:
+        if mini and n and mini * n % sharing:
             raise ValueError(
-                f"{node}.ppo_mini_batch_size={mini} times {ROLLOUT}.n={n} are {mini * n} answers, which {ranks}"
+                f"{node}.ppo_mini_batch_size={mini} times {ROLLOUT}.n={n} are {mini * n} answers, which {sharing}"
                 " data-parallel ranks cannot share alike. Accepted is a multiple of the ranks. Change one of these."
             )
