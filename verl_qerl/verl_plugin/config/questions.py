@@ -18,7 +18,6 @@ def check_files(config: DictConfig) -> None:
     data = plain(config.data)
     if not paths_are_here(config) or data["custom_cls"]["path"]:
         return
-    counts = {}
     for name in ("val_files", "train_files"):
         given = data[name] if isinstance(data[name], list) else [data[name]]
         files = [str(file) for file in given if file]
@@ -41,10 +40,10 @@ def check_files(config: DictConfig) -> None:
                 )
         if any("://" in file or set(file) & set("*?[") or not file.endswith(".parquet") for file in files):
             continue
-        counts[name] = sum(_num_rows(f"data.{name}", file, data["prompt_key"]) for file in files)
-    if counts.get("train_files"):
-        limit = data["train_max_samples"]
-        check_count(config, min(counts["train_files"], limit) if limit > 0 else counts["train_files"])
+        count = sum(_num_rows(f"data.{name}", file, data["prompt_key"]) for file in files)
+        if name == "train_files":
+            limit = data["train_max_samples"]
+            check_count(config, min(count, limit) if limit > 0 else count)
 
 
 def check_count(config: DictConfig, count: int, which: str = "") -> None:
