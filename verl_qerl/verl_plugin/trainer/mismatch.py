@@ -28,7 +28,6 @@ from verl_qerl.algos.mismatch_parts import PARTS
 from verl_qerl.options import rules
 from verl_qerl.options.schema import LATER_STEPS, SAME_WEIGHTS_KL, Qerl
 from verl_qerl.options.schema import Gate as GateOptions
-from verl_qerl.verl_plugin.config.apply import aqn_options
 from verl_qerl.verl_plugin.config.nodes import run_of
 from verl_qerl.verl_plugin.rollout.engine_scores import UnscoredError
 from verl_qerl.verl_plugin.trainer.feature import Feature, Run
@@ -69,7 +68,7 @@ def gate_options(config: DictConfig) -> GateOptions | None:
         if "max_kl" not in given:
             first = gate.max_initial_kl
             gate = replace(gate, max_kl=None if first is None else LATER_STEPS * first)
-    return gate if given or base is not None or aqn_options(config).enabled else None
+    return gate if given or base is not None or run("aqn.enabled") else None
 
 
 def can_compare(run: Run) -> bool:
