@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from verl_qerl.errors import CheckpointFormatError
 
 RECORD = "verl_qerl_base.json"
+TRACKER = "latest_checkpointed_iteration.txt"  # verl's, beside the steps of a run
 Content = TypeVar("Content")
 
 

@@ -17,11 +17,10 @@ from verl_qerl.algos.trained_norms import split_norms
 from verl_qerl.algos.uaq import read_record as read_uaq_record
 from verl_qerl.algos.uaq import scaled_parameters, unfold_
 from verl_qerl.checkpoints.model_config import read_object
-from verl_qerl.checkpoints.record import RECORD, BaseRecord, damaged_file, read_record
+from verl_qerl.checkpoints.record import RECORD, TRACKER, BaseRecord, damaged_file, read_record
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.modules.placement.shards import join_shards, unfit
 
-_LATEST = "latest_checkpointed_iteration.txt"
 _OTHER_STEP = "It may be cut short: export another step."
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.lora_([AB])\.default\.weight")
@@ -107,8 +106,8 @@ def _check_norms(folder: Path, norms: Mapping[str, torch.Tensor], record: BaseRe
 def shards_folder(path: Path) -> Path:
     """Where the shards of a checkpoint lie; see `open_checkpoint`."""
     candidates = [path, path / "actor"]
-    if (path / _LATEST).is_file():
-        step = (path / _LATEST).read_text(encoding="utf-8", errors="replace").strip()
+    if (path / TRACKER).is_file():
+        step = (path / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
         candidates.append(path / f"global_step_{step}" / "actor")
     for folder in candidates:
         if folder.is_dir() and any(folder.glob("model_world_size_*_rank_*.pt")):
@@ -116,7 +115,7 @@ def shards_folder(path: Path) -> Path:
     raise FileNotFoundError(
         f"no checkpoint is found: checkpoint={path}, last looked for in {candidates[-1]}. A folder with"
         " model_world_size_*_rank_*.pt, the global_step_N above it, or a run's folder whose"
-        f" {_LATEST} names one is accepted. Check the path."
+        f" {TRACKER} names one is accepted. Check the path."
     )
 
 

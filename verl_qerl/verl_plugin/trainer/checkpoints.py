@@ -15,13 +15,12 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from verl_qerl.checkpoints.record import partial_of
+from verl_qerl.checkpoints.record import TRACKER, partial_of
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.verl_plugin.trainer.feature import Feature
 
 logger = logging.getLogger(__name__)
 
-TRACKER = "latest_checkpointed_iteration.txt"
 _DATA = "data.pt"
 _QUEUE = "transfer_queue"
 _NO_QUEUE_YET = "verl_qerl_transfer_queue_to_come"  # while a step is saved that will have one
