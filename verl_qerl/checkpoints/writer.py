@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from safetensors.torch import save
@@ -80,9 +79,7 @@ class ShardedWriter:
     def __enter__(self) -> "ShardedWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the files; without an error, write the index, or raise ValueError if a tensor has not come."""
         for fd in self._files.values():
             os.close(fd)
