@@ -53,6 +53,7 @@ def export_checkpoint(
 
     Args:
         checkpoint: See `fsdp_checkpoint.open_checkpoint`.
+        form: One of FORMS.
         out: Absent or empty; on an error nothing is left.
         base: Directory or hub id, in place of the base that the checkpoint names; the bits must be the same.
         scale: Scale choice of a quantized export; None for the base's own, or the default where that is not known.
@@ -65,8 +66,6 @@ def export_checkpoint(
         FileNotFoundError: There is no checkpoint.
         ValueError: Checkpoint and base do not go together, or one is damaged.
     """
-    if form not in FORMS:
-        raise ValueError(f"unknown form of export: to={form!r}. Accepted are {', '.join(FORMS)}. Choose one of them.")
     trained = open_checkpoint(checkpoint)
     found = open_base(base, trained)
     adapter = read_adapter(trained, found.shapes)
