@@ -111,14 +111,12 @@ def plan(shape: ModelShape, settings: Settings, gpu_bytes: float) -> tuple[Phase
         rollout_held |= {name: size for name, size in actor.items() if name != "optimizer"}
     if not s.optimizer_offload:
         rollout_held["optimizer"] = actor["optimizer"]
-    beside = {"contexts": 2 * _CONTEXT_BYTES}
-    if s.utilization:
-        beside["vLLM beyond its share"] = _BEYOND_SHARE_BYTES
+    beside = {"contexts": 2 * _CONTEXT_BYTES, "vLLM beyond its share": _BEYOND_SHARE_BYTES if s.utilization else 0.0}
     update_held = {**actor, "gradients": actor["adapters"]}
     if s.utilization and not s.sleeps:
         update_held["vLLM"] = rollout_held["vLLM"]
-    asleep = {"vLLM asleep": _ASLEEP_BYTES} if s.utilization and s.sleeps else {}
-    update = Phase("update", update_held, {**passes(shape, s), **asleep, "contexts": _CONTEXT_BYTES})
+    asleep = _ASLEEP_BYTES if s.utilization and s.sleeps else 0.0
+    update = Phase("update", update_held, {**passes(shape, s), "vLLM asleep": asleep, "contexts": _CONTEXT_BYTES})
     return Phase("rollout", rollout_held, beside), update
 
 
