@@ -86,9 +86,8 @@ def quantize_stream(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a checkpoint in `form`, one by one, as a sync sends them.
 
-    Each weight is quantized where it is (on the actor's GPU, before it goes through CUDA IPC: a half or a quarter of
-    bf16's bytes), from its bf16 value, which is what the actor's forward pass multiplies by. The rest is sent in bf16.
-    For the arguments see `pack`.
+    Each weight is quantized where it is, from its bf16 value, which is what the actor's forward pass multiplies by. The
+    rest is sent in bf16. For the arguments see `pack`.
 
     Yields:
         (`<module>.<part>`, tensor) for each part of a quantized linear, (name, tensor) for everything else.

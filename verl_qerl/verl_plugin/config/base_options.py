@@ -1,8 +1,4 @@
-"""verl's configuration classes of the actor's engine with our options, which `apply.py` fills in on the driver.
-
-With an adapter the actor's base is packed and frozen, without one the actor trains all weights and the rollout's are
-quantized at every sync.
-"""
+"""verl's configuration classes of the actor's engine with our options, which `apply.py` fills in on the driver."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -8,9 +8,6 @@ before, as it was sampled.
 
 With `aqn.target_kl` the answers of the last step before a stage are scored with more noise: some sigmas, with the draw
 of the step to come, until one causes that KL. The stage begins with it, one update of the weights later.
-
-In `colocate_async` the requests in flight are aborted before (`Run.clear_engines`), so that none of their tokens is
-sampled with the noise that is being measured.
 """
 
 import logging

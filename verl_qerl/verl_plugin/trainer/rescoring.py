@@ -1,7 +1,7 @@
 """Answers of a batch scored again: by the rollout engine before it sleeps, without noise, and by the rounded actor.
 
 After a batch is sampled and before the rollout sleeps, some of its sequences go back to the rollout engine as prompts,
-in one pass each. In `colocate_async` the requests in flight are aborted before (`Run.clear_engines`).
+in one pass each.
 """
 
 import math
