@@ -143,8 +143,7 @@ def sent(engine):
     params, config = engine.get_per_tensor_param(layered_summon=True, base_sync_done=True)
     pieces = list(params)
     receiver = flat_adapter.FlatReceiver(num_elements(config[LAYOUT]), torch.float32, torch.device("cpu"))
-    for name, piece in pieces:
-        receiver.add(name, piece)
+    receiver.add(pieces, is_last=True)
     expected, _ = FSDPEngineWithLMHead.get_per_tensor_param(engine, layered_summon=True, base_sync_done=True)
     return {
         "sent": unflatten(config[LAYOUT], receiver.whole()),

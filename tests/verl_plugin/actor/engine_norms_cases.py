@@ -42,8 +42,7 @@ def sent(engine):
     """What the rollout gets: names of the adapter, and norm -> its shift."""
     params, config = engine.get_per_tensor_param(layered_summon=True, base_sync_done=True)
     receiver = FlatReceiver(num_elements(config[LAYOUT]), torch.bfloat16, torch.device("cpu"))
-    for name, piece in params:
-        receiver.add(name, piece)
+    receiver.add(list(params), is_last=True)
     layout, flat, shifts = split_shifts(config[LAYOUT], receiver.whole())
     return [name for name, _ in layout], flat.numel(), shifts, config.get("modules_to_save")
 

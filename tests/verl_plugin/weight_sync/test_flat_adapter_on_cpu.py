@@ -89,8 +89,7 @@ def test_pieces_are_put_together_and_rounded(monkeypatch, dtype):
     sent = list(pieces(flat))
     assert [name for name, _ in sent] == [f"verl_qerl_adapter.{start}" for start in (0, 10, 20, 30)]
     receiver = FlatReceiver(37, dtype, CPU)
-    for name, piece in sent:
-        receiver.add(name, piece)
+    receiver.add(sent, is_last=True)
     assert torch.equal(receiver.whole(), flat.to(dtype))
 
 
@@ -98,8 +97,7 @@ def test_pieces_are_put_together_and_rounded(monkeypatch, dtype):
 @pytest.mark.parametrize("spans", [((0, 6), (4, 4), (8, 2)), ((0, 6), (6, 4), (8, 2))], ids=["across", "within"])
 def test_pieces_that_overlap_are_refused(spans):
     receiver = FlatReceiver(10, torch.float32, CPU)
-    for start, count in spans:
-        receiver.add(f"verl_qerl_adapter.{start}", torch.ones(count))
+    receiver.add([(f"verl_qerl_adapter.{start}", torch.ones(count)) for start, count in spans], is_last=True)
     with pytest.raises(ValueError, match="12 of 10 numbers"):
         receiver.whole()
 

@@ -97,15 +97,16 @@ class FlatReceiver:
         self._found: dict[int, int] = {}
         self._stray: list[str] = []
 
-    def add(self, name: str, piece: torch.Tensor) -> None:
-        """Copy a piece, whose memory the sender will use again. Never raises: the sender would wait for ever."""
-        match = _PIECE.fullmatch(name)
-        start = int(match[1]) if match else -1
-        if start < 0 or piece.ndim != 1 or start + piece.numel() > self._flat.numel():
-            self._stray.append(name)
-            return
-        self._flat[start : start + piece.numel()].copy_(piece)
-        self._found[start] = piece.numel()
+    def add(self, bucket: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
+        """Copy pieces, whose memory the sender will use again. Never raises: the sender would wait for ever."""
+        for name, piece in bucket:
+            match = _PIECE.fullmatch(name)
+            start = int(match[1]) if match else -1
+            if start < 0 or piece.ndim != 1 or start + piece.numel() > self._flat.numel():
+                self._stray.append(name)
+                continue
+            self._flat[start : start + piece.numel()].copy_(piece)
+            self._found[start] = piece.numel()
 
     def whole(self) -> torch.Tensor:
         """The result; a ValueError if a piece is missing, or one has come that does not belong to it."""

@@ -149,12 +149,7 @@ class WorkerExtension(RolloutWorkerExtension, vLLMColocateWorkerExtension):
             return flatten(named, dtype)
         layout = tuple((name, (rows, columns)) for name, (rows, columns) in layout)
         flat = FlatReceiver(num_elements(layout), dtype, self.device)
-
-        def add(weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
-            for name, piece in weights:
-                flat.add(name, piece)
-
-        receiver.receive_weights(on_bucket_received=add)
+        receiver.receive_weights(on_bucket_received=flat.add)
         return layout, flat.whole()
 
     def _qerl_place(self, layout: Layout, flat: torch.Tensor, peft_config: dict) -> None:
