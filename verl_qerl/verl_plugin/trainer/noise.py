@@ -39,7 +39,6 @@ class Noise(Feature):
 
     def after_validate_end(self) -> None:
         """The noise that was on before comes back, draw included."""
-        # Before training, the step is the last finished one; in the loop, the step that just ended.
         switch_noise(self._run, self._run.sigma(self._run.step + 1), self._run.step + 1)
 
     def _warn_of_stages(self) -> None:

@@ -97,7 +97,6 @@ class FeaturedTrainer(_Trainer):
             super().fit(*args, **kwargs)
 
     def _add_prompts_to_generate(self, num_prompts: int) -> int:
-        # In the place of groups that failed, without an end where nothing can answer them.
         self._tell("before_refill")
         return super()._add_prompts_to_generate(num_prompts)
 
