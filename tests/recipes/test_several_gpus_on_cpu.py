@@ -70,5 +70,5 @@ def test_a_command_composes_and_passes_the_checks_of_the_driver(recorder, comman
 def test_more_prompts_a_step_still_reach_the_last_step(recorder):
     (command,) = [line for line in COMMANDS if "qwen32b" in line]
     config, _ = composed(recorder, command)
-    steps_per_epoch = 3989 // config.data.train_batch_size  # rows of MATH, levels 4 and 5; as in test_compose
+    steps_per_epoch = 3987 // config.data.train_batch_size  # rows of MATH, levels 4 and 5; as in test_compose
     assert steps_per_epoch * config.trainer.total_epochs >= config.trainer.total_training_steps
