@@ -140,8 +140,9 @@ class _Export:
             pass
         if changed := self.merge.changed:
             raise ValueError(
-                f"an adapter alone cannot hold this checkpoint: {changed[0]!r} was trained too "
-                f"({len(changed)} tensors besides LoRA). Merged models can. Use --to merged-bf16."
+                f"an adapter alone cannot hold this checkpoint: its {changed[0]!r} is not that of {self.base.name}"
+                f" ({len(changed)} tensors besides LoRA). The base of the run is accepted, if they were not trained,"
+                " and else merged models. Check --base, or use --to merged-bf16."
             )
         name = self.base.name  # a directory is found from everywhere, a hub id is no path
         write_peft(self.folder, self.adapter, str(Path(name).absolute()) if Path(name).is_dir() else name)
