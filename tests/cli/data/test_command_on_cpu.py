@@ -127,13 +127,13 @@ def test_math_rows_with_an_empty_box_are_left_out_and_counted(tmp_path, capsys):
     empty = {"question": "How many primes?", "solution": r"There are $\boxed{}$ primes."}
     write_math(tmp_path, MATH_FIELDS, empty, MATH_FIELDS | {"question": "What is half of two?"})
     assert main(["data", "math", "--source", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
-    assert "train: left out are 1 rows whose last box is empty, the first of which is row 2" in capsys.readouterr().out
+    assert "train: left out are 1 rows without an answer, the first of them row 2" in capsys.readouterr().out
     asked = [row["extra_info"]["question"] for row in read(tmp_path / "out" / "train.parquet")]
     assert asked == [f"train: {MATH_FIELDS['question']}", "train: What is half of two?"]
     write_math(tmp_path, empty)
     with pytest.raises(SystemExit):
         main(["data", "math", "--source", str(tmp_path), "--out", str(tmp_path / "other")])
-    assert "no row of train has an answer: all last boxes are empty" in capsys.readouterr().err
+    assert "no row of train has an answer. " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("truth", [{"answer": "3"}, {"reward_model": "3"}], ids=["answer", "reward_model"])

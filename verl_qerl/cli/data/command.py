@@ -85,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     for split, published in PUBLISHED.get(args.name, {}).items():
         if len(splits[split]) != published and not args.hub_levels:
             print(f"{args.name}: {split} has {len(splits[split])} rows, where {published} are published")
+    splits = {split: _answered(rows, split) for split, rows in splits.items()}
     if "train" in splits:
         held_out = {"its test split": _questions(splits.get("test", ())), **evaluation_questions(args.held_out)}
         splits["train"] = [splits["train"][number] for number in kept(_questions(splits["train"]), held_out)]
@@ -92,6 +93,16 @@ def run(args: argparse.Namespace) -> int:
         splits = {split: _of_levels(rows, args.levels, split) for split, rows in splits.items()}
     write_splits(args.out, splits)
     return 0
+
+
+def _answered(rows: Sequence[Row], split: str) -> list[Row]:
+    """The rows with an answer: two training rows of MATH have an empty box."""
+    lacking = [n for n, row in enumerate(rows, start=1) if not row["reward_model"]["ground_truth"].strip()]
+    if len(lacking) == len(rows):
+        raise ValueError(f"no row of {split} has an answer. Rows with one are accepted. Check --source.")
+    if lacking:
+        print(f"{split}: left out are {len(lacking)} rows without an answer, the first of them row {lacking[0]}")
+    return [row for n, row in enumerate(rows, start=1) if n not in lacking]
 
 
 def _questions(rows: Iterable[Row]) -> list[str]:
@@ -123,27 +134,11 @@ def _math(args: argparse.Namespace) -> dict[str, list[Row]]:
     for split in SPLITS:
         path = directory and directory / f"{split}.parquet"
         records = read_rows(path, "questions") if path else from_hub(args.source, split, None)
-        rows = [math_row(record, split, f"row {n} of {split}") for n, record in enumerate(records, start=1)]
-        splits[split] = _answered(rows, split)
+        splits[split] = [math_row(record, split, f"row {n} of {split}") for n, record in enumerate(records, start=1)]
         if args.levels is not None:
             for number, record in enumerate(records, start=1):
                 check_kinds(record, {"level": str}, f"row {number} of {split}")
     return splits
-
-
-def _answered(rows: Sequence[Row], split: str) -> list[Row]:
-    """The rows with an answer: two training rows of MATH have an empty box."""
-    lacking = [n for n, row in enumerate(rows, start=1) if not row["reward_model"]["ground_truth"].strip()]
-    if len(lacking) == len(rows):
-        raise ValueError(
-            f"no row of {split} has an answer: all last boxes are empty. \\boxed{{...}} with one is accepted. Check"
-            " --source."
-        )
-    if lacking:
-        print(
-            f"{split}: left out are {len(lacking)} rows whose last box is empty, the first of which is row {lacking[0]}"
-        )
-    return [row for n, row in enumerate(rows, start=1) if n not in lacking]
 
 
 def _training(args: argparse.Namespace) -> dict[str, list[Row]]:
