@@ -120,6 +120,14 @@ class WarmPython:
             time.sleep(0.05)
         return path
 
+    @property
+    def quick(self) -> dict[str, str]:
+        """Variables with which processes need not import what is below verl (startup/sitecustomize.py).
+
+        Nor do they compile vLLM's sampler, which takes up to eight seconds of a core.
+        """
+        return {"WARM_PYTHON": self.socket, "TORCH_COMPILE_DISABLE": "1"}
+
     def _path(self) -> str:
         return f"{self._folder.name}/{self._starts}"
 
@@ -203,9 +211,6 @@ def interpreting_python() -> Iterator[WarmPython]:
 
 @pytest.fixture
 def quick_starts(warm_python, monkeypatch) -> None:
-    """Processes that this test starts need not import what is below verl (startup/sitecustomize.py).
-
-    Nor do they compile vLLM's sampler, which takes up to eight seconds of a core.
-    """
-    monkeypatch.setenv("WARM_PYTHON", warm_python.socket)
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    """Processes that this test starts have `WarmPython.quick`."""
+    for name, value in warm_python.quick.items():
+        monkeypatch.setenv(name, value)

@@ -248,8 +248,13 @@ def _of_kl(arms: Told) -> dict[str, Any]:
         "kl_late": mean(slice(-10, None)),
         "kl_least": By(lambda arm: _short(values(arm).min())),
         "kl_most": By(lambda arm: _short(values(arm).max())),
-        "kl_then": By(lambda seed: _short(series(arms.run(LORA, seed), KL)[10:50].mean())),
+        "kl_then": By(lambda seed: _then(arms.run(LORA, seed))),
     }
+
+
+def _then(run: dict[str, Any]) -> str:
+    """KL(rollout, actor) of steps 11 to 50."""
+    return _short(series(run, KL)[10:50].mean())
 
 
 def _short(value: float) -> str:
@@ -323,7 +328,7 @@ def _of_syncs(every: dict[str, list[Any]]) -> dict[str, Any]:
         "syncs_asked": len(asked),
         "syncs_equal": min(asked),
         "twice": [final_pass1(run) for run in every[turns["name"]]],
-        "kl_of_4": [_short(series(run, KL)[10:50].mean()) for run in every[verls["name"]]],
+        "kl_of_4": [_then(run) for run in every[verls["name"]]],
     }
 
 

@@ -159,10 +159,10 @@ class Workbench:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
-            "TORCH_COMPILE_DISABLE": str(int(not on_gpu)),
+            "TORCH_COMPILE_DISABLE": "0",
         }
         if not on_gpu:
-            env["WARM_PYTHON"] = self.warm_python.socket
+            env |= self.warm_python.quick
         command = [
             sys.executable,
             "-m",

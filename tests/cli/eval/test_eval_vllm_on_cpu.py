@@ -49,8 +49,7 @@ def done(trained, models, warm_python, tmp_path_factory):
         greedy = [] if "--temperature" in given else ["--temperature", "0"]
         argv = ["eval", *given, *common, *greedy, "--out", str(folder / name)]
         cases.append({"argv": argv, "forget_adapter": name == "forgotten"})
-    quick = {"WARM_PYTHON": warm_python.socket, "TORCH_COMPILE_DISABLE": "1"}  # as in quick_starts
-    found, result = answer_of(SCRIPT, cases, VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", **quick)
+    found, result = answer_of(SCRIPT, cases, VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", **warm_python.quick)
     codes = dict(zip(NAMES, found, strict=True))
     errors = dict(zip(NAMES, result.stderr.split("CASE ")[1:], strict=True))
     assert [codes[name] for name in (*NAMES[:5], "two")] == [0] * 6, result.stdout[-2000:] + result.stderr[-6000:]
