@@ -23,6 +23,7 @@ OUR_ENGINE = "verl_qerl.verl_plugin.config.base_options.QerlFSDPEngineConfig"
 COLOCATED = "colocate_async"
 # Modes in which every step syncs the weights once.
 SYNC_MODES = ("sync", COLOCATED)
+FSDP_STRATEGIES = ("fsdp", "fsdp2")
 # Formats whose dense weights are bf16: actor and rollout multiply by the same ones.
 EXACT = ("nvfp4", "mxfp4")
 
@@ -440,7 +441,7 @@ RULES: tuple[Rule, ...] = (
             "another one has no place for the scale",
             _ONE,
         ),
-        (_only(f"{ACTOR}.strategy", "fsdp", "fsdp2"), "other engines know no UAQ", "Change one of the two."),
+        (_only(f"{ACTOR}.strategy", *FSDP_STRATEGIES), "other engines know no UAQ", "Change one of the two."),
         (_NO_MODEL, "verl would write scaled weights as the model", _EXPORT),
         (_no(f"{MODEL}.use_liger"), "its norms cannot be checked on the CPU", _LEAVE),
     ),

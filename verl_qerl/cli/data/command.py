@@ -5,6 +5,7 @@ come twice or are evaluated on are left out.
 """
 
 import argparse
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -97,12 +98,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _answered(rows: Sequence[Row], split: str) -> list[Row]:
     """The rows with an answer: two training rows of MATH have an empty box."""
-    lacking = [n for n, row in enumerate(rows, start=1) if not row["reward_model"]["ground_truth"].strip()]
-    if len(lacking) == len(rows):
+    answered = [bool(row["reward_model"]["ground_truth"].strip()) for row in rows]
+    if not any(answered):
         raise ValueError(f"no row of {split} has an answer. Rows with one are accepted. Check --source.")
-    if lacking:
-        print(f"{split}: left out are {len(lacking)} rows without an answer, the first of them row {lacking[0]}")
-    return [row for n, row in enumerate(rows, start=1) if n not in lacking]
+    if not all(answered):
+        first = answered.index(False) + 1
+        print(f"{split}: left out are {answered.count(False)} rows without an answer, the first of them row {first}")
+    return list(itertools.compress(rows, answered))
 
 
 def _questions(rows: Iterable[Row]) -> list[str]:

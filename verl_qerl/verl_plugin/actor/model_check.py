@@ -47,16 +47,18 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
         _existing(config, f"{MODEL}.lora_adapter_path", "adapter", "A PEFT directory or a hub id")
         for node, what in _OF_FILES.items():
             _check_file(config, node, what, Path(_existing(config, f"{node}.path", "file", "A Python file")))
-    if OmegaConf.select(config, "qerl.base.format") is not None:
-        path = str(OmegaConf.select(config, f"{MODEL}.path"))
-        found = _config_of(path)
+    path, aqn = str(OmegaConf.select(config, f"{MODEL}.path")), aqn_options(config)
+    quantized = OmegaConf.select(config, "qerl.base.format") is not None
+    found = _config_of(path) if quantized or aqn.enabled else {}
+    if quantized:
         _check_text(path, found)
         _check_choices(config, path, found)
         _check_linears(config, Path(path))
         if OmegaConf.select(config, LORA_RANK) or OmegaConf.select(config, f"{MODEL}.lora.rank"):
             check_liger(config, found.get("model_type"))
         _check_override(plain(OmegaConf.select(config, f"{MODEL}.override_config")) or {})
-    _check_norms(config)
+    if aqn.enabled and found.get("model_type") and "text_config" not in found and not senses(found):
+        check_places(found["model_type"], aqn.targets)  # of a model in parts the engine says it
     path = str(OmegaConf.select(config, "critic.model.path"))
     if use_critic and _config_of(path).get("quantization_config"):
         raise ValueError(
@@ -127,13 +129,6 @@ def _check_linears(config: DictConfig, path: Path) -> None:
         source, form = open_source(path), get_format(OmegaConf.select(config, "qerl.base.format"))
         check_held(source, form)
         packed_names(source, form, plain(OmegaConf.select(config, "qerl.base.ignore")))
-
-
-def _check_norms(config: DictConfig) -> None:
-    """Refuse noise where it is not known which norms attention and MLP read; of a model in parts the engine says it."""
-    aqn, found = aqn_options(config), _config_of(str(OmegaConf.select(config, f"{MODEL}.path")))
-    if aqn.enabled and found.get("model_type") and "text_config" not in found and not senses(found):
-        check_places(found["model_type"], aqn.targets)
 
 
 def _check_override(override: dict[str, Any]) -> None:

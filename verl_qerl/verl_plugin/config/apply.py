@@ -19,7 +19,7 @@ from verl_qerl.options import rules
 from verl_qerl.options.rules import ACTOR, FSDP, LORA_RANK, ROLLOUT, VLLM, Run
 from verl_qerl.options.schema import Base, Qerl
 from verl_qerl.verl_plugin.config.attention import check_attention, use_attention
-from verl_qerl.verl_plugin.config.lengths import check_lengths, check_micro_batches
+from verl_qerl.verl_plugin.config.lengths import check_lengths, check_micro_batches, check_mini_batches
 from verl_qerl.verl_plugin.config.nodes import mapping, run_of
 from verl_qerl.verl_plugin.config.sequence_parallel import check_sharing
 from verl_qerl.verl_plugin.config.spelling import check_spelling
@@ -86,6 +86,7 @@ def prepare(config: DictConfig) -> None:
     check_sharing(run)
     check_lengths(run)
     check_micro_batches(run)
+    check_mini_batches(run)
     check_attention(config)
     if options.base.format is not None:
         _check_loader(run, options.base)

@@ -12,7 +12,7 @@ import logging
 from omegaconf import DictConfig, OmegaConf
 
 from verl_qerl.modules.varlen_attention import NAME
-from verl_qerl.options.rules import MODEL, trains_critic
+from verl_qerl.options.rules import FSDP_STRATEGIES, MODEL, trains_critic
 from verl_qerl.verl_plugin.config.nodes import run_of
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,6 @@ def use_attention(config: DictConfig) -> None:
 
 def _models(config: DictConfig) -> list[str]:
     """Nodes of models that FSDP trains or scores."""
-    if OmegaConf.select(config, "actor_rollout_ref.actor.strategy") not in ("fsdp", "fsdp2"):
+    if OmegaConf.select(config, "actor_rollout_ref.actor.strategy") not in FSDP_STRATEGIES:
         return []
     return [MODEL, "critic.model"] if trains_critic(run_of(config)) else [MODEL]

@@ -1,15 +1,14 @@
 """Sizes of batches that end a run after its start: limits in tokens, and parts that do not divide a whole."""
 
 from verl_qerl.algos.options import is_number
-from verl_qerl.options.rules import ACTOR, ROLLOUT, Run, num_gpus, shown, trains_critic
-from verl_qerl.verl_plugin.config.sequence_parallel import actor_size
+from verl_qerl.options.rules import ACTOR, FSDP_STRATEGIES, ROLLOUT, Run, num_gpus, shown, trains_critic
+from verl_qerl.verl_plugin.config.sequence_parallel import actor_size, critic_size
 
 # Switches of batches that are counted in tokens, and the most tokens of one on a GPU.
 _IN_TOKENS = (
     (f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu"),
     (f"{ROLLOUT}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
 )
-_FSDP = ("fsdp", "fsdp2")
 
 
 def check_lengths(run: Run) -> None:
@@ -41,7 +40,7 @@ def check_micro_batches(run: Run) -> None:
     """Refuse with a ValueError micro-batches that the actor's workers assert not to be.
 
     Those that count tokens in one of its passes and answers in the other, and, counted in answers, those that do not
-    divide a mini-batch; and mini-batches, of a critic too, that the ranks cannot share.
+    divide a mini-batch.
     """
     (update, _), (log_probs, _) = _IN_TOKENS
     if run(update) is not None and run(log_probs) != run(update):
@@ -50,7 +49,7 @@ def check_micro_batches(run: Run) -> None:
             f" micro-batches of both alike. Accepted is {run(update)}. Leave {log_probs} out; it follows the other."
         )
     size, mini, n = f"{ACTOR}.ppo_micro_batch_size_per_gpu", run(f"{ACTOR}.ppo_mini_batch_size"), run(f"{ROLLOUT}.n")
-    if run(f"{ACTOR}.strategy") not in _FSDP:
+    if run(f"{ACTOR}.strategy") not in FSDP_STRATEGIES:
         return  # others share a batch otherwise
     ranks = num_gpus(run) // (actor_size(run) or 1)
     if not run(update) and run(size) and mini and n and mini * n % (run(size) * ranks):
@@ -59,13 +58,17 @@ def check_micro_batches(run: Run) -> None:
             f" {ACTOR}.ppo_mini_batch_size={mini} times {ROLLOUT}.n={n}. Accepted is a size that divides the answers of"
             f" each rank. Change one of these, or set {ACTOR}.use_dynamic_bsz=True."
         )
-    shared = {ACTOR: ranks}
-    if trains_critic(run) and run("critic.strategy") in _FSDP:
-        shared["critic"] = num_gpus(run) // (run("critic.fsdp.ulysses_sequence_parallel_size") or 1)
-    for node, sharing in shared.items():
-        mini = run(f"{node}.ppo_mini_batch_size")
-        if mini and n and mini * n % sharing:
+
+
+def check_mini_batches(run: Run) -> None:
+    """Refuse with a ValueError mini-batches, of the actor or of a critic, that the ranks cannot share alike."""
+    sizes, n = {ACTOR: actor_size(run)}, run(f"{ROLLOUT}.n")
+    if trains_critic(run):
+        sizes["critic"] = critic_size(run)
+    for node, size in sizes.items():
+        mini, ranks = run(f"{node}.ppo_mini_batch_size"), num_gpus(run) // (size or 1)
+        if run(f"{node}.strategy") in FSDP_STRATEGIES and mini and n and mini * n % ranks:
             raise ValueError(
-                f"{node}.ppo_mini_batch_size={mini} times {ROLLOUT}.n={n} are {mini * n} answers, which {sharing}"
+                f"{node}.ppo_mini_batch_size={mini} times {ROLLOUT}.n={n} are {mini * n} answers, which {ranks}"
                 " data-parallel ranks cannot share alike. Accepted is a multiple of the ranks. Change one of these."
             )

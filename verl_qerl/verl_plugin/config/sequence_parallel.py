@@ -14,13 +14,18 @@ def check_sharing(run: Run) -> None:
     """Refuse with a ValueError GPUs that are to share sequences, of the actor or of a critic, and cannot."""
     _check(run, "actor_rollout_ref.model", f"actor.fsdp_config.{_SIZE}", actor_size(run))
     if trains_critic(run):
-        _check(run, "critic.model", f"critic.fsdp.{_SIZE}", run(f"critic.fsdp.{_SIZE}"))
+        _check(run, "critic.model", f"critic.fsdp.{_SIZE}", critic_size(run))
 
 
 def actor_size(run: Run) -> int | None:
     """GPUs that share a sequence of the actor, as the run sets them."""
     size = run(f"{ACTOR}.{_SIZE}") or 1  # the older name, which wins in verl where it is set
     return size if size != 1 else run(f"{FSDP}.{_SIZE}")
+
+
+def critic_size(run: Run) -> int | None:
+    """GPUs that share a sequence of the critic, as the run sets them."""
+    return run(f"critic.fsdp.{_SIZE}")
 
 
 def _check(run: Run, model: str, option: str, size: int | None) -> None:
