@@ -104,6 +104,13 @@ def test_a_batch_may_leave_experts_without_tokens():
     assert_close(found, expected, 1e-6)
 
 
+def test_no_tokens():
+    x = torch.zeros(0, 32, requires_grad=True)
+    found = NVFP4Experts(8, 32, 16, torch.nn.SiLU(), "cpu")(x, torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, 2))
+    found.sum().backward()
+    assert found.shape == x.grad.shape == x.shape
+
+
 def test_no_dense_expert_and_no_parameter_is_left(source):
     packed, _ = build(source, torch.bfloat16)
     experts = packed.model.layers[1].mlp.experts

@@ -137,7 +137,7 @@ class NVFP4Experts(nn.Module):
         weighted = outputs * top_k_weights.flatten()[order, None]
         in_place = torch.empty_like(order)
         in_place[order] = torch.arange(len(order), device=order.device)
-        summed = weighted[in_place].view(*top_k_index.shape, -1).sum(dim=1)
+        summed = weighted[in_place].view(*top_k_index.shape, outputs.shape[1]).sum(dim=1)
         return summed.to(hidden_states.dtype)
 
     def _product(self, x: torch.Tensor, ends: torch.Tensor, stack: PackedStack) -> torch.Tensor:

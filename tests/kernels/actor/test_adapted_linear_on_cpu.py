@@ -120,6 +120,21 @@ def test_no_gradient_for_x_where_it_needs_none():
     assert B.grad is not None
 
 
+@pytest.mark.parametrize("shape", [(0, 32), (2, 0, 32)], ids=str)
+@pytest.mark.parametrize("gradients", [True, False], ids=["gradients", "none"])
+def test_no_rows(shape, gradients):
+    case = Case(torch.float32, 2)
+    x, (A, B) = torch.zeros(shape, requires_grad=True), (case.As[0].requires_grad_(), case.Bs[0].requires_grad_())
+    with torch.set_grad_enabled(gradients):
+        ys = adapted_linears(x, case.weights(), case.As, case.Bs, case.scalings, case.biases)
+    assert [y.shape for y in ys] == [(*shape[:-1], N) for N in SIZES[:2]]
+    if gradients:
+        sum(y.sum() for y in ys).backward()
+        assert x.grad.shape == shape
+        assert not A.grad.any()
+        assert not B.grad.any()
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_without_gradients_it_is_the_same(count):
     case = Case(torch.float32, count)

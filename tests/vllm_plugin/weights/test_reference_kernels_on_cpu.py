@@ -34,5 +34,6 @@ def test_linears_compute_what_the_format_says(name, start, model_dir):
         rounded = dequantize(form.quantize(rows), torch.float32).view(x.shape)  # a scale a token
         expected = rounded @ dense.t() + bias.float() if form.quantizes_activations else whole
         assert_close(found.float(), expected, 3e-3)  # bf16's rounding of the result: 1.7e-3
+        assert linear.quant_method.apply(linear, x[:, :0], bias).shape == (3, 0, linear.output_size)
         if form.quantizes_activations:
             assert rms_error_ratio(found.float(), whole) > 2 * rms_error_ratio(found.float(), expected)

@@ -55,7 +55,7 @@ def _products(
     wide_Bs = torch.cat([wide_Bs, wide_Bs.new_zeros(len(wide_Bs), padding)], 1).split([len(B) for B in Bs])
     Ws = weights.forward(x.dtype)
     ys = [F.linear(wide, torch.cat([W, B], 1), bias) for W, B, bias in zip(Ws, wide_Bs, biases, strict=True)]
-    ys = [y.view(*x.shape[:-1], -1) for y in ys]
+    ys = [y.view(*x.shape[:-1], y.shape[1]) for y in ys]  # no -1: x may have no rows
     return tuple(ys), flat, low, A
 
 

@@ -88,5 +88,5 @@ class W8A8Reference(CompressedTensorsScheme):
         """X W^T + bias; x [..., K], result [..., N] of x's dtype."""
         codes, scale = self.form.quantize_rows(x.reshape(-1, x.shape[-1]))
         y = codes.float() @ layer.weight.t() * (scale * layer.weight_scale.t())
-        y = y.to(x.dtype).view(*x.shape[:-1], -1)
+        y = y.to(x.dtype).view(*x.shape[:-1], y.shape[1])
         return y if bias is None else y + bias
