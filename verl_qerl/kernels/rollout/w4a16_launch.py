@@ -5,7 +5,7 @@ from typing import NamedTuple
 # Rows that kernels are compiled for. 144 is half of 288: 256 sequences of a rollout, one of which has just begun and
 # brings the last tokens of its prompt.
 TOKENS = (8, 16, 32, 64, 96, 128, 144, 192, 256)
-_FEW = ((2, 1, 2), (2, 1, 3), (2, 2, 1), (2, 2, 2), (2, 3, 1), (2, 4, 1), (1, 5, 1), (4, 1, 2))
+_FEW = ((2, 1, 2), (2, 1, 3), (2, 2, 1), (2, 2, 2), (2, 3, 1), (2, 4, 1), (1, 5, 1))
 _MANY = ((2, 2, 1), (1, 3, 1), (1, 2, 1), (1, 1, 2))
 # `warp_tiles`, `warpgroups` and `blocks_per_sm` of Launch whose accumulators stay in registers, by the rows of a thread
 # block.
@@ -55,7 +55,7 @@ class Launch(NamedTuple):
     """Launch parameters of one product.
 
     Attributes:
-        warp_tiles: Tiles of 16 columns of each warp: 1, 2 or 4.
+        warp_tiles: Tiles of 16 columns of each warp: 1 or 2.
         warpgroups: Warpgroups of a thread block, without the one that loads.
         split_k: Thread blocks of a cluster that share K, up to 8; or STREAM_K: the steps of all output tiles are laid
             end to end, and each block gets an equal share of them.

@@ -1,7 +1,7 @@
 // y[m, n] = sum_k x[m, k] w[n, k] + bias[n] + sum_r low[m, r] b[n, r] for TOKENS rows m at a time. w is packed as 4-bit
 // codes (kernels/rollout/repacking.py); low = x a^T, the LoRA intermediate, is bf16.
 //
-// Compiled for TOKENS (8 to 256, a multiple of 8), WARP_TILES (1, 2 or 4), WARPGROUPS, STREAM_K, GIVEN, EACH and
+// Compiled for TOKENS (8 to 256, a multiple of 8), WARP_TILES (1 or 2), WARPGROUPS, STREAM_K, GIVEN, EACH and
 // MULTICAST. A thread block computes COLUMNS columns of y over a part of K. Two producer lanes fill the ring buffer of
 // ring.cuh. The LoRA intermediate is computed meanwhile (low_rank.cuh, own_intermediate.cuh) or by the launch before
 // (low_rank.cu), and is multiplied like further steps of K. WARPGROUPS consumer warpgroups decode the codes into
@@ -31,22 +31,17 @@
 // WARP_TILES 32-bit words of packed codes and their scales, of one lane for one step of K.
 struct Codes {
   u32 word[WARP_TILES];
-  u32 scales[(WARP_TILES + 1) / 2];
+  u32 scales;
 };
 
 __device__ __forceinline__ Codes load_codes(u32 words, u32 scales) {
   Codes codes;
-#if WARP_TILES == 4
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(codes.word[0]), "=r"(codes.word[1]), "=r"(codes.word[2]), "=r"(codes.word[3])
-               : "r"(words));
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(codes.scales[0]), "=r"(codes.scales[1]) : "r"(scales));
-#elif WARP_TILES == 2
+#if WARP_TILES == 2
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(codes.word[0]), "=r"(codes.word[1]) : "r"(words));
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(codes.scales[0]) : "r"(scales));
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(codes.scales) : "r"(scales));
 #else
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(codes.word[0]) : "r"(words));
-  asm volatile("ld.shared.u16 %0, [%1];" : "=r"(codes.scales[0]) : "r"(scales));
+  asm volatile("ld.shared.u16 %0, [%1];" : "=r"(codes.scales) : "r"(scales));
 #endif
   return codes;
 }
@@ -73,7 +68,7 @@ __device__ __forceinline__ void multiply_stages(const Places& at, const Factors&
     for (int step = 0; step < 4; step++) {
       low.multiply(ring.slot, step, x + step * 2);
 #pragma unroll
-      for (int p = 0; p < WARP_TILES; p++) decode(codes[step].word[p], codes[step].scales[p / 2], p % 2, f, a[step % 2][p]);
+      for (int p = 0; p < WARP_TILES; p++) decode(codes[step].word[p], codes[step].scales, p, f, a[step % 2][p]);
       order_registers();
 #pragma unroll
       for (int p = 0; p < WARP_TILES; p++) wgmma(sum[p], a[step % 2][p], x + step * 2);
