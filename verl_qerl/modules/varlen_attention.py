@@ -187,7 +187,8 @@ _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def _packing(mask: torch.Tensor | None, position_ids: torch.Tensor | None, batch: int, length: int) -> Packing:
     """The sequences of a pass; the host waits for the GPU once a pass, when the first layer asks."""
     source: Any = position_ids if mask is None else mask
-    key = (None if source.is_inference() else source._version, batch, length)
+    # In inference mode a tensor does not tell that it was changed: it is read in every layer, as if it always was.
+    key = (object() if source.is_inference() else source._version, batch, length)
     known = _known.get(source)
     if known is None or known[0] != key:
         found = _from_positions(source.expand(batch, length)) if mask is None else _from_mask(source)
