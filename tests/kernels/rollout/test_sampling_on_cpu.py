@@ -83,12 +83,17 @@ def test_the_kernels_compute_what_torch_does(interpreted):
         logits[-1, : min(BLOCK, vocabulary // 2)] = -torch.inf
         uniform = torch.rand((rows, 2), generator=torch.Generator().manual_seed(rows))
         uniform[0] = 1  # rounding may make as much of it
-        cases.append((in_wider_rows(logits) if padded else logits, torch.linspace(0.7, 1.5, rows), uniform, True))
+        temperature = torch.linspace(0.7, 1.5, 2 * rows)[::2]  # not side by side
+        cases.append((in_wider_rows(logits) if padded else logits, temperature, uniform, True))
+    cases.append((torch.full((2, 50), -torch.inf, dtype=torch.float16), torch.ones(2), torch.rand(2, 2), True))
     cases.append((torch.full((2, 50), torch.nan, dtype=torch.float16), torch.ones(2), torch.rand(2, 2), False))
     found = interpreted("verl_qerl.kernels.rollout.sampling", cases)
     for (logits, temperature, uniform, _), (tokens, log_probs, rank) in zip(cases[:-1], found, strict=False):
         expected, _, expected_rank = draw_tokens(logits, temperature, uniform, with_rank=True)
         assert torch.equal(tokens, expected)
         assert torch.equal(rank, expected_rank)
-        assert (log_probs - expected_log_probs(logits, temperature, tokens)).abs().max() < 1e-5
+        if logits.isfinite().any():
+            assert (log_probs - expected_log_probs(logits, temperature, tokens)).abs().max() < 1e-5
+        else:
+            assert log_probs.isnan().all()
     assert found[-1][1].isnan().all()

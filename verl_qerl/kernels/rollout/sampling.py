@@ -79,7 +79,7 @@ def launch(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tenso
     sums = torch.empty_like(largest)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     log_probs = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    source = (logits, temperature, vocabulary, logits.stride(0))
+    source = (logits, temperature.contiguous(), vocabulary, logits.stride(0))
     shape: Any = {"BLOCK": BLOCK, "num_warps": 8}
     scan: Any = {"BLOCKS": max(16, triton.next_power_of_2(blocks)), **shape}
     _sums_kernel[(rows, blocks)](*source, largest, sums, blocks, **shape)
@@ -160,4 +160,5 @@ def _rank_kernel(logits_ptr, temperature_ptr, vocabulary, stride, token_ptr, ran
     values = _block_of(logits_ptr, temperature_ptr, vocabulary, stride, row, block, BLOCK)
     drawn = tl.load(logits_ptr + row.to(tl.int64) * stride + tl.load(token_ptr + row)).to(tl.float32)
     drawn = drawn / tl.load(temperature_ptr + row)
-    tl.atomic_add(rank_ptr + row, tl.sum((values >= drawn).to(tl.int64), 0))
+    there = block * BLOCK + tl.arange(0, BLOCK) < vocabulary  # -inf may be drawn, of a row of nothing else
+    tl.atomic_add(rank_ptr + row, tl.sum((there & (values >= drawn)).to(tl.int64), 0))
