@@ -84,6 +84,22 @@ def test_nothing_is_written_for_an_address_or_an_empty_path(tmp_path, monkeypatc
     assert list((tmp_path / "empty").iterdir()) == []
 
 
+def test_a_name_in_another_encoding_and_a_closed_stderr_end_no_program(tmp_path):
+    from qerl_testing import random_qwen2
+
+    random_qwen2(num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    out = os.fsencode(tmp_path) + b"/\xfc"
+    command = [sys.executable, "-m", "verl_qerl", "quantize", "--model", tmp_path / "model", "--out", out]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "LC_ALL": "C.UTF-8"}
+    closed = ["sh", "-c", 'exec "$@" 2>&-', "sh", *command]
+    result = subprocess.run(closed, env=env, capture_output=True, timeout=300)
+    assert (result.returncode, result.stdout.splitlines()[-1:]) == (
+        0,
+        [b"wrote " + os.fsencode(tmp_path) + b"/\\udcfc"],
+    )
+    assert os.path.exists(out)
+
+
 def test_choices_are_those_of_the_modules_that_import_torch():
     from verl_qerl.formats import FORMATS
     from verl_qerl.formats.nvfp4 import SCALE_CHOICES

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import os
 import re
 import select
@@ -50,6 +51,10 @@ def run_guarded(parser: argparse.ArgumentParser, run: Callable[[], int]) -> int:
 
     It begins with the parser's `prog`. For the exit code see `main`.
     """
+    if sys.stderr is None:  # closed: tqdm would fail
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a name may be in another encoding
     try:
         with kept_interrupts():
             code = run()

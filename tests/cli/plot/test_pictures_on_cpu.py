@@ -31,6 +31,13 @@ def test_error_bars_of_none_and_all_right_are_drawn(tmp_path, mean):
     draw({"run": summarize({0: {key: {0: mean}}}, [key])}, [key], {}, 10, tmp_path / "run.png")
 
 
+def test_a_name_in_another_encoding_is_drawn(tmp_path):
+    from verl_qerl.cli.plot.curves import summarize
+    from verl_qerl.cli.plot.pictures import draw
+
+    draw({"r\udcfcn": summarize({0: {"a": {0: 1.0}}}, ["a"])}, ["a"], {}, None, tmp_path / "run.png")
+
+
 def test_every_name_is_in_the_legend_as_it_is(tmp_path, monkeypatch):
     from matplotlib import pyplot as plt
 

@@ -63,8 +63,11 @@ def draw(
 
 
 def shown(name: str) -> str:
-    """A name as matplotlib writes it: a dollar sign would begin a formula, and a leading `_` leaves the legend out."""
-    return ("\u200b" * name.startswith("_") + name).replace("$", r"\$")
+    """A name as matplotlib writes it: a dollar sign would begin a formula, and a leading `_` leaves the legend out.
+
+    It takes no bytes of another encoding, as file names may have.
+    """
+    return ("\u200b" * name.startswith("_") + name).replace("$", r"\$").encode(errors="replace").decode()
 
 
 def scale_of(curves: Iterable[Sequence[float]]) -> str:
