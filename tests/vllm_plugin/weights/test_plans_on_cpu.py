@@ -214,6 +214,21 @@ def test_a_table_that_is_cut_or_of_another_version_is_left_out_and_it_is_said(ta
     )
 
 
+def test_a_table_that_cannot_be_read_is_left_out_and_it_is_said(tables, caplog):
+    say_once.cache_clear()
+    path = plans.table_path("NVIDIA H200")
+    path.mkdir(parents=True)  # no account is refused it, as another's home would be
+    assert plans.nearest(64, 64, "NVIDIA H200")["decode_rows"] >= 128
+    assert f"{path} cannot be read (Is a directory) and is left out." in caplog.text
+
+
+def test_an_account_without_a_home_uses_the_table_that_ships(tables, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert plans.nearest(64, 64, "NVIDIA H200")["decode_rows"] >= 128
+
+
 def test_an_unknown_gpu_uses_the_table_of_an_h200_and_says_so(tables, caplog):
     say_once.cache_clear()
     assert plans.nearest(3584, 3584, "NVIDIA GH200") == plans.nearest(3584, 3584, "NVIDIA H200")

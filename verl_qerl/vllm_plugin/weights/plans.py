@@ -132,7 +132,7 @@ def distance(one: tuple[int, int], other: tuple[int, int]) -> float:
 
 def table_path(gpu: str) -> Path:
     """The path of the table that `tune` writes for a GPU; it is used before the one that ships."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # of no account: a name as any
     return cache / "verl_qerl" / _file_name(gpu)
 
 
@@ -150,7 +150,11 @@ def _tuned(gpu: str) -> dict[tuple[int, int], dict[str, Any]]:
     """N and K -> row of a GPU: what the user measured, and what ships of other shapes."""
     found: dict[tuple[int, int], dict[str, Any]] = {}
     for path in (table_path(gpu), shipped_path(gpu)):
-        table = read_table(path) if path.exists() else {"rows": []}
+        try:
+            table = read_table(path) if path.exists() else {"rows": []}
+        except OSError as error:  # the home directory of another account, as in containers
+            say_once(f"{path} cannot be read ({error.strerror}) and is left out.")
+            continue
         if table is None:
             say_once(
                 f"{path} is cut short or of another version and left out: run `python -m verl_qerl tune` again, or"
