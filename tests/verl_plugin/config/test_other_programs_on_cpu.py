@@ -47,6 +47,7 @@ def test_a_file_is_the_program_and_what_an_option_names_is_none():
     [
         "verl.experimental.one_step_off_policy.main_ppo",
         "verl.experimental.fully_async_policy.fully_async_main",
+        "verl.trainer.main_eval",
         "verl.trainer.main_generation_server",
         "verl.trainer.sft_trainer",
     ],

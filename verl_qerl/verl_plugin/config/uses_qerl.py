@@ -26,6 +26,7 @@ _NAMES_OURS = (
 _PROGRAMS = (
     "verl.experimental.one_step_off_policy",
     "verl.experimental.fully_async_policy",
+    "verl.trainer.main_eval",
     "verl.trainer.main_generation_server",
     "verl.trainer.sft_trainer",
 )
