@@ -13,6 +13,8 @@ import ray
 import torch
 import verl.utils
 import verl.utils.config
+from hydra import compose, initialize_config_module
+from hydra.core.hydra_config import HydraConfig
 from qerl_testing import RUN
 
 from verl_qerl import verl_plugin
@@ -95,6 +97,22 @@ def test_a_ray_that_runs_already_must_have_told_its_workers(env_vars, monkeypatc
     with pytest.raises(RuntimeError, match=r"Ray runs already: its workers would train without them\. Accepted"):
         env_vars(NOISE)
     assert env_vars() == ([], {})
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_sweep_of_ours_and_of_stock_runs_has_a_ray_for_each(env_vars, monkeypatch, told):
+    running = [{"env_vars": {ACTIVE: "1"} if told else {}}]
+    monkeypatch.setattr(ray, "is_initialized", lambda: bool(running))
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(runtime_env=running[0]))
+    monkeypatch.setattr(ray, "shutdown", running.clear)
+    of_this_kind, other = ((NOISE,), ()) if told else ((), (NOISE,))
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        whole = compose("ppo_trainer", ["hydra.mode=MULTIRUN"], return_hydra_config=True)
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", whole)
+    env_vars(*of_this_kind)
+    assert running
+    assert env_vars(*other)[1] == ({} if told else {ACTIVE: "1"})
+    assert not running
 
 
 @pytest.mark.parametrize(

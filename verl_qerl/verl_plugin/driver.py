@@ -62,10 +62,13 @@ def look_at(config: DictConfig, use_critic: bool) -> None:
         RuntimeError: The workers would know nothing of it, or a host is of another version.
         ValueError: An option is refused.
     """
+    ours = uses_qerl(config)
     if verl_plugin.FAILURE is not None:
-        if uses_qerl(config):
+        if ours:
             raise RuntimeError(f"verl_qerl cannot be used, and this run has options of it: {verl_plugin.FAILURE}")
-    elif uses_qerl(config):
+        return
+    _end_ray_of_another_kind(ours)
+    if ours:
         verl_plugin.activate()
         tell_workers(config)
         check_run(config, use_critic)
@@ -91,12 +94,31 @@ def tell_workers(config: DictConfig) -> None:
     name = verl_plugin.ACTIVE
     if not ray.is_initialized():
         OmegaConf.update(config, _ENV_VARS, {**mapping(run_of(config), _ENV_VARS), name: "1"}, force_add=True)
-    elif os.environ.get(name) != "1" and name not in (ray.get_runtime_context().runtime_env.get("env_vars") or {}):
+    elif os.environ.get(name) != "1" and not _ray_is_told():
         raise RuntimeError(
             f"this run sets options of verl_qerl, and Ray runs already: its workers would train without them. Accepted"
             f" is verl.trainer.main_ppo, which starts Ray after this check, or a Ray that was started with {name}=1."
             f' Start the former, or call ray.init(runtime_env={{"env_vars": {{"{name}": "1"}}}}).'
         )
+
+
+def _end_ray_of_another_kind(ours: bool) -> None:
+    """End the Ray that an earlier job of a Hydra sweep left: verl would take it for this job too, told or not."""
+    import ray
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    if not ray.is_initialized() or not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
+        return
+    if os.environ.get(verl_plugin.ACTIVE) != "1" and _ray_is_told() != ours:
+        ray.shutdown()  # verl starts another
+
+
+def _ray_is_told() -> bool:
+    """Whether the workers of the Ray that runs in this process register our side."""
+    import ray
+
+    return verl_plugin.ACTIVE in (ray.get_runtime_context().runtime_env.get("env_vars") or {})
 
 
 def check_run(config: DictConfig, use_critic: bool) -> None:
