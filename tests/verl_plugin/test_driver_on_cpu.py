@@ -152,13 +152,16 @@ def test_a_name_that_verl_would_miss_after_the_first_answers_is_told(validate, n
         ("resume_path", "{run}/global_step_7", "the step to resume from is not there: .*/global_step_7"),
         ("resume_path", "{run}", "trainer.resume_from_path=.* names no step"),
         ("resume_path", "null", "trainer.resume_from_path=None names no step"),
+        ("resume_path", "{run}/global_step_3", "the step to resume from has no actor: .*/global_step_3/actor"),
         ("resume_path", "{run}/global_step_5", "the checkpoint is half-written: .* has no whole data.pt"),
         ("auto", "null", "the checkpoint is half-written: .* has no whole data.pt"),
     ],
 )
 def test_a_step_that_cannot_be_resumed_is_told_before_ray_starts(validate, tmp_path, monkeypatch, mode, path, sentence):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    (tmp_path / "global_step_5").mkdir()
+    (tmp_path / "global_step_3").mkdir()
+    torch.save({}, tmp_path / "global_step_3" / "data.pt")
+    (tmp_path / "global_step_5" / "actor").mkdir(parents=True)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
     options = [f"trainer.resume_mode={mode}", f"trainer.resume_from_path={path.format(run=tmp_path)}"]
     options.append(f"trainer.default_local_dir={tmp_path}")
@@ -176,7 +179,7 @@ def test_a_step_that_cannot_be_resumed_is_told_before_ray_starts(validate, tmp_p
 )
 def test_a_step_with_another_scale_of_uaq_is_told_before_ray_starts(validate, tmp_path, monkeypatch, saved, options):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    (tmp_path / "global_step_5").mkdir()
+    (tmp_path / "global_step_5" / "actor").mkdir(parents=True)
     write_record(tmp_path / "global_step_5" / "actor", saved, "base")
     torch.save({}, tmp_path / "global_step_5" / "data.pt")
     run = "+rollout=int8", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/global_step_5"

@@ -123,6 +123,11 @@ def check_step(folder: Path) -> Path:
             f"the checkpoint is half-written: {folder} has no whole {missing}. It is written after the actor. "
             "Resume from an earlier step."
         )
+    if not (folder / "actor").is_dir():
+        raise CheckpointFormatError(
+            f"the step to resume from has no actor: {folder / 'actor'}. trainer.max_actor_ckpt_to_keep removes those of"
+            " all but the last steps. A step that has its own is accepted. Resume from a later one."
+        )
     return folder
 
 
