@@ -100,8 +100,10 @@ def test_a_ray_that_runs_already_must_have_told_its_workers(env_vars, monkeypatc
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_a_sweep_of_ours_and_of_stock_runs_has_a_ray_for_each(env_vars, monkeypatch, told):
-    running = [{"env_vars": {ACTIVE: "1"} if told else {}}]
+@pytest.mark.parametrize("own", [False, True])
+def test_a_sweep_of_ours_and_of_stock_runs_has_a_ray_for_each(env_vars, monkeypatch, told, own):
+    running: list[dict] = []
+    monkeypatch.setattr(driver, "_verl_starts_ray", False)
     monkeypatch.setattr(ray, "is_initialized", lambda: bool(running))
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(runtime_env=running[0]))
     monkeypatch.setattr(ray, "shutdown", running.clear)
@@ -109,10 +111,17 @@ def test_a_sweep_of_ours_and_of_stock_runs_has_a_ray_for_each(env_vars, monkeypa
     with initialize_config_module("verl.trainer.config", version_base=None):
         whole = compose("ppo_trainer", ["hydra.mode=MULTIRUN"], return_hydra_config=True)
     monkeypatch.setattr(HydraConfig.instance(), "cfg", whole)
+    if not own:  # else the program started Ray before the first job
+        env_vars(*of_this_kind)
+    running.append({"env_vars": {ACTIVE: "1"} if told else {}})
     env_vars(*of_this_kind)
     assert running
-    assert env_vars(*other)[1] == ({} if told else {ACTIVE: "1"})
-    assert not running
+    if own and not told:
+        with pytest.raises(RuntimeError, match="Ray runs already"):
+            env_vars(*other)
+    else:
+        assert env_vars(*other)[1] == ({} if told else {ACTIVE: "1"})
+    assert bool(running) == own
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 # patches/verl/0007 has verl ask a policy loss, and nothing that this module does.
 _ON_PATCHED = dataclasses.replace(CONFIG_CHECK, fingerprint=CONFIG_CHECK.patched, patched="")
 _ENV_VARS = "ray_kwargs.ray_init.runtime_env.env_vars"
+_verl_starts_ray = False  # after the first check of this process; else the program has, and may still need it
 
 
 def install(module: ModuleType) -> None:
@@ -104,13 +105,16 @@ def tell_workers(config: DictConfig) -> None:
 
 def _end_ray_of_another_kind(ours: bool) -> None:
     """End the Ray that an earlier job of a Hydra sweep left: verl would take it for this job too, told or not."""
+    global _verl_starts_ray
     import ray
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    if not ray.is_initialized() or not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
+    if not ray.is_initialized():
+        _verl_starts_ray = True
         return
-    if os.environ.get(verl_plugin.ACTIVE) != "1" and _ray_is_told() != ours:
+    sweeps = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+    if sweeps and _verl_starts_ray and os.environ.get(verl_plugin.ACTIVE) != "1" and _ray_is_told() != ours:
         ray.shutdown()  # verl starts another
 
 
