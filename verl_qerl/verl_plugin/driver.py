@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 # patches/verl/0007 has verl ask a policy loss, and nothing that this module does.
 _ON_PATCHED = dataclasses.replace(CONFIG_CHECK, fingerprint=CONFIG_CHECK.patched, patched="")
 _ENV_VARS = "ray_kwargs.ray_init.runtime_env.env_vars"
-_verl_starts_ray = False  # after the first check of this process; else the program has, and may still need it
+_verl_starts_ray = False  # a check found none. One that the program started itself is left alone: it may need it
 
 
 def install(module: ModuleType) -> None:
