@@ -1,10 +1,12 @@
 import json
 import re
+from pathlib import Path
 
 import httpx
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
+from omegaconf import OmegaConf
 from qerl_testing import random_decoder, random_qwen3_moe
 from safetensors.torch import load_file
 
@@ -23,7 +25,7 @@ def model(tmp_path):
 
 
 def test_prints_what_fits(model, capsys):
-    options = ["--gpu-gib", "79.6", "--tokens", "4736", "--utilization", "0.6", "--fused-kernels"]
+    options = ["--gpu-gib", "79.6", "--tokens", "4736", "--utilization", "0.6"]
     assert main(["plan", "--model", str(model), *options]) == 0
     printed = capsys.readouterr().out
     assert "packed base: 16.35" in printed
@@ -176,9 +178,27 @@ def test_a_hub_id_that_cannot_be_reached(capsys, monkeypatch, error):
     assert "owner/name is neither a directory nor a model of the hub that can be reached" in capsys.readouterr().err
 
 
+def test_the_defaults_are_those_of_a_run(model, monkeypatch):
+    planned, plan = [], memory_plan.plan
+    monkeypatch.setattr(memory_plan, "plan", lambda *args: planned.append(args[1]) or plan(*args))
+    main(["plan", "--model", str(model), "--gpu-gib", "141"])
+    verl = pytest.importorskip("verl")
+    actor = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "actor" / "actor.yaml")
+    assert planned[0].tokens == actor.ppo_max_token_len_per_gpu
+    assert not planned[0].whole_logits  # `+rollout=...` sets use_fused_kernels where there is an adapter
+
+
+def test_a_name_without_its_owner_is_told_what_a_hub_id_is(capsys):
+    with pytest.raises(SystemExit, match="1"):
+        main(["plan", "--model", "Qwen2.5-7B-Instruct", "--gpu-gib", "141"])
+    assert "Qwen2.5-7B-Instruct does not exist. A directory in Hugging Face layout or a hub id, owner/name, is" in (
+        capsys.readouterr().err
+    )
+
+
 def test_every_switch_counts(model, capsys):
     printed = set()
-    switches = ("--shard-base", "--fused-kernels", "--param-offload", "--optimizer-offload", "--offload-policy")
+    switches = ("--shard-base", "--no-fused-kernels", "--param-offload", "--optimizer-offload", "--offload-policy")
     for options in ([], *([switch] for switch in switches)):
         base = ["--gpu-gib", "141", "--gpus", "2", "--utilization", "0.5", "--tensor-parallel", "2"]
         main(["plan", "--model", str(model), *base, *options])

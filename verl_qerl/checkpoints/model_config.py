@@ -47,6 +47,10 @@ def read_config(model: str | Path) -> dict[str, Any]:
         CheckpointFormatError: There is none, it cannot be reached or read, or an entry is of another kind.
     """
     path = local_path(model, config_only=True)
+    if not path.exists():
+        raise CheckpointFormatError(
+            f"{path} does not exist. A directory in Hugging Face layout or a hub id, owner/name, is accepted. Check it."
+        )
     path = path / "config.json" if path.is_dir() else path
     found = read_object(path)
     for name, kind in _KINDS.items():

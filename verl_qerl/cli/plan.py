@@ -24,7 +24,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--rank", type=int, default=32, help=f"of the adapters, on all linears, at least 1 {default}")
     parser.add_argument("--gpus", type=int, default=1, help=f"that FSDP2 shards over {default}")
     parser.add_argument(
-        "--tokens", type=int, default=8192, help=f"of a micro-batch, as ppo_max_token_len_per_gpu {default}"
+        "--tokens", type=int, default=16384, help=f"of a micro-batch, as ppo_max_token_len_per_gpu {default}"
     )
     parser.add_argument("--utilization", type=float, default=0.5, help=f"rollout.gpu_memory_utilization {default}")
     parser.add_argument("--tensor-parallel", type=int, default=1, help=f"of the rollout {default}")
@@ -32,13 +32,18 @@ def add_parser(subparsers: Any) -> None:
         "no-checkpointing": "of gradients",
         "share-base": "qerl.base.share: one packed base for actor and rollout",
         "shard-base": "qerl.base.shard: each GPU has a part of the packed base",
-        "fused-kernels": "model.use_fused_kernels; else the logits of a micro-batch exist at once, as verl has it",
         "param-offload": "fsdp_config.param_offload",
         "optimizer-offload": "fsdp_config.optimizer_offload",
         "offload-policy": "fsdp_config.offload_policy",
     }
     for name, what in switches.items():
         parser.add_argument(f"--{name}", action="store_true", help=what)
+    parser.add_argument(
+        "--fused-kernels",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="model.use_fused_kernels, which `+rollout=...` sets; without it the logits of a micro-batch exist at once",
+    )
     parser.set_defaults(run=run)
 
 
