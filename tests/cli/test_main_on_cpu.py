@@ -55,6 +55,21 @@ def test_wrong_arguments_are_answered_before_anything_slow(tmp_path, arguments, 
     assert result.stdout.endswith("imported []\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("plan --model m --gpu-gib 80 --lora-rank 64", "`python -m verl_qerl plan --help`"),
+        ("--lora-rank plan --model m --gpu-gib 80", "`python -m verl_qerl --help`"),
+    ],
+)
+def test_an_unknown_option_is_told_where_the_known_ones_are(capsys, arguments, told):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments.split())
+    said = capsys.readouterr().err
+    assert said.startswith("python -m verl_qerl: no such argument: --lora-rank")
+    assert said.endswith(f". Accepted are those that {told} lists.\n")
+
+
 def test_home_behind_an_equals_sign_is_found(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "out" / "something").mkdir(parents=True)

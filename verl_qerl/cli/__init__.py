@@ -91,7 +91,13 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Nam
     named = argv[0] if argv else None
     for name in (named,) if named in _COMMANDS else _COMMANDS:
         importlib.import_module(f"verl_qerl.cli.{_COMMANDS[name]}").add_parser(subparsers)
-    return parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:  # argparse would show the usage of the program, not of the command
+        asked = f"{parser.prog} {named} --help" if named in _COMMANDS else f"{parser.prog} --help"
+        parser.exit(
+            2, f"{parser.prog}: no such argument: {' '.join(unknown)}. Accepted are those that `{asked}` lists.\n"
+        )
+    return args
 
 
 def _reader_has_gone() -> bool:
