@@ -140,17 +140,6 @@ def test_a_config_with_fewer_layers_than_the_checkpoint(models, tmp_path, capsys
     assert "belongs to no layer that transformers runs: it has 1." in message
 
 
-def test_a_tokenizer_and_positions_of_another_model(models, tmp_path, capsys, texts):
-    arguments = ["--method", "gptq", "--calibration", str(texts)]
-    model = copied(models, tmp_path / "large", max_position_embeddings="512")
-    assert "has no number of positions: max_posi" in refused(capsys, tmp_path, model, *arguments)
-    model = copied(models, tmp_path / "small", vocab_size=64)
-    tensors = load_file(model / "model.safetensors")
-    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:64].clone()
-    save_file(tensors, model / "model.safetensors")
-    assert "the tokenizer is of another model: it gives token" in refused(capsys, tmp_path, model, *arguments)
-
-
 def test_answers_that_are_not_numbers(models, tmp_path, capsys, texts):
     model = copied(models, tmp_path / "broken")
     tensors = load_file(model / "model.safetensors")
