@@ -1,6 +1,6 @@
 import pytest
 
-from verl_qerl.formats.ignore import ignored_modules, is_ignored, is_linear_weight
+from verl_qerl.formats.ignore import ignored_modules, is_ignored, linears_in
 
 
 def test_ignored_modules_come_from_either_layout() -> None:
@@ -50,4 +50,4 @@ def test_a_rule_that_is_no_regular_expression_is_refused() -> None:
     ],
 )
 def test_only_matrices_inside_layers_are_replaced(name: str, shape: tuple[int, ...], expected: bool) -> None:
-    assert is_linear_weight(name, shape, ["re:.*down_proj"]) is expected
+    assert linears_in({name: shape}, ["re:.*down_proj"]) == ({name.removesuffix(".weight"): shape} if expected else {})

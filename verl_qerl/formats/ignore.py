@@ -64,16 +64,13 @@ def is_packed_module(module: str, ignore: Iterable[str]) -> bool:
 
 
 def linears_in(shapes: Mapping[str, Sequence[int]], ignore: Iterable[str]) -> dict[str, Sequence[int]]:
-    """The linears that are packed, each with the shape [N, K] of its weight; `shapes` has all tensors by name."""
-    return {
-        name.removesuffix(".weight"): shape for name, shape in shapes.items() if is_linear_weight(name, shape, ignore)
-    }
+    """The linears that are packed, each with the shape [N, K] of its weight; `shapes` has all tensors by name.
 
-
-def is_linear_weight(name: str, shape: Sequence[int], ignore: Iterable[str]) -> bool:
-    """Whether the tensor `name` is the weight of a linear that is packed: a matrix, so no norm and no bias.
-
-    Cohere's norms of heads, `q_norm` and `k_norm`, have matrices too.
+    Their weights are matrices. So are those of Cohere's norms of heads, `q_norm` and `k_norm`.
     """
-    module, _, kind = name.rpartition(".")
-    return kind == "weight" and len(shape) == 2 and not module.endswith("norm") and is_packed_module(module, ignore)
+    found = {}
+    for name, shape in shapes.items():
+        module, _, kind = name.rpartition(".")
+        if kind == "weight" and len(shape) == 2 and not module.endswith("norm") and is_packed_module(module, ignore):
+            found[module] = shape
+    return found
