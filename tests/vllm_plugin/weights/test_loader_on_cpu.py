@@ -1,4 +1,3 @@
-import json
 import shutil
 from types import SimpleNamespace
 
@@ -70,14 +69,6 @@ def test_a_missing_member_of_a_fused_linear(start, copy_of, name):
         start(folder)
 
 
-def test_an_infinite_weight(start, copy_of):
-    def spoil(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = torch.inf
-
-    with pytest.raises(ValueError, match=r"'model\.layers\.0\.mlp\.up_proj' holds 1 NaN or infinite values"):
-        start(copy_of(spoil))
-
-
 @pytest.mark.parametrize("options", [{"scales": "minmax"}, {"scale": "minmax", "device": "cpu"}], ids=str)
 def test_an_unknown_option(start, model_dir, options):
     with pytest.raises(
@@ -101,13 +92,6 @@ def test_a_model_that_was_loaded_otherwise_has_no_digests():
 
     with pytest.raises(ValueError, match=r"^Linear holds no packed weights of ours\. .* Remove your own"):
         base_digests(torch.nn.Linear(1, 1))
-
-
-def test_the_directory_says_how_it_is_quantized(packed_dir):
-    # So that an engine needs no hf_overrides for it.
-    assert (
-        json.loads((packed_dir / "config.json").read_text())["quantization_config"]["format"] == "nvfp4-pack-quantized"
-    )
 
 
 def test_a_weight_that_vllm_leaves_out(start, model_dir, monkeypatch):
