@@ -19,15 +19,6 @@ def test_an_error_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupt_says_what_it_left(tmp_path):
-    with (
-        pytest.raises(KeyboardInterrupt, match=r"^interrupted; .*out was not written$"),
-        new_directory(tmp_path / "out"),
-    ):
-        raise KeyboardInterrupt
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(("sentence", "told"), [("out was not written", "out was not written"), ("", "interrupted")])
 def test_the_command_ends_as_an_interrupted_one(monkeypatch, capsys, sentence, told):
     def run(args):

@@ -24,8 +24,3 @@ def test_what_is_left_out_is_counted(capsys):
     )
     assert kept(["A", "B"], {}) == [0, 1]
     assert "left out are 0 questions that come again, and of evaluation questions none" in capsys.readouterr().out
-
-
-def test_nothing_to_train_on_is_refused():
-    with pytest.raises(ValueError, match="no training question is left: all are held out"):
-        kept(["A"], {"amc23": ["a"]})
