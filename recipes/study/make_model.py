@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from verl_qerl.checkpoints.model_config import hub_errors
 from verl_qerl.cli import run_guarded
 from verl_qerl.cli.output_dir import check_absent, new_directory
 
@@ -40,13 +41,11 @@ def checked(file: Path | None) -> Path:
         OSError: It is not there.
     """
     if file is None:
-        import httpx
         from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
         try:
             file = Path(hf_hub_download(REPOSITORY, FILE))
-        except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError) as error:
+        except hub_errors() as error:
             raise ValueError(
                 f"{FILE} of {REPOSITORY} cannot be reached on the hub ({type(error).__name__}). A local copy is"
                 " accepted too: give it with --gguf."

@@ -84,20 +84,26 @@ def local_path(
     """
     if Path(model).exists() or not is_hub_id(model):
         return Path(model)
-    import httpx  # with the next, half a second to import
     from huggingface_hub import hf_hub_download, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         if config_only:
             return Path(hf_hub_download(str(model), "config.json"))
         return Path(snapshot_download(str(model), revision=revision, cache_dir=cache_dir, allow_patterns=_HUB_FILES))
-    except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, json.JSONDecodeError) as error:
+    except hub_errors() as error:
         asked = f"{model} at revision {revision}" if revision else model
         raise CheckpointFormatError(
             f"{asked} is neither a directory nor a model of the hub that can be reached ({type(error).__name__})."
             " A directory in Hugging Face layout or a hub id is accepted. Check the name, or download it first."
         ) from error
+
+
+def hub_errors() -> tuple[type[Exception], ...]:
+    """What is raised where the hub cannot be reached, or has not what is fetched."""
+    import httpx  # with the next, half a second to import
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    return HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, json.JSONDecodeError
 
 
 def is_hub_id(model: str | Path) -> bool:

@@ -93,10 +93,9 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Nam
         importlib.import_module(f"verl_qerl.cli.{_COMMANDS[name]}").add_parser(subparsers)
     args, unknown = parser.parse_known_args(argv)
     if unknown:  # argparse would show the usage of the program, not of the command
-        asked = f"{parser.prog} {named} --help" if named in _COMMANDS else f"{parser.prog} --help"
-        parser.exit(
-            2, f"{parser.prog}: no such argument: {' '.join(unknown)}. Accepted are those that `{asked}` lists.\n"
-        )
+        command = f"{parser.prog} {named}" if named in _COMMANDS else parser.prog
+        told = f"no such argument: {' '.join(unknown)}. Accepted are those that `{command} --help` lists."
+        parser.exit(2, f"{parser.prog}: {told}\n")
     return args
 
 

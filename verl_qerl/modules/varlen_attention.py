@@ -187,7 +187,7 @@ _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def _packing(mask: torch.Tensor | None, position_ids: torch.Tensor | None, batch: int, length: int) -> Packing:
     """The sequences of a pass; the host waits for the GPU once a pass, when the first layer asks."""
     source: Any = position_ids if mask is None else mask
-    # In inference mode a tensor does not tell that it was changed: it is read in every layer, as if it always was.
+    # In inference mode a tensor does not tell whether it was changed, so every layer reads it.
     key = (object() if source.is_inference() else source._version, batch, length)
     known = _known.get(source)
     if known is None or known[0] != key:
