@@ -370,20 +370,17 @@ def _of_acr(runs: Runs) -> dict[str, Any]:
 
 def _of_math(runs: Runs) -> dict[str, Any]:
     arms = Told(by_arm(runs, "math")[0])
-    steps = min(len(run["metrics"]["step"]) for arm in ("nvfp4", "nvfp4_noise") for run in arms[arm].values())
     all_runs = [run for seeds in arms.values() for run in seeds.values()]
 
-    def mean_of(key: str, part: slice) -> float:
-        return float(np.mean([series(run, key)[:60][part].mean() for run in all_runs]))
+    def means(key: str, part: str) -> list[float]:
+        return [float(series(run, key)[PARTS[part]].mean()) for run in all_runs]
 
-    def apart(seed: int) -> float:
-        reward = [MEASURES["area"][1](arms.run(arm, seed), steps) for arm in ("nvfp4_noise", "nvfp4")]
-        return abs(reward[0] - reward[1])
-
+    too_long = means("response_length/clip_ratio", "last")
     return {
-        "math_apart": By(apart),
-        "math_pass1": Measure(arms, "pass1"),
+        **{f"math_{name}": Measure(arms, name) for name in ("area", "pass1", "entropy_then")},
         "math_questions": max(len(last_validation(run)["right"]) for run in all_runs if run["validation"]),
-        "math_wrong": By(lambda part: mean_of("study/all_wrong", PARTS[part])),
-        "math_cut": mean_of("response_length/clip_ratio", slice(None)),
+        "math_wrong": By(lambda part: np.mean(means("study/all_wrong", part))),
+        "math_cut": By(lambda part: np.mean(means("response_length/clip_ratio", part))),
+        "math_cut_least": min(too_long),
+        "math_cut_most": max(too_long),
     }
