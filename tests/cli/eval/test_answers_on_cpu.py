@@ -42,6 +42,12 @@ def test_the_whole_answer_is_compared(text, truth, right):
     assert judge(text, truth).right is right
 
 
+def test_a_long_answer_is_right_only_where_it_is_written_as_the_known_one():
+    long = "+".join(["x"] * (answers.LONGEST // 2 + 1))
+    assert same(long, long)
+    assert not same(f"{'0' * answers.LONGEST}18", "18")
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [

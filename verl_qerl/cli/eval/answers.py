@@ -83,10 +83,10 @@ def boxed(text: str) -> str | None:
 
 def same(answer: str, truth: str) -> bool:
     """Whether the insides of two boxes are the same; units, currencies and ways to write a number do not count."""
-    if len(answer) > LONGEST:
-        return False
     if answer.strip() == truth.strip():
         return True
+    if len(answer) > LONGEST:
+        return False
     given, wanted = number(answer), number(truth)
     if given is not None and wanted is not None:
         return given == wanted
