@@ -113,15 +113,18 @@ def test_a_number_of_steps_that_moves_nothing_is_no_matter(run, tmp_path, caplog
     assert resume(run, caplog, AQN, 101, resume_mode="resume_path", resume_from_path=path) == []
 
 
-def test_changed_options_are_told_once_with_both_sigmas(run, saved, caplog):
+def test_changed_options_are_told_once_with_both_sigmas(run, tmp_path, caplog):
+    saved = tmp_path / "global_step_49"  # step 50 is the last of its stage
+    noise_schedule.write_schedule(saved, AQN, 100, {})
+    there = {"resume_mode": "resume_path", "resume_from_path": str(saved)}
     changed = replace(AQN, sigma_start=0.02, seed=1)
-    assert resume(run, caplog, changed, 100) == [
+    assert resume(run, caplog, changed, 100, **there) == [
         f"the noise is not that of the checkpoint in {saved}: aqn.sigma_start=0.02 (was 0.01), aqn.seed=1 (was 0)."
-        " Sigma of step 41 is 0.02, and was to be 0.01."
+        " Sigma of step 50 is 0.02, and was to be 0.01."
     ]
-    (told,) = resume(run, caplog, OFF, 100)
+    (told,) = resume(run, caplog, OFF, 100, **there)
     assert "aqn.enabled=False (was True)" in told
-    assert told.endswith("Sigma of step 41 is 0, and was to be 0.01.")
+    assert told.endswith("Sigma of step 50 is 0, and was to be 0.01.")
 
 
 def test_a_checkpoint_without_a_schedule(run, tmp_path, caplog):

@@ -112,7 +112,7 @@ def _apply(config: DictConfig, options: Qerl, aqn: AQNConfig, uaq: UAQConfig) ->
             _tell_workers(config, told)
         if aqn.enabled and aqn.draw != "batch":  # the scheduler keeps answers out of the prefix cache
             _set_default(config, f"{VLLM}.scheduler_cls", SCHEDULER)
-        OmegaConf.update(config, APPLIED, {"base": options.base.format}, force_add=True)
+        OmegaConf.update(config, APPLIED, {"base": options.base.format})
     use_attention(config)
 
 
@@ -155,7 +155,7 @@ def _hold_base(config: DictConfig, run: Run, options: Qerl) -> None:
     """The actor's engine, and the loader and kernels of the rollout, get the same format and choices."""
     base, has_adapter = options.base, bool(run(LORA_RANK))
     if run(f"{FSDP}.model_dtype") is None:  # bf16 swallows small updates
-        OmegaConf.update(config, f"{FSDP}.model_dtype", "bf16" if has_adapter else "fp32", force_add=True)
+        OmegaConf.update(config, f"{FSDP}.model_dtype", "bf16" if has_adapter else "fp32")
     held = _values(base) | {"has_adapter": has_adapter}
     held["run"] = {name.removeprefix("actor_rollout_ref."): run(name) for name in _OF_THE_RUN}
     kwargs: dict[str, Any] = {
@@ -163,8 +163,8 @@ def _hold_base(config: DictConfig, run: Run, options: Qerl) -> None:
         "quantization": f"{PREFIX}{base.format}",
         "model_loader_extra_config": {**mapping(run, _LOADER), **_of_loader(base)},
     }
-    OmegaConf.update(config, f"{FSDP}.qerl", held, force_add=True)
-    OmegaConf.update(config, VLLM, kwargs, force_add=True)
+    OmegaConf.update(config, f"{FSDP}.qerl", held)
+    OmegaConf.update(config, VLLM, kwargs)
 
 
 def _told(run: Run, aqn: AQNConfig, uaq: UAQConfig) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def _told(run: Run, aqn: AQNConfig, uaq: UAQConfig) -> dict[str, Any]:
 
 def _tell_workers(config: DictConfig, told: dict[str, Any]) -> None:
     given = mapping(run_of(config), f"{VLLM}.additional_config")
-    OmegaConf.update(config, f"{VLLM}.additional_config", {**given, KEY: told}, force_add=True)
+    OmegaConf.update(config, f"{VLLM}.additional_config", {**given, KEY: told})
     named = _set_default(config, f"{VLLM}.worker_extension_cls", WORKER_EXTENSION)
     if named != WORKER_EXTENSION:
         logger.warning(
@@ -198,5 +198,5 @@ def _set_default(config: DictConfig, name: str, value: str) -> str | None:
     found = OmegaConf.select(config, name, default=_UNSET)
     if found is not _UNSET:
         return found
-    OmegaConf.update(config, name, value, force_add=True)
+    OmegaConf.update(config, name, value)
     return value
