@@ -207,6 +207,21 @@ def test_noise_on_a_family_whose_norms_are_not_known_is_refused_before_the_engin
     validate(*noisy)
 
 
+def test_noise_on_norms_that_the_weights_do_not_have_is_refused_before_the_engine_starts(
+    validate, tmp_path, monkeypatch
+):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    random_decoder("qwen3").save_pretrained(tmp_path)
+    noisy = f"{MODEL}.path={tmp_path}", "+aqn.enabled=true"
+    for lost in ("input_layer_norm", "q_proj", "lm_head"):
+        with pytest.raises(
+            ValueError, match=rf"^aqn\.targets has \[{lost}\], .* Accepted are input_layernorm, k_norm, norm, "
+        ):
+            validate(*noisy, f"+aqn.targets=[input_layernorm,{lost}]")
+    validate(*noisy, "+aqn.targets=[q_norm]")
+    validate(*noisy)
+
+
 def test_verl_itself_cannot_set_a_mapping():
     """What the sentence says of verl; once it can, the option should reach the rollout too."""
     from transformers import Qwen2Config

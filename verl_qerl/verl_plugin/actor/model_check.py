@@ -6,10 +6,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_qerl.algos.noise_places import check_places
+from verl_qerl.algos.noise_places import FAMILIES, check_places
 from verl_qerl.checkpoints.model_config import is_hub_id, read_config, senses
 from verl_qerl.checkpoints.quantization_config import described
-from verl_qerl.checkpoints.source import open_source
+from verl_qerl.checkpoints.source import open_source, read_specs
 from verl_qerl.checkpoints.stream import check_held, packed_names
 from verl_qerl.formats import get_format
 from verl_qerl.options.rules import LORA_RANK, MODEL
@@ -35,9 +35,9 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
     Raises:
         ValueError: With `+rollout=...`, model.path is no text model or quantized beside choices of how to quantize it,
             override_config has options of its position embedding, or `check_liger` refuses; with noise, `check_places`
-            refuses; or the critic's path is quantized; or a path of a run on this machine does not exist, ends in a
-            slash, is of a model without config.json, or of a file without the function of the reward or the class of
-            the data set.
+            refuses, or its weights lack a norm that gets it; or the critic's path is quantized; or a path of a run on
+            this machine does not exist, ends in a slash, is of a model without config.json, or of a file without the
+            function of the reward or the class of the data set.
     """
     if paths_are_here(config):
         for model in (MODEL, "critic.model") if use_critic else (MODEL,):
@@ -59,6 +59,8 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
         _check_override(plain(OmegaConf.select(config, f"{MODEL}.override_config")) or {})
     if aqn.enabled and found.get("model_type") and "text_config" not in found and not senses(found):
         check_places(found["model_type"], aqn.targets)  # of a model in parts the engine says it
+        if paths_are_here(config) and found["model_type"] in FAMILIES:
+            _check_norms(Path(path), aqn.norms)
     path = str(OmegaConf.select(config, "critic.model.path"))
     if use_critic and _config_of(path).get("quantization_config"):
         raise ValueError(
@@ -129,6 +131,23 @@ def _check_linears(config: DictConfig, path: Path) -> None:
         source, form = open_source(path), get_format(OmegaConf.select(config, "qerl.base.format"))
         check_held(source, form)
         packed_names(source, form, plain(OmegaConf.select(config, "qerl.base.ignore")))
+
+
+def _check_norms(path: Path, norms: tuple[str, ...]) -> None:
+    """Refuse names of norms that no vector of the weights has; in FAMILIES the rollout's norms have the same names."""
+    vectors = (
+        name.split(".")[-2:]
+        for file in path.glob("*.safetensors")
+        for name, spec in read_specs(file).items()
+        if len(spec.shape) == 1
+    )
+    present = {parts[0] for parts in vectors if "norm" in parts[0] and parts[1:] == ["weight"]}
+    lost = sorted(set(norms) - present)
+    if present and lost:
+        raise ValueError(
+            f"aqn.targets has [{','.join(lost)}], which no norm of model.path={path} is called. Accepted are"
+            f" {', '.join(sorted(present))}. Correct `+aqn.targets=[...]`."
+        )
 
 
 def _check_override(override: dict[str, Any]) -> None:
