@@ -43,6 +43,15 @@ def test_a_model_that_sees_is_refused(validate, written, options):
     validate(*options, f"{MODEL}.path={written(TEXT)}")
 
 
+@pytest.mark.parametrize("options", [PACKED, ("+rollout=int8",), ("+aqn.enabled=true",)], ids=str)
+def test_heads_that_the_rollouts_gpus_cannot_share_alike_are_refused(validate, written, options):
+    given = (*options, f"{MODEL}.path={written(TEXT | {'num_attention_heads': 28})}", "trainer.n_gpus_per_node=8")
+    shared = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    with pytest.raises(ValueError, match=rf"^{shared}=8 does not divide the 28 attention heads of model\.path="):
+        validate(*given, f"{shared}=8")
+    validate(*given, f"{shared}=4")
+
+
 def test_a_stock_run_may_have_any_model(validate, written):
     validate(f"{MODEL}.path={written(SEES)}", f"+{MODEL}.override_config.rope_theta=5e5")
     validate("algorithm.adv_estimator=gae", f"critic.model.path={written(PACKED_CONFIG)}", use_critic=True)

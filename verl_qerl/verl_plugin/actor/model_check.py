@@ -12,12 +12,13 @@ from verl_qerl.checkpoints.quantization_config import described
 from verl_qerl.checkpoints.source import open_source, read_specs
 from verl_qerl.checkpoints.stream import check_held, packed_names
 from verl_qerl.formats import get_format
-from verl_qerl.options.rules import LORA_RANK, MODEL
+from verl_qerl.options.rules import LORA_RANK, MODEL, ROLLOUT
 from verl_qerl.verl_plugin.actor.liger import check_liger
 from verl_qerl.verl_plugin.config.apply import aqn_options
 from verl_qerl.verl_plugin.config.nodes import paths_are_here, plain
 from verl_qerl.verl_plugin.config.values import default_of
 
+_SHARED = f"{ROLLOUT}.tensor_model_parallel_size"
 # How a model that is not quantized is to be.
 _CHOICES = ("qerl.base.scale", "qerl.base.ignore")
 # What a file of the user's has a name in.
@@ -35,9 +36,9 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
     Raises:
         ValueError: With `+rollout=...`, model.path is no text model or quantized beside choices of how to quantize it,
             override_config has options of its position embedding, or `check_liger` refuses; with noise, `check_places`
-            refuses, or its weights lack a norm that gets it; or the critic's path is quantized; or a path of a run on
-            this machine does not exist, ends in a slash, is of a model without config.json, or of a file without the
-            function of the reward or the class of the data set.
+            refuses, or its weights lack a norm that gets it; or vLLM cannot share its attention heads alike; or the
+            critic's path is quantized; or a path of a run on this machine does not exist, ends in a slash, is of a
+            model without config.json, or of a file without the function of the reward or the class of the data set.
     """
     if paths_are_here(config):
         for model in (MODEL, "critic.model") if use_critic else (MODEL,):
@@ -50,6 +51,7 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
     path, aqn = str(OmegaConf.select(config, f"{MODEL}.path")), aqn_options(config)
     quantized = OmegaConf.select(config, "qerl.base.format") is not None
     found = _config_of(path) if quantized or aqn.enabled else {}
+    _check_heads(path, found.get("num_attention_heads"), OmegaConf.select(config, _SHARED))
     if quantized:
         _check_text(path, found)
         _check_choices(config, path, found)
@@ -112,6 +114,14 @@ def _check_text(path: str, found: dict[str, Any]) -> None:
         raise ValueError(
             f"model.path={path} is a {(found.get('architectures') or ['model'])[0]} with {parts[0]}, which +rollout=..."
             " does not quantize. Models of text alone are accepted. Choose one, or leave out +rollout=..."
+        )
+
+
+def _check_heads(path: str, heads: Any, shared: Any) -> None:
+    if type(heads) is int and shared and heads % shared:  # vLLM's own rule
+        raise ValueError(
+            f"{_SHARED}={shared} does not divide the {heads} attention heads of model.path={path}. Accepted are"
+            " divisors of both them and the GPUs. Lower it."
         )
 
 
