@@ -66,6 +66,26 @@ def test_subnormal_scales_go_to_marlin_and_it_is_said_once(kernel, caplog):
     ]
 
 
+def test_new_weights_go_where_the_first_ones_went(kernel, monkeypatch):
+    monkeypatch.setattr(linear, "make_plan", lambda *args: "plan")
+    subnormal = random_packed_weight(256, 128)
+    subnormal.block_scale.view(torch.uint8)[3, 2] = 7
+    layer = layer_of(256, 128)
+    kernel.process_weights_after_loading(layer)
+    vars(layer).update(vars(layer_of(256, 128, weight=subnormal)))  # as vLLM's reload does
+    with pytest.raises(ValueError, match=r"^new weights of a linear cannot be loaded: 256 x 128 with block scales"):
+        kernel.process_weights_after_loading(layer)
+    assert not kernel.left
+
+    layer = layer_of(256, 128, weight=subnormal)
+    kernel.process_weights_after_loading(layer)
+    layer.workspace = torch.empty(1)  # Marlin makes one
+    vars(layer).update(vars(layer_of(256, 128)))
+    kernel.process_weights_after_loading(layer)
+    assert kernel.left == [layer, layer]
+    assert not hasattr(layer, "qerl_plan")
+
+
 @pytest.mark.parametrize(
     ("layer", "part"),
     [((96, 128), "96 x 128"), ((128, 96), "128 x 96"), ((256, 128, torch.float16), "torch.float16")],

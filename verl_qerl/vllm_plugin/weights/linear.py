@@ -14,6 +14,7 @@ from verl_qerl.formats.nvfp4 import BLOCK_SIZE, nvfp4_weight
 from verl_qerl.kernels.rollout.repacking import Repacked, repack
 from verl_qerl.kernels.rollout.w4a16_launch import MULTIPLE
 from verl_qerl.vllm_plugin.log import say_once
+from verl_qerl.vllm_plugin.options import STOCK_LINEAR
 from verl_qerl.vllm_plugin.weights.linear_ops import linear_repacked
 from verl_qerl.vllm_plugin.weights.plans import make_plan
 
@@ -42,11 +43,23 @@ class W4A16Kernel(Everywhere, NvFp4LinearKernel):
         self._marlin = MarlinNvFp4LinearKernel(config)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Repack the weight; vLLM's names hold the repacked tensors afterwards."""
+        """Repack the weight; vLLM's names hold the repacked tensors afterwards.
+
+        New weights of a layer go where its first ones went: vLLM copies them into the same storage, and captured graphs
+        call the same kernel. A ValueError if our kernels took those and do not take these.
+        """
+        if hasattr(layer, "workspace"):  # of Marlin
+            self._marlin.process_weights_after_loading(layer)
+            return
         packed = nvfp4_weight(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
         try:
             plan = plan_for(*packed.shape, layer, packed.block_scale)
         except ValueError as error:
+            if hasattr(layer, "qerl_plan"):
+                raise ValueError(
+                    f"new weights of a linear cannot be loaded: {error} A running engine keeps the layout of the first"
+                    f" ones. Accepted are weights that fit it. Start it with {STOCK_LINEAR}."
+                ) from error
             say_once(f"NVFP4 linears run on Marlin: {error}")
             self._marlin.process_weights_after_loading(layer)
             return
