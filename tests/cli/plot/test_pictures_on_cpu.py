@@ -49,3 +49,20 @@ def test_every_name_is_in_the_legend_as_it_is(tmp_path, monkeypatch):
     curve = summarize({0: {"actor/entropy": {1: 0.1, 2: 0.2}}}, ["actor/entropy"])
     draw({"_first": curve, "a$^$": curve}, ["actor/entropy"], {}, None, tmp_path / "run.png")
     assert [text.get_text() for text in figures[0].legends[0].get_texts()] == ["\u200b_first (1)", r"a\$^\$ (1)"]
+
+
+def test_the_times_of_steps_are_as_wide_as_those_steps(tmp_path, monkeypatch):
+    from matplotlib import pyplot as plt
+
+    from verl_qerl.cli.plot.curves import summarize
+    from verl_qerl.cli.plot.pictures import draw
+
+    figures = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    seconds = {1: 5.0, 2: 6.0, 7: 5.0}  # the file lacks 3 to 6
+    curve = {"run": summarize({0: {"a": seconds}}, ["a"])}
+    draw(curve, ["a"], {"gen": seconds, "other": dict.fromkeys(seconds, 1.0)}, None, tmp_path / "run.png")
+    for area in figures[0].axes[-1].collections:
+        found = [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in area.get_paths()]
+        assert found == [(0.5, 2.5), (6.5, 7.5)]
+    assert figures[0].axes[-1].get_ylim() == (0, 1.4 * 7)

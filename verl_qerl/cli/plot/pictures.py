@@ -104,10 +104,12 @@ def _curve(axis: Any, numbers: Mapping[str, Any], label: str) -> None:
 
 
 def _stack(axis: Any, phases: Mapping[str, Series]) -> None:
-    steps = sorted(next(iter(phases.values())))
-    seconds = [[values[step] for step in steps] for values in phases.values()]
-    axis.stackplot(steps, *seconds, labels=phases, alpha=0.8, step="mid")
-    axis.set_ylim(top=1.4 * max(map(sum, zip(*seconds, strict=True))))  # room for the legend
+    steps = np.array(sorted(next(iter(phases.values()))), float)
+    seconds = np.array([[values[step] for step in steps] for values in phases.values()])
+    holes = 2 * (1 + np.flatnonzero(np.diff(steps) > 1))  # NaN there ends the areas
+    ends = np.insert(np.add.outer(steps, (-0.5, 0.5)).ravel(), holes, np.nan)  # of each step
+    axis.stackplot(ends, np.insert(np.repeat(seconds, 2, 1), holes, np.nan, 1), labels=phases, alpha=0.8)
+    axis.set_ylim(top=1.4 * seconds.sum(0).max())  # room for the legend
     axis.set_title("seconds of a step", loc="left", fontsize="medium")
     axis.legend(loc="upper right", ncols=4, fontsize="small")
     axis.grid(alpha=0.3)
