@@ -213,6 +213,11 @@ def main(arguments: list[str] | None = None) -> int:
                 f"no arm of the study: {run['arm']}, of {run['name']} in {run['session']['file']}. Those in arms.py"
                 " are accepted. Add a line there, or take the file away."
             )
+        if max(run["metrics"]["step"], default=0) > 0 and REWARD not in run["metrics"]:
+            raise ValueError(
+                f"no result of the study: {run['name']} in {run['session']['file']} has steps without {REWARD}."
+                f" {results.REMEDY}"
+            )
     told: dict[Path, str] = {}  # before anything is written, as a figure may be missing
     if ours:
         figures = figures_of(runs, args.results)

@@ -196,6 +196,14 @@ def test_a_run_of_no_arm_is_refused(report, page, tmp_path):
     assert page.read_text() == PAGE
 
 
+def test_steps_without_metrics_are_refused(report, page, tmp_path):
+    run = made_up(LORA, 1, 0, 0)
+    save(tmp_path / "results", "a.json", [run | {"metrics": {"step": run["metrics"]["step"]}}])
+    with pytest.raises(ValueError, match=rf"{LORA}-gsm8k-seed1 in a\.json has steps without critic/score/mean\. Whole"):
+        report.main(["--results", str(tmp_path / "results"), "--page", str(page)])
+    assert page.read_text() == PAGE
+
+
 def test_other_results_need_a_page_of_their_own(report, own_page, tmp_path):
     save(tmp_path / "mine", "a.json", [made_up(LORA, 1, 0, 0)])
     with pytest.raises(ValueError, match=r"no page for --results=\S+mine: "):
