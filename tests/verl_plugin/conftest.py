@@ -5,10 +5,12 @@ import pytest
 
 
 @pytest.fixture
-def configuration() -> Callable:
+def configuration(tmp_path_factory) -> Callable:
     """verl's configuration of a run with these options."""
     from qerl_testing import verl_config
 
+    questions = tmp_path_factory.mktemp("questions") / "some.jsonl"
+    questions.touch()
     required = (
         "actor_rollout_ref.model.path=model",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
@@ -16,8 +18,8 @@ def configuration() -> Callable:
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
         "critic.ppo_micro_batch_size_per_gpu=1",
         "data.train_batch_size=8",
-        "data.train_files=elsewhere.jsonl",
-        "data.val_files=elsewhere.jsonl",
+        f"data.train_files={questions}",
+        f"data.val_files={questions}",
     )
 
     def make(*overrides: str):

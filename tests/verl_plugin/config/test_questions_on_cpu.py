@@ -39,12 +39,15 @@ def test_fewer_questions_than_a_step_takes_are_refused(validate, files, names):
 
 
 @pytest.mark.parametrize("option", ["train_files", "val_files"])
-@pytest.mark.parametrize("name", ["damaged", "none"])
+@pytest.mark.parametrize("name", ["damaged", "none", "none.jsonl", "none.json"])
 def test_a_file_that_cannot_be_read_is_refused(validate, files, option, name):
+    files |= {name: files["none"].replace("none.parquet", name) for name in ("none.jsonl", "none.json")}
     with pytest.raises(
         ValueError, match=rf"^data\.{option}={re.escape(files[name])} cannot be read: .* Check the path"
     ):
         validate(OURS, f"data.{option}={files[name]}")
+    with pytest.raises(FileNotFoundError):  # what verl says once Ray runs
+        load_dataset("json", data_files=files["none.jsonl"])
 
 
 @pytest.mark.parametrize("option", ["train_files", "val_files"])
@@ -93,6 +96,6 @@ def test_a_file_that_verls_data_set_takes_for_a_pattern_is_refused(validate, fil
     validate(f"data.train_files='{file}'")
 
 
-@pytest.mark.parametrize("name", ["hdfs://none.parquet", "none.jsonl", "f*", "f[io]ve.parquet", "fou?.parquet"])
+@pytest.mark.parametrize("name", ["hdfs://none.parquet", "hdfs://none.jsonl", "f*", "f[io]ve.parquet", "fou?.parquet"])
 def test_other_files_are_left_to_verl(validate, files, name):
     validate(OURS, f"data.train_files=['{files.get(name, name)}']")

@@ -38,7 +38,12 @@ def check_files(config: DictConfig) -> None:
                     f"data.{name}={file} has brackets, which verl's data set takes for a pattern that does not fit this"
                     " file. A path without them is accepted. Rename the file or its folder."
                 )
-        if any("://" in file or set(file) & set("*?[") or not file.endswith(".parquet") for file in files):
+            if not (_is_elsewhere(file) or Path(file).expanduser().exists()):
+                raise ValueError(
+                    f"data.{name}={file} cannot be read: there is no such file. One of verl's schema, as `python -m"
+                    " verl_qerl data` writes it, is accepted. Check the path."
+                )
+        if any(_is_elsewhere(file) or not file.endswith(".parquet") for file in files):
             continue
         count = sum(_num_rows(f"data.{name}", file, data["prompt_key"]) for file in files)
         if name == "train_files":
@@ -58,6 +63,11 @@ def check_count(config: DictConfig, count: int, which: str = "") -> None:
             f" data.train_files={plain(config.data.train_files)}, so that there would be no step. As many questions are"
             " accepted, or more. Lower it, or give more."
         )
+
+
+def _is_elsewhere(file: str) -> bool:
+    """Whether it is an address, or a pattern."""
+    return "://" in file or bool(set(file) & set("*?["))
 
 
 def _num_rows(name: str, file: str, key: str) -> int:
