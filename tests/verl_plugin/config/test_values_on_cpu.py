@@ -100,14 +100,24 @@ def test_a_correction_that_verl_refuses_in_the_first_step_is_refused_at_once(opt
         ("actor_rollout_ref.model.override_config", 3, "NAME"),
         ("data.custom_cls", None, "path"),
         ("reward.reward_manager", "${data.prompt_key}", "source"),
+        (f"{ROLLOUT}.custom", [], "NAME"),
+        (f"{ROLLOUT}.custom", 5, "NAME"),  # it was lost
     ],
 )
 def test_a_value_where_verl_has_a_group_gives_its_sentence(name, value, option):
     config = verl_config(*OURS)
-    OmegaConf.update(config, name, value)
+    OmegaConf.update(config, name, value, force_add=True)
     said = r"is no group of options, .* Accepted are options such as `{}\.{}=\.\.\.`\. Leave it out"
     with pytest.raises(ValueError, match=rf"^{name}=\S+ {said.format(name, option)}"):
         prepare(config)
+
+
+def test_a_stock_run_on_a_cpu_may_have_it():
+    custom = f"+{ROLLOUT}.custom=[]"
+    config = verl_config(*RUN, "actor_rollout_ref.model.lora_rank=8", "+platform=cpu", custom)
+    before = OmegaConf.to_container(config)
+    prepare(config)
+    assert OmegaConf.to_container(config) == before
 
 
 def test_a_group_of_a_critic_is_asked_for_where_there_is_one():

@@ -176,7 +176,9 @@ def _names(config: DictConfig) -> dict[str, Accepts]:
 
 @functools.cache
 def _defaults() -> Any:
-    return OmegaConf.to_container(OmegaConf.load(_FILE), resolve=True)
+    found: Any = OmegaConf.to_container(OmegaConf.load(_FILE), resolve=True)
+    found["actor_rollout_ref"]["rollout"]["custom"] = {}  # which verl's class has, and the file does not
+    return found
 
 
 def default_of(name: str) -> Any:
