@@ -116,6 +116,16 @@ def test_a_number_in_quotes_is_shown_as_text():
         rules.check_gpus(({"aqn.enabled": True} | gpus).get)
 
 
+@pytest.mark.parametrize("name", [f"{rules.FSDP}.fsdp_size", "critic.fsdp.fsdp_size"])
+def test_groups_of_fsdp_that_leave_gpus_out_are_refused(name):
+    run = NVFP4 | {"trainer.n_gpus_per_node": 4, "trainer.nnodes": 2}
+    for size in (0, 3, 1.5):
+        with pytest.raises(ValueError, match=rf"^{name}={size} does not divide the 8 GPUs .* Set {name}=-1,"):
+            rules.check_gpus((run | {name: size}).get)
+    for size in (-1, 4, 8, 9):
+        rules.check_gpus((run | {name: size}).get)
+
+
 def test_noise_that_leaves_the_first_token_clean_needs_a_second_one():
     run = {"aqn.enabled": True, "data.max_response_length": 1}
     for draw in ("sequence", "token"):

@@ -24,6 +24,8 @@ COLOCATED = "colocate_async"
 # Modes in which every step syncs the weights once.
 SYNC_MODES = ("sync", COLOCATED)
 FSDP_STRATEGIES = ("fsdp", "fsdp2")
+# Sizes of groups of GPUs -> one that any run may have. verl leaves GPUs that are over without a group of FSDP's.
+_OF_GPUS = {f"{ROLLOUT}.tensor_model_parallel_size": 1, f"{FSDP}.fsdp_size": -1, "critic.fsdp.fsdp_size": -1}
 # Formats whose dense weights are bf16: actor and rollout multiply by the same ones.
 EXACT = ("nvfp4", "mxfp4")
 
@@ -88,17 +90,20 @@ def num_gpus(run: Run) -> int:
 
 
 def check_gpus(run: Run) -> None:
-    """Refuse with a ValueError a quantized or noisy rollout whose tensor parallel size does not divide the GPUs."""
+    """Refuse with a ValueError a quantized or noisy run whose sizes of groups of GPUs do not divide those it has."""
     nodes, gpus = run("trainer.nnodes"), run("trainer.n_gpus_per_node")
-    shared = run(f"{ROLLOUT}.tensor_model_parallel_size")
     ours = run("qerl.base.format") or run("aqn.enabled")
-    known = ours and _is_whole(nodes) and _is_whole(gpus) and shared is not None
-    if known and (not _is_whole(shared) or shared == 0 or (gpus * nodes) % shared):
-        raise ValueError(
-            f"{ROLLOUT}.tensor_model_parallel_size={shown(shared)} does not divide the {gpus * nodes} GPUs of the run"
-            f" (trainer.n_gpus_per_node={gpus}, trainer.nnodes={nodes}). Accepted are divisors of it. Set"
-            f" {ROLLOUT}.tensor_model_parallel_size=1, or use more GPUs."
-        )
+    if not (ours and _is_whole(nodes) and _is_whole(gpus)):
+        return
+    count = gpus * nodes
+    for name, least in _OF_GPUS.items():
+        size = run(name)
+        takes_all = least == -1 and type(size) is int and not 0 <= size < count  # as verl reads it
+        if not (size is None or takes_all) and (not _is_whole(size) or size == 0 or count % size):
+            raise ValueError(
+                f"{name}={shown(size)} does not divide the {count} GPUs of the run (trainer.n_gpus_per_node={gpus},"
+                f" trainer.nnodes={nodes}). Accepted are divisors of it. Set {name}={least}, or use more GPUs."
+            )
 
 
 def unmet(run: Run, needs: Iterable[Need]) -> str | None:

@@ -12,6 +12,7 @@ from verl_qerl.verl_plugin.config.apply import prepare
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 OURS = (*RUN, "actor_rollout_ref.model.lora_rank=8", "+rollout=nvfp4")
+TOKENS = "-1 for all tokens, or a whole number of them"
 COUNT, SHARE, TEXT = r"a whole number above 0\.", r"a number above 0, up to 1\.", r"\. That is text; of a variable"
 
 
@@ -23,7 +24,12 @@ COUNT, SHARE, TEXT = r"a whole number above 0\.", r"a number above 0, up to 1\."
         (f"{ROLLOUT}.gpu_memory_utilization=0", SHARE),
         (f"{ROLLOUT}.gpu_memory_utilization=-1", SHARE),
         (f"{ROLLOUT}.gpu_memory_utilization='0.5'", SHARE[:-2] + TEXT),
-        (f"{ROLLOUT}.temperature=0", r"a number above 0\."),
+        (f"{ROLLOUT}.temperature=0", r"a number above 0, up to 2\."),
+        (f"{ROLLOUT}.temperature=2.5", r"a number above 0, up to 2\."),
+        (f"{ROLLOUT}.val_kwargs.temperature=-1", r"a number from 0 to 2\."),
+        (f"{ROLLOUT}.val_kwargs.top_p=1.5", SHARE),
+        (f"{ROLLOUT}.top_k=1.5", TOKENS),
+        (f"{ROLLOUT}.val_kwargs.top_k=-2", TOKENS),
         (f"{ROLLOUT}.n=2.5", COUNT),
         ("data.train_batch_size=0", COUNT),
         ("data.train_batch_size=null", COUNT),
@@ -37,7 +43,7 @@ COUNT, SHARE, TEXT = r"a whole number above 0\.", r"a number above 0, up to 1\."
         (f"{ROLLOUT}.n='4'", COUNT[:-2] + TEXT),
         (f"{ROLLOUT}.agent.num_workers=0", COUNT),
         (f"{ROLLOUT}.max_num_batched_tokens=0", COUNT),
-        (f"{ROLLOUT}.temperature=inf", r"a number above 0\."),
+        (f"{ROLLOUT}.temperature=inf", r"a number above 0, up to 2\."),
         (f"{ACTOR}.optim.lr=nan", r"a number\."),
         (f"{ACTOR}.optim.betas=[0.9]", r"two numbers in \[0, 1\)"),
         (f"{ACTOR}.optim.betas=[0.9,1]", r"two numbers in \[0, 1\)"),
@@ -138,6 +144,9 @@ def test_values_that_verl_takes_stay():
             *OURS,
             "trainer.total_training_steps=null",
             f"{ACTOR}.grad_clip=inf",
+            f"{ROLLOUT}.temperature=2",
+            f"{ROLLOUT}.top_k=0",
+            f"{ROLLOUT}.val_kwargs.temperature=0",
             f"{ACTOR}.kl_loss_type=low_var_kl+",
             f"{ACTOR}.fsdp_config.model_dtype=32",
             f"{ROLLOUT}.max_num_batched_tokens=null",

@@ -86,9 +86,13 @@ _BETAS = Accepts(
         isinstance(value, list) and len(value) == 2 and all(is_number(each) and 0 <= each < 1 for each in value)
     ),
 )
+_TOP_K = Accepts("-1 for all tokens, or a whole number of them", lambda value: type(value) is int and value >= -1)
 _ACCEPTED = dict.fromkeys(_COUNTS, _COUNT) | {
     f"{ROLLOUT}.gpu_memory_utilization": _SHARE,
     f"{ROLLOUT}.top_p": _SHARE,
+    f"{ROLLOUT}.val_kwargs.top_p": _SHARE,
+    f"{ROLLOUT}.top_k": _TOP_K,
+    f"{ROLLOUT}.val_kwargs.top_k": _TOP_K,
     f"{ACTOR}.optim.betas": _BETAS,
     f"{FSDP}.model_dtype": Accepts("bf16, fp16, fp32", _DTYPES.__contains__),
     f"{ACTOR}.kl_loss_type": _KL,
@@ -96,7 +100,10 @@ _ACCEPTED = dict.fromkeys(_COUNTS, _COUNT) | {
     "algorithm.kl_ctrl.type": one_of("fixed", "adaptive"),
     "trainer.logger": _words(*Tracking.supported_backend, "tracking"),
     "trainer.resume_mode": one_of("auto", "disable", "resume_path"),
-    f"{ROLLOUT}.temperature": Accepts("a number above 0", lambda value: is_number(value) and 0 < value < math.inf),
+    f"{ROLLOUT}.temperature": Accepts("a number above 0, up to 2", lambda value: is_number(value) and 0 < value <= 2),
+    f"{ROLLOUT}.val_kwargs.temperature": Accepts(
+        "a number from 0 to 2", lambda value: is_number(value) and 0 <= value <= 2
+    ),
     f"{ACTOR}.checkpoint.save_contents": _CONTENTS,
     f"{ACTOR}.checkpoint.load_contents": _CONTENTS,
 }
