@@ -178,6 +178,11 @@ def set_linear(model: Any, module: str, weight: torch.Tensor) -> None:
     stack.data[int(expert), rows] = weight
 
 
+def run_config(*overrides: str) -> Any:
+    """The configuration of a run with these options, beside those that every run needs."""
+    return verl_config(*RUN, *overrides)
+
+
 def verl_config(*overrides: str) -> Any:
     """What Hydra makes of a command line of verl's `main_ppo`, in a process that knows ACR, as those of a run do.
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 pytest.importorskip("verl")
 
 from omegaconf import OmegaConf
-from qerl_testing import flat, verl_config
+from qerl_testing import flat, run_config
 
 from verl_qerl.algos.aqn import AQNConfig
 from verl_qerl.formats import NVFP4
@@ -20,12 +20,6 @@ from verl_qerl.verl_plugin.config import attention
 from verl_qerl.verl_plugin.config.apply import prepare
 from verl_qerl.verl_plugin.rollout.server import describe_checkpoint
 
-RUN = (
-    "actor_rollout_ref.model.path=model",
-    "actor_rollout_ref.model.lora_rank=32",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
-    "actor_rollout_ref.rollout.name=vllm",
-)
 ABSENT = "<absent>"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 OURS = f"{ROLLOUT}.engine_kwargs.vllm"
@@ -82,7 +76,7 @@ WRITTEN = {
 
 
 def composed(*overrides):
-    return verl_config(*RUN, *overrides)
+    return run_config("actor_rollout_ref.model.lora_rank=32", *overrides)
 
 
 def prepared(*overrides):

@@ -7,25 +7,19 @@ import pytest
 @pytest.fixture
 def configuration(tmp_path_factory) -> Callable:
     """verl's configuration of a run with these options."""
-    from qerl_testing import verl_config
+    from qerl_testing import run_config
 
     questions = tmp_path_factory.mktemp("questions") / "some.jsonl"
     questions.touch()
-    required = (
-        "actor_rollout_ref.model.path=model",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    small = (
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
         "critic.ppo_micro_batch_size_per_gpu=1",
         "data.train_batch_size=8",
         f"data.train_files={questions}",
         f"data.val_files={questions}",
     )
 
-    def make(*overrides: str):
-        return verl_config(*required, *overrides)
-
-    return make
+    return lambda *overrides: run_config(*small, *overrides)
 
 
 @pytest.fixture
@@ -35,7 +29,7 @@ def validate(configuration, quick_check, caplog) -> Callable[..., list[str]]:
 
     def run(*overrides: str, of: ModuleType | None = None, use_critic: bool = False) -> list[str]:
         caplog.clear()
-        config = configuration("actor_rollout_ref.rollout.name=vllm", *overrides)
+        config = configuration(*overrides)
         validate_config(config=config, use_reference_policy=False, use_critic=use_critic)
         return [record.message for record in caplog.records if of is not None and record.name == of.__name__]
 

@@ -2,14 +2,9 @@ import importlib.util
 import re
 
 import pytest
+from qerl_testing import RUN
 
 needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
-LORA = (
-    "actor_rollout_ref.model.path=model",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
-    "actor_rollout_ref.rollout.name=vllm",
-)
 
 
 @needs_verl
@@ -108,7 +103,7 @@ def test_main_ppo_stops_before_ray(fresh_process, tmp_path):
     command = [
         "-m",
         "verl.trainer.main_ppo",
-        *LORA,
+        *RUN,
         "+rollout=int8",
         "+platform=cpu",
         "actor_rollout_ref.model.lora_rank=8",

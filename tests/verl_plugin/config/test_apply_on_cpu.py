@@ -13,7 +13,7 @@ pytest.importorskip("verl")
 import ray
 from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
-from qerl_testing import RUN, verl_config
+from qerl_testing import run_config
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from verl_qerl import verl_plugin
@@ -31,7 +31,7 @@ REAL_VERSION = importlib.metadata.version
 
 @functools.cache
 def base(rollout):
-    return pickle.dumps(verl_config(*RUN, f"{MODEL}.lora_rank=32", *([rollout] if rollout else [])))
+    return pickle.dumps(run_config(f"{MODEL}.lora_rank=32", *([rollout] if rollout else [])))
 
 
 def composed(*overrides, rollout="+rollout=nvfp4"):

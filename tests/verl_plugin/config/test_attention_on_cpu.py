@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("verl")
 
 from omegaconf import OmegaConf
-from qerl_testing import RUN, verl_config
+from qerl_testing import run_config
 from verl.utils.config import validate_config
 
 from verl_qerl.modules.varlen_attention import NAME
@@ -42,7 +42,7 @@ def installed(monkeypatch):
 
 
 def composed(*overrides):
-    return verl_config(*RUN, "actor_rollout_ref.model.lora_rank=8", *overrides)
+    return run_config("actor_rollout_ref.model.lora_rank=8", *overrides)
 
 
 def attention_of(*overrides):

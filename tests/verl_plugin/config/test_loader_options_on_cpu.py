@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("verl")
 
 from omegaconf import OmegaConf
-from qerl_testing import RUN, verl_config
+from qerl_testing import run_config
 
 from verl_qerl.verl_plugin.config.apply import prepare
 
@@ -16,7 +16,7 @@ LOADER = f"{VLLM}.model_loader_extra_config"
 
 
 def composed(*overrides):
-    return verl_config(*RUN, "actor_rollout_ref.model.lora_rank=32", "+rollout=nvfp4", *overrides)
+    return run_config("actor_rollout_ref.model.lora_rank=32", "+rollout=nvfp4", *overrides)
 
 
 def loader_options(*overrides):

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("verl")
 
-from qerl_testing import RUN, verl_config
+from qerl_testing import run_config
 
 from verl_qerl.verl_plugin.config.apply import prepare
 
@@ -12,7 +12,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 def composed(*overrides):
-    return verl_config(*RUN, "actor_rollout_ref.model.lora_rank=32", "+rollout=nvfp4", *overrides)
+    return run_config("actor_rollout_ref.model.lora_rank=32", "+rollout=nvfp4", *overrides)
 
 
 @pytest.mark.parametrize("in_tokens", [True, False])

@@ -5,13 +5,13 @@ import pytest
 pytest.importorskip("verl")
 
 from omegaconf import OmegaConf
-from qerl_testing import RUN, verl_config
+from qerl_testing import run_config
 from verl.trainer.ppo.reward import get_custom_reward_fn
 
 from verl_qerl.verl_plugin.config.apply import prepare
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-OURS = (*RUN, "actor_rollout_ref.model.lora_rank=8", "+rollout=nvfp4")
+OURS = ("actor_rollout_ref.model.lora_rank=8", "+rollout=nvfp4")
 TOKENS = "-1 for all tokens, or a whole number of them"
 COUNT, SHARE, TEXT = r"a whole number above 0\.", r"a number above 0, up to 1\.", r"\. That is text; of a variable"
 
@@ -67,7 +67,7 @@ COUNT, SHARE, TEXT = r"a whole number above 0\.", r"a number above 0, up to 1\."
 def test_a_value_of_no_use_gives_its_sentence(override, accepted):
     name = override.partition("=")[0].replace(".", r"\.")
     with pytest.raises(ValueError, match=rf"^{name}=.* is no value of this option\. Accepted: {accepted}"):
-        prepare(verl_config(*OURS, override))
+        prepare(run_config(*OURS, override))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_value_of_no_use_gives_its_sentence(override, accepted):
     ["custom_reward_function.path=reward.py", "reward_model.reward_manager=dapo", "sandbox_fusion.url=http://here"],
 )
 def test_an_option_of_rewards_where_older_verl_had_it_is_refused(override):
-    config = verl_config(*OURS, override)
+    config = run_config(*OURS, override)
     assert get_custom_reward_fn(config) is None  # verl takes it and trains on another reward
     with pytest.raises(ValueError, match=rf"^{override.partition('=')[0]}='.*' has no effect: .* as in reward\.custom"):
         prepare(config)
@@ -93,7 +93,7 @@ def test_an_option_of_rewards_where_older_verl_had_it_is_refused(override):
 )
 def test_a_correction_that_verl_refuses_in_the_first_step_is_refused_at_once(options, says):
     with pytest.raises(ValueError, match=rf"^algorithm\.rollout_correction with .*{says}.* Correct the options\.$"):
-        prepare(verl_config(*OURS, *(f"algorithm.rollout_correction.{option}" for option in options)))
+        prepare(run_config(*OURS, *(f"algorithm.rollout_correction.{option}" for option in options)))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_correction_that_verl_refuses_in_the_first_step_is_refused_at_once(opt
     ],
 )
 def test_a_value_where_verl_has_a_group_gives_its_sentence(name, value, option):
-    config = verl_config(*OURS)
+    config = run_config(*OURS)
     OmegaConf.update(config, name, value, force_add=True)
     said = r"is no group of options, .* Accepted are options such as `{}\.{}=\.\.\.`\. Leave it out"
     with pytest.raises(ValueError, match=rf"^{name}=\S+ {said.format(name, option)}"):
@@ -120,7 +120,7 @@ def test_a_value_where_verl_has_a_group_gives_its_sentence(name, value, option):
 
 def test_a_stock_run_on_a_cpu_may_have_it():
     custom = f"+{ROLLOUT}.custom=[]"
-    config = verl_config(*RUN, "actor_rollout_ref.model.lora_rank=8", "+platform=cpu", custom)
+    config = run_config("actor_rollout_ref.model.lora_rank=8", "+platform=cpu", custom)
     before = OmegaConf.to_container(config)
     prepare(config)
     assert OmegaConf.to_container(config) == before
@@ -128,19 +128,19 @@ def test_a_stock_run_on_a_cpu_may_have_it():
 
 def test_a_group_of_a_critic_is_asked_for_where_there_is_one():
     options = (*OURS, "critic.optim=null", "critic.ppo_micro_batch_size_per_gpu=1")
-    prepare(verl_config(*options, "algorithm.adv_estimator=grpo"))
+    prepare(run_config(*options, "algorithm.adv_estimator=grpo"))
     with pytest.raises(ValueError, match=r"^critic\.optim=null is no group of options"):
-        prepare(verl_config(*options, "algorithm.adv_estimator=gae"))
+        prepare(run_config(*options, "algorithm.adv_estimator=gae"))
 
 
 def test_a_group_that_verl_can_do_without_may_be_null():
     names = (f"{ACTOR}.profiler", "algorithm.rollout_correction", "actor_rollout_ref.model.override_config")
-    prepare(verl_config(*OURS, *(f"{name}=null" for name in names)))
+    prepare(run_config(*OURS, *(f"{name}=null" for name in names)))
 
 
 def test_values_that_verl_takes_stay():
     prepare(
-        verl_config(
+        run_config(
             *OURS,
             "trainer.total_training_steps=null",
             f"{ACTOR}.grad_clip=inf",

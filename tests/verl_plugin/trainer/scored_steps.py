@@ -7,7 +7,7 @@ import pytest
 import ray
 import torch
 import transfer_queue
-from qerl_testing import RUN, verl_config
+from qerl_testing import run_config
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
@@ -17,10 +17,6 @@ from verl_qerl.verl_plugin.weight_sync.requantize import ROUNDED
 
 AQN = ("+aqn.enabled=true", "+aqn.num_stages=2", "+aqn.sigma_start=0.1", "+aqn.sigma_end=0.1")
 SEQUENCES = {f"{uid}_0_0": ([5, 6][: 1 + uid % 2], [7, 8 + uid, 9, 11 + uid]) for uid in range(6)}
-
-
-def composed(*overrides):
-    return verl_config(*RUN, *overrides)
 
 
 def log_prob(tokens):
@@ -91,7 +87,7 @@ def scored_step(monkeypatch):
         batch = KVBatchMeta(partition_id="train", keys=keys, tags=tags)
         buffer = SimpleNamespace(sample=lambda **kwargs: (batch, {}))
         monkeypatch.setattr(trainer_base.PPOTrainer, "_build_replay_buffer", lambda self: buffer)
-        config = composed(*overrides)
+        config = run_config(*overrides)
         trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config)
         # NoiseEffect asks the engine for itself: test_noise_effect.
         trainer.features = [feature for feature in trainer.features if not isinstance(feature, NoiseEffect)]

@@ -14,7 +14,7 @@ pytest.importorskip("transfer_queue")
 
 import torch
 import transfer_queue
-from qerl_testing import RUN, load_beside, verl_config
+from qerl_testing import load_beside, run_config
 from tensordict import NonTensorStack, TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
@@ -65,7 +65,7 @@ def step(monkeypatch):
     monkeypatch.setattr(trainer_base.PPOTrainer, "__init__", lambda self, config: setattr(self, "config", config))
 
     def run(*overrides):
-        config = verl_config(*RUN, *OPTIONS, *overrides)
+        config = run_config(*OPTIONS, *overrides)
         trainer = get_trainer_cls("sync")(config)
         trainer.global_steps, trainer.total_training_steps, trainer.steps_per_epoch = 1, 2, 2
         workers = {"compute_log_prob": lambda batch: batch, "_dispatch_info": {"actor": [0]}}  # whose rounding is small

@@ -12,7 +12,7 @@ pytest.importorskip("transfer_queue")
 
 import transfer_queue
 from omegaconf import OmegaConf
-from qerl_testing import RUN, load_beside, verl_config
+from qerl_testing import load_beside, run_config
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 from verl.utils.config import validate_config
@@ -44,7 +44,7 @@ def step(monkeypatch):
     monkeypatch.setattr(trainer_base.PPOTrainer, "__init__", lambda self, config: setattr(self, "config", config))
 
     def make(*overrides):
-        config = verl_config(*RUN, *overrides)
+        config = run_config(*overrides)
         trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config)
         trainer.global_steps, trainer.total_training_steps, trainer.local_trigger_step = 1, 10, 0
         trainer.steps_per_epoch = 10
@@ -119,12 +119,12 @@ def test_garbage_stops_the_run_at_its_first_step(step, rollout, actor, start):
     ids=["nvfp4", "mxfp4", "int8", "all weights", "all weights, int8", "aqn", "explicit", "other option", "off"],
 )  # fmt: skip
 def test_the_limits_are_lower_where_both_sides_multiply_by_the_same_weights(overrides, limit):
-    gate = gate_options(verl_config(*RUN, *overrides))
+    gate = gate_options(run_config(*overrides))
     assert gate.max_initial_kl == limit
     assert gate.max_kl == (None if limit is None else LATER_STEPS * limit)
     for value in (1.5, None):
         given = f"+qerl.gate.max_kl={'null' if value is None else value}"
-        assert gate_options(verl_config(*RUN, *overrides, given)) == replace(gate, max_kl=value)
+        assert gate_options(run_config(*overrides, given)) == replace(gate, max_kl=value)
 
 
 MODES = ("sync", "colocate_async")
@@ -377,9 +377,9 @@ def test_of_a_cut_distribution_there_are_metrics_and_no_gate(step, caplog, cut):
     ids=["stock", "nvfp4", "aqn"],
 )
 def test_options_compose_from_the_command_line(overrides, default):
-    assert gate_options(verl_config(*RUN, *overrides)) == default
-    assert gate_options(verl_config(*RUN, GATE, *overrides)) == GateOptions(0.1, 0.5)
-    assert gate_options(verl_config(*RUN, "+qerl.gate.max_initial_kl=null", NO_LOG_PROBS, *overrides)) == GateOptions(
+    assert gate_options(run_config(*overrides)) == default
+    assert gate_options(run_config(GATE, *overrides)) == GateOptions(0.1, 0.5)
+    assert gate_options(run_config("+qerl.gate.max_initial_kl=null", NO_LOG_PROBS, *overrides)) == GateOptions(
         None, None
     )
     assert gate_options(OmegaConf.create({})) is None
@@ -401,7 +401,7 @@ BAD = {
 @pytest.mark.parametrize("ours", [(), NVFP4, AQN], ids=["stock", "nvfp4", "aqn"])
 @pytest.mark.parametrize("overrides", BAD, ids=lambda overrides: overrides[-1])
 def test_bad_input_is_refused_on_the_driver_and_by_the_trainer(step, overrides, ours):
-    config = verl_config(*RUN, *overrides, *ours)
+    config = run_config(*overrides, *ours)
     with pytest.raises(ValueError, match=BAD[overrides]):
         validate_config(config=config, use_reference_policy=False, use_critic=False)
     with pytest.raises(ValueError, match=BAD[overrides]):

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("verl")
 pytest.importorskip("transfer_queue")
 
-from qerl_testing import load_beside
+from qerl_testing import load_beside, run_config
 from verl.utils.config import validate_config
 
 from verl_qerl.verl_plugin.config.apply import prepare
@@ -13,7 +13,7 @@ from verl_qerl.verl_plugin.rollout.engine_scores import answer_log_probs
 from verl_qerl.verl_plugin.trainer import mismatch_parts
 
 steps = load_beside(__file__, "scored_steps")
-AQN, Server, composed, scored_step = steps.AQN, steps.Server, steps.composed, steps.scored_step
+AQN, Server, scored_step = steps.AQN, steps.Server, steps.scored_step
 PARTS, NO_GATE = "+qerl.gate.mismatch_sample=3", "+qerl.gate.max_initial_kl=null"
 INT8 = ("+rollout=int8", "actor_rollout_ref.model.lora_rank=0")
 BYPASS = "algorithm.rollout_correction.bypass_mode=True"
@@ -217,7 +217,7 @@ BAD = {
 
 @pytest.mark.parametrize("overrides", BAD, ids=lambda overrides: overrides[0])
 def test_where_it_cannot_be_had_is_refused_on_the_driver(overrides):
-    config = composed(PARTS, *overrides)
+    config = run_config(PARTS, *overrides)
     with pytest.raises(ValueError, match=BAD[overrides]):
         prepare(config)
     if "sglang" not in overrides[0]:

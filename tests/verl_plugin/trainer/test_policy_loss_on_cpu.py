@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
-from qerl_testing import RUN, load_beside, verl_config
+from qerl_testing import load_beside, run_config
 from tensordict import TensorDict
 from verl.trainer.ppo import core_algos
 from verl.utils import tensordict_utils as tu
@@ -31,10 +31,6 @@ SETTINGS = {
     "dr-grpo": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "loss_agg_mode": "seq-mean-token-sum-norm"},
 }
 each_setting = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
-
-
-def composed(*overrides):
-    return verl_config(*RUN, *overrides)
 
 
 def actor_config(loss_mode="acr", **options):
@@ -185,7 +181,7 @@ BAD = {
 
 @pytest.mark.parametrize("overrides", BAD, ids=lambda overrides: overrides[-1])
 def test_bad_input_gives_its_sentence(overrides):
-    config = composed(*overrides)
+    config = run_config(*overrides)
     with pytest.raises(ValueError, match=BAD[overrides]):
         Trainer(config)
     with pytest.raises(ValueError, match=BAD[overrides]):  # before Ray starts
@@ -202,7 +198,7 @@ Trainer = featured.trainer_of(ActorLoss, base=Base)
 
 
 def test_the_trainer_gives_the_actor_its_loss():
-    config = composed(ACR, "+acr.max_ratio=4", "actor_rollout_ref.actor.clip_ratio_high=0.28")
+    config = run_config(ACR, "+acr.max_ratio=4", "actor_rollout_ref.actor.clip_ratio_high=0.28")
     trainer = Trainer(config)
     trainer.on_init_end()
     loss_fn, then = trainer.log
@@ -216,14 +212,14 @@ def test_the_trainer_gives_the_actor_its_loss():
 def test_options_compose_from_the_command_line(overrides):
     rejection = (f"{CORRECTION}.rollout_rs=seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold=0.5_2.0")
     for options, found in (((), ACRConfig()), (("+acr.max_ratio=8",), ACRConfig(8)), (rejection, ACRConfig())):
-        trainer = Trainer(composed(ACR, *options, *overrides))
+        trainer = Trainer(run_config(ACR, *options, *overrides))
         trainer.on_init_end()
         assert trainer.log[0].args[0] == found
 
 
 @pytest.mark.parametrize("overrides", [(), ("+rollout=nvfp4", "actor_rollout_ref.model.lora_rank=8")], ids=str)
 def test_other_losses_are_left_to_verl(overrides):
-    trainer = Trainer(composed(*overrides))
+    trainer = Trainer(run_config(*overrides))
     trainer.on_init_end()
     assert trainer.log == ["sync"]
 

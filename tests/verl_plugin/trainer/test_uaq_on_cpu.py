@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("verl")
 
 from omegaconf import OmegaConf
-from qerl_testing import RUN, verl_config
+from qerl_testing import run_config
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
@@ -33,21 +33,17 @@ BAD = {
 }
 
 
-def composed(*overrides):
-    return verl_config(*RUN, *overrides)
-
-
 @pytest.fixture
 def trainer_config(monkeypatch):
     """What a trainer of verl's registry makes of a configuration."""
     monkeypatch.setattr(trainer_base.PPOTrainer, "__init__", lambda self, config: setattr(self, "config", config))
-    return lambda *overrides: get_trainer_cls("sync")(composed(*overrides)).config
+    return lambda *overrides: get_trainer_cls("sync")(run_config(*overrides)).config
 
 
 @pytest.mark.parametrize("overrides", BAD, ids=lambda overrides: overrides[0].partition(".")[2])
 def test_what_cannot_be_is_refused_on_the_driver_and_by_the_trainer(trainer_config, overrides):
     with pytest.raises(ValueError, match=BAD[overrides]):
-        prepare(composed(UAQ, *overrides))
+        prepare(run_config(UAQ, *overrides))
     with pytest.raises(ValueError, match=BAD[overrides]):
         trainer_config(UAQ, *overrides)
 
@@ -55,10 +51,12 @@ def test_what_cannot_be_is_refused_on_the_driver_and_by_the_trainer(trainer_conf
 def test_verl_asks_before_ray_starts():
     with pytest.raises(ValueError, match="does not go together with"):
         validate_config(
-            config=composed(UAQ, "actor_rollout_ref.model.use_liger=True"), use_reference_policy=False, use_critic=False
+            config=run_config(UAQ, "actor_rollout_ref.model.use_liger=True"),
+            use_reference_policy=False,
+            use_critic=False,
         )
     with pytest.raises(ValueError, match=r"^uaq\.scale=2 has no effect while UAQ is off"):
-        validate_config(config=composed("+uaq.scale=2"), use_reference_policy=False, use_critic=False)
+        validate_config(config=run_config("+uaq.scale=2"), use_reference_policy=False, use_critic=False)
     assert asks_for_qerl([UAQ])
 
 
@@ -70,7 +68,7 @@ def test_options_compose_from_the_command_line():
         (UAQ, "+uaq.scale=2", bf16),
         ("+uaq.enabled=false", "actor_rollout_ref.model.lora_rank=8"),
     ):
-        prepare(composed(*overrides))
+        prepare(run_config(*overrides))
 
 
 def test_the_scale_reaches_engine_and_noise(trainer_config):
