@@ -8,3 +8,11 @@ def ours_takes_part():
     from verl_qerl import verl_plugin
 
     verl_plugin.activate()
+
+
+@pytest.fixture
+def bare_trainers(monkeypatch):
+    """verl's trainers hold their configuration and nothing else: no workers, no data."""
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    monkeypatch.setattr(PPOTrainer, "__init__", lambda self, config: setattr(self, "config", config))

@@ -7,7 +7,7 @@ import pytest
 import ray
 import torch
 import transfer_queue
-from qerl_testing import run_config
+from qerl_testing import load_beside, run_config
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
@@ -15,6 +15,7 @@ from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 from verl_qerl.verl_plugin.trainer.noise_effect import NoiseEffect
 from verl_qerl.verl_plugin.weight_sync.requantize import ROUNDED
 
+nested = load_beside(__file__, "transfer_queue_fakes").nested
 AQN = ("+aqn.enabled=true", "+aqn.num_stages=2", "+aqn.sigma_start=0.1", "+aqn.sigma_end=0.1")
 SEQUENCES = {f"{uid}_0_0": ([5, 6][: 1 + uid % 2], [7, 8 + uid, 9, 11 + uid]) for uid in range(6)}
 
@@ -132,11 +133,8 @@ def scored_step(monkeypatch):
 
         def get(keys, partition_id, select_fields=None):
             run.fetched.update(dict.fromkeys(select_fields or (), len(keys)))
-            nested = {
-                name: torch.nested.as_nested_tensor([store[key][name] for key in keys], layout=torch.jagged)
-                for name in select_fields or store[keys[0]]
-            }
-            return TensorDict(nested, batch_size=len(keys))
+            names = select_fields or store[keys[0]]
+            return TensorDict({name: nested(store[key][name] for key in keys) for name in names}, batch_size=len(keys))
 
         def put(keys, partition_id, fields):
             for name, values in fields.items():

@@ -25,17 +25,13 @@ from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.verl_plugin.trainer.checkpoints import TRACKER, WholeCheckpoints, check_step, check_tracker
 
 featured = load_beside(__file__, "featured")
+pytestmark = pytest.mark.usefixtures("bare_trainers")
 NUM_BATCHES = 5
 
 
 def config_of(qerl, **options):
     """Of a run whose base is packed, or is not."""
     return OmegaConf.create({"qerl": qerl, "actor_rollout_ref": {"actor": {}}, **options})
-
-
-@pytest.fixture(autouse=True)
-def _no_workers(monkeypatch):
-    monkeypatch.setattr(PPOTrainerSync, "__init__", lambda self, config: setattr(self, "config", config))
 
 
 Trainer = featured.trainer_of(WholeCheckpoints, base=PPOTrainerSync)

@@ -20,10 +20,9 @@ def server(ended):
 
 
 @pytest.fixture
-def make(monkeypatch):
+def make(bare_trainers, monkeypatch):
     """A trainer of verl's registry with two engines, without a cluster; `answers` are what they say."""
     monkeypatch.setattr(engine_health, "ray", SimpleNamespace(get=lambda answers, timeout: answers))
-    monkeypatch.setattr(PPOTrainer, "__init__", lambda self, config: setattr(self, "config", config))
 
     def build(**nodes):
         kwargs = {"custom": None, "calculate_log_probs": True, "engine_kwargs": {"vllm": {}}}

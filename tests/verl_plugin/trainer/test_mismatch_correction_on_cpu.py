@@ -60,9 +60,8 @@ def sampled_batch():
 
 
 @pytest.fixture
-def step(monkeypatch):
+def step(bare_trainers, monkeypatch):
     """Runs a trainer of verl's registry to the advantages, then the actor's loss at the weights that it had."""
-    monkeypatch.setattr(trainer_base.PPOTrainer, "__init__", lambda self, config: setattr(self, "config", config))
 
     def run(*overrides):
         config = run_config(*OPTIONS, *overrides)

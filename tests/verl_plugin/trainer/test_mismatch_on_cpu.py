@@ -36,12 +36,11 @@ KL, DIFFERENCE = "qerl/rollout_kl_k3", "qerl/rollout_log_prob_abs_diff"
 
 
 @pytest.fixture
-def step(monkeypatch):
+def step(bare_trainers, monkeypatch):
     """Makes a trainer of verl's registry, and runs its step from sampled answers to `old_log_probs`.
 
     The two answers have prompts of one token, and three and two tokens; the third token of the first does not count.
     """
-    monkeypatch.setattr(trainer_base.PPOTrainer, "__init__", lambda self, config: setattr(self, "config", config))
 
     def make(*overrides):
         config = run_config(*overrides)

@@ -23,6 +23,7 @@ from verl_qerl.verl_plugin.trainer.noise_effect import NoiseEffect
 from verl_qerl.verl_plugin.trainer.noise_schedule import NoiseSchedule
 
 featured = load_beside(__file__, "featured")
+nested = load_beside(__file__, "transfer_queue_fakes").nested
 VOCABULARY, NUM_ANSWERS, LENGTH = 32, 48, 80
 NORMS = {f"layers.{i}.{kind}": 0.5 + i for i in range(2) for kind in ("input_layernorm", "post_attention_layernorm")}
 
@@ -117,8 +118,7 @@ def step(monkeypatch):
 
         def get(keys, partition_id, select_fields):
             places = [int(key) for key in keys]
-            fields = {n: torch.nested.as_nested_tensor(list(store[n][places]), layout=torch.jagged) for n in store}
-            return TensorDict({n: fields[n] for n in select_fields}, batch_size=len(keys))
+            return TensorDict({name: nested(store[name][places]) for name in select_fields}, batch_size=len(keys))
 
         monkeypatch.setattr(transfer_queue, "kv_batch_get", get)
         made.replay_buffer.sample(global_steps=made.global_steps)

@@ -20,6 +20,7 @@ from verl_qerl.verl_plugin.trainer import policy_loss
 from verl_qerl.verl_plugin.trainer.policy_loss import ActorLoss, acr_policy_loss, hand_over
 
 featured = load_beside(__file__, "featured")
+nested = load_beside(__file__, "transfer_queue_fakes").nested
 
 ACR = "actor_rollout_ref.actor.policy_loss.loss_mode=acr"
 # The losses of three algorithms as verl's options spell them.
@@ -94,10 +95,6 @@ def test_untruncated_it_is_verls_own_importance_sampling(setting):
     assert 0 < freed.sum() < 20
     assert (truncated[1][freed] == 0).all()
     assert (widened[1][freed] < 0).all()  # A > 0: descent makes the token likelier
-
-
-def nested(rows):
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 def micro_batch(**changes):

@@ -73,7 +73,7 @@ def configuration(mode="sync", aqn=AQN, **options):
 
 
 @pytest.fixture
-def fit(monkeypatch):
+def fit(bare_trainers, monkeypatch):
     """Runs verl's init() and fit() around stubs, from `start` finished steps on, and returns what happened in order."""
     log = Log()
 
@@ -81,7 +81,6 @@ def fit(monkeypatch):
         return lambda *args: log.append((name, *args))
 
     monkeypatch.setattr(ray, "get", lambda results: results)
-    monkeypatch.setattr(trainer_base.PPOTrainer, "__init__", lambda self, config: setattr(self, "config", config))
     monkeypatch.setattr(trainer_base, "Tracking", lambda **kwargs: Logger(log))
     monkeypatch.setattr(trainer_base, "SkipManager", SimpleNamespace(init=lambda c: None, set_step=lambda s: None))
     monkeypatch.setattr(trainer_base, "tq", SimpleNamespace(kv_clear=lambda **kwargs: None))

@@ -6,7 +6,7 @@ pytest.importorskip("verl")
 
 from omegaconf import OmegaConf
 from qerl_testing import run_config
-from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
+from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from verl_qerl.verl_plugin import asks_for_qerl
@@ -34,9 +34,8 @@ BAD = {
 
 
 @pytest.fixture
-def trainer_config(monkeypatch):
+def trainer_config(bare_trainers):
     """What a trainer of verl's registry makes of a configuration."""
-    monkeypatch.setattr(trainer_base.PPOTrainer, "__init__", lambda self, config: setattr(self, "config", config))
     return lambda *overrides: get_trainer_cls("sync")(run_config(*overrides)).config
 
 
