@@ -93,3 +93,17 @@ def trained(models, fresh_process, tmp_path_factory) -> Callable[[str], Trained]
         return Trained(out / case, models / case.split("-")[1], found)
 
     return get
+
+
+@pytest.fixture
+def refused(capsys) -> Callable[..., str]:
+    """Runs the program, which must end with an error and this exit code; what it has said on stderr by then."""
+    from verl_qerl.cli import main
+
+    def run(*arguments: str | Path, code: int = 1) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main([str(one) for one in arguments])
+        assert ended.value.code == code
+        return capsys.readouterr().err
+
+    return run

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from verl_qerl.cli import main, plan
+from verl_qerl.cli import plan
 from verl_qerl.cli.interrupts import kept_interrupts
 from verl_qerl.cli.output_dir import new_directory
 
@@ -75,16 +75,14 @@ def test_nothing_is_left_and_it_is_said(tmp_path, number):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_command_ends_as_a_shell_reports_its_signal(monkeypatch, tmp_path, capsys, number, code):
+def test_a_command_ends_as_a_shell_reports_its_signal(monkeypatch, tmp_path, refused, number, code):
     def run(args):
         with new_directory(tmp_path / "out"):
             _interrupted_inside_an_extension(number)
 
     monkeypatch.setattr(plan, "run", run)
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", "--model", "m", "--gpu-gib", "1"])
-    assert ended.value.code == code
-    assert capsys.readouterr().err == f"python -m verl_qerl: interrupted; {tmp_path / 'out'} was not written\n"
+    said = refused("plan", "--model", "m", "--gpu-gib", "1", code=code)
+    assert said == f"python -m verl_qerl: interrupted; {tmp_path / 'out'} was not written\n"
 
 
 _HALF_MADE = """

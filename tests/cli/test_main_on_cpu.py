@@ -62,20 +62,18 @@ def test_wrong_arguments_are_answered_before_anything_slow(tmp_path, arguments, 
         ("--lora-rank plan --model m --gpu-gib 80", "`python -m verl_qerl --help`"),
     ],
 )
-def test_an_unknown_option_is_told_where_the_known_ones_are(capsys, arguments, told):
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(arguments.split())
-    said = capsys.readouterr().err
+def test_an_unknown_option_is_told_where_the_known_ones_are(refused, arguments, told):
+    said = refused(*arguments.split(), code=2)
     assert said.startswith("python -m verl_qerl: no such argument: --lora-rank")
     assert said.endswith(f". Accepted are those that {told} lists.\n")
 
 
-def test_home_behind_an_equals_sign_is_found(tmp_path, monkeypatch, capsys):
+def test_home_behind_an_equals_sign_is_found(tmp_path, monkeypatch, refused):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "out" / "something").mkdir(parents=True)
-    with pytest.raises(SystemExit):
-        cli.main(["quantize", "--model=m", "--out=~/out"])
-    assert f"the output already exists: out={tmp_path}/out with something." in capsys.readouterr().err
+    assert f"the output already exists: out={tmp_path}/out with something." in refused(
+        "quantize", "--model=m", "--out=~/out"
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,17 +83,14 @@ def test_home_behind_an_equals_sign_is_found(tmp_path, monkeypatch, capsys):
         ("--out=", "an argument is empty: ''. One that says something is accepted. Is a variable not set?"),
     ],
 )
-def test_nothing_is_written_for_an_address_or_an_empty_path(tmp_path, monkeypatch, capsys, out, says):
+def test_nothing_is_written_for_an_address_or_an_empty_path(tmp_path, monkeypatch, refused, out, says):
     from qerl_testing import random_qwen2
 
     random_qwen2(num_hidden_layers=1).save_pretrained(tmp_path / "model")
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     for arguments in ([out], out.split("=")):
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["quantize", "--model", "../model", *arguments])
-        assert ended.value.code == 1
-        assert says in capsys.readouterr().err.replace("--out=", "")
+        assert says in refused("quantize", "--model", "../model", *arguments).replace("--out=", "")
     assert list((tmp_path / "empty").iterdir()) == []
 
 

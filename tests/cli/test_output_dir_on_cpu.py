@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import word_problems
 
-from verl_qerl.cli import main, output_dir, plan
+from verl_qerl.cli import output_dir, plan
 from verl_qerl.cli.output_dir import new_directory, new_file, scratch_directory
 
 
@@ -20,15 +20,12 @@ def test_an_error_leaves_nothing_behind(tmp_path):
 
 
 @pytest.mark.parametrize(("sentence", "told"), [("out was not written", "out was not written"), ("", "interrupted")])
-def test_the_command_ends_as_an_interrupted_one(monkeypatch, capsys, sentence, told):
+def test_the_command_ends_as_an_interrupted_one(monkeypatch, refused, sentence, told):
     def run(args):
         raise KeyboardInterrupt(sentence)
 
     monkeypatch.setattr(plan, "run", run)
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", "--model", "m", "--gpu-gib", "1"])
-    assert ended.value.code == 130
-    assert capsys.readouterr().err == f"python -m verl_qerl: {told}\n"
+    assert refused("plan", "--model", "m", "--gpu-gib", "1", code=130) == f"python -m verl_qerl: {told}\n"
 
 
 def test_the_directory_appears_only_when_the_block_ends(tmp_path):

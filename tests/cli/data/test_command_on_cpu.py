@@ -113,16 +113,16 @@ def test_math_without_levels_and_types_is_taken(tmp_path):
     ],
     ids=["solution", "question", "blank", "level"],
 )
-def test_a_math_row_that_lacks_something_is_named(tmp_path, capsys, change, message):
+def test_a_math_row_that_lacks_something_is_named(tmp_path, refused, change, message):
     others = {"level": "Level 1", "type": "Algebra"}
     write_math(tmp_path, MATH_FIELDS | others, MATH_FIELDS | others | {"level": "Level 3"} | change)
-    with pytest.raises(SystemExit) as exit_info:
-        main(["data", "math", "--source", str(tmp_path), "--levels", "3", "--out", str(tmp_path / "out")])
-    assert exit_info.value.code == 1
-    assert re.search(rf"row 2 of train cannot be used: {message}", capsys.readouterr().err)
+    assert re.search(
+        rf"row 2 of train cannot be used: {message}",
+        refused("data", "math", "--source", tmp_path, "--levels", "3", "--out", tmp_path / "out"),
+    )
 
 
-def test_math_rows_with_an_empty_box_are_left_out_and_counted(tmp_path, capsys):
+def test_math_rows_with_an_empty_box_are_left_out_and_counted(tmp_path, capsys, refused):
     """MATH has two of them in its training split."""
     empty = {"question": "How many primes?", "solution": r"There are $\boxed{}$ primes."}
     write_math(tmp_path, MATH_FIELDS, empty, MATH_FIELDS | {"question": "What is half of two?"})
@@ -131,18 +131,17 @@ def test_math_rows_with_an_empty_box_are_left_out_and_counted(tmp_path, capsys):
     asked = [row["extra_info"]["question"] for row in read(tmp_path / "out" / "train.parquet")]
     assert asked == [f"train: {MATH_FIELDS['question']}", "train: What is half of two?"]
     write_math(tmp_path, empty)
-    with pytest.raises(SystemExit):
-        main(["data", "math", "--source", str(tmp_path), "--out", str(tmp_path / "other")])
-    assert "no row of train has an answer. " in capsys.readouterr().err
+    assert "no row of train has an answer. " in refused(
+        "data", "math", "--source", tmp_path, "--out", tmp_path / "other"
+    )
 
 
 @pytest.mark.parametrize("truth", [{"answer": "3"}, {"reward_model": "3"}], ids=["answer", "reward_model"])
-def test_math_without_solutions_is_refused(tmp_path, capsys, truth):
+def test_math_without_solutions_is_refused(tmp_path, refused, truth):
     write_math(tmp_path, {"question": "?"} | truth)
-    with pytest.raises(SystemExit) as exit_info:
-        main(["data", "math", "--source", str(tmp_path), "--out", str(tmp_path / "out")])
-    assert exit_info.value.code == 1
-    assert "row 1 of train cannot be used: solution=None." in capsys.readouterr().err
+    assert "row 1 of train cannot be used: solution=None." in refused(
+        "data", "math", "--source", tmp_path, "--out", tmp_path / "out"
+    )
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "math"])
@@ -250,26 +249,25 @@ def test_columns_beside_the_question_are_kept_where_they_are_of_their_kind(tmp_p
 
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
-def test_what_is_nested_too_deeply_is_refused(tmp_path, capsys, suffix):
+def test_what_is_nested_too_deeply_is_refused(tmp_path, refused, suffix):
     file = tmp_path / f"train.{suffix}"
     file.write_text("[" * 100_000)
-    with pytest.raises(SystemExit, match="1"):
-        main(["data", "big-math", "--source", str(file), "--out", str(tmp_path / "out")])
     assert re.search(
-        rf"(line 1 is not JSON: path=|questions cannot be read: ){file} \(maximum", capsys.readouterr().err
+        rf"(line 1 is not JSON: path=|questions cannot be read: ){file} \(maximum",
+        refused("data", "big-math", "--source", file, "--out", tmp_path / "out"),
     )
 
 
-def test_a_set_of_the_hub_with_other_columns_is_refused(tmp_path, capsys, monkeypatch):
+def test_a_set_of_the_hub_with_other_columns_is_refused(tmp_path, refused, monkeypatch):
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([{"problem": "What?", "answer": "#### 3"}])
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
-    with pytest.raises(SystemExit, match="1"):
-        main(["data", "gsm8k", "--source", "some/one", "--out", str(tmp_path / "out")])
-    assert ": row 1 of train cannot be used: question=None. Accepted is str that is not" in capsys.readouterr().err
+    assert ": row 1 of train cannot be used: question=None. Accepted is str that is not" in refused(
+        "data", "gsm8k", "--source", "some/one", "--out", tmp_path / "out"
+    )
 
 
-def test_levels_of_big_math_are_the_hubs_files(tmp_path, capsys, monkeypatch):
+def test_levels_of_big_math_are_the_hubs_files(tmp_path, capsys, refused, monkeypatch):
     datasets = pytest.importorskip("datasets")
     asked = []
 
@@ -285,9 +283,9 @@ def test_levels_of_big_math_are_the_hubs_files(tmp_path, capsys, monkeypatch):
     assert asked == [(hub, f"level_{level}", "train") for level in (3, 4, 5)]
     assert len(read(tmp_path / "out" / "train.parquet")) == 3
     assert "are published" not in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["data", "big-math", "--levels", "3", "--source", str(tmp_path / "gsm8k.jsonl"), "--out", "x"])
-    assert "levels are those of the hub: --levels with --source=" in capsys.readouterr().err
+    assert "levels are those of the hub: --levels with --source=" in refused(
+        "data", "big-math", "--levels", "3", "--source", tmp_path / "gsm8k.jsonl", "--out", "x"
+    )
 
 
 @pytest.mark.parametrize(
@@ -304,7 +302,7 @@ def test_levels_of_big_math_are_the_hubs_files(tmp_path, capsys, monkeypatch):
     ],
     ids=["source", "columns", "held-out", "nothing-left", "no-network"],
 )
-def test_a_large_set_that_cannot_be_made_is_one_sentence(tmp_path, capsys, monkeypatch, arguments, message):
+def test_a_large_set_that_cannot_be_made_is_one_sentence(tmp_path, refused, monkeypatch, arguments, message):
     datasets = pytest.importorskip("datasets")
 
     def fail(*_, **__):
@@ -316,9 +314,7 @@ def test_a_large_set_that_cannot_be_made_is_one_sentence(tmp_path, capsys, monke
     (tmp_path / "train.json").write_text(json.dumps([big_math(1)]))
     (tmp_path / "odd.json").write_text(json.dumps([{"prompt": "What?", "level": 3}]))
     given = [argument.format(tmp_path) for argument in arguments]
-    with pytest.raises(SystemExit, match="1"):
-        main(["data", "big-math", *given, "--out", str(tmp_path / "out")])
-    assert re.search(message, capsys.readouterr().err)
+    assert re.search(message, refused("data", "big-math", *given, "--out", tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
@@ -342,52 +338,37 @@ def right(reward_score, row, text):
         ("\n", "a file is empty"),
     ],
 )
-def test_damaged_input_is_refused_and_nothing_is_written(gsm8k, tmp_path, capsys, content, message):
+def test_damaged_input_is_refused_and_nothing_is_written(gsm8k, tmp_path, refused, content, message):
     (gsm8k / "test.jsonl").write_text(content, encoding="latin-1")
-    with pytest.raises(SystemExit) as exit_info:
-        main(["data", "gsm8k", "--source", str(gsm8k), "--out", str(tmp_path / "out")])
-    assert exit_info.value.code == 1
-    assert re.search(message, capsys.readouterr().err)
+    assert re.search(message, refused("data", "gsm8k", "--source", gsm8k, "--out", tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_split_without_rows_is_refused(math, tmp_path, capsys):
+def test_a_split_without_rows_is_refused(math, tmp_path, refused):
     for split in ("test", "train"):
         empty = pq.read_table(math / f"{split}.parquet").slice(0, 0)
         pq.write_table(empty, math / f"{split}.parquet")
-        with pytest.raises(SystemExit, match="1"):
-            main(["data", "math", "--source", str(math), "--out", str(tmp_path / "out")])
-        assert "parquet holds no objects." in capsys.readouterr().err
+        assert "parquet holds no objects." in refused("data", "math", "--source", math, "--out", tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["gsm8k", "--source", "no-such-directory"], "no such source: --source=no-such-directory. A directory with tr"),
-        (["math", "--levels", "7"], "levels=7. A-B with 1 <= A <= B <= 5"),
-    ],
-)
-def test_wrong_arguments_are_one_sentence(tmp_path, capsys, arguments, message):
-    with pytest.raises(SystemExit):
-        main(["data", *arguments, "--out", str(tmp_path / "out")])
-    assert message in capsys.readouterr().err
+def test_wrong_arguments_are_one_sentence(tmp_path, refused):
+    given = ("data", "gsm8k", "--source", "no-such-directory", "--out", tmp_path / "out")
+    assert "no such source: --source=no-such-directory. A directory with tr" in refused(*given)
+    given = ("data", "math", "--levels", "7", "--out", tmp_path / "out")
+    assert "levels=7. A-B with 1 <= A <= B <= 5" in refused(*given, code=2)
 
 
 @pytest.mark.parametrize(("name", "suffix"), [("gsm8k", "jsonl"), ("math", "parquet")])
-def test_a_file_for_a_directory_is_told_what_is_accepted(tmp_path, monkeypatch, capsys, name, suffix):
+def test_a_file_for_a_directory_is_told_what_is_accepted(tmp_path, monkeypatch, refused, name, suffix):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "rows").write_text("{}")
     monkeypatch.chdir(tmp_path)
     for source in (str(tmp_path / "data" / "rows"), "data/rows"):  # the second has the form of a hub id
-        with pytest.raises(SystemExit, match="1"):
-            main(["data", name, "--source", source, "--out", "out"])
-        assert capsys.readouterr().err.endswith(
+        assert refused("data", name, "--source", source, "--out", "out").endswith(
             f": a file was given for a directory: --source={source}. A directory with train.{suffix} and test.{suffix},"
             " or owner/name of the hub, is accepted. Check --source.\n"
         )
 
 
-def test_earlier_output_is_refused(gsm8k, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main(["data", "gsm8k", "--source", str(gsm8k), "--out", str(gsm8k)])
-    assert "the output already exists" in capsys.readouterr().err
+def test_earlier_output_is_refused(gsm8k, tmp_path, refused):
+    assert "the output already exists" in refused("data", "gsm8k", "--source", gsm8k, "--out", gsm8k)

@@ -214,16 +214,13 @@ def test_the_bar_ends_where_it_says(trained, tmp_path, capsys, case):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_another_base_is_refused_and_nothing_is_left(trained, models, tmp_path, capsys, form):
+def test_another_base_is_refused_and_nothing_is_left(trained, models, tmp_path, refused, form):
     other = tmp_path / "other"
     quantize_checkpoint(models / "bf16", other, scale="mse", device="cpu")
     actor, out = str(trained(CASE).actor), tmp_path / "out"
-    with pytest.raises(SystemExit) as exited:
-        main(
-            ["export", "--checkpoint", actor, "--out", str(out), "--to", form, "--base", str(other), "--device", "cpu"]
-        )
-    assert exited.value.code == 1
-    assert "the base is not the one of the checkpoint" in capsys.readouterr().err
+    assert "the base is not the one of the checkpoint" in refused(
+        "export", "--checkpoint", actor, "--out", out, "--to", form, "--base", other, "--device", "cpu"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
@@ -252,11 +249,10 @@ def test_a_base_that_was_not_packed_is_not_written_packed(trained, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_unknown_form_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit) as exited:
-        main(["export", "--checkpoint", "c", "--out", str(tmp_path / "out"), "--to", "gguf"])
-    assert exited.value.code == 2
-    assert "invalid choice: 'gguf'" in capsys.readouterr().err
+def test_an_unknown_form_is_refused(tmp_path, refused):
+    assert "invalid choice: 'gguf'" in refused(
+        "export", "--checkpoint", "c", "--out", tmp_path / "out", "--to", "gguf", code=2
+    )
 
 
 @pytest.mark.parametrize(
@@ -266,9 +262,6 @@ def test_an_unknown_form_is_refused(tmp_path, capsys):
         (["--to", "peft"], "no checkpoint is found"),
     ],
 )
-def test_bad_arguments_are_said_in_a_sentence(tmp_path, capsys, arguments, message):
-    with pytest.raises(SystemExit) as exited:
-        main(["export", "--checkpoint", str(tmp_path / "absent"), "--out", str(tmp_path / "out"), *arguments])
-    assert exited.value.code == 1
-    assert message in capsys.readouterr().err
+def test_bad_arguments_are_said_in_a_sentence(tmp_path, refused, arguments, message):
+    assert message in refused("export", "--checkpoint", tmp_path / "absent", "--out", tmp_path / "out", *arguments)
     assert not list(tmp_path.iterdir())

@@ -10,7 +10,6 @@ import word_problems
 from safetensors.torch import load_file, save_file
 
 from verl_qerl.checkpoints.source import open_source
-from verl_qerl.cli import main
 from verl_qerl.cli.prompts import tokenize
 from verl_qerl.cli.quantize.calibration import Calibration
 
@@ -27,13 +26,16 @@ def texts(tmp_path: Path) -> Path:
     return write(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
 
 
-def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path, *arguments: str) -> str:
-    """The sentence; nothing is written."""
-    with pytest.raises(SystemExit) as exited:
-        main(["quantize", "--model", str(model), "--out", str(tmp_path / "out"), "--device", "cpu", *arguments])
-    assert exited.value.code == 1
-    assert not (tmp_path / "out").exists()
-    return capsys.readouterr().err.splitlines()[-1]
+@pytest.fixture
+def why_not(refused, tmp_path):
+    """The sentence that `quantize` ends with; nothing is written."""
+
+    def ask(model: Path, *arguments: str) -> str:
+        said = refused("quantize", "--model", model, "--out", tmp_path / "out", "--device", "cpu", *arguments)
+        assert not (tmp_path / "out").exists()
+        return said.splitlines()[-1]
+
+    return ask
 
 
 @pytest.mark.parametrize(
@@ -53,8 +55,8 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path, *ar
         (["--method", "gptq", "--calibration", "texts.txt"], "prompts of an unknown kind: prompts=texts.txt"),
     ],
 )
-def test_options(models, tmp_path, capsys, arguments, sentence):
-    assert sentence in refused(capsys, tmp_path, models / "bf16", *arguments)
+def test_options(models, tmp_path, why_not, arguments, sentence):
+    assert sentence in why_not(models / "bf16", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +72,9 @@ def test_options(models, tmp_path, capsys, arguments, sentence):
     ],
     ids=["empty", "column", "mixed", "short"],
 )
-def test_a_file_without_enough_text(models, tmp_path, capsys, rows, sentence):
+def test_a_file_without_enough_text(models, tmp_path, why_not, rows, sentence):
     file = write(tmp_path / "file.jsonl", rows)
-    message = refused(capsys, tmp_path, models / "bf16", "--method", "gptq", "--calibration", str(file))
+    message = why_not(models / "bf16", "--method", "gptq", "--calibration", str(file))
     assert re.search(sentence, message), message
 
 
@@ -84,9 +86,9 @@ def test_a_file_without_enough_text(models, tmp_path, capsys, rows, sentence):
         ("moe", [], "a mixture of experts is not calibrated: 'model.layers.1.mlp.experts.0.down_proj.weight' of"),
     ],
 )
-def test_models(models, tmp_path, capsys, texts, model, more, sentence):
+def test_models(models, tmp_path, why_not, texts, model, more, sentence):
     arguments = ["--method", "gptq", "--calibration", str(texts), *more]
-    assert sentence in refused(capsys, tmp_path, models / model, *arguments)
+    assert sentence in why_not(models / model, *arguments)
 
 
 def copied(models: Path, folder: Path, rename=lambda name: name, **config) -> Path:
@@ -103,15 +105,15 @@ def copied(models: Path, folder: Path, rename=lambda name: name, **config) -> Pa
     return folder
 
 
-def test_a_family_that_transformers_runs_otherwise(models, tmp_path, capsys, texts):
+def test_a_family_that_transformers_runs_otherwise(models, tmp_path, why_not, texts):
     model = copied(models, tmp_path / "gemma", model_type="gemma")
-    message = refused(capsys, tmp_path, model, "--method", "gptq", "--calibration", str(texts))
+    message = why_not(model, "--method", "gptq", "--calibration", str(texts))
     assert "models of this family are not calibrated: model_type=gemma" in message
 
 
-def test_a_checkpoint_with_other_names(models, tmp_path, capsys, texts):
+def test_a_checkpoint_with_other_names(models, tmp_path, why_not, texts):
     model = copied(models, tmp_path / "renamed", lambda name: name.removeprefix("model."))
-    message = refused(capsys, tmp_path, model, "--method", "gptq", "--calibration", str(texts))
+    message = why_not(model, "--method", "gptq", "--calibration", str(texts))
     assert re.search(
         r"lacks 'model\.layers\.0\.\S+' of shape \(.*\), which transformers needs to run the layers", message
     ), message
@@ -128,24 +130,24 @@ def test_a_checkpoint_with_other_names(models, tmp_path, capsys, texts):
         ({"num_key_value_heads": 0}, "transformers makes no model of config.json in "),
     ],
 )
-def test_a_config_of_another_model(models, tmp_path, capsys, texts, config, told):
+def test_a_config_of_another_model(models, tmp_path, why_not, texts, config, told):
     model = copied(models, tmp_path / "other", **config)
-    assert told in refused(capsys, tmp_path, model, "--method", "gptq", "--calibration", str(texts))
+    assert told in why_not(model, "--method", "gptq", "--calibration", str(texts))
 
 
-def test_a_config_with_fewer_layers_than_the_checkpoint(models, tmp_path, capsys, texts):
+def test_a_config_with_fewer_layers_than_the_checkpoint(models, tmp_path, why_not, texts):
     model = copied(models, tmp_path / "cut", num_hidden_layers=1)
-    message = refused(capsys, tmp_path, model, "--method", "gptq", "--calibration", str(texts))
+    message = why_not(model, "--method", "gptq", "--calibration", str(texts))
     assert "'model.layers.1.mlp.down_proj' of" in message
     assert "belongs to no layer that transformers runs: it has 1." in message
 
 
-def test_answers_that_are_not_numbers(models, tmp_path, capsys, texts):
+def test_answers_that_are_not_numbers(models, tmp_path, why_not, texts):
     model = copied(models, tmp_path / "broken")
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.0.input_layernorm.weight"][3] = torch.inf
     save_file(tensors, model / "model.safetensors")
-    message = refused(capsys, tmp_path, model, "--method", "gptq", "--calibration", str(texts))
+    message = why_not(model, "--method", "gptq", "--calibration", str(texts))
     assert re.search(r"inputs of 'model\.layers\.0\.\S+' are NaN or infinite", message), message
 
 

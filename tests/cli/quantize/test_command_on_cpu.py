@@ -239,15 +239,10 @@ def _damage(model: Path, kind: str) -> None:
         ("sees", "no model of text alone"),
     ],
 )
-def test_bad_input_gives_one_sentence_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, sentence: str
-) -> None:
+def test_bad_input_gives_one_sentence_and_leaves_nothing(tmp_path: Path, refused, kind: str, sentence: str) -> None:
     model = make_model(tmp_path / "bf16")
     _damage(model, kind)
-    with pytest.raises(SystemExit) as exited:
-        main(["quantize", "--model", str(model), "--out", str(tmp_path / "out"), "--device", "cpu"])
-    assert exited.value.code == 1
-    message = capsys.readouterr().err.splitlines()[-1]
+    message = refused("quantize", "--model", model, "--out", tmp_path / "out", "--device", "cpu").splitlines()[-1]
     assert message.startswith("python -m verl_qerl: ")
     assert sentence in message
     assert os.listdir(tmp_path) == ["bf16"]
@@ -282,7 +277,7 @@ def test_a_mixture_says_that_its_routers_are_not_packed(tmp_path):
     assert config["ignore"] == ["lm_head", ROUTER]
 
 
-def test_a_quantized_model_that_cannot_be_used_as_it_is_is_quantized_anew(tmp_path: Path, capsys) -> None:
+def test_a_quantized_model_that_cannot_be_used_as_it_is_is_quantized_anew(tmp_path: Path, capsys, refused) -> None:
     bf16, packed, out = make_model(tmp_path / "bf16"), tmp_path / "packed", tmp_path / "out"
     left_out = ["model.layers.0.mlp.down_proj"]
     quantize_checkpoint(bf16, packed, ignore=left_out, device="cpu")
@@ -293,9 +288,9 @@ def test_a_quantized_model_that_cannot_be_used_as_it_is_is_quantized_anew(tmp_pa
     save_file(tensors, file)
     with pytest.raises(ValueError, match=r"different global scales: .* or this one with --requantize too\."):
         list(packed_stream(open_source(packed)))
-    with pytest.raises(SystemExit):
-        main(["quantize", "--model", str(packed), "--out", str(out), "--device", "cpu"])
-    assert "name the original model, or add --requantize." in capsys.readouterr().err
+    assert "name the original model, or add --requantize." in refused(
+        "quantize", "--model", packed, "--out", out, "--device", "cpu"
+    )
     assert main(["quantize", "--model", str(packed), "--out", str(out), "--device", "cpu", "--requantize"]) == 0
     assert "errors are those beside the nvfp4 weights of the source, not" in capsys.readouterr().out
     report = json.loads((out / "quantization_report.json").read_text())
