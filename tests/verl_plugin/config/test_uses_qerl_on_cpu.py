@@ -67,6 +67,8 @@ def test_what_cannot_be_resolved_is_left_to_its_reader(configuration):
         (["+rollout=int8"], True),
         (["trainer.nnodes=1", "+aqn.enabled=true"], True),
         (["++aqn.seed=1"], True),
+        (["aqn.seed=1"], True),
+        (["+uaq.enabled=true"], True),
         (["+aqn={enabled: true}"], True),
         (["+acr.max_ratio=4"], True),
         (["+qerl.gate.max_initial_kl=0.1"], True),
