@@ -177,29 +177,6 @@ def test_one_stage_with_noise_has_one_sigma():
     assert [sigma_at_step(config, step, 4) for step in range(1, 5)] == [0, 0, 0.05, 0.05]
 
 
-def test_an_unknown_option():
-    with pytest.raises(ValueError, match=r"unknown option aqn\.sigma=0\.1\. Known options are .*sigma_start.*spelling"):
-        AQNConfig.from_mapping({"enabled": True, "sigma": 0.1})
-
-
-@pytest.mark.parametrize("options", [True, "on", ["enabled"]], ids=str)
-def test_what_is_no_group_of_options(options):
-    with pytest.raises(ValueError, match=r"is no group of options\. Accepted .*\+aqn\.enabled=\.\.\..*one by one"):
-        AQNConfig.from_mapping(options)
-
-
-@pytest.mark.parametrize("options", [None, {}], ids=str)
-def test_no_options_are_the_defaults(options):
-    assert AQNConfig.from_mapping(options) == AQNConfig()
-
-
-def test_options_without_a_switch_have_no_effect():
-    message = r"^aqn\.sigma_start=0\.05 has no effect while AQN is off\. .*beside `\+aqn\.enabled=true`\. Add it, or"
-    with pytest.raises(ValueError, match=message):
-        AQNConfig.from_mapping({"sigma_start": 0.05})
-    assert AQNConfig.from_mapping({"enabled": False, "sigma_start": 0.05}).enabled is False
-
-
 def test_a_list_of_targets_becomes_a_tuple():
     assert AQNConfig.from_mapping({"enabled": True, "targets": ["a", "b"]}).targets == ("a", "b")
 

@@ -35,10 +35,19 @@ BAD = [
         {"rollout": {"attention": 0}},
         r"^qerl\.rollout\.attention=0 is no value .* Accepted: auto, stock\.",
     ),
+    ({"base": {"format": ["nvfp4"]}}, r"^qerl\.base\.format=\['nvfp4'\] is no value .* Accepted: fp8, "),
     ({"base": {"format": "int4"}}, r"^qerl\.base\.format='int4' is no value .* Accepted: fp8, int8, mxfp4, nvfp4\."),
     ({"base": {"format": "int8", "scale": "mse"}}, r"scale='mse' .* Accepted: minmax, with \+rollout=int8\."),
-    ({"base": {"ignore": "lm_head"}}, r"^qerl\.base\.ignore='lm_head' is no value .* Accepted: a list of exact names"),
-    ({"gate": {"mismatch_sample": 0.5}}, r"^qerl\.gate\.mismatch_sample=0\.5 is no value .* a number of sequences"),
+    ({"base": {"scale": "absmax"}}, r"^qerl\.base\.scale='absmax' is no value .* Accepted: mse, minmax"),
+    *(
+        ({"base": {"ignore": value}}, r"^qerl\.base\.ignore=.* is no value .* Accepted: a list of exact names")
+        for value in ("lm_head", None, [1])
+    ),
+    *(
+        ({"gate": {"mismatch_sample": value}}, r"^qerl\.gate\.mismatch_sample=.* is no value .* a number of sequences")
+        for value in (0.5, -1)
+    ),
+    ({"rollout": {"sampler": "fast"}}, r"^qerl\.rollout\.sampler='fast' is no value .* Accepted: auto, stock\."),
     *(
         ({"gate": {name: value}}, rf"^qerl\.gate\.{name}=.* Accepted: a number above 0, or null for no limit")
         for name in ("max_initial_kl", "max_kl")

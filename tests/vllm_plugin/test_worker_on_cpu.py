@@ -7,7 +7,7 @@ import torch
 from qerl_testing import float32_norms
 
 import verl_qerl
-from verl_qerl.algos.aqn import AQNConfig, draw_noise
+from verl_qerl.algos.aqn import draw_noise
 from verl_qerl.vllm_plugin import worker as worker_module
 from verl_qerl.vllm_plugin.options import rollout_options
 from verl_qerl.vllm_plugin.worker import PREPARED, RolloutWorkerExtension, prepare_model
@@ -276,12 +276,6 @@ def test_packed_linears_do_not_run_on_two_streams(monkeypatch, option):
                 worker.load_model()
         else:
             worker.load_model()
-
-
-def test_options_of_the_noise_are_those_of_aqn():
-    with pytest.raises(ValueError, match=r"unknown option aqn\.sigma"):
-        prepare_model(Worker(None), Config({"verl_qerl": {"aqn": {"sigma": 1}}}))
-    assert AQNConfig.from_mapping({}).enabled is False
 
 
 class Sleepy(RolloutWorkerExtension):

@@ -210,8 +210,6 @@ BAD = {
     ("actor_rollout_ref.rollout.disaggregation.enabled=True",): r"enabled=True does not .* is not known to score them",
     ("trainer.v1.trainer_mode=separate_async",): r"separate_async does not .* Accepted is sync or colocate_async",
     ("actor_rollout_ref.rollout.calculate_log_probs=False",): r"calculate_log_probs=False does not .* Accepted is True",
-    ("qerl.gate.mismatch_sample=-1",): r"^qerl\.gate\.mismatch_sample=-1 is no value .*: a number of sequences",
-    ("qerl.gate.mismatch_sample=0.5",): r"^qerl\.gate\.mismatch_sample=0\.5 is no value",
 }
 
 

@@ -28,7 +28,6 @@ BAD = {
         "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16",
     ): r"model_dtype=bf16 does not go together with \+uaq\.scale=1\.5: the scale .*, or \+uaq\.scale=2\.",
     ("trainer.use_v1=False",): r"^trainer\.use_v1=False does not go together",
-    ("+uaq.scale=1",): r"^uaq\.scale=1 is no value of this option",
     ("+uaq.s=2",): r"^unknown option uaq\.s=2",
 }
 
