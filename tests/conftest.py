@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -199,6 +200,12 @@ def fresh_process(warm_python) -> Callable[..., subprocess.CompletedProcess]:
         return result
 
     return run
+
+
+@pytest.fixture(scope="session")
+def fresh_json(fresh_process) -> Callable[..., Any]:
+    """The last line that such a process prints, as JSON; called as `fresh_process`."""
+    return lambda *args, **options: json.loads(fresh_process(*args, **options).stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -141,8 +140,8 @@ def test_what_upstream_writes_is_named_where_it_is_written():
 
 
 @needs_hosts
-def test_every_method_that_ours_override_is_registered(fresh_process):
-    found = set(json.loads(fresh_process("-c", WALK).stdout.splitlines()[-1]))
+def test_every_method_that_ours_override_is_registered(fresh_json):
+    found = set(fresh_json("-c", WALK))
     known = {change.target for change in CHANGES if change.kind in ("override", "copy")}
     lost = sorted(target for target in found if not known & {target, target.rpartition(".")[0]})
     assert not lost, f"these lack a record in hosts.py: {lost}"

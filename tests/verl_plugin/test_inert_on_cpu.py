@@ -12,11 +12,11 @@ ON = {"VERL_QERL_ACTIVE": "1"}
 
 
 @pytest.fixture(scope="module")
-def hosts(fresh_process):
+def hosts(fresh_json):
     """What verl has in a process of its own on a GPU's platform, after its driver looked at a run with `options`."""
 
     def look(*options: str, **env: str) -> dict:
-        return json.loads(fresh_process(HOSTS, *options, VERL_PLATFORM="nvidia", **env).stdout.splitlines()[-1])
+        return fresh_json(HOSTS, *options, VERL_PLATFORM="nvidia", **env)
 
     return look
 

@@ -1,6 +1,5 @@
 """verl's activation offload around a packed base, with verl's own code and a CPU in the GPU's place."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,9 @@ CASES = ("all, kept", "all, checkpointed", "some, kept", "some, checkpointed")
 
 
 @pytest.fixture(scope="module")
-def found(fresh_process):
+def found(fresh_json):
     script = Path(__file__).with_name("activation_offload_cases.py")
-    return json.loads(fresh_process(str(script), "cpu").stdout.splitlines()[-1])
+    return fresh_json(str(script), "cpu")
 
 
 @pytest.mark.parametrize("case", CASES)

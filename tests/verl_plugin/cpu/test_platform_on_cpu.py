@@ -1,6 +1,5 @@
 import contextlib
 import inspect
-import json
 from pathlib import Path
 
 import pytest
@@ -81,10 +80,10 @@ def test_registers_under_its_name(monkeypatch):
     assert PlatformRegistry._platforms == {"cpu": PlatformCPU}
 
 
-def test_verl_resolves_it(fresh_process, tmp_path):
+def test_verl_resolves_it(fresh_json, tmp_path):
     script = Path(tmp_path) / "used.py"
     script.write_text(USED)
-    found = json.loads(fresh_process(str(script)).stdout.splitlines()[-1])
+    found = fresh_json(str(script))
     assert found == {
         "class": "PlatformCPU",
         "device": "cpu",

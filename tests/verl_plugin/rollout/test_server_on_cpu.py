@@ -209,9 +209,9 @@ def test_overrides_of_the_caller_are_not_changed(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def server(fresh_process, tmp_path_factory):
+def server(fresh_json, tmp_path_factory):
     path = write(tmp_path_factory.mktemp("model"), NVFP4().config(["lm_head", "re:.*o_proj"]))
-    return json.loads(fresh_process("-c", SERVER, path).stdout.splitlines()[-1])
+    return fresh_json("-c", SERVER, path)
 
 
 @needs_hosts

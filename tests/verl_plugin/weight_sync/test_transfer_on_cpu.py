@@ -1,5 +1,4 @@
 import importlib.util
-import json
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,8 @@ SCRIPT = Path(__file__).with_name("transfer_cases.py")
 
 
 @pytest.fixture(scope="module")
-def found(fresh_process):
-    return json.loads(fresh_process(str(SCRIPT)).stdout.splitlines()[-1])
+def found(fresh_json):
+    return fresh_json(str(SCRIPT))
 
 
 def test_a_whole_stream_arrives(found):

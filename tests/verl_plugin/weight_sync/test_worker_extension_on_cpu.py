@@ -1,5 +1,4 @@
 import importlib.util
-import json
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ NVFP4 = ("compressed-tensors", "modelopt")
 
 
 @pytest.fixture(scope="module")
-def found(fresh_process):
-    return json.loads(fresh_process(str(SCRIPT)).stdout.splitlines()[-1])
+def found(fresh_json):
+    return fresh_json(str(SCRIPT))
 
 
 def kinds(case):
