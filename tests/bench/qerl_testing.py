@@ -27,6 +27,8 @@ RUN = (
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
     "actor_rollout_ref.rollout.name=vllm",
 )
+# [1, 64], ids below 300: what the models of tests/cli are trained on, and their exports are asked for.
+TOKENS = torch.tensor([[(7 * i) % 300 for i in range(64)]])
 _TINY: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 128,

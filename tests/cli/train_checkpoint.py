@@ -13,7 +13,7 @@ import sys
 import torch
 import torch.distributed as dist
 import verl  # noqa: F401  (its plugins come with it, ours among them)
-from qerl_testing import log_probs
+from qerl_testing import TOKENS, log_probs
 from verl.trainer.config import CheckpointConfig
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -24,7 +24,6 @@ from verl_qerl.verl_plugin.actor.engine import QerlFSDPEngine
 from verl_qerl.verl_plugin.config.base_options import QerlFSDPEngineConfig
 
 MODELS, OUT, *CASES = sys.argv[1:]
-TOKENS = torch.tensor([[(7 * i) % 300 for i in range(64)]])
 
 
 def build(kind, model, contents):

@@ -8,7 +8,7 @@ pytest.importorskip("verl")
 
 import torch
 from peft import PeftModel
-from qerl_testing import log_probs
+from qerl_testing import TOKENS, log_probs
 from transformers import AutoModelForCausalLM
 
 from verl_qerl.checkpoints.record import read_record
@@ -20,7 +20,6 @@ from verl_qerl.formats import INT8, PackedWeight
 from verl_qerl.formats.reference import dequantize
 from verl_qerl.modules.adapted_linear import fuse_adapters
 
-TOKENS = torch.tensor([[(7 * i) % 300 for i in range(64)]])  # of train_checkpoint.py
 each_case = pytest.mark.parametrize("case", ["int8-bf16-lora", "int8-int8-full"])
 
 

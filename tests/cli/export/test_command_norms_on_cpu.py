@@ -9,7 +9,7 @@ pytest.importorskip("verl")
 
 import torch
 from peft import PeftModel
-from qerl_testing import log_probs
+from qerl_testing import TOKENS, log_probs
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from verl_qerl.checkpoints.digest import weight_digest
@@ -20,7 +20,6 @@ from verl_qerl.cli.export.command import export_checkpoint
 from verl_qerl.cli.export.fsdp_checkpoint import open_checkpoint
 from verl_qerl.errors import CheckpointFormatError
 
-TOKENS = torch.tensor([[(7 * i) % 300 for i in range(64)]])  # of train_checkpoint.py
 CASES = ("norms-nvfp4-lora", "norms-bf16-full")
 KINDS = ("input_layernorm", "post_attention_layernorm")
 NORMS = [f"model.layers.{index}.{kind}" for index in range(2) for kind in KINDS]

@@ -9,7 +9,7 @@ pytest.importorskip("verl")
 
 import torch
 from peft import PeftModel
-from qerl_testing import log_probs, quantize, set_linear
+from qerl_testing import TOKENS, log_probs, quantize, set_linear
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
 from verl_qerl.checkpoints.digest import weight_digest
@@ -22,7 +22,6 @@ from verl_qerl.formats import NVFP4, PackedWeight
 from verl_qerl.formats.reference import dequantize, relative_error
 from verl_qerl.modules.adapted_linear import fuse_adapters
 
-TOKENS = torch.tensor([[(7 * i) % 300 for i in range(64)]])  # of train_checkpoint.py
 CASE, EXPERTS = "ours-nvfp4-lora", "ours-moe-lora"
 LINEARS = [
     f"model.layers.{i}.{name}_proj"

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
-from qerl_testing import log_probs
+from qerl_testing import TOKENS, log_probs
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -21,8 +21,6 @@ from verl_qerl.cli.export.command import export_checkpoint
 from verl_qerl.cli.quantize.command import quantize_checkpoint
 from verl_qerl.errors import CheckpointFormatError
 from verl_qerl.formats import PackedWeight
-
-TOKENS = torch.tensor([[(7 * i) % 300 for i in range(64)]])  # of train_checkpoint.py
 
 
 def log_probs_of(path):
