@@ -97,14 +97,19 @@ def test_nothing_is_written_unless_every_tensor_finds_its_place(engine, manager,
     assert torch.equal(prompt_log_probs(engine, lora_request=request), before)
 
 
-def test_a_layer_whose_part_is_no_span_is_set_by_itself(engine, manager, loaded, prompt_log_probs, monkeypatch):
+@pytest.mark.parametrize("name", ["down_proj", "gate_up_proj"])
+def test_a_layer_whose_part_is_no_span_is_set_by_itself(engine, manager, loaded, prompt_log_probs, monkeypatch, name):
     """As under tensor parallelism a fused linear with one adapter for all of its members."""
     _, tensors, config, expected = loaded("source", LINEARS, 8, ID + 1)
     request, *_ = loaded("before", LINEARS, 8, ID)
-    layer = manager.modules["model.layers.0.mlp.down_proj"]
+    layer = manager.modules[f"model.layers.0.mlp.{name}"]
+
+    def copied(half):
+        return [part.clone() for part in half] if isinstance(half, list) else half.clone()
+
     monkeypatch.setattr(layer, "tp_size", 2)
-    monkeypatch.setattr(layer, "slice_lora_a", torch.clone, raising=False)
-    monkeypatch.setattr(layer, "slice_lora_b", torch.clone, raising=False)
+    monkeypatch.setattr(layer, "slice_lora_a", copied, raising=False)
+    monkeypatch.setattr(layer, "slice_lora_b", copied, raising=False)
     monkeypatch.setattr(manager, "qerl_plan", None, raising=False)
     place(manager, ID, tensors, config)
     assert [one for one, *_ in manager.qerl_plan.by_layer] == [layer]
