@@ -20,8 +20,8 @@ overrides = [
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
     "actor_rollout_ref.rollout.name=vllm",
     "actor_rollout_ref.rollout.n=3",
-    "data.train_files=elsewhere.jsonl",  # verl has files that are not here
-    "data.val_files=elsewhere.jsonl",
+    "data.train_files=hdfs://elsewhere.jsonl",  # verl names files that are not here
+    "data.val_files=hdfs://elsewhere.jsonl",
     "+aqn.enabled=false",  # the shim looks at runs with an option of ours alone
 ]
 with initialize_config_module("verl.trainer.config", version_base=None):
