@@ -228,6 +228,7 @@ def test_noise_on_norms_that_the_weights_do_not_have_is_refused_before_the_engin
         ):
             validate(*noisy, f"+aqn.targets=[input_layernorm,{lost}]")
     validate(*noisy, "+aqn.targets=[q_norm]")
+    (tmp_path / "beside.safetensors").write_bytes(b"damaged")  # the model is read without it
     validate(*noisy)
 
 

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_qerl.algos.noise_places import FAMILIES, check_places
 from verl_qerl.checkpoints.model_config import is_hub_id, read_config, senses
 from verl_qerl.checkpoints.quantization_config import described
-from verl_qerl.checkpoints.source import open_source, read_specs
+from verl_qerl.checkpoints.source import open_source
 from verl_qerl.checkpoints.stream import check_held, packed_names
 from verl_qerl.formats import get_format
 from verl_qerl.options.rules import LORA_RANK, MODEL, ROLLOUT
@@ -55,13 +55,14 @@ def check_models(config: DictConfig, use_critic: bool) -> None:
     if quantized:
         _check_text(path, found)
         _check_choices(config, path, found)
-        _check_linears(config, Path(path))
+        if _has_weights(config, Path(path)):
+            _check_linears(config, Path(path))
         if OmegaConf.select(config, LORA_RANK) or OmegaConf.select(config, f"{MODEL}.lora.rank"):
             check_liger(config, found.get("model_type"))
         _check_override(plain(OmegaConf.select(config, f"{MODEL}.override_config")) or {})
     if aqn.enabled and found.get("model_type") and "text_config" not in found and not senses(found):
         check_places(found["model_type"], aqn.targets)  # of a model in parts the engine says it
-        if paths_are_here(config) and found["model_type"] in FAMILIES:
+        if found["model_type"] in FAMILIES and _has_weights(config, Path(path)):
             _check_norms(Path(path), aqn.norms)
     path = str(OmegaConf.select(config, "critic.model.path"))
     if use_critic and _config_of(path).get("quantization_config"):
@@ -135,22 +136,24 @@ def _check_choices(config: DictConfig, path: str, found: dict[str, Any]) -> None
         )
 
 
+def _has_weights(config: DictConfig, path: Path) -> bool:
+    return paths_are_here(config) and any(path.glob("*.safetensors"))
+
+
 def _check_linears(config: DictConfig, path: Path) -> None:
     """Refuse weights that the format cannot hold, and an `ignore` that does not fit them."""
-    if paths_are_here(config) and any(path.glob("*.safetensors")):
-        source, form = open_source(path), get_format(OmegaConf.select(config, "qerl.base.format"))
-        check_held(source, form)
-        packed_names(source, form, plain(OmegaConf.select(config, "qerl.base.ignore")))
+    source, form = open_source(path), get_format(OmegaConf.select(config, "qerl.base.format"))
+    check_held(source, form)
+    packed_names(source, form, plain(OmegaConf.select(config, "qerl.base.ignore")))
 
 
 def _check_norms(path: Path, norms: tuple[str, ...]) -> None:
     """Refuse names of norms that no vector of the weights has; in FAMILIES the rollout's norms have the same names."""
-    vectors = (
-        name.split(".")[-2:]
-        for file in path.glob("*.safetensors")
-        for name, spec in read_specs(file).items()
-        if len(spec.shape) == 1
-    )
+    try:
+        specs = open_source(path).specs
+    except (ValueError, OSError):
+        return  # in a run without `+rollout=...` others read them, who may be able to
+    vectors = (name.split(".")[-2:] for name, spec in specs.items() if len(spec.shape) == 1)
     present = {parts[0] for parts in vectors if "norm" in parts[0] and parts[1:] == ["weight"]}
     lost = sorted(set(norms) - present)
     if present and lost:
