@@ -67,8 +67,7 @@ def prepare(config: DictConfig) -> None:
         ValueError: An option is unknown, out of range, or does not go together with the rest of the run.
     """
     run = run_of(config)
-    custom = run(f"{ROLLOUT}.custom")
-    if isinstance(custom, dict) and custom.get("qerl") is not None:
+    if run(APPLIED) is not None:
         return
     if not uses_qerl(config):
         rules.check(run, rules.OF_THE_CPU)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import ConfigTypeError
 
 
 def plain(node: Any) -> Any:
@@ -15,7 +16,14 @@ def plain(node: Any) -> Any:
 
 def run_of(config: Any) -> Callable[[str], Any]:
     """The run as the table of rules reads it: name -> value, None where nothing is set."""
-    return lambda name: plain(OmegaConf.select(config, name))
+
+    def value(name: str) -> Any:
+        try:
+            return plain(OmegaConf.select(config, name))
+        except ConfigTypeError:  # a list where the name has a group
+            return None
+
+    return value
 
 
 def paths_are_here(config: Any) -> bool:

@@ -39,10 +39,7 @@ def check_files(config: DictConfig) -> None:
                     " file. A path without them is accepted. Rename the file or its folder."
                 )
             if not (_is_elsewhere(file) or Path(file).expanduser().exists()):
-                raise ValueError(
-                    f"data.{name}={file} cannot be read: there is no such file. One of verl's schema, as `python -m"
-                    " verl_qerl data` writes it, is accepted. Check the path."
-                )
+                raise _unreadable(f"data.{name}", file, "there is no such file")
         if any(_is_elsewhere(file) or not file.endswith(".parquet") for file in files):
             continue
         count = sum(_num_rows(f"data.{name}", file, data["prompt_key"]) for file in files)
@@ -70,16 +67,20 @@ def _is_elsewhere(file: str) -> bool:
     return "://" in file or bool(set(file) & set("*?["))
 
 
+def _unreadable(name: str, file: str, why: object) -> ValueError:
+    return ValueError(
+        f"{name}={file} cannot be read: {why}. A file of verl's schema, as `python -m verl_qerl data` writes it, is"
+        " accepted. Check the path."
+    )
+
+
 def _num_rows(name: str, file: str, key: str) -> int:
     import pyarrow.parquet as pq
 
     try:
         found = pq.read_metadata(Path(file).expanduser())
     except (OSError, ValueError) as error:  # pyarrow's are
-        raise ValueError(
-            f"{name}={file} cannot be read: {error}. Parquet of verl's schema, as `python -m verl_qerl data` writes it,"
-            " is accepted. Check the path."
-        ) from error
+        raise _unreadable(name, file, error) from error
     columns = found.schema.to_arrow_schema().names
     if key not in columns:
         raise ValueError(
