@@ -98,9 +98,8 @@ def check_gpus(run: Run) -> None:
     count = gpus * nodes
     for name, least in _OF_GPUS.items():
         size = run(name)
-        divides = _is_whole(size) and size and count % size == 0
         takes_all = least == -1 and type(size) is int and not 0 <= size < count  # as verl reads it
-        if not (size is None or divides or takes_all):
+        if not (size is None or takes_all or (_is_whole(size) and size and count % size == 0)):
             raise ValueError(
                 f"{name}={shown(size)} does not divide the {count} GPUs of the run (trainer.n_gpus_per_node={gpus},"
                 f" trainer.nnodes={nodes}). Accepted are divisors of it. Set {name}={least}, or use more GPUs."
