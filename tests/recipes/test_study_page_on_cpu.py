@@ -439,8 +439,10 @@ def test_math_has_what_it_was_chosen_for(figures, study, findings):
     assert figures["math_wrong"]["last"] > 0.3
     for measure in ("math_area", "math_pass1"):
         assert figures[measure].verdict["nvfp4_noise - nvfp4"] == "not shown"
+        assert figures[measure].verdict["nvfp4_aqn - nvfp4"].startswith("too few seeds")
     assert figures["math_entropy_then"].difference("nvfp4_noise - nvfp4").low > 0  # "is higher"
-    assert [list(seeds) for seeds in arms.values()] == [[1, 2, 3, 4]] * 2
+    seeds = {arm: list(of_arm) for arm, of_arm in arms.items()}
+    assert seeds == {"nvfp4": [1, 2, 3, 4], "nvfp4_noise": [1, 2, 3, 4], "nvfp4_aqn": [1, 2]}
     assert [seed for seed, run in arms["nvfp4_noise"].items() if run["state"] != "done"] == [2]
     seconds = [np.nanmedian(measures.series(run, "timing_s/step")) for run in runs]
     told = f"| NVFP4 on MATH | two | {min(seconds):.0f} to {max(seconds):.0f} |"
