@@ -193,6 +193,7 @@ def fresh_process(warm_python) -> Callable[..., subprocess.CompletedProcess]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
     path = os.pathsep.join([str(TESTS.parent), str(TESTS / "bench"), os.environ.get("PYTHONPATH", "")])
     settings = {"VERL_PLATFORM": "cpu", "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    settings |= {"PYTHONFAULTHANDLER": "1"}  # a crash in a library says where it was
 
     def run(*args: str, fails: bool = False, ranks: int = 1, **env: str) -> subprocess.CompletedProcess:
         result = warm_python(*args, env=inherited | {"PYTHONPATH": path} | settings | env, ranks=ranks)

@@ -14,6 +14,7 @@ is this program's argument.
 import atexit
 import builtins
 import contextlib
+import faulthandler
 import fcntl
 import gc
 import importlib
@@ -92,6 +93,8 @@ def prepare(program: str, cwd: str, environment: dict[str, str], files: Sequence
         os.close(file)
     os.environ.clear()
     os.environ.update(environment)
+    if environment.get("PYTHONFAULTHANDLER"):  # as Python does when it starts
+        faulthandler.enable()
     if dynamo := sys.modules.get("torch._dynamo.config"):  # which read it when it was imported
         dynamo.disable = environment.get("TORCH_COMPILE_DISABLE") == "1"
     os.chdir(cwd)

@@ -47,6 +47,14 @@ def test_a_rank_that_fails_ends_the_others(warm_python, tmp_path):
     assert (found.returncode, found.stderr) == (1, "ends first\n")
 
 
+def test_a_crash_says_where_it_was(warm_python, tmp_path):
+    env = os.environ | {"PYTHONFAULTHANDLER": "1"}
+    found = warm_python("-c", "import os\ndef here():\n    os.kill(os.getpid(), 11)\nhere()", env=env, cwd=tmp_path)
+    assert found.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in found.stderr
+    assert "in here" in found.stderr
+
+
 def test_what_is_tested_is_not_imported_beforehand(warm_python, tmp_path):
     program = "import sys\nprint([name for name in ('verl', 'verl_qerl', 'vllm') if name in sys.modules])"
     assert warm_python("-c", program, env=dict(os.environ), cwd=tmp_path).stdout == "[]\n"
